@@ -28,49 +28,20 @@ from paceline_advisor.commands import Formulas
 
 _SOURCE = "Source:"
 # Arguments with these names are counts of at least one; no formula uses the names otherwise.
+# fmt: off
 _COUNTS = frozenset(
     {
-        "batch",
-        "global_batch_size",
-        "micro_batch_size",
-        "micro_batch",
-        "accumulation_steps",
-        "reference_batch",
-        "small_batch",
-        "large_batch",
-        "devices",
-        "processes",
-        "nodes",
-        "devices_per_node",
-        "machines",
-        "tensor_parallel",
-        "multiprocessors",
-        "tiles_at_once",
-        "tile_m",
-        "tile_n",
-        "kernel",
-        "stride",
-        "dilation",
-        "groups",
+        "batch", "global_batch_size", "micro_batch_size", "micro_batch", "accumulation_steps",
+        "reference_batch", "small_batch", "large_batch", "devices", "processes", "nodes",
+        "devices_per_node", "machines", "tensor_parallel", "multiprocessors", "tiles_at_once", "tile_m",
+        "tile_n", "kernel", "stride", "dilation", "groups",
     }
 )
 # Amounts, which may be zero but not negative.
 _AMOUNTS = frozenset(
     {
-        "parameters",
-        "tokens",
-        "samples",
-        "epochs",
-        "layers",
-        "heads",
-        "hidden",
-        "sequence",
-        "vocabulary",
-        "flops",
-        "states",
-        "m",
-        "n",
-        "k",
+        "parameters", "tokens", "samples", "epochs", "layers", "heads", "hidden", "sequence", "vocabulary",
+        "flops", "states", "m", "n", "k",
     }
 )
 # fmt: on

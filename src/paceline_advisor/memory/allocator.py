@@ -1,11 +1,10 @@
-"""Model of the memory that PyTorch takes from a GPU for the tensors that a program allocates and frees.
+"""Model of the GPU memory that PyTorch reserves for the tensors that a program allocates and frees.
 
-A model of its caching allocator, by its rules (c10/cuda/CUDACachingAllocator.cpp). A request is rounded up to 512
-bytes. Blocks of up to 1 MiB are cut from segments of 2 MiB, larger ones from segments of 20 MiB, and those of 10 MiB or
-more get one of their own, rounded up to 2 MiB. A free block is used again by the request that it fits best, is split if
-enough is left, and joined with its free neighbours when it is let go. Segments are given back only when the device
-refuses another. Each stream has blocks of its own. What ``PYTORCH_ALLOC_CONF`` changes of this is in
-:class:`Settings`.
+It models the caching allocator by its rules (c10/cuda/CUDACachingAllocator.cpp). A request is rounded up to 512 bytes.
+Blocks of up to 1 MiB are cut from segments of 2 MiB, larger ones from segments of 20 MiB, and those of 10 MiB or more
+get a separate segment, rounded up to 2 MiB. A request reuses the best-fitting free block, which is split if enough is
+left; a freed block is merged with free neighbours. Segments are returned only when the device has no memory for
+another. Each stream has separate blocks. :class:`Settings` has the options of ``PYTORCH_ALLOC_CONF``.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ Pool = tuple[int, bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What of PyTorch's allocator can be set.
+    """Options of PyTorch's allocator.
 
     Attributes:
         expandable: ``expandable_segments``: one segment for each pool grows.
         max_split: ``max_split_size_mb``, in bytes: larger blocks are not split; None for no limit.
-        divisions: ``roundup_power2_divisions``: into how many parts the way from a power of two to the next is cut, to
-            which a request is rounded up; one number for each interval, 0 or 1 for multiples of 512.
+        divisions: ``roundup_power2_divisions``: the number of parts into which the interval between powers of two is
+            divided, for rounding up requests; one number per interval, 0 or 1 for multiples of 512.
     """
 
     expandable: bool = False
@@ -44,7 +43,7 @@ class Settings:
     divisions: tuple[int, ...] = ()
 
     def rounded(self, size: int) -> int:
-        """Bytes that a request of ``size`` bytes is given at least."""
+        """Return the minimum size, in bytes, of a block for a request of ``size`` bytes."""
         parts = 0
         if self.divisions and size > 0:
             parts = self.divisions[min(max(size.bit_length() - MIB.bit_length(), 0), len(self.divisions) - 1)]
@@ -58,16 +57,16 @@ PLAIN = Settings()
 
 
 class DoesNotFitError(Exception):
-    """The device has no room for a request, even after freeing every unused segment."""
+    """The device has no memory for a request, even after freeing every unused segment."""
 
 
 def rounded(size: int) -> int:
-    """Bytes that a request of ``size`` bytes is given at least: a multiple of 512."""
+    """Return the minimum size of a block for a request of ``size`` bytes: a multiple of 512."""
     return max(SMALLEST_BLOCK, -(-size // SMALLEST_BLOCK) * SMALLEST_BLOCK) if size > 0 else 0
 
 
 def segment_size(size: int) -> int:
-    """Bytes that are taken from the device for a rounded request, if no free block fits it."""
+    """Return the bytes reserved from the device for a rounded request, if no free block fits it."""
     if size <= _LARGEST_SMALL:
         return _SMALL_SEGMENT
     if size < _OWN_SEGMENT:
@@ -77,12 +76,12 @@ def segment_size(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a segment that is in use.
+    """An allocated part of a segment.
 
     Attributes:
-        address: Where it begins; only the order matters.
+        address: Its start address; only the order matters.
         size: Bytes.
-        pool: Which others it may be joined with once it is free.
+        pool: The pool within which it may be merged once free.
     """
 
     address: int
@@ -91,36 +90,36 @@ class Block:
 
 
 class CachingAllocator:
-    """Follows the requests of a program.
+    """Simulates the requests of a program.
 
     Args:
-        limit: Bytes that the device has for it; None for as many as it asks for.
-        settings: How it works.
+        limit: Bytes available on the device; None for unlimited.
+        settings: Options of the allocator.
 
     Attributes:
         allocated: Bytes of blocks in use now, as ``torch.cuda.memory_allocated`` counts them.
         reserved: Bytes taken from the device now, as ``torch.cuda.memory_reserved`` counts them.
-        peak_allocated: The most of the first.
-        peak_reserved: The most of the second.
+        peak_allocated: Peak of ``allocated``.
+        peak_reserved: Peak of ``reserved``.
     """
 
     def __init__(self, *, limit: int | None = None, settings: Settings = PLAIN) -> None:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self._limit = limit
         self._settings = settings
-        # Sizes and addresses of free blocks, the smallest first and of equal ones the lowest address.
+        # Sizes and addresses of free blocks, smallest first and, among equal ones, lowest address first.
         self._free: defaultdict[Pool, list[tuple[int, int]]] = defaultdict(list)
-        self._sizes: dict[int, int] = {}  # of free blocks, by where they begin
-        self._begins: dict[int, int] = {}  # of free blocks, by where they end
-        self._segments: dict[int, int] = {}  # sizes, by where they begin
-        self._ends: dict[Pool, int] = {}  # of segments that grow
+        self._sizes: dict[int, int] = {}  # free blocks by start address
+        self._begins: dict[int, int] = {}  # free blocks by end address
+        self._segments: dict[int, int] = {}  # sizes by start address
+        self._ends: dict[Pool, int] = {}  # expandable segments
         self._end = 0
 
     def allocate(self, size: int, stream: int = 0) -> Block | None:
-        """A block of at least so many bytes; None for a tensor without elements, which has none.
+        """Allocate a block of at least this many bytes; returns None for a tensor without elements.
 
         Raises:
-            DoesNotFitError: If the device has no room for it.
+            DoesNotFitError: If it does not fit on the device.
         """
         if size <= 0:
             return None
@@ -137,7 +136,7 @@ class CachingAllocator:
             address, taken = self._end, segment_size(size)
             self._reserve(taken)
             self._segments[address] = taken
-            # A gap, since neighbouring segments are not joined.
+            # A gap, since neighbouring segments are not merged.
             self._end += taken + SMALLEST_BLOCK
         if self._is_split(size, taken - size, is_small=pool[1]):
             self._add(pool, address + size, taken - size)
@@ -160,7 +159,7 @@ class CachingAllocator:
         self._add(block.pool, begin, end - begin)
 
     def _is_kept_from(self, size: int, block: int) -> bool:
-        """Whether a block of so many bytes, that is not to be split, is too large for a request."""
+        """Whether a block of this size, which must not be split, is too large for a request."""
         most = self._settings.max_split
         return most is not None and block >= (most if size < most else size + _LARGE_SEGMENT)
 
@@ -171,8 +170,8 @@ class CachingAllocator:
         return left > _LARGEST_SMALL and (most is None or size < most)
 
     def _grow(self, pool: Pool, size: int) -> tuple[int, int]:
-        """Lengthen a pool's only segment by what its free end lacks; where the end begins then, and its size."""
-        # Far from the other pools' segments, which grow too.
+        """Extend a pool's only segment by the size missing at its free end; return that end's start and size."""
+        # Far from the segments of other pools, which grow too.
         end = self._ends.get(pool, (len(self._ends) + 1) << 50)
         begin = self._begins.get(end, end)
         step = _SMALL_SEGMENT if pool[1] else _LARGE_SEGMENT
@@ -192,7 +191,7 @@ class CachingAllocator:
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _give_back(self) -> None:
-        """Return the segments of which nothing is in use."""
+        """Return the unused segments."""
         for pool, free in self._free.items():
             for size, address in list(free):
                 if self._segments.get(address) == size:
@@ -205,7 +204,7 @@ class CachingAllocator:
         self._sizes[address], self._begins[address + size] = size, address
 
     def _remove(self, pool: Pool, address: int) -> int:
-        """Take a block from the free ones, and return its size."""
+        """Allocate a free block, and return its size."""
         size = self._sizes.pop(address)
         del self._begins[address + size]
         free = self._free[pool]

@@ -1,7 +1,7 @@
 """The task of a batch-size trial: the recipe's own, on a few repeated samples.
 
-It is the task of a real run in separate processes, `paceline train … task=paceline_advisor.memory.batch_trial:task`,
-so that everything that takes memory in a run takes it here. Only reading many samples, and learning, are left out.
+It is the task of a real run in separate processes, `paceline train … task=paceline_advisor.memory.batch_trial:task`, so
+that everything that uses memory in a run uses it here. It only leaves out reading many samples, and learning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.world import World
 REFERENCE = "paceline_advisor.memory.batch_trial:task"
 ORDERS_VARIABLE = "PACELINE_BATCH_TRIAL"
 _FEW = 2
-_LOOKED_AT = 16  # held-out samples, of which the largest is taken; where all are alike, the first
+_LOOKED_AT = 16  # number of held-out samples, of which the largest is used; if all are alike, the first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,10 @@ class Orders:
     """Settings of a trial.
 
     Attributes:
-        task: What the recipe trains.
-        samples: Training samples that there are to be.
-        evaluation_samples: Held-out samples, if there are any.
-        memory: Bytes that each process may take of its GPU; None for all of it.
+        task: The recipe's task.
+        samples: Number of training samples to provide.
+        evaluation_samples: Number of held-out samples, if any.
+        memory: Bytes of its GPU that each process may use; None for all of it.
     """
 
     task: str
@@ -50,22 +50,22 @@ class Orders:
     memory: int | None
 
     def to_variable(self) -> dict[str, str]:
-        """As an environment variable."""
+        """Return the settings as an environment variable."""
         return {ORDERS_VARIABLE: json.dumps(asdict(self))}
 
 
 def task(recipe: Recipe) -> Task:
-    """The task of a trial, as its orders say."""
+    """Return the task of a trial, from its settings in the environment."""
     orders = Orders(**json.loads(os.environ[ORDERS_VARIABLE]))
     return TrialTask(build_task(replace(recipe, task=orders.task)), orders)
 
 
 class TrialTask(Task):
-    """A task with as many samples as a trial needs, which are a few that are repeated, and count for one each.
+    """A task with as many samples as a trial needs: a few repeated ones, each with weight 1.
 
     Args:
         inner: The recipe's own.
-        orders: Of the trial.
+        orders: Settings of the trial.
     """
 
     def __init__(self, inner: Task, orders: Orders) -> None:
@@ -76,54 +76,54 @@ class TrialTask(Task):
         self._orders = orders
 
     def data_facts(self, world: World) -> DataFacts:
-        """The task's, with other numbers of samples."""
+        """Return the task's facts, with other numbers of samples."""
         facts = self.inner.data_facts(world)
         self.metrics = self.inner.metrics
         scored = self._orders.evaluation_samples if facts.evaluation_samples else 0
         return replace(facts, train_samples=self._orders.samples, evaluation_samples=scored)
 
     def description(self) -> dict[str, Any]:
-        """The task's."""
+        """Delegate to the task."""
         return self.inner.description()
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
-        """The task's, of which a few samples are read."""
+        """Delegate to the task, after reading a few of its samples."""
         return _Repeated(self.inner, placement, self._orders)
 
     def build_model(self) -> nn.Module:
-        """The task's."""
+        """Delegate to the task."""
         return self.inner.build_model()
 
     def check_network(self, network: nn.Module) -> None:
-        """The task's."""
+        """Delegate to the task."""
         self.inner.check_network(network)
 
     def prepare_training(self, placement: Placement) -> None:
-        """The task's; a GPU is told how much of it may be used."""
+        """Delegate to the task, after limiting how much of a GPU may be used."""
         self.inner.prepare_training(placement)
         if self._orders.memory is not None and placement.device.type == "cuda":
             whole = torch.cuda.get_device_properties(placement.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, self._orders.memory / whole), placement.device)
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
-        """The task's."""
+        """Delegate to the task."""
         return self.inner.loss(model, batch)
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """The task's."""
+        """Delegate to the task."""
         return self.inner.score(model, batch)
 
     def collectors(self) -> tuple[Collector, ...]:
-        """The task's."""
+        """Delegate to the task."""
         return self.inner.collectors()
 
     def evaluated(self, model: Model) -> Model:
-        """The task's."""
+        """Delegate to the task."""
         return self.inner.evaluated(model)
 
 
 class _Repeated:
-    """A pipeline whose batches are a few samples, repeated; the next one is made before this one is done with."""
+    """A pipeline whose batches repeat a few samples; the next batch is prepared while the current one is in use."""
 
     def __init__(self, task: Task, placement: Placement, orders: Orders) -> None:
         self._inner: Pipeline = task.open_pipeline(placement)
@@ -137,7 +137,7 @@ class _Repeated:
         self._inner.load(report)
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
-        # Padded to each other, a tall and a wide picture take more than two of those that are shown largest.
+        # Padded to the same size, a tall and a wide picture take more memory than two of the largest pictures.
         largest = largest_together(self._task, geometry.largest_part, geometry.global_batch_size)
         if largest is None:
             few = one_batch(geometry.seed, _FEW, self._task.sample_costs())

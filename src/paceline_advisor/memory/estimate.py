@@ -1,4 +1,4 @@
-"""Memory of a run by cause, on this machine or another device, and ways to save some."""
+"""Estimate the memory of a run by cause, on this machine or another device, and ways to reduce it."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from paceline_advisor.memory.trace import EVALUATION, Steps, trace_step, trace_s
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """One change.
+    """A change of the recipe and its memory.
 
     Attributes:
         change: As an override or in words.
-        needed: Bytes that its device must have with it; None if it does not go with the recipe.
-        saved: Bytes less than now.
-        why_not: Why it does not go.
+        needed: Bytes that the device needs with it; None if it is incompatible with the recipe.
+        saved: Bytes saved.
+        why_not: Why it is incompatible.
     """
 
     change: str
@@ -51,7 +51,7 @@ class Saving:
     why_not: str = ""
 
     def row(self) -> tuple[str, str, str]:
-        """Return the change, what is needed then, and what it saves."""
+        """Return the change, the memory needed with it, and the memory saved."""
         if self.needed is None:
             return self.change, "-", self.why_not
         saves = format_bytes(self.saved) if self.saved >= 0 else f"nothing: {format_bytes(-self.saved)} more"
@@ -59,14 +59,14 @@ class Saving:
 
 
 def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, now: int) -> Iterator[Saving]:
-    """Try the changes that cost least, one at a time, by a fake step each.
+    """Try the cheapest changes one at a time, with a fake step each.
 
     Args:
-        recipe: What was asked.
-        machine: What it runs on.
-        processes: Of the run.
-        job: Its process as it is.
-        now: Bytes that its device must have as it is.
+        recipe: The recipe.
+        machine: The machine.
+        processes: Processes of the run.
+        job: The unchanged process.
+        now: Bytes that the device needs without changes.
     """
     for change, changed in _changes(recipe, job.plan.precision, machine):
         try:
@@ -80,7 +80,7 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, now
 
 def _needed(step: FakeStep, machine: MachineFacts, job: Job) -> int:
     now, memory = step.micro_batch, machine.memory_bytes
-    if now == 1:  # not done: a network may do otherwise, or refuse, where there is but one sample
+    if now == 1:  # not run: a network may behave differently with a single sample, or refuse it
         return Job(step, trace_steps(step), machine, ways=job.ways, allocator=job.allocator).least(now, memory)
     trace = trace_step(step)
     return Job(step, lambda _: trace, machine, ways=job.ways, allocator=job.allocator).least(now, memory)
@@ -97,12 +97,12 @@ def _changes(recipe: Recipe, precision: str, machine: MachineFacts) -> Iterator[
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a run comes to.
+    """The parallel strategy of a run.
 
     Attributes:
-        strategy: ``ddp`` or ``fsdp``: what ``parallel.strategy=auto`` is on such processes.
-        processes: Of how many it is said.
-        reason: Why, in the words of the run's plan, and what fits so.
+        strategy: ``ddp`` or ``fsdp``: the choice of ``parallel.strategy=auto``.
+        processes: The number of processes that it applies to.
+        reason: The reason, in the words of the run's plan, and what fits with it.
     """
 
     strategy: str
@@ -111,12 +111,12 @@ class Verdict:
 
 
 def weigh(job: Job, memory: int | None, processes: int) -> Verdict:
-    """Say which of the two a run takes, by the one rule that there is, and how far that goes.
+    """Return which of the two a run uses, by the plan's rule, and what fits with it.
 
     Args:
         job: The run's process.
         memory: Bytes of each device; None if unknown.
-        processes: Of the run, or of the one that is supposed.
+        processes: Processes of the run, or of the assumed one.
     """
     strategy, reason = weighed(job.recipe, job.numbers, processes, memory)
     reason = reason.removeprefix(f"{processes} processes; ")
@@ -128,7 +128,7 @@ def weigh(job: Job, memory: int | None, processes: int) -> Verdict:
 
 
 def _outcome(job: Job, memory: int, processes: int, strategy: str) -> str:
-    """What fits with a strategy."""
+    """Describe what fits with a strategy."""
     if strategy == "fsdp":
         try:
             check_sharding(job.recipe, processes)
@@ -147,22 +147,22 @@ def _outcome(job: Job, memory: int, processes: int, strategy: str) -> str:
     return "but not even one sample fits this way"
 
 
-# Where one process is planned, what spreading would do is told for this many.
+# For a plan with a single process, sharding is described for this many.
 SUPPOSED = 8
 _HALVINGS, _DOUBLINGS = 3, 2
-# Sizes between two that differ by less than this are not done where each has to be.
+# If each size has to be run, sizes between two that differ by less than this fraction are skipped.
 _ROUGHLY = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What a micro-batch of another size would need.
+    """Memory of a micro-batch of another size.
 
     Attributes:
         micro_batch: Samples.
-        needed: Bytes that a process takes from its device in all, if it can.
-        least: Bytes that a device must have for it; a GPU gives back what it keeps in reserve before it refuses.
-        fits: Whether the device has room for that.
+        needed: Total bytes that a process uses on its device if available.
+        least: Minimum bytes of the device; PyTorch returns cached memory before an allocation fails.
+        fits: Whether that fits on the device.
     """
 
     micro_batch: int
@@ -173,12 +173,12 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Which micro-batches a device has room for.
+    """The largest micro-batch that fits on a device.
 
     Attributes:
         device: Its name.
-        memory: Bytes that it has.
-        largest: Samples that fit (some more per cent might), 0 if not even one; None if it lacks the precision.
+        memory: Its memory in bytes.
+        largest: Samples that fit (possibly a few percent more), 0 if not even one; None if it lacks the precision.
     """
 
     device: str
@@ -192,16 +192,16 @@ class MemoryEstimate:
 
     Attributes:
         recipe: Its name.
-        plan: The run's, on the device asked for.
-        asked_precision: What the recipe says; the plan has what that came to.
-        device: What it is called.
-        memory: Bytes that it has for a process; None if unknown.
-        outside: Of these, what is not tensors': on a GPU an allowance for the driver and libraries.
+        plan: The run's plan on the requested device.
+        asked_precision: The recipe's precision; the plan has the resolved one.
+        device: Its name.
+        memory: Its memory for a process in bytes; None if unknown.
+        outside: Part of this that is not used by tensors: on a GPU, an allowance for the driver and libraries.
         peak: The highest point of its steps and its evaluation.
-        allocator: How PyTorch's allocator is set.
-        needed: Bytes that a process takes from its device in all, if it can.
-        least: Bytes that a device must have: PyTorch gives back what it keeps in reserve before it is refused memory.
-        fits: Whether the device has room for that; None if its memory is unknown.
+        allocator: Options of PyTorch's allocator.
+        needed: Total bytes that a process uses on its device if available.
+        least: Minimum bytes of the device: PyTorch returns cached memory before an allocation fails.
+        fits: Whether that fits on the device; None if its memory is unknown.
         sizes: Other sizes of micro-batch.
         largest: Most samples of a micro-batch that fit the device, or the most that are looked for; None if its memory
             is unknown.
@@ -209,7 +209,7 @@ class MemoryEstimate:
         verified: Tensors at the peak with the largest, of a step that was done, over those worked out from two others.
         devices: What fits on the known devices.
         savings: Possible savings. verdict: DDP or FSDP.
-        notices: What was assumed.
+        notices: Assumptions.
         seconds: Duration of the estimate.
     """
 
@@ -236,11 +236,11 @@ class MemoryEstimate:
 
     @property
     def left(self) -> int | None:
-        """Bytes of the device that are left, of what it must have; less than zero if it does not fit."""
+        """Bytes of the device left beyond the minimum; negative if it does not fit."""
         return None if self.memory is None else self.memory - self.least
 
     def to_json(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """Return the estimate as one JSON object."""
         plan = self.plan
         return {
             "recipe": self.recipe,
@@ -312,7 +312,7 @@ class MemoryEstimate:
         )
 
     def _subject(self) -> dict[str, str]:
-        """What is estimated, and what it takes."""
+        """Describe the estimated step and its memory."""
         plan, peak = self.plan, self.peak
         parts = f", {plan.accumulation_steps} to a step" if plan.accumulation_steps > 1 else ""
         at = f" in {peak.layer}" if peak.layer else ""
@@ -365,7 +365,7 @@ class MemoryEstimate:
 
     def _samples(self, fit: Fit) -> str:
         if fit.largest is None:
-            # What train.precision=auto takes there.
+            # The precision that train.precision=auto uses there.
             instead = "" if self.asked_precision == "auto" else "with train.precision=auto "
             return f"lacks this precision; {instead}a run there takes fp32: --device {fit.device}"
         return _count(fit.largest) if fit.largest else "none"
@@ -379,7 +379,7 @@ def estimate(asked: Estimate, _: Log) -> MemoryEstimate:
     """Estimate the memory of a run's steps and of its evaluation, for `paceline estimate`.
 
     Raises:
-        PacelineError: If the recipe cannot be planned, or its network needs the numbers.
+        PacelineError: If the recipe cannot be planned, or its network needs real values.
     """
     loaded = load_recipe(asked.recipe, asked.overrides)
     processes = 1
@@ -395,12 +395,12 @@ def estimate_memory(
 
     Args:
         loaded: The recipe.
-        device: A name of ``paceline.devices``, or ``cpu``; None is the device that a run here would use.
-        processes: Of the run.
-        expandable: With expandable segments in PyTorch's allocator, whatever ``PYTORCH_ALLOC_CONF`` says.
+        device: A name of ``paceline.devices``, or ``cpu``; None for the device that a run here would use.
+        processes: Processes of the run.
+        expandable: Use expandable segments in PyTorch's allocator, whatever ``PYTORCH_ALLOC_CONF`` says.
 
     Raises:
-        PacelineError: If the recipe cannot be planned, or its network needs the numbers.
+        PacelineError: If the recipe cannot be planned, or its network needs real values.
     """
     begun = time.perf_counter()
     recipe, assumed = with_stand_in_data(loaded.recipe)
@@ -415,9 +415,9 @@ def estimate_memory(
         steps = trace_steps(step)
         job = Job(step, steps, machine, ways=ways, allocator=allocator)
         largest, verified = (None, None) if memory is None else _largest(job, steps, memory)
-        # Inside: a network whose steps do not grow in proportion is run at each of these sizes.
+        # Inside: a network whose memory is not linear in the batch size is run at each of these sizes.
         now = job.plan.micro_batch_size
-        # Around the one asked for, each twice the one before.
+        # Sizes around the requested one, each twice the previous.
         sizes = sorted({max(1, now * 2**power // 2**_HALVINGS) for power in range(_HALVINGS + _DOUBLINGS + 1)})
         kernels = unknown_kernels(step.network) if machine.device == "cpu" else ""
         found = MemoryEstimate(
@@ -446,7 +446,7 @@ def estimate_memory(
             micro_size=job.divisor(largest) if largest else None,
             verified=verified,
             devices=tuple(_fits(job, machine, largest)) if machine.device == "cuda" else (),
-            # Where samples are gone through one by one, spread weights would be gathered for each.
+            # If samples are processed one by one, sharded weights would be gathered for each of them.
             savings=() if job.plan.strategy == "fsdp" or steps.is_scaled else (_spread(job, ways, memory),),
             verdict=weigh(job, memory, ways),
             notices=tuple(each for each in (assumed, *unheeded, kernels, *_notices(job, steps)) if each),
@@ -467,10 +467,10 @@ def _machine(device: str | None, processes: int, recipe: Recipe) -> MachineFacts
 
 
 def _largest(job: Job, steps: Steps, memory: int) -> tuple[int, float | None]:
-    """The largest micro-batch whose steps fit when they are done, and not only worked out from two others.
+    """Return the largest micro-batch whose step fits when it is run, not only extrapolated from two others.
 
     Returns:
-        The second: how the tensors of the first one tried compare with what was worked out; None if none is.
+        Also the ratio of the first tried step's tensors to their extrapolation; None if nothing was tried.
     """
     tried = job.largest(memory)
     if not tried:
@@ -480,7 +480,7 @@ def _largest(job: Job, steps: Steps, memory: int) -> tuple[int, float | None]:
     verified = peak_of(steps(tried), caching=False).allocated / worked_out
     if is_as_expected:
         return tried, verified
-    # It does not grow in proportion: what fits is found by doing it.
+    # Its memory is not linear: sizes that fit are found by running them.
     low, high = 0, tried + 1
     while high - low > max(1, low // _ROUGHLY):
         job.forget()
@@ -493,7 +493,7 @@ def _largest(job: Job, steps: Steps, memory: int) -> tuple[int, float | None]:
 
 
 def _fits(job: Job, machine: MachineFacts, largest: int | None) -> Iterator[Fit]:
-    """What fits on each known device; on the one that was asked for, what was found for it to the sample."""
+    """Return what fits on each known device; for the requested device, the exact result."""
     for device in DEVICES.values():
         if job.plan.precision != "fp32" and device.peak(job.plan.precision) is None:
             most = None

@@ -1,7 +1,8 @@
-"""The largest micro-batch that this machine trains, found by trying in separate processes.
+"""Find the largest micro-batch that this machine can train, by trials in separate processes.
 
-A trial is a real run of two steps with the recipe's task, network, optimizer, average, processes and an evaluation. One
-that is refused memory, or killed for it, does not fit; nothing is left of it, and the next trial starts afresh.
+A trial is a real run of two steps with the recipe's task, network, optimizer, average, processes and an evaluation. A
+trial that runs out of memory, or is killed for it, does not fit; nothing of it remains, and the next trial starts from
+scratch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from paceline_advisor.memory.batch_trial import REFERENCE, Orders
 from paceline_advisor.memory.job import Job, allocator_settings
 from paceline_advisor.memory.trace import trace_steps, without_collection
 
-# The first makes the optimizer's state, and the second has it.
+# The first step creates the optimizer's state, and the second has it.
 _STEPS = 2
 _LOOK_SECONDS = 0.05
 _LIMIT_SECONDS = 900.0
@@ -59,15 +60,15 @@ _TINY_RATE = 1e-9
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One size, tried.
+    """A trial of one size.
 
     Attributes:
         micro_batch: Samples.
-        fits: Whether the run came to its end within its memory.
-        peak: The most memory that a process of it took, in bytes: of a GPU what PyTorch allocated, of a CPU what was
-            resident, pages of files left out; None if none lived to tell.
+        fits: Whether the run completed within its memory.
+        peak: Peak memory of a process in bytes: allocated by PyTorch on a GPU, or resident without file pages on a CPU;
+            None if no process reported it.
         why: Why it does not fit.
-        seconds: What it took.
+        seconds: Its duration.
     """
 
     micro_batch: int
@@ -79,16 +80,16 @@ class Trial:
 
 @dataclass(kw_only=True)
 class TrialGround:
-    """Where trials of one recipe are made.
+    """Settings and results of the trials of one recipe.
 
     Attributes:
         recipe: The recipe.
-        processes: Of its run.
-        share: Samples of a process in a step; fewer are made up for by accumulation, also in the trial.
-        memory: Bytes that each process may take; None for what there is.
-        device_type: Where it runs.
+        processes: Processes of its run.
+        share: Samples of a process in a step; smaller micro-batches are accumulated, also in the trial.
+        memory: Bytes that each process may use; None for all available.
+        device_type: Its device type.
         say: Receives a line for each trial.
-        trials: Those made.
+        trials: The trials so far.
     """
 
     recipe: Recipe
@@ -100,15 +101,15 @@ class TrialGround:
     trials: list[Trial] = field(default_factory=list)
 
     def fits(self, micro_batch: int) -> bool:
-        """Try a size, once.
+        """Try a size once.
 
         Raises:
-            TrainingError: If the run fails for another reason than memory.
+            TrainingError: If the run fails for a reason other than memory.
         """
         known = next((each for each in self.trials if each.micro_batch == micro_batch), None)
         if known is None:
             begun = time.monotonic()
-            # Sockets of loader processes lie in it, whose paths must be short.
+            # It contains sockets of loader processes, whose paths must be short.
             with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
                 known = self._tried(micro_batch, Path(scratch), begun)
             self.trials.append(known)
@@ -148,7 +149,7 @@ class TrialGround:
         return Trial(micro_batch=micro_batch, fits=not why, peak=peak, why=why, seconds=time.monotonic() - begun)
 
     def _watch(self, launch: Launch, seen: dict[int, int]) -> str:
-        """Wait for a trial's end, and end it if a process takes more than it may; says so, else nothing."""
+        """Wait for a trial to end, and end it if a process exceeds its memory; returns a message in that case."""
         deadline = time.monotonic() + _LIMIT_SECONDS
         while launch.process.poll() is None:
             for pid in launch.ranks() if self.device_type == "cpu" else ():
@@ -163,7 +164,7 @@ class TrialGround:
         return ""
 
     def _is_over(self, peak: int | None) -> bool:
-        # A GPU refuses what is too much by itself.
+        # A GPU refuses allocations above the limit by itself.
         return self.device_type == "cpu" and self.memory is not None and (peak or 0) > self.memory
 
     def _over(self, peak: int | None) -> str:
@@ -172,16 +173,16 @@ class TrialGround:
     def _peak(self, run_dir: Path, seen: dict[int, int]) -> int | None:
         if self.device_type == "cpu":
             return max(seen.values(), default=None)
-        with contextlib.suppress(RunDirectoryError):  # it was ended before it could say
+        with contextlib.suppress(RunDirectoryError):  # it was ended before it could report
             return read_summary(RunDirectory(run_dir)).peak_memory_bytes
         return None
 
 
 def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
-    """The recipe for a trial: two steps of the same work, and an evaluation if it has any, that learn nothing."""
+    """Return the recipe for a trial: two steps of the same work, with any evaluation, that learn nothing."""
     lacks_file = recipe.data.backend in ("auto", "pytorch")
     steps = Duration(_STEPS, "steps")
-    scaler = replace(recipe.train.grad_scaler, init_scale=1.0)  # no step is to be skipped
+    scaler = replace(recipe.train.grad_scaler, init_scale=1.0)  # steps must not be skipped
     return replace(
         recipe,
         model=replace(
@@ -190,12 +191,12 @@ def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
             initialize_from=None,
             initialize_partly=False,
             compile=False,
-            # In the end all of it is trained.
+            # In the end the whole network is trained.
             frozen=() if recipe.model.unfreeze else recipe.model.frozen,
             unfreeze={},
-            freeze_after={},  # until then it is trained
+            freeze_after={},  # it is trained until then
         ),
-        # In the end images are as large as they get.
+        # In the end images have their largest size.
         data=replace(recipe.data, workers=0 if lacks_file else recipe.data.workers, progressive=Progressive()),
         batch=Batch(global_size=global_size, micro_size=micro_batch),
         optimizer=replace(recipe.optimizer, lr=_TINY_RATE, lr_scaling="none", lr_reference_batch=None),
@@ -205,7 +206,7 @@ def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
             recipe.evaluate,
             every=None if recipe.evaluate.every is None else steps,
             patience=None,
-            # Left open, it would follow the trial's global batch, which is smaller than the run's.
+            # By default, it would follow the trial's global batch, which is smaller than the run's.
             batch_size=resolve_evaluation_batch(recipe),
         ),
         checkpoint=Checkpoint(every=None, keep_best=False),
@@ -214,28 +215,28 @@ def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
     )
 
 
-# A trial costs seconds: sizes between two that differ by less than this are not tried.
+# A trial takes seconds: sizes between two that differ by less than this fraction are skipped.
 _ROUGHLY = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundBatch:
-    """What was found.
+    """Result of the search.
 
     Attributes:
-        name: Of the recipe.
-        recipe: The recipe with the micro-batch that is proposed.
-        processes: Of the run.
-        device: What it runs on.
-        trials: In the order made.
-        largest: Most samples that fit.
-        refused: Fewest samples that were tried and do not; None if all that are of use fit.
+        name: Name of the recipe.
+        recipe: The recipe with the proposed micro-batch.
+        processes: Processes of the run.
+        device: Its device.
+        trials: The trials, in order.
+        largest: The largest size that fits, in samples.
+        refused: The smallest size that was tried and does not fit; None if all useful sizes fit.
         micro_size: The largest size that fits and divides a process's share.
-        accumulation_steps: Micro-batches of it in a step, on each process.
-        memory: Bytes that each process had; None for a whole GPU.
-        estimated: What was estimated for the largest, in bytes, of what was measured; None if it could not be.
+        accumulation_steps: Micro-batches per step and process.
+        memory: Bytes available to each process; None for a whole GPU.
+        estimated: Estimate of the measured memory of the largest size, in bytes; None if unavailable.
         why_not: Why there is no estimate.
-        applied: The file that it was written to.
+        applied: The file that the recipe was written to.
     """
 
     name: str
@@ -254,18 +255,18 @@ class FoundBatch:
 
     @property
     def measured(self) -> int | None:
-        """Peak of the largest that fits, in bytes."""
+        """Peak memory of the largest size that fits, in bytes."""
         return next((each.peak for each in self.trials if each.micro_batch == self.largest and each.fits), None)
 
     @property
     def error(self) -> float | None:
-        """The estimate's error as a share of what was measured."""
+        """Error of the estimate, relative to the measurement."""
         if self.estimated is None or not self.measured:
             return None
         return self.estimated / self.measured - 1
 
     def to_json(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """Return the result as one JSON object."""
         return {
             "recipe": self.name,
             "processes": self.processes,
@@ -285,7 +286,7 @@ class FoundBatch:
         }
 
     def __paceline__(self) -> Shown:
-        """Show the size found, what it makes of a step, and its memory, measured and estimated."""
+        """Show the size found, the resulting step, and its memory, measured and estimated."""
         recipe, parts = self.recipe, self.accumulation_steps
         limit = "all of its memory" if self.memory is None else f"{format_bytes(self.memory)} for each process"
         refused = "" if self.refused is None else f"; {format_count(self.refused)} do not"
@@ -316,7 +317,7 @@ def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
 
     Raises:
         TrainingError: If not even one sample fits, or a trial fails for another reason.
-        PacelineError: For the mistakes that training would find before it begins.
+        PacelineError: For mistakes that training would find before it starts.
     """
     loaded, memory = load_recipe(asked.recipe, asked.overrides), asked.memory
     processes = choose_processes(asked.processes, loaded.recipe).count
@@ -335,7 +336,7 @@ def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
         recipe=recipe, processes=processes, share=share, memory=memory, device_type=device.type, say=say
     )
     expected = job.plan.device_memory_bytes if job is not None and memory is None else memory
-    # A quarter of what is expected to fit, since a trial that does not fit costs most.
+    # A quarter of the expected size, since a trial that does not fit costs most.
     start = 1 if job is None or expected is None else max(1, min(job.largest(expected, roughly=True), share) // 4)
     low, high = search(ground.fits, start=start, most=share)
     if low == 0:
@@ -351,7 +352,7 @@ def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
     if micro == 0:
         raise TrainingError(f"no size that divides the {share} samples of a process fits, though {low} samples do.")
     estimated = None
-    if job is not None:  # as a trial's peak is measured: all that a process has, or what PyTorch allocates of a GPU
+    if job is not None:  # as a trial's peak is measured: all memory of a process, or PyTorch's allocations on a GPU
         estimated = job.needed(low) if job.plan.device == "cpu" else job.peak(low).allocated
     found = replace(loaded.recipe, batch=replace(loaded.recipe.batch, micro_size=micro))
     if asked.apply is not None:
@@ -374,9 +375,9 @@ def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
 
 
 def search(fits: Callable[[int], bool], *, start: int, most: int) -> tuple[int, int | None]:
-    """The largest size that fits and the smallest tried that does not, no more than a sixteenth apart.
+    """Return the largest size that fits and the smallest that does not, at most a sixteenth apart.
 
-    Doubles from ``start`` until one does not fit, or halves until one does, and bisects between the two.
+    It doubles from ``start`` until a size does not fit, or halves until one does, and bisects between the two.
 
     Returns:
         The first is 0 if not even 1 fits; the second None if ``most`` does.
@@ -400,12 +401,12 @@ def search(fits: Callable[[int], bool], *, start: int, most: int) -> tuple[int, 
 
 
 def proposed(fits: Callable[[int], bool], *, most: int, share: int) -> int:
-    """The largest size up to ``most`` that divides a process's share and fits when it is tried itself; 0 if none."""
+    """Return the largest size up to ``most`` that divides a process's share and fits when tried; 0 if none does."""
     return next((each for each in range(most, 0, -1) if share % each == 0 and fits(each)), 0)
 
 
 def _job(recipe: Recipe, device: torch.device, processes: int) -> tuple[Job | None, str]:
-    """What estimates the run's memory, or why nothing does."""
+    """Return the memory estimator of the run, or why there is none."""
     machine = describe_machine(device, processes=processes)
     allocator, _ = allocator_settings(os.environ if device.type == "cuda" else {})
     try:
@@ -418,14 +419,14 @@ def _job(recipe: Recipe, device: torch.device, processes: int) -> tuple[Job | No
 
 
 def _share(recipe: Recipe, processes: int) -> int:
-    """Samples of a process in every step, which micro-batches must divide."""
+    """Return the samples of a process in every step, which micro-batches must divide."""
     whole = replace(recipe, batch=replace(recipe.batch, micro_size="auto"))
     whole = replace(whole, parallel=replace(whole.parallel, logical_ranks="auto", exact=False))
     return micro_batch_size(whole, processes)
 
 
 def _available(processes: int) -> int | None:
-    """Bytes of main memory that each of so many processes can have without taking it from others."""
+    """Return the main memory, in bytes, that each of the processes can use without affecting others."""
     limits = [each for each in (memory_limit(), _free()) if each is not None]
     return min(limits) // processes if limits else None
 

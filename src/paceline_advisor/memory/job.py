@@ -1,4 +1,4 @@
-"""Memory that one process of a run needs of its device, at any size of the micro-batch."""
+"""Estimate the device memory of one process of a run, at any micro-batch size."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from paceline_advisor.memory.variants import (
     with_more,
 )
 
-# The second is the older name; PyTorch takes the first if both are there.
+# The second is the older name; PyTorch prefers the first if both are set.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-# They move what is on the host, or when a call returns, and no block on a device.
+# Options that affect host memory, or when a call returns, but not blocks on a device.
 _OF_THE_HOST = ("pinned_", "release_lock_on_")
 _KNOWN = ("expandable_segments", "max_split_size_mb", "roundup_power2_divisions", "backend")
 _PAIR = r"\s*([\w.-]+)\s*:\s*(\[[^\]]*\]|[^,\[\]]+)\s*"
 
 
 def allocator_settings(variables: Mapping[str, str], *, expandable: bool = False) -> tuple[Settings, tuple[str, ...]]:
-    """The allocator's settings, and a sentence for each that is asked for and not followed.
+    """Return the allocator's settings, and a sentence for each requested option that is not modelled.
 
     Args:
         variables: The environment.
-        expandable: Whether expandable segments are asked for otherwise too.
+        expandable: Whether to use expandable segments in any case.
 
     Raises:
-        RecipeError: If a value is none that PyTorch takes.
+        RecipeError: If PyTorch does not accept a value.
     """
     name = next((each for each in VARIABLES if variables.get(each)), VARIABLES[0])
     text = variables.get(name, "").strip()
@@ -85,7 +85,7 @@ def _number(name: str, found: Mapping[str, str], key: str) -> int:
 
 
 def _divisions(name: str, found: Mapping[str, str]) -> tuple[int, ...]:
-    """``roundup_power2_divisions``: one number, or a list of MiB and numbers, where > is all that is larger."""
+    """Parse ``roundup_power2_divisions``: one number, or a list of MiB and numbers, where > means all larger sizes."""
     key = "roundup_power2_divisions"
     if key not in found:
         return ()
@@ -116,7 +116,7 @@ def _power(name: str, number: int) -> int:
 MOST = 2**20
 """Samples of a micro-batch; no more are looked for."""
 _ROUGHLY = 1 / 32
-# How near the least memory is looked for: a part of what would be taken.
+# Precision of the search for the minimum memory, as a fraction of the memory that would be used.
 _NEAR = 512
 _GUESSES = 3
 
@@ -125,17 +125,17 @@ class Job:
     """A process's run under a plan: its steps and its evaluation.
 
     Args:
-        step: Its fake step, which is asked now for what needs its network.
-        steps: The same at all sizes.
-        machine: What it runs on.
-        ways: Processes to spread the weights over, if they are.
-        allocator: How PyTorch's allocator is set.
+        step: Its fake step, which is inspected here for values that need its network.
+        steps: The same step at all sizes.
+        machine: The machine.
+        ways: Processes over which weights are sharded, if they are.
+        allocator: Options of PyTorch's allocator.
 
     Attributes:
-        numbers: The network's parameters, counted.
-        share: Samples of a process in the largest step; fewer in a micro-batch are made up for by accumulation.
-        most: Samples of a micro-batch; no more are looked for. Where samples are gone through one by one, each size has
-            to be done, and no run takes more than its share.
+        numbers: Number of the network's parameters.
+        share: Samples of a process in the largest step; smaller micro-batches are accumulated.
+        most: Largest micro-batch to try, in samples. If samples are processed one by one, each size has to be run, up
+            to the process's share.
     """
 
     def __init__(
@@ -162,31 +162,31 @@ class Job:
         self.forget()
 
     def forget(self) -> None:
-        """Look at the steps anew, which have changed."""
+        """Update from the steps, which have changed."""
         self._known: dict[tuple[int, str | None], Peak] = {}
         self._least: dict[tuple[int, int | None, str | None], int] = {}
 
     def accumulates(self, micro_batch: int) -> bool:
-        """Whether gradients of earlier micro-batches are there."""
+        """Whether gradients of earlier micro-batches are present."""
         return micro_batch < self.share
 
     def divisor(self, most: int) -> int:
-        """The largest micro-batch of at most so many samples that divides a process's share; 0 for 0."""
+        """Return the largest micro-batch, up to this size, that divides a process's share; 0 for 0."""
         return next((each for each in range(min(most, self.share), 0, -1) if self.share % each == 0), 0)
 
     def needed(self, micro_batch: int, strategy: str | None = None) -> int:
-        """Bytes that a process takes from its device if it can, driver and libraries included."""
+        """Return the bytes that a process uses on its device if available, including driver and libraries."""
         return self.peak(micro_batch, strategy).taken + self._outside(strategy)
 
     def least(self, micro_batch: int, memory: int | None = None, strategy: str | None = None) -> int:
-        """Bytes that a device must have, driver and libraries included: PyTorch's reserve is given back when it must.
+        """Return the minimum bytes of a device, including driver and libraries: PyTorch returns its cache when needed.
 
-        Found by trying, to 1/512 of what would be taken.
+        It is found by bisection, to 1/512 of the memory that would be used.
 
         Args:
             micro_batch: Samples.
-            memory: Bytes of the device in question, which the answer is not above if and only if that many fit.
-            strategy: The plan's unless given.
+            memory: Bytes of the device; the result does not exceed them if and only if the micro-batch fits.
+            strategy: By default the plan's.
         """
         key = micro_batch, memory, strategy
         if key in self._least:
@@ -202,7 +202,7 @@ class Job:
         return most
 
     def fits(self, micro_batch: int, memory: int, strategy: str | None = None) -> bool:
-        """Whether a device has room for it; a GPU gives back what it keeps in reserve before it refuses."""
+        """Whether it fits on a device; PyTorch returns cached memory before an allocation fails."""
         room = memory - self._outside(strategy)
         peak = self._known.get((micro_batch, strategy))
         if peak is None and not self._caching:
@@ -216,22 +216,22 @@ class Job:
         return fits(trace, room, caching=self._caching, allocator=self.allocator)
 
     def _outside(self, strategy: str | None) -> int:
-        """What is not tensors'; another strategy than the plan's is that of several processes."""
+        """Return the memory not used by tensors; a strategy other than the plan's implies several processes."""
         return self.outside if strategy is None else outside(self._machine.device, max(self.ways, 2))
 
     def largest(self, memory: int, strategy: str | None = None, *, roughly: bool = False) -> int:
-        """Most samples of a micro-batch that a device has room for; 0 if not even one.
+        """Return the largest micro-batch that fits on a device, in samples; 0 if not even one.
 
         Args:
             memory: Bytes of the device.
-            strategy: The plan's unless given.
-            roughly: Whether some more per cent might fit.
+            strategy: By default the plan's.
+            roughly: Whether the result may be a few percent too small.
         """
 
         def room_for(size: int) -> bool:
             return self.fits(size, memory, strategy)
 
-        # Below the process's share gradients are kept from one micro-batch to the next.
+        # Below the process's share, gradients are kept from one micro-batch to the next.
         if room_for(self.share):
             return _last(room_for, self.share, self._guess(memory, strategy, self.share), self.most, roughly)
         if not room_for(1):
@@ -239,7 +239,7 @@ class Job:
         return _last(room_for, 1, self._guess(memory, strategy, 1), self.share, roughly)
 
     def _guess(self, memory: int, strategy: str | None, size: int) -> int:
-        """Where the line through two sizes meets the memory; the second is near to where that is."""
+        """Return where the line through two sizes reaches the memory; the second size is close to that point."""
         first, second = size, 2 * size
         for _ in range(_GUESSES):
             below, above = (self.needed(each, strategy) for each in (first, second))
@@ -250,11 +250,11 @@ class Job:
         return found
 
     def peak(self, micro_batch: int, strategy: str | None = None) -> Peak:
-        """The highest point of a run with so many samples in a micro-batch.
+        """Return the peak of a run with this micro-batch size.
 
         Args:
             micro_batch: Samples.
-            strategy: The plan's unless given.
+            strategy: By default the plan's.
         """
         key = micro_batch, strategy
         if key not in self._known:
@@ -268,7 +268,7 @@ class Job:
         return with_data_set(with_libraries(step, self._machine), self.plan, LARGEST_SHARE_OF_DEVICE)
 
     def _shared(self, step: StepTrace, strategy: str, *, accumulates: bool) -> StepTrace:
-        """What a strategy makes of a run."""
+        """Apply a strategy to a run."""
         match strategy:
             case "ddp":
                 cap = self.recipe.parallel.bucket_cap_mb
@@ -281,7 +281,7 @@ class Job:
         return accumulated(step) if accumulates else step
 
     def _exact(self, step: StepTrace) -> StepTrace:
-        """Leaves of gradients and of buffers' changes, which stay; a copy of the buffers; leaves that are exchanged."""
+        """Add leaves of gradients and of buffer changes, which stay; a copy of the buffers; and exchanged leaves."""
         buffers = step_total(step, "buffers")
         leaf = Allocation(sum(step.allocations[number].size for number in step.gradients()) + buffers, "gradients")
         held = gradients_held_by_exact(self.plan.logical_ranks, self.plan.world_size)
@@ -292,7 +292,7 @@ class Job:
 
 
 def _last(holds: Callable[[int], bool], low: int, guess: int, high: int, roughly: bool) -> int:
-    """The largest number for which something holds that holds for ``low``, and for all below the first it does not."""
+    """Return the largest number for which a monotonic condition holds; it holds for ``low``."""
     at = min(max(guess, low), high)
     stride = max(1, at // (32 if roughly else 64))
     if at == low or holds(at):

@@ -1,13 +1,12 @@
-"""Memory that convolutions and attention take inside for a moment, on CPUs and GPUs.
+"""Temporary memory inside convolutions and attention, on CPUs and GPUs.
 
-CPU: oneDNN computes with blocked or channels-last tensors. What it is given in another layout it copies, and so are
-filters and their gradients. Found by watching torch's allocator (`benchmarks/estimate.py` compares the whole with real
-steps) on processors with AVX-512; on others, and in another version of oneDNN, kernels differ.
+CPU: oneDNN computes with blocked or channels-last tensors. It copies inputs in another layout, and also filters and
+their gradients. This was found by observing torch's allocator on processors with AVX-512 (`benchmarks/estimate.py`
+compares the total with real steps); on others, and in another version of oneDNN, kernels differ.
 
-GPU: attention's backward pass sums in fp32 (Dao 2023, FlashAttention-2, section 3.2). cuDNN tries the fastest kernels
-for convolutions with the memory that is free, and takes another one where it is refused. So room is kept for the kernel
-that always works, where images of another layout are copied; this room decides what fits and does not count as
-allocated.
+GPU: attention's backward pass sums in fp32 (Dao 2023, FlashAttention-2, section 3.2). cuDNN tries the fastest
+convolution kernels that fit into free memory, and otherwise uses another. So memory is set aside for the kernel that
+always works, which copies images of another layout. This memory decides what fits, but does not count as allocated.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from torch.nn.modules.conv import _ConvNd
 
 from paceline.telemetry.allocations import NOTHING
 
-# A filter with one channel that no kernel of its own is there for is padded to blocks of 16 by 16 channels.
+# A one-channel filter without a dedicated kernel is padded to blocks of 16 by 16 channels.
 _PADDED = 256
 _LARGEST_OWN_KERNEL = 4
 
 
 def unknown_kernels(network: nn.Module) -> str:
-    """In words, that convolutions may take other memory on this processor; empty if there are none, or it is known."""
+    """Warn that convolutions may use other memory on this processor; empty if not applicable."""
     if "AVX512" in torch.backends.cpu.get_cpu_capability():
         return ""
     if not any(isinstance(each, _ConvNd) for each in network.modules()):
@@ -38,7 +37,7 @@ def unknown_kernels(network: nn.Module) -> str:
 
 
 def cpu_workspace(operation: str, args: tuple[Any, ...], answer: Any) -> tuple[int, str]:
-    """Bytes that an operation takes beside what it is given and returns, and for what; none of those not known."""
+    """Return the bytes that an operation uses besides inputs and outputs, by purpose; empty for unknown operations."""
     return _taken(operation, args, answer), "workspace"
 
 
@@ -60,7 +59,7 @@ def _taken(operation: str, args: tuple[Any, ...], answer: Any) -> int:
 
 
 def _padded(weight: Tensor, output: Tensor) -> int:
-    """A depthwise filter's gradient, where it is computed as any group's is."""
+    """The gradient of a depthwise filter, if it is computed like that of any grouped convolution."""
     side = max(weight.shape[2:])
     is_depthwise = weight.shape[1] == 1 and weight.shape[0] > 1
     if not is_depthwise or (side <= _LARGEST_OWN_KERNEL and side <= min(output.shape[2:])):
@@ -77,15 +76,15 @@ ROOM = "room for kernels"
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward.default"
-# Rows and columns of the tiles that it works on.
+# Rows and columns of the kernel's tiles.
 _ROWS, _COLUMNS = 128, 32
-# Tensor cores take channels in groups of so many.
+# Tensor cores process channels in groups of this size.
 _CHANNELS = 8
 _FP32_BYTES = 4
 
 
 def gpu_workspace(operation: str, args: tuple[Any, ...], answer: Any) -> tuple[int, str]:
-    """Bytes that an operation takes beside what it is given and returns, and for what."""
+    """Return the bytes that an operation uses besides inputs and outputs, by purpose."""
     if operation == _FLASH_BACKWARD:
         return _attention_backward(args[1]), "workspace"
     if operation == "convolution.default":
@@ -97,7 +96,7 @@ def gpu_workspace(operation: str, args: tuple[Any, ...], answer: Any) -> tuple[i
 
 
 def _attention_backward(query: Tensor) -> int:
-    """The queries' gradient in fp32, if it is to be in 16 bits, and a number for each row."""
+    """The queries' gradient in fp32, if the result is in 16 bits, and one number per row."""
     batch, heads, rows, columns = query.shape
     rows = -(-rows // _ROWS) * _ROWS
     columns = -(-columns // _COLUMNS) * _COLUMNS if query.dtype in _HALVES else 0

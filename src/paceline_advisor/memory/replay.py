@@ -1,4 +1,4 @@
-"""Replay of a run's storages on a device, and its peak."""
+"""Replay the storages of a run on a device, and find its peak."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ _LARGEST = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The moment of a run at which the most memory is in use.
+    """The moment of a run with the highest memory use.
 
     Attributes:
-        allocated: Bytes in use then, as ``torch.cuda.max_memory_allocated`` counts them; on a CPU, of the tensors.
-        reserved: The most that was taken from the device; None on a CPU, where nothing is kept back.
-        causes: Bytes of what is in use then, by what it is for; rounding is one of them.
-        phase: Where in the step that is; ``evaluation`` if it is in none.
-        layer: Which module is at work.
-        operation: Which operation.
-        largest: The layers whose activations take the most then, with their bytes.
-        parts: The most in use in each part of the run: its first step, later ones, its evaluation.
+        allocated: Bytes in use at that moment, as ``torch.cuda.max_memory_allocated`` counts them; on a CPU, bytes of
+            the tensors.
+        reserved: Peak memory reserved from the device; None on a CPU, where nothing is cached.
+        causes: Bytes in use at that moment, by purpose, including rounding.
+        phase: Phase of the step; ``evaluation`` outside of a step.
+        layer: The module that is running.
+        operation: The operation.
+        largest: The layers with the largest activations at that moment, with their bytes.
+        parts: Peak of each part of the run: its first step, later ones, its evaluation.
     """
 
     allocated: int
@@ -40,11 +41,11 @@ class Peak:
 
     @property
     def taken(self) -> int:
-        """Bytes that are taken from the device, if it has them."""
+        """Bytes reserved from the device, if available."""
         return self.allocated if self.reserved is None else self.reserved
 
     def to_json(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """Return the peak as one JSON object."""
         return {
             "allocated_bytes": self.allocated,
             "reserved_bytes": self.reserved,
@@ -58,17 +59,18 @@ class Peak:
 
 
 def _played(step: StepTrace, allocator: CachingAllocator | None) -> Iterator[tuple[str, int, int]]:
-    """Let a run's storages come and go on a device.
+    """Allocate and free a run's storages on a device.
 
     Args:
-        step: What they are of.
-        allocator: The device's; None if it has none, as a CPU.
+        step: The run.
+        allocator: The device's allocator; None for a CPU.
 
     Yields:
-        At the beginning of each part its name, the number of events so far, and the bytes in use; and after each event.
+        The name of the part, the number of events so far, and the bytes in use: at the start of each part and after
+        each event.
 
     Raises:
-        DoesNotFitError: If the device has no room for one.
+        DoesNotFitError: If a storage does not fit on the device.
     """
     live: dict[int, Block | None] = {}
     allocated = done = 0
@@ -77,7 +79,7 @@ def _played(step: StepTrace, allocator: CachingAllocator | None) -> Iterator[tup
         for event in events:
             number = max(event, ~event)
             each = step.allocations[number]
-            # Room for kernels decides what fits, and does not count.
+            # Memory set aside for kernels decides what fits, but does not count.
             counts = each.cause != ROOM
             if number in live:
                 block = live.pop(number)
@@ -85,7 +87,7 @@ def _played(step: StepTrace, allocator: CachingAllocator | None) -> Iterator[tup
                 if allocator is not None:
                     allocator.free(block)
             if event >= 0:
-                # Batches are copied and normalised beside the step, on a stream of their own.
+                # Batches are copied and normalised during the step, on a separate stream.
                 stream = 1 if each.cause == "batch" else 0
                 block = (
                     Block(0, each.size, (stream, False)) if allocator is None else allocator.allocate(each.size, stream)
@@ -100,9 +102,9 @@ def peak_of(step: StepTrace, *, caching: bool, allocator: Settings = PLAIN) -> P
     """Find the peak of a run.
 
     Args:
-        step: Its steps and its evaluation.
+        step: The run's steps and its evaluation.
         caching: Whether its device has PyTorch's caching allocator, as GPUs have.
-        allocator: How that is set.
+        allocator: Options of that allocator.
     """
     reserving = CachingAllocator(settings=allocator) if caching else None
     parts: dict[str, int] = {}
@@ -139,7 +141,7 @@ def peak_of(step: StepTrace, *, caching: bool, allocator: Settings = PLAIN) -> P
 
 
 def fits(step: StepTrace, room: int, *, caching: bool, allocator: Settings = PLAIN) -> bool:
-    """Whether a run goes on in so many bytes."""
+    """Whether a run completes with this much memory."""
     if not caching:
         return peak_of(step, caching=False).allocated <= room
     try:

@@ -1,7 +1,7 @@
 """Storages that a run's first steps and its evaluation allocate and free, at any size of the micro-batch.
 
-Two fake runs of different sizes make the same storages in the same order, and each storage's size is a line in the
-number of samples. So all sizes are known from two.
+Two fake runs of different sizes create the same storages in the same order, and each storage's size is linear in the
+number of samples. So two runs determine all sizes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from paceline_advisor.memory.kernels import cpu_workspace, gpu_workspace
 
 @dataclass(frozen=True)
 class ScoredSingly:
-    """An evaluation's storages, to be put behind any step of the same run.
+    """An evaluation's storages, which can follow any step of the same run.
 
     Attributes:
-        held: Storages that were there before, which come first in every trace.
-        allocations: Those that it made.
-        events: What happens to them: ``n`` is made, ``~n`` goes.
+        held: Earlier storages, which come first in every trace.
+        allocations: Storages that it allocated.
+        events: Events: ``n`` is allocated, ``~n`` is freed.
     """
 
     held: int
@@ -38,19 +38,19 @@ class ScoredSingly:
     events: tuple[int, ...]
 
     def append_to(self, trace: AllocationTrace) -> None:
-        """Let it have happened."""
+        """Apply the evaluation to a trace."""
         behind = len(trace.allocations) - self.held
         trace.allocations += self.allocations
         trace.events += (event + behind if event >= 0 else event - behind for event in self.events)
 
 
 START, REHEARSAL, FIRST, STEP, EVALUATION = "start", "rehearsal", "first step", "step", "evaluation"
-# As a run does them: the first step makes the optimizer's state, and later ones have it. A step after the evaluation
-# finds what that has left behind.
+# In the order of a run: the first step creates the optimizer's state, and later ones have it. A step after the
+# evaluation starts with the state that it left.
 _ORDER = (START, REHEARSAL, FIRST, STEP, EVALUATION, STEP)
-# Smaller ones are worked out: a network may do otherwise, or refuse, where there is but one sample.
+# Smaller sizes are extrapolated: a network may behave differently with a single sample, or refuse it.
 _SMALLEST = 2
-# Storages of a step of twice as many samples, over those of the other.
+# Allowed ratios of the storages of a step with twice as many samples to those of the other.
 _MANY_MORE = 1.2
 
 
@@ -61,9 +61,9 @@ class StepTrace:
     Attributes:
         micro_batch: Samples.
         allocations: Storages.
-        parts: What happens to them, by number, in each part of the run: ``n`` is made, ``~n`` goes. What is made again
-            while it is there takes its own place.
-        why_unscored: Why evaluation is not among the parts, where it should be.
+        parts: Events by storage number in each part of the run: ``n`` is allocated, ``~n`` is freed. A storage
+            allocated again while present replaces itself.
+        why_unscored: Why evaluation is missing from the parts, if it should be there.
     """
 
     micro_batch: int
@@ -73,35 +73,35 @@ class StepTrace:
 
     @cached_property
     def played(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The parts, in the order in which a run does them."""
+        """The parts, in the order of a run."""
         return tuple((name, self.parts[name]) for name in _ORDER if name in self.parts)
 
     @cached_property
     def events(self) -> tuple[int, ...]:
-        """All that happens, in that order."""
+        """All events, in that order."""
         return tuple(chain.from_iterable(events for _, events in self.played))
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
-        """What runs of all sizes have in common."""
+        """Common interface of runs of all sizes."""
         return self.played, tuple(each.operation for each in self.allocations)
 
     def gradients(self, part: str = STEP) -> list[int]:
-        """Numbers of the gradients that a part makes, in the order in which they come."""
+        """Return the numbers of a part's gradients, in order of allocation."""
         made = {event for event in self.parts.get(part, ()) if event >= 0}
         return sorted(number for number in made if self.allocations[number].cause == "gradients")
 
     def with_parts(self, change: Callable[[tuple[int, ...]], tuple[int, ...]], *names: str) -> StepTrace:
-        """With some of the parts changed."""
+        """Return a copy with some parts changed."""
         changed = {name: change(events) if name in names else events for name, events in self.parts.items()}
         return replace(self, parts=changed)
 
 
 @contextlib.contextmanager
 def without_collection() -> Iterator[None]:
-    """Look for cycles before, and leave those to come for later.
+    """Collect garbage beforehand, and disable collection inside.
 
-    What goes in a trace must not hang on when they are looked for; and it takes a quarter of the time.
+    Frees in a trace must not depend on when the collector runs; this also takes a quarter of the time.
     """
     was_on = gc.isenabled()
     gc.collect()
@@ -114,13 +114,13 @@ def without_collection() -> Iterator[None]:
 
 
 def trace_step(step: FakeStep, scored: ScoredSingly | None = None) -> StepTrace:
-    """Do a fake run's first step, its evaluation if it has any, and the update of another step.
+    """Run a fake run's first step, its evaluation if any, and the update of another step.
 
-    Both steps' passes are the same; their updates are not, of which the first makes the optimizer's state.
+    The passes of both steps are the same, but the first update creates the optimizer's state.
 
     Args:
         step: The fake run.
-        scored: Its evaluation, if that is known already.
+        scored: Its evaluation, if already known.
     """
     step.optimizer.state.clear()
     trained = [each for each in step.network.parameters() if each.requires_grad]
@@ -146,7 +146,7 @@ def trace_step(step: FakeStep, scored: ScoredSingly | None = None) -> StepTrace:
         except ModelError as error:
             why_unscored = str(error)
         cuts.append(len(trace.events))
-        # Other gradients in their place: passes again would take as long as before.
+        # Replace the gradients: running the passes again would take as long as before.
         for parameter, number in zip(trained, gradients, strict=True):
             if number is not None:
                 parameter.grad = torch.empty_like(parameter)
@@ -154,7 +154,7 @@ def trace_step(step: FakeStep, scored: ScoredSingly | None = None) -> StepTrace:
         step.update()
         cuts.append(len(trace.events))
     allocations = tuple(trace.allocations)
-    # What was there comes in front, also what only an operation showed.
+    # Earlier storages come first, including those that only an operation revealed.
     before = {number for number, each in enumerate(allocations) if not each.phase and number not in again}
     lost = {number for number, each in enumerate(allocations) if why_unscored and each.phase == EVALUATION}
 
@@ -169,7 +169,7 @@ def trace_step(step: FakeStep, scored: ScoredSingly | None = None) -> StepTrace:
         return tuple(kept)
 
     passes, first, evaluation, later = (between(*pair) for pair in pairwise(cuts))
-    if why_unscored:  # what went meanwhile went all the same
+    if why_unscored:  # those freed meanwhile would be freed anyway
         first, evaluation = (*first, *evaluation), ()
     parts = {START: tuple(sorted(before)), FIRST: (*passes, *first), STEP: (*passes, *later)}
     return StepTrace(
@@ -188,14 +188,14 @@ def _hold_networks(step: FakeStep, trace: AllocationTrace) -> None:
 
 
 def evaluation_of(step: FakeStep) -> ScoredSingly:
-    """The evaluation of a network that goes through its samples one by one, from one and two of them.
+    """Return the evaluation of a network that processes samples one by one, from runs with one and two samples.
 
     Raises:
-        ModelError: If it needs its numbers.
+        ModelError: If it needs real values.
     """
 
     def traced(samples: int) -> tuple[int, list[Allocation], list[int], int]:
-        """How many storages were there before, those made, what happens to these, and the most that they come to."""
+        """Return the number of earlier storages, the new storages, their events, and their peak."""
         with AllocationTrace(lambda: (step.phase, step.layer), _inside(step)) as trace:
             _hold_networks(step, trace)
             held = len(trace.allocations)
@@ -235,18 +235,18 @@ def _state(step: FakeStep) -> Iterator[Tensor]:
 
 
 class Steps:
-    """Steps of all sizes, from two that were done.
+    """Steps of all sizes, from two that were run.
 
     Args:
-        small: One.
-        large: Another one, of more samples.
-        again: Does the step of a size that the two do not tell.
-        one_by_one: Whether the network is known to go through its samples in a loop.
+        small: One step.
+        large: Another step, with more samples.
+        again: Runs the step of a size that the two do not determine.
+        one_by_one: Whether the network is known to process its samples in a loop.
 
     Attributes:
         again: Does the step of a size.
-        is_linear: Whether the two make the same storages.
-        is_scaled: Whether another size's storages are taken to be those of one that was done, each larger or smaller.
+        is_linear: Whether the two create the same storages.
+        is_scaled: Whether another size's storages are assumed to be those of a step that was run, rescaled.
     """
 
     def __init__(
@@ -259,11 +259,11 @@ class Steps:
 
     @property
     def goes_one_by_one(self) -> bool:
-        """Whether there are the more storages the more samples: the network goes through them in a loop."""
+        """Whether the number of storages grows with the samples: the network processes them in a loop."""
         return self.is_scaled or len(self._large.allocations) >= _MANY_MORE * len(self._small.allocations)
 
     def __call__(self, micro_batch: int) -> StepTrace:
-        """The step of so many samples."""
+        """Return the step with this many samples."""
         if micro_batch in self._done:
             return self._done[micro_batch]
         if self.is_scaled and micro_batch >= _SMALLEST:
@@ -282,7 +282,7 @@ class Steps:
         return self._done[micro_batch]
 
     def confirm(self, micro_batch: int) -> bool:
-        """Do the step of a size, and go by it from now on; whether it is what was worked out."""
+        """Run the step of a size, and use it from now on; return whether it matches the extrapolation."""
         worked_out, done = self(micro_batch), self.again(micro_batch)
         if worked_out.allocations == done.allocations and worked_out.shape == done.shape:
             return True
@@ -296,7 +296,7 @@ class Steps:
 
 
 def _scaled(trace: StepTrace, micro_batch: int) -> StepTrace:
-    """Another size of a step whose samples are gone through one by one: each storage of samples stands for more."""
+    """Return another size of a step that processes samples one by one: each storage represents more of them."""
     share = micro_batch / trace.micro_batch
 
     def is_of_samples(each: Allocation) -> bool:
@@ -311,10 +311,10 @@ def _scaled(trace: StepTrace, micro_batch: int) -> StepTrace:
 
 
 def trace_steps(step: FakeStep) -> Steps:
-    """The steps of a fake run, at all sizes."""
+    """Return the steps of a fake run, at all sizes."""
     scored = None
     if step.goes_one_by_one and step.scored_samples:
-        with contextlib.suppress(ModelError):  # which each step will tell
+        with contextlib.suppress(ModelError):  # each step will determine this
             scored = evaluation_of(step)
 
     def done(micro_batch: int) -> StepTrace:

@@ -1,4 +1,4 @@
-"""Storages of a step with accumulation or several processes, and what libraries add."""
+"""Add the storages of accumulation, several processes and libraries to a step."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ _PASSES = ("forward", "backward")
 
 
 def with_more(step: StepTrace, more: Iterable[Allocation]) -> StepTrace:
-    """A run with other storages in memory from its beginning to its end."""
+    """A run with additional storages in memory from start to end."""
     step, numbers = _added(step, more)
     return replace(step, parts={**step.parts, START: (*numbers, *step.parts.get(START, ()))})
 
 
 def meanwhile(step: StepTrace, more: Iterable[Allocation], *names: str, begin: Place, end: Place) -> StepTrace:
-    """A run in some of whose parts other storages come and go.
+    """A run with additional temporary storages in some of its parts.
 
     Args:
         step: The run.
         more: The storages.
         names: The parts.
-        begin: Where in a part's events they are made.
-        end: Where they go.
+        begin: Where in a part's events they are allocated.
+        end: Where they are freed.
     """
     step, numbers = _added(step, more)
 
@@ -58,24 +58,24 @@ def meanwhile(step: StepTrace, more: Iterable[Allocation], *names: str, begin: P
 
 
 def front(_: StepTrace, __: Sequence[int]) -> int:
-    """Before all events of a part."""
+    """Return the position before all events of a part."""
     return 0
 
 
 def back(_: StepTrace, events: Sequence[int]) -> int:
-    """Behind them."""
+    """Return the position after all events of a part."""
     return len(events)
 
 
 def update_begins(step: StepTrace, events: Sequence[int]) -> int:
-    """Where in a step's events its update begins: the first that it makes, or after the last gradient."""
+    """Return where in a step's events its update begins: its first allocation, or after the last gradient."""
     made = [place for place, event in enumerate(events) if event >= 0]
     of_update = (place for place in made if step.allocations[events[place]].phase == "update")
     return next(of_update, made[-1] + 1 if made else 0)
 
 
 def rehearsed(step: StepTrace) -> StepTrace:
-    """A run whose first batch goes through both passes once before the first step; buffers are kept meanwhile."""
+    """A run whose first batch runs forward and backward once before the first step; buffers are kept meanwhile."""
     buffers = Allocation(step_total(step, "buffers"), "temporary", "forward", operation="clone")
     step, numbers = _added(step, [buffers])
     passes = [event for event in step.parts[FIRST] if step.allocations[max(event, ~event)].phase in _PASSES]
@@ -83,16 +83,16 @@ def rehearsed(step: StepTrace) -> StepTrace:
 
 
 def step_total(step: StepTrace, cause: str) -> int:
-    """Bytes of what is there from the beginning, of some cause."""
+    """Return the bytes of storages present from the start, by cause."""
     return sum(each.size for each in step.allocations if each.cause == cause and not each.phase)
 
 
 def with_gradients(step: StepTrace, kept: Iterable[Allocation]) -> StepTrace:
-    """A run to whose gradients others are added, that are there all along: those of DDP's buckets, say.
+    """A run whose gradients are added to permanent ones, such as those of DDP's buckets.
 
     Args:
-        step: One that makes its gradients.
-        kept: What they are added to.
+        step: A run that allocates its gradients.
+        kept: The storages they are added to.
     """
     numbers = set(step.gradients(FIRST)) | set(step.gradients())
     step = _called(step, numbers, "temporary")
@@ -100,9 +100,9 @@ def with_gradients(step: StepTrace, kept: Iterable[Allocation]) -> StepTrace:
 
 
 def accumulated(step: StepTrace) -> StepTrace:
-    """A run each of whose steps has two micro-batches: the second's gradients are added to those of the first.
+    """A run with two micro-batches per step: the second's gradients are added to those of the first.
 
-    Both passes come twice, first with gradients that stay, and then with gradients that go at once.
+    Both passes run twice, first with gradients that stay, and then with gradients that are freed immediately.
     """
     for name in (each for each in (FIRST, STEP) if each in step.parts):
         events, numbers = step.parts[name], step.gradients(name)
@@ -114,7 +114,7 @@ def accumulated(step: StepTrace) -> StepTrace:
             if step.allocations[max(event, ~event)].phase in _PASSES and ~event not in kept
         ]
         step = _called(step, set(kept), "temporary")
-        # The first pass's leftovers, its gradients aside, go before the second.
+        # Leftovers of the first pass, except its gradients, are freed before the second.
         again = _let_go_at_once(events, set(kept))
         whole = (*stay, *again, *(~number for number in added))
         step = replace(step, parts={**step.parts, name: whole})
@@ -129,14 +129,14 @@ def _called(step: StepTrace, numbers: set[int], cause: str) -> StepTrace:
 
 
 def _added(step: StepTrace, more: Iterable[Allocation]) -> tuple[StepTrace, tuple[int, ...]]:
-    """A run with further storages, whose parts do not have them yet, and their numbers."""
+    """Return a run with additional storages, whose parts do not use them yet, and their numbers."""
     added = tuple(more)
     count = len(step.allocations)
     return replace(step, allocations=(*step.allocations, *added)), tuple(range(count, count + len(added)))
 
 
 def _let_go_at_once(events: Sequence[int], numbers: set[int]) -> tuple[int, ...]:
-    """Free some storages before the next one is made, and not when they went."""
+    """Free some storages before the next allocation instead of when they were freed."""
     changed: list[int] = []
     added: list[int] = []
     for event in events:
@@ -150,14 +150,14 @@ def _let_go_at_once(events: Sequence[int], numbers: set[int]) -> tuple[int, ...]
 
 
 def buckets(step: StepTrace, cap_mb: int, part: str = STEP) -> list[tuple[Allocation, list[int]]]:
-    """DDP's buckets for a step's gradients, with their numbers, in the order in which they come.
+    """Return DDP's buckets for a step's gradients, with their numbers, in order.
 
     ``.grad`` is a view of them.
 
     Args:
-        step: One that makes its gradients.
+        step: A run that allocates its gradients.
         cap_mb: ``parallel.bucket_cap_mb``.
-        part: Which of the steps.
+        part: The step to use.
     """
     numbers = step.gradients(part)
     arriving = [Gradient(step.allocations[number].size, place + 1) for place, number in enumerate(numbers)]
@@ -172,7 +172,7 @@ def buckets(step: StepTrace, cap_mb: int, part: str = STEP) -> list[tuple[Alloca
 def in_16_bits(step: StepTrace, cap_mb: int) -> StepTrace:
     """A run whose DDP buckets are sent as 16-bit copies; call before :func:`with_gradients`.
 
-    A copy is made when its bucket's last gradient is there, and all copies live until the update.
+    A copy is allocated when its bucket's last gradient is ready, and all copies live until the update.
     """
     for name in (FIRST, STEP):
         for bucket, numbers in buckets(step, cap_mb, name):
@@ -187,14 +187,13 @@ def in_16_bits(step: StepTrace, cap_mb: int) -> StepTrace:
 
 @dataclass(frozen=True)
 class Spread:
-    """How FSDP spreads a network.
+    """How FSDP shards a network.
 
     Attributes:
         ways: Processes that share one copy.
-        gathered: Bytes of whole weights there are at once, at most.
-        gradients: Bytes of whole gradients there are at once, at most.
-        shares: What the fullest process has of a parameter, in bytes, by the bytes of all of it: only rows are shared
-            out.
+        gathered: Peak bytes of gathered weights.
+        gradients: Peak bytes of unsharded gradients.
+        shares: The largest shard of a parameter in bytes, by its total bytes: only rows are sharded.
     """
 
     ways: int
@@ -203,22 +202,23 @@ class Spread:
     shares: Mapping[int, int] = field(default_factory=dict)
 
     def share(self, size: int) -> int:
-        """A process's share of so many bytes."""
+        """Return a process's share of this many bytes."""
         return self.shares.get(size, -(-size // self.ways))
 
 
 def spread_of(network: nn.Module, parallel: Parallel, processes: int) -> Spread:
-    """What a recipe asks for, with so many processes.
+    """Return the sharding of a recipe with this many processes.
 
-    While a part computes, those that it lies in are whole too, and the next one is on its way, as it comes and as it is
-    used. In the backward pass its gradients are whole, and those of the part before still being sent.
+    While a unit computes, the units that contain it are gathered too, and the next one is being received, both as sent
+    and as used. In the backward pass its gradients are unsharded, while those of the previous unit are still being
+    sent.
 
     Raises:
         ModelError: If it names modules that the network does not have.
     """
     ways = processes if parallel.shard_size == "all" else min(parallel.shard_size, processes)
     taken: set[int] = set()
-    own: dict[str, list[nn.Parameter]] = {}  # those of each module that none before it has
+    own: dict[str, list[nn.Parameter]] = {}  # the parameters of each module that no earlier one has
     for name, module in {**modules_to_shard(network, parallel), "": network}.items():
         own[name] = [each for each in module.parameters() if id(each) not in taken]
         taken.update(map(id, own[name]))
@@ -242,7 +242,7 @@ def spread_of(network: nn.Module, parallel: Parallel, processes: int) -> Spread:
 
 
 def _nested(sizes: Mapping[str, int]) -> int:
-    """The most that a part and those that it lies in come to."""
+    """Return the maximum over a unit and those that contain it."""
     return max(
         sum(size for outer, size in sizes.items() if outer in ("", name) or name.startswith(f"{outer}."))
         for name in sizes
@@ -252,13 +252,13 @@ def _nested(sizes: Mapping[str, int]) -> int:
 def fully_sharded(step: StepTrace, spread: Spread) -> StepTrace:
     """One process's run under FSDP.
 
-    What is gathered is taken to be there all along, and as much as there ever is: a little more than it takes.
+    The peak of gathered weights is assumed to be present all the time, which slightly overestimates memory.
     """
     gradients = [step.allocations[number] for number in step.gradients()]
     parts = [Allocation(spread.share(each.size), "gradients") for each in gradients]
     cut = with_gradients(step, parts)
     allocations = tuple(
-        # What an update takes for a moment is of parts too.
+        # Temporary memory of an update is sharded too.
         replace(each, size=spread.share(each.size))
         if each.cause in _SPREAD or (each.cause == "temporary" and each.phase == "update")
         else each
@@ -272,22 +272,22 @@ _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 # PyTorch's cuBLAS workspace for each thread that multiplies matrices: aten/src/ATen/cuda/CublasHandlePool.cpp.
 _WORKSPACE = (2 * 4096 + 8 * 16) * 1024
 _LARGER_WORKSPACES = {**dict.fromkeys(("H100", "H200", "B200", "GH200", "GB200"), 32 * MIB), "MI300": 128 * MIB}
-# What a process takes before its first tensor: the driver's context and the kernels that it loads. An allowance; it
-# has not been measured here.
+# Memory of a process before its first tensor: the driver's context and the loaded kernels. This is an allowance, which
+# was not measured here.
 CONTEXT = 600 * MIB
-# NCCL's buffers and its own context, for more than one process. An allowance too.
+# NCCL's buffers and its own context, with more than one process. Also an allowance.
 COMMUNICATION = 600 * MIB
 _BYTES_PER_NUMBER = 4
-# A process with torch loaded and nothing trained has less than this. One with more has data of its own, which a run in
-# a process of its own would not have.
+# A process with torch loaded that has not trained uses less than this. A process with more has its own data, which a
+# run in a separate process would not have.
 _USUAL = 512 * MIB
 _ASK = "import paceline.trainer.train; from paceline.telemetry.memory import private_bytes; print(private_bytes())"
 
 
 def outside(device_type: str, processes: int) -> int:
-    """Bytes of a device's memory that are not tensors'.
+    """Return the bytes of a device's memory that are not used by tensors.
 
-    On a CPU what a process takes with torch loaded and nothing trained; elsewhere an allowance.
+    On a CPU this is the memory of a process with torch loaded before training; elsewhere an allowance.
     """
     if device_type == "cpu":
         taken = private_bytes()
@@ -302,7 +302,7 @@ def _of_a_new_process() -> int:
 
 
 def with_libraries(step: StepTrace, machine: MachineFacts) -> StepTrace:
-    """A step with the workspace of cuBLAS: one for the thread of the forward pass, one for the backward pass's."""
+    """A step with cuBLAS workspaces: one for the forward thread, one for the backward thread."""
     if machine.device != "cuda":
         return step
     used = {each.phase for each in step.allocations if each.operation.split(".")[0] in _MATRIX_PRODUCTS}
@@ -312,12 +312,12 @@ def with_libraries(step: StepTrace, machine: MachineFacts) -> StepTrace:
 
 
 def with_input(step: StepTrace, plan: Plan, mix: Mix) -> StepTrace:
-    """A run beside whose steps the next batch is copied to the device, normalised and mixed (``data/pipeline.py``)."""
+    """A run during whose steps the next batch is copied to the device, normalised and mixed (``data/pipeline.py``)."""
     if plan.device not in ("cuda", "xpu"):
         return step
     batch = [each for each in step.allocations if each.cause == "batch" and not each.phase]
     scored = [each for each in step.allocations if each.cause == "batch" and each.phase == EVALUATION]
-    # Both of training's stay while there is an evaluation.
+    # Both training batches stay allocated during an evaluation.
     step = with_more(step, batch)
     if batch:
         step = meanwhile(step, _passing(batch, mix), REHEARSAL, FIRST, STEP, begin=front, end=front)
@@ -328,9 +328,9 @@ def with_input(step: StepTrace, plan: Plan, mix: Mix) -> StepTrace:
 
 
 def _passing(batch: list[Allocation], mix: Mix) -> list[Allocation]:
-    """What there is for a moment while a batch is made: the one before the last, bytes of images, and mixing's copies.
+    """Return temporary storages of batch preparation: an earlier batch, bytes of images, and copies for mixing.
 
-    Mixup takes a copy of all images and CutMix two; targets are integers of 8 bytes before they are numbers.
+    Mixup needs one copy of all images and CutMix two; targets are 8-byte integers before they become floats.
     """
     images, targets = batch[0], batch[1:]
     passing = [*batch, replace(images, size=images.size // _BYTES_PER_NUMBER)]
@@ -341,12 +341,12 @@ def _passing(batch: list[Allocation], mix: Mix) -> list[Allocation]:
 
 
 def with_data_set(step: StepTrace, plan: Plan, share: float) -> StepTrace:
-    """A step on a device that holds the images, where they are small and few enough.
+    """A step on a device that stores the images, if they are small and few enough.
 
     Args:
         step: The step.
-        plan: Its run's.
-        share: Of a device's memory, what one split's images may take there.
+        plan: The run's plan.
+        share: Fraction of a device's memory that one split's images may use.
     """
     if plan.device != "cuda" or plan.data.get("backend") != "memory" or plan.device_memory_bytes is None:
         return step
