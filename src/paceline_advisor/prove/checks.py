@@ -18,7 +18,7 @@ from paceline_advisor.prove.notes import Check, Observed, alike, named, sure
 from paceline_advisor.prove.reference import Difference, Dropout, Plain, difference, dropouts, joined, parts_of
 
 _MOST_TRIED = 8
-# Until two differ: a layer that drops whole samples may well do the same twice.
+# Attempts until two differ: a layer that drops whole samples may well do the same twice.
 _DRAWS = 16
 
 CHECKS: list[Callable[[Evidence], Check]] = []
@@ -26,7 +26,7 @@ _Look = Callable[[Check, Evidence], Check]
 
 
 def check(name: str, compared: str, advice: str) -> Callable[[_Look], _Look]:
-    """Declare a check: its name, what it compares, and what to look at if it fails. Checks are made in this order."""
+    """Declare a check: its name, what it compares, and what to check if it fails. Checks run in this order."""
 
     def declare(look: _Look) -> _Look:
         question = Check(name=name, compared=compared, advice=advice)
@@ -73,9 +73,9 @@ def order(question: Check, evidence: Evidence) -> Check:
     "sample, as Paceline's own augmentation does.",
 )
 def samples(question: Check, evidence: Evidence) -> Check:
-    """The same samples with the same contents in every run; varied anew in each epoch, if the recipe varies them."""
+    """The same samples with the same contents in every run; augmented anew in each epoch, if the recipe augments."""
     mixes = evidence.recipe.data.mix.mixup > 0 or evidence.recipe.data.mix.cutmix > 0
-    # What is mixed has partners in its micro-batch.
+    # Mixed samples have partners in their micro-batch.
     others = evidence.as_asked if mixes else evidence.runs
     wanted = _by_step(evidence.asked)
     for run in others:
@@ -110,7 +110,7 @@ def parameters(question: Check, evidence: Evidence) -> Check:
     "weights the micro-batches or draws random numbers before the loss.",
 )
 def gradient(question: Check, evidence: Evidence) -> Check:
-    """The engine against a plain loop over the same micro-batches."""
+    """The trainer against a plain loop over the same micro-batches."""
     return _worst(question, _against_parts(evidence, evidence.asked, evidence.sizes.whole_steps), evidence)
 
 
@@ -187,7 +187,7 @@ def processes(question: Check, evidence: Evidence) -> Check:
     "micro-batches.",
 )
 def learning_rate(question: Check, evidence: Evidence) -> Check:
-    """The recipe's learning rate, scaled only by its own rule."""
+    """The recipe's learning rate, scaled only by the recipe's rule."""
     gaps = [
         (
             abs(rate - wanted) / wanted if wanted else abs(rate),
@@ -204,7 +204,7 @@ def learning_rate(question: Check, evidence: Evidence) -> Check:
     "The moving average is not updated, or more than once a step, or not from the weights after the step.",
 )
 def moving_average(question: Check, evidence: Evidence) -> Check:
-    """The average of the weights after each optimizer step, by its definition."""
+    """The average of the weights after each optimizer step, according to its definition."""
     decay = evidence.recipe.train.ema
     if decay is None:
         return question.not_applicable("train.ema=off")
@@ -217,7 +217,7 @@ def moving_average(question: Check, evidence: Evidence) -> Check:
             return question.failed(f"{run.name}: no optimizer step was seen")
         trained = run.saved("model")
         saved = {key: each for key, each in run.saved("ema").items() if key in wanted}
-        # What the weights have moved since the average began is what it could be wrong by.
+        # An error of the average is at most the distance that the weights moved since it began.
         scale = max((trained[key].double() - wanted[key].double()).abs().max().item() for key in saved)
         apart = max((saved[key].double() - wanted[key].double()).abs().max().item() for key in saved)
         gap = sure(apart / scale if scale else apart)
@@ -232,7 +232,7 @@ def moving_average(question: Check, evidence: Evidence) -> Check:
     "mode; a model's factory returns it in training mode.",
 )
 def training_mode(question: Check, evidence: Evidence) -> Check:
-    """Training mode during training, evaluation mode during scoring, and back."""
+    """Training mode during training, evaluation mode during scoring, and training mode again."""
     for run in evidence.as_asked:
         for rank, notes in enumerate(run.ranks):
             if not notes.micro_batches:
@@ -258,7 +258,7 @@ def training_mode(question: Check, evidence: Evidence) -> Check:
     "in training mode, and let it draw from torch's generator.",
 )
 def dropout(question: Check, evidence: Evidence) -> Check:
-    """Every dropout drops something, and differs between steps."""
+    """Every dropout is active, and differs between steps."""
     places = dropouts(evidence.plain.network)
     if not places:
         options = evidence.recipe.model.options.items()
@@ -285,7 +285,7 @@ def dropout(question: Check, evidence: Evidence) -> Check:
     "Register them as buffers, and let the trainer make them equal.",
 )
 def buffers(question: Check, evidence: Evidence) -> Check:
-    """The same buffers on every process where they count."""
+    """The same buffers on every process where they matter."""
     run = evidence.several
     if run is None:
         return question.not_applicable(evidence.alone)
@@ -346,7 +346,7 @@ def ended(question: Check, evidence: Evidence) -> Check:
 
 
 def _largest(question: Check, gaps: Iterable[tuple[float, str]], limit: float) -> Check:
-    """The largest gap, with its text if it is above the limit."""
+    """Return the largest difference, with its text if it exceeds the limit."""
     worst, found = max(((sure(gap), text) for gap, text in gaps), key=itemgetter(0), default=(0.0, ""))
     return question.measured(worst, limit, found=found if worst > limit else "")
 
@@ -355,7 +355,7 @@ def _by_step(run: Observed) -> dict[int, list[tuple[int, str]]]:
     found: dict[int, list[tuple[int, str]]] = {}
     for note in run.micro_batches:
         found.setdefault(note.step, []).extend(zip(note.ids, note.contents, strict=True))
-    # Those of one length may share a micro-batch, and so come in another order where there are more of these.
+    # Samples of one length may share a micro-batch, and so arrive in another order with more processes.
     return {step: sorted(each, key=itemgetter(0)) for step, each in found.items()}
 
 
@@ -381,7 +381,7 @@ def _varies_by_itself(evidence: Evidence) -> bool:
 
 
 def _inert(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
-    """The dropouts that change no loss, all others being off; a network that draws otherwise too cannot be asked."""
+    """Return dropouts without an effect on the loss, with all others off; not for networks with other randomness."""
 
     def is_inert(each: Dropout) -> bool:
         each.set(0.5)
@@ -397,7 +397,7 @@ def _inert(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
         layers = [each for each in places if each.is_layer]
         inert = [each for each in layers[:: -(-len(layers) // _MOST_TRIED) or 1] if is_inert(each)]
         active = [each.name for each in layers if each not in inert]
-        # A number beside the layers that were made with it need not be read again.
+        # A value stored next to the layers created with it may never be read again.
         numbers = [each for each in places if not each.is_layer and not any(map(each.is_around, active))]
         inert += [each for each in numbers[:_MOST_TRIED] if is_inert(each)]
     for each in places:
@@ -410,21 +410,21 @@ _Gap = tuple[Observed, int, Difference]
 
 
 def _against_whole(evidence: Evidence, run: Observed, steps: Iterable[int]) -> list[_Gap]:
-    """Each step against one pass over its samples, as they came in this run: what is mixed has partners in its part."""
+    """Compare each step with one pass over its samples as they arrived: mixed samples have partners there."""
 
     def together(batches: list[Batch]) -> Groups:
         try:
             return [[joined(batches)]]
-        except RuntimeError:  # padded to unequal lengths: how to pad them together only the pipeline knows
+        except RuntimeError:  # padded to unequal lengths: only the pipeline knows how to pad them together
             return [parts_of(evidence.whole.batches, batches[0].slice.step)]
 
     return _gaps(run, steps, run, together, evidence.plain_whole)
 
 
 def _against_parts(evidence: Evidence, run: Observed, steps: Iterable[int]) -> list[_Gap]:
-    """Each step against its micro-batches one after the other, as they came in one process.
+    """Compare each step with its micro-batches one after the other, as they arrived in one process.
 
-    Those of a process begin with the same buffers; in an exact run, every one does.
+    All micro-batches of a process start with the same buffers; in an exact run, all of the step do.
     """
     per_process = 1 if run.recipe.parallel.exact else evidence.sizes.micro_batches // run.processes
 
@@ -440,13 +440,13 @@ def _against_parts(evidence: Evidence, run: Observed, steps: Iterable[int]) -> l
 def _gaps(
     run: Observed, steps: Iterable[int], source: Observed, grouped: Callable[[list[Batch]], Groups], plain: Plain
 ) -> list[_Gap]:
-    """How far a run's gradients are from a plain loop's, for the steps whose weights were kept.
+    """Return the difference of a run's gradients from a plain loop's, for steps whose weights were kept.
 
     Args:
-        run: Whose gradients.
+        run: The run with the gradients.
         steps: Their numbers, from 0.
-        source: The run that the batches are taken from.
-        grouped: Turns a step's micro-batches into what the loop goes through.
+        source: The run that provides the batches.
+        grouped: Groups a step's micro-batches for the loop.
         plain: The loop.
     """
     found = []
@@ -469,7 +469,7 @@ def _worst(question: Check, gaps: Sequence[_Gap], evidence: Evidence) -> Check:
     return question.measured(worst.relative, limit, found=found)
 
 
-# A rate is one multiplication; an average is some hundred additions; a score may be in float32.
+# A learning rate is one multiplication; an average is some hundred additions; a score may be in float32.
 _LIMIT_RATE = 1e-12
 _LIMIT_AVERAGE = 1e-9
 _LIMIT_METRIC = 1e-5
@@ -477,7 +477,7 @@ _NO_END = "no run finished; see run"
 
 
 def _rates(evidence: Evidence) -> Iterator[tuple[str, float, float]]:
-    """Where, a rate and the rate wanted: for every step of every run, and where the whole schedule is at its peak."""
+    """Yield where, the learning rate and the expected rate: for every step of every run, and at the schedule's peak."""
     recipe = evidence.recipe
     grouped = recipe.optimizer.groups or recipe.optimizer.layer_decay is not None
     for run in evidence.runs:
@@ -504,13 +504,13 @@ def _peak(recipe: Recipe, batch: int) -> float:
 
 
 def _unreadable(run: Observed) -> int:
-    """How many held-out samples were left out because they could not be read."""
+    """Return how many held-out samples were left out because they were unreadable."""
     incidents = read_events(RunDirectory(run.run_dir).events, kinds={"incident"})
     return sum(event["incident"] == "broken_sample" and event.get("split") == "validation" for event in incidents)
 
 
 def _scored_twice(run: Observed, weights: str) -> int:
-    """How many samples of the last evaluation had been scored in it before, on any process."""
+    """Return how many samples of the last evaluation were scored more than once, on any process."""
     scores = [score for notes in run.ranks for score in notes.scores if score.weights == weights]
     last = max((score.position for score in scores), default=0)
     ids = [sample for score in scores if score.position == last for sample in score.ids]
@@ -518,7 +518,7 @@ def _scored_twice(run: Observed, weights: str) -> int:
 
 
 def _evaluations(run: Observed) -> list[tuple[str, int, dict[str, float]]]:
-    """Weights, samples and metrics of a run's last evaluation."""
+    """Return weights, samples and metrics of a run's last evaluation."""
     events = list(read_events(RunDirectory(run.run_dir).events, kinds={"evaluation"}))
     last = max((event["step"] for event in events), default=0)
     return [(event["weights"], event["samples"], dict(event)) for event in events if event["step"] == last]

@@ -1,4 +1,4 @@
-"""Evidence for the checks: the runs, and the numerical nature of the network."""
+"""Evidence for the checks: the runs, and the numerical properties of the network."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from paceline_advisor.prove.notes import Observed, copies_of, rows_of
 from paceline_advisor.prove.reference import Plain, difference, dropouts, norms, put_to_rest
 from paceline_advisor.prove.runs import Runner, Sizes, shortened
 
-# How far gradients may differ, as a share of the largest number: usually, and at most. Sums in another order differ by
-# some 1e-15 and some 1e-7, in deep networks by more; what is wrong differs by more than 1e-3.
+# Allowed difference of gradients, relative to the largest value: typical, and maximum. Another order of summation
+# differs by about 1e-15 in float64 and 1e-7 in float32, more in deep networks; an error differs by more than 1e-3.
 _LIMITS = {True: (1e-12, 1e-6), False: (1e-5, 1e-3)}
 _TIMES_THE_NOISE = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nature:
-    """A network, as far as its proof depends on it.
+    """Properties of a network that its proof depends on.
 
     Attributes:
         double: Whether it computes in float64.
-        limit: How far gradients may differ.
-        numbers: In which numbers it computes, in words.
+        limit: Allowed difference of gradients.
+        numbers: Its precision, in words.
         norms: BatchNorm layers that normalise by their micro-batch.
-        dropouts: Where it drops something at random.
+        dropouts: Its random dropouts.
         statistics: Fixed statistics for the norms.
-        uncomparable: Why one batch is not the sum of its parts, even at rest; empty if it must be.
+        uncomparable: Why one batch is not the sum of its parts even without randomness; empty if it must be.
     """
 
     double: bool
@@ -49,12 +49,12 @@ class Nature:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether there is nothing to put to rest."""
+        """Whether the network needs no changes to be deterministic."""
         return not self.norms and not self.dropouts
 
     @property
     def rest(self) -> Callable[[nn.Module], None] | None:
-        """What puts such a network to rest; None if nothing is to be done."""
+        """Return a function that makes such a network deterministic; None if no change is needed."""
         return None if self.is_at_rest else lambda network: put_to_rest(network, self.statistics)
 
 
@@ -88,7 +88,7 @@ def look(runner: Runner) -> Nature:
 
 
 def _numbers(runner: Runner) -> tuple[bool, str, float, float]:
-    """Whether the loss can be had in float64, in words, and how far gradients may differ usually, and at most."""
+    """Return the loss's precision in words, float64 if possible, and the typical and maximum difference."""
     recipe = shortened(runner.recipe, runner.sizes, micro_batch=runner.sizes.micro_batch)
     orders = replace(runner.orders("look-at-numbers"), double=True)
     try:
@@ -103,7 +103,7 @@ def _numbers(runner: Runner) -> tuple[bool, str, float, float]:
 
 
 def _noise(plain: Plain, batch: Batch) -> float:
-    """By how much the gradient differs if the batch's samples come in another order."""
+    """Return how much the gradient changes if the batch's samples are reordered."""
     tensors = copies_of(plain.network)
     forward = dict(plain.gradients(tensors, [[batch]]))
     backward = plain.gradients(tensors, [[rows_of(batch, range(len(batch.ids))[::-1])]])
@@ -137,15 +137,15 @@ class Evidence:
     """The runs of a recipe, and the plain loops they are compared with.
 
     Attributes:
-        recipe: What the user asked.
-        plans: Its own plans, not shortened, by number of processes.
-        whole: A run of one batch a step, the network at rest.
-        parts: A run of micro-batches, the network at rest.
-        asked: A run of micro-batches, the network as it is.
-        several: The same in several processes; None if there is none.
-        alone: Why there is none.
-        plain_whole: The plain loop for one batch, the network at rest.
-        plain: The plain loop for micro-batches, the network as it is.
+        recipe: The user's recipe.
+        plans: Its plans, not shortened, by number of processes.
+        whole: A run with one batch per step, the network deterministic.
+        parts: A run with micro-batches, the network deterministic.
+        asked: A run with micro-batches, the network unchanged.
+        several: The same in several processes; None if it was not possible.
+        alone: Why it was not possible.
+        plain_whole: The plain loop for one batch, the network deterministic.
+        plain: The plain loop for micro-batches, the network unchanged.
     """
 
     recipe: Recipe
@@ -162,11 +162,11 @@ class Evidence:
 
     @property
     def runs(self) -> list[Observed]:
-        """Every run once."""
+        """Every run, without duplicates."""
         found = [self.whole, self.parts, *([] if self.asked is self.parts else [self.asked])]
         return found + ([] if self.several is None else [self.several])
 
     @property
     def as_asked(self) -> list[Observed]:
-        """The runs in which the network is as it is."""
+        """The runs with the unchanged network."""
         return [self.asked, *([] if self.several is None else [self.several])]

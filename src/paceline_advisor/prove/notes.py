@@ -23,16 +23,16 @@ Verdict = Literal["passed", "failed", "not applicable"]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One comparison, and its result.
+    """A comparison and its result.
 
     Attributes:
-        name: What it is about.
-        compared: What was compared with what.
+        name: Its subject.
+        compared: The two sides of the comparison.
         verdict: ``passed``, ``failed`` or ``not applicable``.
-        difference: What was measured: a relative difference, or how many of something; None if nothing was.
+        difference: The measured value: a relative difference, or a count; None if nothing was measured.
         limit: The largest difference that passes.
-        found: Where it differs and how, or why the check does not apply; empty if there is nothing to say.
-        advice: What to look at if it failed; empty otherwise, once it was made.
+        found: Where and how it differs, or why the check does not apply; otherwise empty.
+        advice: What to check if it failed; empty otherwise, once it has run.
     """
 
     name: str
@@ -44,30 +44,30 @@ class Check:
     advice: str = ""
 
     def about(self, compared: str) -> Check:
-        """Return the check of something that is only known with the evidence."""
+        """Return the check with details that only the evidence provides."""
         return replace(self, compared=compared)
 
     def measured(self, difference: float, limit: float = 0, *, found: str = "") -> Check:
-        """Return the check with what was measured."""
+        """Return the check with the measured value."""
         check = replace(self, difference=float(difference), limit=limit, found=found)
         return replace(check, verdict="passed", advice="") if difference <= limit else check
 
     def failed(self, found: str) -> Check:
-        """The check where there is nothing to measure, because what was to be compared is not there."""
+        """Return the check as not applicable because there is nothing to compare."""
         return replace(self, found=found)
 
     def not_applicable(self, reason: str) -> Check:
-        """The check when it does not apply."""
+        """Return the check as not applicable."""
         return replace(self, verdict="not applicable", found=reason, advice="")
 
 
 def sure(difference: float) -> float:
-    """A difference that can be compared with others: one that is no number is the largest."""
+    """Return a difference that compares with others: nan counts as the largest."""
     return math.inf if math.isnan(difference) else difference
 
 
 def named(names: list[str], most: int = 4) -> str:
-    """The first of some names."""
+    """List the first of some names."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -76,14 +76,14 @@ ORDERS_VARIABLE = "PACELINE_PROVE"
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What a witness is told.
+    """Settings of a witness.
 
     Attributes:
         task: The task that the user's recipe names.
         folder: Where notes are written.
         samples: Training samples to use.
         evaluation_samples: Held-out samples to use.
-        kept_steps: Steps, from 0, whose weights and gradients are written down.
+        kept_steps: Steps, from 0, whose weights and gradients are stored.
         double: Whether the network computes in float64.
     """
 
@@ -122,8 +122,8 @@ class StepNote:
 
     Attributes:
         rates: Learning rate of each group, and the group's own factor.
-        gradient: A digest of the whole gradient.
-        without_gradient: Trainable parameters that have none.
+        gradient: A digest of the complete gradient.
+        without_gradient: Trainable parameters without a gradient.
     """
 
     rates: list[tuple[float, float]]
@@ -133,7 +133,7 @@ class StepNote:
 
 @dataclass(kw_only=True)
 class ScoreNote:
-    """A set of weights was scored on this process.
+    """A scoring of a set of weights on this process.
 
     Attributes:
         position: Optimizer steps taken before.
@@ -151,7 +151,7 @@ class ScoreNote:
 
 @dataclass(kw_only=True)
 class Notes:
-    """What one process saw of a run; ``final_buffers`` is a digest of the buffers at its very end."""
+    """What one process observed of a run; ``final_buffers`` is a digest of the buffers at the end."""
 
     micro_batches: list[MicroBatchNote] = field(default_factory=list)
     steps: list[StepNote] = field(default_factory=list)
@@ -166,13 +166,13 @@ class Notes:
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """A run that is over.
+    """A finished run.
 
     Attributes:
-        name: What it is called in messages.
-        recipe: What it was asked.
-        folder: Where its notes are, and below it its run directory.
-        processes: How many it had.
+        name: Its name in messages.
+        recipe: Its recipe.
+        folder: Folder of its notes, which contains its run directory.
+        processes: Number of processes.
         trouble: Why it did not finish; empty if it did.
         batches: The training batches of a run in this process, by step and logical rank.
     """
@@ -191,22 +191,22 @@ class Observed:
 
     @cached_property
     def ranks(self) -> list[Notes]:
-        """The notes of every process that has left some, in order."""
+        """The notes of every process that wrote some, in order."""
         paths = (self.folder / f"rank-{rank}.json" for rank in range(self.processes))
         return [Notes.read(path) for path in paths if path.exists()]
 
     @cached_property
     def micro_batches(self) -> list[MicroBatchNote]:
-        """All that was learned from, over all processes, in the order of steps and logical ranks."""
+        """All batches used for training, over all processes, in the order of steps and logical ranks."""
         found = [each for notes in self.ranks for each in notes.micro_batches if not each.phantom]
         return sorted(found, key=lambda each: (each.step, each.logical_rank))
 
     def went_past(self, step: int) -> bool:
-        """Whether a step, from 0, was over: the run is at its end, or in a later one."""
+        """Whether a step, from 0, was completed: the run has ended, or is in a later step."""
         return not self.trouble or any(note.step > step for note in self.micro_batches)
 
     def step(self, number: int) -> tuple[dict[str, Tensor], dict[str, Tensor | None]] | None:
-        """Weights and buffers before a step, and the gradients the optimizer got; None if they were not kept."""
+        """Return weights and buffers before a step, and the gradients passed to the optimizer; None if not kept."""
         path = self.folder / f"step-{number}.pt"
         if not path.exists():
             return None
@@ -214,42 +214,42 @@ class Observed:
         return kept["weights"], kept["gradients"]
 
     def average(self) -> dict[str, Tensor] | None:
-        """The moving average as the witness worked it out."""
+        """Return the moving average as computed by the witness."""
         path = self.folder / "average.pt"
         found: dict[str, Tensor] | None = torch.load(path, weights_only=True) if path.exists() else None
         return found
 
     def saved(self, weights: str) -> dict[str, Tensor]:
-        """The run's last checkpoint of ``model`` or ``ema``."""
+        """Return the run's last checkpoint of ``model`` or ``ema``."""
         return dict(read_weights(self.run_dir, weights).state)
 
 
 def tensors_of(network: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, also buffers that are not saved."""
+    """Return parameters and buffers by name, including buffers that are not saved."""
     return {**dict(network.named_parameters()), **dict(network.named_buffers())}
 
 
 def copies_of(network: nn.Module) -> dict[str, Tensor]:
-    """Copies of them."""
+    """Return copies of them."""
     return {name: each.detach().clone() for name, each in tensors_of(network).items()}
 
 
 def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
-    """Some of a batch's samples, in another order if need be."""
+    """Return some of a batch's samples, optionally in another order."""
     inputs, targets = (chosen(each, rows, of=len(batch.ids)) for each in (batch.inputs, batch.targets))
     return replace(batch, inputs=inputs, targets=targets, ids=batch.ids[list(rows)])
 
 
 def content_of(tensors: Iterable[Tensor]) -> str:
-    """What a sample's tensors, [1, ...], hold, in a form that :func:`alike` compares: as they are, and unpadded.
+    """Return the contents of a sample's tensors, [1, ...], for :func:`alike`: unchanged, and unpadded.
 
-    A sample that is shorter than its company is padded, and how far depends on the company.
+    A sample that is shorter than others in its batch is padded, to a length that depends on them.
     """
     return ";".join(_content(each[0] if each.ndim > 1 else each) for each in tensors)
 
 
 def _content(row: Tensor) -> str:
-    """Digests of a row, of it without the equal numbers at its end, and of that with the number."""
+    """Return digests of a row, of the row without trailing equal numbers, and of that with the number."""
     stem, padding = row, None
     if row.ndim and row.numel():
         padding = row[-1].reshape(-1)[0]
@@ -261,7 +261,7 @@ def _content(row: Tensor) -> str:
 
 
 def alike(one: str, other: str) -> bool:
-    """Whether two samples' contents are the same but for how far they were padded."""
+    """Whether two samples have the same contents apart from padding."""
     parts = [(mine.split(","), its.split(",")) for mine, its in zip(one.split(";"), other.split(";"), strict=False)]
     return one.count(";") == other.count(";") and all(
         mine[0] in its[:2] or its[0] in mine[:2] or mine[2:] == its[2:] for mine, its in parts

@@ -1,8 +1,8 @@
 """Reference gradients and metrics, computed without the trainer.
 
-A plain loop over the task's own loss and scores. It shares with the trainer the data, the network and the task, how
-both are prepared before the first step, the order of samples, and the documented key of the random numbers of a
-forward pass; nothing of its steps, strategies, accumulators or averages.
+This is a plain loop over the task's loss and scores. It shares with the trainer the data, the network and the task,
+their preparation before the first step, the order of samples, and the documented key of a forward pass's random
+numbers. It does not share steps, strategies, accumulators or averages.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from paceline_advisor.prove.witness import Witness
 
 @dataclass(frozen=True)
 class Dropout:
-    """A place where a network drops something, at random.
+    """A random dropout in a network.
 
     Attributes:
         name: The module's name in the network.
         module: The module.
-        attribute: Which of its numbers is the probability.
-        probability: What it is.
+        attribute: Name of the attribute with the probability.
+        probability: Its value.
     """
 
     name: str
@@ -45,25 +45,25 @@ class Dropout:
 
     @property
     def is_layer(self) -> bool:
-        """Whether the module is there for dropping and nothing else."""
+        """Whether dropout is the module's only purpose."""
         return _is_layer(self.module)
 
     @property
     def title(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         return self.name if self.is_layer else f"{self.name}.{self.attribute}".lstrip(".")
 
     def is_around(self, name: str) -> bool:
-        """Whether a module lies within this one."""
+        """Whether a module is inside this one."""
         return not self.name or name.startswith(f"{self.name}.")
 
     def set(self, probability: float) -> None:
-        """Drop with another probability."""
+        """Set another probability."""
         setattr(self.module, self.attribute, probability)
 
 
 def dropouts(network: nn.Module) -> list[Dropout]:
-    """Where a network drops with a probability between 0 and 1, whether in a module for that or by an attribute."""
+    """Return dropouts with a probability between 0 and 1, as separate modules or as attributes."""
     return [
         Dropout(name, module, attribute, value)
         for name, module in network.named_modules()
@@ -79,18 +79,18 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def norms(network: nn.Module) -> dict[str, nn.Module]:
-    """The BatchNorm layers that normalise by the statistics of their micro-batch, by name."""
+    """Return the BatchNorm layers that normalise by the statistics of their micro-batch, by name."""
     return {
         name: module for name, module in network.named_modules() if isinstance(module, _BatchNorm) and module.training
     }
 
 
 def put_to_rest(network: nn.Module, statistics: Mapping[str, Tensor]) -> None:
-    """Stop dropouts, and let BatchNorm normalise by fixed statistics.
+    """Turn off dropouts, and make BatchNorm normalise by fixed statistics.
 
     Args:
-        network: What is changed.
-        statistics: Buffers by name, to be taken first.
+        network: The network to change.
+        statistics: Buffers by name, to load first.
     """
     for each in dropouts(network):
         each.set(0.0)
@@ -99,7 +99,7 @@ def put_to_rest(network: nn.Module, statistics: Mapping[str, Tensor]) -> None:
         buffers[name].copy_(value)
     for module in norms(network).values():
         module.eval()
-        # A method of the module itself, so that copies of the network are at rest too.
+        # Replace the module's own method, so that copies of the network are deterministic too.
         module.train = types.MethodType(lambda itself, *_, **__: itself, module)  # type: ignore[method-assign]
 
 
@@ -108,11 +108,11 @@ Gradients = Mapping[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Difference:
-    """How two gradients differ.
+    """The difference of two gradients.
 
     Attributes:
-        relative: The largest difference of two numbers, as a share of the largest number wanted.
-        ratio: The factor on what was wanted that comes nearest to what was found.
+        relative: The largest difference of two values, relative to the largest expected value.
+        ratio: The factor on the expected gradient that is closest to the actual one.
         where: The parameter with the largest difference.
     """
 
@@ -122,7 +122,7 @@ class Difference:
 
 
 def difference(found: Gradients, wanted: Gradients) -> Difference:
-    """How far a gradient is from another one; a parameter without one has zeros."""
+    """Return the difference of a gradient from another one; a parameter without a gradient counts as zeros."""
     largest, where, apart, product, square = 0.0, "", 0.0, 0.0, 0.0
     for name, target in wanted.items():
         here = found.get(name)
@@ -142,7 +142,7 @@ class Plain:
     """A recipe's task and network without the trainer.
 
     Attributes:
-        network: The network, with its first weights.
+        network: The network, with its initial weights.
     """
 
     def __init__(self, recipe: Recipe, orders: Orders, alter: Callable[[nn.Module], None] | None = None) -> None:
@@ -153,36 +153,36 @@ class Plain:
         self.network = self._prepared.network
 
     def close(self) -> None:
-        """Let the data go."""
+        """Release the data."""
         self._prepared.pipeline.close()
 
     def first_batch(self) -> Batch:
-        """The micro-batch that a run begins with."""
+        """Return the first micro-batch of a run."""
         return next(iter(self._prepared.pipeline.train_batches(self._prepared.geometry, 0, 1, World())))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take weights and buffers, by name."""
+        """Load weights and buffers, by name."""
         with torch.no_grad():
             for name, own in tensors_of(self.network).items():
                 own.copy_(tensors[name])
 
     def loss(self, batch: Batch, seed: int | None = None) -> Tensor:
-        """The task's loss of a batch, its random numbers keyed by the batch's place or by ``seed``."""
+        """Return the task's loss of a batch, with random numbers keyed by the batch's position or by ``seed``."""
         place = batch.slice
         drawn = seed_of(self._recipe.seed, place.step, place.logical_rank)
         torch.manual_seed(drawn if seed is None else seed)
-        # A copy: a network may write into what it is given.
+        # A copy: a network may write into its inputs.
         own = replace(batch, inputs=copied(batch.inputs), targets=copied(batch.targets))
         return self._task.loss(self.network, own)
 
     def gradients(self, tensors: Mapping[str, Tensor], groups: Sequence[Sequence[Batch]]) -> Gradients:
-        """The gradient of the mean loss over the samples of all batches, or over what they count for.
+        """Return the gradient of the mean loss over the samples of all batches, weighted by the samples' weights.
 
         Args:
             tensors: Weights and buffers by name.
-            groups: Micro-batches; each group begins with these buffers, and goes on with what its own batches leave.
+            groups: Micro-batches; each group starts with these buffers, and its batches update them.
         """
-        # What they count for, samples that could not be read included.
+        # Total weight of the samples, including unreadable ones.
         total = sum(
             len(batch.ids) + len(batch.broken) if batch.slice.weight is None else batch.slice.weight
             for group in groups
@@ -202,7 +202,7 @@ class Plain:
         return {name: each.grad for name, each in self.network.named_parameters() if each.requires_grad}
 
     def metrics(self, state: Mapping[str, Tensor]) -> dict[str, float]:
-        """Each metric of saved weights over the held-out samples, scored one by one."""
+        """Return each metric of saved weights over the held-out samples, scored one by one."""
         self.network.load_state_dict(state)
         with evaluation_mode([self.network]), torch.no_grad():
             batches = self._prepared.pipeline.evaluation_batches(1, World())
@@ -221,7 +221,7 @@ class Plain:
         return found | {each.name: each.scale * total(each.summed) / total(each.per) for each in means}
 
     def statistics(self, batch: Batch) -> dict[str, Tensor]:
-        """What the running statistics of BatchNorm are for one batch."""
+        """Return the running statistics of BatchNorm for one batch."""
         found = norms(self.network)
         for module in found.values():
             module.momentum = 1.0  # type: ignore[assignment]  # a number of BatchNorm's
@@ -234,7 +234,7 @@ class Plain:
         }
 
     def answers(self, batch: Batch) -> Tensor | None:
-        """What the network answers in the loss of a batch; None if it is no tensor with a row for each sample."""
+        """Return the network's output in the loss of a batch; None if it is not a tensor with a row per sample."""
         seen: list[object] = []
         hook = self.network.register_forward_hook(lambda *given: seen.append(given[2]))
         with torch.no_grad():
@@ -244,7 +244,7 @@ class Plain:
         return answer if isinstance(answer, Tensor) and len(answer) == len(batch.ids) else None
 
     def shake(self) -> None:
-        """Move every weight at random: what begins at zero would hide what goes on before it."""
+        """Perturb every weight at random: values that start at zero would hide the layers before them."""
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in self.network.parameters():
@@ -254,7 +254,7 @@ class Plain:
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Micro-batches as the one batch that they are parts of."""
+    """Combine micro-batches into one batch."""
     first = batches[0]
     weights = [batch.slice.weight for batch in batches]
     weight = None if first.slice.weight is None else sum(each or 0 for each in weights)
@@ -270,5 +270,5 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
 
 def parts_of(batches: Mapping[tuple[int, int], Batch], step: int) -> list[Batch]:
-    """The micro-batches of a step, in logical order."""
+    """Return the micro-batches of a step, in logical order."""
     return [batches[key] for key in sorted(batches) if key[0] == step and not batches[key].slice.phantom]

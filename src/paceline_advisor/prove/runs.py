@@ -1,4 +1,4 @@
-"""Short runs of a recipe, in this process or in several, that can be watched."""
+"""Short runs of a recipe, in this process or in several, that can be observed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline_advisor.launches import Launch, OverdueError, said
 from paceline_advisor.prove.notes import ORDERS_VARIABLE, Observed, Orders
 from paceline_advisor.prove.witness import REFERENCE, Witness
 
-# What only says how the arithmetic is shared out, on machines that need not be this one.
+# Keys that only determine how work is divided, on machines other than this one.
 _OF_OTHER_MACHINES = (
     "strategy",
     "shard_size",
@@ -41,9 +41,9 @@ _OF_OTHER_MACHINES = (
 
 
 def neutral(recipe: Recipe) -> Recipe:
-    """The recipe without what another machine than this, or another number of processes, may be needed for.
+    """Return the recipe without settings that need another machine or number of processes.
 
-    What it comes to, its steps and rates, is the same.
+    Its results, steps and rates are the same.
     """
     here = {key: getattr(Parallel(), key) for key in _OF_OTHER_MACHINES}
     return replace(
@@ -57,9 +57,9 @@ def neutral(recipe: Recipe) -> Recipe:
 
 
 def bare(recipe: Recipe) -> Recipe:
-    """The same, also without what a short run has no use for, or cannot be told from a mistake in it."""
+    """Return the same, also without settings that a short run does not need, or that look like an error in it."""
     found = neutral(recipe)
-    # Dropout of the adapters' own: they come after the network was put to rest.
+    # Dropout of the adapters: they are added after the network was made deterministic.
     adapters = replace(found.model.adapters, dropout=0.0)
     return replace(
         found,
@@ -81,7 +81,7 @@ def bare(recipe: Recipe) -> Recipe:
 
 
 def set_aside(recipe: Recipe) -> list[str]:
-    """What a recipe asks for, beyond the defaults, that a proof does without, as overrides say it."""
+    """Return the recipe's non-default settings that a proof leaves out, as overrides."""
     left, usual = bare(recipe), Recipe()
     return [
         spelled(recipe, key)
@@ -91,7 +91,7 @@ def set_aside(recipe: Recipe) -> list[str]:
 
 
 def unused(plans: Iterable[Plan]) -> dict[str, str]:
-    """The keys that none of a recipe's neutral plans uses, with the reason: but for those that are set aside anyway."""
+    """Return the keys that none of a recipe's neutral plans uses, with the reason, except those left out anyway."""
     first, *others = plans
     aside = ("telemetry.profile.", *(f"parallel.{key}" for key in _OF_OTHER_MACHINES))
     return {
@@ -106,23 +106,23 @@ _EPOCHS = 2
 _FULL_STEPS = 2
 _HELD_OUT = 37
 _MICRO_BATCHES = (4, 3, 2, 1)
-# Of the recipe's rate, where BatchNorm is frozen: a network without norms cannot take steps of that size.
+# Factor on the recipe's rate if BatchNorm is frozen: a network without norms cannot take steps of that size.
 _CAREFUL = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much of everything the short runs have.
+    """Sizes of the short runs.
 
-    An epoch is two whole steps and a tail whose micro-batches are of unequal size.
+    An epoch has two complete steps and a tail whose micro-batches differ in size.
 
     Attributes:
-        processes: Of the run in several.
-        micro_batches: In a step, over all processes.
-        micro_batch: Samples in one.
+        processes: Processes of the distributed run.
+        micro_batches: Micro-batches of a step, over all processes.
+        micro_batch: Samples of a micro-batch.
         samples: Training samples.
         evaluation_samples: Held-out samples; 0 if nothing is evaluated.
-        evaluation_batch: Samples of a batch that is scored; the last one has fewer.
+        evaluation_batch: Samples of an evaluation batch; the last one has fewer.
     """
 
     processes: int
@@ -134,25 +134,25 @@ class Sizes:
 
     @classmethod
     def of(cls, samples: int, held_out: int, processes: int, *, all_held_out: bool = False) -> Sizes:
-        """The sizes that so many samples allow.
+        """Return the sizes for a number of samples.
 
         Args:
-            samples: Training samples there are.
-            held_out: Held-out samples there are.
-            processes: Of the run in several.
-            all_held_out: Whether all of them are to be scored.
+            samples: Available training samples.
+            held_out: Available held-out samples.
+            processes: Processes of the distributed run.
+            all_held_out: Whether to score all of them.
 
         Raises:
             RecipeError: If there are too few.
         """
         parts = 2 * processes if processes > 1 else 4
         for size in _MICRO_BATCHES:
-            # Of two samples and more where that can be, as BatchNorm may need.
+            # At least two samples if possible, as BatchNorm may need them.
             tail = parts * min(2, size - 1) + 1 if size > 1 else parts - 1
             used = _FULL_STEPS * parts * size + tail
             if used <= samples:
                 scored = held_out if all_held_out else min(held_out, _HELD_OUT * max(1, processes // 2))
-                # A batch that leaves a smaller last one, and not as many for each process, if there is such a one.
+                # Choose a batch that leaves a smaller last one, and unequal numbers per process, if possible.
                 batches = list(range(max(2, min(8, scored // (2 * processes))), 1, -1))
                 ragged = [each for each in batches if scored % each]
                 uneven = [each for each in ragged if processes == 1 or -(-scored // each) % processes]
@@ -171,12 +171,12 @@ class Sizes:
 
     @property
     def has_single_samples(self) -> bool:
-        """Whether a micro-batch of the tail has one sample only, for want of more."""
+        """Whether a micro-batch of the tail has only one sample, because there are too few."""
         return self.tail < 2 * self.micro_batches
 
     @property
     def global_batch(self) -> int:
-        """Samples of a whole step."""
+        """Samples of a full step."""
         return self.micro_batches * self.micro_batch
 
     @property
@@ -196,27 +196,27 @@ class Sizes:
 
     @property
     def tail_step(self) -> int:
-        """The first step, from 0, that takes what is left of an epoch."""
+        """The first step, from 0, that uses the rest of an epoch."""
         return _FULL_STEPS
 
     @property
     def whole_steps(self) -> tuple[int, ...]:
-        """The steps that are looked at and take a whole batch: the first, and the one after the first evaluation."""
+        """The inspected steps with a full batch: the first, and the one after the first evaluation."""
         return (0, _FULL_STEPS + 1)
 
 
 def shortened(recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = False, careful: bool = False) -> Recipe:
     """The recipe for a short run on the CPU.
 
-    Its batch is smaller, and there is no warm-up: the rate is smaller in proportion, unless the recipe has a rule for
-    that.
+    Its batch is smaller, and there is no warm-up: the learning rate is reduced in proportion, unless the recipe has a
+    scaling rule.
 
     Args:
-        recipe: What the user asked.
-        sizes: Of the run.
+        recipe: The user's recipe.
+        sizes: Sizes of the run.
         micro_batch: Samples of a micro-batch.
-        exact: Whether the run's bits are not to depend on the number of processes.
-        careful: Whether steps are to be small.
+        exact: Whether the result must be bit-identical for any number of processes.
+        careful: Whether to take small steps.
     """
     rate = recipe.optimizer.lr * (_CAREFUL if careful else 1.0)
     if recipe.optimizer.lr_scaling == "none":
@@ -236,14 +236,14 @@ def shortened(recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = F
             left.evaluate,
             every=Duration(1, "epochs") if evaluates else None,
             batch_size=sizes.evaluation_batch,
-            keep_examples=0,  # what is kept to be looked at is no part of what is proved
+            keep_examples=0,  # data kept for inspection is not part of the proof
         ),
         checkpoint=Checkpoint(every=None, keep_best=False),
         parallel=replace(
             left.parallel,
             exact=exact,
             logical_ranks="auto",
-            # Parameters without a gradient are found, and named, by a check of their own.
+            # A separate check finds and names parameters without a gradient.
             unused_parameters="refuse" if exact else "allow",
         ),
         telemetry=Telemetry(log_every=Duration(1, "steps"), trackers=()),
@@ -255,9 +255,9 @@ class Runner:
     """Runs one recipe in several ways.
 
     Attributes:
-        recipe: What the user asked.
-        sizes: How much of it is done.
-        scratch: Where everything is written.
+        recipe: The user's recipe.
+        sizes: Sizes of the runs.
+        scratch: Folder for all files.
         double: Whether the network computes in float64.
     """
 
@@ -267,7 +267,7 @@ class Runner:
     double: bool
 
     def orders(self, name: str) -> Orders:
-        """What the witness of a run is told; its folder is made."""
+        """Return the settings of a run's witness; creates its folder."""
         folder = self.scratch / name
         folder.mkdir()
         return Orders(
@@ -283,7 +283,7 @@ class Runner:
         """Run in this process.
 
         Args:
-            name: Of the run.
+            name: Name of the run.
             micro_batch: Samples of a micro-batch.
             alter: May change the network before it is used.
 
@@ -303,7 +303,7 @@ class Runner:
             with restore_torch_settings():
                 result = train_recipe(load_recipe(path), Options(run_dir=path.parent / "run", task=make))
             if result.status == "stopped":
-                raise KeyboardInterrupt  # the run has heard the signal; it was meant for all of this
+                raise KeyboardInterrupt  # the run handled the signal, which was meant for the whole proof
         except TrainingError as error:
             trouble = str(error)
         except Exception as error:
@@ -314,7 +314,7 @@ class Runner:
         return Observed(name=name, recipe=recipe, folder=folder, trouble=trouble, batches=witnesses[-1].batches)
 
     def in_processes(self, name: str) -> Observed:
-        """Run as the command in several processes, each with its part of the micro-batches."""
+        """Run as a command in several processes, each with its share of the micro-batches."""
         orders = self.orders(name)
         exact = self.recipe.parallel.exact
         recipe = shortened(self.recipe, self.sizes, micro_batch=self.sizes.micro_batch, exact=exact)

@@ -39,20 +39,20 @@ _MOST_SCORED = 500
 
 @dataclass(frozen=True, kw_only=True)
 class ProveReport:
-    """What was proved of a recipe.
+    """Result of a proof of a recipe.
 
     Attributes:
-        recipe: What ``paceline prove`` was given.
+        recipe: The argument of ``paceline prove``.
         overrides: Its overrides.
-        processes: Of the run in several.
-        numbers: In which numbers the network computed.
-        steps: Of each run.
+        processes: Processes of the distributed run.
+        numbers: Precision of the network.
+        steps: Steps of each run.
         global_batch: Samples of a step.
-        micro_batches: Of a step, in the runs that cut it.
+        micro_batches: Micro-batches of a step, in the runs that split it.
         samples: Training samples used.
         evaluation_samples: Held-out samples used.
-        seconds: How long it took.
-        checks: What was found.
+        seconds: Duration.
+        checks: The results.
     """
 
     recipe: str
@@ -108,11 +108,11 @@ def prove(asked: Prove, tell: Callable[[str], None]) -> ProveReport:
     """Run a recipe for a few steps in several ways, and compare them with each other and with plain PyTorch.
 
     Args:
-        asked: What to prove.
+        asked: The command's options.
         tell: Receives progress lines.
 
     Raises:
-        PacelineError: If the recipe is wrong, or its data too few.
+        PacelineError: If the recipe is invalid, or has too little data.
     """
     check_alone("a proof")
     begun = time.perf_counter()
@@ -152,17 +152,17 @@ def prove(asked: Prove, tell: Callable[[str], None]) -> ProveReport:
 
 
 def _plan(loaded: LoadedRecipe, processes: int) -> tuple[dict[int, Plan], Sizes]:
-    """The recipe's own plans, by number of processes, and the sizes of its short runs."""
+    """Return the recipe's plans, by number of processes, and the sizes of its short runs."""
     recipe = neutral(loaded.recipe)
     task, machine = build_task(recipe), describe_machine(torch.device("cpu"))
     plans = {1: plan_run(recipe, task, machine, World())}
     if processes > 1:
-        # A batch that so many cannot share is no mistake here: the short runs have another.
+        # A batch that these processes cannot share is not an error here: the short runs use another.
         with contextlib.suppress(RecipeError):
             plans[processes] = plan_run(recipe, task, machine, World(world_size=processes, local_world_size=processes))
     loaded.checked(unused(plans.values()))
     held_out = plans[1].evaluation_samples if plans[1].evaluate_every_steps is not None else 0
-    # Where a pipeline of the user's own ends cannot be changed; so all of it is scored, if that is not much.
+    # The end of a custom pipeline's data cannot be changed, so all of it is scored, if that is not too much.
     whole = not can_shorten(task) and held_out <= _MOST_SCORED
     samples = plans[1].train_samples // recipe.data.augment.repeats
     return plans, Sizes.of(samples, held_out, processes, all_held_out=whole)
@@ -205,7 +205,7 @@ def _judge(runner: Runner, nature: Nature, plans: dict[int, Plan], tell: Callabl
 
 
 def _several(runner: Runner, asked: Observed, tell: Callable[[str], None]) -> tuple[Observed | None, str]:
-    """The run in several processes, or why there is none."""
+    """Return the distributed run, or why it is not possible."""
     count = runner.sizes.processes
     if count == 1:
         return None, "--processes 1"

@@ -1,4 +1,4 @@
-"""The recipe's task, which computes the same and records what the trainer does with it."""
+"""A wrapper of the recipe's task that computes the same and records what the trainer does with it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ REFERENCE = "paceline_advisor.prove.witness:witness"
 
 
 def witness(recipe: Recipe) -> Witness:
-    """The witness in a process of a run that was started as a command; its orders are in the environment."""
+    """Return the witness in a process of a run started as a command; its settings are in the environment."""
     tree = json.loads(os.environ[ORDERS_VARIABLE])
     orders = Orders(**{**tree, "kept_steps": tuple(tree["kept_steps"])})
     return Witness(build_task(replace(recipe, task=orders.task)), orders)
@@ -55,8 +55,8 @@ def witness(recipe: Recipe) -> Witness:
 class Witness(Task):
     """A task that forwards everything to another one, and records its calls.
 
-    Only three things differ from the task itself: there are fewer samples, the network computes in float64 if told
-    so, and ``alter`` may change the network before it is used.
+    Only three things differ from the task itself: there are fewer samples, the network computes in float64 if
+    requested, and ``alter`` may change the network before it is used.
 
     Attributes:
         task: The task itself.
@@ -81,7 +81,7 @@ class Witness(Task):
         self._has_called = False
 
     def data_facts(self, world: World) -> DataFacts:
-        """The task's, with fewer samples."""
+        """Delegate to the task, with fewer samples."""
         _shorten(self.task, self.orders)
         facts = self.task.data_facts(world)
         self.metrics = self.task.metrics
@@ -89,19 +89,19 @@ class Witness(Task):
         return replace(facts, train_samples=orders.samples, evaluation_samples=orders.evaluation_samples)
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
-        """The task's, with fewer samples to score."""
+        """Delegate to the task, with fewer samples to score."""
         return _FewerSamples(self.task.open_pipeline(placement), self.orders.evaluation_samples, self.finish)
 
     def build_model(self) -> nn.Module:
-        """The task's network, watched."""
+        """Return the task's network, with hooks that observe it."""
         network = self.task.build_model()
-        self.task.check_network(network)  # as the task knows it, before it computes in other numbers
+        self.task.check_network(network)  # as the task knows it, before its dtype changes
         if self.orders.double:
             network.double()
         if self._alter is not None:
             self._alter(network)
 
-        # No method of this object: a copy of the network would copy it, and with it everything here.
+        # Not a method of this object: a copy of the network would copy it, and everything here with it.
         def on_forward(module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any]:
             if module is self._network and torch.is_grad_enabled() and self.notes.micro_batches:
                 self._note_modes(module)
@@ -112,21 +112,21 @@ class Witness(Task):
         return network
 
     def check_network(self, network: nn.Module) -> None:
-        """Nothing: the task was asked when it had built it."""
+        """Do nothing: the task was called when it built the network."""
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
-        """The task's; noted, if it is to be learned from."""
+        """Delegate to the task; record the batch if it is used for training."""
         if torch.is_grad_enabled():
             self._note(batch)
         return self.task.loss(model, batch)
 
     def evaluated(self, model: Model) -> Model:
-        """The task's; whose answers they are is remembered."""
+        """Delegate to the task; remember which network is being scored."""
         self._evaluated = (self.task.evaluated(model), model)
         return self._evaluated[0]
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """The task's, noted."""
+        """Delegate to the task, and record the call."""
         answering, network = self._evaluated
         # The network or its average, which are not compiled here.
         network = network if model is answering else model
@@ -141,7 +141,7 @@ class Witness(Task):
         return self.task.score(model, batch)
 
     def finish(self) -> None:
-        """Write the notes down; called when the pipeline is closed, after the last checkpoint."""
+        """Write the notes; called when the pipeline is closed, after the last checkpoint."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -172,14 +172,14 @@ class Witness(Task):
             )
         )
         self._has_called = False
-        # Copies: a network may write into what it is given.
+        # Copies: a network may write into its inputs.
         kept = replace(batch, inputs=copied(batch.inputs), targets=copied(batch.targets))
         self.batches[part.step, part.logical_rank] = kept
         if self._keeps and not self._before:
             self._before = copies_of(self._network)
 
     def _note_modes(self, network: nn.Module) -> None:
-        """What is in evaluation mode in any forward pass of the micro-batch; before the first, in none."""
+        """Collect modules in evaluation mode in any forward pass of the micro-batch; empty before the first."""
         before = self.notes.micro_batches[-1].evaluating if self._has_called else []
         self.notes.micro_batches[-1].evaluating = sorted({*before, *_evaluating(network)})
         self._has_called = True
@@ -189,7 +189,7 @@ class Witness(Task):
         return self._world.is_first and self.notes.micro_batches[-1].step in self.orders.kept_steps
 
     def _begin(self, network: nn.Module) -> None:
-        """Listen to the optimizer that moves the network."""
+        """Observe the optimizer that updates the network."""
         ours = {id(each) for each in network.parameters()}
 
         def is_ours(optimizer: torch.optim.Optimizer) -> bool:
@@ -209,7 +209,7 @@ class Witness(Task):
 
     def _before_step(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if not self.notes.steps:
-            # Without what was rehearsed before it and moved nothing: the largest micro-batch of all, and its first.
+            # Without earlier warm-up passes, which changed nothing: the largest micro-batch of all, and the first.
             notes = self.notes.micro_batches
             begin = len(notes) - 1
             while begin and notes[begin - 1].step == notes[-1].step:
@@ -232,7 +232,7 @@ class Witness(Task):
 
     @torch.no_grad()
     def _update_average(self, network: nn.Module) -> None:
-        """The moving average as it is defined, from the weights after each optimizer step."""
+        """Computes the moving average by its definition, from the weights after each optimizer step."""
         assert self.recipe.train.ema is not None
         step = len(self.notes.steps) - 1
         decay = min(self.recipe.train.ema, (1 + step) / (10 + step))
@@ -260,7 +260,7 @@ def _of_the_first(name: str, which: str) -> Callable[..., Any]:
     return ask
 
 
-# What each sample is like is asked of the samples that there are; everything else of the task as it is.
+# Properties of samples come from the reduced data; everything else from the task.
 for _name in ("weights", "classes", "sets", "lengths", "keys", "costs", "sizes"):
     setattr(Witness, f"sample_{_name}", _of_the_first(f"sample_{_name}", "samples"))
 Witness.evaluation_lengths = _of_the_first("evaluation_lengths", "evaluation_samples")  # type: ignore[method-assign]
@@ -270,7 +270,7 @@ for _name in vars(Task).keys() - vars(Witness).keys():
 
 
 class _FewerSamples:
-    """A pipeline of which only the first samples are scored; whoever wants to know is told when it is closed."""
+    """A pipeline that scores only the first samples, and calls back when it is closed."""
 
     def __init__(self, pipeline: Pipeline, evaluation_samples: int, closed: Callable[[], None]) -> None:
         self._pipeline = pipeline
@@ -302,12 +302,12 @@ class _FewerSamples:
 
 
 def can_shorten(task: Task) -> bool:
-    """Whether it is a task of images, whose data can be left out in part."""
+    """Whether it is an image task, whose data can be reduced."""
     return isinstance(task, ImageTask | Detection)
 
 
 def _shorten(task: Task, orders: Orders) -> None:
-    """Leave a task of images only some of them, from all over its data: where they end is then where they ended."""
+    """Reduce an image task to a few samples from all over its data, so that the last sample stays the last."""
 
     def some(source: Any, count: int) -> Any:
         chosen_ids = np.linspace(0, max(0, len(source) - 1), min(count, len(source))).astype(np.int64)
@@ -317,7 +317,7 @@ def _shorten(task: Task, orders: Orders) -> None:
         whole: Any = task.dataset
         few = {"train": some(whole.train, orders.samples)}
         few["validation"] = some(whole.validation, orders.evaluation_samples)
-        # In the place where the task itself keeps what it has opened.
+        # Where the task itself stores its open data.
         vars(task)["dataset"] = replace(whole, **few)
 
 
@@ -326,5 +326,5 @@ def _evaluating(network: nn.Module) -> list[str]:
 
 
 def _double(value: Any) -> Any:
-    """The same with its floating-point tensors in float64."""
+    """Return the same with floating-point tensors in float64."""
     return mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, value)

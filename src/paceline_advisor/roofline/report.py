@@ -1,4 +1,4 @@
-"""Result of a roofline, layer by layer, as text and JSON."""
+"""Results of a roofline analysis, layer by layer, as text and JSON."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class LayerBound:
     """A layer in one phase of a step.
 
     Attributes:
-        layer: Its name in the network; empty for what the network itself does, and what is outside of it.
+        layer: Its name in the network; empty for operators of the network itself, and outside of it.
         kind: Its class.
         phase: One of ``models.flops.PHASES``.
         flops: Floating-point operations of its products.
         bytes_read: Bytes that its operators must read.
         bytes_written: Bytes that they must write.
         intensity: FLOP per byte.
-        ridge: FLOP per byte at which the device turns from memory to arithmetic.
+        ridge: FLOP per byte at which the limit changes from memory to compute.
         bound: ``compute`` or ``memory``.
-        seconds: The least time of its operators, one after another.
-        share: Of the whole step's, in [0, 1].
+        seconds: Lower bound on the time of its operators, one after another.
+        share: Fraction of the whole step's time, in [0, 1].
         operators: Their names.
     """
 
@@ -52,7 +52,7 @@ class LayerBound:
 
 
 def layer_bounds(found: StepWork, kinds: dict[str, str], ceilings: Ceilings) -> tuple[LayerBound, ...]:
-    """Return every layer and phase of a step that moves anything, in the order in which they come."""
+    """Return every layer and phase of a step that moves data, in order."""
     whole = sum(map(ceilings.seconds, found.works)) or 1.0
     bounds = []
     for (layer, phase), works in found.by_layer().items():
@@ -62,7 +62,7 @@ def layer_bounds(found: StepWork, kinds: dict[str, str], ceilings: Ceilings) -> 
             continue
         arithmetic, seconds = sum(map(ceilings.arithmetic_seconds, works)), sum(map(ceilings.seconds, works))
         rate = ceilings.device.bytes_per_second
-        # Products of several precisions have a ridge between theirs.
+        # The ridge of products in several precisions lies between theirs.
         peak = flops / arithmetic if arithmetic else ceilings.peak(ceilings.precision)
         bounds.append(
             LayerBound(
@@ -83,24 +83,24 @@ def layer_bounds(found: StepWork, kinds: dict[str, str], ceilings: Ceilings) -> 
     return tuple(bounds)
 
 
-# Of a number, in those precisions that matrix units have.
+# Bytes of a number, in precisions that matrix units support.
 _BYTES = {"tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 _CLEARLY = 1.1
-# Narrower than that, and one of many: a kernel of its own computes it, without matrix units.
+# A narrower convolution with many groups has a dedicated kernel, without matrix units.
 _NARROW = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dimension:
-    """One size of a layer that is the user's to choose.
+    """One size of a layer that the user can choose.
 
     Attributes:
         name: ``inputs``, ``outputs``, ``samples``; of a convolution ``channels``, ``filters``; of attention ``head``.
-        size: How large it is.
-        must: What should divide it for matrix units to be used (16 bytes).
-        should: What divides it where they do best (128 bytes).
-        advice: What to change, if it is the user's to; empty if nothing need be.
-        aligned: Whether matrix units can read it as it is.
+        size: Its value.
+        must: Divisor required for matrix units (16 bytes).
+        should: Divisor for the best performance (128 bytes).
+        advice: What to change, if the user can; otherwise empty.
+        aligned: Whether matrix units can read it without padding.
     """
 
     name: str
@@ -117,12 +117,12 @@ class ShapeFinding:
 
     Attributes:
         layer: The layer's name.
-        phase: Of the step.
+        phase: Phase of the step.
         product: Its sizes.
-        dimensions: Those that the layer is made with.
-        tiling: How it is cut; None where it is not computed in tiles.
+        dimensions: Sizes that the layer is created with.
+        tiling: Its tiling; None if it is not computed in tiles.
         better: The nearest smaller and larger n that are clearly faster, for each column.
-        seconds_lost: Of the step's least time, what tiles and waves waste.
+        seconds_lost: Part of the step's lower bound that tile and wave quantization waste.
     """
 
     layer: str
@@ -135,12 +135,12 @@ class ShapeFinding:
 
 
 def shape_findings(found: StepWork, device: Device, precision_of: Callable[[Work], str]) -> Iterator[ShapeFinding]:
-    """Every product of a step's forward and backward pass.
+    """Return every product of a step's forward and backward pass.
 
     Args:
         found: The step.
-        device: Where it is computed.
-        precision_of: The name of the peak that an operator has there.
+        device: The device.
+        precision_of: Returns the name of the peak that applies to an operator.
     """
     for work in found.works:
         product = work.product
@@ -190,13 +190,13 @@ _FEW = 8
 
 @dataclass(frozen=True, kw_only=True)
 class LowIntensity:
-    """Convolutions of few channels for each group, and what they cost.
+    """Convolutions with few channels per group, and their cost.
 
     Attributes:
         layers: Their names.
         intensity: Their forward FLOP per byte.
-        flops_share: Of the step's FLOPs, in [0, 1].
-        seconds_share: Of its least time, in [0, 1].
+        flops_share: Fraction of the step's FLOPs, in [0, 1].
+        seconds_share: Fraction of its lower time bound, in [0, 1].
     """
 
     layers: tuple[str, ...]
@@ -210,7 +210,7 @@ _PRODUCT_COLUMNS = ("layer", "phase", "m × n × k", "tile", "tiles", "waves", "
 
 
 def _product_row(found: ShapeFinding) -> tuple[str, ...]:
-    """Return the cells of a product that is cut into tiles."""
+    """Return the table cells of a tiled product."""
     tiling, product = found.tiling, found.product
     assert tiling is not None
     times = f" × {product.count}" if product.count > 1 else ""
@@ -226,23 +226,23 @@ def _product_row(found: ShapeFinding) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class RooflineReport:
-    """What was found; times are lower bounds for one optimizer step of one process.
+    """Result of the analysis; times are lower bounds for one optimizer step of one process.
 
     Attributes:
-        recipe: What was asked for.
+        recipe: The requested recipe.
         model: Name of its network.
-        device: On what.
-        precision: Of most of the arithmetic: the name of the peak that MFU goes by.
+        device: The device.
+        precision: Precision of most of the computation: the name of the peak that MFU refers to.
         micro_batch: Samples of a micro-batch.
         micro_batches: Micro-batches of a step.
-        found: What the forward and backward pass of one micro-batch and the update do.
-        layers: Layer by layer.
-        shapes: Product by product.
+        found: Operators of one micro-batch's forward and backward pass, and of the update.
+        layers: Results by layer.
+        shapes: Results by product.
         low_intensity: Depthwise convolutions and the like; None if there are none.
-        least_seconds: The least time of one micro-batch and the update, each operator by itself.
-        products_seconds: Of this, operators with products: as if all others were fused into them.
-        arithmetic_seconds: Of the model's arithmetic alone.
-        notices: Notices for the user. top: How many layers are shown.
+        least_seconds: Lower bound on the time of one micro-batch and the update, with each operator run separately.
+        products_seconds: The part of operators with products, as if all others were fused into them.
+        arithmetic_seconds: Time of the model's computation only.
+        notices: Notices for the user. top: Number of layers to show.
     """
 
     recipe: str
@@ -263,12 +263,12 @@ class RooflineReport:
 
     @property
     def ridge(self) -> float:
-        """FLOP per byte above which the arithmetic of this precision is what counts."""
+        """FLOP per byte above which this precision's compute is the limit."""
         return (self.device.peak(self.precision) or 0.0) / self.device.bytes_per_second
 
     @property
     def best_mfu(self) -> float:
-        """The highest utilisation that the bound allows, in [0, 1], each operator by itself."""
+        """The highest utilisation that the bound allows, in [0, 1], with each operator run separately."""
         return self.arithmetic_seconds / self.least_seconds if self.least_seconds else 0.0
 
     @property
@@ -277,7 +277,7 @@ class RooflineReport:
         return self.arithmetic_seconds / self.products_seconds if self.products_seconds else 0.0
 
     def phases(self) -> dict[str, dict[str, float]]:
-        """FLOPs, bytes, least time and its share by phase."""
+        """FLOPs, bytes, lower time bound and its share by phase."""
         return {
             phase: {
                 "flops": sum(each.flops for each in of_phase),
@@ -307,7 +307,7 @@ class RooflineReport:
         return ceilings, f"({self.device.source}.)", step
 
     def remarks(self) -> tuple[str, ...]:
-        """Return what stands out, in sentences."""
+        """Return notable results, in sentences."""
         said, low = list(self.notices), self.low_intensity
         if low is not None:
             several = len(low.layers) > 1
@@ -317,7 +317,7 @@ class RooflineReport:
                 f"{low.flops_share:.1%} of the FLOPs and {low.seconds_share:.1%} of the least time. Memory bounds "
                 "them; a larger batch does not help."
             )
-        # Layers whose sizes do not divide, those that take most time first.
+        # Layers whose sizes are not divisible, slowest first.
         seconds = {(each.layer, each.phase): each.seconds for each in self.layers}
         odd = [each for each in self.shapes if any(size.advice for size in each.dimensions)]
         odd.sort(key=lambda each: -seconds[each.layer, each.phase])
@@ -336,7 +336,7 @@ class RooflineReport:
         return tuple(dict.fromkeys(said))
 
     def __paceline__(self) -> Shown:
-        """Return tables of phases, of the slowest layers, and of products that waste most."""
+        """Return tables of phases, of the slowest layers, and of the most wasteful products."""
 
         def figures(flops: float, moved: float, *between: str, seconds: float, share: float) -> tuple[str, ...]:
             ends = f"{seconds * 1e3:.3g}", f"{share:.1%}"
@@ -370,7 +370,7 @@ class RooflineReport:
         )
 
     def _chart(self) -> Chart:
-        """The device's roof, and the layers beneath it, each by its least time."""
+        """Return a chart of the device's roofline, and the layers below it by their lower time bounds."""
         layers = [each for each in self.layers if each.flops and each.intensity and each.seconds]
         reached = [self.ridge, *(each.intensity for each in layers)]
         peak, rate = self.device.peak(self.precision) or 0.0, self.device.bytes_per_second
@@ -408,7 +408,7 @@ class RooflineReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return the result as JSON values."""
         low, device = self.low_intensity, self.device
         return {
             "recipe": self.recipe,

@@ -36,10 +36,10 @@ _TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def this_cpu() -> Device:
-    """Return this CPU as a device whose peaks are what it reached here, in a second or two; remembered if it can be.
+    """Return this CPU as a device with peaks measured in a second or two; cached if possible.
 
-    A matrix product of 1,536 squared stands for its arithmetic and a copy of 256 MiB for its memory: both are what
-    programs get, and a little less than what the maker would print.
+    A 1,536 x 1,536 matrix product measures its compute and a copy of 256 MiB its memory. Both are what programs
+    achieve, slightly below the vendor's specifications.
     """
     cores = available_cores()
     same = (cpu_name(), cores, torch.get_num_threads(), torch.__version__)
@@ -47,13 +47,13 @@ def this_cpu() -> Device:
     found = _recall(path)
     if found is None:
         flops = {}
-        # Numbers of its own: random states stay as they are.
+        # A separate generator: random states do not change.
         numbers = torch.randn(2, _SIZE, _SIZE, generator=torch.Generator().manual_seed(0))
         for name, dtype in _TYPES.items():
             left, right = numbers.to(dtype)
             multiply = partial(torch.mm, left, right, out=torch.empty(_SIZE, _SIZE, dtype=dtype))
             flops[name] = 2 * _SIZE**3 / _least_seconds(multiply)
-        source, target = torch.ones(2, _COPIED_BYTES // 4)  # no cache holds them
+        source, target = torch.ones(2, _COPIED_BYTES // 4)  # the cache is not writable
         found = {
             "flops_per_second": flops,
             "bytes_per_second": 2 * _COPIED_BYTES / _least_seconds(partial(target.copy_, source)),
@@ -74,7 +74,7 @@ def this_cpu() -> Device:
 
 
 def _least_seconds(act: Callable[[], Any]) -> float:
-    """Of some goes; what else the machine does only adds."""
+    """Return the best of several runs; other load on the machine only adds time."""
     act()
     times: list[float] = []
     ends = time.perf_counter() + _SECONDS
@@ -95,15 +95,15 @@ def _recall(path: Path) -> dict[str, Any] | None:
     return {**told, "flops_per_second": rates}
 
 
-# Grouped so far that a group's product is no wider than that, a convolution reads about as much as it computes.
+# With so many groups that a group's product is no wider than this, a convolution reads about as much as it computes.
 _DEPTHWISE_WIDTH = 4
 
 
 def choose(name: str | None) -> Device:
-    """The device of this name, ``cpu`` for the one that this runs on; without a name, the one that is here.
+    """Return the device of this name, with ``cpu`` for this machine's CPU; without a name, the local device.
 
     Raises:
-        RecipeError: If it is not known.
+        RecipeError: If it is unknown.
     """
     if name is not None:
         return this_cpu() if name.lower() == "cpu" else find_device(name)
@@ -117,12 +117,12 @@ def choose(name: str | None) -> Device:
 
 
 def roofline(asked: Roofline, log: Log = lambda _: None) -> RooflineReport:
-    """Compare a step of a recipe, on fake tensors, with what a device can do.
+    """Compare a step of a recipe, on fake tensors, with the limits of a device.
 
     Raises:
         PacelineError: If the recipe cannot be planned there, or the network cannot run on fake tensors.
     """
-    loaded = load_recipe(asked.recipe, asked.overrides)  # first: a CPU is measured for seconds
+    loaded = load_recipe(asked.recipe, asked.overrides)  # first: measuring a CPU takes seconds
     chosen = choose(asked.device)
     recipe, assumed = with_stand_in_data(loaded.recipe)
     if chosen.name == "cpu":
@@ -153,7 +153,7 @@ def roofline(asked: Roofline, log: Log = lambda _: None) -> RooflineReport:
 
 
 def count_step(step: FakeStep) -> StepWork:
-    """What one micro-batch's forward and backward pass and an update do."""
+    """Return the operators of one micro-batch's forward and backward pass, and of an update."""
     step.settle()
     with WorkCounter(step.network) as counter:
         step.backward(step.forward())

@@ -27,7 +27,7 @@ from paceline_advisor.formulas.parallel_step import SPREAD, OneDevice
 from paceline_advisor.scaling.room import Share
 
 _BLOCK_SECONDS = 1.5
-# Beyond this a step is called no steadier than it is: a few rounds say little of a spread.
+# The assumed spread of a step is at least this: a few rounds say little about it.
 _LEAST_DOUBT = 0.01
 
 
@@ -39,22 +39,22 @@ def measure(
     rounds: int,
     say: Callable[[str], None],
 ) -> tuple[dict[int, OneDevice], dict[int, Interval]]:
-    """Run shares of a recipe's step in turns.
+    """Measure shares of a recipe's step, interleaved.
 
     Args:
-        recipe: What is trained.
-        alone: Shares to measure on one device, by the number of devices that they are of.
+        recipe: The recipe to train.
+        alone: Shares to measure on one device, by the number of devices that share the step.
         together: Shares to measure on that many devices.
-        threads: Of each process, by the number of processes; empty where processes do not compute on cores.
-        rounds: Turns of each.
+        threads: Threads of each process, by number of processes; empty unless processes compute on cores.
+        rounds: Measurements of each.
         say: Receives progress messages.
 
     Returns:
-        One device's step with each share of ``alone``, and samples per second of those of ``together``, but of one
-        process: it is what the prediction begins with, and no test of it.
+        One device's step with each share of ``alone``, and samples per second of those of ``together``, except for one
+        process: the prediction starts from that, so it does not test it.
 
     Raises:
-        TrainingError: If one of them failed.
+        TrainingError: If a measurement failed.
     """
 
     def variant(share: Share, processes: int) -> Variant:
@@ -81,15 +81,14 @@ def measure(
         middle = statistics.median(seconds)
         spread = statistics.stdev(seconds) / middle if len(seconds) > 2 else SPREAD
         doubt = max(_LEAST_DOUBT, spread / len(seconds) ** 0.5)
-        # Means over a block vary less than steps do, and the machine's drift is in them: neither is a step's own
-        # spread.
+        # Means over a block vary less than steps, but include the machine's drift: neither is a step's own spread.
         ones[size] = OneDevice(seconds=middle / share.passes, samples=share.micro_batch, doubt=doubt, spread=SPREAD)
     return ones, {size: mean_interval(found[name].samples_per_second) for size, name in several.items()}
 
 
 PROBED_BYTES = 4 * 2**20
 _LIMIT_SECONDS = 180
-# PCIe 3.0 x16 as collectives use it; what GPUs of a machine are joined by cannot be asked without using them.
+# PCIe 3.0 x16 as used by collectives; the links between GPUs of a machine cannot be queried without using the GPUs.
 _UNKNOWN_LINK = Link(10e9, 6.3e-6)
 
 
@@ -97,8 +96,8 @@ def cluster_here(sizes: Sequence[int], *, on_cpu: bool = False) -> Cluster:
     """Return this machine as a cluster.
 
     Args:
-        sizes: Numbers of processes that are asked about.
-        on_cpu: Whether its GPUs are to be left alone.
+        sizes: Requested numbers of processes.
+        on_cpu: Whether to ignore its GPUs.
     """
     gpus = 0 if on_cpu else torch.cuda.device_count()
     cores, device = available_cores(), None
@@ -131,7 +130,7 @@ def is_here(device: str | None) -> bool:
 
 
 def probe(processes: int, *, size: int = PROBED_BYTES) -> Link:
-    """What messages take between processes of this machine that all take part in a ring (gloo).
+    """Measure the link between processes of this machine in a ring (gloo).
 
     Args:
         processes: At least two.

@@ -1,6 +1,7 @@
-"""Properties that determine how a network scales: gradients in the order of their arrival, blocks, arithmetic.
+"""Properties that determine how a network scales: gradients in order of arrival, blocks, FLOPs.
 
-The network is built without memory (torch's ``meta`` device), called once and sent back, so that nothing is computed.
+The network is built without memory (torch's ``meta`` device), and runs forward and backward once, so that nothing is
+computed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from paceline.world import World
 from paceline_advisor.formulas.parallel_step import Gradient, Launches, Network, Unit
 from paceline_advisor.scaling.room import Share, of_one_process
 
-# The task that a folder of images stands for until it is there: ImageNet-1k (Russakovsky et al. 2015).
+# The task assumed for a folder of images that is missing: ImageNet-1k (Russakovsky et al. 2015).
 _IMAGENET = {"classes": 1000, "samples": 1_281_167, "channels": 3, "image_size": 224}
 _FP32_BYTES = 4
 _SENT_BYTES = {"none": 4, "bf16": 2, "fp16": 2}
@@ -40,18 +41,18 @@ _TRIED = 2  # samples: BatchNorm needs more than one
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is to be trained.
+    """The network and data to be trained.
 
     Attributes:
-        network: What of it decides how it scales.
-        numbers: Its parameters.
-        samples: In an epoch.
-        work: What a forward and backward pass of ``work_samples`` does, in fp32; None if it could not be called.
-        work_samples: Its samples.
-        launches: Kernels of a pass.
-        decodes: Whether its samples are image files that processor cores decode.
-        unsharded: Why FSDP cannot spread it, as the rest of a sentence about it; empty if it can.
-        notices: What had to be assumed.
+        network: Its properties that determine how it scales.
+        numbers: Number of its parameters.
+        samples: Samples in an epoch.
+        work: FLOPs of a forward and backward pass of ``work_samples``, in fp32; None if it could not be called.
+        work_samples: Samples of that pass.
+        launches: Kernel launches of a pass.
+        decodes: Whether its samples are image files decoded on CPU cores.
+        unsharded: Why FSDP cannot shard it, as the rest of a sentence about it; empty if it can.
+        notices: Assumptions.
     """
 
     network: Network
@@ -66,24 +67,24 @@ class Subject:
 
     @property
     def flops_per_sample(self) -> float | None:
-        """Of a forward and backward pass; None if the network could not be called."""
+        """FLOPs of a forward and backward pass; None if the network could not be called."""
         return None if self.work is None else self.work.model_flops / self.work_samples
 
 
 def describe(recipe: Recipe, samples: int | None = None) -> Subject:
-    """Build a recipe's network and take stock of it.
+    """Build a recipe's network and collect its properties.
 
     Args:
-        recipe: What is to be trained; its data may be elsewhere.
-        samples: In an epoch; None for those of the recipe's data.
+        recipe: The recipe to train; its data may be elsewhere.
+        samples: Samples in an epoch; None for those of the recipe's data.
 
     Raises:
         PacelineError: If it cannot be built.
     """
-    # Weights that are loaded change no shape.
+    # Loading weights does not change any shape.
     plain = replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
     assumed = None
-    if not isinstance(build_task(plain), ImageTask):  # an image task's are in its plan
+    if not isinstance(build_task(plain), ImageTask):  # an image task's shapes are in its plan
         plain, assumed = with_stand_in_data(plain)
     facts, build, notices = _opened(plain)
     notices = [*([assumed] if assumed else []), *notices]
@@ -139,7 +140,7 @@ def _opened(recipe: Recipe) -> tuple[dict[str, Any], Callable[[], nn.Module], li
 
 
 def _counted(network: nn.Module, facts: Mapping[str, Any]) -> StepWork | None:
-    """What a forward and backward pass of :data:`_TRIED` samples does; None if the network cannot be called."""
+    """Return the FLOPs of both passes over :data:`_TRIED` samples; None if the network cannot be called."""
     size, channels = facts.get("image_size"), facts.get("channels")
     if not isinstance(size, int) or not isinstance(channels, int):
         return None
@@ -154,7 +155,7 @@ def _counted(network: nn.Module, facts: Mapping[str, Any]) -> StepWork | None:
 
 
 def _counted_as_the_task_does(recipe: Recipe) -> StepWork | None:
-    """The same with the task's own batches and loss, for networks that take no images."""
+    """Return the same with the task's own batches and loss, for networks without image inputs."""
     try:
         with (
             fake_step(of_one_process(recipe, Share(devices=1, micro_batch=_TRIED, passes=1))) as step,
@@ -167,10 +168,10 @@ def _counted_as_the_task_does(recipe: Recipe) -> StepWork | None:
 
 
 def _costs(network: nn.Module, found: StepWork | None) -> dict[str, float]:
-    """Arithmetic of the backward pass by module that has parameters, in the order of the forward pass.
+    """Return FLOPs of the backward pass by module with parameters, in forward order.
 
-    What a module without any does (attention's own products) is added to the one that came before it. Where nothing is
-    known of the pass, numbers of parameters stand for arithmetic, in the order of the network.
+    FLOPs of a module without parameters (attention's products) are added to the previous one. If the pass is unknown,
+    parameter counts replace FLOPs, in the order of the network.
     """
     owners = {name: sum(each.numel() for each in own) for name, own in _parameters(network).items()}
     if found is None:
@@ -192,7 +193,7 @@ def _costs(network: nn.Module, found: StepWork | None) -> dict[str, float]:
 
 
 def _parameters(network: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Those of each module itself, of modules that have some."""
+    """Return the direct parameters of each module that has some."""
     own = {name: list(module.parameters(recurse=False)) for name, module in network.named_modules()}
     return {name: parameters for name, parameters in own.items() if parameters}
 
@@ -203,8 +204,8 @@ def _with_uncalled(costs: Mapping[str, float], owners: Iterable[str]) -> dict[st
     for name in owners:
         if name in costs:
             continue
-        # Used without being called: by the module around it (the projection of an attention layer), or by the network
-        # itself (tokens, positions), which does so at the front: that gradient comes last.
+        # Used without being called: by the enclosing module (the projection of an attention layer), or by the network
+        # itself (tokens, positions). The latter happens at the start, so its gradient comes last.
         around = name.rpartition(".")[0]
         while around and around not in costs:
             around = around.rpartition(".")[0]
@@ -213,7 +214,7 @@ def _with_uncalled(costs: Mapping[str, float], owners: Iterable[str]) -> dict[st
 
 
 def _gradients(network: nn.Module, costs: dict[str, float], size: int) -> tuple[Gradient, ...]:
-    """In the order in which a backward pass produces them: the last layer called is the first."""
+    """Return parameters in the order in which a backward pass produces gradients: the last called layer is first."""
     total, own = sum(costs.values()) or 1.0, _parameters(network)
     done, found = 0.0, []
     for name in reversed(costs):
@@ -223,7 +224,7 @@ def _gradients(network: nn.Module, costs: dict[str, float], size: int) -> tuple[
 
 
 def _units(network: nn.Module, costs: Mapping[str, float], recipe: Recipe) -> tuple[Unit, ...]:
-    """What FSDP would gather at once, in the order of the forward pass; what no block holds comes first."""
+    """Return the units that FSDP would gather at once, in forward order; parameters outside of blocks come first."""
     sharded = modules_to_shard(network, recipe.parallel)
     numbers: dict[str, tuple[int, int]] = {"": (0, 0)}
     shares: dict[str, float] = {"": 0.0}

@@ -37,16 +37,16 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One number of GPUs.
+    """A candidate number of GPUs.
 
     Attributes:
-        row: What is predicted of it.
+        row: Its prediction.
         reason: Why this strategy.
-        learning_rate: With which to train.
-        high_hours: If what several GPUs add costs more than thought.
-        high_cost: Then; None without a price.
-        room: What the device has room for; None if its memory is unknown.
-        warning: What is to be said of its batch; empty if nothing.
+        learning_rate: Learning rate to use.
+        high_hours: Hours if the overhead of several GPUs is higher than expected.
+        high_cost: Cost in that case; None without a price.
+        room: What fits on the device; None if its memory is unknown.
+        warning: A warning about its batch; otherwise empty.
     """
 
     row: Row
@@ -59,16 +59,16 @@ class Choice:
 
     @property
     def has_room(self) -> bool:
-        """Whether it fits into memory, as far as that is known."""
+        """Whether it fits into memory, as far as is known."""
         return self.room is None or self.room.fits
 
     @property
     def gpus(self) -> int:
-        """How many."""
+        """Number of GPUs."""
         return self.row.prediction.devices
 
     def excess(self, wanted: Plan) -> float:
-        """Return how many times as long, or as dear, as it may be."""
+        """Return the factor by which it exceeds the allowed time or cost."""
         late = 0.0 if wanted.deadline_hours is None else self.high_hours / wanted.deadline_hours
         dear = 0.0 if wanted.budget is None or self.high_cost is None else self.high_cost / wanted.budget
         return max(late, dear)
@@ -84,7 +84,7 @@ class Choice:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The choice as JSON values."""
+        """Return the choice as JSON values."""
         room = self.room
         return {
             **self.row.to_json(),
@@ -103,13 +103,13 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """What was planned.
+    """Result of the planning.
 
     Attributes:
         report: The prediction behind it.
-        chosen: The choice; None if no candidate meets the target, or one device's rate is only a bound.
-        choices: Everything tried.
-        nearest: What comes nearest, where nothing does it; on a bound, the least that could.
+        chosen: The chosen candidate; None if none meets the target, or one device's rate is only a bound.
+        choices: All candidates.
+        nearest: The closest candidate, if none meets the target; for a bound, the smallest that could.
         recipe_batch: The recipe's global batch.
         recipe_lr: The recipe's peak learning rate for it, by its own scaling rule.
     """
@@ -122,7 +122,7 @@ class TrainingPlan:
     recipe_lr: float
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON values."""
+        """Return the plan as JSON values."""
         return {
             "chosen": None if self.chosen is None else self.chosen.to_json(),
             "nearest": self.nearest.to_json(),
@@ -137,7 +137,7 @@ class TrainingPlan:
         }
 
     def __paceline__(self) -> Shown:
-        """Show every number of GPUs tried, and the one chosen or nearest in full."""
+        """Show every number of GPUs tried, and details of the chosen or closest one."""
         said = []
         if self.report.is_bound:
             said = ["No choice from a bound that no GPU reaches; give one GPU's --throughput. The smallest candidate:"]
@@ -170,12 +170,12 @@ class TrainingPlan:
 
 
 def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
-    """Choose: for a deadline the fewest GPUs, for a budget the fastest.
+    """Choose the fewest GPUs for a deadline, or the fastest number for a budget.
 
     Both are compared with the upper end of the prediction's range.
 
     Raises:
-        PacelineError: If something in it is unknown, or does not fit together.
+        PacelineError: If a setting is unknown, or settings are incompatible.
     """
     loaded = load_recipe(wanted.recipe, wanted.overrides)
     recipe = loaded.recipe
@@ -205,7 +205,7 @@ def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
         if room is not None and room.strategy != strategy:
             strategy, reason = room.strategy, room.why
         row = next((row for row in rows if row.strategy == strategy), rows[0])
-        assert row.hours is not None  # the recipe says how long it trains
+        assert row.hours is not None  # the recipe gives the duration
         hours = row.hours * row.prediction.high_seconds / row.prediction.seconds
         rate, warning = _rate(row.prediction.samples, recipe, wanted)
         choice = Choice(
@@ -221,12 +221,12 @@ def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
     fitting = [each for each in choices if each.has_room and each.excess(wanted) <= 1]
     best = None
     if fitting:
-        # For a deadline the fewest, which come first.
+        # For a deadline the fewest GPUs, which come first.
         best = min(fitting, key=lambda each: each.high_hours) if wanted.deadline_hours is None else fitting[0]
     possible = [each for each in choices if each.has_room] or choices
     return TrainingPlan(
         report=replace(report, notices=(*loaded.notices, *report.notices, *notices)),
-        # What no device does better than is no ground for a decision.
+        # A lower bound on the time does not justify a decision.
         chosen=None if report.is_bound else best,
         choices=tuple(choices),
         nearest=best or min(possible, key=lambda each: each.excess(wanted)),
@@ -236,7 +236,7 @@ def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
 
 
 def _sizes(recipe: Recipe, wanted: Plan) -> tuple[int, ...]:
-    """Return the numbers of devices to try: as many as there are; of processes on this machine, one for each core."""
+    """Return the numbers of devices to try: up to the available number; for processes on this machine, one per core."""
     cluster = cluster_here((1,)) if wanted.cluster is None else find_cluster(wanted.cluster)
     there = available_cores() if cluster.shares_cores else cluster.most_devices or wanted.most_gpus
     most = min(wanted.most_gpus, there)
@@ -260,7 +260,7 @@ def _strategy(recipe: Recipe, scaling: Scaling, size: int, memory: int | None) -
 
 
 def _rate(batch: int, recipe: Recipe, wanted: Plan) -> tuple[float, str]:
-    """Return the peak learning rate for a batch, and what is to be said of that batch."""
+    """Return the peak learning rate for a batch, and a warning about that batch."""
     own, asked = recipe.batch.global_size, recipe.optimizer
     rate = asked.lr * lr_factor(recipe, batch if wanted.lr_rule == "none" else own)
     if wanted.lr_rule != "none":

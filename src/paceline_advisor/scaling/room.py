@@ -1,7 +1,7 @@
 """Each device's share of a step: whether it fits into memory, and its least time.
 
-The answer is that of ``paceline estimate``: one fake step, its storages at any number of samples, and what several
-processes add to them.
+It is computed as in ``paceline estimate``: one fake step, its storages at any batch size, and the additions of several
+processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Share:
     """One device's part of a step.
 
     Attributes:
-        devices: How many share the step.
+        devices: Number of devices that share the step.
         micro_batch: Samples of one pass.
         passes: Passes in a step.
     """
@@ -53,12 +53,12 @@ class Share:
 
 
 def shares_of(recipe: Recipe, sizes: tuple[int, ...], batch_per_device: int | None) -> dict[int, Share]:
-    """Each size's share: of the recipe's global batch, or a fixed one on each device, with which the step grows.
+    """Return each size's share: of the recipe's global batch, or of a fixed batch per device.
 
     Args:
-        recipe: Says how many samples a step has, and a pass.
+        recipe: The recipe, which gives the samples per step and pass.
         sizes: Numbers of devices.
-        batch_per_device: Samples of each device's pass and step; None keeps the recipe's global batch.
+        batch_per_device: Samples per device and step; None keeps the recipe's global batch.
 
     Raises:
         RecipeError: If the global batch cannot be shared evenly.
@@ -75,7 +75,7 @@ def shares_of(recipe: Recipe, sizes: tuple[int, ...], batch_per_device: int | No
 
 
 def in_passes(share: Share, largest: int) -> Share:
-    """The same share in passes of at most so many samples."""
+    """Return the same share in passes of at most this many samples."""
     if share.micro_batch <= largest:
         return share
     own = share.micro_batch * share.passes
@@ -85,15 +85,15 @@ def in_passes(share: Share, largest: int) -> Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What a device has room for, as one of several.
+    """What fits on a device that is one of several.
 
     Attributes:
-        share: Its part of the step, in passes that fit; the one asked for where nothing fits.
+        share: Its part of the step, in passes that fit; the requested one if nothing fits.
         strategy: ``single``, ``ddp`` or ``fsdp``.
-        fits: Whether it has room for that.
-        needed: Bytes that a process needs of it at least.
-        memory: Bytes that it has.
-        why: What it came to, in words.
+        fits: Whether that fits.
+        needed: Minimum bytes for a process.
+        memory: Its memory in bytes.
+        why: The reason, in words.
     """
 
     share: Share
@@ -111,17 +111,17 @@ def rooms(
     device: Device | None,
     choose: Callable[[int, int], str],
 ) -> dict[int, Room]:
-    """Return what each number of devices has room for; nothing if their memory is unknown.
+    """Return what fits for each number of devices; empty if their memory is unknown.
 
     Args:
-        recipe: What is trained; its data may be elsewhere.
+        recipe: The recipe to train; its data may be elsewhere.
         shares: The part of each number of devices.
-        cluster: Where.
+        cluster: The cluster.
         device: Its accelerator, if it is a known one.
-        choose: Returns the strategy of that many devices with that many bytes each, where memory is all that is asked.
+        choose: Returns the strategy of that many devices with that many bytes each, considering only memory.
 
     Raises:
-        PacelineError: If the network cannot do without numbers, or the recipe cannot be planned there.
+        PacelineError: If the network needs real values, or the recipe cannot be planned there.
     """
     if device is None and not cluster.shares_cores:
         return {}
@@ -148,7 +148,7 @@ def rooms(
 
 
 def _room(recipe: Recipe, job: Job, share: Share, memory: int, strategy: str) -> Room:
-    """Return what a device has room for with a strategy."""
+    """Return what fits on a device with a strategy."""
     asked = None if strategy == "single" else strategy
     has, mode = format_bytes(memory), recipe.model.compile_mode
 
@@ -177,7 +177,7 @@ def _room(recipe: Recipe, job: Job, share: Share, memory: int, strategy: str) ->
 
 
 def of_one_process(recipe: Recipe, share: Share) -> Recipe:
-    """A recipe of one process's part of the step; the data that are not here are stood in for."""
+    """Return the recipe for one process's part of the step; missing data are replaced by stand-ins."""
     path = recipe.data.path
     if path is not None and not Path(path).exists():
         recipe = replace(recipe, data=replace(recipe.data, path=None))
@@ -185,24 +185,24 @@ def of_one_process(recipe: Recipe, share: Share) -> Recipe:
     return replace(
         recipe,
         batch=Batch(global_size=share.micro_batch * share.passes, micro_size=share.micro_batch),
-        # Estimated as uncompiled: a compiled network keeps less.
+        # Estimated without compilation: a compiled network saves fewer activations.
         model=replace(recipe.model, compile=False),
         parallel=replace(recipe.parallel, strategy="auto", logical_ranks="auto", gradient_compression="none"),
     )
 
 
 def least_steps(recipe: Recipe, shares: Mapping[int, Share], device: Device) -> dict[int, OneDevice]:
-    """The least time of each number of devices' part, in which every operator waits for arithmetic or for memory.
+    """Return the lower time bound of each part: every operator is limited by compute or by memory.
 
-    Where the recipe compiles, only operators with products count: what others move may be saved by fusing them.
+    If the recipe compiles, only operators with products count: fusing may save the memory traffic of others.
 
     Args:
-        recipe: What is trained; its data may be elsewhere.
+        recipe: The recipe to train; its data may be elsewhere.
         shares: The part of each number of devices.
         device: The device.
 
     Raises:
-        PacelineError: If the network cannot do without numbers, or the recipe cannot be planned there.
+        PacelineError: If the network needs real values, or the recipe cannot be planned there.
     """
     largest = max(shares.values(), key=lambda each: each.micro_batch)
     with fake_step(of_one_process(recipe, replace(largest, passes=1)), machine=machine_with(device)) as step:
@@ -213,7 +213,7 @@ def least_steps(recipe: Recipe, shares: Mapping[int, Share], device: Device) -> 
     passing = sum(map(ceilings.seconds, works)) - update
     return {
         size: OneDevice(
-            # FSDP shares out the update, and a step of several passes has one.
+            # FSDP shards the update, and a step with several passes has only one.
             seconds=passing * share.micro_batch / largest.micro_batch + update / (share.passes * size),
             samples=share.micro_batch,
             is_bound=True,

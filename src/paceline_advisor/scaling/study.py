@@ -42,13 +42,13 @@ from paceline_advisor.scaling.room import Share, in_passes, least_steps, shares_
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """A training loop apart from its devices.
+    """A training loop, independent of its devices.
 
     Attributes:
         name: Its name on the command line.
-        waits: How often in a step its host waits for the device, by precision: in fp32 and TF32, bf16, fp16.
-        seconds_per_sample: Time of one core for reading and varying an image, all cores at work.
-        seconds_per_tensor: What wrapping a network in DDP adds to the host's work for each parameter tensor.
+        waits: How often its host waits for the device per step, by precision: in fp32 and TF32, bf16, fp16.
+        seconds_per_sample: Time of one core to read and augment an image, with all cores busy.
+        seconds_per_tensor: Additional host time of DDP per parameter tensor.
         loaders_per_device: Loader processes of each device, by cluster; others take as many as there are cores.
         source: The source.
     """
@@ -61,17 +61,17 @@ class Loop:
     source: str
 
     def host(self, cluster: Cluster, precision: str, *, decodes: bool, seconds_per_sample: float | None) -> Host:
-        """Its host on a cluster.
+        """Return its host on a cluster.
 
         Args:
-            cluster: Where it runs.
-            precision: In which numbers.
-            decodes: Whether samples are decoded as they are needed.
-            seconds_per_sample: What the user says it takes, if anything.
+            cluster: The cluster.
+            precision: The precision.
+            decodes: Whether samples are decoded on the fly.
+            seconds_per_sample: The time given by the user, if any.
         """
         usual = self.seconds_per_sample if decodes else 0.0
         return Host(
-            # Where processes compute on the cores, the host is the device: it does everything itself.
+            # If processes compute on the cores, the host is the device and does all the work itself.
             waits=1 if cluster.shares_cores else self.waits[precision],
             seconds_per_tensor=self.seconds_per_tensor,
             seconds_per_sample=usual if seconds_per_sample is None else seconds_per_sample,
@@ -91,8 +91,8 @@ LOOPS: Mapping[str, Loop] = MappingProxyType(
             seconds_per_tensor=OWN_HOST_SECONDS,
             source="the loop waits for fp16's overflow check only; benchmarks/results/input-pipeline-folder, ddp-host",
         ),
-        # Two waits: the step's own synchronize, and in mixed precision the gradient scaler's check. Images by
-        # torchvision and Pillow, as long as they take in our benchmark.
+        # Two waits: the step's own synchronize and, in mixed precision, the gradient scaler's check. Image times are
+        # those of torchvision and Pillow in Paceline's benchmark.
         "nvidia-convnets": Loop(
             name="nvidia-convnets",
             waits={"fp32": 1, "bf16": 2, "fp8": 2, "fp16": 2},
@@ -112,15 +112,15 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One size.
+    """The prediction for one size and strategy.
 
     Attributes:
         strategy: How the devices share the step; ``single`` for one.
-        prediction: Its step.
-        passes: Of each device in a step.
-        hours: Of the whole training; None if its length is unknown.
-        cost: In dollars; None without a price.
-        measured: Samples per second, if it was run.
+        prediction: The predicted step.
+        passes: Passes of each device per step.
+        hours: Hours of the whole training; None if its length is unknown.
+        cost: Cost in dollars; None without a price.
+        measured: Measured samples per second, if it was run.
     """
 
     strategy: str
@@ -132,11 +132,11 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """How far the predicted rate lies above the measured one, relative to it."""
+        """How far the predicted rate is above the measured one, relative to it."""
         return None if self.measured is None else self.prediction.rate / self.measured.middle - 1
 
     def to_json(self) -> dict[str, Any]:
-        """The row as JSON values."""
+        """Return the row as JSON values."""
         found = self.prediction
         return {
             "devices": found.devices,
@@ -159,18 +159,18 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleReport:
-    """What was found.
+    """Result of the prediction.
 
     Attributes:
         recipe: Its name.
-        cluster: Where.
-        basis: Where one device's figure comes from, in words.
-        is_bound: Whether that figure is only what no device does better than: then rates are upper ends.
-        precision: In which numbers.
-        parameters: Of the network.
-        rows: One for each size and strategy.
-        price: Dollars of a device's hour.
-        notices: What was assumed.
+        cluster: The cluster.
+        basis: Source of one device's rate, in words.
+        is_bound: Whether that rate is only an upper bound; all rates are then upper bounds.
+        precision: The precision.
+        parameters: Number of the network's parameters.
+        rows: One row per size and strategy.
+        price: Dollars per device and hour.
+        notices: Assumptions.
     """
 
     recipe: str
@@ -184,7 +184,7 @@ class ScaleReport:
     notices: tuple[str, ...] = field(default_factory=tuple)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values."""
+        """Return the report as JSON values."""
         return {
             "recipe": self.recipe,
             "cluster": asdict(self.cluster),
@@ -243,7 +243,7 @@ class ScaleReport:
         )
 
     def _chart(self, devices: str) -> Chart:
-        """Throughput by size: what is predicted, its range, what was measured, and an equal share of each device."""
+        """Return a chart of throughput by size: predicted, its range, measured, and linear scaling."""
         traces: list[dict[str, Any]] = []
         shared = dict.fromkeys(row.strategy for row in self.rows if row.prediction.devices > 1)
         for strategy in shared or {"single": None}:
@@ -276,7 +276,7 @@ class ScaleReport:
 
 
 def shown_hours(hours: float | None) -> str:
-    """Write hours for a table; less than six minutes with their unit, and nothing where they are unknown."""
+    """Format hours for a table; less than six minutes with their unit, and empty if unknown."""
     if hours is None:
         return ""
     if hours < 0.1:
@@ -289,10 +289,10 @@ def _shown_rate(value: float) -> str:
 
 
 def scale(asked: Scale, say: Log) -> ScaleReport:
-    """Predict, and measure what this machine allows.
+    """Predict the scaling, and measure as far as this machine allows.
 
     Raises:
-        PacelineError: If something in it is unknown, or does not fit together.
+        PacelineError: If a setting is unknown, or settings are incompatible.
     """
     loaded = load_recipe(asked.recipe, asked.overrides)
     report = Scaling(loaded, asked, say).report()
@@ -303,17 +303,17 @@ class Scaling:
     """A recipe on a cluster.
 
     Args:
-        loaded: What is trained.
+        loaded: The recipe.
         asked: What to predict.
         say: Receives progress messages.
-        subject: What is known of its network already.
+        subject: Known properties of its network, if any.
 
     Attributes:
-        cluster: Where.
-        device: Its accelerator; None if it is none of the table.
-        precision: In which numbers.
-        subject: What is known of the network.
-        shares: The part of a step that each of so many devices does; may be cut otherwise before :meth:`report`.
+        cluster: The cluster.
+        device: Its accelerator; None if it is not in the table.
+        precision: The precision.
+        subject: Properties of the network.
+        shares: Each device's part of a step, by number of devices; may be split differently before :meth:`report`.
     """
 
     def __init__(self, loaded: LoadedRecipe, asked: Scale, say: Log, subject: Subject | None = None) -> None:
@@ -366,7 +366,7 @@ class Scaling:
     def report(self) -> ScaleReport:
         """Compute the prediction."""
         asked, notices = self._asked, list(self.subject.notices)
-        busy = busy_in_words()  # before its own processes are
+        busy = busy_in_words()  # before this process starts its own
         alone, together = self._measured()
         notices += [busy] if busy and (alone or together or asked.measure) else []
         ones, basis, is_bound = self._basis(alone)
@@ -416,7 +416,7 @@ class Scaling:
             bucket_bytes=self._recipe.parallel.bucket_cap_mb * 2**20,
             units_per_device=None if self.device is None else self.device.multiprocessors,
             regathered=self._recipe.parallel.reshard_after_forward,
-            # On cores, sending is computing's competitor for all of them.
+            # On cores, communication competes with computation for all of them.
             taken=1.0 if self._host.shares_cores else None,
             launched=self.subject.launches.share(_compiled(self._recipe)),
         )
@@ -428,7 +428,7 @@ class Scaling:
         )
 
     def _samples(self, share: Share) -> float:
-        """Of the whole training."""
+        """Samples of the whole training."""
         duration, epoch = self._recipe.train.duration, self.subject.samples
         batch = min(share.global_batch, epoch)
         if duration.unit == "epochs":
@@ -440,7 +440,7 @@ class Scaling:
         return asked if asked != "auto" else max(1, available_cores() // size)
 
     def _measured(self) -> tuple[dict[int, OneDevice], dict[int, Interval]]:
-        """Measure one device's part and several devices, as far as they are asked for and this machine is meant."""
+        """Measure one device's part and several devices, if requested and if the cluster is this machine."""
         asked = self._asked
         runs_here = asked.cluster is None or is_here(self.cluster.device)
         needs_figure = not asked.has_figure and runs_here
@@ -458,7 +458,7 @@ class Scaling:
         )
 
     def _basis(self, alone: dict[int, OneDevice]) -> tuple[dict[int, OneDevice], str, bool]:
-        """Return one device's step in each size, where it comes from, and whether it is only a bound."""
+        """Return one device's step for each size, its source, and whether it is only a bound."""
         asked = self._asked
         if asked.has_figure:
             batch, seconds = self._figure_batch, asked.step_seconds
@@ -473,12 +473,12 @@ class Scaling:
 
     @property
     def _figure_batch(self) -> int:
-        """Samples of the step that the given figure is of."""
+        """Samples of the step that the given rate refers to."""
         said = self._asked.one_gpu_batch or self._asked.batch_per_gpu
         return said or self.shares[min(self.shares)].micro_batch
 
     def _bounds(self) -> tuple[dict[int, OneDevice], str, bool]:
-        """Return what the device cannot do better than: its arithmetic at its dense peaks, or its memory's rate."""
+        """Return the device's lower time bound, from its dense compute peaks or its memory bandwidth."""
         device, work = self.device, self.subject.work
         if device is None or work is None:
             raise RecipeError(
@@ -492,7 +492,7 @@ class Scaling:
         peaks = " and ".join(f"{name} peak of {ceilings.peak(name) / 1e12:.0f} TFLOP/s" for name in flops)
         try:
             ones, bound = least_steps(self._recipe, self.shares, device), f"its dense {peaks} and its memory bound it"
-        except PacelineError:  # a network that is not called without numbers
+        except PacelineError:  # a network that cannot run without real values
             each = sum(count / ceilings.peak(name) for name, count in flops.items()) / self.subject.work_samples
             ones = {
                 size: OneDevice(seconds=each * share.micro_batch, samples=share.micro_batch, is_bound=True)
@@ -504,7 +504,7 @@ class Scaling:
 
 
 def _compiled(recipe: Recipe) -> Compiled:
-    """What compiling makes of launches; of a back-end that is not known, nothing is expected."""
+    """Return the effect of compilation on kernel launches; none for an unknown back-end."""
     model = recipe.model
     if not model.compile:
         return "no"
@@ -514,12 +514,12 @@ def _compiled(recipe: Recipe) -> Compiled:
 
 
 def fabric_of(cluster: Cluster, devices: int, link: Link | None = None) -> Fabric:
-    """The links among so many devices of a cluster.
+    """Return the links among devices of a cluster.
 
     Args:
-        cluster: It.
-        devices: How many of them take part.
-        link: What was measured among them, in place of what the cluster says of its nodes.
+        cluster: The cluster.
+        devices: Number of participating devices.
+        link: Measured link, which replaces that of the cluster's nodes.
     """
     within = cluster.within if link is None else link
     return Fabric(
@@ -529,7 +529,7 @@ def fabric_of(cluster: Cluster, devices: int, link: Link | None = None) -> Fabri
         within_latency_seconds=within.latency_seconds,
         network_bytes_per_second=cluster.network.bytes_per_second,
         network_latency_seconds=cluster.network.latency_seconds,
-        # gloo's only one for sums of any size.
+        # gloo has only one algorithm for sums of any size.
         algorithm="ring" if cluster.shares_cores else None,
     )
 

@@ -1,7 +1,7 @@
-"""Runs to a target with several batch sizes, and the law of steps and samples fitted to them.
+"""Run to a target with several batch sizes, and fit the law of steps and samples.
 
-A run in this process has the same bits as one of `paceline train`, without the seconds that a process takes to start.
-Where several processes train together, :func:`paceline_advisor.bench.target.one_run` starts them.
+A run in this process is bit-identical to one of `paceline train`, without the start-up time of a process. Where several
+processes train together, :func:`paceline_advisor.bench.target.one_run` starts them.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from paceline_advisor.launches import check_alone, check_can_watch
 
 
 class _ThereError(BaseException):
-    """The target was reached; no error, so that nothing takes it for one."""
+    """The target was reached; not an Exception, so that nothing catches it as one."""
 
 
 class _Watching(Display):
-    """Stands where the loop shows its progress, and ends it once an evaluation was good enough."""
+    """Takes the place of the progress display, and ends training once an evaluation meets the target."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -58,17 +58,17 @@ class _Watching(Display):
         self._is_there = self._is_there or (value is not None and self._target.is_met(value))
 
     def advance(self, step: int) -> None:
-        # Not at once: the other set of weights is evaluated after the first.
+        # Not immediately: the other set of weights is evaluated after the first.
         if self._is_there:
             raise _ThereError
 
 
 def run_in_place(loaded: LoadedRecipe, target: Target, run_dir: Path) -> TargetRun:
-    """Train until the target.
+    """Train until the target is met.
 
     Raises:
-        PacelineError: For a mistake in the recipe or the data, before training begins.
-        KeyboardInterrupt: If the run was asked to stop from outside.
+        PacelineError: For a mistake in the recipe or the data, before training starts.
+        KeyboardInterrupt: If the run received a stop request.
     """
     run = TargetRun(seed=loaded.recipe.seed)
     try:
@@ -87,7 +87,7 @@ def run_in_place(loaded: LoadedRecipe, target: Target, run_dir: Path) -> TargetR
 
 RUNS_FILE = "runs.jsonl"
 Rule = Literal["constant", "linear", "sqrt", "tuned"]
-# Around the square root rule, which lies between the other two; in steps of two a best one is off by 1.4 at most.
+# Rates around the square root rule, which lies between the other two; with factors of two the best is at most 1.4 off.
 _TUNED = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
@@ -99,11 +99,11 @@ class SweepRun:
         batch: Its ``batch.global_size``.
         lr: Its ``optimizer.lr``.
         seed: Its ``seed``.
-        reached: Whether it got to the target.
-        steps: Optimizer steps until then, on the line between the evaluations before and after; or until its end.
-        samples_per_step: On average over an epoch, whose last step may have fewer than the batch.
-        evaluations: How often it was looked at; where that is once, it may have got there long before.
-        seconds: In training steps.
+        reached: Whether it reached the target.
+        steps: Optimizer steps until then, interpolated between the evaluations before and after; or until its end.
+        samples_per_step: Mean samples per step over an epoch, whose last step may be smaller.
+        evaluations: Number of evaluations; after a single one, it may have reached the target long before.
+        seconds: Time in training steps.
         trouble: Why it failed; empty if it did not.
     """
 
@@ -119,17 +119,17 @@ class SweepRun:
 
     @property
     def key(self) -> tuple[int, float, int]:
-        """What it was asked to be."""
+        """The settings that identify the run."""
         return self.batch, self.lr, self.seed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Swept:
-    """What was measured.
+    """The measured runs.
 
     Attributes:
         asked: The command.
-        target: What each run is to reach.
+        target: The target of each run.
         loaded: The recipe.
         base_rate: Its learning rate with its own batch.
         runs: By batch, rate and seed.
@@ -142,7 +142,7 @@ class Swept:
     runs: dict[tuple[int, float, int], SweepRun]
 
     def of(self, rule: Rule, batch: int) -> dict[float, list[SweepRun]]:
-        """The runs of a rule with a batch, by rate."""
+        """Return the runs of a rule with a batch, by rate."""
         recipe = self.loaded.recipe
         rates = rates_of(rule, batch, recipe.batch.global_size, self.base_rate)
         seeds = range(recipe.seed, recipe.seed + self.asked.seeds)
@@ -150,12 +150,12 @@ class Swept:
 
 
 def sweep(asked: SweepBatch, log: Log = lambda _: None) -> Swept:
-    """Make all runs that have not been made yet, seed by seed: a killed sweep has something of every batch.
+    """Execute all missing runs, seed by seed, so that a killed sweep has some runs of every batch.
 
     Raises:
-        PacelineError: If the recipe is wrong, also with one of the batches, never evaluates, does not know the metric,
-            or the output holds another sweep.
-        TrainingError: If the first run cannot be made at all.
+        PacelineError: If the recipe is invalid, possibly only with one of the batches, never evaluates or lacks the
+            metric, or if the output contains another sweep.
+        TrainingError: If the first run fails.
     """
     check_alone("sweep-batch")
     if asked.processes > 1:
@@ -191,7 +191,7 @@ def sweep(asked: SweepBatch, log: Log = lambda _: None) -> Swept:
             except PacelineError as error:
                 if not book.runs:
                     raise
-                # What was measured is not lost for what could not be.
+                # A failure does not discard the measured runs.
                 found = _noted(changed.recipe, TargetRun(seed=changed.recipe.seed, trouble=str(error)), target)
             if not book.runs and found.trouble:
                 raise TrainingError(f"the first run failed: {found.trouble}")
@@ -203,7 +203,7 @@ def sweep(asked: SweepBatch, log: Log = lambda _: None) -> Swept:
 
 
 def in_words(run: SweepRun) -> str:
-    """A run as one line."""
+    """Format a run as one line."""
     what = f"batch {run.batch}, rate {run.lr:.3g}, seed {run.seed}"
     if run.trouble:
         return f"{what}: {run.trouble}"
@@ -215,10 +215,10 @@ def in_words(run: SweepRun) -> str:
 
 
 def _check_plans(asked: SweepBatch, recipe: Recipe, wanted: Sequence[tuple[int, float, int]]) -> None:
-    """Plan a run with each batch, so that one that cannot be made is known before the first run and not after hours.
+    """Plan a run with each batch, so that an impossible one is reported before the first run and not after hours.
 
     Raises:
-        PacelineError: If one cannot be made.
+        PacelineError: If one is impossible.
     """
     world = World(world_size=asked.processes, local_world_size=asked.processes)
     machine = describe_machine(choose_device(recipe.parallel.device, world), processes=asked.processes)
@@ -241,7 +241,7 @@ def _recipe_of(asked: SweepBatch, recipe: Recipe, batch: int, lr: float, seed: i
         cut,
         seed=seed,
         optimizer=replace(recipe.optimizer, lr=lr, lr_scaling="none", lr_reference_batch=None),
-        # A run that is stopped on the way, to go on later, is none of these.
+        # A run that was stopped, to be resumed later, is not a result.
         train=replace(recipe.train, until=None, duration=asked.longest or recipe.train.duration),
         checkpoint=replace(Checkpoint(), every=None, keep_best=False),
         telemetry=replace(recipe.telemetry, trackers=(), noise_scale=None, mlperf=False),
@@ -249,13 +249,13 @@ def _recipe_of(asked: SweepBatch, recipe: Recipe, batch: int, lr: float, seed: i
 
 
 def with_batch(recipe: Recipe, batch: int, processes: int) -> Recipe:
-    """The recipe with another batch, and BatchNorm's groups as near to its own as the micro-batches allow.
+    """Return the recipe with another batch, and BatchNorm groups as close to its own as the micro-batches allow.
 
     Raises:
-        RecipeError: If its micro-batches, or so many processes, do not divide the batch.
+        RecipeError: If its micro-batches, or the processes, do not divide the batch.
     """
     micro = recipe.batch.micro_size
-    # A micro-batch that is larger than the batch is the batch.
+    # A micro-batch is at most the batch.
     sizes = replace(recipe.batch, global_size=batch, micro_size=micro if micro == "auto" else min(micro, batch))
     without = replace(recipe, batch=sizes, model=replace(recipe.model, ghost_batch_norm=None))
     return replace(without, model=with_nearest_ghosts(recipe.model, micro_batch_size(without, processes)))
@@ -271,7 +271,7 @@ def _run(asked: SweepBatch, target: Target, loaded: LoadedRecipe, folder: Path) 
 
 
 def _noted(recipe: Recipe, run: TargetRun, target: Target, plan: Mapping[str, Any] | None = None) -> SweepRun:
-    """Return what is kept of a run; ``plan`` is its own, if it was evaluated."""
+    """Return the record of a run; ``plan`` is its plan, if it was evaluated."""
     per_step = float(recipe.batch.global_size)
     return SweepRun(
         batch=recipe.batch.global_size,
@@ -287,10 +287,10 @@ def _noted(recipe: Recipe, run: TargetRun, target: Target, plan: Mapping[str, An
 
 
 def steps_to(run: TargetRun, target: Target) -> float:
-    """Steps until a run reached the target, or until its last evaluation.
+    """Return the steps until a run reached the target, or until its last evaluation.
 
-    Between the evaluation that was not good enough and the one that was, the metric is taken to change evenly: to count
-    up to the latter would put half an interval on every run.
+    The metric is interpolated linearly between the last evaluation below the target and the first that meets it:
+    counting to the latter would add half an interval to every run.
     """
     if not run.evaluations:
         return 0.0
@@ -304,16 +304,16 @@ def steps_to(run: TargetRun, target: Target) -> float:
 
 
 class _Book:
-    """Finished runs, on the disk if there is a place for them.
+    """Finished runs, stored on disk if an output folder is given.
 
     Raises:
-        RunDirectoryError: If the place holds those of another sweep.
+        RunDirectoryError: If the folder contains another sweep.
     """
 
     def __init__(self, asked: SweepBatch, recipe: Recipe, target: Target) -> None:
         self.runs: dict[tuple[int, float, int], SweepRun] = {}
         self._path = None if asked.output is None else asked.output / RUNS_FILE
-        # What two sweeps must have in common so that one may use the other's runs.
+        # Settings that two sweeps must share so that one may use the other's runs.
         plain = {"recipe": to_yaml(recipe), "processes": asked.processes, "longest": str(asked.longest)}
         identity = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
         self._head = {"sweep": identity, "target": f"{target.metric}={target.value:g}"}
@@ -321,7 +321,7 @@ class _Book:
             self._read(self._path)
 
     def _read(self, path: Path) -> None:
-        # The last line of a killed sweep may be a part of one.
+        # The last line of a killed sweep may be incomplete.
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         try:
             head, *rows = [load_json(line) for line in lines] or [self._head]
@@ -334,17 +334,17 @@ class _Book:
                 f"'{path}' holds the runs of another sweep (to {told}, or of an older version of the recipe); name "
                 f"another --output, or remove it."
             )
-        # One that failed is tried again: what was in its way may be gone.
+        # A failed run is retried: its cause may be gone.
         self.runs = {run.key: run for run in runs if not run.trouble}
 
     def open(self) -> None:
-        """Begin the file, without what a killed sweep may have left at its end."""
+        """Create or open the file, without an incomplete last line of a killed sweep."""
         if self._path is not None:
             rows = [self._head, *(asdict(run) for run in self.runs.values())]
             write_text(self._path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def add(self, run: SweepRun) -> None:
-        """Write a run down."""
+        """Append a run."""
         self.runs[run.key] = run
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
@@ -352,18 +352,18 @@ class _Book:
 
 
 def rates_of(rule: Rule, batch: int, reference_batch: int, reference_rate: float) -> tuple[float, ...]:
-    """Learning rates that a rule tries with a batch; one but for ``tuned``.
+    """Return the learning rates that a rule tries with a batch; a single one except for ``tuned``.
 
     Args:
-        rule: How the rate follows the batch.
+        rule: How the rate scales with the batch.
         batch: Samples in a step.
         reference_batch: The recipe's own.
-        reference_rate: The rate with that.
+        reference_rate: The rate for that batch.
     """
     ratio = batch / reference_batch
     factors = {"constant": (1.0,), "linear": (ratio,), "sqrt": (math.sqrt(ratio),)}
     tried = factors.get(rule, tuple(factor * math.sqrt(ratio) for factor in _TUNED))
-    # Rounded, so that what two rules have in common is one rate, and is run once.
+    # Rounded, so that two rules share equal rates, which run only once.
     return tuple(float(f"{reference_rate * factor:.6g}") for factor in tried)
 
 
@@ -380,15 +380,15 @@ _STEPS = (
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRow:
-    """What a batch takes under a rule.
+    """The cost of a batch size under a rule.
 
     Attributes:
         batch: Its size.
-        samples_per_step: On average over an epoch.
-        lr: The learning rate; of ``tuned``, the best that was tried.
-        runs: With it.
-        reached: How many got to the target.
-        steps: Their median, with those that did not get there; None if nothing could be run.
+        samples_per_step: Mean samples per step over an epoch.
+        lr: The learning rate; for ``tuned``, the best one tried.
+        runs: Runs with that rate.
+        reached: Number of runs that reached the target.
+        steps: Median steps, including runs that did not reach it; None if nothing could be run.
     """
 
     batch: int
@@ -400,25 +400,25 @@ class BatchRow:
 
     @property
     def samples(self) -> float | None:
-        """Samples to the target, in the median."""
+        """Median samples to the target."""
         return None if self.steps is None else self.steps.middle * self.samples_per_step
 
     def to_json(self) -> dict[str, Any]:
-        """The row as one JSON object."""
+        """Return the row as one JSON object."""
         steps = None if self.steps is None else self.steps.to_json()
         return {**asdict(self), "steps": steps, "samples": self.samples}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuleResult:
-    """What a rule comes to.
+    """Results of a rule.
 
     Attributes:
-        rule: How the rate follows the batch.
-        rows: By batch.
-        points: What the law was fitted to.
+        rule: How the rate scales with the batch.
+        rows: Rows by batch.
+        points: The points that the law was fitted to.
         law: None if there are too few points.
-        why: No law.
+        why: Why there is no law.
     """
 
     rule: Rule
@@ -428,7 +428,7 @@ class RuleResult:
     why: str
 
     def to_json(self) -> dict[str, Any]:
-        """The result as one JSON object."""
+        """Return the result as one JSON object."""
         return {
             "rule": self.rule,
             "batches": [each.to_json() for each in self.rows],
@@ -442,12 +442,12 @@ class SweepReport:
     """The whole result.
 
     Attributes:
-        name: Of the recipe.
-        target: In words.
-        seeds: Runs of each.
+        name: Name of the recipe.
+        target: The target, in words.
+        seeds: Number of runs of each.
         rules: In the requested order.
-        notes: What to know of it.
-        runs: Every one.
+        notes: Notes on the result.
+        runs: All runs.
     """
 
     name: str
@@ -458,7 +458,7 @@ class SweepReport:
     runs: Sequence[SweepRun]
 
     def to_json(self) -> dict[str, Any]:
-        """The result as one JSON object."""
+        """Return the result as one JSON object."""
         return {
             "recipe": self.name,
             "target": self.target,
@@ -486,7 +486,7 @@ class SweepReport:
 
 
 def sweep_batch(asked: SweepBatch, log: Log) -> SweepReport:
-    """Make all runs that have not been made yet, and fit the law of each rule."""
+    """Execute all missing runs, and fit the law of each rule."""
     return conclude(sweep(asked, log))
 
 
@@ -510,7 +510,7 @@ def _of_rule(swept: Swept, rule: Rule) -> RuleResult:
     for batch in sorted(swept.asked.batch_sizes):
         found = []
         for rate, runs in swept.of(rule, batch).items():
-            # A run that failed is one that did not get there by then.
+            # A failed run counts as one that did not reach the target by then.
             watched = [run for run in runs if run.steps > 0]
             steps, ends = [run.steps for run in watched], [run.reached for run in watched]
             row = BatchRow(
@@ -522,7 +522,7 @@ def _of_rule(swept: Swept, rule: Rule) -> RuleResult:
                 steps=time_to_event(steps, ends).median if watched else None,
             )
             found.append((row, runs))
-        # The rate with which most get there, and of those the one with the fewest steps.
+        # The rate with which most runs reach the target and, among those, with the fewest steps.
         row, runs = min(
             found, key=lambda each: (-each[0].reached, math.inf if each[0].steps is None else each[0].steps.middle)
         )
@@ -564,7 +564,7 @@ def _notes(swept: Swept, runs: Sequence[SweepRun]) -> list[str]:
 
 
 def knee_in_words(result: RuleResult) -> str:
-    """The position of the knee, as one sentence."""
+    """Describe the position of the knee in one sentence."""
     if result.law is None:
         return f"no knee: {result.why}"
     knee, tried = result.law.critical_batch, [row.samples_per_step for row in result.rows]
@@ -580,7 +580,7 @@ def knee_in_words(result: RuleResult) -> str:
 
 
 def sweep_charts(rules: Sequence[RuleResult]) -> tuple[Chart, Chart]:
-    """Samples against steps, and both against the batch."""
+    """Return charts of samples against steps, and of both against the batch."""
     steps, samples, batch = (
         dict[str, Any](title=text, type="log") for text in ("steps", "samples", "samples in a step")
     )
@@ -602,7 +602,7 @@ def sweep_charts(rules: Sequence[RuleResult]) -> tuple[Chart, Chart]:
 
 
 def _traces(rule: RuleResult, place: Callable[[float, float], tuple[float, float]]) -> list[dict[str, Any]]:
-    """Return the runs that got there, and the law; ``place`` gives x and y for a batch and its steps."""
+    """Return the runs that reached the target, and the law; ``place`` gives x and y for a batch and its steps."""
     reached = [(each.batch, each.steps) for each in rule.points if each.reached]
     series = [("runs", "markers", reached)]
     if rule.law is not None and reached:
@@ -627,7 +627,7 @@ def table_rows(rule: RuleResult) -> list[tuple[str, ...]]:
         if row.steps is None or not row.reached:
             rows.append((*first, "-", "", "-", ""))
             continue
-        # The fewest and the most steps of the runs that got there; an interval of three runs would say less.
+        # The minimum and maximum steps of successful runs; an interval of three runs would say less.
         steps = [each.steps for each in rule.points if each.reached and each.batch == row.samples_per_step]
         ends = f"{min(steps):,.0f}, {max(steps):,.0f}" if steps else ""
         law = "" if rule.law is None else f"{rule.law.examples(row.samples_per_step):,.0f}"

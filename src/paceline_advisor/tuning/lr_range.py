@@ -39,21 +39,21 @@ from paceline_advisor.apply import write_new
 from paceline_advisor.commands import FindLr, Sweep
 from paceline_advisor.formulas.learning_rate import MEDIAN, Suggestion, smoothed, suggest
 
-# fp16's loss scale comes down by skipping steps, which use up batches.
+# fp16's loss scale decreases by skipping steps, which use up batches.
 MOST_SKIPPED = 20
 
 
 def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
-    """What a range test trains: the recipe as it begins, without what happens later or beside the steps.
+    """Return the recipe of a range test: its initial phase, without later changes or work between steps.
 
     Args:
         recipe: The recipe.
         steps: Steps of the test.
-        world_size: Processes that train.
+        world_size: Number of processes.
     """
     batch = recipe.batch
     if batch.growth:
-        # The first size stays, in the micro-batches that it has beside the later ones.
+        # Keep the first batch size, in the micro-batches that it has next to the later ones.
         batch = replace(batch, micro_size=micro_batch_size(recipe, world_size), growth={})
     return replace(
         recipe,
@@ -76,10 +76,10 @@ class Taken:
     """The steps of a range test.
 
     Attributes:
-        rates: Learning rate of each.
+        rates: Learning rate of each step.
         losses: Mean loss over the global batch of each, before its update; all finite.
-        skipped: Steps that fp16 left out, and took with the next batch.
-        ending: Why there are no more.
+        skipped: Steps that fp16 skipped, and repeated with the next batch.
+        ending: Why the test ended.
     """
 
     rates: list[float] = field(default_factory=list)
@@ -89,8 +89,8 @@ class Taken:
 
 
 def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
-    """Train the steps of a range test; a collective. Every process sees the same losses, and ends at the same step."""
-    # Momentum and weight decay stay what the optimizer was built with, and so what the recipe's first step has.
+    """Train the steps of a range test; a collective. Every process has the same losses, and ends at the same step."""
+    # Momentum and weight decay keep the optimizer's initial values, which are those of the recipe's first step.
     run.schedules = Schedules(
         learning_rate=LearningRate(name=sweep.shape, peak=sweep.lowest, end=sweep.highest, total_steps=sweep.steps - 1)
     )
@@ -104,7 +104,7 @@ def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
             stepped = train_step(run, batches)
             run.progress.advance(stepped=stepped)
             run.heartbeat.enter("record")
-            # The host waits for the device in each step: the next one depends on the loss.
+            # The host waits for the device in each step: the next step depends on the loss.
             drained = run.window.drain()
             report_broken(run, drained.broken)
             loss = drained.loss
@@ -121,12 +121,12 @@ def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
 
 
 def _ending(run: Run, sweep: Sweep, taken: Taken, loss: float | None) -> Ending | None:
-    """Why the test ends here, if it does; the same on all processes, as all know the same losses."""
-    # First of all, since it is a collective on some devices: each process asks as often as the others.
+    """Return why the test ends here, if it does; the same on all processes, since all have the same losses."""
+    # First, since this is a collective on some devices: each process must call it equally often.
     if run.strategy.agreed(run.control_flags()).stop:
         return "signal"
     if loss is None and run.precision.scaler is not None:
-        # fp16 tries the rate again at a lower scale, but not for ever.
+        # fp16 retries the rate at a lower scale, but not forever.
         return "not_finite" if run.progress.skipped >= MOST_SKIPPED else None
     if loss is None or not math.isfinite(loss):
         return "not_finite"
@@ -136,11 +136,11 @@ def _ending(run: Run, sweep: Sweep, taken: Taken, loss: float | None) -> Ending 
     return "highest" if len(taken.losses) >= sweep.steps else None
 
 
-# More digits than the next seed would agree with.
+# More digits would not be reproducible with another seed.
 _DIGITS = 3
-# From this share of the steps on, the lowest loss lies at the upper end.
+# If the lowest loss comes after this fraction of the steps, it is at the upper end.
 _NEAR_THE_END = 0.9
-# A suggestion that is a smaller part of the recipe's own rate is told of.
+# A suggestion that is a smaller fraction of the recipe's rate is reported.
 _FAR = 0.001
 _ENDINGS: Mapping[Ending, str] = {
     "highest": "all steps were taken",
@@ -150,7 +150,7 @@ _ENDINGS: Mapping[Ending, str] = {
 
 
 class Settings(TypedDict, total=False):
-    """How a range test is done: see :class:`~paceline_advisor.commands.Sweep`."""
+    """Settings of a range test: see :class:`~paceline_advisor.commands.Sweep`."""
 
     lowest: float
     highest: float
@@ -165,19 +165,19 @@ class RangeTest:
     """The result of a range test.
 
     Attributes:
-        name: Of the recipe.
-        recipe: The recipe that was asked about.
-        sweep: How it was tested.
-        facts: What the run said of itself: device, precision, processes, sizes.
+        name: Name of the recipe.
+        recipe: The tested recipe.
+        sweep: The settings of the test.
+        facts: Facts of the run: device, precision, processes, sizes.
         rates: Learning rate of each step.
         losses: Mean training loss over each step's global batch, before its update.
         averages: The losses, smoothed.
         ending: ``highest``, ``diverged`` or ``not_finite``.
-        skipped: Steps that fp16 left out, and took with the next batch.
+        skipped: Steps that fp16 skipped, and repeated with the next batch.
         suggestions: By rule: median, trough, valley, steepest, minimum, slide.
         notes: Notes needed to use them.
         rule: The suggestion that the user chose.
-        applied: What was written to the file that the user named, in words.
+        applied: What was written to the file named by the user, in words.
     """
 
     name: str
@@ -196,11 +196,11 @@ class RangeTest:
 
     @property
     def ending_in_words(self) -> str:
-        """Why there are no more steps."""
+        """Why the test ended."""
         return _ENDINGS[self.ending]
 
     def suggestion(self, rule: str = MEDIAN) -> Suggestion:
-        """What a rule says.
+        """Return a rule's suggestion.
 
         Raises:
             RecipeError: If there is no such rule.
@@ -213,7 +213,7 @@ class RangeTest:
         return self.suggestions[rule]
 
     def lr(self, rule: str = MEDIAN) -> float:
-        """What ``optimizer.lr`` becomes by a rule, to three digits: under a scaling rule, before it.
+        """Return ``optimizer.lr`` by a rule, to three digits; with a scaling rule, before scaling.
 
         Raises:
             RecipeError: If the curve has no such point, with the reason.
@@ -224,7 +224,7 @@ class RangeTest:
         return float(f"{found.lr / self.facts['lr_factor']:.{_DIGITS}g}")
 
     def improved(self, rule: str = MEDIAN) -> str:
-        """The recipe with that learning rate, as YAML that says where it comes from.
+        """Return the recipe with that learning rate, as YAML with a comment on its source.
 
         Raises:
             RecipeError: If the curve has no such point.
@@ -235,7 +235,7 @@ class RangeTest:
         return head + to_yaml(stored_recipe(to_tree(self.recipe), "the recipe", {"optimizer.lr": lr}))
 
     def to_json(self) -> dict[str, Any]:
-        """The result as one JSON object."""
+        """Return the result as one JSON object."""
         return {
             "recipe": self.name,
             "settings": asdict(self.sweep),
@@ -297,11 +297,11 @@ def find_lr(
     quiet: bool = False,
     **settings: Unpack[Settings],
 ) -> RangeTest:
-    """Train a few steps of a recipe with a learning rate that rises, and suggest one from how the loss goes.
+    """Train a few steps of a recipe with a rising learning rate, and suggest a rate from the loss curve.
 
-    Joins the world it finds (torchrun, Slurm), else trains in this process; in a temporary directory, which is gone
-    afterwards. Random states, torch's settings, signal handlers and environment variables are afterwards what they
-    were, also after an error.
+    It joins an existing world (torchrun, Slurm), or else trains in this process, in a temporary directory that is
+    removed afterwards. Random states, torch's settings, signal handlers and environment variables are restored, also
+    after an error.
 
     Args:
         recipe: A shipped recipe's name, the path of a YAML file, or a run directory, whose recipe is tested.
@@ -322,11 +322,11 @@ def find_lr(
 
 
 def measure(asked: FindLr, log: Log) -> RangeTest:
-    """Do the range test of `paceline find-lr`, and write the recipe with the suggestion.
+    """Run the range test of `paceline find-lr`, and write the recipe with the suggestion.
 
     Raises:
         PacelineError: For every mistake in the recipe or the data.
-        TrainingError: If even the first loss is not finite, or it was asked to stop.
+        TrainingError: If even the first loss is not finite, or if a stop was requested.
     """
     rule = asked.suggestion
     found = replace(range_test(load_recipe(asked.recipe, asked.overrides), asked.sweep, say=log), rule=rule)
@@ -341,18 +341,18 @@ def measure(asked: FindLr, log: Log) -> RangeTest:
 def range_test(
     loaded: LoadedRecipe, sweep: Sweep, *, task: TaskMaker | None = None, say: Callable[[str], None] = lambda _: None
 ) -> RangeTest:
-    """Do a range test of a recipe; collective: every rank must call this.
+    """Run a range test of a recipe; collective: every rank must call this.
 
     Args:
         loaded: The recipe.
-        sweep: How.
-        task: Makes the task, instead of the one the recipe names.
+        sweep: The settings of the test.
+        task: Creates the task, instead of the one the recipe names.
         say: Receives progress messages, on the first process.
 
     Raises:
         PacelineError: For every mistake in the recipe or the data.
-        TrainingError: If even the first loss is not finite, or it was asked to stop.
-        KeyboardInterrupt: For Ctrl-C where it is alone.
+        TrainingError: If even the first loss is not finite, or if a stop was requested.
+        KeyboardInterrupt: For Ctrl-C in a single process.
     """
     world = read_launch(os.environ).world
     recipe = as_tested(loaded.recipe, sweep.steps, world_size=world.world_size)
@@ -361,10 +361,10 @@ def range_test(
         with opened_run(LoadedRecipe(recipe, loaded.name), options) as run:
             taken = take_steps(run, sweep, say if world.is_first else lambda _: None)
             facts, stop = _facts(run, loaded.recipe), run.stop.signal_name
-            # Then nobody writes any more into what the first process is about to remove.
+            # After this, no process writes to the folder that the first one is about to remove.
             run.recorder.flush()
             run.collectives.barrier()
-    if taken.ending == "signal":  # which the run took for a request to stop
+    if taken.ending == "signal":  # which the run treated as a stop request
         if world.world_size == 1 and stop == signal.SIGINT.name:
             raise KeyboardInterrupt
         raise TrainingError(
@@ -394,11 +394,11 @@ def range_test(
 
 @contextlib.contextmanager
 def _scratch(world: World) -> Iterator[Path | None]:
-    """A directory for the run, made and removed by the first process; the others learn of it from that."""
+    """Context with a directory for the run, created and removed by the first process, which shares its path."""
     if not world.is_first:
         yield None
         return
-    # All hosts must see it, and what they share is more likely here than in each one's own /tmp.
+    # All hosts must see it, and the current directory is more likely to be shared than /tmp.
     place = None if world.world_size == world.local_world_size else Path.cwd()
     with tempfile.TemporaryDirectory(prefix="paceline-lr-", dir=place, ignore_cleanup_errors=True) as folder:
         yield Path(folder) / "run"
@@ -461,7 +461,7 @@ _METHOD = (
 
 
 def sparkline(found: RangeTest) -> str:
-    """The smoothed loss over the steps in one line; what has diverged is cut off at the first loss."""
+    """Draw the smoothed loss over the steps in one line; diverged values are clipped at the first loss."""
     curve = found.averages
     count = min(_WIDTH, len(curve))
     shown = [curve[index * (len(curve) - 1) // max(1, count - 1)] for index in range(count)]
@@ -473,7 +473,7 @@ def sparkline(found: RangeTest) -> str:
 def _chart(found: RangeTest) -> Chart:
     rates, averages = list(found.rates), found.averages
     lowest = min(averages)
-    # What has diverged would press the part that matters flat.
+    # Diverged values would flatten the relevant part.
     top = averages[0] + 0.5 * (averages[0] - lowest) + 1e-9
     losses = {"name": "loss of each step", "mode": "markers", "marker": {"size": 4, "opacity": 0.5}}
     traces: list[dict[str, Any]] = [
@@ -486,7 +486,7 @@ def _chart(found: RangeTest) -> Chart:
             marker = {"size": 20 if name == MEDIAN else 12, "symbol": symbol}
             y = float(np.interp(each.lr, rates, averages))
             traces.append({"x": [each.lr], "y": [y], "name": name, "mode": "markers", "marker": marker})
-    # What lies above the axis, at its edge: how a test ended is part of what it shows.
+    # Values above the axis are drawn at its edge: how a test ended is part of the result.
     above = [(rate, loss) for rate, loss in zip(rates, found.losses, strict=True) if loss > top]
     if above:
         traces.append(

@@ -1,6 +1,6 @@
 """Gradient noise scale at given weights (McCandlish et al. 2018).
 
-The weights do not move: fresh ones, or those of each of a run's checkpoints. Each step's batch is split into
+The weights are fixed: initial ones, or those of each of a run's checkpoints. Each step's batch is split into
 micro-batches whose gradients are computed one by one and then averaged over all ranks. All checkpoints of a run see the
 same batches, so that only the weights differ.
 """
@@ -42,9 +42,9 @@ from paceline.trainer.train import Options, opened_run
 from paceline.trainer.warmup import FP16_SCALE, GradientProbe
 from paceline_advisor.commands import NoiseScale
 
-# Micro-batches that a step is cut into unless the recipe says so: each new one helps less.
+# Default number of micro-batches per step: each additional one helps less.
 _PARTS = 4
-# Fewer samples than this leave BatchNorm little to normalise by.
+# With fewer samples, BatchNorm's statistics are too noisy.
 _FEW = 8
 
 
@@ -53,9 +53,9 @@ class NoisePoint:
     """The measurement at one set of weights.
 
     Attributes:
-        step: Of the checkpoint; 0 for fresh weights.
-        averages: Of the estimates.
-        steps: Batches.
+        step: Step of the checkpoint; 0 for initial weights.
+        averages: Averages of the estimates.
+        steps: Number of batches.
     """
 
     step: int
@@ -63,7 +63,7 @@ class NoisePoint:
     steps: int
 
     def to_json(self) -> dict[str, Any]:
-        """The point as one JSON object."""
+        """Return the point as one JSON object."""
         found = self.averages.noise_scale()
         low, high = (None, None) if found is None else critical_range(found)
         return {
@@ -81,13 +81,13 @@ class NoiseReport:
     """The whole result.
 
     Attributes:
-        name: Of the recipe or run.
-        global_batch_size: The recipe's.
-        batch_weight: What a batch counts for on average, in ``unit``; its samples, if each counts once.
-        unit: What the noise scale is in: samples, or what they count for, ``tokens`` say.
-        micro_batch_size: What its batch was cut into.
-        processes: Over how many.
-        points: By step.
+        name: Name of the recipe or run.
+        global_batch_size: The recipe's global batch size.
+        batch_weight: Mean weight of a batch, in ``unit``; its number of samples, if each has weight 1.
+        unit: Unit of the noise scale: samples, or their weights, such as ``tokens``.
+        micro_batch_size: Size of the micro-batches.
+        processes: Number of processes.
+        points: The points, by step.
     """
 
     name: str
@@ -99,7 +99,7 @@ class NoiseReport:
     unit: str = "samples"
 
     def costs(self) -> dict[str, float] | None:
-        """Cost of the recipe's batch relative to the best, by the last point; None where that is not known."""
+        """Cost of the recipe's batch relative to the best, by the last point; None if unknown."""
         found = self.points[-1].averages.noise_scale()
         if found is None:
             return None
@@ -142,7 +142,7 @@ class NoiseReport:
                     "name": "noise scale",
                     "x": [step for step, _ in known],
                     "y": [found.middle for _, found in known],
-                    # A bar that ends at its point would say that nothing larger is possible.
+                    # A bar that ends at its point would suggest that nothing larger is possible.
                     "marker": {"symbol": ["circle" if math.isfinite(f.high) else "arrow-up" for _, f in known]},
                     "error_y": {
                         "array": [f.high - f.middle if math.isfinite(f.high) else None for _, f in known],
@@ -186,7 +186,7 @@ class NoiseReport:
 
 
 def _figure(value: float) -> str:
-    """Three significant digits."""
+    """Format three significant digits."""
     return f"{float(f'{value:.3g}'):,.10g}"
 
 
@@ -194,7 +194,7 @@ def measure_noise(asked: NoiseScale, log: Log) -> NoiseReport:
     """Measure the noise scale. Collective: every rank must call this.
 
     Raises:
-        PacelineError: For mistakes in the recipe or the data, and where weights are sharded.
+        PacelineError: For mistakes in the recipe or the data, and if weights are sharded.
     """
     loaded = load_recipe(asked.target, asked.overrides)
     checkpoints = _checkpoints(Path(asked.target))
@@ -221,7 +221,7 @@ def measure_noise(asked: NoiseScale, log: Log) -> NoiseReport:
             )
         plan = run.plan
         steps = min(asked.steps, plan.total_steps)
-        # Images are samples here, as they always were.
+        # For images the unit is samples, as in earlier versions.
         unit = "samples" if run.task.sample_weights() is None else run.task.unit
         for step, path in checkpoints or [(0, None)]:
             if path is not None:
@@ -244,7 +244,7 @@ def measure_noise(asked: NoiseScale, log: Log) -> NoiseReport:
 
 
 def in_words(point: NoisePoint, unit: str = "samples") -> str:
-    """A point as one line."""
+    """Format a point as one line."""
     found = point.averages.noise_scale()
     if found is None:
         return (
@@ -269,10 +269,10 @@ def _checkpoints(target: Path) -> list[tuple[int, Path | None]]:
 
 
 def _cut(recipe: Recipe, processes: int) -> Recipe:
-    """The recipe with two micro-batches a step at least, by its own numbers where it gives any.
+    """Return the recipe with at least two micro-batches per step, with its own sizes if set.
 
     Raises:
-        RecipeError: If its batch cannot be cut.
+        RecipeError: If its batch cannot be split.
     """
     batch = recipe.batch.global_size
     open_ = recipe.batch.micro_size == "auto" and recipe.parallel.logical_ranks == "auto"
@@ -313,7 +313,7 @@ def _of_step(run: Run, strategy: Replicas, batches: Sequence[Batch]) -> Estimate
         return None
     for each in total:
         run.collectives.reduce_sum(each)
-    # fp16's gradients were raised by this much, so that none is lost.
+    # fp16's gradients were scaled by this factor to avoid underflow.
     scale = FP16_SCALE**2 if run.precision.scaler is not None else 1.0
     small = math.fsum(weight * square for weight, square in everyones) / samples
     return estimate(samples / len(everyones), small / scale, samples, _square(total) / samples**2 / scale)

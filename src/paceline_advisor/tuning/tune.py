@@ -1,7 +1,7 @@
 """Hyper-parameter search with Optuna: each trial is an ordinary run in its own directory.
 
-``--output`` holds Optuna's journal and the run directories. A search that was killed continues with the same command:
-the run that was under way resumes from its checkpoint.
+``--output`` holds Optuna's journal and the run directories. The same command continues a killed search: the run in
+progress resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from paceline_advisor.launches import Launch, check_alone, check_can_watch, said
 
 JOURNAL = "trials.log"
 _LOOK_SECONDS, _END_SECONDS = 0.2, 120.0
-# With no trial that ended well among so many, the recipe is at fault and not the values.
+# If none of this many trials succeeds, the recipe is at fault and not the values.
 _FAILURES = 3
-# Trials that run to their end before others are held to their median, and evaluations that each may have before.
+# Trials that run to the end before others are compared with their median, and evaluations before a trial may be pruned.
 _UNPRUNED_TRIALS, _UNPRUNED_EVALUATIONS = 4, 1
 
 Search = Mapping[str, list[Any] | dict[str, Any]]
@@ -58,7 +58,7 @@ def tune(asked: Tune, log: Log) -> TuneReport:
 
     Raises:
         PacelineError: For a mistake in the recipe or the search, before the first trial.
-        TrainingError: If no trial ends well.
+        TrainingError: If no trial succeeds.
     """
     check_alone("tune")
     check_can_watch()
@@ -77,7 +77,7 @@ def tune(asked: Tune, log: Log) -> TuneReport:
     target = Target(metric.name, math.inf, less_is_better=not metric.higher_is_better)
     asked.output.mkdir(parents=True, exist_ok=True)
     study = _open_study(asked, recipe, search, target)
-    # Trials that a killed search left under way: their runs resume.
+    # Trials that a killed search left running: their runs resume.
     for left in study.get_trials(states=[TrialState.RUNNING]):
         if "run" in left.user_attrs and left.params:
             study.enqueue_trial(left.params, user_attrs=left.user_attrs)
@@ -97,7 +97,7 @@ def tune(asked: Tune, log: Log) -> TuneReport:
 
 
 def read_search(path: Path) -> Search:
-    """Read what is searched.
+    """Read the search space.
 
     Raises:
         RecipeError: If the file is not a mapping of recipe keys to lists or ranges.
@@ -135,12 +135,12 @@ def _why_no_space(space: Any) -> str:
 
 
 def ends_of(space: list[Any] | dict[str, Any]) -> list[Any]:
-    """Values that a key must be able to take: all choices, or both ends."""
+    """Return values that a key must accept: all choices, or both ends."""
     return space if isinstance(space, list) else [space["low"], space["high"]]
 
 
 def as_override(key: str, value: Any) -> str:
-    """A value as ``KEY=VALUE``."""
+    """Format a value as ``KEY=VALUE``."""
     return f"{key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
@@ -162,7 +162,7 @@ def _open_study(asked: Tune, recipe: Recipe, search: Search, target: Target) -> 
         load_if_exists=True,
         pruner=optuna.pruners.MedianPruner(_UNPRUNED_TRIALS, _UNPRUNED_EVALUATIONS),
     )
-    # What was drawn before a restart is not drawn again.
+    # Values drawn before a restart are not drawn again.
     study.sampler = optuna.samplers.TPESampler(seed=recipe.seed + len(study.trials))
     plain = json.dumps([to_yaml(recipe), dict(search), target.metric, asked.processes], sort_keys=True)
     identity = hashlib.sha256(plain.encode()).hexdigest()
@@ -176,7 +176,7 @@ def _open_study(asked: Tune, recipe: Recipe, search: Search, target: Target) -> 
 
 
 def _by_run(study: optuna.Study) -> dict[str, optuna.trial.FrozenTrial]:
-    """The last trial of each run directory."""
+    """Return the last trial of each run directory."""
     return {trial.user_attrs["run"]: trial for trial in study.trials if "run" in trial.user_attrs}
 
 
@@ -185,14 +185,14 @@ def _finished(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
 
 
 def _try(asked: Tune, study: optuna.Study, trial: optuna.Trial, values: Mapping[str, Any], target: Target) -> str:
-    """Train with these values, tell the study what came of it, and say it."""
+    """Train with these values, and report the result to the study and the user."""
     run, run_dir = TargetRun(seed=0), asked.output / trial.user_attrs["run"]
     arguments = ["train", asked.recipe, *asked.overrides, "checkpoint.mirror=null"]
     arguments += [as_override(key, value) for key, value in values.items()]
     arguments += ["--run-dir", str(run_dir), "--processes", str(asked.processes)]
     arguments += ["--trust-code"] * is_code_trusted()
     is_pruned, reported = False, 0
-    # Sockets of loader processes lie in it, whose paths must be short.
+    # It contains sockets of loader processes, whose paths must be short.
     with tempfile.TemporaryDirectory(prefix="paceline-t") as scratch:
         variables = {LAUNCHER_VARIABLE: str(os.getpid())}  # the run stops if this process is killed
         with Launch(arguments, Path(scratch) / "launch", limit_seconds=math.inf, variables=variables) as launch:
@@ -204,7 +204,7 @@ def _try(asked: Tune, study: optuna.Study, trial: optuna.Trial, values: Mapping[
                         trial.report(_value_of(each, target), number)
                         reported, is_pruned = number + 1, trial.should_prune()
             finally:
-                if launch.process.poll() is None:  # pruned, or interrupted: it saves, and can resume
+                if launch.process.poll() is None:  # pruned, or interrupted: it saves, and can be resumed
                     launch.process.send_signal(signal.SIGTERM)
                     launch.wait_alone(_END_SECONDS)
             code, why = launch.process.wait(), said(launch)
@@ -235,9 +235,9 @@ class TuneReport:
     """All trials of a search.
 
     Attributes:
-        asked: What was asked for.
+        asked: The command's options.
         target: The metric, and which direction is better.
-        trials: Optuna's, each with its run directory among its ``user_attrs``.
+        trials: Optuna's trials, each with its run directory in its ``user_attrs``.
     """
 
     asked: Tune
@@ -246,12 +246,12 @@ class TuneReport:
 
     @property
     def ranked(self) -> list[optuna.trial.FrozenTrial]:
-        """Trials that ran to their end, the best first."""
+        """Trials that ran to the end, best first."""
         ended = [each for each in self.trials if each.value is not None and each.state == TrialState.COMPLETE]
         return sorted(ended, key=lambda each: each.value or 0.0, reverse=not self.target.less_is_better)
 
     def to_json(self) -> dict[str, Any]:
-        """The result as one JSON object."""
+        """Return the result as one JSON object."""
         return {
             "recipe": self.asked.recipe,
             "metric": self.target.metric,
@@ -271,7 +271,7 @@ class TuneReport:
         }
 
     def __paceline__(self) -> Shown:
-        """Return the trials as a table, the best first, and on a page each value against its metric."""
+        """Return the trials as a table, best first, and on a page each value against its metric."""
         ranked = self.ranked
         others = [each for each in self.trials if each not in ranked]
         keys = list(dict.fromkeys(key for each in self.trials for key in each.params))
