@@ -173,11 +173,11 @@ class LearningRate:
     * linear: ``peak + (end - peak) * x``
     * cosine: ``end + (peak - end) * (1 + cos(pi * x)) / 2`` (Loshchilov and Hutter 2016); with a period, ``x`` runs
       from 0 to 1 over each period, and each is ``period_factor`` times as long as the one before
-    * polynomial: ``end + (peak - end) * (1 - x) ** power`` * exponential: ``peak * gamma ** (t / period)``, or without
-    a period ``peak * (end / peak) ** x`` * step: ``peak * gamma ** n``, where ``n`` is the number of milestones passed,
-    or of whole periods in ``t`` * trapezoid: ``peak``; in the last ``decay_steps`` steps, with ``x`` as their completed
-    fraction, ``end + (peak - end)`` times
-      ``1 - x``, ``(1 + cos(pi * x)) / 2`` or ``1 - sqrt(x)`` (Hägele et al. 2024)
+    * polynomial: ``end + (peak - end) * (1 - x) ** power``
+    * exponential: ``peak * gamma ** (t / period)``, or without a period ``peak * (end / peak) ** x``
+    * step: ``peak * gamma ** n``, where ``n`` is the number of milestones passed, or of whole periods in ``t``
+    * trapezoid: ``peak``; in the last ``decay_steps`` steps, with ``x`` the fraction of them that is done,
+      ``end + (peak - end)`` times ``1 - x``, ``(1 + cos(pi * x)) / 2`` or ``1 - sqrt(x)`` (Hägele et al. 2024)
     * one_cycle: as torch's OneCycleLR of two phases: the rise ends at step ``warmup_steps - 1``, the fall at the last
       step, both by cosine or linear.
 

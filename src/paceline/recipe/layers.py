@@ -147,7 +147,7 @@ def keys_for(word: str) -> list[str]:
 
 
 class Entries(dict[str, Any]):
-    """Yield the prefixes of an override's dotted key: ``model.options`` of ``model.options.a``."""
+    """A mapping on the path of an override's dotted key: ``model.options`` in ``model.options.a``."""
 
 
 class _Afresh(dict[str, Any]):

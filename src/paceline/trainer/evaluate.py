@@ -383,8 +383,7 @@ class Evaluator:
 
 
 class _OneForward:
-    """A network that caches its last answer, so that predicting a batch that was just scored needs no second forward
-    pass.
+    """A network that caches its last answer, so that predicting a scored batch needs no second forward pass.
 
     Only the identical tensors return the cached answer, and only if it was not modified since.
     """

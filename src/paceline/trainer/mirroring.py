@@ -396,8 +396,7 @@ def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say
 
 
 def _wanted(found: Found, directory: RunDirectory, address: str, resume: str) -> tuple[Commit, ...]:
-    """Return the candidate commits, to fetch the newest; with ``--resume CHECKPOINT``, only if there is no local
-    checkpoint.
+    """Return the candidate commits; with ``--resume CHECKPOINT``, only if there is no local checkpoint.
 
     Raises:
         RunDirectoryError: If the requested checkpoint is not there.

@@ -147,9 +147,7 @@ class NoiseMeter:
         self._pending.append(step)
 
     def take(self) -> list[float]:
-        """Return this process's measurements since the last call, the same number of values on each; waits for the
-        device.
-        """
+        """Return new measurements of this process, equally many on each; waits for the device."""
         pending, self._pending = self._pending, []
         norms = [each for step in pending for each in (step.whole, *(norm for _, norm in step.parts))]
         if not norms:

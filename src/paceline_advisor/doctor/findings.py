@@ -58,7 +58,7 @@ class Gain:
 
     Attributes:
         middle: The ratio.
-        low: Lower end of the interval in which another such measurement lies, 95 times of 100.
+        low: Lower end of the 95 % prediction interval for another such measurement.
         high: Upper end.
         rounds: Number of interleaved measurements of each.
     """
@@ -70,7 +70,7 @@ class Gain:
 
     @property
     def is_certain(self) -> bool:
-        """Whether the interval lies above 1."""
+        """Whether the interval is entirely above 1."""
         return self.low > 1
 
     def __str__(self) -> str:

@@ -2,10 +2,12 @@
 
 The step of one device is measured. The cost of additional devices is computed here, separately for each cause:
 
-* *communication* that does not overlap with computing, and the slowdown of computing where it does; * *host* work that
-is done for each parameter tensor while the device waits for it; * *waiting* for whichever device is slowest in this
-step; * *data*: a node's processor cores supply only so many samples; * *launching*: a host issues only so many kernels,
-however small they are; * *cores*: processes without accelerators share the machine's.
+* *communication* that does not overlap with computing, and the slowdown of computing where it does;
+* *host* work for each parameter tensor while the device waits for it;
+* *waiting* for the slowest device of the step;
+* *data*: a node's CPU cores supply a limited number of samples;
+* *launching*: a host issues a limited number of kernels, however small they are;
+* *cores*: processes without accelerators share those of the machine.
 
 The constants below are the same for every network, machine and size, and none of them was fitted to the rate of several
 GPUs: docs/decisions/0039 says where each comes from, and how well published rates are met.
@@ -123,13 +125,13 @@ class _Streams:
 def reduce_behind(
     messages: Sequence[Gradient], backward_seconds: float, seconds_of: Callable[[float], float], taken: float = 0.0
 ) -> Timeline:
-    """DDP: each bucket is reduced while the rest of the backward pass goes on.
+    """DDP: each bucket is reduced while the rest of the backward pass continues.
 
     Args:
         messages: The buckets, in order.
         backward_seconds: Of the pass without communication.
-        seconds_of: What a message of so many bytes takes.
-        taken: Share of the device's computing that a message under way takes, in [0, 1).
+        seconds_of: Returns the time of a message, given its bytes.
+        taken: Fraction of the device's compute that a message in flight uses, in [0, 1).
 
     Source:
         Li et al., PyTorch Distributed, VLDB 2020, section 3.2.3.
@@ -167,8 +169,8 @@ def gather_around(
     Args:
         units: The blocks in the order of the forward pass.
         passes: How long the passes take.
-        seconds_of: What gathering, or reducing and scattering, so many bytes takes.
-        taken: Share of the device's computing that a message under way takes, in [0, 1).
+        seconds_of: Returns the time to gather, or to reduce and scatter, a number of bytes.
+        taken: Fraction of the device's compute that a message in flight uses, in [0, 1).
 
     Source:
         Zhao et al., PyTorch FSDP, VLDB 2023, sections 3.3 and 4.

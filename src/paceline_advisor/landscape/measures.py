@@ -166,7 +166,7 @@ def filter_normalised(direction: Tensor, weights: Tensor, shapes: Mapping[str, t
 
 @dataclass(frozen=True, kw_only=True)
 class Plane:
-    """The plane through the last weights that lies closest to all others.
+    """The plane through the last weights that is closest to all others.
 
     Attributes:
         axes: Two orthogonal unit vectors, [size] each.
