@@ -113,7 +113,7 @@ def cli() -> None:
 @click.argument("name", required=False, metavar="[all|COMMAND]")
 @click.pass_context
 def _help(context: click.Context, name: str | None) -> None:
-    """Show the commands in their groups, all of them with `all`, or the help of one command."""
+    """Show the commands in their groups, all of them with `all`, or the help of one."""
     above = context.parent
     assert above is not None
     if name in (None, "all"):
