@@ -1,4 +1,4 @@
-"""Addresses of object stores, ``PROTOCOL://PLACE/PATH``, and the removal of secrets from texts.
+"""Addresses of object stores, ``PROTOCOL://PLACE/PATH``, and removal of secrets from text.
 
 An address never holds a credential: recipes, plans, events and messages show it.
 """
@@ -46,8 +46,8 @@ class Address:
     """A place that fsspec reaches.
 
     Attributes:
-        protocol: One of those known, in lower case.
-        place: What follows ``://``, without a slash at its end.
+        protocol: A supported protocol, in lower case.
+        place: What follows ``://``, without a trailing slash.
     """
 
     protocol: str
@@ -63,12 +63,12 @@ class Address:
 
     @property
     def can_write(self) -> bool:
-        """Whether files can be put there."""
+        """Whether files can be written there."""
         return self.protocol not in ("http", "https")
 
 
 def is_address(text: object) -> bool:
-    """Whether a text is an address, and not a path."""
+    """Whether a text is an address rather than a path."""
     return isinstance(text, str) and "://" in text
 
 
@@ -76,7 +76,7 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
     """Parse an address.
 
     Args:
-        text: What was given.
+        text: The text to parse.
         key: Its recipe key or option, for the message.
 
     Raises:
@@ -106,7 +106,7 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
 def _refuse_credentials(protocol: str, place: str, key: str) -> None:
     authority = place.split("/", 1)[0]
     has_port = protocol in ("http", "https") and re.fullmatch(r"[^:@]*:\d+|\[[0-9a-fA-F:]+\](:\d+)?", authority)
-    # A secret may hold slashes, so the '@' after it need not stand in what looks like the authority.
+    # A secret may contain slashes, so the '@' after it may lie outside the apparent authority.
     has_user = "@" in authority or (":" in authority and not has_port)
     if has_user and protocol != "file":
         raise StorageError(
@@ -139,15 +139,15 @@ def check_library(address: Address) -> None:
 
 
 def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Remove users, passwords and queries of addresses, and the environment's secrets, from a text.
+    """Remove users, passwords and queries from addresses, and the environment's secrets, from a text.
 
     Args:
-        text: Will be shown or recorded.
-        environment: Holds the secrets; this process's by default.
+        text: The text to be shown or recorded.
+        environment: Environment variables that hold secrets; this process's by default.
     """
     values = os.environ if environment is None else environment
     for secret in sorted(_secrets(values), key=len, reverse=True):
-        # A short value could be in any text by chance.
+        # A short value could occur in any text by chance.
         if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, _HIDDEN)
     text = _PASSWORD.sub(rf"\1{_HIDDEN}@", _USER.sub(rf"\1{_HIDDEN}@", text))
@@ -155,7 +155,7 @@ def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> 
 
 
 def _secrets(values: Mapping[str, str]) -> set[str]:
-    """The environment's secrets, whole and in parts, as they are and as they are quoted in an address."""
+    """Return the environment's secrets, whole and in parts, both raw and URL-quoted."""
     found = set()
     for name, value in values.items():
         if _SECRET_NAME.search(name.upper()) and not _is_path(name, value):
@@ -165,5 +165,5 @@ def _secrets(values: Mapping[str, str]) -> set[str]:
 
 
 def _is_path(name: str, value: str) -> bool:
-    """Whether a value is the path of a credentials file, not a secret: a secret may begin with a slash too."""
+    """Whether a value is the path of a credentials file. A secret may begin with a slash too."""
     return value.startswith("/") and (_PATH_NAME.search(name.upper()) is not None or Path(value).exists())
