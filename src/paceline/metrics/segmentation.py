@@ -45,14 +45,14 @@ class PixelConfusion:
         self._counts.index_add_(0, cells, torch.ones_like(cells))
 
     def part(self) -> NDArray[np.int64]:
-        """Return pixel counts by class (rows) and prediction (columns), int64 [classes, classes]; waits for the device."""
+        """Return pixel counts, int64 [classes (rows), predictions (columns)]; waits for the device."""
         size = len(self._classes)
         if self._counts is None:
             return np.zeros((size, size), dtype=np.int64)
         return self._counts[:-1].reshape(size, size).cpu().numpy()
 
     def results(self, parts: Sequence[NDArray[np.int64]]) -> dict[str, float]:
-        """Compute the metrics in percent. A class absent from masks and predictions is NaN and excluded from the mean."""
+        """Compute the metrics in percent. A class in neither masks nor predictions is NaN and not in the mean."""
         counts = sum(parts[1:], start=parts[0])
         ious = _ious(counts)
         known = [each for each in ious if not math.isnan(each)]
