@@ -91,7 +91,7 @@ class AveragePrecision:
         return self._pictures
 
     def results(self, parts: Sequence[list[PictureAnswers]]) -> dict[str, float]:
-        """Compute mean average precision of each kind in percent, over all thresholds and at 0.5; NaN without objects."""
+        """Compute mean average precision of each kind in percent, overall and at threshold 0.5; NaN without objects."""
         pictures = sorted((each for part in parts for each in part), key=lambda each: each.sample)
         found = {}
         for kind in self._kinds:
