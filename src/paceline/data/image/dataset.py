@@ -164,9 +164,7 @@ class Problems:
         return len(self.bad) + self.rows + sum(map(len, self._stopping.values()))
 
     def add(self, sentence: str, what: str, *more: str) -> None:
-        """Add a problem that must be fixed: a sentence (the same for all of its kind), its subject, and its
-        arguments.
-        """
+        """Add a problem that must be fixed: a sentence, the same for all of its kind, and its arguments."""
         self._stopping.setdefault(sentence, []).append((what, *more))
 
     @property
