@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.data.slices import SampleIds, SampleSlice
 
 Nested = Any
-"""A tensor, or a tuple, list or dict (by name) of nested ones; values that are not tensors stay unchanged."""
+"""A tensor, or a tuple, list or dict (by name) of nested ones; other values stay unchanged."""
 
 
 def mapped(function: Callable[[Tensor], Any], value: Nested) -> Nested:

@@ -201,7 +201,7 @@ class StepGeometry:
         return self._ids(keys), bounds
 
     def _cut_keys(self, step: int) -> tuple[SampleIds, tuple[int, ...]]:
-        """The same with the keys of samples that are drawn with replacement."""
+        """The same, with the keys of samples drawn with replacement."""
         (epoch, position), phase = self.epochs.place(step), self.epochs.phase_at(step)
         if self._balances is not None:
             return _balanced_cut(

@@ -183,7 +183,7 @@ TORCHVISION = "torchvision:"
 # Those that accept pictures of any size. SSDs need a fixed size, and keypoint networks have other targets.
 _FAMILIES = ("fasterrcnn", "maskrcnn", "retinanet", "fcos")
 _SIZES = ("min_size", "max_size")
-_WHOLE = 512  # divides the size of every pyramid level, in pixels
+_WHOLE = 512  # in pixels, a multiple of every pyramid level's stride
 
 
 def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module:

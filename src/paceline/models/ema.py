@@ -1,4 +1,4 @@
-"""The moving average of the weights: a second, named set of weights besides the trained ones."""
+"""The moving average of the weights: a second, named set of weights in addition to the trained ones."""
 
 from __future__ import annotations
 

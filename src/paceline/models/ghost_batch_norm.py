@@ -1,7 +1,7 @@
 """BatchNorm that normalises by small groups of samples inside a large micro-batch.
 
-Ghost batch normalisation (Hoffer et al., "Train longer, generalize better", 2017, arXiv:1705.08741): each group has its
-own statistics, as if it were a micro-batch, so that a large batch keeps the noise of a small one.
+Ghost batch normalisation (Hoffer et al., "Train longer, generalize better", 2017, arXiv:1705.08741): each group is
+normalised separately, like a micro-batch, so that a large batch keeps the noise of a small one.
 """
 
 from __future__ import annotations

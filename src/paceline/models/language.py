@@ -258,7 +258,7 @@ def build_language_model(model: Model, *, vocabulary: int, context: int, is_mask
         model: The recipe's `model` section.
         vocabulary: Token ids are in [0, vocabulary).
         context: Maximum tokens in a row.
-        is_masked: Whether it predicts hidden tokens, and not the next one.
+        is_masked: Whether it predicts masked tokens instead of the next one.
 
     Raises:
         ModelError: If the name is unknown, or the options are not the factory's.

@@ -35,13 +35,13 @@ class Treatment:
 
 
 Groups = list[dict[str, Any]]
-"""Parameter groups as torch's optimizers take them."""
+"""Parameter groups in the format of torch's optimizers."""
 
 
 def parameter_groups(model: nn.Module, optimizer: Optimizer) -> Groups:
     """Sort trainable parameters into groups for torch's optimizers; no group is empty.
 
-    Besides torch's keys a group has ``lr_factor`` and ``decay_moves``: whether its weight decay is scheduled.
+    In addition to torch's keys a group has ``lr_factor`` and ``decay_moves``: whether its weight decay is scheduled.
 
     Raises:
         ModelError: If a pattern of the recipe matches nothing, or the network does not define its layers.

@@ -15,7 +15,7 @@ from urllib.parse import quote, quote_plus, unquote
 
 from paceline.errors import StorageError
 
-# The protocol's library, and the extra that brings it.
+# The protocol's library, and the extra that installs it.
 _LIBRARIES = {
     "s3": ("s3fs", "s3"),
     "gs": ("gcsfs", "gcs"),
@@ -27,7 +27,7 @@ _LIBRARIES = {
 _HIDDEN = "***"
 _FORM = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _USER = re.compile(r"(://)[^\s'\"]+@")
-# A password may hold spaces; a port is not a password.
+# A password may contain spaces; a port is not a password.
 _PASSWORD = re.compile(r"(://)[^\s:@/'\"]+:(?!\d+\b)[^@/'\"\n]{1,100}@")
 _NAMED = re.compile(
     r"\b(sig|AccountKey|SharedAccessKey|X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token))=[^\s&;'\"]+",
@@ -35,7 +35,7 @@ _NAMED = re.compile(
 )
 _QUERY = re.compile(r"(://[^\s?'\"]*)\?[^\s'\"]+")
 _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRING|SIGNATURE")
-# The parts of a connection string or of a signed query that are secrets by themselves.
+# Parts of a connection string or a signed query that are secrets.
 _PART = re.compile(r"(?:key|secret|token|password|pwd|sig|signature)=([^;&]+)", re.IGNORECASE)
 _PATH_NAME = re.compile(r"_(FILE|PATH)$|^GOOGLE_APPLICATION_CREDENTIALS$")
 _SHORTEST_SECRET = 8
@@ -58,7 +58,7 @@ class Address:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """The last component of the path."""
         return self.place.rsplit("/", 1)[-1]
 
     @property
@@ -125,7 +125,7 @@ def check_library(address: Address) -> None:
     """Check that the protocol's library is installed.
 
     Raises:
-        StorageError: Naming the extra that brings it.
+        StorageError: Naming the extra that installs it.
     """
     library, extra = _LIBRARIES[address.protocol]
     for module in ("fsspec", library):

@@ -89,7 +89,7 @@ class Detection(Task):
         """Open the pictures.
 
         Raises:
-            RecipeError: If the recipe asks for something detectors do not support.
+            RecipeError: If the recipe uses a feature that detectors do not support.
         """
         found = self.dataset
         if self.recipe.parallel.strategy == "fsdp":

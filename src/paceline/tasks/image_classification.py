@@ -224,7 +224,7 @@ class ImageTask(Task):
         return is_own or bool(whitening_layers(network))
 
     def check_network(self, network: nn.Module) -> None:
-        """Check the network with each image size of training and evaluation, besides its default."""
+        """Check the network with each image size of training and evaluation, in addition to its default."""
         found, data = self.dataset, self.recipe.data
         sides = {data.progressive.size_at(epoch, found.image_size) for epoch in range(data.progressive.end)}
         sides = (sides | {evaluation_size(data, found)}) - {found.image_size}
@@ -310,7 +310,7 @@ class ClassTask(ImageTask):
 class ImageClassification(ClassTask):
     """Assigns one of several classes to an image.
 
-    Subclass it and override :meth:`build_model` for your own network, :meth:`loss` for another loss, or ``metrics`` and
+    Subclass it and override :meth:`build_model` for a custom network, :meth:`loss` for another loss, or ``metrics`` and
     :meth:`score` for more metrics.
     """
 

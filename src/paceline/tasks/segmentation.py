@@ -95,7 +95,7 @@ class Segmentation(Task):
         """Open the images.
 
         Raises:
-            RecipeError: If the recipe asks for something the task does not support.
+            RecipeError: If the recipe uses a feature that the task does not support.
         """
         recipe, found = self.recipe, self.dataset
         if recipe.train.loss not in LOSSES:

@@ -175,10 +175,10 @@ _KAGGLE_VALUES = (
 
 
 def open_clicks(data: Data) -> ClickDataset:
-    """Open the data set that the recipe's `data` section names.
+    """Open the data set named in the recipe's `data` section.
 
     Raises:
-        DataError: If there is no such data set, or it cannot be read.
+        DataError: If the data set does not exist or cannot be read.
         RecipeError: If the section does not fit the data set.
     """
     return open_dataset(data.dataset, _OPENERS, ClickDataset, data)

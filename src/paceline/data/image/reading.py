@@ -45,7 +45,7 @@ class ReadFailure(Exception):  # noqa: N818 (handed over as a value)
 
 
 class _Reading:
-    """One sample on its way from the file to its row."""
+    """One sample in progress, from the file to its row in the batch."""
 
     __slots__ = ("image", "picture", "pixels", "row", "sample", "shown")
 

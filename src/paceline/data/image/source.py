@@ -71,7 +71,7 @@ class SampleSource(Protocol):
 
     @property
     def labels(self) -> Ids:
-        """Class index of every sample, int64 [len]; or the numbers or labels to learn, float [len, K]."""
+        """Class index of every sample, int64 [len]; or numeric or multi-label targets, float [len, K]."""
         ...
 
     def __len__(self) -> int: ...
@@ -94,7 +94,7 @@ class MeasuredSource(SampleSource, Protocol):
     """A source that knows image sizes without decoding; only rectangular evaluation needs it."""
 
     def size(self, sample: int) -> tuple[int, int] | None:
-        """Return (height, width) of the image that :meth:`read` would return; None if unknown."""
+        """Return (height, width) of the image that :meth:`read` returns; None if unknown."""
         ...
 
 
@@ -255,11 +255,11 @@ class SubsetSource:
         return self._files.encoded(int(self.ids[sample]))
 
     def size(self, sample: int) -> tuple[int, int] | None:
-        """Return the base's (height, width), if it knows it."""
+        """Return the base's (height, width), if known."""
         return self.base.size(int(self.ids[sample])) if isinstance(self.base, MeasuredSource) else None
 
     def path(self, sample: int) -> str:
-        """Return the base's name of the sample."""
+        """Return the base's name for the sample."""
         return self.base.path(int(self.ids[sample]))
 
 
@@ -296,12 +296,12 @@ class JoinedSource:
         return files.encoded(number)
 
     def size(self, sample: int) -> tuple[int, int] | None:
-        """Return the part's (height, width), if it knows it."""
+        """Return the part's (height, width), if known."""
         _, source, number = self.find(sample)
         return source.size(number) if isinstance(source, MeasuredSource) else None
 
     def path(self, sample: int) -> str:
-        """Return the part's name of the sample."""
+        """Return the part's name for the sample."""
         _, source, number = self.find(sample)
         return source.path(number)
 

@@ -222,7 +222,7 @@ def read_header(content: Content) -> Header | None:
                     turned=_orientation(image) in range(2, 9),
                     sixteen_bit=_is_sixteen_bit(image, content),
                     transparent=image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info,
-                    several_frames=bool(getattr(image, "is_animated", False)),  # not every plugin has it, says Pillow
+                    several_frames=bool(getattr(image, "is_animated", False)),  # not in every plugin (Pillow's docs)
                     progressive=file_format in ("JPEG", "MPO") and bool(image.info.get("progressive")),
                 )
     except Image.DecompressionBombError:

@@ -411,7 +411,7 @@ def _locked(root: Path) -> Iterator[None]:
 
 
 def _keep_plan(root: Path, opened: OpenedOrigin, form: Form, shards: list[Shard]) -> None:
-    """Write down what is being packed here, or check that it matches."""
+    """Record what is being packed here, or check that it matches."""
     plan: dict[str, Any] = {
         "the source": asdict(opened.origin),
         "its classes": list(opened.classes),

@@ -158,7 +158,7 @@ def find_archive(root: Path, kind: str) -> Path | None:
 @dataset("mnist", keys=_KEYS, size=Size("MNIST", 60_000, 10, 28))
 @dataset("cifar100", keys=_KEYS, size=Size("CIFAR-100", 50_000, 100, 32))
 def open_archive(request: DatasetRequest) -> StoredImages:
-    """Read a published archive, downloading it first if the recipe asks for it.
+    """Read a published archive, downloading it first if the recipe allows it.
 
     Raises:
         DataError: If it is missing, damaged, or cannot be downloaded.
