@@ -202,8 +202,7 @@ def read_numbers(
         rows: Rows to read.
         name: Returns a row's name, for messages.
         request: Gives the column names, and whether they hold labels: 0, 1, false or true.
-        problem: Called for each row with a cell that is neither a label nor a finite number: a sentence and its
-            subject.
+        problem: Called for each row with an invalid label or a number that is not finite: a sentence and its subject.
     """
     columns, rule = request.data.target_columns, "a target is a finite number"
     if request.several_labels:
