@@ -59,7 +59,7 @@ class Shown:
     Attributes:
         size: Height and width of square images, in pixels.
         channels: 1 or 3.
-        crop: Center crop size as a share of the resized side, in (0, 1].
+        crop: Centre crop size as a share of the resized side, in (0, 1].
         interpolation: Resizing filter, ``bilinear`` or ``bicubic``.
         mean: Mean of each channel, in [0, 1].
         std: Standard deviation of each channel.

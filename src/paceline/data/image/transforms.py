@@ -49,7 +49,7 @@ class View:
     Attributes:
         image_size: Height and width of the model's input, in pixels.
         channels: 1 or 3.
-        evaluation_crop: Center crop size as a share of the resized side, in (0, 1].
+        evaluation_crop: Centre crop size as a share of the resized side, in (0, 1].
         augment: Training augmentation; None for evaluation.
         seed: The run's seed, which keys the augmentation.
         mean: Mean of each channel, in [0, 1]: the fill value outside an image.
@@ -102,7 +102,7 @@ def evaluation_image(
     Args:
         image: uint8 [H, W, C].
         size: Side of a square, or height and width, of the result in pixels.
-        evaluation_crop: Center crop size as a share of the resized side, in (0, 1].
+        evaluation_crop: Centre crop size as a share of the resized side, in (0, 1].
         interpolation: ``bilinear`` or ``bicubic``.
         always: Whether to resize and crop an image that already has this size.
     """
@@ -150,7 +150,7 @@ def evaluation_geometry(
     Args:
         size: Height and width of the image.
         shape: Height and width of the result.
-        evaluation_crop: Center crop size as a share of the resized side, in (0, 1].
+        evaluation_crop: Centre crop size as a share of the resized side, in (0, 1].
         always: Whether to resize and crop an image that already has this size.
     """
     if size == shape and not always:

@@ -1,8 +1,9 @@
 """A packed dataset: its layout, and opening it for training without hashing or scanning.
 
-    packed.json             the content, and the size and SHA-256 of every other file; written last index.arrow
-    one row per image: split, label, name, height, width, shard, offset, length, SHA-256 train-00000.arrow …     the
-    images with their labels and names validation-00000.arrow …
+    packed.json             the content, and the size and SHA-256 of every other file; written last
+    index.arrow             one row per image: split, label, name, height, width, shard, offset, length, SHA-256
+    train-00000.arrow …     the images with their labels and names
+    validation-00000.arrow …
 
 Reading does not need the Arrow library: ``packed.json`` gives the byte range of each index column, and the index that
 of each image. ``paceline.data.packing`` writes it.
