@@ -219,9 +219,7 @@ class StepGeometry:
         return self.lengths if balances and self.lengths is not None and self.lengths.is_ragged else None
 
     def stream(self, first_step: int, last_step: int, world: World) -> Iterator[SampleSlice]:
-        """Yield all micro-batches of one process for steps ``first_step`` to ``last_step`` (excluded), across
-        epochs.
-        """
+        """Yield one process's micro-batches for steps ``first_step`` to ``last_step`` (excluded), across epochs."""
         begun = -1
         for step in range(first_step, last_step):
             yield from self.slices(step, world)

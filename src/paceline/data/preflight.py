@@ -48,9 +48,7 @@ class Loading:
 
     @property
     def most_bytes(self) -> int:
-        """Maximum shared memory: full queues in all loader processes; training batches stay queued during an
-        evaluation.
-        """
+        """Maximum shared memory: full queues everywhere; training batches stay queued during an evaluation."""
         batches = self.processes * self.workers * self.prefetch
         return batches * (self.train_batch_bytes + self.evaluation_batch_bytes)
 

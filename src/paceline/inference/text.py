@@ -145,9 +145,7 @@ class TextPredictor:
 
     @torch.inference_mode()
     def _scores(self, ids: list[int], places: list[int]) -> Tensor:
-        """Return logits at some positions, float32 [positions, vocabulary] on the CPU; raise NotFiniteError on
-        overflow.
-        """
+        """Return logits at some positions, float32 [positions, vocabulary] on the CPU; NotFiniteError on overflow."""
         logits: Tensor = self.network(torch.tensor([ids], device=self._device))[0][places].float().cpu()
         if not bool(logits.softmax(dim=1).isfinite().all()):
             raise NotFiniteError(f"{NOT_FINITE}.")

@@ -33,8 +33,7 @@ _OF_LAYERS = ("forward", "dgrad", "wgrad", "recompute")
 
 
 def tf32_of(float32_matmul: str) -> Tf32:
-    """Return which fp32 products ``train.float32_matmul`` runs in TF32 on a GPU; ``default`` and ``auto`` are torch's
-    default.
+    """Return which fp32 products ``train.float32_matmul`` runs in TF32; ``default`` or ``auto`` is torch's default.
 
     Source:
         PyTorch, CUDA semantics, "TensorFloat-32 (TF32) on Ampere (and later) devices".

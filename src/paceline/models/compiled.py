@@ -183,7 +183,7 @@ def _options(mode: str, deterministic: bool) -> dict[str, Any]:
 
 
 def check_backend(model: Model) -> None:
-    """Check, before anything is built, that torch has the backend.
+    """Check, before anything is built, that torch has the back-end.
 
     Raises:
         ModelError: If it does not.

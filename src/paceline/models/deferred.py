@@ -222,9 +222,7 @@ class _Asking(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _truncation_taken_down(recorder: _Recorder) -> Iterator[None]:
-    """Record torch's truncated normal initialisation as one operation, since it redraws until all values are in
-    range.
-    """
+    """Record torch's truncated normal initialisation as one operation, since it redraws out-of-range values."""
     init: Any = torch.nn.init
     drawn = init._no_grad_trunc_normal_  # every caller goes through this function
 

@@ -105,9 +105,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.width, shape.width, bias=shape.bias)
 
     def forward(self, x: Tensor, mask: Tensor | None, turns: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Map [N, T, width] to the same shape; ``mask`` [N, 1, T, T] selects visible tokens, None: all, or all earlier
-        ones.
-        """
+        """Map [N, T, width] to the same shape; ``mask`` [N, 1, T, T] gives visible tokens, None: all or all earlier."""
         n, t, width = x.shape
         query, key, value = self.qkv(x).view(n, t, 3, self.heads, width // self.heads).unbind(2)
         if turns is not None:

@@ -57,7 +57,7 @@ class Dlrm(nn.Module):
         self.tables = nn.ModuleList(nn.EmbeddingBag(rows, embedding, mode="sum", sparse=sparse) for rows in table_rows)
         features = 1 + len(table_rows)
         pairs = torch.tril_indices(features, features, offset=-1)
-        # Flat indices, since a single gather along one axis is fast on every backend.
+        # Flat indices, since a single gather along one axis is fast on every back-end.
         self.register_buffer("pairs", pairs[0] * features + pairs[1], persistent=False)
         self.top = _perceptron([embedding + pairs.shape[1], *top, 1], ends_with_relu=False)
         self._begin()

@@ -14,8 +14,7 @@ from paceline.recipe.data import Boxes
 
 
 class ShownPictures(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvision has no types
-    """torchvision's detector transform with the recipe's sizes: normalises; in evaluation also resizes and maps
-    detections back.
+    """torchvision's transform with the recipe's sizes: normalises; in evaluation also resizes and maps back.
 
     Training pictures arrive at their final size, drawn by (seed, epoch, sample).
 

@@ -53,8 +53,7 @@ def load_fitting(network: nn.Module, state: Mapping[str, Tensor], *, source: str
 
 
 def calm_classifier(network: nn.Module) -> None:
-    """Reinitialise a linear classifier as :class:`torch.nn.Linear` does if its initial scale is more than twice as
-    large.
+    """Reinitialise a linear classifier as torch does if its initial scale is more than twice as large.
 
     timm initialises the classifiers of EfficientNets and MobileNets by the number of classes alone. With a pretrained
     backbone, such weights give confidently wrong predictions, whose gradients destroy the pretrained features.
@@ -117,9 +116,7 @@ def freeze(network: nn.Module, patterns: Sequence[str], but: Collection[str] = (
 
 
 def frozen_patterns(network: nn.Module, model: Model) -> tuple[str, ...]:
-    """Return patterns of frozen parameters: with adapters, all but them and the classifier; ``model.frozen``
-    adds more.
-    """
+    """Return patterns of frozen parameters: with adapters, all others except the classifier; plus ``model.frozen``."""
     return (*(trained_beside(network) if model.adapters.rank is not None else ()), *model.frozen)
 
 

@@ -290,7 +290,7 @@ def _notes(last: Record, records: Sequence[Record]) -> Iterator[str]:
         yield "these records are from an earlier version, which did not separate all phases."
 
 
-# Minimum number of records, and the share of a step that a phase must reach in three of four records.
+# Minimum number of records, and the share of a step that a phase must reach in three of four of them.
 _LEAST_RECORDS = 3
 _CLEAR = {
     "data_wait": 0.10,

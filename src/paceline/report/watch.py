@@ -454,9 +454,7 @@ def draw_chart(points: Points, *, width: int, height: int) -> list[str]:
 
 
 def _dots(known: NDArray[np.float64], low: float, high: float, columns: int, rows: int) -> NDArray[np.bool_]:
-    """Return which dots are set, [rows, columns]: lines between neighbours; the full span for points that share a
-    column.
-    """
+    """Return the set dots, [rows, columns]: lines between neighbours; the full span of points in one column."""
     first, last = known[0, 0], known[-1, 0]
     places = np.zeros(len(known)) if last == first else (known[:, 0] - first) / (last - first) * (columns - 1)
     heights = np.full(len(known), 0.5) if high == low else (known[:, 1] - low) / (high - low)

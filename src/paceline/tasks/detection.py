@@ -187,9 +187,7 @@ class Detection(Task):
         return {"loss": self._losses(model, batch), "found": found, "truth": batch.targets}
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """Return each picture's detections: boxes in its pixels (left, top, right, bottom), classes from 0, and
-        scores.
-        """
+        """Return each picture's detections: boxes in pixels (left, top, right, bottom), classes from 0, scores."""
         found = _found(model, batch)
         return {
             "boxes": [each["boxes"] for each in found],

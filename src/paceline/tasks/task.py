@@ -162,8 +162,7 @@ class Task(ABC):
         """
 
     def begins_from_data(self, network: nn.Module) -> bool:
-        """Whether :meth:`first_weights` changes this network (possibly on the meta device), which must then be built in
-        full.
+        """Whether :meth:`first_weights` changes this network (possibly on ``meta``), which is then built in full.
 
         By default true if the task overrides :meth:`first_weights`.
         """
@@ -227,9 +226,7 @@ class Task(ABC):
         """
 
     def collectors(self) -> tuple[Collector, ...]:
-        """Return collectors for metrics that are not means, for one evaluation of one set of weights; by default
-        none.
-        """
+        """Return collectors for metrics that are not means, for one evaluation of one set of weights."""
         return ()
 
     def evaluated(self, model: Model) -> Model:

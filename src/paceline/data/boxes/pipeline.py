@@ -36,9 +36,7 @@ _BLANK = 64
 
 
 def shown_size(height: int, width: int, short_side: int, long_side: int) -> tuple[int, int]:
-    """Return height and width with shorter side ``short_side``, or smaller if the longer side would exceed
-    ``long_side``.
-    """
+    """Return height and width with shorter side ``short_side``, reduced if the longer would exceed ``long_side``."""
     scale = min(short_side / min(height, width), long_side / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))
 

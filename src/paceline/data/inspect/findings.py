@@ -153,9 +153,7 @@ def cost_figures(gathered: Gathered, read: Ids) -> dict[str, Any]:
 
 
 def pixel_figures(subject: Subject, gathered: Gathered, read: Ids) -> dict[str, Any]:
-    """Return mean and standard deviation of each channel in [0, 1] over the training images, and those that a
-    run uses.
-    """
+    """Return mean and standard deviation per channel, in [0, 1], of the training images, and those that a run uses."""
     in_train = gathered.samples.part_numbers[gathered.numbers[read]] == 0
     rows = gathered.rows[read[in_train]]
     if len(rows) == 0:

@@ -36,9 +36,7 @@ _HIDDEN, _REPLACED = 0.8, 0.9
 
 
 def masked_count(tokens: NDArray[np.int64], fraction: float) -> NDArray[np.int64]:
-    """Return the number of tokens to predict in samples of given lengths, int64 [samples]: the rounded share, at least
-    one.
-    """
+    """Return how many tokens to predict by sample length, int64 [samples]: the rounded share, at least one."""
     counts: NDArray[np.int64] = np.maximum(1, np.floor(tokens * fraction + 0.5)).astype(np.int64)
     return counts
 

@@ -23,9 +23,7 @@ _SMALLEST, _LARGEST = 3.0, 8.0
 
 
 def draw_discs(first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
-    """Draw discs ``first`` to ``first + count`` (excluded); return uint8 [N, 32, 32, 1], and x, y and radius,
-    [N, 3].
-    """
+    """Draw discs ``first`` to ``first + count`` (excluded): uint8 [N, 32, 32, 1], and x, y and radius, [N, 3]."""
     grid = np.arange(_SIZE) + 0.5
     images = np.empty((count, _SIZE, _SIZE, 1), dtype=np.uint8)
     numbers = np.empty((count, 3))
