@@ -188,8 +188,8 @@ def _resize(image: Image, height: int, width: int, interpolation: str) -> torch.
 # Sets these draws apart from others that are keyed by numbers of the same kind.
 _PURPOSE = 0x5641_5259
 _TORCHVISION_POLICIES = ("none", "randaugment", "trivialaugment", "autoaugment", "augmix")
-# In steps of 255, as timm takes the mean; the deviation is the mean over its channels.
-_IMAGENET_MEAN, _IMAGENET_STD = (124, 116, 104), 57.6
+# In steps of 255, the mean over channels.
+_IMAGENET_STD = 57.6
 
 
 class Variation:
@@ -292,15 +292,17 @@ def _policy(v2: Any, augment: Augment, fill: list[int]) -> Any:
             return v2.AutoAugment(v2.AutoAugmentPolicy[name], **shared)
         case "augmix":
             return v2.AugMix(augment.severity, **shared)
-    return _own_policy(augment, channels=len(fill))
+    return _own_policy(augment, fill)
 
 
-def timm_policy(config: str) -> Callable[[Tensor], Tensor]:
+def timm_policy(config: str, mean: Sequence[int]) -> Callable[[Tensor], Tensor]:
     """timm's augmentation of that configuration string, as its train.py has it; what it uncovers becomes the mean."""
     from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
     from torchvision.transforms.v2 import functional
 
-    shared: dict[str, Any] = {"img_mean": _IMAGENET_MEAN}
+    if not isinstance(config, str):
+        raise TypeError(f"config is {config!r}, not text")
+    shared: dict[str, Any] = {"img_mean": tuple(mean) * (3 // len(mean))}
     if config.startswith("rand"):
         vary = rand_augment_transform(config, shared)
     elif config.startswith("augmix"):
@@ -345,12 +347,12 @@ def _erasing(v2: Any, augment: Augment, fill: list[int]) -> Callable[[Tensor], T
     return erased
 
 
-def _own_policy(augment: Augment, *, channels: int) -> Callable[[Tensor], Tensor]:
+def _own_policy(augment: Augment, fill: list[int]) -> Callable[[Tensor], Tensor]:
     """Make the augmentation that a user or another package gives, and try it on a black image."""
     name = f"data.augment.policy={augment.policy}"
     make = load("augmentations", augment.policy, RecipeError)
     try:
-        vary = make(**augment.policy_options)
+        vary = make(**augment.policy_options, **({"mean": fill} if augment.policy == "timm" else {}))
     except (AssertionError, TypeError, ValueError) as error:
         fix = "Name a factory that takes them and returns a function of an image."
         if augment.policy == "timm":
@@ -372,7 +374,7 @@ def _own_policy(augment: Augment, *, channels: int) -> Callable[[Tensor], Tensor
 
     try:
         with _generators_restored():
-            checked(torch.zeros((channels, 32, 32), dtype=torch.uint8))
+            checked(torch.zeros((len(fill), 32, 32), dtype=torch.uint8))
     except PacelineError:
         raise
     except Exception as error:

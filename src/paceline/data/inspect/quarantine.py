@@ -75,16 +75,19 @@ def check_place(root: Path, folder: Path) -> None:
 def move_away(findings: Iterable[Finding], root: Path, folder: Path) -> Quarantine:
     """Move what findings call broken from ``root`` to ``folder``, under the names that it has in ``root``.
 
-    Of images that are in two splits, the held-out copies are moved.
+    Of images that are in two splits, the held-out copies are moved; without a held-out folder, which images are held
+    out changes with those that are left, and all copies but one are.
     The folder of a class of which nothing would be left is moved as a whole.
 
     Raises:
         DataError: If something cannot be moved; of names that are taken in ``folder``, before anything is.
     """
+    is_split = (root / "val").is_dir() or (root / "test").is_dir()
+    copies = ("leak",) if is_split else ("leak", "duplicate")
     moving = [
         each
         for each in findings
-        if (each.kind.severity == "breaks" and each.kind.name != "layout") or each.kind.name == "leak"
+        if (each.kind.severity == "breaks" and each.kind.name != "layout") or each.kind.name in copies
     ]
     asked = {Path(entry.name) for each in moving for entry in each.entries}
     train = root / "train" if (root / "train").is_dir() else root
@@ -113,7 +116,13 @@ def move_away(findings: Iterable[Finding], root: Path, folder: Path) -> Quaranti
                 f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; to undo the earlier moves, "
                 f"run: sh {shlex.quote(str(folder / UNDO))}"
             ) from None
-    whole = frozenset(each.kind.name for each in moving if each.count == len(each.entries))
+    gone = frozenset(path for path, _ in moves)
+
+    def is_gone(finding: Finding) -> bool:
+        names = [Path(entry.name) for entry in finding.entries]
+        return finding.count == len(names) and all(gone.intersection((name, *name.parents)) for name in names)
+
+    whole = frozenset(each.kind.name for each in findings if is_gone(each))
     return Quarantine(folder=folder, moved=tuple((str(a), str(b)) for a, b in moves), kinds=whole)
 
 
