@@ -240,9 +240,8 @@ def _one_ahead(
 
 
 Reader = Callable[[SampleSlice, bool], tuple[Nested, Nested] | Batch]
-"""Returns inputs and targets of the samples ``slice.ids``, numbered from 0 within the training or held-out set; the
-second argument tells which set. May return a Batch instead if some samples are broken.
-"""
+"""Returns inputs and targets of the samples ``slice.ids``, numbered from 0 within the training or held-out set, which
+the second argument selects. May return a Batch instead, if some samples are broken."""
 
 
 class SimplePipeline:

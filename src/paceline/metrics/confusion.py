@@ -18,8 +18,7 @@ Triples = list[tuple[int, int, int]]
 
 Reliability = list[list[int]]
 """[10, 3]: for each tenth of probability, the number of predictions, how many are correct, and the sum of their
-probabilities in millionths. Integers, so that the sum does not depend on how samples were distributed.
-"""
+probabilities in millionths. Integers, so that the sum does not depend on how samples were distributed."""
 
 
 def merged(parts: Iterable[Triples]) -> Triples:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import RecipeError
 from paceline.metrics.accumulator import Metric
-from paceline.references import load_reference
+from paceline.references import is_reference, load_reference
 
 ScoredPart = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[Any]]
 """Sample numbers, [N], with their scores and targets."""
@@ -26,8 +26,10 @@ def named_metric(name: str, options: Mapping[str, Any]) -> Any:
     """
     key, given = f"evaluate.metrics.{name}", dict(options)
     reference = given.pop("name", None)
-    if not isinstance(reference, str):
-        raise RecipeError(f"{key} names no factory; give name: package.module:factory, torchmetrics' or yours.")
+    if not isinstance(reference, str) or not is_reference(reference):
+        raise RecipeError(
+            f"{key} has name={reference!r}, but it must name a factory: package.module:factory, torchmetrics' or yours."
+        )
     factory = load_reference(reference, RecipeError)
     try:
         return factory(**given)
@@ -58,15 +60,22 @@ class NamedMetrics:
 
     def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
         """Add ``logit``, float [N, …], and ``label``, [N, …]."""
-        if self._made:
-            self._batches.append((ids, values["logit"].detach().float(), values["label"]))
+        if not self._made:
+            return
+        if missing := {"logit", "label"} - values.keys():
+            raise RecipeError(
+                f"evaluate.metrics needs {' and '.join(sorted(missing))} from the task's score(), which gives only "
+                f"{', '.join(values)}: return it there, or leave evaluate.metrics out."
+            )
+        # Kept on the host: all scores of an evaluation may not fit into device memory.
+        self._batches.append((ids, values["logit"].detach().float().cpu(), values["label"].cpu()))
 
     def part(self) -> ScoredPart | None:
-        """Return this process's data, None without samples; waits for the device."""
+        """Return this process's data; None without samples."""
         if not self._batches:
             return None
         ids, scores, targets = zip(*self._batches, strict=True)
-        return np.concatenate(ids), torch.cat(scores).cpu().numpy(), torch.cat(targets).cpu().numpy()
+        return np.concatenate(ids), torch.cat(scores).numpy(), torch.cat(targets).numpy()
 
     def results(self, parts: Sequence[ScoredPart | None]) -> dict[str, float]:
         """Compute the metrics over all processes; NaN without samples.
@@ -79,11 +88,15 @@ class NamedMetrics:
             return dict.fromkeys(self._made, math.nan)
         ids, scores, targets = (np.concatenate(each) for each in zip(*present, strict=True))
         order = np.argsort(ids, kind="stable")
+        in_order = torch.from_numpy(scores[order]), torch.from_numpy(targets[order])
         found = {}
         for name, made in self._made.items():
             try:
-                found[name] = float(made(torch.from_numpy(scores[order]), torch.from_numpy(targets[order])))
-            except (TypeError, ValueError, RuntimeError) as error:
+                found[name] = float(made(*in_order))
+            except Exception as error:
                 told = f"scores {list(scores.shape)} and targets {list(targets.shape)}"
-                raise RecipeError(f"evaluate.metrics.{name} gave no number for {told}: {error}") from error
+                raise RecipeError(
+                    f"evaluate.metrics.{name} gave no number for {told} ({type(error).__name__}: {error}): correct its "
+                    "options."
+                ) from error
         return found

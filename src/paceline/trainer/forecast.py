@@ -223,7 +223,7 @@ class _Costs:
     def _is_new(self, use: str, batch: Batch) -> bool:
         """Whether no batch of its shapes was used so before: for a new one a GPU looks for the fastest kernels."""
         shapes = (use, *(each.shape for each in tensors_in(batch.inputs)))
-        is_new = shapes not in self._shapes
+        is_new = shapes not in self._shapes and self._slow_seconds >= _SLOW_SECONDS_OF_A_GPU
         self._shapes.add(shapes)
         return is_new
 
@@ -244,7 +244,7 @@ class _Costs:
                 reading = time.perf_counter() - begun
                 scoring = self._scored(batch)
                 # The first time sets up what the others are measured with, and the first batch the reading.
-                if self._is_new("scoring", batch) and scoring < self._slow_seconds:
+                if (self._is_new("scoring", batch) or not number) and scoring < self._slow_seconds:
                     scoring = self._scored(batch)
                 if number == 1 and seconds < self._slow_seconds:
                     rows, seconds = 0, 0.0

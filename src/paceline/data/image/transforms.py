@@ -188,8 +188,8 @@ def _resize(image: Image, height: int, width: int, interpolation: str) -> torch.
 # Separates these draws from others keyed by the same kind of numbers.
 _PURPOSE = 0x5641_5259
 _TORCHVISION_POLICIES = ("none", "randaugment", "trivialaugment", "autoaugment", "augmix")
-# In steps of 255, with the mean as in timm; the standard deviation is averaged over its channels.
-_IMAGENET_MEAN, _IMAGENET_STD = (124, 116, 104), 57.6
+# In steps of 255, averaged over channels.
+_IMAGENET_STD = 57.6
 
 
 class Variation:
@@ -292,15 +292,17 @@ def _policy(v2: Any, augment: Augment, fill: list[int]) -> Any:
             return v2.AutoAugment(v2.AutoAugmentPolicy[name], **shared)
         case "augmix":
             return v2.AugMix(augment.severity, **shared)
-    return _own_policy(augment, channels=len(fill))
+    return _own_policy(augment, fill)
 
 
-def timm_policy(config: str) -> Callable[[Tensor], Tensor]:
+def timm_policy(config: str, mean: Sequence[int]) -> Callable[[Tensor], Tensor]:
     """Return timm's augmentation for a configuration string, as in its train.py, with the mean as fill value."""
     from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
     from torchvision.transforms.v2 import functional
 
-    shared: dict[str, Any] = {"img_mean": _IMAGENET_MEAN}
+    if not isinstance(config, str):
+        raise TypeError(f"config is {config!r}, not text")
+    shared: dict[str, Any] = {"img_mean": tuple(mean) * (3 // len(mean))}
     if config.startswith("rand"):
         vary = rand_augment_transform(config, shared)
     elif config.startswith("augmix"):
@@ -345,12 +347,12 @@ def _erasing(v2: Any, augment: Augment, fill: list[int]) -> Callable[[Tensor], T
     return erased
 
 
-def _own_policy(augment: Augment, *, channels: int) -> Callable[[Tensor], Tensor]:
+def _own_policy(augment: Augment, fill: list[int]) -> Callable[[Tensor], Tensor]:
     """Build an augmentation of the user or of another package, and test it on a black image."""
     name = f"data.augment.policy={augment.policy}"
     make = load("augmentations", augment.policy, RecipeError)
     try:
-        vary = make(**augment.policy_options)
+        vary = make(**augment.policy_options, **({"mean": fill} if augment.policy == "timm" else {}))
     except (AssertionError, TypeError, ValueError) as error:
         fix = "Name a factory that takes them and returns a function of an image."
         if augment.policy == "timm":
@@ -372,7 +374,7 @@ def _own_policy(augment: Augment, *, channels: int) -> Callable[[Tensor], Tensor
 
     try:
         with _generators_restored():
-            checked(torch.zeros((channels, 32, 32), dtype=torch.uint8))
+            checked(torch.zeros((len(fill), 32, 32), dtype=torch.uint8))
     except PacelineError:
         raise
     except Exception as error:

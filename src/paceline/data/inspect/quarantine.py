@@ -75,15 +75,18 @@ def check_place(root: Path, folder: Path) -> None:
 def move_away(findings: Iterable[Finding], root: Path, folder: Path) -> Quarantine:
     """Move broken files from ``root`` to ``folder``, keeping their paths relative to ``root``.
 
-    For images in two splits, the held-out copies are moved. If a class would become empty, its whole folder is moved.
+    For images in two splits, the held-out copies are moved. Without a held-out folder the split depends on the
+    remaining images, so all copies but one are moved. If a class would become empty, its whole folder is moved.
 
     Raises:
         DataError: If something cannot be moved; name conflicts in ``folder`` are detected before anything is moved.
     """
+    is_split = (root / "val").is_dir() or (root / "test").is_dir()
+    copies = ("leak",) if is_split else ("leak", "duplicate")
     moving = [
         each
         for each in findings
-        if (each.kind.severity == "breaks" and each.kind.name != "layout") or each.kind.name == "leak"
+        if (each.kind.severity == "breaks" and each.kind.name != "layout") or each.kind.name in copies
     ]
     asked = {Path(entry.name) for each in moving for entry in each.entries}
     train = root / "train" if (root / "train").is_dir() else root
@@ -112,7 +115,13 @@ def move_away(findings: Iterable[Finding], root: Path, folder: Path) -> Quaranti
                 f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; to undo the earlier moves, "
                 f"run: sh {shlex.quote(str(folder / UNDO))}"
             ) from None
-    whole = frozenset(each.kind.name for each in moving if each.count == len(each.entries))
+    gone = frozenset(path for path, _ in moves)
+
+    def is_gone(finding: Finding) -> bool:
+        names = [Path(entry.name) for entry in finding.entries]
+        return finding.count == len(names) and all(gone.intersection((name, *name.parents)) for name in names)
+
+    whole = frozenset(each.kind.name for each in findings if is_gone(each))
     return Quarantine(folder=folder, moved=tuple((str(a), str(b)) for a, b in moves), kinds=whole)
 
 

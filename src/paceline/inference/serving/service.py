@@ -18,8 +18,7 @@ from paceline.machine import available_cores
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
 """Upload formats. Pillow reads more, but others are risky from untrusted clients: a TIFF's tiles, for example, may be a
-thousand times larger than its declared size.
-"""
+thousand times larger than its declared size."""
 
 _DECODED_BYTES = 2**30
 # Maximum bytes per pixel during decoding, including copies in other modes.
