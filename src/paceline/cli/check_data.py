@@ -38,8 +38,8 @@ class CheckData:
     two classes (spoils), images that are slow to read (costs) and possible mistakes (notice), with file names and
     advice. KEY=VALUE changes the data section, for example data.validation_fraction=0.1.
 
-    Nothing in SOURCE is changed, unless --quarantine moves what breaks a run, and held-out copies of training images,
-    out of it. Nothing is deleted: sh DIR/undo.sh moves everything back.
+    Nothing in SOURCE is changed, unless --quarantine moves what breaks a run, and held-out copies of training images
+    (without val/ and test/: all copies but one), out of it. Nothing is deleted: sh DIR/undo.sh moves everything back.
 
     Exit code 1 if anything breaks or spoils a run, 0 if not.
 

@@ -1,8 +1,8 @@
 """Balance the work of samples of unequal length, for any number of processes.
 
 Two decisions, both pure functions of (seed, epoch, lengths). *Which samples share a step*: each step takes one sample
-of each stratum of lengths, so that all steps have about the same number of tokens. *Which samples share a
-micro-batch*: those of about one length, and so many of them that all micro-batches cost about the same once padded.
+of each stratum of lengths, so that all steps have about the same number of tokens. *Which samples share a micro-batch*:
+those of similar length, in numbers that make all micro-batches cost about the same once padded.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from paceline.data.slices import SampleIds
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SampleLengths:
-    """How long each training sample is, and how far it is padded.
+    """Length of each training sample, and how far it is padded.
 
     Attributes:
         tokens: Tokens of each, at least 1, int64 [samples].
         multiple: A micro-batch is padded to its longest sample, rounded up to a multiple of this.
-        width: Fixed padded length of each; None if that is the longest of its micro-batch.
-        most: No micro-batch is padded beyond this; None for no limit.
+        width: Fixed padded length of each sample; None to pad to the longest of its micro-batch.
+        most: Maximum padded length; None for no limit.
     """
 
     tokens: NDArray[np.int64]
@@ -43,7 +43,7 @@ class SampleLengths:
         return self.width is None
 
     def padded(self, ids: SampleIds) -> NDArray[np.int64]:
-        """Tokens that each sample makes its micro-batch at least as wide as, int64 [N]."""
+        """Return each sample's minimum padded width of its micro-batch, int64 [N]."""
         if self.width is not None:
             return np.full(len(ids), self.width)
         rounded = -(-self.tokens[ids] // self.multiple) * self.multiple
@@ -55,10 +55,10 @@ class StepLoad:
     """The work of one step.
 
     Attributes:
-        tokens: Of its samples.
-        positions: Places for tokens in its micro-batches, padding included.
-        busiest: Those of the process with the most.
-        processes: How many share them.
+        tokens: Tokens in its samples.
+        positions: Token positions in its micro-batches, including padding.
+        busiest: Positions of the busiest process.
+        processes: Number of processes.
     """
 
     tokens: int
@@ -72,9 +72,9 @@ class Costliest:
     """The micro-batch that takes the most memory.
 
     Attributes:
-        positions: Places for tokens in it, padding included.
+        positions: Token positions in it, including padding.
         step: Its step.
-        logical_rank: Its place in that.
+        logical_rank: Its logical rank in the step.
     """
 
     positions: int
@@ -83,15 +83,15 @@ class Costliest:
 
 
 def dealt_to_steps(order: SampleIds, tokens: NDArray[np.int64], batch_size: int) -> SampleIds:
-    """An epoch's order in which each step's samples have about as many tokens as every other's.
+    """Reorder an epoch so that all steps have about the same number of tokens.
 
-    The drawn order decides which samples are left for the last, smaller step, which of equally long ones goes where,
-    and in which order the steps come. In between, strata of as many samples as there are steps, from the longest to the
-    shortest, are dealt one to each step: the longest to the step that has fewest tokens so far.
+    The random order determines the samples of the last, smaller step, the placement of equally long samples, and the
+    order of steps. In between, samples are sorted by length into strata with one sample per step. Each stratum is dealt
+    out: its longest sample goes to the step with the fewest tokens so far.
 
     Args:
         order: A permutation of all samples, int64 [samples].
-        tokens: Of each sample, int64 [samples].
+        tokens: Tokens of each sample, int64 [samples].
         batch_size: Samples per step.
 
     Returns:
@@ -103,21 +103,21 @@ def dealt_to_steps(order: SampleIds, tokens: NDArray[np.int64], batch_size: int)
     whole = order[: steps * batch_size]
     descending = np.argsort(-tokens[whole], kind="stable")
     places = _dealt(descending[None], tokens[whole], steps)
-    # A step comes where its longest sample was drawn to come: its place says nothing of its length.
+    # A step takes the position at which its longest sample was drawn, which is independent of length.
     places = places[np.argsort(places[:, 0])]
     return np.concatenate([whole[places.ravel()], order[steps * batch_size :]])
 
 
 def _dealt(groups: NDArray[np.int64], costs: NDArray[np.int64], shares: int) -> NDArray[np.int64]:
-    """Deal each group's members into shares of equal number and about equal cost.
+    """Deal each group's members into shares of equal size and about equal cost.
 
-    Of so many members as there are shares, from the most expensive on, each share takes one: the one that costs most
-    goes to the share that has cost least so far.
+    Members are dealt by descending cost, one per share and round; the most expensive one goes to the cheapest share so
+    far.
 
     Args:
         groups: Members of each group, descending by cost, int64 [groups, members].
-        costs: Of each member, by its number.
-        shares: Of each group; divides its members.
+        costs: Cost of each member, by its number.
+        shares: Number of shares per group; divides the number of members.
 
     Returns:
         Members of each share, descending by cost, int64 [groups * shares, members / shares].
@@ -133,18 +133,17 @@ def _dealt(groups: NDArray[np.int64], costs: NDArray[np.int64], shares: int) -> 
 
 
 def shared_out(padded: NDArray[np.int64], parts: int) -> tuple[NDArray[np.int64], tuple[int, ...]]:
-    """Divide a step's samples into parts of about equal cost, and order these for any number of processes.
+    """Divide a step's samples into parts of about equal cost, ordered for any number of processes.
 
-    Where samples are few and long, no cut makes all parts alike. So the parts are ordered such that those of each half,
-    of each quarter and so on, which are a process's, cost about the same together.
+    With few and long samples no cut makes all parts equal. So the parts are ordered such that each half, each quarter
+    and so on, which belong to one process, cost about the same in total.
 
     Args:
         padded: Length of each sample, descending, int64 [N].
-        parts: Their number.
+        parts: Number of parts.
 
     Returns:
-        Places of the samples in ``padded``, part by part, int64 [N]; and where the parts begin and end there,
-        [parts + 1].
+        Indices into ``padded``, part by part, int64 [N]; and the bounds of the parts in them, [parts + 1].
     """
     bounds = np.array(padded_bounds(padded, parts))
     if len(padded) < parts:
@@ -160,7 +159,7 @@ def shared_out(padded: NDArray[np.int64], parts: int) -> tuple[NDArray[np.int64]
 
 
 def _prime_factors(number: int) -> list[int]:
-    """Ascending."""
+    """Return the prime factors in ascending order."""
     found, factor = [], 2
     while number > 1:
         while number % factor == 0:
@@ -171,23 +170,23 @@ def _prime_factors(number: int) -> list[int]:
 
 
 def even_bounds(size: int, parts: int) -> tuple[int, ...]:
-    """Where parts of ``size`` samples begin and end, [parts + 1]: as equal as they can be, larger ones first."""
+    """Return the bounds of parts of ``size`` samples, [parts + 1]: as equal as possible, larger ones first."""
     part, larger = divmod(size, parts)
     return tuple(rank * part + min(rank, larger) for rank in range(parts + 1))
 
 
 def padded_bounds(padded: NDArray[np.int64], parts: int) -> tuple[int, ...]:
-    """Cut samples that descend by length into parts of which the most expensive costs as little as it can.
+    """Cut samples sorted by descending length into parts so that the most expensive part costs as little as possible.
 
-    A part costs its samples times its first one's length: what is computed of it, padding included. None is empty
-    unless there are fewer samples than parts.
+    A part's cost is its number of samples times its first length: the padded computation. No part is empty unless there
+    are fewer samples than parts.
 
     Args:
         padded: Length of each sample, descending, int64 [N].
-        parts: Their number.
+        parts: Number of parts.
 
     Returns:
-        Where they begin and end, [parts + 1].
+        Their bounds, [parts + 1].
     """
     size, widths = len(padded), padded.tolist()
     if size <= parts:
@@ -200,7 +199,7 @@ def padded_bounds(padded: NDArray[np.int64], parts: int) -> tuple[int, ...]:
 
 
 def _bounds_within(cost: int, widths: list[int], parts: int) -> tuple[int, ...]:
-    """As many samples as parts of at most this cost can take, and not so many that a later part would be empty."""
+    """Return bounds that fill parts up to this cost, but leave a sample for each later part."""
     bounds = [0]
     for later in range(parts - 1, -1, -1):
         begin = bounds[-1]

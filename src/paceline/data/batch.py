@@ -1,7 +1,7 @@
-"""One micro-batch: nested tensors, their slice of samples, and the interface of a back-end.
+"""One micro-batch: nested tensors, their slice of samples, and the back-end interface.
 
-A batch's tensors have its samples along their first axis; its lists have an entry for each sample (pictures of unequal
-shapes, for example). Tuples and dicts hold parts that are such tensors or lists.
+A batch's tensors have samples along their first axis; its lists have one entry per sample (for example, pictures of
+different shapes). Tuples and dicts nest such tensors or lists.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from paceline.data.slices import SampleIds, SampleSlice
 
 Nested = Any
-"""A tensor, or a tuple, list or dict (by name) of nested ones; values that are not tensors stay unchanged."""
+"""A tensor, or a tuple, list or dict (by name) of nested ones; other values stay unchanged."""
 
 
 def mapped(function: Callable[[Tensor], Any], value: Nested) -> Nested:
-    """The same structure with ``function`` applied to each tensor."""
+    """Apply ``function`` to each tensor and keep the structure."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
         return {key: mapped(function, each) for key, each in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its fields one by one
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its fields as separate arguments
         return type(value)(*(mapped(function, each) for each in value))
     if isinstance(value, list | tuple):
         return type(value)(mapped(function, each) for each in value)
@@ -33,7 +33,7 @@ def mapped(function: Callable[[Tensor], Any], value: Nested) -> Nested:
 
 
 def tensors_in(*values: Nested) -> Iterator[Tensor]:
-    """Every tensor, in order."""
+    """Return every tensor, in order."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -44,7 +44,7 @@ def tensors_in(*values: Nested) -> Iterator[Tensor]:
 
 
 def rows_of(value: Nested) -> int | None:
-    """Samples in a batch's inputs: the length of its first tensor or list; None where there is none."""
+    """Return the number of samples in a batch's inputs: the length of the first tensor or list; None without one."""
     if isinstance(value, Tensor):
         return len(value) if value.ndim else None
     if isinstance(value, list):
@@ -54,17 +54,17 @@ def rows_of(value: Nested) -> int | None:
 
 
 def copied(value: Nested) -> Nested:
-    """The same with copies of its tensors."""
+    """Return the same structure with copies of its tensors."""
     return mapped(lambda tensor: tensor.clone(), value)
 
 
 def chosen(value: Nested, rows: Sequence[int], *, of: int) -> Nested:
-    """Some samples of a batch's inputs or targets, in another order if need be.
+    """Select some samples of a batch's inputs or targets, in the given order.
 
     Args:
         value: A value for the whole batch.
-        rows: Which of its samples, each as often as it is named.
-        of: How many the batch has. Values with another number of entries belong to no sample, and stay.
+        rows: Indices of samples; repeats are allowed.
+        of: Number of samples in the batch. Values with another length are not per-sample and stay unchanged.
     """
     if isinstance(value, Tensor):
         if not value.ndim or len(value) != of:
@@ -83,13 +83,13 @@ def chosen(value: Nested, rows: Sequence[int], *, of: int) -> Nested:
 
 
 def joined_along_samples(parts: list[Nested]) -> Nested:
-    """Parts of a batch put together: tensors along their first axis, lists one after the other.
+    """Concatenate parts of a batch: tensors along their first axis, lists end to end.
 
     Args:
-        parts: Of the same structure, at least one.
+        parts: Parts of the same structure, at least one.
 
     Raises:
-        RuntimeError: If tensors differ along other axes: padded to unequal lengths, say.
+        RuntimeError: If tensors differ along other axes, for example in padded length.
     """
     first = parts[0]
     if isinstance(first, Tensor):
@@ -105,12 +105,12 @@ def joined_along_samples(parts: list[Nested]) -> Nested:
 
 
 Progress = Callable[[int, int], None]
-"""Called now and then with (samples read, samples in all)."""
+"""Called periodically with (samples read, total samples)."""
 
 
 @dataclass(frozen=True)
 class BrokenSample:
-    """A sample that could not be read: left out of its batch, and reported."""
+    """A sample that could not be read: dropped from its batch and reported."""
 
     id: int
     path: str
@@ -122,10 +122,10 @@ class Batch:
     """One micro-batch.
 
     Attributes:
-        inputs: Tensors, N samples each, nested as the task likes. Of images uint8 [N, C, H, W] from a back-end, and
-            normalised float after the prefetcher.
-        targets: Likewise. Of images class indices, int64 [N]; of mixed samples probabilities, float [N, classes].
-        ids: Ids of the samples in the batch, int64 [N]: the slice's without the broken ones.
+        inputs: Tensors of N samples each, nested as the task defines. For images uint8 [N, C, H, W] from a back-end,
+            and normalised floats after the prefetcher.
+        targets: Likewise. For images class indices, int64 [N]; for mixed samples probabilities, float [N, classes].
+        ids: Ids of the samples in the batch, int64 [N]: the slice's ids without broken samples.
         slice: The requested slice. broken: Samples of the slice that could not be read.
     """
 
@@ -137,13 +137,13 @@ class Batch:
 
     @property
     def weight(self) -> int:
-        """Weight of the batch's mean loss: its number of samples, or the sum of their weights."""
+        """Weight of the batch's mean loss: its number of samples or the sum of their weights."""
         if self.slice.phantom:
             return 0
         return len(self.ids) if self.slice.weight is None else self.slice.weight
 
     def pin_memory(self) -> Batch:
-        """Move the tensors to page-locked memory (called by torch's DataLoader); those that cannot be are left."""
+        """Move the tensors to pinned memory if possible (called by torch's DataLoader)."""
         inputs, targets = (mapped(_pinned, each) for each in (self.inputs, self.targets))
         return replace(self, inputs=inputs, targets=targets)
 
@@ -154,7 +154,7 @@ def _pinned(tensor: Tensor) -> Tensor:
 
 
 class Backend(Protocol):
-    """Turns slices into batches, one for each, in order. One object serves one split with its transform."""
+    """Turns slices into batches, one per slice, in order. One object serves one split with its transform."""
 
     def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
         """Yield one uint8 batch per slice; consumes ``slices`` lazily."""

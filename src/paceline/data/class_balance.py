@@ -1,4 +1,4 @@
-"""Classes of unequal size: how often their samples are drawn, and their weight in the loss."""
+"""Class imbalance: how often samples of each class are drawn, and their weight in the loss."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from paceline.errors import RecipeError, did_you_mean
 SampleClasses = NDArray[np.int64]
 """The class of each training sample, [samples]."""
 _NAMED = 6
-_PURPOSE = 0x64726177  # "draw": a stream of its own, beside the permutation's
+_PURPOSE = 0x64726177  # "draw": a separate stream from the permutation's
 _PURPOSE_IN_TURN = 0x7475726E  # "turn"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ClassDraws:
-    """How often samples are drawn with replacement, by their class or by the data set that they are of.
+    """Sampling with replacement by class, or by data set in a mixture.
 
     Attributes:
         classes: The class of each sample, or its data set in a mixture, int64 [samples].
-        weights: How often a sample of each class is drawn, relative to one of another.
-        counts: How many samples of each data set an epoch has; empty if samples are drawn by their class.
+        weights: Relative sampling frequency of a sample of each class.
+        counts: Samples of each data set per epoch; empty for sampling by class.
     """
 
     classes: SampleClasses
@@ -45,7 +45,7 @@ class ClassDraws:
 
 @lru_cache(maxsize=2)
 def drawn_order(seed: int, epoch: int, draws: ClassDraws, repeats: int = 1) -> SampleIds:
-    """Draw as many samples as there are, with replacement; return the keys of the draws, int64 [samples], read-only.
+    """Draw as many samples as there are, with replacement; return the draws' keys, int64 [samples], read-only.
 
     The key of a draw is ``id + samples * (earlier draws of the id in this epoch)``: no two draws of an epoch have the
     same key.
@@ -53,8 +53,8 @@ def drawn_order(seed: int, epoch: int, draws: ClassDraws, repeats: int = 1) -> S
     Args:
         seed: The run's seed.
         epoch: The epoch.
-        draws: The samples' classes, each sample once, and the weights.
-        repeats: How often each draw follows itself, as another of the ids that are one image (see ``epoch_order``).
+        draws: The samples' classes (each sample once), and the weights.
+        repeats: How often each draw is repeated in a row, with the ids of the same image (see ``epoch_order``).
     """
     different = len(draws.classes)
     drawn = _mixed(seed, epoch, draws) if draws.counts else _drawn_by_class(seed, epoch, draws)
@@ -69,10 +69,10 @@ def drawn_order(seed: int, epoch: int, draws: ClassDraws, repeats: int = 1) -> S
 
 
 def _drawn_by_class(seed: int, epoch: int, draws: ClassDraws) -> SampleIds:
-    """Draw samples by the weights of their classes, in random order.
+    """Draw samples by class weight, in random order.
 
-    Every class has its share of the epoch, and every sample its share of the draws, exact to one: of shares that are no
-    whole numbers, a random start decides (systematic sampling).
+    Every class has its share of the epoch and every sample its share of the draws, exact to within one: a random start
+    decides about fractional shares (systematic sampling).
     """
     different = len(draws.classes)
     words = np.random.Philox(key=[seed_of(seed, _PURPOSE), epoch]).random_raw(2 * different + 1)
@@ -86,10 +86,10 @@ def _drawn_by_class(seed: int, epoch: int, draws: ClassDraws) -> SampleIds:
 
 
 def _mixed(seed: int, epoch: int, draws: ClassDraws) -> SampleIds:
-    """Draw an epoch's share of each data set, the sets evenly interleaved.
+    """Draw an epoch's share of each data set, with the sets evenly interleaved.
 
-    A set is passed through in one fresh permutation after another, from where the epoch before ended: no sample comes
-    again before all of the set have come. The j-th of n draws of a set has its place at (j + 1/2) / n of the epoch.
+    Each set is traversed in a sequence of fresh permutations that continues across epochs: no sample repeats before all
+    of its set have been used. The j-th of n draws of a set is placed at (j + 1/2) / n of the epoch.
     """
     drawn, places = [], []
     for number, count in enumerate(draws.counts):
@@ -106,11 +106,11 @@ def _mixed(seed: int, epoch: int, draws: ClassDraws) -> SampleIds:
 
 
 def counts_by_ratio(ratios: Mapping[str, float], sets: SampleClasses) -> tuple[int, ...]:
-    """Return how many samples of each data set an epoch has: as many in all as there are, by largest remainders.
+    """Return the samples of each data set per epoch, by largest remainders; the total equals the number of samples.
 
     Args:
-        ratios: The ratio of each set, by its name.
-        sets: The number of the set that each training sample is of.
+        ratios: Ratio of each set, by name.
+        sets: Index of each training sample's set.
 
     Raises:
         RecipeError: If a set has no training samples, or no share of an epoch.
@@ -137,8 +137,8 @@ def weights_by_class(
 ) -> tuple[float, ...]:
     """Return the weight of each class.
 
-    ``balanced`` is n / (classes * n_c), as in scikit-learn: each class then counts for the same in all. A class without
-    samples has weight 1, and so has one that a mapping does not name.
+    ``balanced`` is n / (classes * n_c), as in scikit-learn: each class then has the same total weight. Classes without
+    samples, or not named in a mapping, have weight 1.
 
     Args:
         key: The recipe key, for the message.
@@ -162,7 +162,7 @@ def weights_by_class(
 
 
 def in_words(weights: Sequence[float], labels: SampleClasses, names: Sequence[str]) -> str:
-    """Return the smallest and the largest weight of the classes that have samples, for people."""
+    """Describe the smallest and the largest weight of the classes that have samples."""
     counts = np.bincount(labels, minlength=len(names))
     present = np.flatnonzero(counts).tolist()
     ends = (choose(present, key=lambda each: weights[each]) for choose in (min, max))

@@ -1,4 +1,4 @@
-"""Disk cache: files are written atomically and checked when read."""
+"""Disk cache: files are written atomically and validated when read."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from paceline.plain_json import load_json
 
 Arrays = dict[str, NDArray[Any]]
 Stamp = tuple[int, int, int, int]
-"""A file's size in bytes, inode, and times of writing and change in ns."""
+"""A file's size in bytes, inode, and modification and change times in ns."""
 
-# Times have steps, of two seconds on the coarsest file systems: what changed so lately may change again unseen.
+# Timestamps have a resolution of up to two seconds: a recently changed file may change again unnoticed.
 TOO_FRESH_NS = 3_000_000_000
 
 
 def stamp_of(path: str) -> Stamp:
-    """Return what changes when a file is written or replaced; raises OSError."""
+    """Return a stamp that changes when a file is written or replaced; raises OSError."""
     found = os.stat(path)
     return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def stamp_if_there(path: str) -> Stamp | None:
-    """As :func:`stamp_of`; None of a file that is not there."""
+    """Return the same as :func:`stamp_of`, or None if the file is missing."""
     try:
         return stamp_of(path)
     except OSError:
@@ -42,10 +42,10 @@ def stamp_if_there(path: str) -> Stamp | None:
 
 
 def remember(path: Path, content: bytes) -> bool:
-    """Write a cache file atomically; False if it cannot be written, or the disk is full."""
+    """Write a cache file atomically; return False if that fails, for example because the disk is full."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A name that no other process has, on this host or another one.
+        # A name that no other process uses, on this host or another.
         descriptor, partial = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         try:
             with open(descriptor, "wb") as file:
@@ -69,12 +69,12 @@ def found_once(
     now: int,
     is_kept: Callable[[Any], bool] = lambda _: True,
 ) -> Any:
-    """Return what ``find`` gives, as JSON has it, or gave when the files that it reads had the same stamps.
+    """Return the JSON result of ``find``, cached as long as the files that it reads have the same stamps.
 
     Args:
-        kind: The folder of the cache.
-        key: What is found, and of which files.
-        stamps: Of the files; None for a missing one. find: Computes the result.
+        kind: Folder in the cache.
+        key: Identifies the result and its files.
+        stamps: Stamps of the files; None for a missing one. find: Computes the result.
         now: A time before the stamps were taken, in ns.
         is_kept: Whether the result is worth caching.
     """
@@ -96,14 +96,14 @@ def _digest(facts: object) -> str:
 
 
 def remember_arrays(path: Path, arrays: Arrays) -> bool:
-    """Write arrays as :func:`remember` writes bytes."""
+    """Write arrays atomically, like :func:`remember`."""
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]  # its own option is a bool, and no array is named so
     return remember(path, content.getvalue())
 
 
 def recall_arrays(path: Path) -> Arrays | None:
-    """Read arrays back; None if there are none, or the file is torn. The caller must check their content."""
+    """Read arrays back; None if they are missing or damaged. The caller must check their content."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             return dict(arrays)

@@ -1,9 +1,9 @@
-"""The order of samples and their division among ranks: pure functions of (seed, epoch, step) and the world.
+"""The order of samples and their assignment to ranks: pure functions of (seed, epoch, step) and the world.
 
 An epoch's order is a permutation; step *t* of the epoch takes the *t*-th slice of it, cut into logical ranks
-(micro-batch slots); a process takes its logical ranks' parts. Where samples are of unequal length, the permutation and
-the cuts see to it that steps and parts cost about the same (`data/balance.py`). So neither the number of processes
-nor a resume changes which samples a step sees, and a position in the data is one integer.
+(micro-batch slots); a process takes the parts of its logical ranks. For samples of unequal length, the permutation and
+the cuts balance the cost of steps and parts (`data/balance.py`). So neither the number of processes nor a resume
+changes the samples of a step, and a position in the data is one integer.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWei
 from paceline.plan.epochs import Epochs
 from paceline.world import World
 
-_LOOKED_AT = 200  # steps; cutting one takes a millisecond or so
-_ORDERED_AHEAD = 2**16  # samples; fewer are sorted within a few milliseconds
+_LOOKED_AT = 200  # steps; cutting one takes about a millisecond
+_ORDERED_AHEAD = 2**16  # samples; sorting fewer takes a few milliseconds
 
 
 @lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, samples: int, repeats: int = 1) -> SampleIds:
-    """Permutation of ``range(samples)`` for an epoch, int64 [samples], read-only.
+    """Return an epoch's permutation of ``range(samples)``, int64 [samples], read-only.
 
-    With repeats, ids that are the same modulo ``samples / repeats`` follow one another: they are one sample, which is
-    to be varied so many times in one batch (Hoffer et al. 2019).
+    With repeats, ids that are equal modulo ``samples / repeats`` are consecutive: they are the same sample, augmented
+    several times in one batch (Hoffer et al. 2019).
 
     Sorts the raw words of NumPy's counter-based Philox: the raw stream is guaranteed not to change between
     NumPy versions, unlike ``Generator.permutation``.
@@ -50,7 +50,7 @@ def epoch_order(seed: int, epoch: int, samples: int, repeats: int = 1) -> Sample
 
 @lru_cache(maxsize=2)
 def balanced_order(seed: int, epoch: int, lengths: SampleLengths, batch_size: int) -> SampleIds:
-    """The same for samples of unequal length: steps of ``batch_size`` have about the same number of tokens."""
+    """The same for samples of unequal length: steps of ``batch_size`` samples have similar token counts."""
     order = dealt_to_steps(epoch_order(seed, epoch, len(lengths.tokens)), lengths.tokens, batch_size)
     order.flags.writeable = False
     return order
@@ -60,7 +60,7 @@ def balanced_order(seed: int, epoch: int, lengths: SampleLengths, batch_size: in
 def _balanced_cut(
     seed: int, epoch: int, lengths: SampleLengths, position: int, batch_size: int, logical_ranks: int
 ) -> tuple[SampleIds, tuple[int, ...]]:
-    """A step's samples and where its parts begin and end; kept, since batches and records both ask for it."""
+    """Return a step's samples and the bounds of its parts; cached, since batches and records both need it."""
     order = balanced_order(seed, epoch, lengths, batch_size)
     ids = order[position * batch_size : (position + 1) * batch_size]
     ids = ids[np.argsort(-lengths.tokens[ids], kind="stable")]
@@ -70,26 +70,27 @@ def _balanced_cut(
 
 @dataclass(frozen=True, kw_only=True)
 class StepGeometry:
-    """How steps are cut from epochs.
+    """How epochs are cut into steps.
 
     Attributes:
         seed: The run's seed.
         samples: Samples per epoch.
-        global_batch_size: Samples per step in the first epoch; an epoch's last step takes what is left.
-        logical_ranks: Micro-batch slots per step then, over all processes.
-        growth: (Epoch, global batch size, logical ranks) of each later size, and the epoch that it begins with.
-        repeats: How often each image is among the samples.
-        weights: What each sample counts for in a step's mean loss, int64 [samples], tokens say; None: each counts once.
-        sort_key: By what each step's samples are sorted before they are cut into micro-batches, [samples]; None: by
-            nothing. Which samples a step uses does not depend on it.
-        in_step: Whether each process is to have as many micro-batches in a step as every other, as those must that
-            gather their weights together in each; what is missing is phantoms.
-        lengths: How long each sample is; None where that makes no difference.
-        sizes: Height and width of each sample, [samples, 2], where a micro-batch is padded to its tallest and widest.
-        class_weights: What each sample's class counts for in the loss, float64 [samples]; None: each the same. Shares
-            of micro-batches and statistics of BatchNorm do not depend on it.
-        draws: How samples are drawn with replacement; None: each is used once an epoch.
-        balanced: Whether steps and micro-batches are to cost about the same, where samples are of unequal length.
+        global_batch_size: Samples per step in the first epoch; an epoch's last step takes the remainder.
+        logical_ranks: Micro-batch slots per step in the first epoch, over all processes.
+        growth: (Epoch, global batch size, logical ranks) of each later size; the epoch is the first one with it.
+        repeats: How often each image occurs among the samples.
+        weights: Weight of each sample in a step's mean loss, int64 [samples], for example tokens; None: all equal.
+        sort_key: Key by which each step's samples are sorted before they are cut into micro-batches, [samples]; None:
+            unsorted. It does not affect which samples a step uses.
+        in_step: Whether all processes need the same number of micro-batches in a step, as with weights that are
+            gathered in each micro-batch; missing ones become phantoms.
+        lengths: Length of each sample; None if irrelevant.
+        sizes: Height and width of each sample, [samples, 2], if a micro-batch is padded to its largest height and
+            width.
+        class_weights: Class weight of each sample in the loss, float64 [samples]; None: all equal. It does not affect
+            micro-batch weights and BatchNorm statistics.
+        draws: Sampling with replacement; None: each sample is used once per epoch.
+        balanced: Whether to balance the cost of steps and micro-batches for samples of unequal length.
     """
 
     seed: int
@@ -109,11 +110,11 @@ class StepGeometry:
 
     @cached_property
     def epochs(self) -> Epochs:
-        """Position of each step in the epochs."""
+        """Position of each step within the epochs."""
         return Epochs.cut(self.samples, [(0, self.global_batch_size, self.logical_ranks), *self.growth])
 
     def slices(self, step: int, world: World) -> list[SampleSlice]:
-        """The micro-batches of one step on one process, in logical order, phantoms first; never empty."""
+        """Return one process's micro-batches of a step, in logical order, phantoms first; never empty."""
         keys, bounds = self._cut_keys(step)
         ids = self._ids(keys)
         epoch, ranks = self.epochs.place(step)[0], self.epochs.phase_at(step).logical_ranks
@@ -139,7 +140,7 @@ class StepGeometry:
         ]
 
     def load(self, step: int, processes: int) -> StepLoad | None:
-        """The work of one step on a number of processes; None if samples have no lengths."""
+        """Return the work of one step on a number of processes; None if samples have no lengths."""
         if self.lengths is None:
             return None
         costs = self._costs(step, self.lengths)
@@ -152,9 +153,10 @@ class StepGeometry:
         )
 
     def costliest(self, first: int, last: int) -> Costliest | None:
-        """The largest micro-batch of steps ``first`` to ``last`` (excluded), of the first 200 of them.
+        """Return the largest micro-batch of steps ``first`` to ``last`` (excluded), among the first 200 of them.
 
-        None where there are no such steps, and where all are alike: samples have no lengths, or are padded to one.
+        None if there are no such steps, or all micro-batches are equal: samples have no lengths or a fixed padded
+        length.
         """
         if self.sizes is None and (self.lengths is None or not self.lengths.is_ragged):
             return None
@@ -166,21 +168,21 @@ class StepGeometry:
         return max(found, default=None)
 
     def _areas(self, step: int) -> list[int]:
-        """Pixels, padding included, in the micro-batch of each logical rank: as tall and as wide as any of it."""
+        """Return the padded pixels in each logical rank's micro-batch: its largest height times its largest width."""
         assert self.sizes is not None
         ids, bounds = self._cut(step)
         sizes = self.sizes[ids]
         return [(end - begin) * int(sizes[begin:end].max(axis=0, initial=0).prod()) for begin, end in pairwise(bounds)]
 
     def _costs(self, step: int, lengths: SampleLengths) -> list[int]:
-        """Places for tokens, padding included, in the micro-batch of each logical rank."""
+        """Return the padded token positions in each logical rank's micro-batch."""
         ids, bounds = self._cut(step)
         padded = lengths.padded(ids)
-        # Of no samples there is nothing to be longest.
+        # An empty micro-batch has no longest sample.
         return [(end - begin) * int(padded[begin:end].max(initial=0)) for begin, end in pairwise(bounds)]
 
     def uses(self, epoch: int) -> NDArray[np.int64] | None:
-        """How often each sample is used in an epoch, [samples]; None: once."""
+        """Return how often an epoch uses each sample, [samples]; None: once."""
         return None if self.draws is None else np.bincount(self._ids(self._order(epoch)), minlength=self.samples)
 
     def _ids(self, keys: SampleIds) -> SampleIds:
@@ -194,12 +196,12 @@ class StepGeometry:
         return balanced_order(self.seed, epoch, self._balances, self.epochs.phase_of_epoch(epoch).global_batch_size)
 
     def _cut(self, step: int) -> tuple[SampleIds, tuple[int, ...]]:
-        """The samples of one step, and where each logical rank's begin and end among them."""
+        """Return the samples of one step, and the bounds of each logical rank among them."""
         keys, bounds = self._cut_keys(step)
         return self._ids(keys), bounds
 
     def _cut_keys(self, step: int) -> tuple[SampleIds, tuple[int, ...]]:
-        """The same with the keys of samples that are drawn with replacement."""
+        """The same, with the keys of samples drawn with replacement."""
         (epoch, position), phase = self.epochs.place(step), self.epochs.phase_at(step)
         if self._balances is not None:
             return _balanced_cut(
@@ -212,12 +214,12 @@ class StepGeometry:
 
     @property
     def _balances(self) -> SampleLengths | None:
-        """The lengths that steps and micro-batches are balanced by, if they are; repeated samples stay together."""
+        """Return the lengths used for balancing, if any; repeated samples stay together."""
         balances = self.balanced and self.repeats == 1 and self.draws is None
         return self.lengths if balances and self.lengths is not None and self.lengths.is_ragged else None
 
     def stream(self, first_step: int, last_step: int, world: World) -> Iterator[SampleSlice]:
-        """All micro-batches of one process for steps ``first_step`` to ``last_step`` (excluded), across epochs."""
+        """Yield one process's micro-batches for steps ``first_step`` to ``last_step`` (excluded), across epochs."""
         begun = -1
         for step in range(first_step, last_step):
             yield from self.slices(step, world)
@@ -227,20 +229,20 @@ class StepGeometry:
                 self._order_ahead(epoch + 1, last_step)
 
     def _order_ahead(self, epoch: int, last_step: int) -> None:
-        """Have a long epoch's order ready before it begins: sorting a million samples takes longer than some steps."""
+        """Compute a long epoch's order in advance: sorting a million samples takes longer than some steps."""
         if self.samples >= _ORDERED_AHEAD and self.epochs.place(last_step - 1)[0] >= epoch:
             threading.Thread(target=self._order, args=(epoch,), name="epoch order", daemon=True).start()
 
     @property
     def largest_part(self) -> int:
-        """Samples in the first epoch's micro-batches, which even parts have at most."""
+        """Maximum number of samples in the first epoch's micro-batches, for even parts."""
         return -(-self.global_batch_size // self.logical_ranks)
 
     def smallest_part(self, steps: int) -> int:
-        """Samples in the smallest non-empty micro-batch of a run of so many steps."""
+        """Return the number of samples in the smallest non-empty micro-batch of a run with this number of steps."""
         epochs = self.epochs
         if self._balances is not None:
-            return 1  # a long sample may have a micro-batch to itself
+            return 1  # a long sample may be alone in its micro-batch
         tails = [epochs.last_step_samples(each) // each.logical_ranks for each in epochs.finished_phases(steps)]
         whole = [each.global_batch_size // each.logical_ranks for each in epochs.phases if each.first_step < steps]
         return max(1, min(tails + whole))
@@ -248,7 +250,7 @@ class StepGeometry:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """Where in a step's samples one micro-batch lies."""
+    """Position of one micro-batch among a step's samples."""
 
     logical_rank: int
     begin: int
@@ -259,12 +261,12 @@ class _Part:
 
 @lru_cache(maxsize=8)
 def _parts(bounds: tuple[int, ...], world: World, *, in_step: bool) -> tuple[_Part, ...]:
-    """The parts of a step, which lie within ``bounds``, that are one process's; empty ones come last among all."""
+    """Return one process's parts of a step, given ``bounds``; among all parts, empty ones come last."""
     size, logical_ranks = bounds[-1], len(bounds) - 1
     per_process = logical_ranks // world.world_size
     owned = range(world.rank * per_process, (world.rank + 1) * per_process)
     filled = [rank for rank in owned if bounds[rank] < bounds[rank + 1]]
-    # Empty parts come last: no process has more of the others than the first.
+    # Empty parts come last, so no process has more non-empty parts than the first.
     wanted = min(size, per_process) if in_step else 1
     empty = [rank for rank in owned if rank not in filled][: max(0, wanted - len(filled))]
     phantoms = [
@@ -279,7 +281,7 @@ def _parts(bounds: tuple[int, ...], world: World, *, in_step: bool) -> tuple[_Pa
 
 
 def evaluation_rounds(samples: int, batch_size: int, world: World, shapes: SampleShapes | None = None) -> int:
-    """Most evaluation batches that any process has."""
+    """Return the maximum number of evaluation batches of any process."""
     batches = sum(math.ceil(len(ids) / batch_size) for _, ids in _alike(samples, shapes))
     return math.ceil(batches / world.world_size)
 
@@ -287,11 +289,11 @@ def evaluation_rounds(samples: int, batch_size: int, world: World, shapes: Sampl
 def evaluation_slices(
     samples: int, batch_size: int, world: World, shapes: SampleShapes | None = None
 ) -> Iterator[SampleSlice]:
-    """Evaluation batches of one process: each sample once, in batches that no world size changes.
+    """Yield one process's evaluation batches: each sample once, in batches that do not depend on the world size.
 
-    Batch *j* holds samples ``[j * batch_size, (j + 1) * batch_size)`` and goes whole to process
-    ``j mod world_size``, so that a sample is always scored in the same company. With shapes, int64 [samples, 2], the
-    samples are first sorted by theirs, and a batch holds samples of one.
+    Batch *j* holds samples ``[j * batch_size, (j + 1) * batch_size)`` and goes as a whole to process ``j mod
+    world_size``, so that a sample is always scored in the same batch. With shapes, int64 [samples, 2], samples are
+    grouped by shape, and a batch holds samples of one shape.
     """
     batches = [
         (shape, ids[at : at + batch_size])
@@ -304,7 +306,7 @@ def evaluation_slices(
 
 
 def _alike(samples: int, shapes: SampleShapes | None) -> list[tuple[tuple[int, int] | None, SampleIds]]:
-    """The samples of each shape, in order."""
+    """Return the samples of each shape, in order."""
     if shapes is None:
         return [(None, np.arange(samples))]
     distinct, which = np.unique(shapes, axis=0, return_inverse=True)

@@ -1,7 +1,7 @@
-"""Streams of batches on the device: the pipeline interface, and a pipeline made from a reading function.
+"""Streams of batches on the device: the pipeline interface, and a pipeline built from a reading function.
 
-Threads may make batches ahead. On a GPU, batch *n + 1* is copied, normalised and finished on a side stream while *n* is
-computed on; on the CPU the same arithmetic runs in line.
+Threads may prepare batches ahead. On a GPU, batch *n + 1* is copied, normalised and finished on a side stream during
+the computation of *n*; on the CPU the same arithmetic runs synchronously.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from paceline.world import World
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where and how batches end up.
+    """Device and layout of batches.
 
     Attributes:
-        device: Where the model lives.
-        channels_last: Whether images come with the channel as the fastest axis.
+        device: The model's device.
+        channels_last: Whether images use the channels-last memory format.
     """
 
     device: torch.device
@@ -41,29 +41,29 @@ class Pipeline(Protocol):
     """Batches on the device, ready for the model, in the order of the plan."""
 
     def start(self, *, training: bool, evaluation: bool) -> None:
-        """Start the loader processes that these streams will need, if any.
+        """Start the loader processes for these streams, if any.
 
-        Called while this process has no other threads: a process forked beside them inherits their locks.
+        Called while this process has no other threads, since forked processes would inherit their locks.
         """
         ...
 
     def load(self, report: Progress) -> None:
-        """Load what is held in memory now, and report (samples read, samples in all) periodically."""
+        """Load the in-memory data now, and report (samples read, total samples) periodically."""
         ...
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
-        """This process's micro-batches of the steps ``first`` to ``last`` (excluded).
+        """Yield this process's micro-batches of steps ``first`` to ``last`` (excluded).
 
-        Several may be held at once: each has memory of its own.
+        Several may be kept at once, since they do not share memory.
         """
         ...
 
     def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
-        """This process's part of the evaluation samples; over all processes, each sample once."""
+        """Yield this process's part of the evaluation samples; over all processes, each sample once."""
         ...
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
-        """A name for people: the file, or the set and the id."""
+        """Return a display name: the file, or the set and the id."""
         ...
 
     def close(self) -> None:
@@ -75,12 +75,12 @@ class TimedPipeline(Pipeline, Protocol):
     """A pipeline that reports when a training step waits for a transfer to the device."""
 
     def timed_by(self, moving: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Enter the context of ``moving`` at such waits."""
+        """Enter the context of ``moving`` during such waits."""
         ...
 
 
 def as_timed(pipeline: Pipeline) -> TimedPipeline | None:
-    """The same pipeline, if it reports them; users' own need not."""
+    """Return the same pipeline if it reports them; custom pipelines need not."""
     return cast("TimedPipeline", pipeline) if hasattr(pipeline, "timed_by") else None
 
 
@@ -92,10 +92,10 @@ _MOST_THREADS = 16
 
 
 def reading_threads(workers: int | str, world: World) -> tuple[int, str]:
-    """How many threads of each process read, with the reason, where ``data.workers`` counts threads.
+    """Return the number of reading threads per process, with the reason, if ``data.workers`` counts threads.
 
     Args:
-        workers: What the recipe says: a number, or ``auto``.
+        workers: The recipe's value: a number, or ``auto``.
         world: The processes that share this machine's cores.
     """
     if isinstance(workers, int):
@@ -108,18 +108,18 @@ def reading_threads(workers: int | str, world: World) -> tuple[int, str]:
 def made_ahead(
     make: Callable[[Piece], Made], pieces: Iterable[Piece], *, threads: int, prefetch: int = 1
 ) -> Iterator[Made]:
-    """Yield ``make(piece)`` of each piece, in their order, and have the next ones made meanwhile.
+    """Yield ``make(piece)`` for each piece in order, and compute the next ones in advance.
 
-    What ``make`` raises is raised where its piece's turn comes. ``pieces`` is consumed lazily, by the caller's thread.
+    An error in ``make`` is raised at its piece's turn. ``pieces`` is consumed lazily, by the caller's thread.
 
     Args:
-        make: What the threads call.
-        pieces: What of.
-        threads: How many make at once; 0 makes each when it is asked for.
-        prefetch: How many pieces are begun ahead for each thread.
+        make: Function to run in the threads.
+        pieces: Its arguments.
+        threads: Number of threads; 0 computes each on request.
+        prefetch: Pieces to start ahead per thread.
     """
     if not threads:
-        for piece in pieces:  # map() would take a StopIteration out of ``make`` for the end
+        for piece in pieces:  # map() would mistake a StopIteration in ``make`` for the end
             yield make(piece)
         return
     coming, waiting = iter(pieces), deque[Future[Made]]()
@@ -131,13 +131,13 @@ def made_ahead(
                 if not waiting:
                     return
                 yield waiting.popleft().result()
-        finally:  # before the pool is closed, which waits for all that was not cancelled
+        finally:  # before the pool is closed, which waits for everything that is not cancelled
             for each in waiting:
                 each.cancel()
 
 
 class Normalize:
-    """uint8 [N, C, H, W] to float32 ``(x / 255 - mean) / std``, as one multiplication and one addition."""
+    """Normalise uint8 [N, C, H, W] to float32 ``(x / 255 - mean) / std``, as one multiplication and one addition."""
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], placement: Placement) -> None:
         deviation = torch.tensor(std, dtype=torch.float64)
@@ -156,17 +156,18 @@ class Normalize:
         return images.to(torch.float32, memory_format=self._format).mul_(scale).add_(shift)
 
     def _whole(self, factor: torch.Tensor, size: torch.Size) -> torch.Tensor:
-        # As large as an image: three factors broadcast along the fastest axis (channels last) would not be vectorised.
+        # As large as an image: broadcasting three factors along the fastest axis (channels last) would not be
+        # vectorised.
         return factor.expand(1, *size).contiguous(memory_format=self._format).to(self._device)
 
 
 def as_they_are(inputs: Nested) -> Nested:
-    """For :func:`to_device`: inputs the network takes unchanged."""
+    """For :func:`to_device`: return inputs unchanged."""
     return inputs
 
 
 def pinned(batch: Batch, placement: Placement) -> Batch:
-    """Where batches go to a GPU, the same in page-locked memory: from other memory, a copy makes the host wait."""
+    """Return a batch in pinned memory if it goes to a GPU: from pageable memory, the copy would block the host."""
     return batch.pin_memory() if placement.device.type == "cuda" else batch
 
 
@@ -177,14 +178,14 @@ def to_device(
     finish: Callable[[Batch], Batch] | None = None,
     moving: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Iterator[Batch]:
-    """Yield each batch on the device, normalised; one ahead where the device has streams.
+    """Yield each batch on the device, normalised; one batch ahead if the device has streams.
 
     Args:
         batches: From a back-end.
-        normalize: Makes of their inputs what the network takes: floats of images.
-        placement: Where they are to be.
-        finish: What is done to them there.
-        moving: Entered where the step waits for that. Beside the step it costs nothing.
+        normalize: Converts their inputs to the network's, such as images to floats.
+        placement: Target device and layout.
+        finish: Further processing on the device.
+        moving: Context entered while the step waits for the transfer; overlapped transfers are not included.
     """
 
     def move(batch: Batch) -> Batch:
@@ -204,7 +205,7 @@ def _moved(batch: Batch, normalize: Callable[[Nested], Nested], device: torch.de
     both = (batch.inputs, batch.targets)
     inputs, targets = (mapped(lambda each: each.to(device, non_blocking=True), nested) for nested in both)
     if len(batch.ids) == 0:
-        # Every sample of the micro-batch was broken: a blank one with weight zero keeps the collectives matched.
+        # All samples of the micro-batch are broken: a blank one with weight zero keeps the collectives matched.
         blank = (mapped(lambda each: each.new_zeros((1, *each.shape[1:])), nested) for nested in (inputs, targets))
         inputs, targets = blank
     return Batch(normalize(inputs), targets, batch.ids, batch.slice, batch.broken)
@@ -218,7 +219,7 @@ def _one_ahead(
 ) -> Iterator[Batch]:
     backend: Any = torch.get_device_module(device)
     side = backend.Stream(device)
-    # What batches are made of may lie on the device already, and have been brought there on this stream.
+    # The batch's source data may already be on the device, copied there on this stream.
     side.wait_stream(backend.current_stream(device))
 
     def fetch() -> Batch | None:
@@ -239,24 +240,24 @@ def _one_ahead(
 
 
 Reader = Callable[[SampleSlice, bool], tuple[Nested, Nested] | Batch]
-"""Makes inputs and targets of the samples ``slice.ids``, which are numbered from 0 among those for training, or among
-those held out; the second argument says which. A batch instead, where some samples may be broken."""
+"""Returns inputs and targets of the samples ``slice.ids``, numbered from 0 within the training or held-out set, which
+the second argument selects. May return a Batch instead, if some samples are broken."""
 
 
 class SimplePipeline:
-    """Batches that a function makes, moved to the device.
+    """Batches from a function, moved to the device.
 
     Args:
-        read: Makes a batch. It must give the same for the same ids and epoch every time, whatever else is among them;
-            what it draws is keyed by them (``paceline.data.random_draws``). With threads, several batches are made at
-            once.
-        evaluation_samples: How many are held out.
-        placement: Where batches are to be.
-        name: What the samples are called in messages, before their number.
-        threads: How many read ahead, for samples that come from a disk or take time to make; 0, for what is in memory,
-            makes a batch when it is asked for.
-        prefetch: Micro-batches that are begun ahead for each thread.
-        normalize: Makes of inputs on the device what the network takes.
+        read: Creates a batch. It must return the same samples for the same ids and epoch every time, whatever the rest
+            of the batch; key its random draws by them (``paceline.data.random_draws``). With threads, it is called
+            concurrently.
+        evaluation_samples: Number of held-out samples.
+        placement: Target device and layout of batches.
+        name: Name of samples in messages, before their number.
+        threads: Number of threads that read ahead, for samples that are read from disk or slow to compute; 0, for
+            in-memory data, creates batches on request.
+        prefetch: Micro-batches to start ahead per thread.
+        normalize: Converts inputs on the device to the network's.
     """
 
     def __init__(
@@ -279,21 +280,21 @@ class SimplePipeline:
         self._moving: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def start(self, *, training: bool, evaluation: bool) -> None:
-        """Nothing: there are no loader processes, and threads begin with the first batch."""
+        """Do nothing: there are no loader processes, and threads start with the first batch."""
 
     def load(self, report: Progress) -> None:
-        """Nothing to load."""
+        """Do nothing: there is nothing to load."""
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
-        """This process's micro-batches of the steps ``first`` to ``last`` (excluded)."""
+        """Yield this process's micro-batches of steps ``first`` to ``last`` (excluded)."""
         return self._batches(geometry.stream(first, last, world), training=True)
 
     def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
-        """This process's part of the evaluation samples."""
+        """Yield this process's part of the evaluation samples."""
         return self._batches(evaluation_slices(self._evaluation_samples, batch_size, world), training=False)
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
-        """The set and the number."""
+        """Return the set and the number."""
         return f"{self._name} {sample_id} ({'training' if training else 'held out'})"
 
     def timed_by(self, moving: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -301,7 +302,7 @@ class SimplePipeline:
         self._moving = moving
 
     def close(self) -> None:
-        """Nothing to close: threads end with their stream."""
+        """Do nothing: threads end with their stream."""
 
     def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
         make = partial(self._batch, training=training)

@@ -1,7 +1,7 @@
-"""Check what a run's loader processes need: shared memory, file descriptors, cores.
+"""Check the resources of a run's loader processes: shared memory, file descriptors, cores.
 
-This runs before anything starts. Otherwise a full /dev/shm kills a worker with a bus error, and a full table of file
-descriptors ends the run, after minutes and with messages that name neither.
+This runs before anything starts. Otherwise a full /dev/shm kills a worker with a bus error, or a lack of file
+descriptors ends the run, after minutes and with messages that do not name the cause.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.units import format_bytes
 SHARED_MEMORY = Path("/dev/shm")
 
 _OWN_DESCRIPTORS = Path("/proc/self/fd")
-# Of the training process: pipes and sentinel of a worker, and the two tensors of each batch that is not used yet.
+# In the training process: pipes and sentinel of a worker, and two tensors of each queued batch.
 _DESCRIPTORS_PER_WORKER = 6
 _DESCRIPTORS_PER_BATCH = 2
 # Logs, checkpoints, trackers, a process group's sockets.
@@ -25,14 +25,14 @@ _DESCRIPTORS_BESIDE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """What a run needs on one machine to load its batches.
+    """Resources that a run needs on one machine to load its batches.
 
     Attributes:
-        processes: Ranks on this machine.
-        workers: Loader processes of each, for each split.
-        prefetch: Batches that each loader process keeps ready.
-        train_batch_bytes: Of one training micro-batch as it is loaded; 0 if nothing is trained.
-        evaluation_batch_bytes: Of one evaluation batch; 0 if nothing is evaluated.
+        processes: Number of ranks on this machine.
+        workers: Loader processes per rank and split.
+        prefetch: Batches to prefetch per loader process.
+        train_batch_bytes: Size of one loaded training micro-batch; 0 without training.
+        evaluation_batch_bytes: Size of one evaluation batch; 0 without evaluation.
     """
 
     processes: int
@@ -43,18 +43,18 @@ class Loading:
 
     @property
     def least_bytes(self) -> int:
-        """Of shared memory, if each loader process holds one training batch, or one of evaluation where none trains."""
+        """Minimum shared memory: one training batch per loader process, or one evaluation batch without training."""
         return self.processes * self.workers * (self.train_batch_bytes or self.evaluation_batch_bytes)
 
     @property
     def most_bytes(self) -> int:
-        """Of shared memory, if each holds as many batches as it may; training's wait there during an evaluation."""
+        """Maximum shared memory: full queues everywhere; training batches stay queued during an evaluation."""
         batches = self.processes * self.workers * self.prefetch
         return batches * (self.train_batch_bytes + self.evaluation_batch_bytes)
 
     @property
     def descriptors(self) -> int:
-        """Needed by one rank for its queued batches."""
+        """File descriptors that one rank needs for its queued batches."""
         each = _DESCRIPTORS_PER_WORKER + _DESCRIPTORS_PER_BATCH * self.prefetch
         splits = (self.train_batch_bytes > 0) + (self.evaluation_batch_bytes > 0)
         return splits * self.workers * each + _DESCRIPTORS_BESIDE
@@ -70,8 +70,8 @@ class Findings:
     """Obstacles to a run on this machine.
 
     Attributes:
-        refusal: Why it cannot work, and what to change; empty if it may.
-        warnings: What may go wrong or be slow, and what to change.
+        refusal: Why the run cannot work, and what to change; empty if it can.
+        warnings: Possible failures and slowdowns, and what to change.
     """
 
     refusal: str = ""
@@ -79,10 +79,10 @@ class Findings:
 
 
 def look_at_machine(loading: Loading, shared_memory: Path = SHARED_MEMORY) -> Findings:
-    """Compare a run's needs with this process's limits.
+    """Compare a run's requirements with this process's limits.
 
     Args:
-        loading: The request. shared_memory: Where the system keeps it.
+        loading: The requirements. shared_memory: Path of the system's shared memory.
     """
     if loading.workers == 0:
         return Findings()
@@ -92,7 +92,7 @@ def look_at_machine(loading: Loading, shared_memory: Path = SHARED_MEMORY) -> Fi
 
 
 def _shared_memory(loading: Loading, path: Path) -> tuple[str, str]:
-    """Why there is too little shared memory, and why there may be."""
+    """Return the error and the warning about too little shared memory."""
     try:
         found = os.statvfs(path)
     except OSError:
@@ -105,7 +105,7 @@ def _shared_memory(loading: Loading, path: Path) -> tuple[str, str]:
     free = found.f_bavail * found.f_frsize
     size = "batch.micro_size" if loading.train_batch_bytes else "evaluate.batch_size"
     change = (
-        # With half as much again, as Docker writes it.
+        # With a 50 % margin, in Docker's notation.
         f"give it more (docker run --shm-size={max(1, -(-3 * loading.most_bytes // 2**31))}g; in Kubernetes an "
         f"emptyDir of medium Memory at {path}), or lower data.workers, data.prefetch or {size}."
     )
@@ -124,14 +124,14 @@ def _shared_memory(loading: Loading, path: Path) -> tuple[str, str]:
 
 
 def _descriptors(loading: Loading) -> str:
-    """Why there are too few file descriptors."""
+    """Return the error about too few file descriptors."""
     try:
         import resource
 
         limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
         used = len(os.listdir(_OWN_DESCRIPTORS))
     except (ImportError, OSError):
-        return ""  # no such limit, or no telling
+        return ""  # there is no such limit, or it is unknown
     needed = used + loading.descriptors
     if limit in (-1, resource.RLIM_INFINITY) or needed <= limit:
         return ""
@@ -144,7 +144,7 @@ def _descriptors(loading: Loading) -> str:
 
 
 def _cores(loading: Loading) -> str:
-    """Why loader processes will take time from one another."""
+    """Return the warning about loader processes that compete for cores."""
     cores = available_cores()
     asked = loading.processes * loading.workers
     if asked <= max(cores, loading.processes):

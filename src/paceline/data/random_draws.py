@@ -38,13 +38,13 @@ def philox4x32(counter: tuple[Words, Words, Words, Words], key: tuple[int, int])
 
 
 def uniforms(seed: int, epoch: int, ids: NDArray[np.int64], count: int) -> NDArray[np.float64]:
-    """Draw ``count`` numbers in [0, 1) for each sample, float64 [len(ids), count], 32 random bits each.
+    """Draw ``count`` numbers in [0, 1) for each sample, float64 [len(ids), count], with 32 random bits each.
 
     Args:
         seed: The run's seed, in [0, 2**64).
         epoch: Epoch number, in [0, 2**32).
         ids: Sample ids, in [0, 2**63).
-        count: Numbers per sample; a longer row begins with the shorter one's numbers.
+        count: Numbers per sample; a longer row starts with the numbers of a shorter one.
     """
     blocks = -(-count // 4)
     sample = ids.astype(np.uint64)[:, None]

@@ -1,4 +1,4 @@
-"""Names of splits: the words by which folders, files and rows say that they are for training or held out."""
+"""Split names: words in folder, file and row names that mark training or held-out data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import PurePath
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
-# The first of several names of a split is the one to read.
+# If a split has several names, the first one is read.
 WORDS = {
     TRAIN: ("train", "training"),
     VALIDATION: ("validation", "val", "valid", "dev"),
@@ -16,7 +16,7 @@ WORDS = {
 
 
 def split_of(path: PurePath) -> str | None:
-    """Return the split that the words of a path name, those of the innermost part first; None if none does."""
+    """Return the split named by the words of a path, innermost part first; None if none is."""
     for part in reversed(path.parts):
         words = re.split(r"[^a-z]+", part.lower())
         for split, names in WORDS.items():
@@ -26,10 +26,10 @@ def split_of(path: PurePath) -> str | None:
 
 
 def held_out_among(names: Collection[str]) -> str | None:
-    """Return the name of the split to evaluate on: validation, or else test; None if neither is there."""
+    """Return the name of the evaluation split: validation, or else test; None if neither exists."""
     return next((word for split in (VALIDATION, TEST) for word in WORDS[split] if word in names), None)
 
 
 def unread_splits(names: Sequence[str]) -> str:
-    """Report splits that exist but are not read; empty if there are none."""
+    """Describe splits that exist but are not read; empty if there are none."""
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not read" if names else ""

@@ -1,8 +1,8 @@
-"""Files of predictions, written in constant memory as predictions come.
+"""Prediction files, written in constant memory as predictions arrive.
 
 Output goes to a file with the suffix ``.partial``, which is renamed after the last prediction: the file is complete or
-absent. What a kill leaves is the partial one, in which all lines of full
-batches stand (but for Parquet, whose index is written last); the same command starts again and overwrites it.
+absent. A killed command leaves the partial file with the lines of all complete batches (except Parquet, whose index is
+written last); running it again overwrites the partial file.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Row = dict[str, Any]
 
 
 class AnswerWriter(ABC):
-    """Takes rows, one for each image, into a file of text unless a kind of file is another."""
+    """Writes rows, one per image, to a text file; subclasses write other formats."""
 
     _file: TextIO
 
     @abstractmethod
     def write(self, rows: Iterable[Row]) -> None:
-        """Add rows to the end, and hand them to the operating system."""
+        """Append rows and flush them to the operating system."""
 
     def close(self) -> None:
         """Finish the file."""
@@ -43,7 +43,7 @@ class AnswerWriter(ABC):
 
 
 class _JsonLines(AnswerWriter):
-    """One JSON object for each image."""
+    """One JSON object per image."""
 
     def __init__(self, path: Path, _: ImagePredictor) -> None:
         self._file = path.open("w", encoding="utf-8")
@@ -54,9 +54,9 @@ class _JsonLines(AnswerWriter):
 
 
 class _Csv(AnswerWriter):
-    """One line for each label of an image, or for each object in it; one without a label for an image without any.
+    """One line per label of an image or per object in it; one without a label if it has none.
 
-    Of numbers one line for each image, with a column for each number, and of any number of labels one for these too.
+    For numbers, and for multi-label images, one line per image with a column per number or class.
     """
 
     def __init__(self, path: Path, predictor: ImagePredictor) -> None:
@@ -85,7 +85,7 @@ class _Csv(AnswerWriter):
 
 
 class _Parquet(AnswerWriter):
-    """One row for each image, with lists of labels and probabilities; needs the extra ``pack``."""
+    """One row per image, with lists of labels and probabilities; needs the extra ``pack``."""
 
     def __init__(self, path: Path, predictor: ImagePredictor) -> None:
         try:
@@ -111,7 +111,7 @@ class _Parquet(AnswerWriter):
         self._rows: list[Row] = []
 
     def write(self, rows: Iterable[Row]) -> None:
-        # A group of rows for each batch would make a slow file.
+        # One row group per batch would make a slow file.
         self._rows += [
             {**row, "path": utf8(os.fspath(row["path"])), "labels": list(map(utf8, row.get("labels", ())))}
             for row in rows
@@ -134,10 +134,10 @@ ENDINGS = tuple(_WRITERS)
 
 
 def check_output(path: Path) -> None:
-    """Refuse an unusable output name before anything is computed.
+    """Reject an unusable output name before any computation.
 
     Raises:
-        DataError: If its ending is of no kind that is written, it exists, or its folder does not.
+        DataError: If its extension is not supported, it exists, or its folder does not.
     """
     if path.suffix not in _WRITERS:
         raise DataError(f"--output={path}: the name must end in {', '.join(ENDINGS[:-1])} or {ENDINGS[-1]}; change it.")
@@ -149,14 +149,14 @@ def check_output(path: Path) -> None:
 
 @contextmanager
 def answer_file(path: Path, predictor: ImagePredictor) -> Iterator[AnswerWriter]:
-    """Open a new file of answers, of the kind its ending names; it is there when everything has been written.
+    """Open a new prediction file in the format of its extension; it appears under its name when complete.
 
     Args:
         path: The new file.
-        predictor: Whose answers it will hold.
+        predictor: The predictor whose predictions are written.
 
     Raises:
-        DataError: As :func:`check_output`, or if the disk refuses.
+        DataError: As in :func:`check_output`, or if writing fails.
     """
     check_output(path)
     partial = path.with_name(f"{path.name}.partial")
@@ -166,7 +166,7 @@ def answer_file(path: Path, predictor: ImagePredictor) -> Iterator[AnswerWriter]
             yield writer
         except BaseException:
             with suppress(OSError):
-                writer.close()  # what there is, is whole
+                writer.close()  # only complete output
             raise
         writer.close()
         partial.replace(path)

@@ -1,4 +1,4 @@
-"""Predictions for images, from any weights and library."""
+"""Image predictions, from any weights and library."""
 
 from __future__ import annotations
 
@@ -21,30 +21,29 @@ from paceline.inference.sources import PictureFile
 from paceline.machine import available_cores
 
 Prepared = Any
-"""One image as a predictor wants it, with its size in memory as ``nbytes``; only the predictor that made it looks
-inside."""
+"""One image as prepared for a predictor, with its size in memory as ``nbytes``; opaque to other code."""
 
 NOT_FINITE = "the network's output is not a finite number; use other weights"
-"""Why an image has no answer where the network computed none."""
+"""Error of an image for which the network computed nothing."""
 
 Measure = Literal["probability", "share"]
 PLURALS: dict[Measure, str] = {"probability": "probabilities", "share": "shares"}
-"""What rows call all of an image's together."""
+"""Column name of all of an image's probabilities or scores."""
 
 Box = tuple[float, float, float, float]
-"""Left, top, right and bottom edge, in pixels of the file's picture."""
+"""Left, top, right and bottom edge, in pixels of the original picture."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer for one image: labels, the most probable first, or the reason why there are none.
+    """The prediction for one image: labels, most probable first, or the reason why there are none.
 
     Attributes:
-        path: The image file, or its archive and its name in there.
-        labels: Class names, the most probable first; empty if the image could not be read.
-        probabilities: Of each, in [0, 1]; or whatever ``measure`` says.
-        error: Why there is no answer, if there is none.
-        measure: What stands beside each label: its probability, or the share of the pixels that it has.
+        path: The image file, or an archive and the member's name.
+        labels: Class names, most probable first; empty if the image could not be read.
+        probabilities: Value of each label, in [0, 1]; ``measure`` names it.
+        error: Why there is no prediction, if so.
+        measure: Meaning of the values: the label's probability or its share of the pixels.
     """
 
     measure: ClassVar[Measure] = "probability"
@@ -54,7 +53,7 @@ class Answer:
     error: str | None = None
 
     def described(self) -> str:
-        """The answer as one line for people, without the path."""
+        """Describe the prediction in one line, without the path."""
         if self.error is None:
             return self._found()
         return self.error if self.error == NOT_FINITE else f"unreadable: {self.error}"
@@ -64,9 +63,9 @@ class Answer:
         return "  ".join(f"{label} {100 * value:.1f} %" for label, value in pairs) or "no label"
 
     def row(self) -> dict[str, Any]:
-        """The answer as a row of a file: ``path``, ``labels``, ``probabilities``, what else there is, ``error``.
+        """Return the prediction as a row of a file: ``path``, ``labels``, ``probabilities``, further fields, ``error``.
 
-        Of numbers ``path``, ``numbers`` by their names, ``error``; of any number of labels ``numbers`` are the
+        For regression: ``path``, ``numbers`` by name, ``error``. For multi-label images ``numbers`` are the
         probabilities of all classes.
         """
         return {"path": self.path, **self._columns(), "error": self.error}
@@ -75,29 +74,29 @@ class Answer:
         return {"labels": self.labels, PLURALS[self.measure]: self.probabilities}
 
     def drawn(self, prepared: Prepared, classes: Sequence[str]) -> Image.Image:
-        """A copy of the image that was prepared, with the answer drawn into it.
+        """Return a copy of the prepared image with the prediction drawn into it.
 
         Args:
-            prepared: What the predictor made of the image.
-            classes: All class names; each has its own colour.
+            prepared: The image as prepared by the predictor.
+            classes: All class names; each has a different colour.
 
         Raises:
-            DataError: If nothing in such an answer can be drawn.
+            DataError: If this kind of prediction cannot be drawn.
         """
         raise DataError("--draw draws the objects that a detector finds, and these weights predict none.")
 
 
 class ImagePredictor(ABC):
-    """Answers questions about images. Preparing is safe in several threads at once; answering in one at a time.
+    """Predicts images. ``prepare`` is thread-safe; ``answer`` is for one thread at a time.
 
     Attributes:
-        classes: All class names; none where the network predicts numbers.
-        number_names: What the numbers are called of which every answer has all; empty where there are none.
-        usual_top_k: Default maximum of labels per image.
+        classes: All class names; empty if the network predicts numbers.
+        number_names: Names of the numbers in every prediction; empty if there are none.
+        usual_top_k: Default maximum number of labels per image.
         largest_batch: Maximum batch size; None if the caller chooses.
-        finds_boxes: Whether answers have boxes.
-        draws: Whether answers can be drawn.
-        kind: The class of answers.
+        finds_boxes: Whether predictions have boxes.
+        draws: Whether predictions can be drawn.
+        kind: Class of the predictions.
     """
 
     classes: tuple[str, ...]
@@ -112,12 +111,12 @@ class ImagePredictor(ABC):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the weights in hexadecimal, as ``summary.json`` has it."""
+        """SHA-256 of the weights in hexadecimal, as in ``summary.json``."""
         return weights_sha256(self._saved.state)
 
     @abstractmethod
     def prepare(self, content: bytes) -> Prepared:
-        """Decode one image file and bring it to the size that is shown.
+        """Decode one image file and resize it for the network.
 
         Raises:
             BrokenImageError: If it cannot be read.
@@ -125,18 +124,18 @@ class ImagePredictor(ABC):
 
     @abstractmethod
     def answer(self, prepared: Sequence[Prepared], top_k: int) -> Sequence[Answer]:
-        """One answer for each image, in order, without paths."""
+        """Return one prediction per image, in order, without paths."""
 
     def set_thresholds(self, asked: float | Mapping[str, float]) -> None:
-        """Give labels above other probabilities than the run's: one for all classes, or those of some.
+        """Override the run's thresholds: one probability for all classes, or one for each named class.
 
         Raises:
-            RecipeError: If a name is no class's, or images do not have any number of labels.
+            RecipeError: If a name is not a class, or the task is not multi-label.
         """
         raise RecipeError("--thresholds has no effect: these weights do not give images any number of labels.")
 
     def unreadable(self, path: Path, reason: str) -> Answer:
-        """The answer for an image that cannot be read."""
+        """Return the prediction of an unreadable image."""
         return self.kind(path, error=reason)
 
 
@@ -154,18 +153,18 @@ def answers_ahead(
     batch_size: int = BATCH,
     seen: Seen | None = None,
 ) -> Generator[Answer, None, None]:
-    """Yield one answer for each picture, in order; an unreadable one is an answer too.
+    """Yield one prediction per picture, in order; an unreadable one gets an error entry.
 
-    Threads read and decode ahead of the network, only so far that memory does not grow with the number of files. A
-    batch is a fixed number of files in a row, unreadable ones among them, so that the same files at the same batch size
-    give the same bits.
+    Threads read and decode ahead of the network, with a limit so that memory does not grow with the number of files. A
+    batch is a fixed number of consecutive files, including unreadable ones, so that the same files at the same batch
+    size give bit-identical results.
 
     Args:
-        predictor: Answers.
-        pictures: The files; read as they are needed.
-        top_k: Most labels of each.
-        batch_size: Images answered at once; fewer where the predictor says so.
-        seen: Told of each image that could be read, and its answer.
+        predictor: The predictor.
+        pictures: The files; read on demand.
+        top_k: Maximum number of labels per picture.
+        batch_size: Images per batch; limited by the predictor's ``largest_batch``.
+        seen: Called with each readable image and its prediction.
     """
     batch_size = min(batch_size, predictor.largest_batch or batch_size)
     threads = available_cores()

@@ -1,4 +1,4 @@
-"""Files and folders that appear under their name only once they are complete and checked."""
+"""Files and folders that appear under their final name only when complete and checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_output(output: Path) -> None:
     """Check, before any work, that the output name is free: nothing is overwritten.
 
     Raises:
-        CheckpointError: If something is there, or a part of the path is a file.
+        CheckpointError: If the path exists, or one of its parents is a file.
     """
     with reporting_disk_errors("look for", output):
         if output.exists() or output.is_symlink():
@@ -31,15 +31,15 @@ def check_output(output: Path) -> None:
 
 @contextlib.contextmanager
 def put_in_place(output: Path) -> Iterator[Path]:
-    """Give a path to write a file or folder to, and rename it to ``output`` at the end of the block.
+    """Yield a temporary path to write a file or folder to, and rename it to ``output`` at the end of the block.
 
-    If the block fails, what it wrote is removed, and neither ``output`` nor a folder above it that was missing appears.
+    If the block fails, its output is removed, and neither ``output`` nor missing parent folders are created.
 
     Raises:
-        CheckpointError: If ``output`` exists, or the disk refuses.
+        CheckpointError: If ``output`` exists, or writing fails.
     """
     check_output(output)
-    # In the folder that will hold the missing ones, so on the same disk. The same ending, as some libraries look at it.
+    # In the nearest existing parent, and so on the same disk. Keeps the extension, which some libraries check.
     above, missing = _folders(output)
     partial = above / f".{output.stem}.partial-{secrets.token_hex(4)}{output.suffix}"
     with reporting_disk_errors("write the weights to", output):
@@ -58,7 +58,7 @@ def put_in_place(output: Path) -> Iterator[Path]:
                 partial.rename(output)
             except OSError:
                 for each in missing:
-                    with contextlib.suppress(OSError):  # nobody's who has put something in
+                    with contextlib.suppress(OSError):  # not removed if another program put something in
                         each.rmdir()
                 raise
             for each in (*missing, above):
@@ -71,6 +71,6 @@ def put_in_place(output: Path) -> Iterator[Path]:
 
 
 def _folders(output: Path) -> tuple[Path, list[Path]]:
-    """The nearest of the folders above that is there, if it is one, and those below it that are not, nearest first."""
+    """Return the nearest existing parent folder, if any, and the missing ones below it, nearest first."""
     missing = list(itertools.takewhile(lambda each: not os.path.lexists(each), output.parents))
     return output.parents[len(missing)], missing

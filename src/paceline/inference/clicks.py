@@ -1,4 +1,4 @@
-"""Click probabilities of samples, from trained weights."""
+"""Click probabilities, predicted with trained weights."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _LINES = 1024
 
 @dataclass(frozen=True)
 class ClickAnswer:
-    """The answer for one line.
+    """The prediction for one line.
 
     Attributes:
-        path: Its file.
-        line: Its number there, from 1.
-        probability: Of a click; None if the line is wrong.
-        error: What is wrong with it.
+        path: File of the line.
+        line: Line number, from 1.
+        probability: Click probability; None if the line is invalid.
+        error: Why the line is invalid.
     """
 
     path: str
@@ -50,15 +50,15 @@ class ClickAnswer:
 
 
 class ClickPredictor:
-    """Trained weights of a recommendation task; needs no file but the weights' own.
+    """Trained weights of a recommendation task; needs only the weights file.
 
     Args:
-        saved: The weights; their file says how large the tables are.
+        saved: The weights; their file holds the table sizes.
         device: Where to compute.
-        trust_code: Whether the weights' recipe may name code to import.
+        trust_code: Whether to import code named in the weights' recipe.
 
     Attributes:
-        network: The network, in evaluation on the device.
+        network: The network, in evaluation mode on the device.
     """
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
@@ -73,7 +73,7 @@ class ClickPredictor:
             raise RecipeError(
                 f"the weights in {where} were trained with the task {recipe.task}, not a recommendation task."
             )
-        nothing: Any = ()  # no sample is asked for
+        nothing: Any = ()  # no sample is requested
         task.dataset = ClickDataset(
             name=data["dataset"],
             train=nothing,
@@ -87,14 +87,14 @@ class ClickPredictor:
         self.network: nn.Module = network.to(device).eval()
 
     def predict(self, path: Path) -> Iterator[ClickAnswer]:
-        """Yield one answer for each line, in order; a wrong one is an answer too.
+        """Yield one prediction per line, in order; an invalid line gets an error entry.
 
         Args:
-            path: Lines of Criteo's format, with or without labels; or JSON lines of the form ``{"dense": [numbers],
-                "categories": [rows of the tables]}``, whose numbers are used as they are.
+            path: Lines in Criteo's format, with or without labels; or JSON lines of the form ``{"dense": [numbers],
+                "categories": [rows of the tables]}``, whose numbers are used unchanged.
 
         Raises:
-            DataError: If the file cannot be read, or the weights were trained on other samples than its format has.
+            DataError: If the file cannot be read, or its format does not match the weights' training data.
         """
         is_json = path.name.removesuffix(".gz").endswith(".jsonl")
         if not is_json and not self._is_criteo:

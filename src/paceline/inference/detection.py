@@ -1,4 +1,4 @@
-"""Objects that trained weights find in pictures, with their boxes."""
+"""Object detection in pictures with trained weights, including boxes."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from paceline.inference.trained import trusted_recipe
 from paceline.models.detectors import build_detector
 
 _SURE = 0.5
-# Bright ones that follow one another apart on the colour circle, one for each class in turn.
+# Bright colours, far apart on the colour circle; classes cycle through them.
 _COLOURS = ("#ff4b4b", "#3fd0ff", "#ffd23f", "#7dff6a", "#ff7bf0", "#ffa04b", "#8ea2ff", "#ffffff")
 
 
 @dataclass(frozen=True)
 class Detections(Answer):
-    """The answer for one picture, with objects by descending score; there may be none.
+    """The detections in one picture, by descending score; may be empty.
 
     Attributes:
-        boxes: Left, top, right and bottom edge of each in pixels of the file's picture.
-        masks: Of each, float32 [N, 1, M, M] in [0, 1] on the CPU, where the network draws them: what its box holds, in
-            M rows and columns.
+        boxes: Left, top, right and bottom edge of each, in pixels of the original picture.
+        masks: Masks, float32 [N, 1, M, M] in [0, 1] on the CPU, if the network predicts them: the content of each box
+            on an M x M grid.
     """
 
     boxes: tuple[Box, ...] = ()
@@ -45,7 +45,7 @@ class Detections(Answer):
         return {**super()._columns(), "boxes": self.boxes}
 
     def drawn(self, prepared: Pixels, classes: Sequence[str]) -> Image.Image:
-        """The picture, uint8 [H, W, 3], with boxes and, where there are any, masks."""
+        """Return the picture, uint8 [H, W, 3], with boxes and any masks."""
         picture = Image.fromarray(prepared)
         colours = [_COLOURS[classes.index(label) % len(_COLOURS)] for label in self.labels]
         for number, colour in enumerate(colours if self.masks is not None else ()):
@@ -58,7 +58,7 @@ class Detections(Answer):
         return picture
 
     def _mask(self, number: int, size: tuple[int, int]) -> torch.Tensor:
-        """How strongly one object's pixels are coloured, uint8 [H, W]."""
+        """Return the opacity of one object's pixels, uint8 [H, W]."""
         from torchvision.models.detection.roi_heads import paste_masks_in_image
 
         assert self.masks is not None
@@ -68,16 +68,16 @@ class Detections(Answer):
 
 
 class DetectionPredictor(ImagePredictor):
-    """A trained detector; needs no file but the weights' own.
+    """A trained detector; needs only the weights file.
 
     Args:
-        saved: The weights; their file says how their network was built, and how pictures were shown.
+        saved: The weights; their file describes the network and the preprocessing.
         device: Where to compute.
-        trust_code: Whether the weights' recipe may name code to import.
+        trust_code: Whether to import code named in the weights' recipe.
     """
 
     usual_top_k = 100
-    # Beside larger ones a picture is padded, which changes its answer.
+    # In a batch with larger pictures a picture is padded, which changes its detections.
     largest_batch = 1
     finds_boxes = True
     draws = True
@@ -90,13 +90,13 @@ class DetectionPredictor(ImagePredictor):
         recipe = trusted_recipe(saved, trust_code=trust_code)
         network = build_detector(recipe.model, recipe.data.detection, num_classes=len(self.classes))
         load_trained(network, saved)
-        # Most that is found is not sure, and few masks are drawn: each is pasted when it is.
+        # Most detections have low scores, and few masks are drawn, so masks are pasted only when drawn.
         if isinstance(network.transform, ShownPictures):
             network.transform.pastes_masks = False
         self._network = network.to(device).eval()
         self._is_finite: list[torch.Tensor] = []
-        # Boxes with a score that is not finite are dropped in silence, so the layers that score and place them are
-        # watched; what overflows before them reaches them.
+        # torchvision silently drops boxes with a non-finite score. So the layers that score and place boxes are
+        # checked; earlier overflows reach them.
         for name, layer in network.named_modules():
             if isinstance(layer, nn.Conv2d | nn.Linear) and not name.startswith("backbone."):
                 layer.register_forward_hook(self._note)
@@ -119,7 +119,7 @@ class DetectionPredictor(ImagePredictor):
         return pixels
 
     def answer(self, prepared: Sequence[Pixels], top_k: int) -> list[Answer]:
-        """One answer for each picture, in order, without paths; each is looked at alone."""
+        """Return one prediction per picture, in order, without paths; each picture is processed alone."""
         return [self._answer(pixels, top_k) for pixels in prepared]
 
     @torch.inference_mode()
@@ -128,7 +128,7 @@ class DetectionPredictor(ImagePredictor):
         found: dict[str, torch.Tensor] = self._network(as_floats([as_tensor(pixels).to(self._device)]))[0]
         if not bool(torch.stack(self._is_finite).all()):
             return self.unreadable(Path(), NOT_FINITE)
-        # What is likelier there than not, the surest first.
+        # Detections more likely than not, by descending score.
         sure = found["scores"].sort(descending=True, stable=True).indices
         kept = sure[found["scores"][sure] >= _SURE][:top_k]
         found = {name: each[kept].cpu() for name, each in found.items()}

@@ -1,4 +1,4 @@
-"""Export of a run's weights to a file or folder that other programs open."""
+"""Export a run's weights to a file or folder that other programs can open."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from paceline.inference.hub_export import write_hub_folder
 from paceline.recipe.load import Overrides
 
 FORMATS = {"timm": "", "safetensors": ".safetensors", "onnx": ".onnx", "torch-export": ".pt2"}
-"""The formats, and how the name of a file of each ends; a hub folder's has no ending."""
+"""The formats with their file extensions; a hub folder has none."""
 QUANTIZED = {"int8": ("onnx",), "bf16": ("timm", "safetensors", "torch-export")}
-"""What weights may be rounded to, and in which formats."""
+"""Dtypes to which weights can be rounded, with the formats that support them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """What to write.
+    """What to export.
 
     Attributes:
         target: A run directory, a checkpoint directory, a safetensors file or a hub folder.
-        output: The new file or folder.
+        output: New file or folder.
         form: One of ``FORMATS``.
         weights: ``auto``, ``model`` or ``ema``.
         best: In a run directory, take the best checkpoint instead of the newest.
         quantize: ``int8``, ``bf16`` or None.
-        overrides: Changes to the run's ``data`` section, for ``int8``, which looks at some of its images.
-        trust_code: Whether the weights' recipe may name code to import.
+        overrides: Changes to the run's ``data`` section, for ``int8``, which calibrates on some of its images.
+        trust_code: Whether to import code named in the weights' recipe.
     """
 
     target: Path
@@ -55,14 +55,14 @@ class ExportRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written.
+    """Result of an export.
 
     Attributes:
-        saved: The weights, as they were before they were rounded.
-        size_bytes: Of the file, or of all files of the folder.
-        largest_difference: Between the answers of what was written and the network's own, in logits; None of a
-            safetensors file, which holds the tensors themselves.
-        trial: Of int8: accuracies on held-out images before and after.
+        saved: The weights before rounding.
+        size_bytes: Size of the file, or of all files in the folder.
+        largest_difference: Largest difference between the exported model's output and the network's, in logits; None
+            for a safetensors file, which holds the tensors themselves.
+        trial: For int8: accuracy on held-out images before and after.
     """
 
     saved: SavedWeights
@@ -72,14 +72,14 @@ class Exported:
 
 
 def export(request: ExportRequest) -> Exported:
-    """Write one set of weights in an interchange format, on the CPU.
+    """Export one set of weights in an interchange format, on the CPU.
 
-    Parts that processes hold are put together, and low-rank adapters are merged into the network's own weights. An
-    exported model is compared with the network before the file is put in place.
+    Shards are combined, and low-rank adapters are merged into the network's weights. The exported model is compared
+    with the network before the file is put in place.
 
     Raises:
         PacelineError: If there are no such weights, the format cannot hold them, or the output exists or cannot be
-            written; nothing is written then.
+            written; nothing is written in that case.
     """
     _check(request)
     saved = read_weights(request.target, request.weights, best=request.best)
@@ -124,7 +124,7 @@ def _check(request: ExportRequest) -> None:
 
 
 def _metadata(saved: SavedWeights, request: ExportRequest) -> dict[str, str]:
-    """What a file says of itself: what the weights' own file said, and which they are."""
+    """Build a file's metadata: the metadata of the weights file, and which weights these are."""
     kept = {key: value for key, value in saved.metadata.items() if key != ROUNDED}
     rounded = {ROUNDED: request.quantize} if request.quantize is not None else {}
     return {**kept, "weights": saved.weights, **rounded}
@@ -132,7 +132,7 @@ def _metadata(saved: SavedWeights, request: ExportRequest) -> dict[str, str]:
 
 def _safetensors(request: ExportRequest, saved: SavedWeights, path: Path) -> None:
     state: Mapping[str, Tensor] = saved.plain if request.quantize is None else _rounded(saved)
-    # Without a wrapper's prefix; as it is where the network cannot be built.
+    # Without a wrapper's prefix; unchanged if the network cannot be built.
     if any(all(name.startswith(each) for name in state) for each in WRAPPERS):
         with contextlib.suppress(PacelineError):
             network = open_exportable(saved, trust_code=request.trust_code, wanted="safetensors").network
@@ -146,7 +146,7 @@ def _write_tensors(path: Path, state: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def _rounded(saved: SavedWeights) -> Mapping[str, Tensor]:
-    """The state with its matrices and filters in bf16; norms, biases and statistics take little and stay in fp32."""
+    """Round matrices and filters to bf16; norms, biases and statistics are small and stay in fp32."""
     rounded = {
         key: tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 and tensor.ndim > 1 else tensor
         for key, tensor in saved.plain.items()
@@ -161,7 +161,7 @@ def _timm(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
     shown = saved
     if request.quantize is not None:
         state = _rounded(saved)
-        # What timm reads is fp32 again, so that its answers are those of the rounded weights.
+        # timm loads fp32, so its outputs are those of the rounded weights.
         read = {key: each.float() if each.dtype == torch.bfloat16 else each for key, each in state.items()}
         shown = replace(saved, state=read, metadata={**saved.metadata, ROUNDED: "bf16"})
     exportable = open_exportable(shown, trust_code=request.trust_code, wanted="timm")
@@ -195,6 +195,6 @@ def _program(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
 
 
 def _described(exportable: Exportable, request: ExportRequest) -> dict[str, str]:
-    """The description of a file that computes: how samples are prepared stands there in words as well."""
+    """Describe an exported model in its metadata, including the preprocessing in words."""
     said = preprocessing(exportable.saved, exportable.inputs)
     return {**_metadata(exportable.saved, request), "preprocessing": said}

@@ -1,4 +1,4 @@
-"""ONNX files whose results in ONNX Runtime match the network's."""
+"""ONNX export, verified against the network in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from paceline.recipe.load import Overrides, set_by, stored_recipe
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.tasks.image_classification import ImageClassification
 
-_LARGEST_BYTES = 1_900_000_000  # protobuf's limit is 2 GiB, for one file with everything in it
+_LARGEST_BYTES = 1_900_000_000  # protobuf's limit is 2 GiB for a single file
 _LIBRARIES = ("onnx", "onnxruntime", "onnxscript")
 
 
 def need_onnx() -> None:
-    """Look for the libraries.
+    """Check that the libraries are installed.
 
     Raises:
         PacelineError: If one is missing; names the extra.
@@ -50,18 +50,18 @@ def need_onnx() -> None:
 
 
 def write_onnx(exportable: Exportable, path: Path, metadata: Mapping[str, str]) -> float:
-    """Write a network as one ONNX file, and compare ONNX Runtime's results at several batch sizes.
+    """Write a network as one ONNX file, and compare ONNX Runtime's output at several batch sizes.
 
     Args:
         exportable: The network.
         path: The new file.
-        metadata: Kept in the file (``metadata_props``).
+        metadata: Stored in the file (``metadata_props``).
 
     Returns:
-        The largest difference between ONNX Runtime's answers and the network's, in logits.
+        The largest difference between ONNX Runtime's output and the network's, in logits.
 
     Raises:
-        ModelError: If the network cannot be written in ONNX's operators, or ONNX Runtime's results differ.
+        ModelError: If the network cannot be expressed in ONNX operators, or ONNX Runtime's results differ.
     """
     network = exportable.network
     size = sum(each.nbytes for each in itertools.chain(network.parameters(), network.buffers()))
@@ -81,18 +81,18 @@ def write_onnx(exportable: Exportable, path: Path, metadata: Mapping[str, str]) 
                 output_names=[OUTPUT],
                 verbose=False,
             )
-    except Exception as error:  # whatever tracing a network of any kind raises
+    except Exception as error:  # tracing an arbitrary network may raise anything
         raise ModelError(
             f"{type(network).__name__} cannot be written as ONNX: {first_line(error)}; use --format safetensors or "
             "torch-export."
         ) from error
-    assert program is not None  # as dynamo=True has it
+    assert program is not None  # the file layout of dynamo=True
     _save(program.model_proto, path, metadata)
     return exportable.compare(OnnxSession(path), what="ONNX Runtime")
 
 
 def _save(model: Any, path: Path, metadata: Mapping[str, str]) -> None:
-    """Write an ONNX model with a description in place of the one it has."""
+    """Write an ONNX model with its metadata replaced."""
     import onnx
 
     del model.metadata_props[:]
@@ -102,7 +102,7 @@ def _save(model: Any, path: Path, metadata: Mapping[str, str]) -> None:
 
 
 class OnnxSession:
-    """Answers from an ONNX file on the CPU.
+    """Runs an ONNX file on the CPU.
 
     Args:
         path: The file.
@@ -113,14 +113,14 @@ class OnnxSession:
         self._names = [each.name for each in self._session.get_inputs()]
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """Float32 logits."""
+        """Return float32 logits."""
         given = {name: each.numpy() for name, each in zip(self._names, inputs, strict=True)}
         return torch.from_numpy(self._session.run([OUTPUT], given)[0])
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the exporter and the quantiser: they warn of their own changes to come, and what counts is compared."""
+    """Silence the exporter and the quantiser: they warn about their own deprecations, and the result is verified."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -138,13 +138,13 @@ _BATCH = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """The cost of rounding.
+    """The accuracy cost of quantisation.
 
     Attributes:
-        images: Held-out images that both networks were scored on; 0 if there are none.
+        images: Held-out images on which both networks were evaluated; 0 if there are none.
         before: Top-1 accuracy in fp32, in percent; None without images.
-        after: In int8.
-        calibration_images: Training images that the ranges of activations come from.
+        after: Top-1 accuracy in int8, in percent.
+        calibration_images: Training images used to calibrate activation ranges.
     """
 
     images: int
@@ -155,13 +155,13 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleImages:
-    """Some images of a data set, shown as in evaluation.
+    """Some images of a data set, preprocessed as in evaluation.
 
     Attributes:
-        calibration: Of the training split, uint8 [N, C, H, W].
-        held_out: Of the held-out ones, uint8 [M, C, H, W].
-        labels: Of the held-out ones, int64 [M].
-        normalize: Makes of them what the network takes.
+        calibration: Training images, uint8 [N, C, H, W].
+        held_out: Held-out images, uint8 [M, C, H, W].
+        labels: Labels of the held-out images, int64 [M].
+        normalize: Converts them to the network's input.
     """
 
     calibration: Tensor
@@ -170,21 +170,21 @@ class SampleImages:
     normalize: Normalize
 
     def batches(self, images: Tensor) -> Iterator[Tensor]:
-        """Yield images normalised, float32 [32 or fewer, C, H, W]."""
+        """Yield normalised images, float32 [32 or fewer, C, H, W]."""
         for part in torch.split(images, _BATCH):
             yield self.normalize(part).contiguous()
 
 
 def calibration_images(saved: SavedWeights, overrides: Overrides, *, trust_code: bool) -> SampleImages:
-    """Read some images of the data that weights were trained on.
+    """Read some images of the weights' training data.
 
     Args:
         saved: The weights.
-        overrides: Changes to the recipe's ``data`` section: where the data are now.
-        trust_code: Whether the weights' recipe may name code to import.
+        overrides: Changes to the recipe's ``data`` section, such as the data's current path.
+        trust_code: Whether to import code named in the weights' recipe.
 
     Raises:
-        PacelineError: If they are not images, or not where the recipe says.
+        PacelineError: If they are not images, or not at the recipe's path.
     """
     data, where = saved.described("data"), str(saved.path)
     if other := [key for key in set_by(overrides) if not key.startswith("data.")]:
@@ -219,13 +219,13 @@ def calibration_images(saved: SavedWeights, overrides: Overrides, *, trust_code:
 
 
 def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[str, str]) -> Trial:
-    """Write an ONNX network in int8, and compare it with the one in fp32 on held-out images.
+    """Write an ONNX network in int8, and compare it with the fp32 network on held-out images.
 
     Args:
         whole: The network in fp32; a second file is written next to it meanwhile.
         path: The new file.
-        images: To find ranges on, and to compare on.
-        metadata: Kept in the file.
+        images: Images for calibration and comparison.
+        metadata: Stored in the file.
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_static
@@ -240,7 +240,7 @@ def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[s
             quantize_static(
                 prepared,
                 path,
-                SimpleNamespace(get_next=partial(next, batches, None)),  # as ONNX Runtime asks for them
+                SimpleNamespace(get_next=partial(next, batches, None)),  # as ONNX Runtime requires
                 per_channel=True,
                 activation_type=QuantType.QUInt8,
                 weight_type=QuantType.QInt8,

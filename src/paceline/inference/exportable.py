@@ -22,10 +22,10 @@ from paceline.inference.text import TextPredictor
 from paceline.inference.trained import trained_task
 
 OUTPUT = "logits"
-TOLERANCE = 1e-4  # of the largest answer; what other arithmetic in fp32 may come to
-_MEAN_OVER_STD = 10_000.0  # above it, fp32 holds less than three digits of what the numbers vary by
+TOLERANCE = 1e-4  # relative to the largest output; tolerance for other fp32 arithmetic
+_MEAN_OVER_STD = 10_000.0  # above it, fp32 keeps fewer than three digits of the numbers' variation
 
-# By what the weights' description has.
+# By keys of the weights' description.
 _NOT_ONE_LABEL = {
     "targets": "predicts numbers",
     "label_thresholds": "gives an image any number of labels",
@@ -37,13 +37,13 @@ _TRIED = (1, 2, 5)
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor that a network takes.
+    """One input tensor of a network.
 
     Attributes:
-        name: What it is called.
-        sizes: Its dimensions: a number, or the name of one that may change. The first is ``batch``.
-        below: For whole numbers, one more than the largest (of each column, if there are several); None for floats.
-        says: Its description, for people.
+        name: Its name.
+        sizes: Its dimensions: a number, or the name of a dynamic dimension. The first is ``batch``.
+        below: Exclusive upper bound of integers (of each column, if there are several); None for floats.
+        says: A description for people.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Input:
     says: str
 
     def example(self, changing: dict[str, int], seed: int = 0) -> Tensor:
-        """Made-up values, float32 or int64, with these sizes for the dimensions that change."""
+        """Return random values, float32 or int64, with these sizes for the dynamic dimensions."""
         draws = torch.Generator().manual_seed(seed)
         shape = [changing[size] if isinstance(size, str) else size for size in self.sizes]
         if self.below is None:
@@ -62,15 +62,15 @@ class Input:
 
 @dataclass(frozen=True, kw_only=True)
 class Exportable:
-    """A trained network in evaluation on the CPU.
+    """A trained network in evaluation mode on the CPU.
 
     Attributes:
-        network: Takes the inputs in order, gives one tensor of ``logits``.
-        inputs: What it takes.
-        longest: The largest size of each dimension that changes, where there is a largest.
+        network: Takes the inputs in order, returns one tensor of ``logits``.
+        inputs: Its inputs.
+        longest: The maximum size of each dynamic dimension that has one.
         saved: Its weights and their description.
-        kind: What it is about: ``images``, ``pixels``, ``tokens`` or ``clicks``.
-        outputs: What the outputs stand for, of images.
+        kind: Kind of data: ``images``, ``pixels``, ``tokens`` or ``clicks``.
+        outputs: Meaning of the outputs, for images.
     """
 
     network: nn.Module
@@ -82,10 +82,11 @@ class Exportable:
 
     @property
     def in_units(self) -> Exportable:
-        """The same with the user's units in place of standardised numbers, for files that compute.
+        """Return a copy that outputs the user's units instead of standardised numbers, for formats that compute.
 
         Raises:
-            ModelError: If a number's standard deviation is lost beside its mean in float32, which files answer in.
+            ModelError: If a standard deviation is too small relative to its mean for float32, the dtype of exported
+                outputs.
         """
         if self.outputs is None or not self.outputs.mean:
             return self
@@ -98,13 +99,13 @@ class Exportable:
         return replace(self, network=_InUnits(self.network, self.outputs).eval())
 
     def examples(self, batch: int, seed: int = 0) -> tuple[Tensor, ...]:
-        """Made-up inputs; dimensions other than the batch are a little shorter for larger batches."""
+        """Return random inputs; larger batches get slightly smaller other dimensions."""
         changing = {name: max(2, largest - batch) for name, largest in self.longest.items()} | {"batch": batch}
         return tuple(each.example(changing, seed) for each in self.inputs)
 
     @property
     def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
-        """The dimensions that change, as torch.export wants them."""
+        """Return the dynamic dimensions in torch.export's form."""
         named = {
             name: torch.export.Dim(name, max=self.longest.get(name))
             for name in dict.fromkeys(size for each in self.inputs for size in each.sizes if isinstance(size, str))
@@ -118,15 +119,15 @@ class Exportable:
         """Compare an exported model with its network at several batch sizes.
 
         Args:
-            other: Takes the inputs in order, gives float32 logits.
+            other: Takes the inputs in order, returns float32 logits.
             what: Its name, for the message.
             tolerance: Largest difference, in units of the largest answer if that is above 1.
 
         Returns:
-            The largest difference, in logits; of numbers, in standard deviations.
+            The largest difference, in logits; for regression, in standard deviations.
 
         Raises:
-            ModelError: If it differs by more.
+            ModelError: If it exceeds the tolerance.
             NotFiniteError: If the network overflows.
         """
         largest, units = 0.0, self.network if isinstance(self.network, _InUnits) else None
@@ -145,7 +146,7 @@ class Exportable:
                     f"{tuple(expected.shape)}; nothing was written."
                 )
             rounding = 0.0
-            if units is not None:  # neither a small unit hides a difference, nor a large mean makes one
+            if units is not None:  # so that neither a small unit hides a difference nor a large mean creates one
                 rounding = float((torch.finfo(torch.float32).eps * expected.abs() / units.scale).max())
                 expected, found = ((each - units.shift) / units.scale for each in (expected, found))
             difference = float((found - expected).abs().max())
@@ -159,7 +160,7 @@ class Exportable:
 
 
 class _InUnits(nn.Module):
-    """A network of standardised numbers that answers in the user's units."""
+    """Wraps a network of standardised numbers to output the user's units."""
 
     scale: Tensor
     shift: Tensor
@@ -171,18 +172,18 @@ class _InUnits(nn.Module):
         self.register_buffer("shift", torch.tensor(outputs.mean))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images to numbers, float32 [N, numbers]."""
+        """Map images to numbers, float32 [N, numbers]."""
         numbers: Tensor = self.network(images)
         return numbers * self.scale + self.shift
 
 
 def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Exportable:
-    """Build the network of saved weights and describe its inputs.
+    """Build the network of saved weights, and describe its inputs.
 
     Args:
         saved: The weights.
-        trust_code: Whether their recipe may name code to import.
-        wanted: The requested format, for the message.
+        trust_code: Whether to import code named in their recipe.
+        wanted: Requested format, for the message.
 
     Raises:
         PacelineError: If the network's inputs are unknown.
@@ -223,7 +224,7 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
     elif "class_names" in data or "targets" in data:
         labeller = Predictor(saved, _CPU, trained_task(saved, trust_code=trust_code))
         kind, network, outputs = "images", labeller.network, labeller.outputs
-        # Of one view, where a run was evaluated by several.
+        # Single-view, even if the run was evaluated with several views.
         side = int(data.get("evaluation_size", data["image_size"]))
         inputs = [Input("images", ("batch", int(data["channels"]), side, side), None, "normalised images, float32")]
     else:
@@ -232,7 +233,7 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
             f"is for "
             "images, text and clicks; use --format safetensors."
         )
-    # What is exported need not keep gradients.
+    # Exported parameters need no gradients.
     network.requires_grad_(requires_grad=False)
     return Exportable(
         network=network.eval(), inputs=tuple(inputs), longest=longest, saved=saved, kind=kind, outputs=outputs
@@ -245,7 +246,7 @@ def _normalised(data: Mapping[str, Any]) -> str:
 
 
 def preprocessing(saved: SavedWeights, inputs: Sequence[Input]) -> str:
-    """What must happen to a sample before a network sees it, in words."""
+    """Describe in words how to preprocess a sample for a network."""
     data = saved.described("data")
     taken = "; ".join(f"{each.name}: {each.says}, [{', '.join(map(str, each.sizes))}]" for each in inputs)
     if "evaluation_crop" not in data:
@@ -263,10 +264,10 @@ DESCRIPTION = "paceline.json"
 
 
 class InBfloat16(nn.Module):
-    """A network that computes in bf16 and takes and gives fp32.
+    """Wraps a network to compute in bf16, with fp32 inputs and outputs.
 
     Args:
-        network: Changed to bf16.
+        network: The network; converted to bf16 in place.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -274,43 +275,43 @@ class InBfloat16(nn.Module):
         self.network = network.to(torch.bfloat16)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """Whole numbers are unchanged."""
+        """Run the network; integer inputs are unchanged."""
         lower = (each.to(torch.bfloat16) if each.is_floating_point() else each for each in inputs)
         logits: Tensor = self.network(*lower)
         return logits.float()
 
 
 def write_program(exportable: Exportable, path: Path, metadata: Mapping[str, str]) -> float:
-    """Write a network as a torch.export program, read it back and compare it at several batch sizes.
+    """Write a network as a torch.export program, read it back, and compare it at several batch sizes.
 
     Args:
         exportable: The network.
         path: The new file; its name ends in ``.pt2``.
-        metadata: Kept in the file, as JSON in the extra file ``paceline.json``.
+        metadata: Stored in the file, as JSON in the extra file ``paceline.json``.
 
     Returns:
-        The largest difference between the program's answers and the network's, in logits.
+        The largest difference between the program's output and the network's, in logits.
 
     Raises:
         ModelError: If the network cannot be traced for batches of any size, or the program's results differ.
     """
     shapes: Any = exportable.dynamic_shapes
     if isinstance(exportable.network, InBfloat16):
-        shapes = (shapes,)  # which takes any number of inputs
+        shapes = (shapes,)  # accepts any number of inputs
     try:
         with warnings.catch_warnings():
-            # What torch.export warns of are its own changes to come; what counts is compared.
+            # torch.export warns about its own deprecations; the result is verified.
             warnings.simplefilter("ignore")
             program = torch.export.export(
                 exportable.network, exportable.examples(2), dynamic_shapes=shapes, strict=False
             )
             torch.export.save(program, path, extra_files={DESCRIPTION: json.dumps(dict(metadata))})
             kept = {DESCRIPTION: ""}
-            # The file was written above: nothing of unknown origin is opened.
+            # Safe to load: this function has just written the file.
             read_back = torch.export.load(path, extra_files=kept).module()
     except OSError:
         raise
-    except Exception as error:  # whatever tracing a network of any kind raises
+    except Exception as error:  # tracing an arbitrary network may raise anything
         raise ModelError(
             f"{type(exportable.network).__name__} cannot be traced by torch.export: {first_line(error)}; use --format "
             "safetensors."
@@ -320,6 +321,6 @@ def write_program(exportable: Exportable, path: Path, metadata: Mapping[str, str
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error that says something, shortened."""
+    """Return the first informative line of an error, shortened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200] if lines else 'no reason given'}"

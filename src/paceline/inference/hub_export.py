@@ -1,4 +1,4 @@
-"""Export to a folder that ``timm.create_model`` opens from the disk."""
+"""Export to a folder that ``timm.create_model`` can load."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from paceline.records.reader import NO_METRICS, read_environment, read_events
 from paceline.records.run_directory import RunDirectory
 from paceline.units import metric_unit
 
-# What a user who goes on from the folder needs of timm's own description of an architecture.
+# Keys of timm's architecture description that fine-tuning from the folder needs.
 _KEPT = ("first_conv", "classifier", "fixed_input_size", "min_input_size")
 
 
 def write_hub_folder(
     exportable: Exportable, folder: Path, *, run: Path, write_weights: Callable[[Path], None]
 ) -> float:
-    """Write a hub folder, open it with timm and compare.
+    """Write a hub folder, load it with timm, and compare.
 
     Args:
         exportable: The network.
-        folder: The new folder.
+        folder: New folder.
         run: Where the weights come from, for the model card.
         write_weights: Writes the safetensors file.
 
     Returns:
-        The largest difference between timm's answers and the network's, in logits.
+        The largest difference between timm's output and the network's, in logits.
 
     Raises:
-        ModelError: If timm has no such network, or its results differ.
+        ModelError: If timm does not have the network, or its results differ.
     """
     import timm
 
@@ -57,7 +57,7 @@ def write_hub_folder(
     write_weights(folder / WEIGHTS)
     try:
         network: Any = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    except Exception as error:  # whatever a factory of any kind raises
+    except Exception as error:  # an arbitrary factory may raise anything
         raise ModelError(f"timm.create_model cannot open the written folder: {error}; nothing was kept.") from error
     difference = exportable.compare(network, what="timm")
     card = model_card(exportable.saved, name, weights_file=folder / WEIGHTS, run=run)
@@ -66,7 +66,7 @@ def write_hub_folder(
 
 
 def hub_config(exportable: Exportable, name: str) -> dict[str, Any]:
-    """What ``config.json`` says, as timm reads it: the network, its classes and how images are shown to it."""
+    """Build ``config.json`` in timm's format: the network, its classes and the preprocessing."""
     network: Any = exportable.network
     data, recipe = exportable.saved.described("data"), exportable.saved.described("recipe")
     known = dict(network.pretrained_cfg)
@@ -88,7 +88,7 @@ def hub_config(exportable: Exportable, name: str) -> dict[str, Any]:
         config |= {"test_input_size": [channels, shown_side, shown_side], "test_crop_pct": crop_share(data, shown_side)}
     options = dict(recipe.get("model", {}).get("options", {}))
     if known.get("fixed_input_size") and "img_size" not in options:
-        # Else timm would build the network for the size of the images.
+        # Otherwise timm would build the network for the image size.
         options["img_size"] = list(network.patch_embed.img_size) if hasattr(network, "patch_embed") else side
     return {
         "architecture": name,
@@ -101,9 +101,10 @@ def hub_config(exportable: Exportable, name: str) -> dict[str, Any]:
 
 
 def crop_share(data: dict[str, Any], side: int) -> float:
-    """The ``crop_pct`` with which timm, which rounds down, resizes images as evaluation did.
+    """Return the ``crop_pct`` with which timm, which rounds down, resizes images as in evaluation.
 
-    An image that has the size already is shown as it is, so that data of one size, as the digits are, are not cropped.
+    Images that already have the target size are not resized, so data of a single size, such as the digits, are not
+    cropped.
     """
     if data.get("native_size") == [side, side]:
         return 1.0
@@ -122,12 +123,12 @@ _VERSIONS = ("paceline", "torch", "timm", "python")
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a run directory says of weights; nothing where there is no such directory.
+    """A run directory's facts about the weights; empty if there is no run directory.
 
     Attributes:
-        run: Its name.
-        step: Of the checkpoint.
-        evaluation: The event of the evaluation of these weights at that step.
+        run: The run's name.
+        step: The checkpoint's step.
+        evaluation: Event of the evaluation of these weights at that step.
         environment: ``environment.json``.
     """
 
@@ -138,7 +139,7 @@ class _Origin:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Of the evaluation."""
+        """The metrics of the evaluation."""
         return {
             key: value
             for key, value in self.evaluation.items()
@@ -147,13 +148,13 @@ class _Origin:
 
 
 def model_card(saved: SavedWeights, architecture: str, *, weights_file: Path, run: Path) -> str:
-    """The card as Markdown, with the front matter that the hub reads.
+    """Return the model card as Markdown, with the hub's front matter.
 
     Args:
         saved: The weights.
         architecture: timm's name.
-        weights_file: The safetensors file that was written.
-        run: What the user exported.
+        weights_file: The exported safetensors file.
+        run: The exported target.
     """
     data = saved.described("data")
     origin = _origin(saved, run)
@@ -166,7 +167,7 @@ def model_card(saved: SavedWeights, architecture: str, *, weights_file: Path, ru
         hashes[f"weights (`{key}` in `summary.json`)"] = f"`{weights_sha256(saved.plain)}`"
     recipe = yaml.safe_dump(saved.described("recipe"), sort_keys=False, allow_unicode=True, width=120)
     parts = [
-        # The hub shows these numbers without a word around them, so only where they are those of this very file.
+        # The hub shows these numbers without context, so include only those of this exact file.
         _front_matter(architecture, data, {} if ROUNDED in saved.metadata else origin.metrics),
         f"# {architecture} for {len(data['class_names'])} classes",
         f"{made}. Unknown facts are marked as not known.",
@@ -180,7 +181,7 @@ def model_card(saved: SavedWeights, architecture: str, *, weights_file: Path, ru
 
 
 def _origin(saved: SavedWeights, target: Path) -> _Origin:
-    """Look for the run directory around the weights; a lone file has none."""
+    """Find the run directory around the weights; a standalone file has none."""
     steps = [match for part in saved.path.parts if (match := _STEP.fullmatch(part))]
     step = int(steps[-1][1]) if steps else None
     folder = (

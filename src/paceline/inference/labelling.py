@@ -1,4 +1,4 @@
-"""Image labels: the same steps around a torch network and an ONNX Runtime one."""
+"""Image labels, with the same steps for a torch network and for ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from paceline.tasks.image_regression import in_units, rounded
 
 @dataclass(frozen=True)
 class Prediction(Answer):
-    """The answer for one image.
+    """The prediction for one image.
 
     Attributes:
-        numbers: In place of labels, the numbers of an image by their names; None from a network that labels images.
-            Where an image has any number of labels, the probability of every class.
-        is_multilabel: Whether it has.
+        numbers: For regression, predicted numbers by name instead of labels; for multi-label images, the probability of
+            every class; otherwise None.
+        is_multilabel: Whether images are multi-label.
     """
 
     numbers: Mapping[str, float] | None = None
@@ -54,17 +54,17 @@ class Prediction(Answer):
 
 @dataclass(frozen=True)
 class Shown:
-    """A network's image preprocessing, as in its evaluation.
+    """A network's image preprocessing, as in evaluation.
 
     Attributes:
         size: Height and width of square images, in pixels.
         channels: 1 or 3.
-        crop: Share of the resized image's side that the centre crop keeps, in (0, 1].
-        interpolation: How images are resized, ``bilinear`` or ``bicubic``.
-        mean: Of each channel, in [0, 1].
-        std: Of each channel.
-        multiple: Where images keep their aspect ratio: what their sides are multiples of.
-        always_resized: Whether an image that has the size already is resized and cropped too, as timm does.
+        crop: Centre crop size as a share of the resized side, in (0, 1].
+        interpolation: Resizing filter, ``bilinear`` or ``bicubic``.
+        mean: Mean of each channel, in [0, 1].
+        std: Standard deviation of each channel.
+        multiple: If images keep their aspect ratio, the number that divides their sides.
+        always_resized: Whether images that already have the size are resized and cropped too, as in timm.
     """
 
     size: int
@@ -78,7 +78,7 @@ class Shown:
 
     @classmethod
     def described(cls, data: Mapping[str, Any], where: str) -> Shown:
-        """As the description in the weights file ``where`` has it.
+        """Read the preprocessing from the description of the weights file ``where``.
 
         Raises:
             NotFiniteError: If it has a mean or a standard deviation that is not finite.
@@ -96,7 +96,7 @@ class Shown:
         )
 
     def image(self, content: bytes) -> torch.Tensor:
-        """Decode a file and bring it to the size that is shown, uint8 [C, H, W].
+        """Decode a file and resize it for the network, uint8 [C, H, W].
 
         Raises:
             BrokenImageError: If it cannot be read.
@@ -110,14 +110,14 @@ class Shown:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a network's outputs stand for.
+    """Meaning of a network's outputs.
 
     Attributes:
-        names: Of the classes, or of the numbers that it predicts.
-        mean: Of each number, in the user's units; empty where outputs are classes.
-        std: Likewise.
-        is_in_units: Whether numbers are in the user's units already, as in files that compute.
-        thresholds: Where an image has any number of classes: the probability above which it is given each.
+        names: Names of the classes or of the predicted numbers.
+        mean: Mean of each number, in the user's units; empty for classes.
+        std: Standard deviation of each number, likewise.
+        is_in_units: Whether numbers are in the user's units already, as in exported models.
+        thresholds: For multi-label images, the threshold of each class's probability.
     """
 
     names: tuple[str, ...]
@@ -128,16 +128,16 @@ class Outputs:
 
     @classmethod
     def described(cls, data: Mapping[str, Any]) -> Outputs | None:
-        """As the description in a weights file has it; None where outputs are neither classes nor numbers."""
+        """Read the outputs from a weights file's description; None if they are neither classes nor numbers."""
         if "targets" in data:
             return cls(tuple(data["targets"]), tuple(data["target_mean"]), tuple(data["target_std"]))
         if "class_names" not in data and not data.get("classes"):
             return None
-        names = data.get("class_names") or map(str, range(data.get("classes", 0)))  # their numbers, without names
+        names = data.get("class_names") or map(str, range(data.get("classes", 0)))  # a count, without names
         return cls(tuple(names), thresholds=tuple(data.get("label_thresholds", ())))
 
     def read(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Probabilities, or numbers in the user's units; of outputs [N, names]."""
+        """Convert outputs [N, names] to probabilities, or to numbers in the user's units."""
         if self.thresholds:
             return label_probabilities(outputs)
         if not self.mean:
@@ -146,11 +146,11 @@ class Outputs:
 
 
 class ImageLabeller(ImagePredictor):
-    """A network with the preprocessing it was evaluated with.
+    """A network with the preprocessing of its evaluation.
 
     Attributes:
-        outputs: What the network's outputs stand for.
-        shown: How images are shown.
+        outputs: Meaning of the network's outputs.
+        shown: Preprocessing of images.
     """
 
     def __init__(self, outputs: Outputs, shown: Shown) -> None:
@@ -161,17 +161,17 @@ class ImageLabeller(ImagePredictor):
 
     @abstractmethod
     def probabilities(self, images: torch.Tensor) -> torch.Tensor:
-        """The probabilities of the classes, float32 [N, classes]; or the numbers, float64 [N, numbers].
+        """Return class probabilities, float32 [N, classes]; or the numbers, float64 [N, numbers].
 
         Args:
-            images: Decoded and of the size that is shown, uint8 [N, C, H, W], anywhere.
+            images: Decoded and resized images, uint8 [N, C, H, W], on any device.
         """
 
     def set_thresholds(self, asked: float | Mapping[str, float]) -> None:
-        """Give labels above other probabilities than the run's: one for all classes, or those of some.
+        """Override the run's thresholds: one probability for all classes, or one for each named class.
 
         Raises:
-            RecipeError: If a name is no class's, or images do not have any number of labels.
+            RecipeError: If a name is not a class, or the task is not multi-label.
         """
         if not self.outputs.thresholds:
             super().set_thresholds(asked)
@@ -180,16 +180,16 @@ class ImageLabeller(ImagePredictor):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Channels, height and width at which square images are shown."""
+        """Channels, height and width of square images."""
         return self.shown.channels, self.shown.size, self.shown.size
 
     def predict(self, paths: Sequence[Path], *, top_k: int = 5, batch_size: int = BATCH) -> Iterator[Answer]:
-        """Yield one answer per file, in order; an unreadable file is an answer too."""
+        """Yield one prediction per file, in order; an unreadable file gets an error entry."""
         pictures = (PictureFile.at(path) for path in paths)
         return answers_ahead(self, pictures, top_k=top_k, batch_size=batch_size)
 
     def prepare(self, content: bytes) -> torch.Tensor:
-        """Decode one image file and bring it to the size that is shown, uint8 [C, H, W].
+        """Decode one image file and resize it for the network, uint8 [C, H, W].
 
         Raises:
             BrokenImageError: If it cannot be read.
@@ -198,7 +198,7 @@ class ImageLabeller(ImagePredictor):
 
     @torch.inference_mode()
     def answer(self, prepared: Sequence[torch.Tensor], top_k: int) -> list[Prediction]:
-        """One answer for each image, in order, without paths; images of one shape are answered together."""
+        """Return one prediction per image, in order, without paths; images of one shape form a batch."""
         answers: list[Prediction | None] = [None] * len(prepared)
         for shape in dict.fromkeys(image.shape for image in prepared):
             alike = [number for number, image in enumerate(prepared) if image.shape == shape]
@@ -210,14 +210,14 @@ class ImageLabeller(ImagePredictor):
                 continue
             values, labels = scores.topk(min(top_k, len(self.classes)), dim=1)
             for number, sure, best in zip(alike, values.tolist(), labels.tolist(), strict=True):
-                if not math.isfinite(sure[0]):  # one logit that overflows makes every probability NaN
+                if not math.isfinite(sure[0]):  # one overflowing logit makes every probability NaN
                     answers[number] = self.unreadable(Path(), NOT_FINITE)
                     continue
                 answers[number] = Prediction(Path(), tuple(self.classes[label] for label in best), tuple(sure))
         return [each for each in answers if each is not None]
 
     def _all_of(self, row: Sequence[float]) -> Prediction:
-        """The answer that gives every number, and the labels whose probabilities are above their thresholds."""
+        """Return the prediction with all numbers, and the labels whose probabilities exceed their thresholds."""
         names, thresholds = self.outputs.names, self.outputs.thresholds
         given = [at for at, threshold in enumerate(thresholds) if row[at] > threshold]
         given.sort(key=lambda at: -row[at])
@@ -230,7 +230,7 @@ class ImageLabeller(ImagePredictor):
         )
 
     def unreadable(self, path: Path, reason: str) -> Prediction:
-        """The answer for an image that cannot be read."""
+        """Return the prediction of an unreadable image."""
         numbers: dict[str, float] | None = {} if self.number_names else None
         return Prediction(path, error=reason, numbers=numbers, is_multilabel=bool(self.outputs.thresholds))
 
@@ -239,15 +239,15 @@ _INPUT, _OUTPUT = "images", "logits"
 
 
 class OnnxPredictor(ImageLabeller):
-    """An ONNX file as ``paceline export --format onnx`` writes it; its metadata say how images are shown to it.
+    """An ONNX file from ``paceline export --format onnx``; its metadata describe the preprocessing.
 
     Args:
         path: The file: float32 [N, C, H, W] named ``images``, normalised, to ``logits``.
-        device: Where to compute; on a GPU if this ONNX Runtime can.
+        device: Device; a GPU if this ONNX Runtime supports it.
 
     Raises:
-        CheckpointError: If it is no such file, or ONNX Runtime is not installed.
-        DataError: If it labels no images.
+        CheckpointError: If it is not such a file, or ONNX Runtime is not installed.
+        DataError: If it does not label images.
     """
 
     def __init__(self, path: Path, device: torch.device) -> None:
@@ -270,7 +270,7 @@ class OnnxPredictor(ImageLabeller):
         super().__init__(replace(outputs, is_in_units=True), Shown.described(data, str(path)))
         self._check()
         self._answers = self._views()
-        # Normalised on the CPU: ONNX Runtime takes its inputs from there.
+        # Normalised on the CPU, where ONNX Runtime expects its inputs.
         self._normalize = Normalize(self.shown.mean, self.shown.std, Placement(device=torch.device("cpu")))
 
     @cached_property
@@ -279,10 +279,10 @@ class OnnxPredictor(ImageLabeller):
         return hash_file(self._path).sha256
 
     def probabilities(self, images: torch.Tensor) -> torch.Tensor:
-        """The probabilities of the classes, float32 [N, classes] on the CPU; or the numbers, float64 [N, numbers].
+        """Return class probabilities, float32 [N, classes] on the CPU; or the numbers, float64 [N, numbers].
 
         Args:
-            images: Decoded and of the size that is shown, uint8 [N, C, H, W], anywhere.
+            images: Decoded and resized images, uint8 [N, C, H, W], on any device.
         """
         return self.outputs.read(self._answers(self._normalize(images.cpu())))
 
@@ -291,7 +291,7 @@ class OnnxPredictor(ImageLabeller):
         return torch.from_numpy(logits)
 
     def _views(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The network, or what averages several views of an image, as in its evaluation."""
+        """Return the network, or a wrapper that averages several views of each image, as in its evaluation."""
         kind = self._saved.described("recipe").get("evaluate", {}).get("augment", "none")
         if kind in CROPS:
             raise CheckpointError(
@@ -301,7 +301,7 @@ class OnnxPredictor(ImageLabeller):
         return self._logits if kind == "none" else AveragedViews(self._logits, kind, self.shown.size)
 
     def _check(self) -> None:
-        """See that it is asked and answers as expected."""
+        """Check that its inputs and outputs are as expected."""
         inputs = {each.name: (each.type, list(each.shape)) for each in self._session.get_inputs()}
         outputs = [each.name for each in self._session.get_outputs()]
         kind, shape = inputs.get(_INPUT, ("", []))
@@ -321,7 +321,7 @@ class OnnxPredictor(ImageLabeller):
 
 
 def onnx_session(path: Path, device: torch.device) -> Any:
-    """Open an ONNX file in ONNX Runtime, on a GPU where it can.
+    """Open an ONNX file in ONNX Runtime, on a GPU if possible.
 
     Raises:
         CheckpointError: If it cannot be opened, or ONNX Runtime is not installed.
@@ -334,11 +334,11 @@ def onnx_session(path: Path, device: torch.device) -> Any:
         ) from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # it warns of what a reader cannot change
+    options.log_severity_level = 3  # its warnings are not actionable
     usable = onnxruntime.get_available_providers()
     wanted = ["CUDAExecutionProvider"] if device.type == "cuda" else []
     providers = [*(each for each in wanted if each in usable), "CPUExecutionProvider"]
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=providers)
-    except Exception as error:  # its errors have no common kind
+    except Exception as error:  # its errors share no base class
         raise CheckpointError(f"'{path}' cannot be opened by ONNX Runtime: {error}.") from error

@@ -1,4 +1,4 @@
-"""Predictions of trained weights for images."""
+"""Image predictions from trained weights."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from paceline.world import World
 
 
 class Predictor(ImageLabeller):
-    """Trained weights with the preprocessing they were evaluated with; needs no file but the weights' own.
+    """Trained weights with the preprocessing of their evaluation; needs only the weights file.
 
     Args:
-        saved: The weights; their file says which task built their network, and how images were shown.
-        device: Where to compute.
-        make_task: Makes that task.
+        saved: The weights; their file describes the task, the network and the preprocessing.
+        device: Device.
+        make_task: Creates that task.
 
     Raises:
         DataError: If they do not label images.
 
     Attributes:
-        network: The network, in evaluation on the device.
+        network: The network, in evaluation mode on the device.
     """
 
     def __init__(self, saved: SavedWeights, device: torch.device, make_task: TaskMaker) -> None:
@@ -52,10 +52,10 @@ class Predictor(ImageLabeller):
         super().__init__(outputs, Shown.described(data, str(saved.path)))
         self._normalize = Normalize(self.shown.mean, self.shown.std, Placement(device=device))
         task = make_task(trained_recipe(saved))
-        # The size that the network was built for; it may be shown another.
+        # The size that the network was built for; inputs may have another.
         size, channels = data["image_size"], self.shown.channels
         if isinstance(task, ImageTask):
-            # What its data would say of the network; the data themselves may be far away.
+            # The data's facts about the network; the data themselves may be unavailable.
             none = ArraySource(np.empty((0, size, size, channels), dtype=np.uint8), np.empty(0, dtype=np.int64), "none")
             task.dataset = ImageDataset(
                 name=data["dataset"],
@@ -73,7 +73,7 @@ class Predictor(ImageLabeller):
         network = task.build_model()
         task.check_network(network)
         if saved.metadata.get("shown_by") == "timm":
-            # Described by others, who may name values at which a network is built, and answers nothing.
+            # The file is from others: it may hold invalid values for building a network.
             check_takes(network, size, channels=channels, name=task.recipe.model.name)
         load_trained(network, saved)
         self.network: nn.Module = network.to(device).eval()
@@ -83,10 +83,10 @@ class Predictor(ImageLabeller):
             self.shown = replace(self.shown, size=int(whole.evaluation_size), crop=whole.evaluation_crop)
 
     def probabilities(self, images: torch.Tensor) -> torch.Tensor:
-        """The probabilities of the classes, float32 [N, classes] on the device; or the numbers, float64 [N, numbers].
+        """Return class probabilities, float32 [N, classes] on the device; or the numbers, float64 [N, numbers].
 
         Args:
-            images: Decoded and of the size that is shown, uint8 [N, C, H, W], anywhere.
+            images: Decoded and resized images, uint8 [N, C, H, W], on any device.
         """
         return self.outputs.read(self._answers(self._normalize(images.to(self._device, non_blocking=True))))
 
@@ -103,12 +103,12 @@ def load_predictor(
     """Load weights for prediction from a run directory, a checkpoint or a safetensors file.
 
     Args:
-        target: Where the weights are.
-        weights: ``auto`` (the moving average where there is one), ``model`` or ``ema``.
+        target: Path of the weights.
+        weights: ``auto`` (the moving average if there is one), ``model`` or ``ema``.
         best: In a run directory, take the best checkpoint instead of the newest.
-        trust_code: Whether the weights' recipe may name code to import.
-        device: Where to compute; the CPU by default.
-        task: Makes the task, instead of the one that the weights name.
+        trust_code: Whether to import code named in the weights' recipe.
+        device: Device; the CPU by default.
+        task: Creates the task, instead of the one named in the weights.
 
     Raises:
         PacelineError: If the target is not usable.
@@ -124,9 +124,9 @@ def load_predictor(
 def open_predictor(
     target: Path, *, weights: str = "auto", best: bool = False, trust_code: bool = False, device: torch.device
 ) -> ImagePredictor:
-    """Load weights that label images or pixels, or find objects; arguments as for :func:`load_predictor`.
+    """Load weights that label images or pixels, or detect objects; arguments as for :func:`load_predictor`.
 
-    Besides, the target may be an ONNX file as ``paceline export --format onnx`` writes it.
+    The target may also be an ONNX file from ``paceline export --format onnx``.
     """
     if target.suffix == ".onnx":
         if weights != "auto" or best:

@@ -1,4 +1,4 @@
-"""The class of each pixel of images, by trained weights."""
+"""Pixel classes of images, predicted with trained weights."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from paceline.inference.answers import NOT_FINITE, Answer, ImagePredictor
 from paceline.inference.trained import trusted_recipe
 from paceline.models.segmentation import LogitsOnly, build_segmenter
 
-_TURN = 0.618034  # of the colour circle from one class to the next, so that neighbours differ
+_TURN = 0.618034  # step on the colour circle between classes, so that neighbours differ
 
 
 @dataclass(frozen=True)
 class Segments(Answer):
-    """The answer for one image: its classes, the largest first, and the share of the pixels that each has.
+    """The prediction for one image: its classes, largest first, with their shares of the pixels.
 
     Attributes:
-        classes: The class of each pixel of the file's image, uint8 [H, W].
+        classes: Class of each pixel of the original image, uint8 [H, W].
     """
 
     measure = "share"
     classes: LabelMap | None = field(default=None, repr=False, compare=False)
 
     def drawn(self, prepared: Pixels, classes: Sequence[str]) -> Image.Image:
-        """The label map, as data.dataset=masks reads it: values are class indices, shown in colours."""
+        """Return the label map in the format of data.dataset=masks: class indices with a colour palette."""
         assert self.classes is not None
         colours = (colorsys.hsv_to_rgb(_TURN * each % 1, 0.75, 0.95) for each in range(1, len(classes)))
         found = Image.fromarray(self.classes, mode="P")
@@ -47,16 +47,16 @@ class Segments(Answer):
 
 
 class SegmentationPredictor(ImagePredictor):
-    """A trained segmentation network; needs no file but the weights' own.
+    """A trained segmentation network; needs only the weights file.
 
     Args:
-        saved: The weights; their file says how their network was built, and how images were shown.
+        saved: The weights; their file describes the network and the preprocessing.
         device: Where to compute.
-        trust_code: Whether the weights' recipe may name code to import.
+        trust_code: Whether to import code named in the weights' recipe.
     """
 
     usual_top_k = IGNORED
-    largest_batch = 4  # images wait at their full size
+    largest_batch = 4  # queued images have their full size
     draws = True
     kind = Segments
 
@@ -84,7 +84,7 @@ class SegmentationPredictor(ImagePredictor):
 
     @torch.inference_mode()
     def answer(self, prepared: Sequence[Pixels], top_k: int) -> list[Answer]:
-        """One answer for each image, in order, without paths; shown as in evaluation."""
+        """Return one prediction per image, in order, without paths; preprocessed as in evaluation."""
         shown = [fitted(as_tensor(each), self.size, self._fill, self._interpolation) for each in prepared]
         logits = self.network(self._normalize(torch.stack(shown).to(self._device))).float()
         return [
@@ -99,7 +99,7 @@ class SegmentationPredictor(ImagePredictor):
             return self.unreadable(Path(), NOT_FINITE)
         best = torch.full((height, width), -torch.inf, device=logits.device)
         found = torch.zeros((height, width), dtype=torch.uint8, device=logits.device)
-        # Class by class: the scores of all classes at a photograph's size would take gigabytes.
+        # One class at a time: the scores of all classes at a photograph's size would take gigabytes.
         for label, scores in enumerate(logits):
             larger = functional.interpolate(scores[None, None], (height, width), mode="bilinear")[0, 0]
             is_better = larger > best

@@ -26,20 +26,20 @@ from paceline.files import LeftOut, files_below, has_ending, is_ignored, is_igno
 
 STANDARD_INPUT = "-"
 LARGEST_FILE_BYTES = 256 * 2**20
-"""Larger members of archives, or standard input, are not read: they are not pictures."""
+"""Larger members of archives, or larger standard input, are not read: they are not pictures."""
 
 OTHERS = "files without an image extension"
-"""Why a file in a folder or an archive is left out."""
+"""Why a file in a folder or an archive was skipped."""
 
 _PATTERN = frozenset("*?[")
 
 
 @dataclass(frozen=True)
 class PictureFile:
-    """One file that may be a picture.
+    """A file that may be a picture.
 
     Attributes:
-        path: What it is called in answers; of a member, its archive and its name in there.
+        path: Its name in predictions; for an archive member, the archive and the member's name.
         read: Returns its content, or raises BrokenImageError.
     """
 
@@ -48,12 +48,12 @@ class PictureFile:
 
     @classmethod
     def at(cls, path: Path) -> PictureFile:
-        """A file of the file system."""
+        """Return a file of the file system."""
         return cls(path, partial(_content_of, path))
 
     @classmethod
     def broken(cls, path: Path, reason: str) -> PictureFile:
-        """One of which is known already that it cannot be read."""
+        """Return a file already known to be unreadable."""
 
         def refuse() -> bytes:
             raise BrokenImageError(str(path), reason)
@@ -67,7 +67,7 @@ def is_image_name(name: str) -> bool:
 
 
 def _why_not(name: str) -> str:
-    """Say why a file that has not an image's name is left out."""
+    """Explain why a file without an image extension is skipped."""
     return BAD["heic_images"] if has_ending(name, ("heic", "heif")) else OTHERS
 
 
@@ -78,24 +78,24 @@ def _content_of(path: Path) -> bytes:
 
 
 def pictures_of(sources: Sequence[Path], left_out: LeftOut) -> Iterator[PictureFile]:
-    """The pictures meant by files, folders (searched through), patterns, archives and ``-``, in order.
+    """Yield the pictures in files, folders (recursive), patterns, archives and ``-``, in order.
 
-    All sources are looked at before the first picture is read; archives, and the lines of standard input, only as far
-    as needed.
+    All sources are checked before the first picture is read; archives and lines of standard input are read only on
+    demand.
 
     Args:
         sources: The files, folders, patterns and archives.
-        left_out: Told of what is there and is no picture; by archives, as far as they were read.
+        left_out: Called for files that are not pictures; for archives, as far as they were read.
 
     Raises:
-        DataError: If a source does not exist, holds no image, or is a pipe or a device.
+        DataError: If a source does not exist, contains no image, or is a pipe or a device.
     """
     found = [_opened(source, left_out) for source in sources]
     return itertools.chain.from_iterable(found)
 
 
 def picture_from_standard_input() -> PictureFile:
-    """The bytes of standard input as one picture."""
+    """Return the bytes of standard input as one picture."""
 
     def read() -> bytes:
         content = sys.stdin.buffer.read(LARGEST_FILE_BYTES + 1)
@@ -145,11 +145,11 @@ def _inside(folder: Path, left_out: LeftOut) -> list[PictureFile]:
 
 
 def _matching(pattern: str, left_out: LeftOut) -> Iterable[PictureFile]:
-    """What a pattern matches, by name: images, and the pictures of archives. Folders are not searched."""
+    """Return the matches of a pattern, by name: images, and pictures in archives. Folders are not searched."""
     usable = []
     for path in map(Path, sorted(glob.glob(pattern, recursive=True))):
         if path.is_dir():
-            if "**" not in pattern:  # which matches folders on the way
+            if "**" not in pattern:  # matches folders on the way
                 left_out.add("folders that a pattern matches, which are not searched", str(path))
         elif is_image_name(path.name) or is_archive(path):
             usable.append(path)
@@ -169,25 +169,25 @@ _TARS = (".tar", ".tar.gz", ".tgz")
 _SPECIAL = (tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)
 _NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 _LONGEST_NAME_BYTES = 2**16
-# What the readers of archives raise of damaged files, and zipfile (a RuntimeError) of locked ones and foreign methods.
+# Errors of archive readers for damaged files, and of zipfile (RuntimeError) for encrypted members and unsupported
+# methods.
 _DAMAGES = (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a file's name is that of an archive whose members can be read."""
+    """Whether a file name is that of a readable archive."""
     return path.name.lower().endswith((".zip", *_TARS))
 
 
 def members(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
-    """The pictures in an archive, in its order; ``left_out`` is told of its other members.
+    """Yield the pictures in an archive, in its order; ``left_out`` is called for its other members.
 
-    Members that cannot be read are pictures that cannot, and so is what follows where the archive itself is damaged.
-    What an archive says of itself is not trusted: a member's size is limited whatever its header says, names that lead
-    out of the archive are refused, links are not followed, and no header of a tar can ask for more memory than a name
-    needs.
+    Unreadable members are yielded as unreadable pictures, and so is the rest of a damaged archive. Archives are not
+    trusted: a member's size is limited whatever its header says, names that lead out of the archive are rejected, links
+    are not followed, and a tar header cannot allocate more memory than a name needs.
 
     Raises:
-        DataError: When the first is asked for: if the archive cannot be opened; at the end: if it held no image.
+        DataError: At the first picture, if the archive cannot be opened; at the end, if it contained no image.
     """
     refuse_odd_kinds(archive)
     inside = _zipped(archive, left_out) if archive.name.lower().endswith(".zip") else _in_tar(archive, left_out)
@@ -200,13 +200,13 @@ def members(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
 
 
 def _shown(archive: Path, name: str) -> Path:
-    """What a member is called in answers; a name never carries control characters to a terminal."""
+    """Return a member's name for predictions, without control characters that a terminal would obey."""
     printable = name if name.isprintable() else ascii(name)[1:-1]
     return archive / printable.lstrip("/")
 
 
 def _is_read(archive: Path, name: str, left_out: LeftOut) -> bool:
-    """Whether a member is a picture by its name; of others it is told, unless they are ignored."""
+    """Whether a member's name is that of a picture; reports other members, unless they are ignored."""
     if is_ignored_member(name) and not _leads_out(name):
         return False
     if not is_image_name(name):
@@ -220,7 +220,7 @@ def _leads_out(name: str) -> bool:
 
 
 def _refusal(name: str, size: int) -> str | None:
-    """Why a member is not read, by its header."""
+    """Return why a member is not read, from its header."""
     if _leads_out(name):
         return "its name leads out of the archive"
     return f"{size:,} bytes; at most {LARGEST_FILE_BYTES:,} are read" if size > LARGEST_FILE_BYTES else None
@@ -254,7 +254,7 @@ def _zipped(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
 
 
 class _Head(tarfile.TarInfo):
-    """A header of a tar: tarfile takes a damaged one for the end, and reads names of any length into memory."""
+    """A tar header: tarfile mistakes a damaged one for the end, and reads names of any length into memory."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -262,7 +262,7 @@ class _Head(tarfile.TarInfo):
             head = super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
             if not buf.strip(b"\0"):
-                raise  # the end
+                raise  # end of the archive
             raise tarfile.ReadError(str(error)) from error
         if head.size < 0:
             raise tarfile.ReadError("a member's size is negative")
@@ -273,7 +273,7 @@ class _Head(tarfile.TarInfo):
     def _refuse_holes(self, *_: Any) -> Self:
         raise tarfile.ReadError("a file with holes, of which it may name any number")
 
-    # What tarfile calls for such files, of each kind of tar.
+    # Methods that tarfile calls for such files, for each tar variant.
     _proc_sparse = _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_holes
 
 
@@ -281,7 +281,7 @@ def _in_tar(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
     is_first = True
     opened = Path.open if archive.name.lower().endswith(".tar") else gzip.open
     try:
-        # As a stream, which is read once from beginning to end, as a compressed one must be.
+        # As a stream, read once from beginning to end, as a compressed archive requires.
         with opened(archive, "rb") as file, tarfile.open(fileobj=file, mode="r|", tarinfo=_Head) as tar:
             while (head := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # else it would remember all
@@ -296,7 +296,7 @@ def _in_tar(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
                     yield PictureFile.broken(path, reason)
                     continue
                 member = tar.extractfile(head)
-                assert member is not None  # as it is a file
+                assert member is not None  # attribute as in a file
                 yield PictureFile(path, partial(bytes, member.read()))
     except (tarfile.TarError, *_DAMAGES) as error:
         if is_first:

@@ -24,7 +24,7 @@ class Sampling:
     Attributes:
         tokens: Maximum tokens to generate. temperature: Divides the scores, at least 0; 0 always takes the most
         probable token.
-        top_k: Choose among this many of the most probable; None: among all.
+        top_k: Choose among this many of the most probable; None for all.
         seed: Random seed: the same seed gives the same text.
     """
 
@@ -36,7 +36,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Guess:
-    """Candidates for one masked token: texts, the most probable first, with their probabilities."""
+    """Candidates for one masked token: texts, most probable first, with their probabilities."""
 
     texts: tuple[str, ...]
     probabilities: tuple[float, ...]
@@ -44,25 +44,25 @@ class Guess:
 
 @dataclass(frozen=True)
 class Filled:
-    """A prompt with the most probable token in place of each hidden one, and what else might stand there."""
+    """A prompt with each masked token replaced by the most probable one, and the alternatives."""
 
     text: str
     guesses: tuple[Guess, ...]
 
 
 class TextPredictor:
-    """A trained language model with its tokenizer; needs no file but the weights' own.
+    """A trained language model with its tokenizer; needs only the weights file.
 
     Args:
-        saved: The weights; their file says what their tokenizer is, and which task built their network.
-        device: Where to compute.
-        trust_code: Whether the weights' recipe may name code to import.
+        saved: The weights; their file holds the tokenizer and describes the network.
+        device: Device.
+        trust_code: Whether to import code named in the weights' recipe.
 
     Raises:
-        RecipeError: If they are no language model's.
+        RecipeError: If they are not a language model's.
 
     Attributes:
-        network: The network, in evaluation on the device.
+        network: The network, in evaluation mode on the device.
     """
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
@@ -88,7 +88,7 @@ class TextPredictor:
         self.network: nn.Module = network.to(device).eval()
 
     def write(self, prompt: str, sampling: Sampling) -> Iterator[int]:
-        """Yield token ids that continue a prompt, until a document ends.
+        """Yield token ids that continue a prompt, until the document ends.
 
         Raises:
             RecipeError: If the model was trained on masked tokens.
@@ -99,7 +99,7 @@ class TextPredictor:
                 f"{' or '.join(MASK_WORDS)}."
             )
         draws = torch.Generator().manual_seed(sampling.seed)
-        # Without a prompt, a document begins: it stands after the end of another.
+        # Without a prompt, start a document: after the end token of a previous one.
         ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.end]
         for _ in range(sampling.tokens):
             following = _choose(self._scores(ids[-self._context :], [-1])[0], sampling, draws)
@@ -112,7 +112,7 @@ class TextPredictor:
         """Predict each ``[MASK]`` or ``<mask>``.
 
         Raises:
-            DataError: If there is none, or the prompt is longer than the model's context.
+            DataError: If there is no mask, or the prompt is longer than the model's context.
             RecipeError: If the model was trained to continue text.
         """
         if not self.is_masked:
@@ -131,7 +131,7 @@ class TextPredictor:
         return Filled(self.tokenizer.decode(ids), tuple(guesses))
 
     def _hidden_in(self, prompt: str) -> tuple[list[int], list[int]]:
-        """The prompt's tokens, and the places of the hidden ones."""
+        """Return the prompt's tokens and the positions of the masked ones."""
         first, other = MASK_WORDS
         parts = prompt.replace(other, first).split(first)
         if len(parts) == 1:
@@ -145,7 +145,7 @@ class TextPredictor:
 
     @torch.inference_mode()
     def _scores(self, ids: list[int], places: list[int]) -> Tensor:
-        """Logits at some places, float32 [places, vocabulary] on the CPU; raises NotFiniteError if they overflow."""
+        """Return logits at some positions, float32 [positions, vocabulary] on the CPU; NotFiniteError on overflow."""
         logits: Tensor = self.network(torch.tensor([ids], device=self._device))[0][places].float().cpu()
         if not bool(logits.softmax(dim=1).isfinite().all()):
             raise NotFiniteError(f"{NOT_FINITE}.")
@@ -153,7 +153,7 @@ class TextPredictor:
 
 
 def _choose(scores: Tensor, sampling: Sampling, draws: torch.Generator) -> int:
-    """One token by its scores, float32 [vocabulary]."""
+    """Sample one token from its scores, float32 [vocabulary]."""
     if sampling.temperature == 0:
         return int(scores.argmax())
     scores = scores.double() / sampling.temperature

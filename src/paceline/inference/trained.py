@@ -1,4 +1,4 @@
-"""Tasks and recipes of trained weights, whose networks take nothing but those weights."""
+"""Tasks and recipes of trained weights, whose networks need nothing but the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TaskMaker = Callable[[Recipe], Task]
 
 
 def trained_recipe(saved: SavedWeights) -> Recipe:
-    """The recipe that weights were trained with, to build their network: nothing is downloaded or initialised."""
+    """Return the weights' training recipe, changed so that building the network downloads and initialises nothing."""
     recipe = stored_recipe(saved.described("recipe"), str(saved.path))
     return replace(
         recipe,
@@ -31,7 +31,7 @@ def trusted_recipe(saved: SavedWeights, *, trust_code: bool) -> Recipe:
     """The same, for networks that are built without a task.
 
     Raises:
-        RecipeError: If the model is code to import, and the user has not said that the file may name some.
+        RecipeError: If the model is imported code, and the user has not allowed the file to name code.
     """
     recipe = trained_recipe(saved)
     model = {"model": saved.described("recipe").get("model", {})}
@@ -40,17 +40,17 @@ def trusted_recipe(saved: SavedWeights, *, trust_code: bool) -> Recipe:
 
 
 def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
-    """What makes the task that weights were trained with.
+    """Return the factory of the task that the weights were trained with.
 
     Raises:
-        RecipeError: If that is code to import, and the user has not said that the file may name some; or if it cannot
-            be imported.
+        RecipeError: If the task is imported code and the user has not allowed the file to name code, or if it cannot be
+            imported.
     """
 
     def make(recipe: Recipe) -> Task:
         tree, where = saved.described("recipe"), str(saved.path)
         trained = saved.described("data").get("task")
-        # A task that was given in Python is in the data's description, and the recipe does not name it.
+        # A task given in Python is recorded in the data's description, not in the recipe.
         if recipe.task in built_in("tasks") and trained not in (None, task_name(build_task(recipe))):
             if not is_reference(trained):
                 raise RecipeError(
@@ -58,7 +58,7 @@ def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
                     "a class of its module, or give load_predictor(task=...)."
                 )
             recipe = replace(recipe, task=trained)
-        # The data set that the recipe names is not opened, so its code is not asked for.
+        # The recipe's data set is not opened, so its code need not be trusted.
         named = {"task": recipe.task, "model": tree.get("model", {})}
         refuse_foreign_code(named, recipe, where, trusted=trust_code)
         return build_task(recipe)

@@ -1,6 +1,6 @@
-"""Sums of per-sample values over batches and processes, without averages of averages.
+"""Exact sums of per-sample values over batches and processes, without averaging averages.
 
-Metrics that are not sums, such as the area under a curve, need a :class:`Collector`.
+Metrics that are not means, such as the area under a curve, need a :class:`Collector`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Rows = list[tuple[float, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A named figure of merit: the mean of per-sample values, times a scale.
+    """A named metric: the mean of per-sample values, times a scale.
 
     Attributes:
         name: Key in records, e.g. ``top1_accuracy``.
         scale: Factor on the mean; 100 for percentages.
-        higher_is_better: Which of two values is better.
-        of: Which per-sample value is summed up, as a task's ``score`` names it; the metric's own name unless given.
-        per: By which per-sample value's sum that is divided: ``tokens``, say, where ``score`` gives their number; None
+        higher_is_better: Whether a higher value is better.
+        of: The per-sample value to sum, by its key in a task's ``score``; by default the metric's name.
+        per: The per-sample value whose sum is the divisor, such as ``tokens`` if ``score`` returns token counts; None
             for the number of samples.
-        is_collected: Whether it comes from one of the task's collectors, and is no mean.
+        is_collected: Whether one of the task's collectors computes it, because it is not a mean.
     """
 
     name: str
@@ -40,43 +40,43 @@ class Metric:
 
     @property
     def summed(self) -> str:
-        """The per-sample value that is summed up."""
+        """The per-sample value that is summed."""
         return self.of or self.name
 
 
 class Collector(Protocol):
-    """Gathers of each process what a metric needs that is no mean; one for each set of weights and evaluation.
+    """Gathers each process's data for a metric that is not a mean; one instance per set of weights and evaluation.
 
-    What comes of all parts together must not depend on how the samples were shared out, nor on the parts' order.
+    The result must not depend on how samples were distributed, nor on the parts' order.
     """
 
     def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
-        """Take what the task's ``score`` gave for the samples of a batch. No host-device synchronisation."""
+        """Add the task's ``score`` of a batch. No host-device synchronisation."""
         ...
 
     def part(self) -> Any:
-        """This process's data, as plain values and NumPy arrays; waits for the device."""
+        """Return this process's data as plain values and NumPy arrays; waits for the device."""
         ...
 
     def results(self, parts: Sequence[Any]) -> dict[str, float]:
-        """The metrics, from the parts of all processes."""
+        """Compute the metrics from the parts of all processes."""
         ...
 
 
 @runtime_checkable
 class DetailedCollector(Collector, Protocol):
-    """A collector that has more to say than metrics, for the run's report."""
+    """A collector that also provides details for the run's report."""
 
     def details(self, parts: Sequence[Any]) -> dict[str, Any]:
-        """What ``evaluation/details.json`` says, from the parts of all processes."""
+        """Return the content of ``evaluation/details.json``, from the parts of all processes."""
         ...
 
 
 class Accumulator:
-    """One row of sums per batch, kept on the device, and added up exactly at the end.
+    """One row of sums per batch, kept on the device and summed exactly at the end.
 
-    Rows are float64 (float32 on devices without it). Their total is the correctly rounded one, which does not depend on
-    their order: batches may be scored by any number of processes.
+    Rows are float64 (float32 on devices without it). Their total is correctly rounded and so independent of their
+    order: any number of processes may score the batches.
     """
 
     def __init__(self, metrics: tuple[Metric, ...], device: torch.device) -> None:
@@ -88,17 +88,17 @@ class Accumulator:
         self._counts: list[int] = []
 
     def add(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Add one batch: a tensor [N] for each value that is summed up. No host-device synchronisation."""
+        """Add one batch: a tensor [N] for each summed value. No host-device synchronisation."""
         self._sums.append(torch.stack([values[name].to(self._dtype).sum() for name in self._names]))
         self._counts.append(len(values[self._names[0]]))
 
     def rows(self) -> Rows:
-        """One row per batch: its number of samples, then its sums; the one place that waits for the device."""
+        """Return one row per batch: its number of samples, then its sums. The only method that waits for the device."""
         sums = torch.stack(self._sums).tolist() if self._sums else []
         return [(count, *row) for count, row in zip(self._counts, sums, strict=True)]
 
     def results(self, rows: Rows) -> tuple[int, dict[str, float]]:
-        """Samples and metric values from the rows of all processes, in any order."""
+        """Compute the number of samples and the metric values from the rows of all processes, in any order."""
         count = round(sum(row[0] for row in rows))
         if count == 0:
             return 0, {metric.name: math.nan for metric in self.metrics}
@@ -114,5 +114,5 @@ class Accumulator:
 def exact_sum(values: Iterable[float]) -> float:
     """Return the correctly rounded sum, which does not depend on the order."""
     numbers = list(values)
-    # fsum refuses to add infinities of both signs, and has no need to be exact about them.
+    # fsum raises for infinities of both signs, and infinite sums need not be exact.
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)

@@ -1,6 +1,6 @@
-"""Answers to samples of one label each: counts for the confusion matrix, and the few samples to look at.
+"""Single-label predictions: counts for the confusion matrix, and a few samples to inspect.
 
-The samples are chosen on the device, and are the same for any number of processes.
+The samples are chosen on the device; the choice is the same for any number of processes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from paceline.metrics.confusion import BINS, Reliability, Triples
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """The answers to one batch, on its device.
+    """Predictions for one batch, on its device.
 
     Attributes:
-        label: Right classes, int64 [N].
-        predicted: Classes answered, int64 [N]; -1 where the scores are no numbers.
-        probability: Of the class answered, float32 [N].
-        label_probability: Of the right class, float32 [N].
-        classes: How many there are.
+        label: True classes, int64 [N].
+        predicted: Predicted classes, int64 [N]; -1 where the scores are NaN.
+        probability: Probability of the predicted class, float32 [N].
+        label_probability: Probability of the true class, float32 [N].
+        classes: Number of classes.
     """
 
     label: Tensor
@@ -40,7 +40,7 @@ class Answers:
 
     @classmethod
     def of(cls, logits: Tensor, label: Tensor) -> Answers:
-        """Read scores [N, classes]: of equal ones the first class is the answer, as top-1 accuracy counts."""
+        """Compute predictions from scores [N, classes]; ties go to the first class, as in top-1 accuracy."""
         logits = logits.float()
         probabilities = logits.softmax(dim=1)
         best = logits.argmax(dim=1)
@@ -54,7 +54,7 @@ class Answers:
 
 
 class Confusion:
-    """Counts of confusions and confidences; stays on the device until read."""
+    """Counts of confusions and confidences; they stay on the device until read."""
 
     def __init__(self) -> None:
         self.classes = 0
@@ -68,7 +68,7 @@ class Confusion:
         self._answers.append(torch.stack([each.to(torch.int32) for each in columns]))
 
     def counts(self) -> tuple[Triples, Reliability]:
-        """The counts of labels and answers, and of probabilities; waits for the device."""
+        """Return counts by label and prediction, and by probability; waits for the device."""
         if not self._answers:
             return [], [[0] * 3] * BINS
         counted = torch.cat(self._answers, dim=1).cpu().numpy().astype(np.int64)
@@ -88,17 +88,17 @@ HOW_CHOSEN = (
 )
 
 Pictures = Callable[[Tensor], Tensor | None]
-"""From what the network was shown, [N, ...], to uint8 [N, C, H, W]; None where that is no picture."""
+"""Converts network inputs, [N, ...], to uint8 [N, C, H, W]; returns None if they are not pictures."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A sample that may be shown.
+    """A candidate sample for display.
 
     Attributes:
         sample: Its number.
-        score: What decides between those of its kind; the higher the sooner.
-        is_mistake: Which of the two kinds it is.
+        score: Ranks candidates of its kind; higher is better.
+        is_mistake: Whether the prediction is wrong.
     """
 
     sample: int
@@ -111,12 +111,12 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Sorts the best candidate first; of equal ones that of the lower number."""
+        """Sort key: the best candidate first; ties go to the lower sample number."""
         return -self.score, self.sample
 
 
 def choose(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
-    """Choose from the candidates of all processes: mistakes first."""
+    """Choose from the candidates of all processes, mistakes first."""
     found = sorted(candidates, key=lambda each: each.rank)
     wrong, right = [each for each in found if each.is_mistake], [each for each in found if not each.is_mistake]
     mistakes = min(len(wrong), max(count - count // 3, count - len(right)))
@@ -124,11 +124,11 @@ def choose(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
 
 
 class Examples:
-    """Goes along a pass over the samples and keeps the best candidates, pictures included, on the device.
+    """Keeps the best candidates of a pass over the samples, pictures included, on the device.
 
     Args:
-        count: How many will be shown at most.
-        pictures: Makes pictures of what the network was shown.
+        count: Maximum number shown.
+        pictures: Converts network inputs to pictures.
     """
 
     def __init__(self, count: int, pictures: Pictures) -> None:
@@ -136,13 +136,13 @@ class Examples:
         self._kinds = {True: _Best(count), False: _Best(count)}
 
     def add(self, ids: NDArray[np.int64], draws: NDArray[np.float64], inputs: Tensor, answers: Answers) -> None:
-        """Look at one batch. No host-device synchronisation.
+        """Add one batch. No host-device synchronisation.
 
         Args:
-            ids: Numbers of its samples, [N].
-            draws: A number in [0, 1) for each, which decides between right answers, [N].
-            inputs: What the network was shown, [N, ...].
-            answers: What it answered.
+            ids: Sample numbers, [N].
+            draws: A number in [0, 1) per sample, which ranks correct predictions, [N].
+            inputs: Network inputs, [N, ...].
+            answers: Predictions.
         """
         device = answers.label.device
         samples = torch.tensor(ids).to(device, non_blocking=True)
@@ -167,7 +167,7 @@ class Examples:
             best.add({"score": score, **columns}, shown)
 
     def candidates(self) -> list[Candidate]:
-        """This process's candidates; waits for the device."""
+        """Return this process's candidates; waits for the device."""
         return [
             Candidate(is_mistake=is_mistake, **{name: column[row] for name, column in columns.items()})
             for is_mistake, best in self._kinds.items()
@@ -177,12 +177,12 @@ class Examples:
         ]
 
     def picture(self, candidate: Candidate) -> NDArray[np.uint8] | None:
-        """The thumbnail of one of this process's candidates, uint8 [H, W, C]; None where there is none."""
+        """Return the thumbnail of one of this process's candidates, uint8 [H, W, C]; None if there is no picture."""
         return self._kinds[candidate.is_mistake].picture(candidate.sample)
 
 
 class _Best:
-    """The samples of the highest scores."""
+    """The samples with the highest scores."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -204,7 +204,7 @@ class _Best:
             taken = {name: torch.cat([self.columns[name], column]) for name, column in taken.items()}
             if shown is None or self._pictures is None:
                 shown = None
-            else:  # of any two sizes; smaller ones lie at the upper left
+            else:  # of varying sizes; smaller ones are aligned at the upper left
                 both = (self._pictures, shown)
                 height, width = (max(each.shape[axis] for each in both) for axis in (2, 3))
                 padded = [F.pad(each, (0, width - each.shape[3], 0, height - each.shape[2])) for each in both]
@@ -214,7 +214,7 @@ class _Best:
         self._pictures = None if shown is None else shown[chosen]
 
     def _worth_a_look(self, score: Tensor, chosen: Tensor) -> Tensor:
-        """Those that may be among the best of all: what can be told without waiting, and so on a CPU only."""
+        """Select samples that may be among the best, if that needs no device wait; so it filters only on a CPU."""
         if score.device.type != "cpu" or not self.columns:
             return chosen
         kept = self.columns["score"]
@@ -231,13 +231,13 @@ class _Best:
 
 
 def _order(columns: dict[str, Tensor]) -> Tensor:
-    """From the highest score down; of equal ones the lower number first."""
+    """Order by descending score; ties go to the lower number."""
     by_number = columns["sample"].argsort(stable=True)
     return by_number[columns["score"][by_number].argsort(descending=True, stable=True)]
 
 
 def thumbnails(pictures: Tensor) -> Tensor:
-    """Make pictures, uint8 [N, C, H, W], small enough to be shown in numbers: no side longer than 96 pixels."""
+    """Shrink pictures, uint8 [N, C, H, W], to thumbnails: no side longer than 96 pixels."""
     height, width = pictures.shape[2:]
     if max(height, width) <= THUMBNAIL_PIXELS:
         return pictures
@@ -248,7 +248,7 @@ def thumbnails(pictures: Tensor) -> Tensor:
 
 
 def as_png(pixels: NDArray[np.uint8]) -> str:
-    """A picture [H, W, C] as a page can hold it; of other than 3 channels the first 3, or the first."""
+    """Encode a picture [H, W, C] as a data URL; uses the first 3 channels, or the first one if there are fewer."""
     shown, file = pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0], io.BytesIO()
     Image.fromarray(np.ascontiguousarray(shown)).save(file, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -1,8 +1,8 @@
-"""Area under the ROC curve of click predictions, exact over any number of processes.
+"""Area under the ROC curve of click predictions, exact for any number of processes.
 
-The area under the ROC curve is the chance that a sample of label 1 scores higher than one of label 0, with half a point
-for a tie (Mann and Whitney 1947; Hanley and McNeil 1982). That is a ratio of two whole numbers, counted here as such:
-neither the order of the samples nor who scored them changes a bit of it.
+The area under the ROC curve is the probability that a sample of label 1 scores higher than one of label 0, with ties
+counted as one half (Mann and Whitney 1947; Hanley and McNeil 1982). It is a ratio of two integers and is computed from
+exact counts. So the result is bit-identical for any sample order and any number of processes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 ScoredPart = tuple[NDArray[np.float32], NDArray[np.uint8]]
-"""Scores of one process, logarithms of the odds [N, …], and labels, 0 or 1 [N, …]."""
+"""Scores of one process: logits [N, …], and labels, 0 or 1 [N, …]."""
 
 
 class GatheredScores:
-    """Gathers all scores: each takes 5 bytes on the device until the evaluation ends, then in each process's memory.
+    """Gathers all scores: 5 bytes each, on the device until the evaluation ends, then in each process's memory.
 
     Args:
-        shape: What follows the number of samples in the shape of scores and labels.
+        shape: Dimensions of scores and labels after the first.
     """
 
     def __init__(self, *shape: int) -> None:
@@ -31,12 +31,12 @@ class GatheredScores:
         self._labels = [torch.empty((0, *shape), dtype=torch.uint8)]
 
     def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
-        """Take ``logit``, float [N, …], and ``label``, 0 or 1 [N, …]."""
+        """Add ``logit``, float [N, …], and ``label``, 0 or 1 [N, …]."""
         self._scores.append(values["logit"].detach().float())
         self._labels.append(values["label"].to(torch.uint8))
 
     def part(self) -> ScoredPart:
-        """This process's data; waits for the device."""
+        """Return this process's data; waits for the device."""
         device = self._scores[-1].device
         scores, labels = (torch.cat([each.to(device) for each in all_]) for all_ in (self._scores, self._labels))
         return scores.cpu().numpy(), labels.cpu().numpy()
@@ -46,17 +46,17 @@ class RankedScores(GatheredScores):
     """Gathers scores for ``auc`` and ``normalized_entropy``."""
 
     def results(self, parts: Sequence[ScoredPart]) -> dict[str, float]:
-        """The metrics over all processes; no numbers where all labels are the same."""
+        """Compute the metrics over all processes; NaN if all labels are the same."""
         scores = np.concatenate([scores for scores, _ in parts])
         labels = np.concatenate([labels for _, labels in parts]).astype(bool)
         return {"auc": area_under_curve(scores, labels), "normalized_entropy": normalized_entropy(scores, labels)}
 
 
 def area_under_curve(scores: NDArray[np.floating[Any]], labels: NDArray[np.bool_]) -> float:
-    """The area under the ROC curve, in [0, 1]; nan if all labels are the same, or a score is no number.
+    """Area under the ROC curve, in [0, 1]; NaN if all labels are the same or a score is NaN.
 
     Args:
-        scores: Higher for what is more probable, [N], in any order; up to 4e9 of them.
+        scores: Higher means more probable, [N], in any order; up to 4e9 scores.
         labels: Whether a sample is positive, [N].
     """
     positives = int(labels.sum())
@@ -68,22 +68,22 @@ def area_under_curve(scores: NDArray[np.floating[Any]], labels: NDArray[np.bool_
     positive = np.bincount(which[labels], minlength=len(distinct))
     negative = of_each - positive
     below = np.cumsum(negative) - negative
-    # Twice the number of pairs in the right order, ties as one: whole numbers, up to half of N squared.
+    # Twice the number of correctly ordered pairs, with ties counted once: integers up to half of N squared.
     twice = int((positive * (2 * below + negative)).sum())
     return twice / (2 * positives * negatives)
 
 
 def normalized_entropy(scores: NDArray[np.floating[Any]], labels: NDArray[np.bool_]) -> float:
-    """Mean loss over the entropy of the share of positives (He et al. 2014): 1 for who knows only that share.
+    """Mean loss divided by the entropy of the positive rate (He et al. 2014); predicting that rate gives 1.
 
     Args:
-        scores: Logarithms of the odds, [N], in any order.
+        scores: Logits, [N], in any order.
         labels: Whether a sample is positive, [N].
     """
     share = float(labels.mean()) if len(labels) else 0.0
     if share in (0.0, 1.0):
         return math.nan
-    # Sorted, since a vectorised function may round a number by its place; and added exactly.
+    # Sorted, since a vectorised function may round a value differently by its position; summed exactly.
     wrong = np.sort(np.where(labels, -scores, scores).astype(np.float64))
     total = math.fsum(np.logaddexp(0.0, wrong).tolist()) if np.isfinite(wrong).all() else math.nan
     entropy = -(share * math.log(share) + (1 - share) * math.log1p(-share))

@@ -1,10 +1,10 @@
 """COCO's mean average precision.
 
-As Lin et al. (2014) and their published program define it: detections of a class, the surest first, are matched with
-the objects of that class in their picture at ten thresholds of overlap, 0.5 to 0.95; precision is averaged over 101
-steps of recall, then over thresholds and classes. The tests compare it with that program's figures.
+As defined by Lin et al. (2014) and their published program: detections of a class, by descending score, are matched
+with the objects of that class in their picture at ten overlap thresholds, 0.5 to 0.95. Precision is averaged over 101
+recall levels, then over thresholds and classes. The tests compare it with that program's results.
 
-What travels between processes is small: of each picture the scores, the classes and the overlaps, and no mask.
+Processes exchange little data: scores, classes and overlaps of each picture, but no masks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Overlaps = NDArray[np.float64]
-"""Of each detection with each object, [D, G]."""
+"""Overlap of each detection with each object, [D, G]."""
 
 THRESHOLDS = np.linspace(0.5, 0.95, 10)
 _RECALLS = np.linspace(0, 1, 101)
@@ -29,15 +29,16 @@ _ALMOST_ONE = 1 - 1e-10
 
 @dataclass(frozen=True, kw_only=True)
 class PictureAnswers:
-    """What was found in one picture, against what is there.
+    """Detections in one picture, with its ground truth.
 
     Attributes:
         sample: Its number.
-        scores: How sure each of D detections is, float64 [D].
+        scores: Score of each of D detections, float64 [D].
         labels: Their classes, int64 [D].
         wanted: The classes of the G objects, int64 [G].
-        crowd: Which of these are crowds, bool [G].
-        overlaps: Intersection over union by kind, ``box`` or ``mask``; of a crowd, the share of the detection in it.
+        crowd: Which objects are crowds, bool [G].
+        overlaps: Intersection over union by kind, ``box`` or ``mask``; for a crowd, the share of the detection inside
+            it.
     """
 
     sample: int
@@ -49,10 +50,10 @@ class PictureAnswers:
 
 
 class AveragePrecision:
-    """Collects detections; satisfies :class:`paceline.metrics.accumulator.Collector`.
+    """Collects detections; implements :class:`paceline.metrics.accumulator.Collector`.
 
     Args:
-        kinds: What is compared: ``box``, ``mask``.
+        kinds: What to compare: ``box``, ``mask``.
     """
 
     def __init__(self, kinds: Sequence[str] = ("box",)) -> None:
@@ -62,12 +63,12 @@ class AveragePrecision:
     def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
         """Compare a batch's detections with its objects.
 
-        The host waits for the device, as it did for the detections, whose number only the device knew; kept there, the
-        masks of a few pictures would fill it.
+        The host waits for the device, as it already did for the detections. Kept there, the masks of a few pictures
+        would fill its memory.
 
         Args:
-            values: ``found`` and ``truth``, a dict for each picture: ``boxes`` [·, 4], ``labels``, of detections also
-                ``scores``, of objects ``crowd``; and bool ``masks`` [·, H, W] where these are compared.
+            values: ``found`` and ``truth``, each with a dict per picture: ``boxes`` [·, 4], ``labels``, ``scores`` for
+                detections, ``crowd`` for objects, and bool ``masks`` [·, H, W] if they are compared.
             ids: The pictures' numbers.
         """
         for sample, found, truth in zip(ids.tolist(), values["found"], values["truth"], strict=True):
@@ -86,11 +87,11 @@ class AveragePrecision:
             self._pictures.append(picture)
 
     def part(self) -> list[PictureAnswers]:
-        """This process's data."""
+        """Return this process's data."""
         return self._pictures
 
     def results(self, parts: Sequence[list[PictureAnswers]]) -> dict[str, float]:
-        """Mean average precision of each kind in percent, over all thresholds and at 0.5; NaN without an object."""
+        """Compute mean average precision of each kind in percent, overall and at threshold 0.5; NaN without objects."""
         pictures = sorted((each for part in parts for each in part), key=lambda each: each.sample)
         found = {}
         for kind in self._kinds:
@@ -101,7 +102,7 @@ class AveragePrecision:
 
 
 def mean_average_precisions(pictures: Sequence[PictureAnswers], kind: str) -> NDArray[np.float64]:
-    """The mean over classes at each threshold, [10]; the pictures come in the order of their numbers."""
+    """Return the mean over classes at each threshold, [10]; pictures must be in the order of their numbers."""
     classes = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(each.wanted for each in pictures)]))
     by_class = [_average_precisions(pictures, kind, int(label)) for label in classes]
     known = [each for each in by_class if each is not None]
@@ -109,7 +110,7 @@ def mean_average_precisions(pictures: Sequence[PictureAnswers], kind: str) -> ND
 
 
 def _average_precisions(pictures: Sequence[PictureAnswers], kind: str, label: int) -> NDArray[np.float64] | None:
-    """Average precision of a class at each threshold, [10]; None if there is no object of it but crowds."""
+    """Return a class's average precision at each threshold, [10]; None if all its objects are crowds."""
     scores, right, wrong, objects = [], [], [], 0
     for each in pictures:
         theirs, own = np.flatnonzero(each.labels == label), np.flatnonzero(each.wanted == label)
@@ -130,10 +131,10 @@ def _average_precisions(pictures: Sequence[PictureAnswers], kind: str, label: in
 
 
 def _matched(overlaps: Overlaps, crowd: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which detections, the surest first, meet an object at each threshold, and which only a crowd; both [10, D].
+    """Return which detections, by descending score, match an object at each threshold and which only a crowd, [10, D].
 
-    Each takes the object that it covers best of those that are left, and a crowd, of which there is always more, if
-    there is none. Of equals the last is taken, as in the published program.
+    Each takes the unmatched object with the largest overlap, or else a crowd, which can match repeatedly. Ties go to
+    the last object, as in the published program.
     """
     matched = np.zeros((len(THRESHOLDS), len(overlaps)), dtype=bool)
     ignored = np.zeros_like(matched)
@@ -156,7 +157,7 @@ def _matched(overlaps: Overlaps, crowd: NDArray[np.bool_]) -> tuple[NDArray[np.b
 
 
 def _area(hits: NDArray[np.float64], alarms: NDArray[np.float64], objects: int) -> float:
-    """Mean over steps of recall of the best precision at that recall or more."""
+    """Return the mean over recall levels of the best precision at that recall or more."""
     precision = hits / (hits + alarms + np.spacing(1))
     best = np.maximum.accumulate(precision[::-1])[::-1]
     reached = np.searchsorted(hits / objects, _RECALLS, side="left")
@@ -164,7 +165,7 @@ def _area(hits: NDArray[np.float64], alarms: NDArray[np.float64], objects: int) 
 
 
 def box_overlaps(found: NDArray[np.float64], wanted: NDArray[np.float64], crowd: NDArray[np.bool_]) -> Overlaps:
-    """Overlaps of boxes [D, 4] and [G, 4], by their edges."""
+    """Return the overlaps of boxes [D, 4] and [G, 4], given by their edges."""
     least = np.maximum(found[:, None, :2], wanted[None, :, :2])
     most = np.minimum(found[:, None, 2:], wanted[None, :, 2:])
     common = np.prod(np.clip(most - least, 0, None), axis=2)
@@ -173,8 +174,8 @@ def box_overlaps(found: NDArray[np.float64], wanted: NDArray[np.float64], crowd:
 
 
 def mask_overlaps(found: Tensor, wanted: Tensor, crowd: NDArray[np.bool_]) -> Overlaps:
-    """Overlaps of masks [D, H, W] and [G, H, W], not zero where an object is; exact below 2^24 pixels."""
-    # Zeros and ones are exact in every format, and so are their sums in fp32.
+    """Return the overlaps of masks [D, H, W] and [G, H, W], nonzero inside objects; exact below 2^24 pixels."""
+    # Zeros and ones are exact in every dtype, and so are their sums in fp32.
     with torch.autocast(found.device.type, enabled=False):
         ours, theirs = ((each != 0).flatten(1).float() for each in (found, wanted))
         common = ours @ theirs.T

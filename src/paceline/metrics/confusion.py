@@ -1,6 +1,6 @@
-"""Confusion matrix, scores by class and reliability of an evaluation: counted, written and read.
+"""Confusion matrix, per-class scores and reliability of an evaluation: counting, writing and reading.
 
-Loads no torch, since reports read what an evaluation wrote.
+Does not import torch, because reports read these files without it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ BINS = 10
 _DENSE_CLASSES = 100
 
 Triples = list[tuple[int, int, int]]
-"""(label, predicted class, samples), ascending; a predicted class of -1 is no answer."""
+"""(label, predicted class, samples), ascending; predicted class -1 means no valid prediction."""
 
 Reliability = list[list[int]]
-"""[10, 3]: of the answers in each tenth of probability their number, how many are right, and their probabilities' sum
-in millionths. Whole numbers, so that the sum is the same however the samples are shared out."""
+"""[10, 3]: for each tenth of probability, the number of predictions, how many are correct, and the sum of their
+probabilities in millionths. Integers, so that the sum does not depend on how samples were distributed."""
 
 
 def merged(parts: Iterable[Triples]) -> Triples:
-    """The counts of all processes together."""
+    """Return the counts of all processes combined."""
     total: Counter[tuple[int, int]] = Counter()
     for part in parts:
         for label, predicted, count in part:
@@ -31,12 +31,13 @@ def merged(parts: Iterable[Triples]) -> Triples:
 
 
 def confusion_document(triples: Triples, parts: Iterable[Reliability], names: Sequence[str]) -> dict[str, Any]:
-    """A confusion matrix: rows are labels, columns are predictions.
+    """Build the confusion matrix document: rows are labels, columns are predictions.
 
-    Up to 100 classes as ``matrix``; beyond, where most of it is zero, as ``triples`` of label, answer and count.
+    For up to 100 classes stored as ``matrix``; for more, where most entries are zero, as ``triples`` of label,
+    prediction and count.
 
     Args:
-        triples: The counts of all processes together.
+        triples: The counts of all processes combined.
         parts: The reliability of each process.
         names: The classes' names.
     """
@@ -60,10 +61,10 @@ def confusion_document(triples: Triples, parts: Iterable[Reliability], names: Se
 
 
 def matrix_of(confusion: Mapping[str, Any]) -> list[list[int]]:
-    """Return the whole matrix of a document of :func:`confusion_document`.
+    """Return the full matrix of a document from :func:`confusion_document`.
 
     Raises:
-        ValueError: If it does not have a row and a column for each class.
+        ValueError: If the matrix does not have a row and a column for each class.
     """
     size = len(confusion["classes"])
     matrix: list[list[int]] = confusion.get("matrix") or [[0] * size for _ in range(size)]
@@ -75,12 +76,12 @@ def matrix_of(confusion: Mapping[str, Any]) -> list[list[int]]:
 
 
 def scores_by_class(confusion: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return precision, recall and F1 in percent and the number of samples of each class, the lowest F1 first.
+    """Return precision, recall and F1 in percent and the sample count of each class, lowest F1 first.
 
-    As in scikit-learn, a share of nothing is 0, and a class without samples and answers is left out.
+    As in scikit-learn, 0 / 0 counts as 0, and classes with neither samples nor predictions are left out.
 
     Args:
-        confusion: As :func:`confusion_document` makes it.
+        confusion: A document from :func:`confusion_document`.
     """
     matrix = matrix_of(confusion)
     found = []

@@ -1,4 +1,4 @@
-"""Published laws of batch size and amount of data."""
+"""Published laws of batch size and data size."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections.abc import Sequence
 
 
 def global_batch_size(processes: int, micro_batch_size: int, accumulation_steps: int = 1) -> int:
-    """Samples of an optimizer step over all processes.
+    """Samples per optimizer step over all processes.
 
     Source:
-        By definition; PyTorch's elastic training keeps it by giving fewer processes more (32 × 4 = 8 × 16).
+        By definition; PyTorch's elastic training keeps it constant by giving fewer processes more samples (32 × 4 = 8 ×
+        16).
     """
     return processes * micro_batch_size * accumulation_steps
 
 
 def accumulation_steps(global_batch_size: int, micro_batch_size: int, processes: int = 1) -> int:
-    """Micro-batches of each process that make up an optimizer step.
+    """Micro-batches per process that make up an optimizer step.
 
     Raises:
-        ValueError: If they do not come out even.
+        ValueError: If the batch does not divide evenly.
 
     Source:
         NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets/main.py, ``--optimizer-batch-size``.
@@ -31,7 +32,7 @@ def accumulation_steps(global_batch_size: int, micro_batch_size: int, processes:
 
 
 def steps_ratio(noise_scale: float, batch: float) -> float:
-    """Steps to a loss beside the fewest possible: 1 + B_noise / B.
+    """Steps to reach a loss relative to the minimum: 1 + B_noise / B.
 
     Source:
         McCandlish et al., An empirical model of large-batch training, arXiv:1812.06162, section 2.2 and appendix D.1.
@@ -40,7 +41,7 @@ def steps_ratio(noise_scale: float, batch: float) -> float:
 
 
 def examples_ratio(noise_scale: float, batch: float) -> float:
-    """Examples to a loss beside the fewest possible: 1 + B / B_noise.
+    """Examples to reach a loss relative to the minimum: 1 + B / B_noise.
 
     Source:
         McCandlish et al., arXiv:1812.06162, section 2.2 and appendix D.1.
@@ -49,7 +50,7 @@ def examples_ratio(noise_scale: float, batch: float) -> float:
 
 
 def hyperbola(steps_ratio: float, examples_ratio: float) -> float:
-    """(S / S_min - 1) (E / E_min - 1), which is 1 wherever the law holds.
+    """(S / S_min - 1) (E / E_min - 1), which is 1 where the law holds.
 
     Source:
         McCandlish et al., arXiv:1812.06162, equation 2.11.
@@ -58,7 +59,7 @@ def hyperbola(steps_ratio: float, examples_ratio: float) -> float:
 
 
 def critical_batch(fewest_examples: float, fewest_steps: float) -> float:
-    """The batch at which both ratios are 2: E_min / S_min.
+    """Batch size at which both ratios are 2: E_min / S_min.
 
     Source:
         McCandlish et al., arXiv:1812.06162, equation 2.12.
@@ -67,7 +68,7 @@ def critical_batch(fewest_examples: float, fewest_steps: float) -> float:
 
 
 def critical_batch_of_loss(loss: float, at_one: float = 2e8, exponent: float = 0.21) -> float:
-    """Critical batch of a language model in tokens, by its loss in nats: B* / L^(1 / α).
+    """Critical batch of a language model in tokens, from its loss in nats: B* / L^(1 / α).
 
     Source:
         Kaplan et al., Scaling laws for neural language models, arXiv:2001.08361, equation 1.4.
@@ -76,7 +77,7 @@ def critical_batch_of_loss(loss: float, at_one: float = 2e8, exponent: float = 0
 
 
 def best_learning_rate(largest: float, noise_scale: float, batch: float) -> float:
-    """Learning rate that gains most in a step: ε_max / (1 + B_noise / B).
+    """Learning rate with the largest gain per step: ε_max / (1 + B_noise / B).
 
     Source:
         McCandlish et al., arXiv:1812.06162, section 2.2.
@@ -112,10 +113,10 @@ def simple_noise_scale(variance: float, square: float) -> float:
 
 
 def adaptive_gain(noise_scales: Sequence[float]) -> float:
-    """What (S / S_min - 1) (E / E_min - 1) falls to if the batch follows a noise scale that changes, in (0, 1].
+    """Value of (S / S_min - 1) (E / E_min - 1) if the batch follows a changing noise scale, in (0, 1].
 
     Args:
-        noise_scales: At equal distances of the training's steps.
+        noise_scales: Noise scales at equally spaced training steps.
 
     Source:
         McCandlish et al., arXiv:1812.06162, appendix D.
@@ -125,7 +126,7 @@ def adaptive_gain(noise_scales: Sequence[float]) -> float:
 
 
 def adaptive_gain_of_power(exponent: float) -> float:
-    """The same where the noise scale grows as a power of the step; at 1/2 it is 24/25.
+    """The same if the noise scale grows as a power of the step; at exponent 1/2 it is 24/25.
 
     Source:
         McCandlish et al., arXiv:1812.06162, appendix D (SVHN: 10 √s).
@@ -134,7 +135,7 @@ def adaptive_gain_of_power(exponent: float) -> float:
 
 
 def adaptive_batch(noise_scale: float, ratio: float = 1) -> float:
-    """Batch that follows the noise scale: √(r · B_noise), where r says what a step is worth in examples.
+    """Batch size that follows the noise scale: √(r · B_noise), where r is the value of a step in examples.
 
     Source:
         McCandlish et al., arXiv:1812.06162, appendix D.
@@ -143,17 +144,17 @@ def adaptive_batch(noise_scale: float, ratio: float = 1) -> float:
 
 
 def epochs_to_target(batch: float, fewest_epochs: float, critical_batch: float) -> float:
-    """Epochs to a target by batch size: the examples' ratio times the fewest.
+    """Epochs to a target by batch size: the examples ratio times the minimum.
 
     Source:
-        McCandlish et al., arXiv:1812.06162, equation 2.11; MLPerf's reference runs of ResNet-50 are met within 6 % by
-        34.6 epochs and a batch of 46,900.
+        McCandlish et al., arXiv:1812.06162, equation 2.11; 34.6 epochs and a critical batch of 46,900 match MLPerf's
+        reference runs of ResNet-50 within 6 %.
     """
     return fewest_epochs * examples_ratio(critical_batch, batch)
 
 
 def error_reduction(exponent: float, data_factor: float = 10) -> float:
-    """Share of the error that ``data_factor`` times the data takes away, by a power law with that exponent.
+    """Share of the error removed by ``data_factor`` times the data, by a power law with that exponent.
 
     Source:
         Hestness et al., Deep learning scaling is predictable, empirically, arXiv:1712.00409 (exponents -0.07 to -0.35).
@@ -162,7 +163,7 @@ def error_reduction(exponent: float, data_factor: float = 10) -> float:
 
 
 def power_law_error(samples: float, scale: float, exponent: float, floor: float = 0) -> float:
-    """Error that a power law predicts for so many samples: scale · samples^exponent + floor.
+    """Error predicted by a power law for a number of samples: scale · samples^exponent + floor.
 
     Source:
         Hestness et al., arXiv:1712.00409, equation 1.
@@ -171,7 +172,7 @@ def power_law_error(samples: float, scale: float, exponent: float, floor: float 
 
 
 def data_factor_to_divide_error(exponent: float, by: float = 2) -> float:
-    """How many times the data divides the error by ``by``.
+    """Factor on the data that divides the error by ``by``.
 
     Source:
         Hestness et al., arXiv:1712.00409, solved for the data.
@@ -180,7 +181,7 @@ def data_factor_to_divide_error(exponent: float, by: float = 2) -> float:
 
 
 def generalization_gap(small_batch_accuracy: float, large_batch_accuracy: float) -> float:
-    """Accuracy in % that training with large batches loses.
+    """Accuracy in % lost by training with large batches.
 
     Source:
         Keskar et al., On large-batch training for deep learning, arXiv:1609.04836, table 2.
@@ -189,7 +190,7 @@ def generalization_gap(small_batch_accuracy: float, large_batch_accuracy: float)
 
 
 def sgd_noise_scale(learning_rate: float, samples: float, batch: float, momentum: float = 0) -> float:
-    """Scale of the noise of SGD: ε N / (B (1 - m)).
+    """Noise scale of SGD: ε N / (B (1 - m)).
 
     Source:
         Smith et al., Don't decay the learning rate, increase the batch size, arXiv:1711.00489, section 3.

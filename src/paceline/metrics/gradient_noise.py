@@ -1,9 +1,9 @@
-"""Gradient noise scale with its confidence interval: up to which batch size a larger one pays off.
+"""Gradient noise scale with its confidence interval: the batch size up to which larger batches pay off.
 
-A step's gradient is an average over its samples. From the squared norm of a part's gradient beside the whole batch's
-follow two unbiased estimates, of |G|² and of tr(Σ); their ratio is the simple noise scale. A ratio of averages is not
-the average of ratios: numerator and denominator are averaged over many steps, each for itself (McCandlish et al. 2018,
-appendix A.1), and the interval is that of a ratio of two means which are not independent.
+A step's gradient is an average over its samples. The squared gradient norms of a part and of the whole batch give
+unbiased estimates of |G|² and tr(Σ); their ratio is the simple noise scale. A ratio of averages is not the average of
+ratios, so numerator and denominator are averaged separately over many steps (McCandlish et al. 2018, appendix A.1). The
+interval is that of a ratio of two dependent means.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import asdict, dataclass
 from paceline.metrics.critical_batch import gradient_square, gradient_variance, steps_ratio
 from paceline.metrics.intervals import Interval
 
-# In table 1 of McCandlish et al. the critical batch and the simple noise scale differ by up to so much, but for the two
-# autoencoders (20 times).
+# In table 1 of McCandlish et al. the critical batch and the simple noise scale differ by up to this factor, except for
+# the two autoencoders (20 times).
 ORDER_OF_MAGNITUDE = 10.0
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimates from one step: unbiased, and so noisy that either may be negative.
+    """The estimates from one step: unbiased, but so noisy that either may be negative.
 
     Attributes:
-        variance: Of tr(Σ), the variance of one sample's gradient.
-        square: Of |G|², the squared norm of the true gradient.
+        variance: Estimate of tr(Σ), the variance of one sample's gradient.
+        square: Estimate of |G|², the squared norm of the true gradient.
     """
 
     variance: float
@@ -34,13 +34,13 @@ class Estimate:
 
 
 def estimate(small_batch: float, small_square: float, large_batch: float, large_square: float) -> Estimate | None:
-    """Both estimates from the gradients of a small and a large batch; None if they carry no information.
+    """Compute both estimates from the gradients of a small and a large batch; None if they carry no information.
 
     Args:
-        small_batch: Samples of the small one; of several of various sizes, all their samples over their number.
-        small_square: Its gradient's squared norm; of several, their mean weighted by their samples.
-        large_batch: Samples of the large one; more.
-        large_square: Its gradient's squared norm.
+        small_batch: Samples in the small batch; for several batches, their mean size.
+        small_square: Squared norm of its gradient; for several batches, the mean weighted by batch size.
+        large_batch: Samples in the large batch; must be larger.
+        large_square: Squared norm of its gradient.
     """
     if not (0 < small_batch < large_batch and math.isfinite(small_square) and math.isfinite(large_square)):
         return None
@@ -50,12 +50,12 @@ def estimate(small_batch: float, small_square: float, large_batch: float, large_
 
 @dataclass
 class NoiseAverages:
-    """Averages over many steps' estimates, in which old ones count for less and less.
+    """Averages over the estimates of many steps, with exponentially decaying weights.
 
     Attributes:
-        half_life: After so many more estimates, one counts half; ``inf`` where all count alike.
-        weight: Sum of the weights, and ``weight_square`` that of their squares.
-        variance: Weighted sum of the estimates of tr(Σ); likewise the others, of products of both.
+        half_life: Number of further estimates after which a weight halves; ``inf`` for equal weights.
+        weight: Sum of the weights; ``weight_square`` is the sum of their squares.
+        variance: Weighted sum of the estimates of tr(Σ); the other fields are weighted sums of |G|² and of products.
     """
 
     half_life: float = math.inf
@@ -69,7 +69,7 @@ class NoiseAverages:
 
     @classmethod
     def of(cls, estimates: Iterable[Estimate]) -> NoiseAverages:
-        """All of them, alike."""
+        """Return the equally weighted averages of all estimates."""
         averages = cls()
         for each in estimates:
             averages.add(each)
@@ -89,24 +89,24 @@ class NoiseAverages:
 
     @property
     def count(self) -> float:
-        """As many estimates that count alike would say as much; 0 before the first."""
+        """Effective number of equally weighted estimates; 0 before the first."""
         return self.weight**2 / self.weight_square if self.weight else 0.0
 
     @property
     def mean_variance(self) -> float | None:
-        """The average estimate of tr(Σ); None before the first."""
+        """Average estimate of tr(Σ); None before the first."""
         return self.variance / self.weight if self.weight else None
 
     @property
     def mean_square(self) -> float | None:
-        """The average estimate of |G|²; None before the first."""
+        """Average estimate of |G|²; None before the first."""
         return self.square / self.weight if self.weight else None
 
     def noise_scale(self, *, confidence: float = 0.95) -> Interval | None:
-        """B_simple with its interval, in samples; None where the averages are not both positive.
+        """Return B_simple with its interval, in samples; None unless both averages are positive.
 
-        Steps are taken for independent, as their samples are. The interval is Fieller's: ``high`` is ``inf`` where the
-        true gradient cannot be told from zero.
+        Assumes that steps are independent, as their samples are. This is Fieller's interval: ``high`` is ``inf`` if the
+        true gradient cannot be distinguished from zero.
 
         Args:
             confidence: In (0, 1).
@@ -121,7 +121,7 @@ class NoiseAverages:
         count = self.count
         if count < 2:
             return Interval(v / s, 0.0, math.inf, round(self.count), confidence)
-        # Of the means: the estimates' unbiased (co)variances, over their number.
+        # Unbiased (co)variances of the means: those of the estimates, divided by their number.
         scale = 1 / (count - 1)
         vv = (self.variance_variance / self.weight - v * v) * scale
         ss = (self.square_square / self.weight - s * s) * scale
@@ -131,21 +131,21 @@ class NoiseAverages:
         return Interval(v / s, low, high, round(count), confidence)
 
     def to_json(self) -> dict[str, float]:
-        """The averages as one JSON object."""
+        """Return the averages as one JSON object."""
         return {key: value for key, value in asdict(self).items() if key != "half_life"}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Take averages that :meth:`to_json` gave."""
+        """Restore averages from :meth:`to_json`."""
         for key, value in state.items():
             setattr(self, key, float(value))
 
 
 def _fieller(top: float, bottom: float, spread: tuple[float, float, float]) -> tuple[float, float]:
-    """The positive ratios that two positive means do not rule out.
+    """Return the positive ratios that are consistent with two positive means.
 
     Args:
-        top: The numerator's mean.
-        bottom: The denominator's.
+        top: Mean of the numerator.
+        bottom: Mean of the denominator.
         spread: Variances of both means and their covariance, times the squared quantile.
     """
     tops, bottoms, both = spread
@@ -154,30 +154,30 @@ def _fieller(top: float, bottom: float, spread: tuple[float, float, float]) -> t
     root = math.sqrt(max(discriminant, 0.0))
     if a > 0:
         return max((half_b - root) / a, 0.0), (half_b + root) / a
-    # The denominator may be zero: nothing bounds the ratio above.
+    # The denominator may be zero, so the ratio has no upper bound.
     return (max((half_b - root) / a, 0.0) if c > 0 and a < 0 else 0.0), math.inf
 
 
 def critical_range(noise_scale: Interval) -> tuple[float, float]:
-    """Where the critical batch lies, by a measured noise scale: an order of magnitude beyond its interval.
+    """Range of the critical batch for a measured noise scale: its interval widened by an order of magnitude.
 
-    B_simple takes the curvature of the loss for the same in all directions, which it is not. In the paper's table 1 the
-    critical batch is between a tenth and ten times of it for eight of the ten tasks, and for supervised ones below it.
+    B_simple assumes that the loss has the same curvature in all directions, which is false. In the paper's table 1 the
+    critical batch is between 0.1 and 10 times B_simple for eight of the ten tasks, and below it for supervised ones.
     """
     return noise_scale.low / ORDER_OF_MAGNITUDE, noise_scale.high * ORDER_OF_MAGNITUDE
 
 
 def linear_rate_excess(noise_scale: float, batch: float) -> float:
-    """By how much a rate that grew in proportion to the batch exceeds the best one: 1 + B / B_noise.
+    """Factor by which a learning rate proportional to the batch exceeds the best one: 1 + B / B_noise.
 
     Source:
-        McCandlish et al., arXiv:1812.06162, section 2.2: ε_max / (1 + B_noise / B) beside its tangent at 0.
+        McCandlish et al., arXiv:1812.06162, section 2.2: ε_max / (1 + B_noise / B) compared with its tangent at 0.
     """
     return steps_ratio(batch, noise_scale)
 
 
 def rate_ratio(noise_scale: float, batch: float, reference_batch: float) -> float:
-    """The best rate of a batch over that of another: (1 + B_noise / B₀) / (1 + B_noise / B), below B / B₀.
+    """Ratio of the best learning rates of two batch sizes: (1 + B_noise / B₀) / (1 + B_noise / B), below B / B₀.
 
     Source:
         McCandlish et al., arXiv:1812.06162, section 2.2.

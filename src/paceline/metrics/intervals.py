@@ -1,9 +1,9 @@
 """Confidence intervals of a few measurements.
 
-Everything here is for small samples: three rounds are usual, a hundred are many. With one value there is no telling how
-much the next would differ, and its interval is everything there is.
+Everything here is for small samples: three rounds are typical, a hundred are many. A single value says nothing about
+the spread, so its interval is unbounded.
 
-SciPy is loaded where it is used: every training imports this module, and hardly one asks for an interval.
+SciPy is imported on use: every training run imports this module, but few compute an interval.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Interval:
 
     Attributes:
         middle: The estimate.
-        low: Its lower end; ``-inf``, or 0 of what cannot be negative, if nothing bounds it.
-        high: Its upper end; ``inf`` if nothing bounds it.
-        count: Measurements it is made of.
-        confidence: In (0, 1).
+        low: Lower end; if unbounded, ``-inf``, or 0 for a quantity that cannot be negative.
+        high: Upper end; ``inf`` if unbounded.
+        count: Number of measurements.
+        confidence: Confidence level, in (0, 1).
     """
 
     middle: float
@@ -44,14 +44,14 @@ class Interval:
         return self.low <= value <= self.high
 
     def to_json(self) -> dict[str, float]:
-        """The interval as one JSON object."""
+        """Return the interval as one JSON object."""
         return {"middle": self.middle, "low": self.low, "high": self.high, "count": self.count}
 
 
 def mean_interval(values: Sequence[float] | Floats, *, confidence: float = 0.95) -> Interval:
-    """The mean with Student's interval.
+    """Return the mean with Student's interval.
 
-    Its coverage is exact for normal values and holds well for others, as long as they are drawn independently.
+    Its coverage is exact for independent normal values and close for other independent values.
 
     Args:
         values: Measurements, one or more.
@@ -74,10 +74,10 @@ def mean_interval(values: Sequence[float] | Floats, *, confidence: float = 0.95)
 
 
 def rate_interval(seconds: Sequence[float] | Floats, *, confidence: float = 0.95) -> Interval:
-    """How many happen in a second, by how long one takes: one over the mean time, and over the ends of its interval.
+    """Rate per second from durations: the reciprocal of the mean time and of its interval.
 
-    Not the mean of rates: that would count a slow second for less than a fast one. ``high`` is ``inf`` where the times
-    are so few, or so different, that their mean may be anything.
+    Not the mean of rates, which would weigh slow seconds less than fast ones. ``high`` is ``inf`` if the times are too
+    few or too different to bound their mean away from zero.
 
     Args:
         seconds: Positive measurements, one or more.
@@ -93,21 +93,21 @@ def rate_interval(seconds: Sequence[float] | Floats, *, confidence: float = 0.95
 
 
 def paired_ratio(candidate: Sequence[float], baseline: Sequence[float], *, confidence: float = 0.95) -> Interval:
-    """Candidate over baseline, for measurements taken in turns: what slows a whole round slows both, and cancels.
+    """Candidate over baseline for paired rounds: whatever slows a whole round slows both and cancels.
 
-    The geometric mean of the rounds' ratios with Student's interval on their logarithms: of ratios, 2 and 1/2 are
-    equally far from 1. It asks that the rounds' ratios be drawn independently. A drift of the machine leaves them so if
-    each round runs the two in the other order than the one before: then a steady drift only widens the interval. A
-    round that something disturbed widens it too; nothing is thrown away. With two rounds it is 13 times as
-    wide as their difference suggests, with three 4 times: more rounds are worth more than longer ones.
+    Returns the geometric mean of the rounds' ratios, with Student's interval on their logarithms, since the ratios 2
+    and 1/2 are equally far from 1. The ratios must be independent. Machine drift preserves this if the order alternates
+    from round to round: a steady drift then only widens the interval. A disturbed round widens it too; no round is
+    discarded. With two rounds the interval is 13 times as wide as their difference suggests, with three rounds 4 times.
+    So more rounds help more than longer ones.
 
     Args:
         candidate: One positive measurement for each round.
-        baseline: The same rounds of what it is compared with.
+        baseline: One positive measurement of the baseline for each of the same rounds.
         confidence: In (0, 1).
 
     Raises:
-        ValueError: If there are no rounds, not as many of both, or one is not positive.
+        ValueError: If there are no rounds, the counts differ, or a measurement is not positive.
     """
     if len(candidate) != len(baseline):
         raise ValueError(f"{len(candidate)} rounds of one and {len(baseline)} of the other cannot be paired")
@@ -115,17 +115,17 @@ def paired_ratio(candidate: Sequence[float], baseline: Sequence[float], *, confi
 
 
 def unpaired_ratio(candidate: Sequence[float], baseline: Sequence[float], *, confidence: float = 0.95) -> Interval:
-    """Candidate over baseline where each was measured for itself, at another time; spreads may differ (Welch).
+    """Candidate over baseline for separate measurements; their variances may differ (Welch).
 
-    What the machine did differently at the two times is not in the interval and cannot be.
+    The interval cannot include differences in the machine's state between the two times.
 
     Args:
         candidate: Positive measurements.
-        baseline: Positive measurements, perhaps another number of them.
+        baseline: Positive measurements; their number may differ.
         confidence: In (0, 1).
 
     Raises:
-        ValueError: If one has no measurements, or one is not positive.
+        ValueError: If a side has no measurements, or a measurement is not positive.
 
     Source: Welch (1947), The generalization of "Student's" problem when several different population variances are
     involved; degrees of freedom by Satterthwaite (1946).
@@ -146,9 +146,9 @@ def unpaired_ratio(candidate: Sequence[float], baseline: Sequence[float], *, con
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest measured value that at least this share of them do not exceed (the nearest rank).
+    """Return the smallest measured value that at least this share of the values do not exceed (nearest rank).
 
-    No value is made up between two that were measured. Where fewer than ``1 / (1 - share)`` were, it is the largest.
+    Does not interpolate. With fewer than ``1 / (1 - share)`` values it is the largest.
 
     Args:
         values: Measurements, one or more.
@@ -160,19 +160,19 @@ def quantile(values: Sequence[float], share: float) -> float:
     if not 0 < share <= 1:
         raise ValueError(f"found {share} as a share, but it must be in (0, 1]")
     numbers = np.sort(_checked(values, 0.5))
-    # Not a whole rank more for what binary fractions add: 0.95 * 20 is 19.000000000000004 of 20 otherwise.
+    # Tolerates binary rounding: otherwise 0.95 * 20 = 19.000000000000004 would give rank 20.
     return float(numbers[max(0, math.ceil(share * len(numbers) - 1e-9) - 1)])
 
 
 def part_means(values: Sequence[float], parts: int = 10) -> list[float]:
-    """Means over so many parts of a row, or over fewer where there are fewer values.
+    """Means of consecutive parts of a series; fewer parts if there are fewer values.
 
-    Measurements that follow one another are alike, and an interval that takes them for independent is too narrow. Means
-    over long parts hardly are (the method of batch means).
+    Consecutive measurements are correlated, and an interval that assumes independence is too narrow. Means over long
+    parts are nearly independent (the method of batch means).
 
     Args:
-        values: In the order in which they were measured, one or more.
-        parts: At least 1; of nearly equal length.
+        values: Measurements in order, one or more.
+        parts: Number of parts of nearly equal length, at least 1.
     """
     parts = min(parts, len(values))
     bounds = [round(part * len(values) / parts) for part in range(parts + 1)]
@@ -180,15 +180,15 @@ def part_means(values: Sequence[float], parts: int = 10) -> list[float]:
 
 
 def share_interval(hits: int, trials: int, *, confidence: float = 0.95) -> Interval:
-    """The share of trials that succeed, with the exact interval.
+    """Return the success rate of trials with its exact interval.
 
     Args:
-        hits: How many did.
-        trials: How many there were, at least one.
+        hits: Number of successes.
+        trials: Number of trials, at least one.
         confidence: In (0, 1).
 
     Raises:
-        ValueError: If there were no trials, or fewer than hits.
+        ValueError: If there are no trials, or fewer trials than hits.
 
     Source: Clopper and Pearson (1934), The use of confidence or fiducial limits illustrated in the
     case of the binomial.
@@ -205,14 +205,14 @@ def share_interval(hits: int, trials: int, *, confidence: float = 0.95) -> Inter
 
 @dataclass(frozen=True)
 class TimeToEvent:
-    """How long until something happens, where some were only watched for a while.
+    """Time until an event, with right-censored observations.
 
     Attributes:
-        median: The time by which half have got there; ``inf`` where fewer than half were seen to.
-        reached: The share that was seen to get there.
-        restarting: Mean time until one gets there if who fails begins anew: all time spent over the successes; ``inf``
-            without any.
-        curve: After each time at which one got there, the share that has not, by Kaplan and Meier.
+        median: The time by which half have reached the event; ``inf`` if fewer than half were observed to.
+        reached: The share observed to reach the event.
+        restarting: Mean time to success if failures restart: total time divided by successes; ``inf`` without
+            successes.
+        curve: The Kaplan-Meier survival share after each event time.
     """
 
     median: Interval
@@ -222,19 +222,19 @@ class TimeToEvent:
 
 
 def time_to_event(times: Sequence[float], reached: Sequence[bool], *, confidence: float = 0.95) -> TimeToEvent:
-    """Times to an event, with those that it had not met by the end of their watch.
+    """Estimate the time to an event from right-censored observations.
 
-    To leave out who did not get there would praise what fails often. Kaplan's and Meier's estimate counts each as long
-    as it was watched. The interval of the median holds the times at which the estimate is not significantly away from
-    one half, on the scale log(-log), which is better for few than the plain one.
+    Dropping censored observations would favour methods that often fail. The Kaplan-Meier estimator counts each for as
+    long as it was observed. The interval of the median contains the times at which the estimate does not differ
+    significantly from one half on the log(-log) scale, which suits small samples better than the plain scale.
 
     Args:
-        times: When each got there, or how long it was watched; positive.
-        reached: Whether it got there.
+        times: Event time, or observation time if censored; positive.
+        reached: Whether the event was observed.
         confidence: In (0, 1).
 
     Raises:
-        ValueError: If there is no time, one is not positive, or not as many of both.
+        ValueError: If there are no times, one is not positive, or the lengths differ.
 
     Source: Kaplan and Meier (1958), Nonparametric estimation from incomplete observations; Brookmeyer and Crowley
     (1982), A confidence interval for the median survival time; Greenwood (1926) for the variance.
@@ -249,9 +249,9 @@ def time_to_event(times: Sequence[float], reached: Sequence[bool], *, confidence
     there = np.asarray(reached, dtype=bool)
     estimate = ecdf(CensoredData.right_censored(numbers, ~there)).sf
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # where all have got there, no interval is known
+        warnings.simplefilter("ignore", RuntimeWarning)  # if all reached the event, the variance is undefined
         band = estimate.confidence_interval(confidence, method="log-log")
-    # Where one got there: of the last one alone nothing is known, and it bounds nothing.
+    # Event times only: after the last one the variance is unknown, so it bounds nothing.
     at = np.isin(estimate.quantiles, numbers[there])
     events, shares = estimate.quantiles[at], estimate.probabilities[at]
 

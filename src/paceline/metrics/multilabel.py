@@ -1,7 +1,7 @@
-"""Average precision and F1 of several labels of an image, exact over any number of processes.
+"""Average precision and F1 of multi-label images, exact for any number of processes.
 
-Ranks and counts are whole numbers, so that neither the order of the samples nor who scored them changes a bit. The
-tests compare both with scikit-learn's figures.
+Ranks and counts are integers, so the results are bit-identical for any sample order and any number of processes. The
+tests compare both with scikit-learn.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _LEAST = 1e-6  # a threshold's distance from 0 and 1
 
 
 class LabelScores(GatheredScores):
-    """Gathers scores of labels; satisfies :class:`paceline.metrics.accumulator.DetailedCollector`.
+    """Gathers label scores; implements :class:`paceline.metrics.accumulator.DetailedCollector`.
 
     Args:
-        classes: Their names.
-        thresholds: The probability above which each is given, in (0, 1).
+        classes: Class names.
+        thresholds: Probability above which each class is predicted, in (0, 1).
     """
 
     def __init__(self, classes: Sequence[str], thresholds: Sequence[float]) -> None:
@@ -35,9 +35,9 @@ class LabelScores(GatheredScores):
         self._classes, self._thresholds = classes, thresholds
 
     def results(self, parts: Sequence[ScoredPart]) -> dict[str, float]:
-        """The metrics in percent; no numbers where no sample has a label, or a score is no number.
+        """Compute the metrics in percent; NaN if no sample has a label or a score is NaN.
 
-        Means over classes leave out those that no sample has; ``micro_f1`` counts their wrong answers.
+        Means over classes exclude classes without samples; ``micro_f1`` counts their false positives.
         """
         found = self._of_classes(parts)
         known = [each for each in found if each["count"]]
@@ -48,9 +48,9 @@ class LabelScores(GatheredScores):
         return dict(zip(("map", "macro_f1"), means, strict=True)) | {"micro_f1": 100 * _f1(right, given, wanted)}
 
     def details(self, parts: Sequence[ScoredPart]) -> dict[str, Any]:
-        """The scores of each class in percent, the lowest F1 first, and those that no sample has last.
+        """Return the scores of each class in percent, lowest F1 first, classes without samples last.
 
-        ``best_threshold`` is where the F1 on these samples is highest: fitted to them, as ``best_f1`` is.
+        ``best_threshold`` maximises F1 on these samples; like ``best_f1`` it is fitted to them.
         """
         found = self._of_classes(parts)
         return {"label_scores": sorted(found, key=lambda each: (not each["count"], each["f1"], each["class"]))}
@@ -76,19 +76,19 @@ class LabelScores(GatheredScores):
 
 
 def precision_and_best_f1(scores: NDArray[np.float32], labels: NDArray[np.bool_]) -> tuple[float, float, float]:
-    """Average precision, the highest F1 of any threshold, and the threshold; not numbers without a positive sample.
+    """Return average precision, the highest F1 over thresholds, and that threshold; NaN without positives.
 
-    The average precision is the sum over distinct scores of the precision at each times what it adds to the recall. The
-    threshold is a probability, half-way in the logarithm of the odds to the next lower score.
+    Average precision is the sum over distinct scores of the precision times the gain in recall. The threshold is a
+    probability, halfway in logits to the next lower score.
 
     Args:
-        scores: Logarithms of the odds, [N], in any order.
+        scores: Logits, [N], in any order.
         labels: Whether a sample has the label, [N].
     """
     positives = int(labels.sum())
     if positives == 0 or np.isnan(scores).any():
         return math.nan, math.nan, math.nan
-    # Infinite ones as the largest numbers that there are: between these there is a middle.
+    # Replace infinities by the largest finite numbers, so that midpoints exist.
     distinct, which = np.unique(np.nan_to_num(-scores), return_inverse=True)
     given = np.cumsum(np.bincount(which))
     added = np.bincount(which[labels], minlength=len(distinct))

@@ -1,4 +1,4 @@
-"""Metrics that a recipe names: functions of the scores and targets of all held-out samples."""
+"""Metrics named in a recipe: functions of the scores and targets of all held-out samples."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from numpy.typing import NDArray
 
 from paceline.errors import RecipeError
 from paceline.metrics.accumulator import Metric
-from paceline.references import load_reference
+from paceline.references import is_reference, load_reference
 
 ScoredPart = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[Any]]
-"""Numbers of samples, [N], their scores and their targets."""
+"""Sample numbers, [N], with their scores and targets."""
 
 
 def named_metric(name: str, options: Mapping[str, Any]) -> Any:
-    """Make a metric of ``evaluate.metrics``.
+    """Create a metric from ``evaluate.metrics``.
 
     Raises:
-        RecipeError: If its factory cannot be imported, or does not take the options.
+        RecipeError: If its factory cannot be imported, or does not accept the options.
     """
     key, given = f"evaluate.metrics.{name}", dict(options)
     reference = given.pop("name", None)
-    if not isinstance(reference, str):
-        raise RecipeError(f"{key} names no factory; give name: package.module:factory, torchmetrics' or yours.")
+    if not isinstance(reference, str) or not is_reference(reference):
+        raise RecipeError(
+            f"{key} has name={reference!r}, but it must name a factory: package.module:factory, torchmetrics' or yours."
+        )
     factory = load_reference(reference, RecipeError)
     try:
         return factory(**given)
@@ -39,9 +41,9 @@ def named_metric(name: str, options: Mapping[str, Any]) -> Any:
 
 
 class NamedMetrics:
-    """Gathers scores and targets; satisfies :class:`paceline.metrics.accumulator.Collector`.
+    """Gathers scores and targets; implements :class:`paceline.metrics.accumulator.Collector`.
 
-    A metric is called once, with the samples in the order of their numbers: any number of processes gives the same.
+    A metric is called once, with samples sorted by number, so the result does not depend on the number of processes.
     """
 
     def __init__(self, asked: Mapping[str, Mapping[str, Any]]) -> None:
@@ -50,40 +52,51 @@ class NamedMetrics:
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
-        """What they are called; more of one is better, unless it has ``higher_is_better`` and that is not true."""
+        """The metrics by name; higher is better unless the metric has a false ``higher_is_better``."""
         return tuple(
             Metric(name=name, higher_is_better=bool(getattr(made, "higher_is_better", True)), is_collected=True)
             for name, made in self._made.items()
         )
 
     def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
-        """Take ``logit``, float [N, …], and ``label``, [N, …]."""
-        if self._made:
-            self._batches.append((ids, values["logit"].detach().float(), values["label"]))
+        """Add ``logit``, float [N, …], and ``label``, [N, …]."""
+        if not self._made:
+            return
+        if missing := {"logit", "label"} - values.keys():
+            raise RecipeError(
+                f"evaluate.metrics needs {' and '.join(sorted(missing))} from the task's score(), which gives only "
+                f"{', '.join(values)}: return it there, or leave evaluate.metrics out."
+            )
+        # Kept on the host: all scores of an evaluation may not fit into device memory.
+        self._batches.append((ids, values["logit"].detach().float().cpu(), values["label"].cpu()))
 
     def part(self) -> ScoredPart | None:
-        """What this process has, None without a sample; waits for the device."""
+        """Return this process's data; None without samples."""
         if not self._batches:
             return None
         ids, scores, targets = zip(*self._batches, strict=True)
-        return np.concatenate(ids), torch.cat(scores).cpu().numpy(), torch.cat(targets).cpu().numpy()
+        return np.concatenate(ids), torch.cat(scores).numpy(), torch.cat(targets).numpy()
 
     def results(self, parts: Sequence[ScoredPart | None]) -> dict[str, float]:
-        """The metrics over all processes; no numbers without a sample.
+        """Compute the metrics over all processes; NaN without samples.
 
         Raises:
-            RecipeError: If one gives something else than a number.
+            RecipeError: If a metric does not return a number.
         """
         present = [part for part in parts if part is not None]
         if not present:
             return dict.fromkeys(self._made, math.nan)
         ids, scores, targets = (np.concatenate(each) for each in zip(*present, strict=True))
         order = np.argsort(ids, kind="stable")
+        in_order = torch.from_numpy(scores[order]), torch.from_numpy(targets[order])
         found = {}
         for name, made in self._made.items():
             try:
-                found[name] = float(made(torch.from_numpy(scores[order]), torch.from_numpy(targets[order])))
-            except (TypeError, ValueError, RuntimeError) as error:
+                found[name] = float(made(*in_order))
+            except Exception as error:
                 told = f"scores {list(scores.shape)} and targets {list(targets.shape)}"
-                raise RecipeError(f"evaluate.metrics.{name} gave no number for {told}: {error}") from error
+                raise RecipeError(
+                    f"evaluate.metrics.{name} gave no number for {told} ({type(error).__name__}: {error}): correct its "
+                    "options."
+                ) from error
         return found

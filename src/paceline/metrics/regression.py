@@ -1,6 +1,6 @@
-"""Errors of predicted numbers: mean absolute, root mean squared and R², exact over any number of processes.
+"""Regression errors: mean absolute, root mean squared and R², exact for any number of processes.
 
-For the run's report some pairs of numbers are kept, the same for any number of processes.
+For the run's report a sample of (target, prediction) pairs is kept, the same for any number of processes.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 from paceline.metrics.accumulator import Metric
 
 _NAMES = {"mae": False, "rmse": False, "r2": True}
-"""What is measured, and whether more of it is better."""
+"""Metric names, and whether higher is better."""
 
 _MOST_POINTS = 1000
 NumberPart = tuple[NDArray[np.float64], NDArray[np.float64]]
-"""Sums of each batch, [batches, 5, columns]; and of some samples the number, targets and predictions."""
+"""Sums of each batch, [batches, 5, columns]; and numbers, targets and predictions of some samples."""
 
 
 def plain_names(columns: Sequence[str]) -> tuple[str, ...]:
-    """Names of columns as metrics have them: letters, digits and underscores; numbers where that makes two alike."""
+    """Convert column names to metric names (letters, digits, underscores); numbered if that creates duplicates."""
     names = tuple(re.sub(r"\W+", "_", column) for column in columns)
     return names if len(set(names)) == len(names) else tuple(f"column{place}" for place, _ in enumerate(names))
 
 
 def error_metrics(columns: Sequence[str]) -> tuple[Metric, ...]:
-    """The mean over columns of each metric, and where there are several columns, each column's own."""
+    """Return each metric's mean over columns and, with several columns, its value per column."""
     ends = ("", *(f"_{column}" for column in plain_names(columns))) if len(columns) > 1 else ("",)
     return tuple(
         Metric(name=f"{name}{end}", higher_is_better=is_higher, is_collected=True)
@@ -42,15 +42,15 @@ def error_metrics(columns: Sequence[str]) -> tuple[Metric, ...]:
 
 
 class NumberErrors:
-    """Sums errors of columns of numbers; satisfies :class:`paceline.metrics.accumulator.DetailedCollector`.
+    """Sums errors of numeric columns; implements :class:`paceline.metrics.accumulator.DetailedCollector`.
 
-    Of each batch a few sums are kept, which are added up exactly: the batches may be scored by any processes. The
-    numbers of all samples stay on the device until the evaluation ends.
+    Keeps a few sums per batch and adds them exactly, so any number of processes may score the batches. All targets and
+    predictions stay on the device until the evaluation ends.
 
     Args:
-        columns: What they are called.
-        scale: What one is in the user's units, of each column.
-        mean: What zero is, likewise.
+        columns: Column names.
+        scale: Standard deviation of each column, in the user's units.
+        mean: Mean of each column, in the user's units.
     """
 
     def __init__(self, columns: Sequence[str], scale: Sequence[float], mean: Sequence[float]) -> None:
@@ -60,7 +60,7 @@ class NumberErrors:
         self._ids: list[NDArray[np.int64]] = []
 
     def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
-        """Take ``error`` and ``target``, float [N, columns], both standardised."""
+        """Add ``error`` and ``target``, float [N, columns], both standardised."""
         precise = torch.float32 if values["error"].device.type == "mps" else torch.float64
         error, target = values["error"].to(precise), values["target"].to(precise)
         columns = (torch.ones_like(error), error.abs(), error.square(), target, target.square())
@@ -69,7 +69,7 @@ class NumberErrors:
         self._ids.append(ids)
 
     def part(self) -> NumberPart:
-        """This process's data; waits for the device."""
+        """Return this process's data; waits for the device."""
         if not self._sums:
             return np.empty((0, 5, len(self._columns))), np.empty((0, 1 + 2 * len(self._columns)))
         ids = np.concatenate(self._ids)
@@ -80,7 +80,7 @@ class NumberErrors:
         return torch.stack(self._sums).cpu().numpy().astype(np.float64), points
 
     def details(self, parts: Sequence[NumberPart]) -> dict[str, Any]:
-        """Targets and predictions of at most 1,000 samples, in the order of their numbers."""
+        """Return targets and predictions of at most 1,000 samples, sorted by sample number."""
         points = np.concatenate([points for _, points in parts])
         points = points[np.isfinite(points).all(axis=1)]
         points = points[_some(points[:, 0])]
@@ -94,13 +94,13 @@ class NumberErrors:
         }
 
     def results(self, parts: Sequence[NumberPart]) -> dict[str, float]:
-        """The metrics over all processes; not numbers where there are no samples or an error is not finite."""
+        """Compute the metrics over all processes; NaN without samples or if an error is not finite."""
         sums = np.concatenate([sums for sums, _ in parts])
         found = []
         for place, scale in enumerate(self._scale):
             count, absolute, squared, total, squares = (_total(sums[:, each, place]) for each in range(5))
             spread = squares - total * total / count if count else math.nan
-            # As in scikit-learn where all targets are the same.
+            # As in scikit-learn if all targets are the same.
             of_equals = math.nan if math.isnan(squared) else float(squared == 0)
             r2 = of_equals if spread <= 1e-14 * squares else 1 - squared / spread
             mean, mean_square = (each / count if count else math.nan for each in (absolute, squared))
@@ -113,7 +113,7 @@ class NumberErrors:
 
 
 def _some(ids: NDArray[Any]) -> NDArray[np.int64]:
-    """Where some of the samples are, in the order of their numbers; a hash of the number chooses (Knuth 1973)."""
+    """Return indices of some of the samples, sorted by number and chosen by a hash of the number (Knuth 1973)."""
     hashes = ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     chosen = np.argsort(hashes)[:_MOST_POINTS]
     return chosen[np.argsort(ids[chosen])]

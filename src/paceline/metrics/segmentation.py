@@ -1,4 +1,4 @@
-"""Intersection over union of classes of pixels, from whole numbers: exact over any number of processes."""
+"""Intersection over union of pixel classes, from integer counts: exact for any number of processes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch import Tensor
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.regression import plain_names
 
-_MOST_CLASSES = 20  # up to so many, each class is a metric
+_MOST_CLASSES = 20  # up to this number, each class has a metric
 
 
 def pixel_metrics(classes: Sequence[str]) -> tuple[Metric, ...]:
-    """Mean IoU and pixel accuracy in percent, and the IoU of each class where there are at most 20."""
+    """Return mean IoU and pixel accuracy in percent, and the IoU of each class if there are at most 20."""
     each = plain_names(classes) if len(classes) <= _MOST_CLASSES else ()
     names = ("miou", "pixel_accuracy", *(f"iou_{name}" for name in each))
     return tuple(Metric(name=name, higher_is_better=True, is_collected=True) for name in names)
 
 
 class PixelConfusion:
-    """Counts pixels by class and answer; satisfies :class:`paceline.metrics.accumulator.DetailedCollector`.
+    """Counts pixels by class and prediction; implements :class:`paceline.metrics.accumulator.DetailedCollector`.
 
     Args:
-        classes: Their names.
+        classes: Class names.
         ignored: The value of pixels that are not scored.
     """
 
@@ -37,7 +37,7 @@ class PixelConfusion:
         self._counts: Tensor | None = None
 
     def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
-        """Take ``target`` and ``predicted``, whole numbers [N, H, W]."""
+        """Add ``target`` and ``predicted``, integers [N, H, W]."""
         wanted, size = values["target"].flatten().long(), len(self._classes)
         cells = torch.where(wanted == self._ignored, size**2, wanted * size + values["predicted"].flatten())
         if self._counts is None:
@@ -45,14 +45,14 @@ class PixelConfusion:
         self._counts.index_add_(0, cells, torch.ones_like(cells))
 
     def part(self) -> NDArray[np.int64]:
-        """Pixels by class (rows) and answer (columns), int64 [classes, classes]; waits for the device."""
+        """Return pixel counts, int64 [classes (rows), predictions (columns)]; waits for the device."""
         size = len(self._classes)
         if self._counts is None:
             return np.zeros((size, size), dtype=np.int64)
         return self._counts[:-1].reshape(size, size).cpu().numpy()
 
     def results(self, parts: Sequence[NDArray[np.int64]]) -> dict[str, float]:
-        """The metrics in percent. A class that neither masks nor answers hold is no part of the mean, and is NaN."""
+        """Compute the metrics in percent. A class in neither masks nor predictions is NaN and not in the mean."""
         counts = sum(parts[1:], start=parts[0])
         ious = _ious(counts)
         known = [each for each in ious if not math.isnan(each)]
@@ -65,7 +65,7 @@ class PixelConfusion:
         return means | dict(zip(names, ious, strict=False))
 
     def details(self, parts: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
-        """The IoU of each class that there is, the lowest first, and how many pixels it has."""
+        """Return the IoU and pixel count of each present class, lowest IoU first."""
         counts = sum(parts[1:], start=parts[0])
         rows = zip(self._classes, counts.sum(axis=1).tolist(), _ious(counts), strict=True)
         known = [{"class": name, "count": count, "iou": iou} for name, count, iou in rows if not math.isnan(iou)]
@@ -73,7 +73,7 @@ class PixelConfusion:
 
 
 def _ious(counts: NDArray[np.int64]) -> list[float]:
-    """Intersection over union of each class, in percent; NaN where the union is empty."""
+    """Intersection over union of each class, in percent; NaN if the union is empty."""
     both = np.diag(counts)
     either = counts.sum(axis=0) + counts.sum(axis=1) - both
     return [100 * one / all_ if all_ else math.nan for one, all_ in zip(both.tolist(), either.tolist(), strict=True)]

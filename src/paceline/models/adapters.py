@@ -1,8 +1,7 @@
-"""Low-rank adapters, and which parts of a network with them are trained.
+"""Low-rank adapters, and which parts of an adapted network are trained.
 
-Beside a layer's weight W, which stays as it is, two small matrices A and B are trained: the layer computes with
-W + alpha / rank * B A. B starts at zero, so that the network starts unchanged. The layers are peft's, which is
-imported where it is used.
+A layer's weight W is frozen, and two small matrices A and B are trained: the layer computes with W + alpha / rank * B
+A. B is initialised to zero, so the network starts unchanged. The layers come from peft, which is imported on use.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _NAMED = 4
 
 
 def add_adapters(network: nn.Module, adapters: Adapters) -> None:
-    """Add adapters to the layers that the recipe names, in place.
+    """Add adapters to the layers named in the recipe, in place.
 
     Raises:
-        ModelError: If a pattern matches no layer that can have them, or peft is missing or refuses.
+        ModelError: If a pattern matches no supported layer, or peft is missing or raises an error.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -36,7 +35,7 @@ def add_adapters(network: nn.Module, adapters: Adapters) -> None:
             f"model.adapters.rank={adapters.rank} needs peft ({error}); install it with: "
             "pip install 'paceline[adapters]'."
         ) from error
-    alpha: Any = adapters.alpha  # peft says whole numbers, and takes all
+    alpha: Any = adapters.alpha  # peft's annotation says int, but it accepts any number
     config: Any = LoraConfig(
         r=adapters.rank or 0,
         lora_alpha=alpha,
@@ -48,21 +47,21 @@ def add_adapters(network: nn.Module, adapters: Adapters) -> None:
     transposed = [name for name in config.target_modules if _is_transposed(network.get_submodule(name))]
     try:
         with warnings.catch_warnings():
-            # It finds these layers by itself, and says so of each.
+            # peft corrects this for these layers itself, and warns about each.
             warnings.filterwarnings("ignore", message="fan_in_fan_out")
             inject_adapter_in_model(config, network)
-    except (ValueError, NotImplementedError) as error:  # peft's, for layers that it does not know
+    except (ValueError, NotImplementedError) as error:  # used by peft for layers that it does not recognise
         raise ModelError(f"model.adapters: peft cannot put them into this network ({error}).") from error
-    for name in transposed:  # so that saved weights tell how they are merged
+    for name in transposed:  # so that saved weights record how to merge them
         network.get_submodule(name).register_buffer("lora_transposed", torch.ones((), dtype=torch.int64))
-    for parameter in learning:  # what is frozen is decided in one place, and peft has frozen everything
+    for parameter in learning:  # freezing is decided in one place, and peft has frozen all parameters
         parameter.requires_grad = True
 
 
 def trained_beside(network: nn.Module) -> tuple[str, ...]:
-    """What of a network with adapters stays as it is, as patterns of ``model.frozen``.
+    """Return the patterns of ``model.frozen`` for the untrained part of a network with adapters.
 
-    A weight that the classifier shares, with the token vectors say, stays too.
+    A weight shared with the classifier, such as token embeddings, is frozen too.
     """
     head = f"{classifier_name(network)}."
     uses = Counter(id(each) for _, each in network.named_parameters(remove_duplicate=False))
@@ -74,7 +73,7 @@ def classifier_name(network: nn.Module) -> str:
     """Return the name of the network's last layer.
 
     Raises:
-        ModelError: If it has neither.
+        ModelError: If it has none.
     """
     names = classifier_layers(network)
     if not names:
@@ -83,13 +82,13 @@ def classifier_name(network: nn.Module) -> str:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Whether it is a linear layer whose weight is [in, out]: GPT-2's, as Transformers has it."""
+    """Whether the weight of a linear layer is [in, out], as in the GPT-2 of Transformers."""
     library = sys.modules.get("transformers.pytorch_utils")
     return library is not None and isinstance(module, library.Conv1D)
 
 
 def described(network: nn.Module) -> str:
-    """The trained share of a network with adapters, in one sentence."""
+    """Describe the trained share of a network with adapters in one sentence."""
     parameters = list(network.named_parameters())
     layers = sum(".lora_A." in name for name, _ in parameters)
     trained = sum(each.numel() for _, each in parameters if each.requires_grad)
@@ -103,9 +102,9 @@ def described(network: nn.Module) -> str:
 
 
 def _targets(network: nn.Module, adapters: Adapters) -> list[str]:
-    """The names of the layers that get adapters, in the order of the patterns."""
+    """Return the names of the layers that get adapters, in the order of the patterns."""
     head = classifier_name(network)
-    # Its own forward pass takes the weights of its layers and never calls them.
+    # Its forward pass uses the weights of these layers without calling them.
     inside = tuple(f"{name}." for name, module in network.named_modules() if isinstance(module, nn.MultiheadAttention))
     able = [
         name

@@ -1,4 +1,4 @@
-"""Networks for images by their names in recipes, their memory format, and what timm says of their images."""
+"""Image networks by their recipe names, their memory format, and timm's preprocessing settings."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "lecture_net": lecture_net,
 }
 _TORCHVISION = "torchvision:"
-_HUB_SECONDS = 3.0  # an answer of the hub that takes longer is as good as none
-# Names that weights have there, the first of them nearly always.
+_HUB_SECONDS = 3.0  # a slower answer from the hub is treated as none
+# File names of weights on the hub, most common first.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-_BLOCK = 16  # channels that oneDNN computes at once, at most
+_BLOCK = 16  # maximum number of channels that oneDNN computes at once
 
 
 def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
-    """Build the network of a recipe for the given data.
+    """Build the recipe's network for the given data.
 
     Args:
         model: The recipe's `model` section.
@@ -44,8 +44,8 @@ def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Modul
         in_channels: Channels of the input images.
 
     Raises:
-        ModelError: If the name is unknown (the nearest ones are named), the options are not the factory's, or requested
-            published weights are not available.
+        ModelError: If the name is unknown (the nearest ones are named), the factory does not accept the options, or
+            requested pretrained weights are not available.
     """
     if factory := named_factory(model, OWN_MODELS):
         return call_factory(model, factory, num_classes=num_classes, in_channels=in_channels)
@@ -58,16 +58,16 @@ def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Modul
 
 @torch.no_grad()
 def check_takes(network: nn.Module, size: int | tuple[int, int], *, channels: int, name: str) -> Any:
-    """Find out whether a network takes images of a size, or of a height and width; return its answer to a blank one.
+    """Check that a network accepts images of a size, or of a height and width; return its output for a blank one.
 
     Raises:
-        ModelError: If it does not; says what to change.
+        ModelError: If it does not; the message says what to change.
     """
     height, width = (size, size) if isinstance(size, int) else size
     try:
-        # A copy: a network of one's own may write into its buffers even in evaluation.
+        # A copy, because a custom network may write to its buffers even in evaluation mode.
         return copy.deepcopy(network).eval()(torch.zeros(1, channels, height, width))
-    except Exception as error:  # whatever a network of one's own raises
+    except Exception as error:  # a custom network may raise anything
         if torch.are_deterministic_algorithms_enabled() and "deterministic implementation" in str(error):
             raise ModelError(f"train.deterministic=true: {' '.join(str(error).split())[:300]}") from error
         shown = f"{height}" if height == width else f"{height}x{width}"
@@ -80,7 +80,7 @@ def check_takes(network: nn.Module, size: int | tuple[int, int], *, channels: in
 
 
 def _how_to_take_any_size(network: nn.Module) -> str:
-    """What would let a network take images of other sizes, for people."""
+    """Suggest how a network could accept other image sizes."""
     embedding = getattr(network, "patch_embed", None)
     if hasattr(embedding, "dynamic_img_pad"):  # timm's transformers
         if hasattr(network, "pos_embed"):
@@ -95,7 +95,7 @@ def _how_to_take_any_size(network: nn.Module) -> str:
 
 
 def model_names(pattern: str = "*") -> list[str]:
-    """All known names that match a shell pattern; imports timm and torchvision."""
+    """Return all known names that match a shell pattern; imports timm and torchvision."""
     import fnmatch
 
     import timm
@@ -119,10 +119,9 @@ def model_names(pattern: str = "*") -> list[str]:
 
 
 def why_no_weights(name: str) -> str:
-    """Why the published weights of a timm network are not available; empty if they are, or may be.
+    """Explain why the pretrained weights of a timm network are not available; empty if they are, or may be.
 
-    They are looked for in the local cache, and then, once and for a few seconds, on the hub. Its own client would retry
-    a dozen times.
+    Looks in the local cache, then once, for a few seconds, on the hub. The hub's client would retry a dozen times.
     """
     import timm
     from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
@@ -139,7 +138,7 @@ def why_no_weights(name: str) -> str:
         try:
             urlopen(Request(hf_hub_url(hub, _WEIGHTS[0]), method="HEAD"), timeout=_HUB_SECONDS).close()
         except HTTPError:
-            return ""  # the hub is there; what it lacks under this name it may have under another
+            return ""  # the hub is reachable; a file missing under this name may exist under another
         except OSError as error:
             why = f"the hub does not answer: {getattr(error, 'reason', error)}"
         else:
@@ -148,7 +147,7 @@ def why_no_weights(name: str) -> str:
 
 
 def parameter_count(network: nn.Module) -> int:
-    """Trainable parameters, shared ones once."""
+    """Count trainable parameters; shared ones count once."""
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
 
 
@@ -178,7 +177,7 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
             raise no_weights(model, error) from error
         if not model.options:
             raise
-        # Whatever a network raises at values that are none for it; a folder of somebody else's may name them.
+        # A network may raise anything for invalid values, and a foreign folder may contain some.
         raise ModelError(
             f"model.name={model.name}: model.options {model.options} do not fit: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:200]}."
@@ -234,10 +233,10 @@ def _replace_stem(network: nn.Module, in_channels: int, name: str) -> None:
 
 
 def lay_out(network: nn.Module, *, channels_last: bool) -> nn.Module:
-    """Give the filters of images the batches' memory format, in place.
+    """Convert the filters of images to the batches' memory format, in place.
 
-    torch has channels-last for tensors of four axes; those of others, Conv3d's say, stay as they are. So do, on a CPU,
-    convolutions in whose backward pass oneDNN would write past its workspace (uxlfoundation/oneDNN#6035).
+    torch supports channels-last for four-dimensional tensors; others, such as those of Conv3d, stay unchanged. So do,
+    on a CPU, convolutions in whose backward pass oneDNN would write past its workspace (uxlfoundation/oneDNN#6035).
     """
     if not channels_last:
         return network.to(memory_format=torch.contiguous_format)
@@ -261,10 +260,10 @@ def _overruns(layer: nn.Conv2d) -> bool:
 
 
 def published_settings(name: str) -> InputSettings | None:
-    """timm's settings for a network's images, as with its default weights; None if it has none of that name.
+    """Return timm's preprocessing settings of a network with its default weights; None if timm does not have it.
 
     Args:
-        name: As timm's train.py takes it, with or without the name of weights: ``resnet50``, ``resnet50.a1_in1k``.
+        name: Name as in timm's train.py, with or without a weights tag: ``resnet50``, ``resnet50.a1_in1k``.
     """
     import timm
 
@@ -272,9 +271,9 @@ def published_settings(name: str) -> InputSettings | None:
         return None
     try:
         found: Any = timm.get_pretrained_cfg(name, allow_unregistered=True)
-    except RuntimeError:  # it has no weights of that name
+    except RuntimeError:  # no weights of that name
         return None
-    data: Any = import_module("timm.data")  # whose types do not export what it exports
+    data: Any = import_module("timm.data")  # its type stubs do not export what the module exports
     said = data.resolve_data_config({}, pretrained_cfg={} if found is None else found.to_dict())
     return InputSettings(
         image_size=int(said["input_size"][-1]),

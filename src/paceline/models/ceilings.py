@@ -1,7 +1,7 @@
-"""The peak of a device at which each operator of a step runs.
+"""Peak performance that applies to each operator of a step on a device.
 
-A product runs in the precision of its tensors, except in fp32: there it runs in TF32 where the run allows it, which
-torch's default does for convolutions but not for matrix products.
+A product runs in the precision of its tensors. In fp32 it runs in TF32 if the run allows it; torch's default allows it
+for convolutions but not for matrix products.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.devices import Device
 from paceline.errors import RecipeError
 from paceline.models.roofline import least_seconds
 
-if TYPE_CHECKING:  # torch's counters take their time to import
+if TYPE_CHECKING:  # importing torch's counters takes time
     from paceline.models.flops import StepWork, Work
     from paceline.plan import Plan
 
@@ -33,7 +33,7 @@ _OF_LAYERS = ("forward", "dgrad", "wgrad", "recompute")
 
 
 def tf32_of(float32_matmul: str) -> Tf32:
-    """Which fp32 products ``train.float32_matmul`` lets a GPU compute in TF32; ``default`` or ``auto`` is torch's own.
+    """Return which fp32 products ``train.float32_matmul`` runs in TF32; ``default`` or ``auto`` is torch's default.
 
     Source:
         PyTorch, CUDA semantics, "TensorFloat-32 (TF32) on Ampere (and later) devices".
@@ -45,13 +45,13 @@ def tf32_of(float32_matmul: str) -> Tf32:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device can do in a run's precision.
+    """Peak performance of a device in a run's precision.
 
     Attributes:
         device: The device.
-        tf32: Which fp32 products may be computed in TF32: none, convolutions, or all.
-        precision: Of most products; its ridge is told of layers that have none.
-        fp8_layers: Those whose products are in fp8, though their tensors are not.
+        tf32: Which fp32 products may use TF32: none, convolutions, or all.
+        precision: Precision of most products; its ridge point is reported for layers without products.
+        fp8_layers: Layers whose products are in fp8 although their tensors are not.
     """
 
     device: Device
@@ -60,7 +60,7 @@ class Ceilings:
     fp8_layers: frozenset[str] = frozenset()
 
     def precision_of(self, work: Work) -> str:
-        """The name of the peak that an operator's products have."""
+        """Return the name of the peak that applies to an operator's products."""
         if work.product is not None and work.layer in self.fp8_layers and work.phase in _OF_LAYERS:
             return "fp8"
         name = _PRECISIONS.get(work.dtype, "fp32")
@@ -70,10 +70,10 @@ class Ceilings:
         return "tf32" if is_convolution or self.tf32 == "all" else "fp32"
 
     def peak(self, precision: str) -> float:
-        """Its peak in FLOP/s; where it has none for fp64, half of fp32's, as where it has units for it.
+        """Return its peak in FLOP/s; an unknown fp64 peak counts as half the fp32 peak, as on devices with fp64 units.
 
         Raises:
-            RecipeError: If it cannot multiply such numbers.
+            RecipeError: If the device does not support the precision.
         """
         found = self.device.peak(precision)
         if found is None and precision == "fp64":
@@ -86,16 +86,16 @@ class Ceilings:
         return found
 
     def seconds(self, work: Work) -> float:
-        """The least time of an operator."""
+        """Return the minimum time of an operator."""
         peak = self.peak(self.precision_of(work)) if work.flops else self.device.peak("fp32") or 1.0
         return least_seconds(work.flops, work.bytes_moved, peak, self.device.bytes_per_second)
 
     def arithmetic_seconds(self, work: Work) -> float:
-        """The time of its arithmetic alone."""
+        """Return the time of its arithmetic alone."""
         return work.flops / self.peak(self.precision_of(work)) if work.flops else 0.0
 
     def flops_by_precision(self, works: Iterable[Work]) -> dict[str, int]:
-        """Floating-point operations by the peak that they have, the largest number first."""
+        """Return floating-point operations by the peak that applies, largest first."""
         found: dict[str, int] = defaultdict(int)
         for work in works:
             if work.flops:
@@ -104,6 +104,6 @@ class Ceilings:
 
 
 def ceilings_of(plan: Plan, device: Device, found: StepWork) -> Ceilings:
-    """What holds a run's step, counted, on a device."""
+    """Return a device's ceilings for the counted work of a run's step."""
     ceilings = Ceilings(device, tf32_of(plan.float32_matmul), fp8_layers=frozenset(plan.fp8_layers))
     return replace(ceilings, precision=next(iter(ceilings.flops_by_precision(found.works)), "fp32"))

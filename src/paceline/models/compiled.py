@@ -1,4 +1,4 @@
-"""A compiled network: which forward passes are compiled, and unplanned compilations."""
+"""A compiled network: which forward passes are compiled, and detection of unplanned compilations."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torch.utils._pytree import tree_leaves
 from paceline.errors import ModelError, did_you_mean
 from paceline.recipe.model import Model
 
-# One graph for each size, in training and for each set of weights that is evaluated; torch's own limit is 8.
+# One graph per size, for training and for each evaluated set of weights; torch's default limit is 8.
 _MOST_GRAPHS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """What was compiled because a size came up for the first time.
+    """A graph compiled for a new size.
 
     Attributes:
-        shape: Of the input.
+        shape: Shape of the input.
         training: Whether gradients are computed.
-        seconds: The first call, tracing and code generation included; the backward pass is compiled later.
+        seconds: Duration of the first call, including tracing and code generation; the backward pass is compiled later.
     """
 
     shape: tuple[int, ...]
@@ -37,10 +37,10 @@ class Graph:
 
 
 class CompileLog:
-    """What was compiled in this process: as planned, and beyond that.
+    """Compilations in this process: planned and unplanned.
 
     Attributes:
-        graphs: As planned.
+        graphs: The planned graphs.
     """
 
     def __init__(self) -> None:
@@ -52,26 +52,26 @@ class CompileLog:
         own = weakref.ref(self)
 
         def begun(args: Any) -> None:
-            # Backward passes are compiled when they are first run, which is nobody's surprise.
+            # Backward passes compile at their first run, as expected.
             traced = args.callback_trigger.name == "DYNAMO"
             if traced and (log := own()) is not None:
                 log.note(args.compile_id)
 
         def leave() -> None:
-            with contextlib.suppress(ValueError):  # torch.compiler.reset() was there before
+            with contextlib.suppress(ValueError):  # torch.compiler.reset() was called before
                 callback_handler.remove_start_callback(begun)
 
         callback_handler.register_start_callback(begun)
         weakref.finalize(self, leave)
 
     def note(self, compiled: Any) -> None:
-        """A graph, of which this is torch's number, is begun."""
+        """Record that compilation of a graph with this torch number has started."""
         if not self._is_planned:
             self._unplanned.append(compiled)
 
     @contextmanager
     def first_call(self, shape: tuple[int, ...], *, training: bool) -> Iterator[None]:
-        """Around the first call with a planned size."""
+        """Wrap the first call with a planned size."""
         from torch._dynamo import config
 
         limits = {"recompile_limit": _MOST_GRAPHS, "accumulated_recompile_limit": _MOST_GRAPHS * 8}
@@ -84,31 +84,31 @@ class CompileLog:
         self.graphs.append(Graph(shape=shape, training=training, seconds=time.perf_counter() - begun))
 
     def surprises(self) -> list[str]:
-        """Since this was last asked: why something had to be compiled once more that was not planned."""
+        """Return, since the last call, why anything was recompiled that was not planned."""
         unplanned, self._unplanned = self._unplanned, []
         if not unplanned:
             return []
         from torch._dynamo.utils import get_compilation_metrics
 
         reasons = {each.compile_id: each.recompile_reason for each in get_compilation_metrics()}
-        # What is compiled for the first time is somebody else's, and no news.
+        # A first compilation outside this network is not a recompilation.
         found = (reason for compiled in unplanned if (reason := reasons.get(compiled)))
         return [" ".join(reason.splitlines()[0].split("  #")[0].split())[:300] for reason in found]
 
 
 class CompiledNetwork(nn.Module):
-    """A network that is compiled for a few sizes of batch, each for itself, and runs as it is for all others.
+    """A network compiled separately for a few batch sizes; it runs uncompiled for all others.
 
-    Which of the two a batch meets is a function of its size, not of what came before: so a run that was resumed has the
-    same bits as one that was not. Random numbers are torch's own, as uncompiled.
+    The choice depends only on the batch size, not on earlier batches, so a resumed run is bit-identical to an
+    uninterrupted one. Random numbers are torch's, as in uncompiled mode.
 
     Args:
-        network: The bare network, whose parameters and keys stay as they are.
+        network: The unwrapped network; its parameters and keys stay unchanged.
         model: The recipe's `model` section.
-        train_sizes: Samples of a batch that is compiled where gradients are computed.
-        evaluation_sizes: The same where they are not.
-        log: Takes down what is compiled.
-        deterministic: Whether no kernel may be chosen by the clock.
+        train_sizes: Batch sizes compiled with gradients.
+        evaluation_sizes: Batch sizes compiled without gradients.
+        log: Records compilations.
+        deterministic: Whether to disable timing-based kernel selection.
     """
 
     def __init__(
@@ -154,21 +154,21 @@ class CompiledNetwork(nn.Module):
 
         try:
             yield
-        except TorchDynamoException as error:  # inductor's too, which dynamo wraps
+        except TorchDynamoException as error:  # inductor's counters too, which dynamo wraps
             raise ModelError(
                 f"model.compile=true: {self._model.compile_backend} cannot compile {self._model.name} "
                 f"({' '.join(str(error).split())[:300]}); set model.compile=false."
             ) from error
 
     def compiles(self, shape: tuple[int, ...]) -> bool:
-        """Whether a batch of this shape is compiled, now that gradients are computed or not."""
+        """Whether a batch of this shape is compiled in the current gradient mode."""
         return bool(shape) and shape[0] in self._sizes[torch.is_grad_enabled()]
 
 
 def shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of the first tensor among the arguments; empty if there is none, or if they begin with a list.
+    """Return the shape of the first tensor argument; empty if there is none, or if the first argument is a list.
 
-    A list has a tensor for each sample, of shapes that hardly ever come again: such a batch is not compiled for.
+    A list holds one tensor per sample, in shapes that rarely recur, so such a batch is not compiled.
     """
     if args and isinstance(args[0], list):
         return ()
@@ -178,7 +178,7 @@ def shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
 def _options(mode: str, deterministic: bool) -> dict[str, Any]:
     from torch._inductor import list_mode_options
 
-    # Draws of dropout are then those of the uncompiled network: both can be compared, and a run may go on as either.
+    # Dropout then draws as in the uncompiled network, so that both can be compared and a run can switch between them.
     return {**list_mode_options(mode), "fallback_random": True, "deterministic": deterministic}
 
 

@@ -1,9 +1,9 @@
-"""Build a network whose weights do not fit into one process, and compute its first values tensor by tensor.
+"""Build a network that does not fit into one process, and compute its initial values tensor by tensor.
 
-It is built on torch's ``meta`` device, where a tensor is a shape without numbers, and what the constructor does to its
-tensors is taken down. Later the operations that made one tensor are done again, on real memory and with the state that
-the random generator had: its values are those that the network would have had, to the bit, and no more than one tensor
-and what it was made of is there at a time.
+The network is built on torch's ``meta`` device, where tensors have shapes but no data, and the constructor's tensor
+operations are recorded. Later the operations behind one tensor are replayed on real memory with the recorded state of
+the random generator. Its values are bit-identical to those of a normal build, and only one tensor and its inputs exist
+at a time.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.errors import ModelError, PacelineError
 
-# What leaves nothing of what was there.
+# Operators that overwrite a tensor completely.
 _OVERWRITING = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "exponential_", "random_", "bernoulli_"})
 _IS_META: Any = vars(torch._C.TensorBase)["is_meta"].__get__  # noqa: SLF001  # the class whose attribute it is has no public name
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
 
 class NotDeferrableError(ModelError):
-    """The initial values of this network cannot be recomputed; it must be built whole."""
+    """The initial values of this network cannot be recomputed; it must be built in full."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor as a part of a storage.
+    """A tensor as a view of a storage.
 
     Attributes:
-        storage: Number of the storage.
-        size: As torch's.
-        stride: As torch's.
+        storage: Index of the storage.
+        size: As in torch.
+        stride: As in torch.
         offset: Elements before it.
-        dtype: As torch's.
+        dtype: As in torch.
     """
 
     storage: int
@@ -52,13 +52,13 @@ class _Place:
     dtype: torch.dtype
 
     def of(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor at this place of a real storage."""
+        """Return the tensor at this place of a real storage."""
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
 class _Operation:
-    """What was done: the operator, with places for tensors of the network, and the places of what came of it."""
+    """A recorded operation: the operator, its arguments with places for tensors, and the places of its results."""
 
     operator: Any
     args: Any
@@ -72,18 +72,18 @@ class _Operation:
 
     @property
     def name(self) -> str:
-        """Its operator's name without the overload."""
+        """The operator's name without the overload."""
         return str(self.operator.__name__).partition(".")[0]
 
 
 @dataclass
 class FirstValues:
-    """The values of a network's tensors before the first step, computed on request.
+    """The initial values of a network's tensors, computed on request.
 
     Args:
-        operations: What its constructor did.
-        places: Where each tensor of it is, by name.
-        state: Of torch's random generator, before.
+        operations: Operations of the constructor.
+        places: Place of each tensor, by name.
+        state: State of torch's random generator before construction.
     """
 
     operations: list[_Operation]
@@ -92,14 +92,14 @@ class FirstValues:
     _by_storage: dict[int, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Find out by storage who wrote to it."""
+        """Index operations by the storages they write to."""
         for number, each in enumerate(self.operations):
             for storage in each.writes | each.makes:
                 self._by_storage.setdefault(storage, []).append(number)
 
     @torch.no_grad()
     def __call__(self, name: str) -> Tensor:
-        """One parameter's or buffer's values, on the CPU."""
+        """Return the values of one parameter or buffer, on the CPU."""
         place = self.places[name]
         storages: dict[int, torch.UntypedStorage] = {}
         with torch.random.fork_rng(devices=[]):
@@ -110,10 +110,10 @@ class FirstValues:
         return place.of(storages[place.storage])
 
     def check(self) -> None:
-        """Check that all of them can be recomputed.
+        """Check that all tensors can be recomputed.
 
         Raises:
-            NotDeferrableError: If not.
+            NotDeferrableError: If one cannot.
         """
         for name, place in self.places.items():
             needed = [self.operations[number] for number in self._needed(place.storage)]
@@ -125,7 +125,7 @@ class FirstValues:
                 raise NotDeferrableError(f"{name} gets no values from the constructor")
 
     def _needed(self, storage: int) -> list[int]:
-        """Numbers of the operations that a storage's content comes from, in order."""
+        """Return the indices of the operations that a storage's content depends on, in order."""
         taken: set[int] = set()
         asked = [(storage, len(self.operations))]
         seen: dict[int, int] = {}
@@ -143,7 +143,7 @@ class FirstValues:
         return sorted(taken)
 
     def _origins(self, storage: int, before: int) -> Iterator[int]:
-        """What made a storage, and what has been written to it since it was last overwritten."""
+        """Return the operation that created a storage, and the writes since it was last overwritten."""
         overwritten = False
         for number in reversed([each for each in self._by_storage.get(storage, ()) if each < before]):
             each = self.operations[number]
@@ -153,7 +153,7 @@ class FirstValues:
 
     @cached_property
     def _states(self) -> dict[int, Tensor]:
-        """The generator's state before each operation that draws: all are done once, to no end."""
+        """Return the generator's state before each random operation; runs all of them and discards the results."""
         found: dict[int, Tensor] = {}
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self.state)
@@ -165,18 +165,18 @@ class FirstValues:
 
 
 def build_deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, FirstValues]:
-    """Build a network without numbers, and what gives it its first values.
+    """Build a network without data, and the function that computes its initial values.
 
     Args:
-        build: Builds it from torch's random generator, which stands as it would for the whole network.
+        build: Builds it with torch's random generator, in the same state as for a normal build.
 
     Returns:
-        The network on the ``meta`` device, but for tensors that the constructor puts elsewhere; and the values, by the
-        names of parameters, buffers and other tensors that its modules hold.
+        The network on the ``meta`` device, except for tensors that the constructor puts elsewhere; and the values, by
+        the names of parameters, buffers and other tensors of its modules.
 
     Raises:
-        NotDeferrableError: If its values cannot be worked out later: build it whole.
-        PacelineError: Whatever ``build`` finds wrong.
+        NotDeferrableError: If its values cannot be computed later; build it in full.
+        PacelineError: Errors raised by ``build``.
     """
     recorder = _Recorder()
     state = torch.get_rng_state()
@@ -185,7 +185,7 @@ def build_deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, FirstValu
             network = build()
     except PacelineError:
         raise
-    except Exception as error:  # a constructor that looks at numbers, say
+    except Exception as error:  # for example, a constructor that reads values
         raise NotDeferrableError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     if recorder.why_not or not torch.equal(torch.get_rng_state(), state):
         raise NotDeferrableError(recorder.why_not or "its constructor uses its own random generator")
@@ -196,7 +196,7 @@ def build_deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, FirstValu
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a network's modules hold, with its name: of parameters that are shared, each name."""
+    """Yield every tensor of a network's modules by name; shared parameters appear under each name."""
     for path, each in module.named_modules():
         own = chain(
             each.named_parameters(recurse=False, remove_duplicate=False),
@@ -208,7 +208,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Asking(TorchFunctionMode):
-    """Notes that a constructor asks whether there are numbers: it may then do something else."""
+    """Detects a constructor that checks for the meta device and may then behave differently."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -222,9 +222,9 @@ class _Asking(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _truncation_taken_down(recorder: _Recorder) -> Iterator[None]:
-    """Take down torch's truncated normal distribution as one operation: it draws until all numbers are inside."""
+    """Record torch's truncated normal initialisation as one operation, since it redraws out-of-range values."""
     init: Any = torch.nn.init
-    drawn = init._no_grad_trunc_normal_  # every way to it goes through here
+    drawn = init._no_grad_trunc_normal_  # every caller goes through this function
 
     def taken_down(tensor: Tensor, *args: Any, generator: Any = None) -> Tensor:
         if tensor.device.type != "meta" or generator is not None:
@@ -233,26 +233,26 @@ def _truncation_taken_down(recorder: _Recorder) -> Iterator[None]:
         recorder.draw(drawn, tensor, args)
         return tensor
 
-    init._no_grad_trunc_normal_ = taken_down  # for as long as the network is built
+    init._no_grad_trunc_normal_ = taken_down  # during the construction only
     try:
         yield
     finally:
-        init._no_grad_trunc_normal_ = drawn  # as it was
+        init._no_grad_trunc_normal_ = drawn  # restored
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives its modes no types
-    """Takes down what is done to tensors without numbers."""
+    """Records operations on tensors without data."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives its modes no types
         self.operations: list[_Operation] = []
         self.why_not = ""
         self._numbers: dict[int, int] = {}
-        # So that no address is given to another storage meanwhile; they take no memory.
+        # Keeps storages alive so that no address is reused; they take no memory.
         self._kept: list[torch.UntypedStorage] = []
 
     def place(self, tensor: Tensor) -> _Place:
-        """Which part of which storage a tensor is."""
+        """Return a tensor's place in its storage."""
         storage = tensor.untyped_storage()
         key = int(storage._cdata)  # noqa: SLF001  # what torch's StorageWeakRef goes by
         if key not in self._numbers:
@@ -262,7 +262,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
         return _Place(number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Do an operation, and take it down if it is one of those."""
+        """Run an operation, and record it if it touches these tensors."""
         given = kwargs or {}
         known = len(self._kept)
         before = tree_map(self._taken, (args, given))
@@ -290,7 +290,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
         return answer
 
     def draw(self, function: Any, tensor: Tensor, args: tuple[Any, ...]) -> None:
-        """Take down that a function fills a tensor with random numbers."""
+        """Record that a function fills a tensor with random numbers."""
         place = self.place(tensor)
         own, overwrites = frozenset({place.storage}), place.storage if _is_all(tensor) else None
         self.operations.append(
@@ -300,11 +300,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
     def _taken(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        # What is real may change by the time it is needed.
+        # Real tensors may change before they are needed.
         return self.place(value) if value.device.type == "meta" else value.detach().clone()
 
     def _overwritten(self, func: Any, args: tuple[Any, ...], places: Any) -> int | None:
-        """The storage of which an operation leaves nothing, if it does so."""
+        """Return the storage that an operation overwrites completely, if any."""
         if str(func.__name__).partition(".")[0] not in _OVERWRITING or not isinstance(places[0], _Place):
             return None
         others = _storages((places[1:],))
@@ -312,7 +312,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
 
 
 def _is_all(tensor: Tensor) -> bool:
-    """Whether nothing else is in its storage."""
+    """Whether a tensor covers its whole storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
 
 
@@ -321,7 +321,7 @@ def _storages(tree: Any) -> frozenset[int]:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> frozenset[int]:
-    """Storages that an operator writes to, by its schema."""
+    """Return the storages that an operator writes to, by its schema."""
     found: set[int] = set()
     for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001  # there is no other way to ask
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -330,7 +330,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> frozenset[int]:
 
 
 def _do(operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> None:
-    """Do it on real memory; what it makes is noted."""
+    """Run an operation on real memory and store its results."""
     args, kwargs = tree_map(lambda each: _real(each, storages), (operation.args, operation.kwargs))
     answer = operation.operator(*args, **kwargs)
     places, real = tree_leaves(operation.answer), tree_leaves(answer)
@@ -340,7 +340,7 @@ def _do(operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> Non
 
 
 def _do_to_no_end(operation: _Operation) -> None:
-    """Draw as many numbers as it does."""
+    """Advance the generator by as many numbers as the operation draws."""
     sizes: dict[int, torch.UntypedStorage] = {}
     for place in tree_leaves((operation.args, operation.kwargs)):
         if isinstance(place, _Place):

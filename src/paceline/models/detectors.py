@@ -1,8 +1,10 @@
-"""Detectors by their names in recipes: torchvision's, and ours for small pictures, with less than a million parameters.
+"""Detectors by their recipe names: torchvision's, and small ones for small pictures with less than a million
+parameters.
 
-Ours are made of torchvision's parts: Mask R-CNN (He et al. 2017), Faster R-CNN (Ren et al. 2015) and RetinaNet (Lin
-et al. 2017), each on a feature pyramid (Lin et al. 2017). Added are a narrow residual backbone with GroupNorm, which
-trains from scratch with few pictures in a micro-batch (Wu and He 2018), anchors for small objects, and narrow heads.
+The small ones are built from torchvision's components: Mask R-CNN (He et al. 2017), Faster R-CNN (Ren et al. 2015) and
+RetinaNet (Lin et al. 2017), each on a feature pyramid (Lin et al. 2017). They add a narrow residual backbone with
+GroupNorm, which trains from scratch with few pictures per micro-batch (Wu and He 2018), anchors for small objects, and
+narrow heads.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from paceline.recipe.data import Boxes
 from paceline.recipe.model import Model
 from paceline.references import is_reference
 
-_GROUP = 8  # channels that GroupNorm looks at together
+_GROUP = 8  # channels per GroupNorm group
 _RATIOS = (0.5, 1.0, 2.0)
 _MOST_LEVELS, _WIDEST = 8, 16_384
 _HIDDEN = 128  # units of the box head
-# Of torchvision's numbers an eighth or so: pictures of a hundred pixels hold few objects.
+# About an eighth of torchvision's numbers: pictures of a hundred pixels hold few objects.
 _FEWER = {
     "rpn_pre_nms_top_n_train": 256,
     "rpn_post_nms_top_n_train": 128,
@@ -41,7 +43,7 @@ _FEWER = {
 
 
 class _Block(nn.Module):
-    """Two 3x3 convolutions around a shortcut; the first may halve the picture and widen it."""
+    """Two 3x3 convolutions with a shortcut; the first may downsample and widen."""
 
     def __init__(self, narrow: int, wide: int, stride: int) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class _Block(nn.Module):
 
 
 class SmallPyramid(nn.Module):
-    """A residual backbone with a feature pyramid on its stages, at a quarter, an eighth, … of the picture.
+    """A residual backbone with a feature pyramid on its stages, at 1/4, 1/8, … of the picture's size.
 
     Attributes:
         out_channels: Channels of every level.
@@ -91,12 +93,12 @@ def small_fasterrcnn(
     """Build a small Faster R-CNN.
 
     Args:
-        num_classes: Classes, the background among them.
+        num_classes: Number of classes, including the background.
         width: Channels of the stem, a multiple of 8; each stage doubles them.
-        levels: Stages, and levels of the pyramid, the first of which has a quarter of the picture's sides.
-        channels: Of each level.
+        levels: Number of stages and pyramid levels; the first level has 1/4 of the picture's size.
+        channels: Channels of each level.
         smallest: Side in pixels of the first level's anchors; each level doubles it.
-        options: Further ones of torchvision's ``FasterRCNN``.
+        options: Further options of torchvision's ``FasterRCNN``.
     """
     from torchvision.models.detection import FasterRCNN
 
@@ -127,12 +129,12 @@ def small_maskrcnn(
 def small_retinanet(
     num_classes: int, *, width: int = 16, levels: int = 3, channels: int = 32, smallest: int = 12, **options: Any
 ) -> nn.Module:
-    """Build a small RetinaNet; arguments as for :func:`small_fasterrcnn`, further ones of ``RetinaNet``."""
+    """Build a small RetinaNet; arguments as for :func:`small_fasterrcnn`, with further options of ``RetinaNet``."""
     from torchvision.models.detection import RetinaNet
     from torchvision.models.detection.anchor_utils import AnchorGenerator
 
     backbone = _backbone(width, levels, channels)
-    # Three sizes a level, as in the paper: there is no second stage to refine a box.
+    # Three sizes per level, as in the paper: there is no second stage to refine a box.
     sizes = tuple(tuple(int(smallest * 2**level * 2 ** (k / 3)) for k in range(3)) for level in range(levels))
     anchors = AnchorGenerator(sizes, (_RATIOS,) * levels)
     own = {"anchor_generator": anchors, "detections_per_img": 20}
@@ -152,7 +154,7 @@ def _backbone(width: int, levels: int, channels: int) -> SmallPyramid:
 
 
 def _two_stages(num_classes: int, levels: int, channels: int, smallest: int) -> dict[str, Any]:
-    """What a small R-CNN is made of, as keyword arguments."""
+    """Return the components of a small R-CNN as keyword arguments."""
     from torchvision.models.detection.anchor_utils import AnchorGenerator
     from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
     from torchvision.ops import MultiScaleRoIAlign
@@ -178,23 +180,23 @@ OWN_DETECTORS: dict[str, Callable[..., nn.Module]] = {
 }
 
 TORCHVISION = "torchvision:"
-# Those that take pictures of any size. Its SSDs take one, and its keypoint networks learn other things.
+# Those that accept pictures of any size. SSDs need a fixed size, and keypoint networks have other targets.
 _FAMILIES = ("fasterrcnn", "maskrcnn", "retinanet", "fcos")
 _SIZES = ("min_size", "max_size")
-_WHOLE = 512  # pixels, of which every level is a whole part
+_WHOLE = 512  # in pixels, a multiple of every pyramid level's stride
 
 
 def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module:
-    """Build the detector of a recipe.
+    """Build the recipe's detector.
 
     Args:
         model: The recipe's `model` section.
-        boxes: How pictures are shown: in evaluation the network itself resizes them, and its answers back.
-        num_classes: Classes of the data, without the background.
+        boxes: Picture sizes: in evaluation the network itself resizes pictures, and maps its detections back.
+        num_classes: Number of classes, without the background.
 
     Raises:
-        ModelError: If the name is unknown, the options are not the factory's, the network is no detector of
-            torchvision's kind, or requested published weights are not available.
+        ModelError: If the name is unknown, the factory does not accept the options, the network does not have
+            torchvision's detector interface, or requested pretrained weights are not available.
     """
     taken = [name for name in _SIZES if name in model.options]
     if taken:
@@ -223,12 +225,12 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
 
 
 def detector_names() -> list[str]:
-    """All detectors that have a name; imports torchvision."""
+    """Return the names of all detectors; imports torchvision."""
     return [*OWN_DETECTORS, *(f"{TORCHVISION}{name}" for name in _published())]
 
 
 def says_masks(name: str) -> bool:
-    """Whether a model's name says it predicts masks."""
+    """Whether a model's name implies that it predicts masks."""
     return "mask" in name.lower()
 
 
@@ -239,14 +241,15 @@ def _published() -> list[str]:
 
 
 def build_published(model: Model, classes: int) -> nn.Module:
-    """Build a network of torchvision's; ``model.pretrained`` loads ImageNet's weights into its backbone.
+    """Build one of torchvision's networks; ``model.pretrained`` loads ImageNet weights into its backbone.
 
     Raises:
-        ModelError: If these are not available, or options are not the network's.
+        ModelError: If the weights are not available, or the network does not accept the options.
     """
     from torchvision.models import get_model
 
-    # Published are a whole network for COCO's classes and a backbone for ImageNet's; training begins with the latter.
+    # torchvision publishes whole networks for COCO's classes and backbones for ImageNet's; training starts from the
+    # latter.
     backbone = "DEFAULT" if model.pretrained else None
     sizes = {"weights": None, "weights_backbone": backbone, "num_classes": classes}
     try:
@@ -261,7 +264,7 @@ def build_published(model: Model, classes: int) -> nn.Module:
 
 
 def _refuse_unknown(model: Model, network: nn.Module) -> None:
-    """Refuse an option that nobody reads: torchvision's classes hand on what they do not know, and then drop it."""
+    """Reject unknown options: torchvision's classes pass them on and then ignore them."""
     if is_reference(model.name):
         return
     readers: list[Callable[..., Any]] = [kind for kind in type(network).__mro__ if kind not in (nn.Module, object)]
@@ -279,10 +282,10 @@ def _refuse_unknown(model: Model, network: nn.Module) -> None:
 
 @torch.no_grad()
 def _settle_scales(network: nn.Module) -> None:
-    """Have each pooling of regions find out now by how much the pyramid's levels are smaller than a picture.
+    """Set each region pooling's scales of the pyramid levels now.
 
-    It does so once, by the first pictures that it sees, and where these are small and padded it rounds wrongly: what
-    a network answers would depend on what it was first shown, and a resumed run would not go on as it was.
+    torchvision infers them once, from the first pictures, and rounds wrongly if these are small and padded. The output
+    would then depend on the first pictures, and a resumed run would differ.
     """
     from torchvision.ops import MultiScaleRoIAlign
 
@@ -292,7 +295,7 @@ def _settle_scales(network: nn.Module) -> None:
     backbone: Any = copy.deepcopy(network.backbone)
     found = backbone.eval()(torch.zeros(1, 3, _WHOLE, _WHOLE))
     levels = {"0": found} if isinstance(found, torch.Tensor) else found
-    # Only the levels' sizes matter; and a network that is built without memory (`meta`) has no numbers to pool.
+    # Only the levels' sizes matter, and a network on the meta device has no data to pool.
     with torch.device("cpu"):
         sizes = {name: torch.zeros(1, 1, *level.shape[-2:]) for name, level in levels.items()}
         for pool in pools:

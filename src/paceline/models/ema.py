@@ -10,7 +10,7 @@ from torch import nn
 
 
 class ExponentialMovingAverage:
-    """Average of a model's parameters and floating buffers, one update per optimizer step.
+    """Exponential moving average of a model's parameters and floating-point buffers, updated once per optimizer step.
 
     The decay at update *t* (from 0) is ``min(decay, (1 + t) / (10 + t))``, TensorFlow's ``num_updates`` rule, so that
     the initial weights do not dominate short runs. BatchNorm statistics are averaged like weights;
@@ -18,7 +18,7 @@ class ExponentialMovingAverage:
 
     Attributes:
         module: A copy of the model that holds the averaged weights, in evaluation mode, without gradients.
-        decay: The decay in the long run, in [0, 1).
+        decay: The asymptotic decay, in [0, 1).
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -33,7 +33,7 @@ class ExponentialMovingAverage:
         averaged, current = _floating(self.module), _floating(self._source)
         torch._foreach_lerp_(averaged, current, weight)
         for mine, theirs in zip(_others(self.module), _others(self._source), strict=True):
-            # A mask's -inf stays: the average of it and itself would be nan.
+            # Keep -inf in masks: averaging it with itself would give NaN.
             is_average = mine.is_floating_point()
             mine.copy_(torch.where(mine == theirs, mine, torch.lerp(mine, theirs, weight)) if is_average else theirs)
 
@@ -41,14 +41,14 @@ class ExponentialMovingAverage:
 def _floating(module: nn.Module) -> list[torch.Tensor]:
     parameters: list[Any] = list(module.parameters())
     if parameters and hasattr(parameters[0], "to_local"):
-        # All are spread over processes, or none; the average is spread alike.
+        # Either all are sharded or none; the average is sharded alike.
         parameters = [each.to_local() for each in parameters]
     statistics = [each for name, each in module.named_buffers() if _is_statistic(name)]
     return [each.detach() for each in (*parameters, *statistics) if each.is_floating_point()]
 
 
 def _others(module: nn.Module) -> list[torch.Tensor]:
-    """Integer buffers, and those that may hold infinity for good."""
+    """Return integer buffers, and those that may permanently hold infinity."""
     return [each for name, each in module.named_buffers() if not (each.is_floating_point() and _is_statistic(name))]
 
 

@@ -1,4 +1,4 @@
-"""Call the model factory that a recipe names: ours, or the user's."""
+"""Call the model factory that a recipe names, built-in or the user's."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NO_WEIGHTS = "it has no published weights; model.initialize_from takes your own 
 
 
 def named_factory(model: Model, ours: Mapping[str, Callable[..., Any]]) -> Callable[..., Any] | None:
-    """Return the factory of one of our names, or of the user's own; None for any other name.
+    """Return the factory of a built-in or user-defined name; None for any other name.
 
     Raises:
-        ModelError: If a reference leads nowhere, or published weights are asked for, which neither has.
+        ModelError: If a reference cannot be resolved, or pretrained weights are requested, which neither kind has.
     """
     if model.name not in ours and not is_reference(model.name):
         return None
@@ -33,13 +33,13 @@ def named_factory(model: Model, ours: Mapping[str, Callable[..., Any]]) -> Calla
 
 
 def unknown_model(model: Model, what: str, known: Iterable[str], more: str = "") -> ModelError:
-    """The error for a name that no network of a kind has, with the nearest ones.
+    """Return the error for an unknown network name, with the nearest names.
 
     Args:
         model: The recipe's section.
         what: The kind of network.
         known: Names of that kind.
-        more: What to say of them; by default all are named.
+        more: Text about the known names; by default all are listed.
     """
     known = list(known)
     more = more or f"It is {', '.join(known)}, or your own package.module:factory."
@@ -47,7 +47,7 @@ def unknown_model(model: Model, what: str, known: Iterable[str], more: str = "")
 
 
 def no_weights(model: Model, error: object, of: str = "") -> ModelError:
-    """The error for unavailable published weights."""
+    """Return the error for unavailable pretrained weights."""
     return ModelError(
         f"model.pretrained=true: the published weights of {of}{model.name} could not be downloaded "
         f"({' '.join(str(error).split())[:200]}); set model.pretrained=false, or model.initialize_from to a local file."
@@ -55,14 +55,14 @@ def no_weights(model: Model, error: object, of: str = "") -> ModelError:
 
 
 def check_options(network: str, rules: Iterable[tuple[str, object, object, str]]) -> None:
-    """Refuse options of one of our networks that are out of range.
+    """Reject out-of-range options of a built-in network.
 
     Args:
-        network: Its name.
-        rules: Name and value of each option, whether it may be so, and what it must be.
+        network: Name of the network.
+        rules: Name and value of each option, whether it is valid, and the rule.
 
     Raises:
-        ModelError: Naming the first that is wrong.
+        ModelError: Naming the first invalid option.
     """
     for name, value, holds, rule in rules:
         if not holds:
@@ -81,10 +81,10 @@ _RULES: dict[Any, str] = {
 
 
 def check_types(model: Model, factory: Callable[..., Any]) -> None:
-    """Refuse options of one of our networks that are not of the type its factory states.
+    """Reject options of a built-in network whose type differs from the factory's annotation.
 
     Raises:
-        ModelError: Naming the first that is not.
+        ModelError: Naming the first invalid option.
     """
     for name, parameter in inspect.signature(factory, eval_str=True).parameters.items():
         if name not in model.options or parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -98,10 +98,10 @@ def check_types(model: Model, factory: Callable[..., Any]) -> None:
 
 
 def call_factory(model: Model, factory: Callable[..., Any], **sizes: Any) -> nn.Module:
-    """Call a factory with the recipe's options, and with those sizes that it has parameters for.
+    """Call a factory with the recipe's options, and with those sizes that it accepts.
 
     Raises:
-        ModelError: If options are unknown or do not fit, or what is returned is not a network.
+        ModelError: If options are unknown or do not fit, or the result is not a network.
     """
     try:
         parameters = inspect.signature(factory).parameters
@@ -128,12 +128,12 @@ def call_factory(model: Model, factory: Callable[..., Any], **sizes: Any) -> nn.
 
 
 def mix_in(modules: Iterable[nn.Module], mixin: type[nn.Module], **attributes: Any) -> None:
-    """Put a class in front of the modules' own, in place: parameters, buffers, names and copies are unchanged.
+    """Prepend a mixin to the modules' classes, in place: parameters, buffers, names and copies are unchanged.
 
     Args:
-        modules: Those of one class get one new class, and so are compiled as one kind.
+        modules: Modules of the same class share one new class, so that they compile as one kind.
         mixin: Overrides their methods.
-        attributes: Of the new classes.
+        attributes: Attributes of the new classes.
     """
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     for module in modules:

@@ -1,19 +1,19 @@
-"""Detections for detectors whose tensors have shapes and no numbers: as many as training would find.
+"""Fake detections for detectors on tensors without data, in the numbers that training would produce.
 
-What torchvision's detectors compute depends on what they find: which anchors lie on an object, which proposals are
-kept. They are run as they are, and only what asks for numbers is answered: with as many as they take where there is
-enough to be found, which is what their own settings say. So a step's tensors are as many and as large as in training.
+What torchvision's detectors compute depends on data: which anchors match an object, which proposals are kept. They run
+unchanged, and only data-dependent operators are replaced. These return the maximum counts of the detector's settings,
+so a step's tensors have the number and sizes of training.
 
-- The proposal network keeps ``post_nms_top_n`` proposals of each picture, and its loss is of ``batch_size_per_image``
+- The proposal network keeps ``post_nms_top_n`` proposals of each picture, and its loss uses ``batch_size_per_image``
   anchors, ``positive_fraction`` of them on objects.
-- The heads learn from ``box_batch_size_per_image`` proposals of a picture, ``box_positive_fraction`` of them on
-  objects, and masks from the latter. Half of them are pooled from the finest level of the pyramid, half of the rest
-  from the next, and so on, as far as boxes of a level are no larger than the picture.
-- RetinaNet and FCOS learn a box from so many anchors for each object (:data:`ANCHORS_OF_AN_OBJECT`: as many as the
-  former has on the data set `shapes`), and classes from all.
+- The heads train on ``box_batch_size_per_image`` proposals per picture, ``box_positive_fraction`` of them on objects;
+  masks train on the latter. Half of them are pooled from the finest pyramid level, half of the rest from the next, and
+  so on, for levels whose boxes fit into the picture.
+- RetinaNet and FCOS train boxes on :data:`ANCHORS_OF_AN_OBJECT` anchors per object (measured for RetinaNet on the data
+  set `shapes`), and classes on all anchors.
 - In evaluation, ``box_detections_per_img`` objects are found in each picture.
 
-A network's own parts, its backbone or heads say, get no answers: what they compute must not depend on numbers.
+Other components, such as custom backbones or heads, get no replacements: their computation must not depend on data.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Count = Callable[[Tensor], int]
-"""How many elements of a mask, or rows of boxes, count as found."""
+"""Number of mask elements, or rows of boxes, that count as found."""
 
 ANCHORS_OF_AN_OBJECT = 20
 _OWN_PARTS = {
@@ -43,12 +43,12 @@ _aten = torch.ops.aten
 
 
 def all_of(found: Tensor) -> int:
-    """Everything counts."""
+    """Count everything."""
     return len(found)
 
 
 class FakeDetections(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives its modes no types
-    """Answers operators that ask for numbers, by the rule of the moment; where there is none, not at all."""
+    """Replaces data-dependent operators by the current rule; without a rule they fail."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives its modes no types
@@ -56,7 +56,7 @@ class FakeDetections(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
 
     @contextlib.contextmanager
     def by(self, rule: Count | None) -> Iterator[None]:
-        """Answer by another rule."""
+        """Use another rule within this context."""
         self._rules.append(rule)
         try:
             yield
@@ -64,7 +64,7 @@ class FakeDetections(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
             self._rules.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Do an operator, or answer in its place."""
+        """Run an operator or its replacement."""
         count, answer = self._rules[-1], _ANSWERS.get(func.name())
         if count is None or answer is None:
             return func(*args, **(kwargs or {}))
@@ -76,7 +76,7 @@ def _places(count: Count, _: Any, args: tuple[Any, ...]) -> Tensor:
 
 
 def _chosen(count: Count, func: Any, args: tuple[Any, ...]) -> Tensor:
-    """Indexing, and writing where an index says, where masks become places, as in torch itself."""
+    """Index, and write by index, with masks converted to positions, as in torch."""
     places: list[Tensor | None] = []
     for index in args[1]:
         is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
@@ -87,7 +87,7 @@ def _chosen(count: Count, func: Any, args: tuple[Any, ...]) -> Tensor:
 
 def _number(_: Count, __: Any, args: tuple[Any, ...]) -> float | int | bool:
     if args[0].dtype == torch.bool:
-        return False  # no box is wrong
+        return False  # no box is invalid
     return 1.0 if args[0].is_floating_point() else 1
 
 
@@ -98,7 +98,7 @@ _ANSWERS: dict[str, Callable[[Count, Any, tuple[Any, ...]], Any]] = {
     "aten::index_put": _chosen,
     "aten::index_put_": _chosen,
     "aten::_index_put_impl_": _chosen,
-    # Of overlapping boxes all: how many stay is cut to a setting's number afterwards.
+    # Keep all overlapping boxes: a setting limits their number afterwards.
     "torchvision::nms": lambda _, __, args: torch.empty(len(args[0]), dtype=torch.int64, device=args[0].device),
     "aten::_unique2": lambda _, __, args: tuple(args[0].new_empty(size) for size in (1, 0, 0)),
     "aten::_local_scalar_dense": _number,
@@ -106,9 +106,9 @@ _ANSWERS: dict[str, Callable[[Count, Any, tuple[Any, ...]], Any]] = {
 
 
 def fake_detections(*networks: nn.Module) -> FakeDetections | None:
-    """Let detectors run where tensors have no numbers, in what is returned; None if they are none of torchvision's.
+    """Return a context in which detectors run on tensors without data; None if none is torchvision's.
 
-    The networks are changed for good, and are not to be trained any more.
+    The networks are changed permanently and must not be trained afterwards.
     """
     if "torchvision.models.detection" not in sys.modules:
         return None
@@ -144,7 +144,7 @@ def _settle(network: Any, fakes: FakeDetections) -> None:
 
 
 def _ask(fakes: FakeDetections, owner: Any, name: str, rule: Callable[..., Count | None]) -> None:
-    """Have a method answered by the rule that its arguments give."""
+    """Run a method under the rule that its arguments define."""
     method = getattr(owner, name)
 
     @wraps(method)
@@ -156,7 +156,7 @@ def _ask(fakes: FakeDetections, owner: Any, name: str, rule: Callable[..., Count
 
 
 class _Sampler:
-    """Torchvision's choice of anchors or proposals to learn from: so many on objects, all others beside them."""
+    """torchvision's sampling of anchors or proposals for training: a number on objects, the rest off objects."""
 
     def __init__(self, fakes: FakeDetections, inner: Any) -> None:
         self._fakes, self._inner = fakes, inner
@@ -168,12 +168,12 @@ class _Sampler:
             return self._inner(labels)
 
     def counts(self, there: int) -> tuple[int, int]:
-        """How many are on an object, and how many are not, of so many."""
+        """Return how many of a number of candidates are on an object and how many are not."""
         positives = min(self.positives, there // 2)
         return positives, there - positives
 
     def chosen(self, there: int) -> tuple[int, int]:
-        """The same of those that are learned from."""
+        """The same for the sampled ones."""
         positives, others = self.counts(there)
         return positives, min(others, self._inner.batch_size_per_image - positives)
 
@@ -187,7 +187,7 @@ def _settle_proposals(rpn: Any, ask: Any) -> None:
         return lambda _: next(counts)
 
     ask(rpn, "filter_proposals", lambda *_: all_of)
-    ask(rpn, "assign_targets_to_anchors", lambda *_: all_of)  # for each object the anchor that fits best
+    ask(rpn, "assign_targets_to_anchors", lambda *_: all_of)  # the best-matching anchor of each object
     ask(rpn, "compute_loss", in_loss)
 
 
@@ -200,7 +200,7 @@ def _settle_heads(heads: Any, ask: Any) -> None:
 
     ask(heads, "forward", positives)
     ask(heads, "subsample", lambda *_: lambda labels: sum(sampler.chosen(len(labels))))
-    # Each proposal is of one class, and of those the best remain.
+    # Each proposal has one class, and the best ones are kept.
     ask(
         heads,
         "postprocess_detections",
@@ -209,14 +209,14 @@ def _settle_heads(heads: Any, ask: Any) -> None:
 
 
 def _settle_one_stage(network: Any, ask: Any) -> None:
-    """RetinaNet's and FCOS's losses, and what they find."""
+    """Losses and detections of RetinaNet and FCOS."""
     ask(network, "compute_loss", lambda *_: all_of)
     for owner in (network.head, getattr(network.head, "regression_head", None)):
         if hasattr(owner, "compute_loss"):
             ask(owner, "compute_loss", lambda targets, *_: _foreground(targets))
     classes = getattr(network.head, "classification_head", None)
     if hasattr(classes, "compute_loss"):
-        # RetinaNet leaves out anchors between its two thresholds alone, and those are few.
+        # RetinaNet ignores only anchors between its two thresholds, which are few.
         ask(classes, "compute_loss", lambda *_: all_of)
     ask(network, "postprocess_detections", lambda *_: lambda found: min(len(found), network.topk_candidates))
 
@@ -227,9 +227,9 @@ def _foreground(targets: list[dict[str, Tensor]]) -> Count:
 
     def count(found: Tensor) -> int:
         nonlocal of_all
-        if of_all and found.ndim == 1:  # of the boxes that were chosen all overlap with their objects
+        if of_all and found.ndim == 1:  # all chosen boxes overlap with their objects
             return len(found)
-        if found.ndim == 2:  # FCOS asks for all pictures at once
+        if found.ndim == 2:  # FCOS selects for all pictures at once
             of_all = True
             return min(found.numel(), ANCHORS_OF_AN_OBJECT * objects)
         return min(len(found), ANCHORS_OF_AN_OBJECT * max(1, objects // len(targets)))
@@ -238,7 +238,7 @@ def _foreground(targets: list[dict[str, Tensor]]) -> Count:
 
 
 def _by_level(pool: Any, shapes: list[tuple[int, int]]) -> Count:
-    """Of a mask for each level: half of all, half of the rest, …; none for larger boxes than the picture."""
+    """Return a mask per level: half of all, half of the rest, …; none for boxes larger than the picture."""
     levels = pool.map_levels
     largest = max(max(shape) for shape in shapes)
     last = math.floor(levels.lvl0 + math.log2(largest / levels.s0) + levels.eps)
@@ -254,7 +254,7 @@ def _by_level(pool: Any, shapes: list[tuple[int, int]]) -> Count:
 
 
 def _halves(whole: int, parts: int) -> Iterator[int]:
-    """Half of it, half of the rest, …, all that is left; and then nothing."""
+    """Return half, half of the rest, …, then all that remains, then zeros."""
     for _ in range(parts - 1):
         yield -(-whole // 2)
         whole //= 2
@@ -264,12 +264,12 @@ def _halves(whole: int, parts: int) -> Iterator[int]:
 
 
 def _answered(transform: Any, found: list[dict[str, Tensor]], shown: Any, original: Any) -> list[dict[str, Tensor]]:
-    """What is found, in pixels of the picture: masks are drawn one by one, each as large as it."""
+    """Return the detections in the picture's pixels; masks are pasted one at a time at the picture's size."""
     from torchvision.models.detection.transform import resize_boxes
 
     if transform.training:
         return found
-    # Nothing is found where a held-out picture's loss is asked for.
+    # No detections when a held-out picture's loss is computed.
     for each, shape, size in zip(found, shown, original, strict=False):
         each["boxes"] = resize_boxes(each["boxes"], shape, size)
         if "masks" in each:

@@ -1,6 +1,6 @@
-"""The arithmetic and the bytes of a step, layer by layer and phase by phase.
+"""Count a step's arithmetic and memory traffic by layer and phase.
 
-A dispatch mode watches every operator of a step on fake tensors or real ones, and changes none::
+A dispatch mode observes every operator of a step, on fake or real tensors, without changing it::
 
     with WorkCounter(network) as counter:
         loss = task.loss(network, batch)
@@ -9,8 +9,8 @@ A dispatch mode watches every operator of a step on fake tensors or real ones, a
             optimizer.step()
     counter.found.model_flops
 
-An operator of a forward pass belongs to the module that is at work. One of a backward pass belongs to the operator
-whose gradient it is: autograd numbers both alike.
+A forward operator belongs to the running module. A backward operator belongs to the forward operator whose gradient it
+computes: autograd gives both the same sequence number.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from paceline.models.operator_work import OperatorWork, Product, operator_work, 
 
 PHASES = ("forward", "dgrad", "wgrad", "recompute", "loss", "optimizer")
 SUM_OF_GRADIENTS = "(sum of gradients)"
-"""The layer of what autograd adds where branches of the network part, which is the work of no module."""
-# The model's own arithmetic, by which MFU goes: what is computed twice counts once.
+"""Layer name for the sums that autograd adds where branches split; they belong to no module."""
+# The model's arithmetic as used for MFU: recomputation does not count.
 _OF_MODEL = ("forward", "dgrad", "wgrad", "loss")
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one operator does in one layer and phase of a step, all its calls of one shape together.
+    """The work of one operator in one layer and phase of a step, over all calls of the same shape.
 
     Attributes:
-        layer: Name of the module; empty for what the network itself does, and outside of it; ``SUM_OF_GRADIENTS``.
+        layer: Name of the module; empty for the network itself and outside it; or ``SUM_OF_GRADIENTS``.
         phase: One of ``PHASES``: ``dgrad`` and ``wgrad`` are the backward pass's gradients of inputs and of weights.
         operator: Name of the operator.
-        dtype: Of the numbers that it multiplies, or of its first floating-point tensor.
-        product: Its sizes as a matrix product, if it is one.
-        is_counted: False if it may compute products that are not counted.
-        calls: How often it is called so.
+        dtype: Dtype of its factors, or of its first floating-point tensor.
+        product: Its sizes if it is a matrix product.
+        is_counted: False if it may compute uncounted products.
+        calls: Number of calls.
         flops: Floating-point operations of its products.
         bytes_read: Bytes that it must read.
         bytes_written: Bytes that it must write.
@@ -83,7 +83,7 @@ class Uncounted:
 
     Attributes:
         operator: Its name.
-        calls: How often it is called.
+        calls: Number of calls.
         share: Its share of the bytes that the step moves, in [0, 1].
     """
 
@@ -94,26 +94,26 @@ class Uncounted:
 
 @dataclass(frozen=True)
 class StepWork:
-    """All that a step does.
+    """All work of a step.
 
     Attributes:
-        works: Operator by operator.
+        works: The work of each operator.
     """
 
     works: tuple[Work, ...]
 
     def flops(self, *phases: str) -> int:
-        """Floating-point operations of these phases, of all if none is named."""
+        """Floating-point operations of the given phases; all if none is given."""
         return sum(each.flops for each in self.works if not phases or each.phase in phases)
 
     @property
     def model_flops(self) -> int:
-        """Those of the model itself: forward and backward pass, without what is computed again."""
+        """Floating-point operations of the model: forward and backward pass, without recomputation."""
         return self.flops(*_OF_MODEL)
 
     @property
     def model_works(self) -> tuple[Work, ...]:
-        """The operators of the model itself."""
+        """Operators of the model: forward and backward pass."""
         return tuple(each for each in self.works if each.phase in _OF_MODEL)
 
     @property
@@ -122,7 +122,7 @@ class StepWork:
         return sum(each.bytes_moved for each in self.works)
 
     def by_layer(self) -> dict[tuple[str, str], tuple[Work, ...]]:
-        """The operators by layer and phase, in the order in which they come."""
+        """Operators by layer and phase, in order of execution."""
         found: dict[tuple[str, str], list[Work]] = defaultdict(list)
         for each in self.works:
             found[each.layer, each.phase].append(each)
@@ -130,7 +130,7 @@ class StepWork:
 
     @property
     def uncounted(self) -> tuple[Uncounted, ...]:
-        """Operators with unknown FLOPs, those that move most bytes first."""
+        """Operators with unknown FLOPs, most bytes first."""
         calls: Counter[str] = Counter()
         moved: Counter[str] = Counter()
         for each in self.works:
@@ -143,7 +143,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Of a node of the backward graph: where its operator stood, and whether it used weights, or nothing else."""
+    """Origin of a backward node: the module of its forward operator, and whether it used weights, or only weights."""
 
     layer: str
     phase: str
@@ -156,7 +156,7 @@ _WHERE_BRANCHES_PART = _Origin(SUM_OF_GRADIENTS, "forward", uses_weights=False)
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
-    """Calls each operator and tells of it."""
+    """Calls each operator and reports it."""
 
     supports_higher_order_operators = True
 
@@ -165,11 +165,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Call the operator and note what it does."""
+        """Call the operator and record its work."""
         kwargs = kwargs or {}
         if func in _ABOUT_TENSORS:
             return NotImplemented
-        # Without gradients in sight some operators come undivided that are made up of others.
+        # Without gradients, composite operators arrive undivided.
         if isinstance(func, OpOverload) and func not in _WHOLE and func._can_decompose():  # noqa: SLF001  # as torch's own counter does
             with self:
                 out = func.decompose(*args, **kwargs)
@@ -183,15 +183,15 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 _ADDING = frozenset({torch.ops.aten.add, torch.ops.aten.add_})
 _OVER_SAMPLES = frozenset({torch.ops.aten.sum})
 _WHOLE = frozenset({torch.ops.aten.linear.default})
-# Questions about a tensor, which it answers itself.
+# Queries about a tensor, which the tensor itself answers.
 _ABOUT_TENSORS = frozenset({torch.ops.prim.device.default, torch.ops.aten.is_contiguous.default})
 
 
 class WorkCounter:
-    """Counts the work done while it is active.
+    """Counts the work done in its context.
 
     Args:
-        network: Whose layers are tracked.
+        network: Network whose layers are tracked.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -200,7 +200,7 @@ class WorkCounter:
         self._phase = ""
         self._origins: dict[int, _Origin] = {}
         self._parameters = dict(network.named_parameters())
-        # Held weakly, so that no address is used again while it is in here.
+        # Weak references, which also ensure that no address is reused while it is a key.
         self._weights = {ref.cdata: ref for ref in (_reference(each) for each in self._parameters.values()) if ref}
         self._found: dict[tuple[Any, ...], list[int]] = {}
         self._numbered = 0
@@ -214,7 +214,7 @@ class WorkCounter:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what is done inside as of this phase, and of no layer."""
+        """Count all work in this context for this phase, and for no layer."""
         before, self._phase = self._phase, name
         try:
             yield
@@ -245,13 +245,13 @@ class WorkCounter:
             self._within.pop()
 
     def _number(self, end: int, origin: _Origin) -> None:
-        """Let what was made for the backward pass since the last time, up to a number, be of this origin."""
+        """Assign this origin to all backward nodes created since the last call, up to a number."""
         for number in (*range(self._numbered, end), end - 1):
             self._origins.setdefault(number, origin)
         self._numbered = end
 
     def _try_to_note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Keep what goes wrong for later: an error in here would end the process where C++ called for the operator."""
+        """Store an error for later: raised here, it would end the process where C++ calls the operator."""
         if self._failure is None:
             try:
                 self._note(func, args, kwargs, out)
@@ -262,7 +262,7 @@ class WorkCounter:
         given = list(tensors_in((args, kwargs)))
         from_weights = [(kept := _reference(each)) is not None and kept.cdata in self._weights for each in given]
         if given and all(from_weights):
-            # What is computed of weights alone, such as their copy in another type, stands for them.
+            # Values computed from weights alone, such as a cast copy, count as weights.
             for each in filter(None, map(_reference, tensors_in(out))):
                 self._weights.setdefault(each.cdata, each)
         node = torch._C._current_autograd_node()  # noqa: SLF001  # torch.utils.checkpoint asks so
@@ -292,8 +292,8 @@ class WorkCounter:
             phase = "recompute"
         else:
             phase = "forward" if self._within else "loss"
-        # What is made here for the backward pass has the number before the next one; what changes its input in place
-        # has more of them, since autograd first clones what its gradient needs, and numbers the clone too.
+        # A backward node created here has the number before the next one. In-place operators take more numbers, since
+        # autograd first clones what their gradient needs and numbers the clone too.
         origin = _Origin(layer, "forward" if self._within else phase, *weights)
         self._number(next_node_number(), origin)
         return replace(origin, phase=phase)
@@ -306,13 +306,13 @@ class WorkCounter:
 
 
 def _backward_phase(part: OperatorWork, origin: _Origin, uses_weights: bool, adds_up: bool) -> str:
-    """Whose gradient it is: that of the layer's input, or of its weights.
+    """Return whether a backward operator computes the gradient of the layer's input or of its weights.
 
     Args:
-        part: What is done.
+        part: The backward operator.
         origin: The forward operator.
-        uses_weights: Whether what is done now uses weights.
-        adds_up: Whether it may sum a bias's gradient over the samples.
+        uses_weights: Whether the backward operator uses weights.
+        adds_up: Whether it may be the sum of a bias's gradient over samples.
     """
     if origin.phase in ("loss", "optimizer"):
         return origin.phase
@@ -326,9 +326,9 @@ def _backward_phase(part: OperatorWork, origin: _Origin, uses_weights: bool, add
 
 
 def _sums_gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], node: Any) -> bool:
-    """Whether autograd adds up what two branches send back, which it does after the last of them.
+    """Whether autograd adds the gradients of two branches, which it does after the last branch.
 
-    Formulas of torch's own gradients add no two tensors of one shape, but for those of means with variances.
+    torch's gradient formulas add no two tensors of the same shape, except for joint mean and variance.
     """
     if getattr(func, "overloadpacket", None) not in _ADDING or kwargs or len(args) != 2:
         return False
@@ -338,7 +338,7 @@ def _sums_gradients(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], no
 
 
 def next_node_number() -> int:
-    """What autograd will number the next operator's node of the backward graph with."""
+    """Return the sequence number that autograd will give the next operator's backward node."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # noqa: SLF001  # as torch.fx
 
 

@@ -1,4 +1,4 @@
-"""Linear layers that compute in fp8, by torchao; names and weights stay the same."""
+"""Linear layers in fp8 by torchao; names and weights stay the same."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import nn
 
 from paceline.errors import ModelError
 
-# What the units for fp8 products take at a time.
+# Sizes must be multiples of this for fp8 matrix units.
 _MULTIPLE = 16
 
 
 def fp8_layers(network: nn.Module, *, name: str) -> tuple[str, ...]:
-    """Names of the linear layers that can: both sizes are multiples of 16.
+    """Return the names of the linear layers that support fp8: both sizes are multiples of 16.
 
     Raises:
         ModelError: If there is none.
@@ -28,10 +28,10 @@ def fp8_layers(network: nn.Module, *, name: str) -> tuple[str, ...]:
 
 
 def convert_to_fp8(network: nn.Module) -> nn.Module:
-    """Let those layers compute in fp8; parameters and keys stay what they are."""
+    """Convert those layers to fp8 computation; parameters and keys stay unchanged."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    # Padded, since the gradient of a weight adds up over samples, and an epoch's last batch has any number of them.
+    # Padded, since the weight gradient sums over samples, and an epoch's last batch may have any size.
     config = Float8LinearConfig(pad_inner_dim=True)
     converted: nn.Module = convert_to_float8_training(network, config=config, module_filter_fn=_fits)
     return converted

@@ -1,9 +1,9 @@
-"""Language models by their names in recipes: our own pre-norm transformer, Transformers' networks, or a user's.
+"""Language models by their recipe names: built-in pre-norm transformers, Transformers' networks, or the user's.
 
-Ours are `gpt`, in which a token sees only those before it, and `bert`, in which it sees all.
+Built in are `gpt`, with causal attention, and `bert`, with full attention.
 
 Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), whose architecture the options can
-express exactly; Devlin et al., "BERT" (2018). Rotary positions: Su et al., "RoFormer" (2021). RMSNorm: Zhang and
+reproduce exactly; Devlin et al., "BERT" (2018). Rotary positions: Su et al., "RoFormer" (2021). RMSNorm: Zhang and
 Sennrich (2019). SwiGLU: Shazeer, "GLU Variants Improve Transformer" (2020).
 """
 
@@ -39,19 +39,19 @@ class Shape:
 
     Attributes:
         vocabulary: Token ids are in [0, vocabulary).
-        context: Maximum tokens in a row.
-        causal: Whether each token sees only itself and those before it.
-        depth: Blocks.
-        width: Numbers that stand for a token.
+        context: Maximum number of tokens in a row.
+        causal: Whether each token attends only to itself and earlier tokens.
+        depth: Number of blocks.
+        width: Embedding size of a token.
         heads: Number of attention heads.
-        hidden: Numbers in the middle of each block's second half; None: 4 times ``width``, with `swiglu` 8/3 times.
+        hidden: Hidden size of the feed-forward part; None: 4 times ``width``, with `swiglu` 8/3 times.
         activation: `gelu`, `gelu_tanh` (GPT-2's, an approximation), or `swiglu`, which has a third matrix.
         norm: `rms` or `layer`.
         norm_eps: Added to the variance.
-        positions: `rotary`, or `learned` vectors that are added to the tokens'.
+        positions: `rotary`, or `learned` embeddings that are added to the tokens'.
         bias: Whether linear layers and layer norms have biases.
-        dropout: Share of numbers left out in training, in [0, 1).
-        tied: Whether the output layer's weights are the token vectors.
+        dropout: Dropout probability in training, in [0, 1).
+        tied: Whether the output layer shares the token embedding's weights.
     """
 
     vocabulary: int
@@ -88,10 +88,10 @@ class Shape:
 
     @property
     def middle(self) -> int:
-        """Numbers in the middle of a feed-forward part."""
+        """Hidden size of the feed-forward part."""
         if self.hidden is not None:
             return self.hidden
-        # A third matrix is made up for by narrower ones; multiples of 8 suit every kind of kernel.
+        # Narrower matrices compensate for the third one; multiples of 8 suit all kernels.
         return -(-8 * self.width // 24) * 8 if self.activation == "swiglu" else 4 * self.width
 
 
@@ -105,7 +105,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(shape.width, shape.width, bias=shape.bias)
 
     def forward(self, x: Tensor, mask: Tensor | None, turns: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Tokens [N, T, width] to the same; ``mask`` [N, 1, T, T] says who sees whom, None: all, or all before."""
+        """Map [N, T, width] to the same shape; ``mask`` [N, 1, T, T] gives visible tokens, None: all or all earlier."""
         n, t, width = x.shape
         query, key, value = self.qkv(x).view(n, t, 3, self.heads, width // self.heads).unbind(2)
         if turns is not None:
@@ -123,7 +123,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two matrices with a non-linearity between, each token by itself."""
+    """Two linear layers with a non-linearity between them, applied to each token."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(shape.middle, shape.width, bias=shape.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[N, T, width] to the same."""
+        """Map [N, T, width] to the same shape."""
         x = self.up(x)
         if self.activation == "swiglu":
             gate, x = x.chunk(2, dim=-1)
@@ -145,7 +145,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with a norm before and what came in added after."""
+    """Pre-norm attention and feed-forward, each with a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -154,14 +154,14 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, x: Tensor, mask: Tensor | None, turns: tuple[Tensor, Tensor] | None) -> Tensor:
-        """[N, T, width] to the same."""
+        """Map [N, T, width] to the same shape."""
         x = x + self.dropout(self.attention(self.norm1(x), mask, turns))
         out: Tensor = x + self.dropout(self.feed_forward(self.norm2(x)))
         return out
 
 
 class Transformer(nn.Module):
-    """Token ids to a score for each id at each place."""
+    """Maps token ids to a score for each id at each position."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -177,13 +177,13 @@ class Transformer(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Score the next token, or the hidden one, at each place.
+        """Score the next token, or the masked one, at each position.
 
         Args:
             tokens: Ids, int64 [N, T].
-            positions: Place of each token in its document, int64 [N, T]; None: its place in the row.
-            documents: Number of each token's document in the row, int64 [N, T]: tokens see those of their own only.
-                None: all are one, and none is padding.
+            positions: Position of each token in its document, int64 [N, T]; None: its position in the row.
+            documents: Document index of each token in the row, int64 [N, T]: tokens attend only within their document.
+                None: one document without padding.
 
         Returns:
             Logits [N, T, vocabulary].
@@ -198,7 +198,7 @@ class Transformer(nn.Module):
             turns = _turns(positions, self.shape.width // self.shape.heads, x.dtype)
         x = self.dropout(x)
         mask = None
-        if documents is not None:  # who sees whom, [N, 1, T, T]: tokens of one document; padding sees padding
+        if documents is not None:  # attention mask, [N, 1, T, T], within documents; padding attends to padding
             same = documents[:, None, :, None] == documents[:, None, None, :]
             mask = same.tril() if self.shape.causal else same
         for block in self.blocks:
@@ -207,7 +207,7 @@ class Transformer(nn.Module):
         return logits
 
     def _initialize(self) -> None:
-        """As GPT-2: what is added to the residual stream is smaller, the more blocks add to it."""
+        """As in GPT-2: weights that add to the residual stream are scaled down with the number of blocks."""
         residual = 0.02 / math.sqrt(2 * self.shape.depth)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -218,11 +218,11 @@ class Transformer(nn.Module):
 
 
 def transformer(vocabulary: int, context: int, causal: bool, **options: Any) -> Transformer:  # by name
-    """Build a transformer; options are those of :class:`Shape`."""
+    """Build a transformer; the options are those of :class:`Shape`."""
     return Transformer(Shape(vocabulary=vocabulary, context=context, causal=causal, **options))
 
 
-# Shows which options there are; functions have no such attribute for mypy.
+# Exposes the available options; mypy knows no such attribute of functions.
 transformer.__signature__ = inspect.signature(Shape, eval_str=True)  # type: ignore[attr-defined]  # read by inspect
 
 
@@ -233,30 +233,30 @@ def _norm(shape: Shape) -> nn.Module:
 
 
 def _turns(positions: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of rotary positions, [T or N, T, 1, size / 2], the slowest turning once in 10,000 * 2 pi."""
+    """Return cosines and sines of rotary positions, [T or N, T, 1, size / 2]; the slowest period is 10,000 * 2 pi."""
     rates = 10_000.0 ** (-torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size)
     angles = positions.to(torch.float32)[..., None, None] * rates
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Vectors [N, T, heads, size], turned by their position: number i with number i + size / 2."""
+    """Rotate vectors [N, T, heads, size] by their position: component i pairs with i + size / 2."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x.dtype)
 
 
 OWN_LANGUAGE_MODELS = {"gpt": True, "bert": False}
-"""Our own transformers, and whether each token sees only those before it."""
+"""Built-in transformers, and whether each is causal."""
 
 
 def build_language_model(model: Model, *, vocabulary: int, context: int, is_masked: bool = False) -> nn.Module:
-    """Build the network of a recipe for tokens: ``model(tokens, positions=None, documents=None)`` gives logits.
+    """Build the recipe's network for tokens: ``model(tokens, positions=None, documents=None)`` returns logits.
 
     Args:
         model: The recipe's `model` section.
         vocabulary: Token ids are in [0, vocabulary).
         context: Maximum tokens in a row.
-        is_masked: Whether it predicts hidden tokens, and not the next one.
+        is_masked: Whether it predicts masked tokens instead of the next one.
 
     Raises:
         ModelError: If the name is unknown, or the options are not the factory's.
@@ -274,5 +274,5 @@ def build_language_model(model: Model, *, vocabulary: int, context: int, is_mask
 
 
 def is_causal(model: Model) -> bool | None:
-    """Whether a network sees only what comes before; None if its name does not say."""
+    """Whether a network is causal; None if its name does not tell."""
     return OWN_LANGUAGE_MODELS.get(model.name)

@@ -1,7 +1,7 @@
-"""The network of a public lecture's CPU-GPU comparison, to reproduce its table anywhere.
+"""The network of a public lecture's CPU-GPU comparison, to reproduce its table on any machine.
 
-It is PyTorch's CIFAR-10 tutorial network with 128 channels after the first convolution in place of 6, which makes the
-120,078 parameters that the lecture prints: 9,728 and 51,216 of the convolutions, 48,120, 10,164 and 850 of the rest.
+It is PyTorch's CIFAR-10 tutorial network with 128 instead of 6 channels after the first convolution. That gives the
+lecture's 120,078 parameters: 9,728 and 51,216 in the convolutions, 48,120, 10,164 and 850 in the linear layers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from paceline.models.factories import check_options
 
 
 def lecture_net(num_classes: int, in_channels: int = 3, *, channels: int = 128) -> nn.Sequential:
-    """Build it, for images of 32x32 pixels.
+    """Build the network, for images of 32x32 pixels.
 
     Args:
         num_classes: Width of the output.
         in_channels: Channels of the images.
-        channels: After the first convolution; the tutorial has 6.
+        channels: Channels after the first convolution; 6 in the tutorial.
 
     Raises:
-        ModelError: If there would be no channel.
+        ModelError: If the number of channels is not positive.
 
     Source: pytorch.org/tutorials, "Training a classifier"; CS C182 at Berkeley, autumn 2024, lecture 19 for its width.
     """

@@ -1,8 +1,8 @@
-"""The arithmetic of one operator, and the bytes that it must read and write.
+"""Arithmetic and minimum memory traffic of one operator.
 
-Arithmetic is that of matrix products, convolutions and attention, a multiplication and an addition for each term, as
-MFU counts it; all other operators are counted by their bytes. Bytes are the least that an operator by itself can
-move: each of its tensors once.
+Arithmetic covers matrix products, convolutions and attention, with a multiplication and an addition per term, as for
+MFU; other operators are counted by bytes only. Bytes are the minimum that an isolated operator must move: each of its
+tensors once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product, or what a library computes as one: ``count`` times [m, k] by [k, n].
+    """A matrix product, or an operation that libraries compute as one: ``count`` times [m, k] by [k, n].
 
     Attributes:
         kind: ``matmul``, ``convolution`` or ``attention``.
-        window: Of a convolution, the pixels of its kernel, by which one of the three is a multiple of channels.
+        window: For a convolution, its kernel's number of pixels; one of the three sizes is this times channels.
     """
 
     m: int
@@ -43,15 +43,15 @@ class Product:
 
 @dataclass(frozen=True)
 class OperatorWork:
-    """What an operator, or a part of it, does.
+    """The work of an operator or a part of it.
 
     Attributes:
         flops: Floating-point operations of its products.
-        bytes_read: Bytes of what it reads.
-        bytes_written: Bytes of what it writes.
-        part: Of a backward operator: the gradient of its input, of its weight, or what it computes ``again``.
-        product: Its sizes as a matrix product, if it is one.
-        is_known: Whether it is known that it computes no products beside these.
+        bytes_read: Bytes that it reads.
+        bytes_written: Bytes that it writes.
+        part: For a backward operator: the gradient of its input or of its weight, or recomputation (``again``).
+        product: Its sizes if it is a matrix product.
+        is_known: Whether it is certain to compute no other products.
     """
 
     flops: int = 0
@@ -66,14 +66,14 @@ Rule = Callable[[tuple[Any, ...], dict[str, Any], Any], Iterator[OperatorWork]]
 
 
 def operator_work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
-    """What a call of an operator does, part by part; nothing for views and for tensors that are only made room for."""
-    if not isinstance(func, OpOverload):  # of a higher order: what it calls is not seen
+    """Return the work of an operator call, part by part; nothing for views and allocations."""
+    if not isinstance(func, OpOverload):  # a higher-order operator: the operators that it calls are not seen
         yield OperatorWork(0, nbytes((args, kwargs)), nbytes(out), is_known=False)
         return
     packet = func.overloadpacket
     if packet in _RULES:
         yield from _RULES[packet](args, kwargs, out)
-    elif packet in flop_registry:  # what torch counts besides, such as attention of several lengths
+    elif packet in flop_registry:  # operators that only torch counts, such as attention over several lengths
         flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
         yield OperatorWork(flops, nbytes((args, kwargs)), nbytes(out))
     elif not (func.is_view or packet in _FREE or func.namespace in ("prim", "profiler")):
@@ -81,12 +81,12 @@ def operator_work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out:
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples and dictionaries."""
+    """Return all tensors in nested lists, tuples and dictionaries."""
     return (each for each in tree_leaves(values) if isinstance(each, Tensor))
 
 
 def nbytes(values: Any) -> int:
-    """Bytes of all tensors in nested values, each once; of a tensor that repeats its numbers, those that are there."""
+    """Return the bytes of all tensors in nested values, each once; expanded tensors count their stored data."""
     found = {id(each): each for each in tensors_in(values)}
     return sum(map(_tensor_bytes, found.values()))
 
@@ -95,12 +95,12 @@ def _tensor_bytes(tensor: Tensor) -> int:
     dense = tensor.numel() * tensor.element_size()
     try:
         return min(dense, tensor.untyped_storage().nbytes())
-    except (RuntimeError, NotImplementedError):  # sparse and other tensors without a storage of their own
+    except (RuntimeError, NotImplementedError):  # sparse tensors and others without a storage
         return dense
 
 
 def _moving(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorWork:
-    """Of an operator that is counted by its bytes."""
+    """Return the work of an operator that is counted by bytes."""
     packet, written = func.overloadpacket, nbytes(out)
     if next(tensors_in(out), None) is None:
         known = func._schema.arguments  # noqa: SLF001  # there is no other way to ask
@@ -118,7 +118,7 @@ def _moving(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 
 
 def _matmul(first: int) -> Rule:
-    """A product of the arguments at ``first`` and behind it: [..., m, k] by [..., k, n]."""
+    """Return the work of the product of arguments ``first`` and ``first + 1``: [..., m, k] by [..., k, n]."""
 
     def rule(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
         left, right = args[first], args[first + 1]
@@ -141,9 +141,9 @@ def _flops(product: Product) -> int:
 
 
 def _as_product(inputs: torch.Size, weight: torch.Size, outputs: torch.Size, phase: str) -> tuple[int, Product]:
-    """Return a convolution's operations, and its sizes as NVIDIA's guide has them: a product for each group.
+    """Return a convolution's FLOPs, and its sizes as in NVIDIA's guide: one product per group.
 
-    Of a transposed one, input and output are exchanged.
+    For a transposed convolution, input and output are swapped.
     """
     groups, window = inputs[1] // weight[1], weight[2:].numel()
     filters, channels, pixels = weight[0] // groups, weight[1], outputs[0] * outputs[2:].numel()
@@ -190,20 +190,20 @@ def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Itera
 
 def _attention_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
     scores, mixing = _attention_products(*args[1:4])
-    # Of scores and of what they mix, the gradients of both factors; the scores were not kept, and come first.
+    # Gradients of both factors of the scores and of the weighted sum; the scores are recomputed first.
     yield OperatorWork(_flops(scores), part="again", product=scores)
     yield OperatorWork(2 * (_flops(scores) + mixing), nbytes(args[:5]), nbytes(out), "input", scores)
 
 
 def _attention_products(query: Tensor, key: Tensor, value: Tensor) -> tuple[Product, int]:
-    """The product that the scores are, and the operations of mixing values by them."""
+    """Return the product of the scores, and the FLOPs of the weighted sum of values."""
     count, rows, columns = math.prod(query.shape[:-2]), query.shape[-2], key.shape[-2]
     scores = Product(rows, columns, query.shape[-1], count, "attention")
     return scores, _flops(replace(scores, n=value.shape[-1], k=columns))
 
 
 def _recurrent(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Iterator[OperatorWork]:
-    """Every weight matrix meets every time step of every sequence once."""
+    """Count every weight matrix once per time step of every sequence."""
     steps = math.prod(args[0].shape[:2])
     weights = args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
     flops = 2 * steps * sum(each.numel() for each in weights if each.ndim == 2)
@@ -217,7 +217,7 @@ def _recurrent_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 
 def _packets(names: str) -> dict[Any, None]:
-    """Operators of these names, of those that this torch has."""
+    """Return the operators of these names that exist in this torch."""
     return {getattr(_aten, name): None for name in names.split() if hasattr(_aten, name)}
 
 
@@ -239,7 +239,7 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(_packets("mkldnn_rnn_layer_backward _cudnn_rnn_backward"), _recurrent_backward),
 }
 
-# Without a byte moved: a tensor seen otherwise, or made room for.
+# Moves no bytes: a view or an allocation.
 _FREE = _packets(
     """
     empty empty_like empty_strided empty_permuted new_empty new_empty_strided detach alias _unsafe_view _reshape_alias
@@ -248,17 +248,17 @@ _FREE = _packets(
     swapaxes_ unsafe_split unsafe_chunk unsafe_split_with_sizes
     """
 )
-# What the first argument held before is not read.
+# Overwrites the first argument without reading it.
 _WRITING = _packets(
     """
     copy_ zero_ fill_ uniform_ normal_ bernoulli_ random_ exponential_ _foreach_copy_ _foreach_zero_ zeros_like
     ones_like full_like rand_like randn_like new_zeros new_full new_ones bernoulli
     """
 )
-# Of the first argument only what is picked is read.
+# Reads only the selected part of the first argument.
 _PICKING = _packets("embedding index index_select gather take _unsafe_index")
 _OF_WEIGHTS = _packets("embedding_dense_backward")
-# Of torch's own operators, those that compute products by other rules than these: by parts of their names.
+# torch's operators that compute products in other ways, by parts of their names.
 _MULTIPLYING = re.compile(
     r"(^|_)[a-z]*m[mv](_|$)|matmul|convolution|conv(_|[1-3]d)|(^|_)linear(_|$)|linalg_(?!vector_norm|cross|check|diagonal)|"
     r"cholesky|solve|inverse|lstm(?!_cell)|gru(?!_cell)|rnn|attention|transformer|^_trilinear|dist_|euclidean|fft|ormqr|"

@@ -1,7 +1,7 @@
-"""Networks for click data by their names in recipes: DLRM (Naumov et al. 2019) and the size of its tables.
+"""Networks for click data by their recipe names: DLRM (Naumov et al. 2019), and the size of its tables.
 
-Numbers go through one perceptron and categories through embedding tables; the products of all pairs and the first
-perceptron's output go through a second one.
+Numeric features go through a bottom MLP and categories through embedding tables; the pairwise dot products and the
+bottom MLP's output go through a top MLP.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from paceline.units import format_bytes
 class Dlrm(nn.Module):
     """Deep learning recommendation model.
 
-    Weights begin as the authors' program has them: of a layer, normal with the variance 2 / (inputs + outputs), its
-    biases with 1 / outputs; of a table, uniform within the root of 1 / rows.
+    Weights are initialised as in the authors' program: a layer's weights are normal with variance 2 / (inputs +
+    outputs), its biases with 1 / outputs; a table is uniform within sqrt(1 / rows).
 
     Attributes:
         tables: One embedding bag for each categorical feature.
@@ -45,25 +45,25 @@ class Dlrm(nn.Module):
         """Build the network.
 
         Args:
-            dense_features: Numbers of a sample.
+            dense_features: Number of numeric features.
             table_rows: Rows of each categorical feature's table.
-            embedding: Numbers in a row of a table, and what the bottom perceptron ends with.
-            bottom: Widths of the bottom perceptron's hidden layers.
-            top: Widths of the top perceptron's hidden layers.
-            sparse: Whether tables have sparse gradients, of those rows only that a batch has used.
+            embedding: Embedding size, and output size of the bottom MLP.
+            bottom: Widths of the bottom MLP's hidden layers.
+            top: Widths of the top MLP's hidden layers.
+            sparse: Whether tables have sparse gradients, covering only the rows that a batch uses.
         """
         super().__init__()
         self.bottom = _perceptron([dense_features, *bottom, embedding], ends_with_relu=True)
         self.tables = nn.ModuleList(nn.EmbeddingBag(rows, embedding, mode="sum", sparse=sparse) for rows in table_rows)
         features = 1 + len(table_rows)
         pairs = torch.tril_indices(features, features, offset=-1)
-        # Flat, since one gather along one axis is what every back-end does fast.
+        # Flat indices, since a single gather along one axis is fast on every back-end.
         self.register_buffer("pairs", pairs[0] * features + pairs[1], persistent=False)
         self.top = _perceptron([embedding + pairs.shape[1], *top, 1], ends_with_relu=False)
         self._begin()
 
     def forward(self, dense: Tensor, categories: Tensor) -> Tensor:
-        """The logarithm of the odds of a click, [N].
+        """Return the click logits, [N].
 
         Args:
             dense: Numbers, float [N, dense features].
@@ -78,7 +78,7 @@ class Dlrm(nn.Module):
         return answer.squeeze(1)
 
     def no_weight_decay(self) -> tuple[str, ...]:
-        """Tables have no weight decay: rows that no batch uses would vanish."""
+        """Exempt the tables from weight decay, which would shrink rows that no batch uses."""
         return ("tables.*",)
 
     @torch.no_grad()
@@ -104,27 +104,27 @@ _FP32_BYTES = 4
 
 
 def build_click_model(model: Model, *, dense_features: int, table_rows: Sequence[int]) -> nn.Module:
-    """Build the network of a recipe for click data.
+    """Build the recipe's network for click data.
 
     Args:
         model: The recipe's `model` section.
-        dense_features: Numbers of a sample.
+        dense_features: Number of numeric features.
         table_rows: Rows of each categorical feature's table.
 
     Raises:
-        ModelError: If the name is unknown, or the options are not the factory's.
+        ModelError: If the name is unknown, or the factory does not accept the options.
     """
     factory = named_factory(model, CLICK_MODELS)
     if factory is None:
         raise unknown_model(model, "network for click data", CLICK_MODELS)
     try:
         return call_factory(model, factory, dense_features=dense_features, table_rows=tuple(table_rows))
-    except RuntimeError as error:  # torch's, of sizes that cannot be
+    except RuntimeError as error:  # torch's errors for impossible sizes
         raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
 
 
 def describe_tables(recipe: Recipe, rows: Sequence[int]) -> str:
-    """The size of the tables and of their optimizer state, in a sentence."""
+    """Describe the size of the tables and of their optimizer state in one sentence."""
     embedding = recipe.model.options.get("embedding", inspect.signature(Dlrm).parameters["embedding"].default)
     counted = f"{len(rows)} tables of {sum(rows):,} rows in all"
     if recipe.model.name not in CLICK_MODELS or not isinstance(embedding, int):

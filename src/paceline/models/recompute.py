@@ -1,8 +1,8 @@
 """Recompute activations in the backward pass.
 
-A network is cut into its repeated blocks. Each keeps its input, and computes the rest again when the backward pass
-comes to it (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016); a selective one keeps the results of
-matrix products and convolutions too, and computes again what costs little: norms, activations, dropout.
+A network is split into its repeated blocks. Each stores only its input and recomputes the rest in the backward pass
+(Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016). Selective recomputation also stores the results of
+matrix products and convolutions and recomputes only cheap operations: norms, activations, dropout.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class _Recomputed(nn.Module):
-    """Mixed into a block's class: parameters, names and copies stay as they are, and only the forward pass changes."""
+    """Mixed into a block's class: parameters, names and copies stay unchanged; only the forward pass differs."""
 
     _recompute: Recompute = "full"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the block, and keep only the requested activations if a gradient is needed."""
+        """Compute the block, storing only the requested activations if gradients are needed."""
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        # A list of what came before, as DenseNet's layers take, may be longer by the time they are computed again.
+        # A list of earlier outputs, as in DenseNet's layers, may have grown before recomputation.
         args = tuple(list(each) if type(each) is list else each for each in args)
         norms = [each for each in self.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
         if norms:
             contexts = partial(_contexts_with_norms, self._recompute, norms)
             return checkpoint(super().forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        # In so many words, since the compiler must know them without looking into a variable.
+        # Written out, since the compiler must see both cases statically.
         if self._recompute == "selective":
             return checkpoint(super().forward, *args, use_reentrant=False, context_fn=_selective, **kwargs)
         return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
 
 
 def recompute_blocks(network: nn.Module, how: Recompute, *, name: str, compiled: bool = False) -> list[str]:
-    """Make a network's blocks recompute their activations; returns the blocks' names.
+    """Make a network's blocks recompute their activations; return the blocks' names.
 
     Raises:
-        ModelError: If it has no blocks, or some that cannot.
+        ModelError: If it has no blocks, or some do not support it.
     """
     paths = blocks_of(network)
     if not paths:
@@ -62,7 +62,7 @@ def recompute_blocks(network: nn.Module, how: Recompute, *, name: str, compiled:
     blocks = [network.get_submodule(path) for path in paths]
     for path, block in zip(paths, blocks, strict=True):
         _check(block, path, how, compiled=compiled)
-        # Activations must not write over what they are given: it may be a result that is kept.
+        # In-place activations could overwrite a stored result.
         for module in block.modules() if how == "selective" else ():
             if getattr(module, "inplace", False) is True:
                 module.inplace = False  # type: ignore[assignment]  # a flag, not a module
@@ -71,7 +71,7 @@ def recompute_blocks(network: nn.Module, how: Recompute, *, name: str, compiled:
 
 
 def blocks_of(network: nn.Module) -> list[str]:
-    """Names of the blocks: those that a timm network names itself, or else the outermost ones in containers."""
+    """Return the block names: those that a timm network defines, or else the outermost ones in containers."""
     matcher = getattr(network, "group_matcher", None)
     if callable(matcher):
         patterns = matcher(coarse=False).get("blocks", ())
@@ -132,7 +132,7 @@ def _contexts_with_norms(
 
 @contextmanager
 def _without_statistics(norms: list[_BatchNorm], inside: AbstractContextManager[Any]) -> Iterator[None]:
-    """Let BatchNorm write to copies of its running statistics, which have taken in this batch already."""
+    """Make BatchNorm write to copies of its running statistics, which already include this batch."""
     kept = [(norm, dict(norm.named_buffers(recurse=False))) for norm in norms]
     for norm, buffers in kept:
         for name, buffer in buffers.items():
@@ -163,7 +163,7 @@ def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPoli
 
 
 def _draws(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it drops out: were it not done again, what is drawn after it would be other numbers."""
+    """Whether a module draws random numbers: if not redrawn, later draws would differ."""
     for index, argument in enumerate(operation._schema.arguments):  # noqa: SLF001  # there is no other way to ask
         if argument.name == "dropout_p":
             given = args[index] if index < len(args) else kwargs.get("dropout_p", 0.0)

@@ -1,4 +1,4 @@
-"""Roofline formulas: how fast an operation can be on a device, limited by arithmetic or by memory."""
+"""Roofline formulas: the maximum speed of an operation on a device, limited by arithmetic or memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Phase = Literal["forward", "dgrad", "wgrad"]
 
 
 def gemm_flops(m: int, n: int, k: int) -> int:
-    """Floating-point operations of a product of [m, k] and [k, n]: a multiplication and an addition for each term.
+    """Floating-point operations of a product of [m, k] and [k, n]: one multiplication and one addition per term.
 
     Source:
         NVIDIA, Matrix Multiplication Background User's Guide, "Math And Memory Bounds".
@@ -17,7 +17,7 @@ def gemm_flops(m: int, n: int, k: int) -> int:
 
 
 def gemm_bytes(m: int, n: int, k: int, bytes_per_element: float = 2) -> float:
-    """Bytes that a product of [m, k] and [k, n] must move: both factors read once, the product written once.
+    """Bytes that a product of [m, k] and [k, n] must move: both factors are read once, the product is written once.
 
     Source:
         NVIDIA, Matrix Multiplication Background User's Guide, "Math And Memory Bounds".
@@ -61,7 +61,7 @@ def convolution_output_size(size: int, kernel: int, stride: int = 1, padding: in
 def convolution_as_gemm(
     batch: int, channels: int, size: int, filters: int, kernel: int, stride: int = 1, phase: Phase = "forward"
 ) -> tuple[int, int, int]:
-    """The (m, n, k) of a square convolution as an implicit matrix product, padded so that size / stride pixels remain.
+    """The (m, n, k) of a square convolution as an implicit matrix product, with padding for size / stride pixels.
 
     Source:
         NVIDIA, Convolutional Layers User's Guide, table 1.
@@ -86,7 +86,7 @@ def convolution_intensity(
     groups: int = 1,
     bytes_per_element: float = 2,
 ) -> float:
-    """FLOP per byte of a square convolution's forward pass; input, filters and output are each moved once.
+    """FLOP per byte of a square convolution's forward pass, moving input, filters and output once each.
 
     With ``groups=channels`` (depthwise) it is at most kernel² / 2 with two bytes per element, whatever the batch.
 
@@ -101,7 +101,7 @@ def convolution_intensity(
 
 
 def intensity(flops: float, bytes_moved: float) -> float:
-    """FLOP per byte of anything.
+    """FLOP per byte of any operation.
 
     Source:
         Williams, Waterman and Patterson, Roofline: an insightful visual performance model, CACM 52(4), 2009.
@@ -112,7 +112,7 @@ def intensity(flops: float, bytes_moved: float) -> float:
 def elementwise_intensity(
     operations: float = 1, inputs: float = 1, outputs: float = 1, bytes_per_element: float = 2
 ) -> float:
-    """FLOP per byte of what computes each element by itself: ReLU has 1 / (2 + 2) = 0.25.
+    """FLOP per byte of an elementwise operation: ReLU has 1 / (2 + 2) = 0.25.
 
     Source:
         NVIDIA, GPU Performance Background User's Guide, table 1.
@@ -121,7 +121,7 @@ def elementwise_intensity(
 
 
 def pooling_intensity(kernel: int, stride: int = 1, bytes_per_element: float = 2) -> float:
-    """FLOP per byte of pooling: kernel² operations for an output, of which each needs stride² inputs.
+    """FLOP per byte of pooling: kernel² operations per output, each output needing stride² inputs.
 
     Source:
         NVIDIA, GPU Performance Background User's Guide, table 1 (3x3 window, unit stride: 2.25).
@@ -139,7 +139,7 @@ def peak_flops_per_second(multiprocessors: int, ghz: float, fma_per_clock: float
 
 
 def ridge_point(flops_per_second: float, bytes_per_second: float) -> float:
-    """FLOP per byte above which a device's arithmetic, and below which its memory, holds an operation back.
+    """FLOP per byte above which arithmetic, and below which memory, limits an operation.
 
     Source:
         Williams, Waterman and Patterson, CACM 52(4), 2009; NVIDIA calls it the ops:byte ratio (V100: 125 T / 0.9 T).
@@ -148,7 +148,7 @@ def ridge_point(flops_per_second: float, bytes_per_second: float) -> float:
 
 
 def attainable_flops_per_second(flop_per_byte: float, peak_flops_per_second: float, bytes_per_second: float) -> float:
-    """The most that an operation of this intensity reaches: min(peak, intensity × bandwidth).
+    """Maximum rate of an operation of this intensity: min(peak, intensity × bandwidth).
 
     Source:
         Williams, Waterman and Patterson, CACM 52(4), 2009.
@@ -157,7 +157,7 @@ def attainable_flops_per_second(flop_per_byte: float, peak_flops_per_second: flo
 
 
 def least_seconds(flops: float, bytes_moved: float, peak_flops_per_second: float, bytes_per_second: float) -> float:
-    """The least time an operation takes: its arithmetic or its memory traffic, whichever is longer.
+    """Minimum time of an operation: its arithmetic or its memory traffic, whichever is longer.
 
     Source:
         Williams, Waterman and Patterson, CACM 52(4), 2009.
@@ -166,7 +166,7 @@ def least_seconds(flops: float, bytes_moved: float, peak_flops_per_second: float
 
 
 def is_memory_bound(flop_per_byte: float, peak_flops_per_second: float, bytes_per_second: float) -> bool:
-    """Whether memory holds an operation of this intensity back.
+    """Whether memory limits an operation of this intensity.
 
     Source:
         NVIDIA, GPU Performance Background User's Guide, "Understanding Performance".
@@ -175,16 +175,16 @@ def is_memory_bound(flop_per_byte: float, peak_flops_per_second: float, bytes_pe
 
 
 def sustained_flops_per_second(flops: float, seconds: float) -> float:
-    """The rate that a piece of work was done at.
+    """Achieved rate of a piece of work.
 
     Source:
-        By definition; cifar10-airbench states its runs so (0.29 PFLOP in 2.59 s: 112 TFLOP/s).
+        By definition; cifar10-airbench reports its runs this way (0.29 PFLOP in 2.59 s: 112 TFLOP/s).
     """
     return flops / seconds
 
 
 def utilisation(flops: float, seconds: float, peak_flops_per_second: float, devices: int = 1) -> float:
-    """Share of the devices' peak that a piece of work reached, in [0, 1]: MFU where ``flops`` are the model's own.
+    """Achieved share of the devices' peak, in [0, 1]: MFU if ``flops`` are the model's.
 
     Source:
         Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.

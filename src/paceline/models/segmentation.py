@@ -1,4 +1,4 @@
-"""Networks that give a class for each pixel: torchvision's, and a small U-Net of ours."""
+"""Networks that predict a class for each pixel: torchvision's, and a small U-Net."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def small_unet(num_classes: int, in_channels: int = 3, *, width: int = 16, stage
     """Build a small U-Net.
 
     Args:
-        num_classes: Classes of a pixel.
+        num_classes: Number of classes.
         in_channels: Channels of the images.
         width: Channels at full size; each stage doubles them.
-        stages: Each halves the image.
+        stages: Number of stages; each halves the image.
 
     Raises:
         ModelError: If an option is out of range.
@@ -79,7 +79,7 @@ OWN_SEGMENTERS: dict[str, Callable[..., nn.Module]] = {"small_unet": small_unet}
 
 
 def segmenter_names() -> list[str]:
-    """All networks of this kind that have a name; imports torchvision."""
+    """Return the names of all segmentation networks; imports torchvision."""
     return [*OWN_SEGMENTERS, *(f"{TORCHVISION}{name}" for name in _published())]
 
 
@@ -91,11 +91,11 @@ def _published() -> list[str]:
 
 
 def build_segmenter(model: Model, *, num_classes: int) -> nn.Module:
-    """Build the network of a recipe.
+    """Build the recipe's network.
 
     Raises:
-        ModelError: If the name is unknown, the options are not the factory's, or requested published weights are not
-            available.
+        ModelError: If the name is unknown, the factory does not accept the options, or requested pretrained weights are
+            not available.
     """
     if factory := named_factory(model, OWN_SEGMENTERS):
         return call_factory(model, factory, num_classes=num_classes, in_channels=3)
@@ -116,13 +116,13 @@ def build_segmenter(model: Model, *, num_classes: int) -> nn.Module:
 
 
 def pixel_logits(answer: Any) -> Tensor:
-    """What a network says of each pixel, [N, classes, H, W]: its answer, or the entry `out` as in torchvision's."""
+    """Return a network's pixel logits, [N, classes, H, W]: its output, or the entry `out` as in torchvision."""
     logits: Tensor = answer["out"] if isinstance(answer, dict) and "out" in answer else answer
     return logits
 
 
 class LogitsOnly(nn.Module):
-    """A network without its auxiliary answer, for programs that expect one tensor."""
+    """Wraps a network to drop its auxiliary output, for programs that expect one tensor."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A detector's preparation of pictures, at the sizes that the recipe gives.
+"""A detector's preprocessing of pictures, at the recipe's sizes.
 
 This module imports torchvision; the rest of the package does so only when a detector is built.
 """
@@ -14,13 +14,13 @@ from paceline.recipe.data import Boxes
 
 
 class ShownPictures(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvision has no types
-    """A detector's own preparation with the recipe's sizes: normalises, and in evaluation resizes, and answers back.
+    """torchvision's transform with the recipe's sizes: normalises; in evaluation also resizes and maps back.
 
-    Training pictures come as they are to be shown: their sizes are drawn by (seed, epoch, sample).
+    Training pictures arrive at their final size, drawn by (seed, epoch, sample).
 
     Attributes:
-        pastes_masks: Whether answers have masks of the picture's size. If not, each is as the network drew it, for its
-            box: a hundred masks of a large picture take gigabytes.
+        pastes_masks: Whether masks are pasted at the picture's size. If not, each stays at the network's resolution
+            within its box: a hundred masks of a large picture take gigabytes.
     """
 
     def __init__(self, own: Any, boxes: Boxes) -> None:
@@ -36,7 +36,7 @@ class ShownPictures(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvis
             return image, target
         height, width = image.shape[1:]
         short, long = min(height, width), max(height, width)
-        if short * self.max_size <= long:  # its shorter side would be rounded down to nothing
+        if short * self.max_size <= long:  # otherwise its shorter side would be rounded down to 0
             self.fixed_size = (self.max_size if width == long else 1, self.max_size if height == long else 1)
         resized: tuple[Tensor, dict[str, Tensor] | None] = super().resize(image, target)
         self.fixed_size = None
@@ -48,7 +48,7 @@ class ShownPictures(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvis
         image_shapes: list[tuple[int, int]],
         original_image_sizes: list[tuple[int, int]],
     ) -> list[dict[str, Tensor]]:
-        """Bring answers back to the pictures' own sizes."""
+        """Map detections back to the original picture sizes."""
         aside = [{} if self.pastes_masks else {"masks": each.pop("masks")} for each in result if "masks" in each]
         answers: list[dict[str, Tensor]] = super().postprocess(result, image_shapes, original_image_sizes)
         for each, masks in zip(answers, aside, strict=False):

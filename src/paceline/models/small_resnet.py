@@ -1,9 +1,9 @@
-"""The network of the digits and CIFAR-10 recipes: a residual net for images of 8 to 32 pixels.
+"""The network of the digits and CIFAR-10 recipes: a residual network for images of 8 to 32 pixels.
 
-A basic-block ResNet (He et al., "Deep Residual Learning for Image Recognition", CVPR 2016) in the shape of
-Page's "How to Train Your ResNet" (2018): a stage changes the width with one plain convolution, then refines
-with residual blocks. Unlike there, the image is pooled before the widening convolution's BatchNorm, which
-leaves that norm and its ReLU a quarter of the pixels.
+A basic-block ResNet (He et al., "Deep Residual Learning for Image Recognition", CVPR 2016) in the shape of Page's "How
+to Train Your ResNet" (2018): a stage changes the width with one plain convolution, then refines with residual blocks.
+Unlike in that network, the image is pooled before the widening convolution's BatchNorm, so that the norm and its ReLU
+process a quarter of the pixels.
 
     image -> stem (width) -> stages x [widen x2, pool 2x2, depth x residual block] -> mean -> classifier
 """
@@ -24,7 +24,7 @@ _MOST_STAGES, _DEEPEST, _WIDEST = 12, 1000, 16_384
 
 
 class ConvNorm(nn.Module):
-    """3x3 convolution, 2x2 max-pooling if asked, BatchNorm; the norm's shift stands in for a bias."""
+    """3x3 convolution, optional 2x2 max-pooling, BatchNorm; the norm's shift replaces a bias."""
 
     def __init__(self, in_channels: int, out_channels: int, *, pool: bool = False) -> None:
         super().__init__()
@@ -33,9 +33,9 @@ class ConvNorm(nn.Module):
         self.pool = pool
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [N, in_channels, H, W] to [N, out_channels, H, W], the sides halved if pooled."""
+        """Map [N, in_channels, H, W] to [N, out_channels, H, W], with halved sides if pooled."""
         x = self.conv(x)
-        # An 8-pixel image would shrink to one pixel, where BatchNorm sees one number per sample: stop at two.
+        # An 8-pixel image would shrink to one pixel, leaving BatchNorm one value per sample: stop at two.
         if self.pool and min(x.shape[-2:]) >= _SMALLEST_POOLED_SIDE:
             x = functional.max_pool2d(x, kernel_size=2)
         normalized: Tensor = self.norm(x)
@@ -43,7 +43,7 @@ class ConvNorm(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions around an identity shortcut; width and image size stay."""
+    """Two 3x3 convolutions with an identity shortcut; width and image size stay the same."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class ResidualBlock(nn.Module):
 
 
 class Stage(nn.Module):
-    """Widen, halve the image, refine with ``depth`` residual blocks."""
+    """Widen, halve the image, and refine with ``depth`` residual blocks."""
 
     def __init__(self, in_channels: int, out_channels: int, depth: int) -> None:
         super().__init__()
@@ -64,13 +64,13 @@ class Stage(nn.Module):
         self.refine = nn.Sequential(*(ResidualBlock(out_channels) for _ in range(depth)))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [N, in_channels, H, W] to [N, out_channels, H / 2, W / 2], but to no side below two."""
+        """Map [N, in_channels, H, W] to [N, out_channels, H / 2, W / 2]; sides stay at least 2."""
         refined: Tensor = self.refine(functional.relu(self.widen(x)))
         return refined
 
 
 class SmallResNet(nn.Module):
-    """Stem, stages, mean over the pixels, dropout, linear classifier; see :func:`small_resnet`."""
+    """Stem, stages, global mean pooling, dropout, linear classifier; see :func:`small_resnet`."""
 
     def __init__(
         self, num_classes: int, in_channels: int, *, widths: Sequence[int], depth: int, dropout: float
@@ -98,13 +98,13 @@ def small_resnet(
     dropout: float = 0.0,
     zero_init_residual: bool = True,
 ) -> nn.Module:
-    """Build a small residual net for images of 8 to 32 pixels.
+    """Build a small residual network for images of 8 to 32 pixels.
 
     Args:
         num_classes: Outputs of the classifier.
         in_channels: 1 for greyscale, 3 for colour.
-        width: Channels of the stem; every stage doubles them.
-        stages: Each halves the image while two pixels a side remain; three bring 32 pixels to 4.
+        width: Channels of the stem; each stage doubles them.
+        stages: Number of stages; each halves the image down to a minimum side of 2; three reduce 32 pixels to 4.
         depth: Residual blocks per stage; the net has ``2 + stages * (1 + 2 * depth)`` weighted layers.
         dropout: Probability in [0, 1) of dropping a feature before the classifier.
         zero_init_residual: Start each residual block as the identity (Goyal et al., "Accurate, Large
@@ -131,7 +131,7 @@ def small_resnet(
 def _initialize(model: nn.Module, *, zero_init_residual: bool) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            # He et al., "Delving Deep into Rectifiers" (ICCV 2015), in the backward form ResNets use.
+            # He et al., "Delving Deep into Rectifiers" (ICCV 2015), in the fan-out form used for ResNets.
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         elif isinstance(module, ResidualBlock) and zero_init_residual:
             nn.init.zeros_(module.second.norm.weight)

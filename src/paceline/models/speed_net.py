@@ -1,18 +1,18 @@
 """The network of the CIFAR-10 speed runs: a whitening layer and three blocks of convolutions.
 
-In the shape of the public records' (Page, "How to Train Your ResNet", 2018; Jordan, arXiv:2404.00498, 2024):
+Modelled on the public record runs (Page, "How to Train Your ResNet", 2018; Jordan, arXiv:2404.00498, 2024):
 
     image -> whitening -> activation -> blocks x [convolution, pool 2x2, norm, activation,
                                                   (depth - 1) x (convolution, norm, activation)]
           -> largest over the pixels -> linear, without bias -> x logit_scale
 
-A block of three convolutions adds what its first gave to what its last gives. Convolutions begin as near to the
-identity as they can: as many of their filters as they have inputs hand one input through.
+A block of three convolutions adds its first convolution's output to its last one's. Convolutions are initialised close
+to the identity: for each input, one filter passes that input through.
 
-The first layer whitens the training images' patches. Neighbouring pixels are similar, so a plain first layer sees
-mostly one direction of its input: the brightness. The filters here are the eigenvectors of the patches' second
-moments, each divided by ``sqrt(eigenvalue + eps)``, and their negatives: every output is of about the same size and
-none repeats another.
+The first layer whitens the training images' patches. Neighbouring pixels are similar, so a plain first layer mostly
+sees one direction of its input: the brightness. The filters here are the eigenvectors of the patches' second moments,
+each divided by ``sqrt(eigenvalue + eps)``, and their negatives. So all outputs have about the same size and none
+repeats another.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _SMALLEST_POOLED_SIDE = 4
 _WITH_SHORTCUT = 3
 _WIDEST = 16_384
 _NORM_EPS = 1e-6
-_NORM_MOMENTUM = 0.4  # weight of a batch in the running statistics: short runs need much of it
+_NORM_MOMENTUM = 0.4  # momentum of the running statistics: short runs need a large one
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": functional.gelu, "relu": functional.relu}
 
 
 class Block(nn.Module):
-    """Widen, halve the image, refine with further convolutions of the same width."""
+    """Widen, halve the image, and refine with further convolutions of the same width."""
 
     def __init__(self, in_channels: int, out_channels: int, *, depth: int, activation: str) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 class SpeedNet(nn.Module):
-    """Whitening, blocks, the largest over the pixels, a linear classifier; see :func:`speed_net`."""
+    """Whitening, blocks, global max pooling, linear classifier; see :func:`speed_net`."""
 
     def __init__(self, num_classes: int, whitening: Whitening, blocks: Sequence[Block], logit_scale: float) -> None:
         super().__init__()
@@ -94,10 +94,11 @@ def speed_net(
         num_classes: Outputs of the classifier.
         in_channels: 1 for greyscale, 3 for colour.
         widths: Channels of each block.
-        depth: Convolutions of each block, 1 to 3; the third is added to the first (He et al. 2015).
-        patch: Side in pixels of the patches that the first layer whitens.
-        logit_scale: Factor on the classifier's answers, which keeps the first ones small however large its weights
-            and their learning rate are; by default one over its inputs, with weights of standard deviation 1.
+        depth: Convolutions per block, 1 to 3; with 3, the first one's output is added to the last one's (He et al.
+            2015).
+        patch: Side in pixels of the whitened patches.
+        logit_scale: Factor on the logits, which keeps the initial ones small for any size of the weights and their
+            learning rate; by default 1 / inputs, with weights of standard deviation 1.
         activation: ``gelu`` or ``relu``.
 
     Raises:
@@ -122,46 +123,46 @@ def speed_net(
 def _initialize(model: SpeedNet, *, unit_head: bool) -> None:
     for block in model.blocks:
         for conv in block.convs:  # type: ignore[union-attr]  # a list of modules
-            # As many filters as there are inputs hand one through; others keep torch's own draw.
+            # One filter per input passes it through; the others keep torch's initialisation.
             nn.init.dirac_(conv.weight[: conv.in_channels])
     if unit_head:
         model.head.weight.div_(model.head.weight.std())
 
 
-# Added to the eigenvalues; below it a direction is taken for noise, and not blown up. Images are normalised.
+# Added to the eigenvalues; directions below it are treated as noise and not amplified. Images are normalised.
 _EPS = 5e-4
 WHITENING_IMAGES = 2048
-"""How many training images tell the patches' second moments well enough: of 32 pixels they have two million patches."""
+"""Number of training images for the patches' second moments: at 32 pixels they contain two million patches."""
 
 
 class Whitening(nn.Conv2d):
-    """A convolution with filters computed from the training images: one per direction of a patch, and its negative.
+    """A convolution with filters computed from training images: one per patch direction, and its negative.
 
-    Until :meth:`begin_from` its filters are drawn, as any convolution's. A recipe keeps them as they begin with
+    Before :meth:`begin_from` its filters are random, as in any convolution. To keep the computed filters, use
     ``model.frozen``.
     """
 
     def __init__(self, in_channels: int, kernel_size: int) -> None:
         super().__init__(in_channels, 2 * in_channels * kernel_size**2, kernel_size)
-        # The bias begins at 0: what is whitened has no side that it leans to.
+        # The bias starts at 0: whitened data has zero mean.
         nn.init.zeros_(self.bias)  # type: ignore[arg-type]  # there is one
 
     @torch.no_grad()
     def begin_from(self, images: Tensor) -> None:
-        """Set the filters by normalised images [N, C, H, W]: the same images give the same filters.
+        """Compute the filters from normalised images [N, C, H, W]: the same images give the same filters.
 
         Raises:
-            ModelError: If they are smaller than a patch, or not finite.
+            ModelError: If images are smaller than a patch, or not finite.
         """
         filters = whitening_filters(images, self.kernel_size[0])
         self.weight.copy_(torch.cat((filters, -filters)))
 
 
 def whitening_filters(images: Tensor, kernel_size: int) -> Tensor:
-    """Filters [C k k, C, k, k] whose answers to the patches of these images are uncorrelated and of mean square near 1.
+    """Return filters [C k k, C, k, k] whose outputs on these images are uncorrelated with mean square near 1.
 
-    Computed in float64. Of each eigenvector and its negative, that is taken whose entry of the largest magnitude is
-    positive, so that the result does not depend on the linear algebra library's choice.
+    Computed in float64. Each eigenvector's sign is chosen so that its entry of largest magnitude is positive, so the
+    result does not depend on the linear algebra library.
 
     Args:
         images: Normalised, [N, C, H, W].
@@ -180,7 +181,7 @@ def whitening_filters(images: Tensor, kernel_size: int) -> Tensor:
     if not moments.isfinite().all():
         raise ModelError("the images that initialise a whitening layer are not finite; see data.mean and data.std.")
     values, vectors = torch.linalg.eigh(moments)
-    vectors = vectors.T.flip(0)  # the strongest first, one a row
+    vectors = vectors.T.flip(0)  # largest eigenvalue first, one per row
     largest = vectors.gather(1, vectors.abs().argmax(dim=1, keepdim=True))
     scaled = vectors * largest.sign() / (values.flip(0).clamp_min(0) + _EPS).sqrt()[:, None]
     filters: Tensor = scaled.reshape(-1, channels, kernel_size, kernel_size).float()
@@ -190,12 +191,12 @@ def whitening_filters(images: Tensor, kernel_size: int) -> Tensor:
 def _second_moments(images: Tensor, kernel_size: int) -> Tensor:
     """Mean outer product of the patches with themselves, float64 [C k k, C k k]."""
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for part in torch.split(images, 256):  # all patches at once would take four times the images' memory and more
+    for part in torch.split(images, 256):  # all patches at once would take more than four times the images' memory
         patches = nn.functional.unfold(part.double(), kernel_size).transpose(1, 2).flatten(0, 1)
         total, count = total + patches.T @ patches, count + len(patches)
     return total / count
 
 
 def whitening_layers(network: nn.Module) -> list[Whitening]:
-    """The layers of a network to initialise from images."""
+    """Return the layers of a network that are initialised from images."""
     return [module for module in network.modules() if isinstance(module, Whitening)]

@@ -1,7 +1,7 @@
-"""Weights from another network, frozen parameters, and parameters that are trained only after a while or for a while.
+"""Weights from another network, frozen parameters, and parameters that are trained only from or until a step.
 
-Before and after its time a parameter needs no gradient: nothing is computed for it, the optimizer neither moves it nor
-lets it decay, and before it has no state for it. What is trained is a function of the step alone.
+Outside that span a parameter needs no gradient: nothing is computed for it, and the optimizer neither updates nor
+decays it. Before the span, the optimizer has no state for it. The set of trained parameters depends on the step alone.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _NAMED = 4
 
 
 def load_fitting(network: nn.Module, state: Mapping[str, Tensor], *, source: str) -> str:
-    """Load the tensors whose names, shapes and dtypes match, and keep the others.
+    """Load the tensors whose names, shapes and dtypes match, and leave the others unchanged.
 
     Returns:
-        What was taken and what was not, in one sentence.
+        Which tensors were loaded and which were not, in one sentence.
 
     Raises:
-        ModelError: If none fits.
+        ModelError: If none matches.
     """
     own = network.state_dict()
     fitting = {
@@ -53,10 +53,10 @@ def load_fitting(network: nn.Module, state: Mapping[str, Tensor], *, source: str
 
 
 def calm_classifier(network: nn.Module) -> None:
-    """Draw a linear classifier anew, as :class:`torch.nn.Linear` does, where it was drawn more than twice as wide.
+    """Reinitialise a linear classifier as torch does if its initial scale is more than twice as large.
 
-    timm draws those of its EfficientNets and MobileNets by the number of classes alone. A pretrained network's features
-    through such numbers give wrong answers that are all but certain, whose gradients overwrite what it knew.
+    timm initialises the classifiers of EfficientNets and MobileNets by the number of classes alone. With a pretrained
+    backbone, such weights give confidently wrong predictions, whose gradients destroy the pretrained features.
     """
     for name in classifier_layers(network):
         layer = network.get_submodule(name)
@@ -65,7 +65,7 @@ def calm_classifier(network: nn.Module) -> None:
 
 
 def with_shared(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state with every name of a parameter that the network shares, where it has one of them: files keep but one."""
+    """Return a state with every name of a shared parameter, since files keep only one of them."""
     names: dict[int, list[str]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -81,7 +81,7 @@ def adapt(network: nn.Module, model: Model) -> None:
     """Apply a recipe's adapters and frozen parameters to a network.
 
     Raises:
-        ModelError: If it has no such parameters, or does not support the request.
+        ModelError: If the network does not have such parameters, or does not support the request.
     """
     if model.adapters.rank is not None:
         add_adapters(network, model.adapters)
@@ -93,10 +93,10 @@ def adapt(network: nn.Module, model: Model) -> None:
 
 
 def freeze(network: nn.Module, patterns: Sequence[str], but: Collection[str] = ()) -> None:
-    """Keep parameters from being trained, and the statistics of norms whose parameters all are.
+    """Freeze parameters, and the statistics of norms whose parameters are all frozen.
 
     Args:
-        network: The network, whose norms with nothing to train go into evaluation mode.
+        network: The network; norms without trainable parameters are put into evaluation mode.
         patterns: Shell patterns of names. A later one wins; one that begins with ``!`` excludes.
         but: Parameters to exclude, whatever the patterns say.
 
@@ -116,12 +116,12 @@ def freeze(network: nn.Module, patterns: Sequence[str], but: Collection[str] = (
 
 
 def frozen_patterns(network: nn.Module, model: Model) -> tuple[str, ...]:
-    """Patterns of untrained parameters: with adapters, all but them and the classifier; ``model.frozen`` adds more."""
+    """Return patterns of frozen parameters: with adapters, all others except the classifier; plus ``model.frozen``."""
     return (*(trained_beside(network) if model.adapters.rank is not None else ()), *model.frozen)
 
 
 def frozen_names(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    """The parameters that ``model.frozen`` means.
+    """Return the parameters that match ``model.frozen``.
 
     Raises:
         ModelError: If a pattern matches nothing.
@@ -139,7 +139,7 @@ def frozen_names(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
 
 
 def late_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
-    """The frozen parameters that ``model.unfreeze`` has trained after a while, each with the patterns that match it.
+    """Return the frozen parameters that ``model.unfreeze`` trains later, each with its matching patterns.
 
     Raises:
         ModelError: If a pattern matches no frozen parameter.
@@ -156,10 +156,10 @@ def late_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
 
 
 def passing_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
-    """The parameters that ``model.freeze_after`` has trained for a while only, each with the patterns that match it.
+    """Return the parameters that ``model.freeze_after`` trains only at first, each with its matching patterns.
 
     Raises:
-        ModelError: If a pattern matches no parameter that is trained, or one that ``model.unfreeze`` has trained late.
+        ModelError: If a pattern matches no trained parameter, or one that ``model.unfreeze`` trains later.
     """
     names = [name for name, each in network.named_parameters() if each.requires_grad]
     hint = f"the last ones are {', '.join(names[-_NAMED:])}; a pattern may have * and ?."
@@ -170,7 +170,7 @@ def passing_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]
 
 
 def _matched(said: str, names: Sequence[str], patterns: Iterable[str], hint: str) -> dict[str, list[str]]:
-    """Names, each with the patterns that match it; refuses a pattern that matches none."""
+    """Return names with their matching patterns; raise an error for a pattern without matches."""
     found: dict[str, list[str]] = {}
     for pattern in patterns:
         matched = fnmatch.filter(names, pattern)
@@ -188,13 +188,13 @@ def _some(names: Sequence[str]) -> str:
 def trained_spans(
     network: nn.Module, model: Model, unfreeze_steps: Mapping[str, int], freeze_after_steps: Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """How many steps are done before a parameter is trained, and how many train one that is for a while only.
+    """Return the first training step of late parameters, and the number of training steps of temporary ones.
 
     Args:
-        network: The network, in which all that will ever be trained needs a gradient.
+        network: The network, in which all parameters that are ever trained need a gradient.
         model: The recipe's section.
-        unfreeze_steps: For each pattern of ``model.unfreeze``; of those that match, the earliest counts.
-        freeze_after_steps: For each pattern of ``model.freeze_after``; of those that match, the latest counts.
+        unfreeze_steps: Step for each pattern of ``model.unfreeze``; the earliest matching pattern applies.
+        freeze_after_steps: Step for each pattern of ``model.freeze_after``; the latest matching pattern applies.
     """
     late, passing = late_parameters(network, model), passing_parameters(network, model)
     first = {name: min(unfreeze_steps[pattern] for pattern in patterns) for name, patterns in late.items()}
@@ -203,13 +203,13 @@ def trained_spans(
 
 
 class FreezeSchedule:
-    """Enable and disable the training of parameters at their steps, together with the statistics of norms.
+    """Enables and disables the training of parameters, and of norm statistics, at their steps.
 
     Args:
-        network: The bare network, in which all that will ever be trained needs a gradient.
+        network: The unwrapped network, in which all parameters that are ever trained need a gradient.
         first_steps: Parameters that are trained late; see :func:`trained_spans`.
-        last_steps: Parameters that are trained for a while only; see :func:`trained_spans`.
-        changed: Called after a change of what needs a gradient.
+        last_steps: Parameters that are trained only at first; see :func:`trained_spans`.
+        changed: Called after the set of trained parameters changes.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class FreezeSchedule:
         self._changed = changed
 
     def at(self, step: int) -> bool:
-        """See to it that exactly what is trained after so many steps needs a gradient; whether that is a change."""
+        """Require gradients for exactly the parameters trained at this step; return whether that changed anything."""
         passed = sum(turn <= step for turn in self._turns)
         if passed == self._passed:
             return False

@@ -1,7 +1,7 @@
-"""Language models from the architectures of Hugging Face Transformers.
+"""Language models with architectures of Hugging Face Transformers.
 
-Only the library's own code is used: of a local folder its config.json is read, no code of the folder is run, and
-nothing is fetched. Weights come by ``model.initialize_from``, from safetensors.
+Only the library's code is used: from a local folder only config.json is read, no code in the folder is run, and nothing
+is downloaded. Weights are loaded by ``model.initialize_from``, from safetensors.
 """
 
 from __future__ import annotations
@@ -24,35 +24,34 @@ from paceline.recipe.model import OPENING_OPTIONS, Model
 PREFIX = "transformers:"
 Objective = Literal["causal", "masked"]
 
-# Sizes of a network that finds out in a few milliseconds what its kind does.
+# Sizes of a tiny network, which reveals an architecture's behaviour in a few milliseconds.
 _TINY = {
     **dict.fromkeys(("hidden_size", "embedding_size", "intermediate_size", "ffn_dim", "word_embed_proj_dim"), 16),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2),
     **dict.fromkeys(("head_dim", "rotary_dim"), 8),
     "num_hidden_layers": 1,
 }
-# Of a folder's description, what would be code, or belongs to the files it came with.
+# Keys of a folder's config that name code or belong to its files.
 _NOT_TAKEN = frozenset({"architectures", "transformers_version", "torch_dtype", "dtype", "model_type"})
-# Keys by which architectures say how far a token of some of their layers looks.
+# Keys with which architectures limit the attention span of some layers.
 _WINDOWS = ("sliding_window", "local_attention", "attention_chunk_size", "attention_window", "window_size")
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def build_transformers_model(model: Model, *, vocabulary: int, context: int, objective: Objective) -> nn.Module:
-    """Build ``transformers:NAME`` or ``transformers:FOLDER``, which answers ``model(tokens, positions, documents)``.
+    """Build ``transformers:NAME`` or ``transformers:FOLDER``, called as ``model(tokens, positions, documents)``.
 
-    Its parameters have the library's own names, so that its weights are read there and the library's here. First
-    weights are drawn by the library's rules, from torch's generator.
+    Its parameters have the library's names, so weights are compatible in both directions. Weights are initialised by
+    the library's rules, from torch's generator.
 
     Args:
         model: The recipe's `model` section; its options are keys of the architecture's configuration.
-        vocabulary: Tokens that there are. A ``vocab_size`` among the options, or of a folder, may be larger.
-        context: Tokens of the longest row.
-        objective: Whether it predicts the next token, or those that are masked.
+        vocabulary: Number of tokens. A ``vocab_size`` in the options or the folder may be larger.
+        context: Maximum row length in tokens.
+        objective: Whether it predicts the next token or masked tokens.
 
     Raises:
-        ModelError: If there is no such architecture for this objective, an option is not its own, or the library is
-            missing.
+        ModelError: If the objective has no such architecture, an option is unknown, or the library is missing.
     """
     if model.pretrained:
         raise ModelError(
@@ -64,7 +63,7 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
     config = _configured(kind, keys, objective, name=model.name)
     _fit_vocabulary(config, vocabulary, asked="vocab_size" in keys, name=model.name)
     _fit_context(config, context, asked=set(keys), name=model.name)
-    # What the recipe switches on and off may be whom a token sees.
+    # The recipe's settings may change which tokens are visible.
     switches = tuple(sorted((key, value) for key, value in keys.items() if isinstance(value, bool)))
     if objective == "causal" and _tried(kind, objective, switches)[0]:
         raise ModelError(
@@ -75,11 +74,11 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
 
 
 def takes_documents(network: nn.Module, context: int) -> bool:
-    """Whether documents in one row cannot see each other, and see the same as alone.
+    """Whether documents in one row are isolated and get the same output as alone.
 
-    Found out with a tiny network of its kind. One whose tokens look no farther than a window, which is shorter than the
-    row, does not: a mask of documents stands in the place of that window. Anything that is not of Transformers does:
-    that is what ``model(tokens, positions, documents)`` says.
+    Determined with a tiny network of the same architecture. False if attention is limited to a window shorter than the
+    row, since the document mask replaces the window's. True for networks outside Transformers, whose ``model(tokens,
+    positions, documents)`` promises it.
     """
     if not isinstance(network, LanguageModel):
         return True
@@ -88,7 +87,7 @@ def takes_documents(network: nn.Module, context: int) -> bool:
 
 
 def _window(config: Any) -> int | None:
-    """How far a token of some layers looks, where that is not the whole row."""
+    """Return the attention span of some layers if it is shorter than the row."""
     if getattr(config, "use_sliding_window", True) is False:
         return None
     found = [getattr(config, key, None) for key in _WINDOWS]
@@ -96,13 +95,13 @@ def _window(config: Any) -> int | None:
 
 
 class LanguageModel(nn.Module):
-    """Mixed into a network's class: parameters, names and copies stay as they are, and only what it is called with.
+    """Mixed into a network's class: parameters, names and copies stay unchanged; only the call signature differs.
 
     Attributes:
-        config: The library's configuration of it.
+        config: The library's configuration of the network.
         objective: Which tokens it predicts.
-        arguments: What the library's class is called with.
-        positions_from: From which number on it counts positions, if it has to be told them; else None.
+        arguments: Arguments of the library's class.
+        positions_from: First position number if positions must be passed; else None.
     """
 
     config: Any
@@ -111,13 +110,13 @@ class LanguageModel(nn.Module):
     positions_from: int | None
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """The logits of every token of the vocabulary at every place.
+        """Return the logits of every token of the vocabulary at every position.
 
         Args:
             tokens: int64 [N, T].
-            positions: Of the tokens in their documents, int64 [N, T]; None for 0 … T-1.
-            documents: Number of the document that each token is of, int64 [N, T], -1 for padding; tokens of different
-                ones never see one another. None for one document in each row, without a mask.
+            positions: Positions of the tokens in their documents, int64 [N, T]; None for 0 … T-1.
+            documents: Document index of each token, int64 [N, T], -1 for padding; tokens attend only within their
+                document. None for one document per row, without a mask.
 
         Returns:
             [N, T, vocabulary].
@@ -136,7 +135,7 @@ class LanguageModel(nn.Module):
         return logits
 
     def _mask(self, documents: Tensor) -> Tensor:
-        """Who sees whom: [N, 1, T, T]. Padding sees padding, since to see nothing is no number."""
+        """Return the attention mask, [N, 1, T, T]. Padding attends to padding, since an empty row would give NaN."""
         seen = documents[:, :, None] == documents[:, None, :]
         if self.objective == "causal":
             length = documents.shape[1]
@@ -157,11 +156,11 @@ def _require() -> None:
             f"model.name={PREFIX}… needs transformers 5 or later ({error}); install it with: "
             "pip install 'paceline[transformers]'."
         ) from error
-    transformers.utils.logging.set_verbosity_error()  # what matters of its advice is said here
+    transformers.utils.logging.set_verbosity_error()  # its advice is covered by our messages
 
 
 def _described(model: Model) -> tuple[str, dict[str, Any]]:
-    """The kind of network, and the keys of its configuration: a folder's, and the recipe's on top."""
+    """Return the model type and the config keys: the folder's, overridden by the recipe's."""
     name = model.name.removeprefix(PREFIX)
     folder = Path(name).expanduser()
     if not ("/" in name or folder.is_dir()):
@@ -210,13 +209,13 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, *, nam
         raise ModelError(
             f"model.options: {wrong[0]} is not a key of {kind}'s configuration.{did_you_mean(wrong[0], names)}"
         )
-    # Token numbers of the vocabulary that the library's defaults were made for mean nothing here.
+    # Token ids for the library's default vocabulary are meaningless here.
     unset = {key: None for key in _SPECIAL if key not in keys and hasattr(usual, key)}
     if objective == "causal" and hasattr(usual, "is_decoder"):
         unset["is_decoder"] = True  # type: ignore[assignment]  # a switch among numbers
     try:
         return AutoConfig.for_model(kind, **{**unset, **keys})
-    except Exception as error:  # whatever its checks raise
+    except Exception as error:  # its checks may raise anything
         raise ModelError(f"model.options do not fit {kind}: {' '.join(str(error).split())[:300]}") from error
 
 
@@ -245,9 +244,9 @@ def _fit_context(config: Any, context: int, *, asked: set[str], name: str) -> No
                 f"is {context}; set one of them."
             )
         return
-    # Some count positions from the number after their padding token's.
+    # Some count positions from after their padding token's id.
     pad = getattr(config, "pad_token_id", None)
-    with contextlib.suppress(NotImplementedError):  # of some the number is no choice: they have no limit
+    with contextlib.suppress(NotImplementedError):  # for some it is not a choice: they have no limit
         config.max_position_embeddings = context + (0 if pad is None else pad + 1)
 
 
@@ -260,13 +259,13 @@ def _built(config: Any, objective: Objective, *, name: str) -> nn.Module:
         with no_init_weights():
             try:
                 network = factory.from_config(config, attn_implementation="sdpa")
-            except ValueError:  # not every architecture has it
+            except ValueError:  # not in every architecture
                 network = factory.from_config(config, attn_implementation="eager")
-        # Once, at the end: on torch's meta device the library would leave it out, and inside the constructor its
-        # order would be another.
+        # Once, at the end: on torch's meta device the library would skip it, and inside the constructor its order would
+        # differ.
         network.initialize_weights()
         network.tie_weights()
-    except Exception as error:  # whatever sizes that do not fit one another raise
+    except Exception as error:  # incompatible sizes may raise anything
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ModelError(f"model.name={name} cannot be built with these model.options ({said}).") from error
     built: nn.Module = network.train()
@@ -285,7 +284,7 @@ def _as_language_model(network: nn.Module, objective: Objective) -> nn.Module:
 
 
 def _positions_from(network: nn.Module) -> int | None:
-    """RoBERTa's kind begins after its padding token's number, and looks for padding unless it is told positions."""
+    """RoBERTa-like models start after the padding token's id, and search for padding unless positions are passed."""
     for module in network.modules():
         pad: Any = getattr(module, "padding_idx", 0)
         if hasattr(module, "padding_idx") and not isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -296,11 +295,11 @@ def _positions_from(network: nn.Module) -> int | None:
 @cache
 @torch.no_grad()
 def _tried(kind: str, objective: Objective, switches: tuple[tuple[str, bool], ...] = ()) -> tuple[bool, bool]:
-    """Ask a tiny network of a kind: an architecture's name says neither whom it lets see what, nor what it ignores.
+    """Test a tiny network of an architecture, since its name tells neither its masking nor its ignored arguments.
 
     Returns:
-        Whether its answers depend on later tokens, and whether documents of one row get the answers that each gets
-        alone; neither where it could not be tried.
+        Whether its output depends on later tokens, and whether documents in one row get the same output as alone; False
+        for both if the test failed.
     """
     from transformers import AutoConfig
 

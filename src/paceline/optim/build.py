@@ -24,17 +24,18 @@ from paceline.registry import load
 
 
 def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device) -> torch.optim.Optimizer:
-    """Build torch's own optimizer, timm's of those that torch lacks, or one that another package registers.
+    """Build an optimizer from torch, from timm if torch lacks it, or from a registered package.
 
-    Those of torch that can be are fused on CUDA; on the CPU they are its default, which matches a plain loop's bits.
+    On CUDA, torch's optimizers are fused where possible; on the CPU they use torch's default implementation, which is
+    bit-identical to a plain loop.
 
     Raises:
-        RecipeError: If ``optimizer.options`` are not the class's, or what is named does not give an optimizer.
+        RecipeError: If ``optimizer.options`` do not match the class, or the name does not give an optimizer.
         ModelError: If the network lacks requested groups.
     """
     groups = parameter_groups(model, optimizer)
     options = _settings(optimizer)
-    # torch's fused SGD supports neither tensors that are spread over processes nor sparse gradients.
+    # torch's fused SGD supports neither sharded tensors nor sparse gradients.
     spread = any(hasattr(each, "to_local") for each in model.parameters()) or has_sparse_gradients(model)
     if device.type == "cuda" and (optimizer.name == "adamw" or (optimizer.name == "sgd" and not spread)):
         options["fused"] = True
@@ -67,7 +68,7 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device
 
 
 def _settings(asked: Optimizer) -> dict[str, Any]:
-    """The recipe's settings as keyword arguments of the class."""
+    """Return the recipe's settings as keyword arguments of the class."""
     if asked.moves_rest_by_sgd:
         steps = {"steps": asked.newton_schulz_steps, "unit_filters": asked.unit_filters}
         filters, rest = {"momentum": asked.momentum} | steps, {"momentum": asked.rest_momentum}
@@ -79,10 +80,10 @@ def _settings(asked: Optimizer) -> dict[str, Any]:
 
 
 def build_schedules(recipe: Recipe, plan: Plan) -> Schedules:
-    """All scheduled settings, with the plan's numbers.
+    """Build all schedules from the plan's numbers.
 
     Raises:
-        RecipeError: If the momentum of another package's optimizer is to move: where it starts is not known.
+        RecipeError: If the momentum of another package's optimizer is scheduled: its initial value is unknown.
     """
     asked, schedule = recipe.optimizer, recipe.schedule
     moves = schedule.momentum.name != "constant" and asked.name != "adafactor"
@@ -100,7 +101,7 @@ def build_schedules(recipe: Recipe, plan: Plan) -> Schedules:
 
 
 def apply_settings(optimizer: torch.optim.Optimizer, settings: Settings) -> None:
-    """Give every group the step's values."""
+    """Set the step's values on every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = settings.learning_rate * group.get("lr_factor", 1.0)
         if settings.momentum is not None and group.get("momentum_moves", True):
@@ -113,10 +114,10 @@ def apply_settings(optimizer: torch.optim.Optimizer, settings: Settings) -> None
 
 
 class Clipping:
-    """Clips gradients as the recipe asks, and measures them.
+    """Clips gradients as the recipe specifies, and measures them.
 
-    Adaptive clipping leaves out the classifier, as its authors do (Brock et al. 2021, section 4.1), where the network
-    says which of its modules that is (``get_classifier``, as timm's do).
+    Adaptive clipping skips the classifier, as its authors do (Brock et al. 2021, section 4.1), if the network
+    identifies it (``get_classifier``, as in timm).
     """
 
     def __init__(self, network: nn.Module, optimizer: Optimizer) -> None:
@@ -128,17 +129,17 @@ class Clipping:
 
     @property
     def uses_norm(self) -> bool:
-        """Whether the whole gradient's norm determines the clipping."""
+        """Whether clipping depends on the norm of the whole gradient."""
         return self._norm is not None
 
     def __call__(self, *, measure: bool) -> torch.Tensor | None:
-        """Clip; the gradient's L2 norm before that, where it was measured, stays on the device."""
+        """Clip, and return the gradient's L2 norm before clipping, if measured, without a device sync."""
         if self._norm is not None:
             return _whole(nn.utils.clip_grad_norm_(self._parameters, self._norm))
         norm = None
         if measure:
             gradients = [each.grad for each in self._parameters if each.grad is not None]
-            # A sparse gradient may have a row several times, as often as a batch used it: what counts is their sum.
+            # A sparse gradient may repeat a row, once per use in the batch; their sum is the gradient.
             dense = [each.coalesce().values() if each.is_sparse else each for each in gradients]
             norm = _whole(nn.utils.get_total_norm(dense))
         if self._value is not None:
@@ -152,5 +153,5 @@ class Clipping:
 
 
 def _whole(norm: torch.Tensor) -> torch.Tensor:
-    """Of gradients that are spread over processes, the norm over all of them: then a collective."""
+    """Return the norm over all ranks for sharded gradients. Collective in that case."""
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -1,9 +1,9 @@
 """Optimizers whose methods do not load torch's compiler.
 
-torch keeps ``torch.compile`` out of some methods of its optimizers, and breaks a graph that is being traced around
-their ``step``. Either loads ``torch._dynamo`` at the first call, and with it sympy and torch.distributed.tensor: much
-of the time until a first step, in each process, for a compiler that never compiles an optimizer here. What those
-wrappers wrap is the same method, which works as it is.
+torch disables ``torch.compile`` in some optimizer methods, and inserts a graph break around ``step``. Both load
+``torch._dynamo`` at the first call, and with it sympy and torch.distributed.tensor. That is much of the time to the
+first step, in every process, for a compiler that never compiles an optimizer here. The wrapped methods work without the
+wrappers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _METHODS = tuple(name for name in vars(EagerOptimizer) if not name.startswith("_
 
 
 def eager(kind: type[_Kind]) -> type[_Kind]:
-    """A class of the same name, rule, state and hooks, whose methods do not load the compiler.
+    """Return a class of the same name, rule, state and hooks whose methods do not load the compiler.
 
     Args:
-        kind: Of torch, or of another library. A class that has such a method of its own is returned as it is; so is the
-            ``step`` of one that is not torch's.
+        kind: A class of torch or another library. A class that overrides such a method is returned unchanged; so is the
+            ``step`` of a class outside torch.
     """
     if any(getattr(kind, name) is not getattr(torch.optim.Optimizer, name) for name in _METHODS):
         return kind

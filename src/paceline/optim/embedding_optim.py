@@ -1,4 +1,4 @@
-"""Optimizers for embedding tables, where a step uses few rows, and rules for sparse gradients."""
+"""Optimizers for embedding tables, of which a step uses few rows, and rules for sparse gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.recipe.schema import Recipe
 
 
 def tables_of(network: nn.Module) -> dict[str, Tensor]:
-    """The weights of all embedding bags, by name."""
+    """Return the weights of all embedding bags, by name."""
     return {
         f"{name}.weight": module.weight
         for name, module in network.named_modules()
@@ -25,21 +25,21 @@ def tables_of(network: nn.Module) -> dict[str, Tensor]:
 
 
 def has_sparse_gradients(network: nn.Module) -> bool:
-    """Whether the gradient of any table is sparse."""
+    """Whether any table has sparse gradients."""
     return any(isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse for module in network.modules())
 
 
 def use_dense_gradients(network: nn.Module) -> None:
-    """Let no table of a network have sparse gradients."""
+    """Disable sparse gradients of all tables of a network."""
     for module in network.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.sparse = False
 
 
 class RowwiseAdagrad(EagerOptimizer):
-    """Adagrad (Duchi et al. 2011) with one number for each row of a table: the sum of its gradients' mean squares.
+    """Adagrad (Duchi et al. 2011) with one number per table row: the sum of its gradients' mean squares.
 
-    A row that a step does not use is unchanged, so sparse and dense gradients give the same result.
+    Unused rows stay unchanged, so sparse and dense gradients give the same result.
     """
 
     def __init__(self, params: Groups, *, lr: float, eps: float = 1e-10) -> None:
@@ -65,14 +65,14 @@ class RowwiseAdagrad(EagerOptimizer):
         gradient = gradient.coalesce()
         rows, values = gradient.indices()[0], gradient.values()
         of_rows = total.index_select(0, rows).add_(values.square().mean(dim=1))
-        # No row is there twice, so that nothing is added in an order that may change.
+        # After coalescing each row occurs once, so the order of additions cannot vary.
         total.index_copy_(0, rows, of_rows)
         moved = table.index_select(0, rows).addcdiv_(values, (of_rows.sqrt() + eps).unsqueeze(1), value=-group["lr"])
         table.index_copy_(0, rows, moved)
 
 
 class Paired(EagerOptimizer):
-    """Two optimizers as one, for tables and for the rest. Groups and state are one list and one mapping."""
+    """Two optimizers combined into one: for tables and for the rest. Groups and state are one list and one mapping."""
 
     def __init__(self, of_tables: torch.optim.Optimizer, others: torch.optim.Optimizer) -> None:
         self._both = (others, of_tables)
@@ -80,11 +80,11 @@ class Paired(EagerOptimizer):
         self._share()
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss is given back
-        """One step of each."""
+        """Run one step of each."""
         for each in self._both:
             step: Any = type(each).step
-            # Without what torch calls around the step of every optimizer (register_optimizer_step_pre_hook): together
-            # they are one.
+            # Bypasses the hooks that torch calls around every optimizer's step (register_optimizer_step_pre_hook): the
+            # pair counts as one optimizer.
             step.__wrapped__(each)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -106,10 +106,10 @@ def paired(
     """Combine the recipe's table optimizer with that of the other parameters.
 
     Args:
-        network: Has the tables.
+        network: The network with the tables.
         asked: The recipe's section.
-        groups: All parameters' (:func:`~paceline.optim.parameter_groups.parameter_groups`).
-        make: Makes the optimizer of all else.
+        groups: Groups of all parameters (:func:`~paceline.optim.parameter_groups.parameter_groups`).
+        make: Makes the optimizer of all other parameters.
     """
     numbers = {id(each) for each in tables_of(network).values()}
     tables, others = split_groups(groups, lambda each: id(each) in numbers)
@@ -120,17 +120,17 @@ def paired(
         plain = [{key: value for key, value in group.items() if key in kept} for group in tables]
         of_tables = eager(torch.optim.SparseAdam)(plain, lr=asked.lr)
     for group in of_tables.param_groups:
-        # Neither rule decays.
+        # Neither optimizer applies weight decay.
         group |= {"weight_decay": 0.0, "decay_moves": False}
     return Paired(of_tables, make(others)) if others else of_tables
 
 
 def check_tables(network: nn.Module, recipe: Recipe, *, strategy: str, device: str) -> None:
-    """Check that the recipe's choices work with tables that have their own optimizer or sparse gradients.
+    """Check that the recipe supports tables with a separate optimizer or sparse gradients.
 
     Raises:
-        ModelError: If there are no tables to move.
-        RecipeError: Naming the first choice that does not.
+        ModelError: If the network has no tables.
+        RecipeError: Naming the first unsupported setting.
     """
     asked = recipe.optimizer
     is_sparse = has_sparse_gradients(network)
@@ -161,7 +161,7 @@ def _check_own_rule(network: nn.Module, recipe: Recipe, strategy: str, *, is_spa
 
 
 def _not_with_sparse(recipe: Recipe, strategy: str, device: str) -> dict[str, str]:
-    """What is asked for that does not go with sparse gradients, and what to do about each."""
+    """Return the settings that do not support sparse gradients, with a fix for each."""
     asked, parallel, leave = recipe.optimizer, recipe.parallel, "leave it out"
     found: dict[str, str] = {}
     if strategy in ("exact", "fsdp"):
@@ -169,7 +169,7 @@ def _not_with_sparse(recipe: Recipe, strategy: str, device: str) -> dict[str, st
         found[what] = "use parallel.strategy=ddp"
     elif strategy == "ddp" and device != "cpu":
         found[f"parallel.strategy=ddp on {device}, whose collectives cannot add sparse tensors,"] = "use one process"
-    # Rules that move every row in every step.
+    # Rules that update every row in every step.
     if asked.tables == "same" and (asked.name != "sgd" or asked.momentum):
         name = f"optimizer.name={asked.name}" + f" with momentum {asked.momentum:g}" * (asked.name == "sgd")
         found[name] = "set optimizer.tables to rowwise_adagrad or sparse_adam, use sgd with optimizer.momentum=0"

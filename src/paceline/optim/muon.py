@@ -1,7 +1,7 @@
-"""Orthogonal steps for filters, and plain SGD for everything else.
+"""Orthogonalised updates for filters, and plain SGD for all other parameters.
 
-Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024): a filter bank is a matrix, a row
-for each output; its momentum is replaced by the nearest matrix whose singular values are all alike, found by a few
+Muon (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024): a filter bank is a matrix with
+one row per output. Its momentum is replaced by the nearest matrix with equal singular values, found by a few
 Newton-Schulz iterations instead of a decomposition. The update then has equal size in every direction, even where the
 gradient is small.
 """
@@ -25,18 +25,18 @@ _EPS = 1e-7
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
-    """A matrix [m, n] with the same singular vectors, whose singular values are near 1; those of 0 stay.
+    """Return a matrix [m, n] with the same singular vectors and singular values near 1; zeros stay 0.
 
-    Each iteration maps every singular value s to ``a s + b s^3 + c s^5``. In bfloat16 on an accelerator, as its
-    authors do; in the matrix's own numbers on a CPU.
+    Each iteration maps every singular value s to ``a s + b s^3 + c s^5``. Computed in bfloat16 on an accelerator, as by
+    the authors; in the matrix's dtype on a CPU.
 
     Args:
-        matrix: Of any scale.
-        steps: Iterations.
+        matrix: The matrix; its scale does not matter.
+        steps: Number of iterations.
     """
     a, b, c = _COEFFICIENTS
     found = matrix if matrix.device.type == "cpu" else matrix.bfloat16()
-    # Of the smaller side, so that the products are small; its largest singular value is at most its norm.
+    # Work on the smaller side to keep the products small; the largest singular value is at most the norm.
     is_tall = matrix.shape[0] > matrix.shape[1]
     found = found.T if is_tall else found
     found = found / (found.norm() + _EPS)
@@ -48,15 +48,15 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
 
 
 class OrthogonalSteps(EagerOptimizer):
-    """Muon's steps for filters of three dimensions and more.
+    """Muon's update for parameters of three or more dimensions.
 
     Args:
         params: Groups of filters.
-        lr: How far the weights move along each direction in a step.
-        momentum: Of the gradients, as in SGD.
-        nesterov: Whether a step looks ahead.
-        steps: Iterations of Newton and Schulz.
-        unit_filters: Whether a bank is scaled to a norm of the root of its outputs, one for each, before every step.
+        lr: Size of the update along each direction.
+        momentum: Momentum, as in SGD.
+        nesterov: Whether to use Nesterov momentum.
+        steps: Newton-Schulz iterations.
+        unit_filters: Whether to scale a bank before every step to norm sqrt(outputs), that is, 1 per output.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class OrthogonalSteps(EagerOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # no loss is given back
-        """Update every bank that has a gradient."""
+        """Update every filter bank that has a gradient."""
         for group in self.param_groups:
             for bank in group["params"]:
                 if bank.grad is not None:
@@ -95,12 +95,12 @@ def filters_and_rest(
     filters: dict[str, Any],
     rest: dict[str, Any],
 ) -> torch.optim.Optimizer:
-    """One optimizer that updates filters by orthogonal steps, and the rest by SGD.
+    """Return one optimizer that orthogonalises the updates of filters and applies SGD to the rest.
 
     Args:
-        groups: All parameters' (:func:`~paceline.optim.parameter_groups.parameter_groups`).
-        lr: Of both; groups have their factors.
-        nesterov: Of both.
+        groups: Groups of all parameters (:func:`~paceline.optim.parameter_groups.parameter_groups`).
+        lr: Learning rate of both; groups apply their factors.
+        nesterov: Nesterov momentum of both.
         filters: Keyword arguments of :class:`OrthogonalSteps`.
         rest: Keyword arguments of torch's SGD.
 
@@ -117,5 +117,5 @@ def filters_and_rest(
     if not others:
         return orthogonal
     for group in others:
-        group["momentum_moves"] = False  # schedule.momentum is about that of the orthogonal steps
+        group["momentum_moves"] = False  # schedule.momentum applies to the orthogonalised updates
     return Paired(orthogonal, eager(torch.optim.SGD)(others, lr=lr, nesterov=nesterov, **rest))

@@ -22,10 +22,10 @@ class Treatment:
     """How the optimizer treats a parameter.
 
     Attributes:
-        source: Why: a pattern of ``optimizer.groups``, or what the parameter is.
+        source: Reason: a pattern of ``optimizer.groups``, or the kind of parameter.
         lr_factor: Factor on the schedule's learning rate.
         weight_decay: Its weight decay.
-        decay_moves: Whether its weight decay follows ``schedule.weight_decay``.
+        decay_moves: Whether ``schedule.weight_decay`` applies to it.
     """
 
     source: str
@@ -35,16 +35,16 @@ class Treatment:
 
 
 Groups = list[dict[str, Any]]
-"""Parameter groups as torch's optimizers take them."""
+"""Parameter groups in the format of torch's optimizers."""
 
 
 def parameter_groups(model: nn.Module, optimizer: Optimizer) -> Groups:
-    """Sort trainable parameters into groups for torch's optimizers; groups have at least one.
+    """Sort trainable parameters into groups for torch's optimizers; no group is empty.
 
-    Beside torch's own keys a group has ``lr_factor``, and ``decay_moves``: whether its weight decay is scheduled.
+    In addition to torch's keys a group has ``lr_factor`` and ``decay_moves``: whether its weight decay is scheduled.
 
     Raises:
-        ModelError: If a pattern of the recipe matches nothing, or the network does not know its layers.
+        ModelError: If a pattern of the recipe matches nothing, or the network does not define its layers.
     """
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     named = dict(model.named_parameters())
@@ -58,7 +58,7 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer) -> Groups:
 
 
 def split_groups(groups: Groups, is_first: Callable[[Tensor], bool]) -> tuple[Groups, Groups]:
-    """Groups of the parameters for which something holds, and of all others; none is empty."""
+    """Split groups by a predicate on parameters; empty groups are dropped."""
     split: tuple[Groups, Groups] = ([], [])
     for group in groups:
         for found, wanted in zip(split, (True, False), strict=True):
@@ -68,7 +68,7 @@ def split_groups(groups: Groups, is_first: Callable[[Tensor], bool]) -> tuple[Gr
 
 
 def is_filter(parameter: Tensor) -> bool:
-    """Whether a parameter is a bank of filters, which one of three dimensions or more is taken for."""
+    """Whether a parameter is a filter bank: any parameter of three or more dimensions."""
     return parameter.ndim >= 3
 
 
@@ -78,13 +78,13 @@ def describe_groups(
     late: Mapping[str, int] = MappingProxyType({}),
     passing: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[ParameterGroupFacts, ...]:
-    """The parameters that are treated alike, counted, for the plan.
+    """Count the parameters that are treated alike, for the plan.
 
     Args:
         model: The network.
         optimizer: The recipe's section.
-        late: Parameters that are not trained in the first so many steps.
-        passing: Parameters that are trained in the first so many steps only.
+        late: Parameters that are frozen for the given number of first steps.
+        passing: Parameters that are trained only for the given number of first steps.
     """
     named = dict(model.named_parameters())
     numbers: dict[tuple[Treatment, int, int | None], list[int]] = defaultdict(list)
@@ -105,11 +105,11 @@ def describe_groups(
 
 
 def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment]:
-    """Each trainable parameter's treatment by its name, in the network's order.
+    """Return the treatment of each trainable parameter by name, in the network's order.
 
-    Biases and normalisation scales are the parameters of fewer than two dimensions (He et al. 2018, "Bag of
-    tricks", section 3.1); they do not decay, nor what the network itself exempts, as timm's do (position embeddings,
-    class tokens).
+    Parameters of fewer than two dimensions are biases and normalisation scales (He et al. 2018, "Bag of tricks",
+    section 3.1). They do not decay, nor do those that the network exempts, as in timm (position embeddings, class
+    tokens).
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     matched = {pattern: set(fnmatch.filter(trainable, pattern)) for pattern in optimizer.groups}
@@ -132,7 +132,7 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
             parameter.ndim <= 1 or any(fnmatch.fnmatchcase(name, pattern) for pattern in exempt)
         )
         is_rest = optimizer.moves_rest_by_sgd and not is_filter(parameter)
-        is_scaled = optimizer.unit_filters and not is_rest  # before every step, which undoes any decay
+        is_scaled = optimizer.unit_filters and not is_rest  # scaled before every step, which undoes any decay
         decays = not is_free and not is_scaled and optimizer.weight_decay > 0
         usual = Treatment(
             source=_source(optimizer, decays=decays, is_rest=is_rest),
@@ -156,7 +156,7 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
 
 
 def _source(optimizer: Optimizer, *, decays: bool, is_rest: bool) -> str:
-    """What a parameter is, for people."""
+    """Describe the kind of a parameter."""
     what = "all" if optimizer.weight_decay == 0 else "weights" if decays else "norms, biases and exempt"
     if not optimizer.moves_rest_by_sgd:
         return what
@@ -180,9 +180,9 @@ def _layer_factors(model: nn.Module, layer_decay: float | None) -> Mapping[str, 
 
 
 def exempt_from_decay(model: nn.Module, prefix: str = "") -> Iterator[str]:
-    """Names, or shell patterns of names, that ``no_weight_decay()`` of the network gives.
+    """Return names, or shell patterns of names, from the network's ``no_weight_decay()``.
 
-    A network around another one need not repeat what that one says: the outermost answer of each branch counts.
+    Wrappers need not repeat the inner network's names: the outermost definition in each branch applies.
     """
     names = getattr(model, "no_weight_decay", None)
     if callable(names):

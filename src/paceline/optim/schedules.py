@@ -1,4 +1,4 @@
-"""Shapes of a schedule, and momentum and weight decay at each step: pure functions, with nothing to save."""
+"""Schedule shapes, and momentum and weight decay at each step: pure functions without state."""
 
 from __future__ import annotations
 
@@ -9,59 +9,59 @@ from paceline.recipe.schedule import Course
 
 
 def constant(rate: LearningRate, step: int) -> float:
-    """The peak."""
+    """Return the peak."""
     return rate.peak
 
 
 def linear(rate: LearningRate, step: int) -> float:
-    """A straight line from the peak to the end."""
+    """Decay linearly from the peak to the end value."""
     return rate.peak + (rate.end - rate.peak) * rate.progress(step)
 
 
 def cosine(rate: LearningRate, step: int) -> float:
-    """Half a cosine from the peak to the end, over the run or over each period."""
+    """Decay along half a cosine from the peak to the end value, over the run or over each period."""
     x = rate.progress(step) if rate.period is None else rate.place_in_period(step - rate.warmup_steps)
     return rate.towards_end(fall("cosine", x))
 
 
 def polynomial(rate: LearningRate, step: int) -> float:
-    """A power of the remaining share of the run."""
+    """Decay as a power of the remaining fraction of the run."""
     return rate.towards_end((1 - rate.progress(step)) ** rate.power)
 
 
 def exponential(rate: LearningRate, step: int) -> float:
-    """A factor in each period, or the same factor in each step to the end."""
+    """Multiply by a factor each period, or by a constant factor each step down to the end value."""
     if rate.period is None:
         return float(rate.peak * (rate.end / rate.peak) ** rate.progress(step))
     return float(rate.peak * rate.gamma ** ((step - rate.warmup_steps) / rate.period))
 
 
 def step(rate: LearningRate, step: int) -> float:
-    """A factor at each milestone, or after each period."""
+    """Multiply by a factor at each milestone or after each period."""
     passed = sum(step >= milestone for milestone in rate.milestones)
     return rate.peak * rate.gamma ** (passed if rate.period is None else (step - rate.warmup_steps) // rate.period)
 
 
 def trapezoid(rate: LearningRate, step: int) -> float:
-    """The peak, and a fall in the last steps."""
+    """Hold the peak, then decay in the last steps."""
     done = max(step - (rate.total_steps - rate.decay_steps), 0) / max(rate.decay_steps, 1)
     return rate.towards_end(fall(rate.anneal, min(done, 1.0)))
 
 
 def one_cycle(rate: LearningRate, step: int) -> float:
-    """A rise to the peak, and a fall to the end."""
+    """Rise to the peak, then fall to the end value."""
     low, height = rate.in_cycle(step)
     return low + (rate.peak - low) * height
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The optimizer's settings at a step; None keeps its own value.
+    """The optimizer's settings at a step; None leaves a setting unchanged.
 
     Attributes:
-        learning_rate: The rate of a group whose own factor is 1.
+        learning_rate: Learning rate of a group with factor 1.
         momentum: Momentum, or the first beta.
-        weight_decay: Weight decay of a group whose own factor is 1.
+        weight_decay: Weight decay of a group with factor 1.
     """
 
     learning_rate: float
@@ -71,12 +71,12 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedules:
-    """All settings that change with the step.
+    """All settings that change during training.
 
     Attributes:
-        learning_rate: The schedule.
-        momentum: The course of the momentum, and where it starts; None if it is constant.
-        weight_decay: The same of weight decay.
+        learning_rate: Its schedule.
+        momentum: Schedule of the momentum and its initial value; None if constant.
+        weight_decay: The same for weight decay.
     """
 
     learning_rate: LearningRate
@@ -84,7 +84,7 @@ class Schedules:
     weight_decay: tuple[Course, float] | None = None
 
     def at(self, step: int, position: int | None = None) -> Settings:
-        """The settings of the optimizer step numbered ``step``, from 0, on the global batch numbered ``position``."""
+        """Return the settings of optimizer step ``step`` (from 0) on global batch ``position``."""
         rate = self.learning_rate
         return Settings(
             learning_rate=rate(step, position),

@@ -1,7 +1,6 @@
-"""The blocks of a page besides its charts: paragraphs, tables, headline figures, pictures.
+"""Page blocks other than charts: paragraphs, tables, headline figures and pictures.
 
-Every text is plain: it is escaped where it is written, wherever it came from. Only `backticks` mean something in a
-paragraph: code.
+All text is plain and is escaped on output, whatever its source. The only markup in a paragraph is `backticks` for code.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from paceline.escaping import html_text
 _CODE = re.compile(r"`([^`]+)`")
 _NUMBER = re.compile(r"^[−+-]?[\d,.]+(e[+-]?\d+)?( ?(%|[a-zA-Zµ/]{1,12}))?$")
 _MISSING = "–"
-# Pictures come from files; only these can be nothing but pictures.
+# Pictures come from files; these formats cannot hold anything but a picture.
 _PICTURE = re.compile(r"^data:image/(png|jpeg|webp|gif);base64,[A-Za-z0-9+/=]+$")
 
 
@@ -25,25 +24,25 @@ class Block(Protocol):
     """A block of a section."""
 
     def html(self) -> Iterator[str]:
-        """Its elements, in order."""
+        """Return the block's HTML elements, in order."""
 
 
 class Marked(str):
-    """A highlighted table cell or recipe part."""
+    """A highlighted table cell or recipe value."""
 
     __slots__ = ()
 
 
 class Text:
-    """Paragraphs; `backticks` make code."""
+    """Paragraphs; `backticks` mark code."""
 
     def __init__(self, *paragraphs: str, kind: Literal["plain", "good", "warning", "bad"] = "plain") -> None:
-        """Take paragraphs; a kind other than plain sets them apart, with a word and not by colour alone."""
+        """Take paragraphs; a kind other than plain labels them with a word, not by colour alone."""
         self.paragraphs = paragraphs
         self.kind = kind
 
     def html(self) -> Iterator[str]:
-        """One element for each paragraph."""
+        """Return one element per paragraph."""
         told = {"plain": "", "good": "Good: ", "warning": "Note: ", "bad": "Failed: "}[self.kind]
         for paragraph in self.paragraphs:
             word = f"<strong>{told}</strong>" if told else ""
@@ -56,9 +55,9 @@ class Table:
 
     Attributes:
         columns: Their headings.
-        rows: Cells: texts, numbers, or None for what is not known. The first of a row names it.
-        caption: What the table tells.
-        folded: Shown only when its caption is opened.
+        rows: Cells: text, numbers, or None if unknown. The first cell names the row.
+        caption: The table's caption.
+        folded: Whether it is collapsed under its caption.
     """
 
     columns: Sequence[str]
@@ -67,7 +66,7 @@ class Table:
     folded: bool = False
 
     def html(self) -> Iterator[str]:
-        """A table that scrolls sideways where it is too wide, by keyboard too."""
+        """Return a table that scrolls sideways, also by keyboard, if it is too wide."""
         name = html_text(self.caption, quote=True)
         if self.folded:
             yield f"<details><summary>{html_text(self.caption)}</summary>"
@@ -93,8 +92,8 @@ class Tile:
 
     Attributes:
         label: What it is.
-        value: The figure with its unit.
-        note: A few words beneath it.
+        value: The number with its unit.
+        note: A short note below it.
     """
 
     label: str
@@ -109,7 +108,7 @@ class Tiles:
     tiles: Sequence[Tile]
 
     def html(self) -> Iterator[str]:
-        """A list of terms."""
+        """Return a description list."""
         yield '<dl class="tiles">'
         for tile in self.tiles:
             note = f'<dd class="note">{html_text(tile.note)}</dd>' if tile.note else ""
@@ -123,8 +122,8 @@ class Picture:
 
     Attributes:
         data: A data URL of a PNG, JPEG, WebP or GIF.
-        caption: Beneath it.
-        alternative: Its description, for screen readers and as a tooltip.
+        caption: Text below it.
+        alternative: Alternative text, for screen readers and as a tooltip.
     """
 
     data: str
@@ -139,7 +138,7 @@ class Gallery:
     Attributes:
         pictures: In order.
         caption: What they are.
-        folded: Shown only when its caption is opened.
+        folded: Whether it is collapsed under its caption.
     """
 
     pictures: Sequence[Picture]
@@ -147,7 +146,7 @@ class Gallery:
     folded: bool = False
 
     def html(self) -> Iterator[str]:
-        """A list of figures under its caption."""
+        """Return a list of figures under its caption."""
         told = inline(self.caption)
         yield f"<details><summary>{told}</summary>" if self.folded else f'<p class="description">{told}</p>'
         yield '<ul class="gallery">'
@@ -163,12 +162,12 @@ class Gallery:
 
 
 def inline(text: str) -> str:
-    """A paragraph's text with `backticks` as code, everything else escaped."""
+    """Convert a paragraph's text: `backticks` become code, everything else is escaped."""
     return _CODE.sub(r"<code>\1</code>", html_text(text, quote=True))
 
 
 def cell_text(cell: object) -> str:
-    """How a cell is written: numbers with six significant digits, whole ones with all of them."""
+    """Format a cell: numbers with six significant digits, whole numbers in full."""
     if cell is None:
         return _MISSING
     if isinstance(cell, bool) or not isinstance(cell, (int, float)):

@@ -1,7 +1,7 @@
-"""Charts of a page: Plotly's input, and a table for readers who prefer figures.
+"""Charts of a page: Plotly input, plus a table for readers who prefer numbers.
 
-Colours are names of the page's style, such as ``var(--series-1)``, which its script looks up, so that charts follow
-light and dark. Series differ in their dashes too, never by colour alone.
+Colours are CSS variables of the page, such as ``var(--series-1)``. The page's script resolves them, so that charts
+follow the light or dark theme. Series also differ in their dashes, never by colour alone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LAYOUT: Mapping[str, Any] = {
     "yaxis": _AXIS,
     "scene": dict.fromkeys(("xaxis", "yaxis", "zaxis"), _SPACE_AXIS),
 }
-# Plotly gives each series of lines the next one, in turn.
+# Plotly cycles line series through these.
 _LINES = [{"line": {"width": 2, "dash": dash}} for dash in _DASHES]
 _TEMPLATE = {"layout": _LAYOUT, "data": {"scatter": _LINES}}
 _TEMPLATES = ("hovertemplate", "texttemplate")
@@ -55,7 +55,7 @@ _MOST_ROWS, _MOST_COLUMNS = 200, 40
 
 
 def log_axis(title: str, values: Sequence[float]) -> dict[str, Any]:
-    """A logarithmic axis around positive values, with ticks at 1, 2 and 5 of each power of ten, as Plotly takes it."""
+    """Return Plotly's settings of a log axis around positive values, with ticks at 1, 2 and 5 of each decade."""
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
     ticks = [float(f"{first}e{power}") for power in range(low, high + 1) for first in (1, 2, 5)]
     texts = [f"{each:,.10g}" for each in ticks]
@@ -64,15 +64,15 @@ def log_axis(title: str, values: Sequence[float]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A Plotly figure with a title, a sentence and a table.
+    """A Plotly figure with a title, a description and a table.
 
     Attributes:
-        title: What it shows, with the unit where the axes do not say it.
-        traces: As Plotly takes them. Texts in them are plain: Plotly's markup works in templates alone.
-        layout: As Plotly takes it, over the page's own; colours may be names: ``var(--series-2)``.
-        description: One sentence for people who cannot see it.
-        wide: Over the whole width of the page, however wide that is.
-        table: Beneath it instead of the traces' own figures.
+        title: What it shows, with the unit if the axes do not give it.
+        traces: Plotly traces. Their texts are plain: Plotly's markup works only in templates.
+        layout: Plotly layout, merged over the page's default; colours may be variables: ``var(--series-2)``.
+        description: One sentence for readers who cannot see it.
+        wide: Whether it spans the full page width.
+        table: Table below the chart instead of the traces' values.
     """
 
     title: str
@@ -83,7 +83,7 @@ class Chart:
     table: Table | None = None
 
     def html(self, number: int = 1) -> Iterator[str]:
-        """The place that Plotly draws in, its caption with the figure's number, and the figures as a table."""
+        """Return the placeholder for Plotly, the numbered caption, and the values as a table."""
         height = int(self.layout.get("height", _HEIGHT))
         wide = " wide" if self.wide else ""
         yield f'<figure class="chart{wide}" aria-labelledby="chart-{number}-title">'
@@ -98,13 +98,13 @@ class Chart:
         yield "</figure>"
 
     def figure(self) -> dict[str, Any]:
-        """Plotly's input."""
+        """Return Plotly's input."""
         layout = {"height": _HEIGHT, "template": _TEMPLATE, **self.layout}
         return {"data": [_plain(trace) for trace in self.traces], "layout": _plain(layout)}
 
 
 def figures_table(chart: Chart) -> Table:
-    """The figures that a chart shows; of many, some that are spread evenly, which the caption says."""
+    """Return the chart's values as a table; long series are sampled evenly, and the caption says so."""
     grids = [trace for trace in chart.traces if "z" in trace]
     columns, rows = _grid(grids[0]) if grids else _series(chart)
     count = len(rows)
@@ -114,7 +114,7 @@ def figures_table(chart: Chart) -> Table:
 
 
 def _grid(trace: Mapping[str, Any]) -> tuple[list[str], list[list[object]]]:
-    """A row for each y of a heatmap or surface, a column for each x."""
+    """Return a row for each y of a heatmap or surface and a column for each x."""
     z = trace["z"]
     x, y = list(trace.get("x", range(len(z[0])))), trace.get("y", range(len(z)))
     across = _spread(len(x), _MOST_COLUMNS)
@@ -123,7 +123,7 @@ def _grid(trace: Mapping[str, Any]) -> tuple[list[str], list[list[object]]]:
 
 
 def _series(chart: Chart) -> tuple[list[str], list[list[object]]]:
-    """A row for each x, a column for each series and for its intervals."""
+    """Return a row for each x and a column for each series and its intervals."""
     told: dict[object, dict[int, object]] = {}
     columns = [_axis_title(chart.layout, "xaxis") or "x"]
     for trace in chart.traces:
@@ -149,7 +149,7 @@ def _axis_title(layout: Mapping[str, Any], axis: str) -> str:
 
 
 def _order(key: object) -> tuple[int, float]:
-    """Numbers by size; words stay in the order in which they came."""
+    """Sort numbers by size; keep words in their original order."""
     return (0, float(key)) if isinstance(key, (int, float)) and not math.isnan(key) else (1, 0.0)
 
 
@@ -158,16 +158,16 @@ def _label(value: object) -> str:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most so many of so many places, the first and the last among them."""
+    """Return at most a given number of evenly spread indices, including the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(at * (count - 1) / (most - 1)) for at in range(most)})
 
 
 def _plain(value: Any, key: str = "") -> Any:
-    """Copy a figure with its texts as Plotly shows them as they are, and no number that JSON has no word for."""
+    """Copy a figure with its texts escaped for Plotly and without numbers that JSON cannot represent."""
     match value:
-        case str() if key == "title":  # Plotly takes an object only; a text is what one writes
+        case str() if key == "title":  # Plotly expects an object here; text is shorter to write.
             return {"text": html_text(value, quote=False)}
         case str():
             return value if key in _TEMPLATES else html_text(value, quote=False)

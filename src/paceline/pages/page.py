@@ -1,8 +1,7 @@
 """A page: sections of blocks, written as one HTML file that opens anywhere, without a network.
 
-A chart's figure is what Plotly takes, plain dictionaries; Plotly's script lies in the page.
-Its content policy lets it load nothing and run two scripts only, known by their digests. So a text that slipped through
-unescaped would still do nothing.
+A chart is plain Plotly dictionaries; Plotly's script is embedded in the page. The content security policy blocks all
+loading and allows only two scripts, by digest. So even text that was left unescaped could not run.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ __all__ = [
 ]
 
 _SCRIPT = "plotly/package_data/plotly.min.js"
-# These draw with WebGL, for which Plotly makes functions out of text.
+# These traces use WebGL, for which Plotly builds functions from text.
 _WEBGL = ("gl", "surface", "3d", "splom", "parcoords", "cone", "volume", "isosurface", "streamtube")
 
 
@@ -53,7 +52,7 @@ class Section:
 
     Attributes:
         title: Its heading.
-        blocks: From top to bottom; charts that follow one another stand side by side where there is room.
+        blocks: From top to bottom; consecutive charts are placed side by side if there is room.
     """
 
     title: str
@@ -62,11 +61,11 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A page: what it is about, and its sections.
+    """A page with its title and sections.
 
     Attributes:
-        title: Its heading, and the name of the browser's tab.
-        subtitle: A sentence beneath it.
+        title: Its heading and the browser tab's title.
+        subtitle: A sentence below it.
         sections: From top to bottom.
     """
 
@@ -76,27 +75,27 @@ class Page:
 
 
 def write_page(path: Path, page: Page) -> Path:
-    """Write a page as one file; a reader finds the old or the new one, never a partial one.
+    """Write a page as one file, atomically: a reader never sees a partial page.
 
     Returns:
         The path.
 
     Raises:
         PacelineError: If Plotly is not installed.
-        RunDirectoryError: If the file cannot be written, or something else than a file is there.
+        RunDirectoryError: If the file cannot be written, or its path is not a regular file.
     """
     refuse_odd_outputs(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot("make", path.parent, error, what="folder") from error
-    # Names of files may hold what is no Unicode.
+    # File names may contain bytes that are not valid Unicode.
     write_bytes(path, _assemble(page).encode("utf-8", "replace"))
     return path
 
 
 def _assemble(page: Page) -> str:
-    """The page as one HTML document."""
+    """Return the page as one HTML document."""
     charts = [block for section in page.sections for block in section.blocks if isinstance(block, Chart)]
     body = "\n".join(_body(page, charts))
     script = files("paceline.pages").joinpath("page.js").read_text(encoding="utf-8")
@@ -128,7 +127,7 @@ def _assemble(page: Page) -> str:
 
 
 def _script_json(document: Any) -> str:
-    """JSON that may stand in a script element: nothing in it ends the element or a line."""
+    """Return JSON that is safe inside a script element: it cannot end the element or a line."""
     text = json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -175,24 +174,23 @@ def _body(page: Page, charts: Sequence[Chart]) -> Iterator[str]:
 
 @cache
 def plotly_script() -> tuple[str, str]:
-    """Pack Plotly's script; takes a quarter of a second, once per process.
+    """Pack Plotly's script; takes about 0.25 s, once per process.
 
     Returns:
-        The script as it lies in a page (gzip, in base64), and its digest as a browser's content policy takes it.
+        The embedded script (gzip, base64) and its digest in content-security-policy form.
 
     Raises:
         PacelineError: If Plotly is not installed.
     """
     try:
-        # Without importing it.
         script = Path(str(distribution("plotly").locate_file(_SCRIPT))).read_bytes()
     except (PackageNotFoundError, FileNotFoundError):
         raise PacelineError("charts need Plotly, which is not installed: pip install plotly") from None
-    # Without a time in it the same script gives the same page.
+    # Without a timestamp, the same script gives the same page.
     packed = gzip.compress(script, compresslevel=6, mtime=0)
     return base64.b64encode(packed).decode("ascii"), script_digest(script)
 
 
 def script_digest(script: bytes) -> str:
-    """A script's digest for the content policy."""
+    """Return a script's digest for the content security policy."""
     return base64.b64encode(sha256(script).digest()).decode("ascii")

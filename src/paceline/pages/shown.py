@@ -1,4 +1,4 @@
-"""A command's result for people, in a terminal and on a page."""
+"""A command's result as shown to people, in a terminal and on a page."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """Blocks that a terminal prints and a page holds.
+    """Blocks for the terminal and the page.
 
     Attributes:
-        title: Heading; empty where the first block needs none.
+        title: Heading; empty if the first block needs none.
         subtitle: What was measured: recipe, sizes.
-        blocks: Lines, texts, tables, mappings of names to values, and for a terminal alone anything that rich can
-            print, in order. A terminal leaves out charts and folded tables.
-        on_page: Further blocks of the page.
-        ok: True, or why the command exits with 1: a sentence for standard error, empty if the blocks say it; or an
-            error that is raised once the result is shown.
+        blocks: Lines, text, tables and mappings of names to values, in order; for the terminal only, also anything that
+            rich can print. The terminal omits charts and folded tables.
+        on_page: Additional blocks of the page.
+        ok: True, or why the command exits with 1: a sentence for standard error (empty if the blocks explain it), or an
+            error to raise after the result is shown.
     """
 
     title: str = ""
@@ -40,7 +40,7 @@ class Result(Protocol):
     """The result of a command."""
 
     def __paceline__(self) -> Shown:
-        """Return what a person sees."""
+        """Return the human-readable form."""
 
     def to_json(self) -> Mapping[str, Any] | Sequence[Any]:
         """Return the result as one JSON document."""
@@ -48,10 +48,10 @@ class Result(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A result of text for people and one JSON document.
+    """A result made of human-readable text and one JSON document.
 
     Attributes:
-        shown: What a person sees.
+        shown: The human-readable form.
         document: What ``--json`` prints.
     """
 
@@ -59,7 +59,7 @@ class Document:
     document: Mapping[str, Any] | Sequence[Any]
 
     def __paceline__(self) -> Shown:
-        """Return what a person sees."""
+        """Return the human-readable form."""
         return self.shown
 
     def to_json(self) -> Mapping[str, Any] | Sequence[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from paceline.errors import RecipeError
 from paceline.plan.batching import explain_batching, largest_micro_batch, micro_batch_size, named_sizes
 from paceline.plan.compute import (
     Compiled,
+    computing,
     explain_compute,
     plan_compilation,
     resolve_channels_last,
@@ -176,9 +177,7 @@ def make(
             exclusive.
     """
     _check_facts(recipe, data, machine)
-    if network is not None and network.is_depthwise and machine.device == "cpu":
-        why = "nearly all wide convolutions are depthwise, which CPUs compute faster in fp32"
-        machine = replace(machine, fast_bf16=False, reasons=machine.reasons | {"fast_bf16": why})
+    machine = computing(machine, network)
     micro = micro_batch_size(recipe, world.world_size)
     epochs = Epochs.cut(data.train_samples, [(at, size, size // micro) for at, size in recipe.batch.sizes().items()])
     total = epochs.total(recipe.train.duration)

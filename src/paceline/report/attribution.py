@@ -1,8 +1,8 @@
-"""Time of a step by phase, waiting between ranks, and the bottleneck with what to change.
+"""Step time by phase, waiting between ranks, and the bottleneck with what to change.
 
-From the step records alone, of a run that is over or still under way. A record tells means over the steps since the one
-before; here they are put together in proportion to these steps. Each launch's first steps, which are slow for reasons
-that do not return, are left out where a launch had others.
+Computed from the step records alone, of a finished or running run. Each record holds means over the steps since the
+previous record; they are averaged here, weighted by these steps. The first steps of each launch include one-time costs
+and are left out if the launch has others.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from paceline.records.run_directory import existing_run
 from paceline.telemetry.meter import PHASES, WARMUP_STEPS
 from paceline.units import format_count
 
-# A process is waited for if it takes so many times as long as the others, in so large a part of the records.
+# Minimum ratio to the other ranks' time, and minimum share of records, to report that ranks wait for one.
 _SLOW_FACTOR, _SLOW_SHARE = 1.25, 0.75
-# Less than this part of a step is a rounding error.
+# Below this share of a step, a difference is noise.
 _VISIBLE = 1e-3
-# A host that takes this part of the device's time for launching its passes is what the device waits for.
+# If the host spends this share of the device's time on launching its passes, the device waits for the host.
 _LAUNCHING = 0.9
 Record = Mapping[str, Any]
-_STEPS = "steps"  # that a record is about; put into each
+_STEPS = "steps"  # steps covered by a record; added to each
 _RANK_KEYS = ("minimum", "median", "maximum")
 _HIDDEN = {
     "communication": "communication cannot be separated from computing where weights are sharded: it is in forward and "
@@ -40,13 +40,13 @@ _HIDDEN = {
 
 @dataclass(frozen=True, kw_only=True)
 class OverRanks:
-    """A phase's seconds per step over the processes.
+    """Seconds per step of a phase, over the ranks.
 
     Attributes:
-        minimum: The least of any process.
-        median: The middle.
-        maximum: The most.
-        most_rank: Which process had the most, in most records.
+        minimum: Minimum over the ranks.
+        median: Median over the ranks.
+        maximum: Maximum over the ranks.
+        most_rank: The rank that is slowest in most records.
     """
 
     minimum: float
@@ -57,14 +57,14 @@ class OverRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTime:
-    """A part of the step, on the first process.
+    """One phase of the step, on rank 0.
 
     Attributes:
         name: One of the step clock's phases.
         seconds: Mean per step.
-        share: Of the step, in [0, 1].
+        share: Share of the step, in [0, 1].
         over_ranks: None for a single process.
-        launch_seconds: The same by the host's clock; None where there is only that.
+        launch_seconds: The same by the host's clock; None if ``seconds`` is the host's time already.
     """
 
     name: str
@@ -76,14 +76,14 @@ class PhaseTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """Processes that wait for one of them.
+    """Ranks that wait for one slow rank.
 
     Attributes:
-        rank: The one that they wait for.
-        phase: Where it exceeds the others most.
-        factor: Its own seconds per step over the others', the middle of the records.
-        waiting_rank: The one that waits longest.
-        waiting_share: The part of a step that it waits, in [0, 1].
+        rank: The rank that the others wait for.
+        phase: The phase in which it exceeds the others most.
+        factor: Its seconds per step over the others'; median of the records.
+        waiting_rank: The rank that waits longest.
+        waiting_share: Share of a step that it waits, in [0, 1].
     """
 
     rank: int
@@ -95,18 +95,18 @@ class Waiting:
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """Where a run's time went.
+    """Breakdown of a run's step time.
 
     Attributes:
         run_dir: The run.
-        world_size: Processes of its last launch.
-        records: Step records that were put together.
-        steps: The steps that these are about.
+        world_size: World size of its last launch.
+        records: Number of step records used.
+        steps: Number of steps they cover.
         step_seconds: Mean per step.
-        median_step_seconds: The middle of the records' means.
+        median_step_seconds: Median of the records' means.
         phases: In the order of a step.
-        rest_seconds: What no phase accounts for, per step; of runs of earlier versions only.
-        waiting: Which rank waits for which; None if unclear.
+        rest_seconds: Seconds per step outside all phases; only for runs of earlier versions.
+        waiting: Which ranks wait for which; None if unclear.
         bottleneck: The bottleneck, in a sentence; None if unclear.
         notes: What the records cannot show, one sentence each.
     """
@@ -124,7 +124,7 @@ class Attribution:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The attribution as one JSON object."""
+        """Return the attribution as one JSON object."""
         return asdict(self) | {
             "run_dir": str(self.run_dir),
             "phases": {
@@ -133,7 +133,7 @@ class Attribution:
         }
 
     def __paceline__(self) -> Shown:
-        """The phases, who waits for whom, and what the steps are bound by."""
+        """Show the phases, the ranks that wait, and the bottleneck."""
         has_launches = any(each.launch_seconds is not None for each in self.phases)
         columns = ["phase", "ms per step", "share", *["ms of the host"] * has_launches]
         if self.world_size > 1:
@@ -169,7 +169,7 @@ def _ms(seconds: float) -> str:
 
 
 def attribute_run(run_dir: Path) -> Attribution:
-    """Put together the step records of a run's last world size: with other processes, other things hold it back.
+    """Attribute step time from the step records of a run's last world size, since the bottleneck depends on it.
 
     Raises:
         RunDirectoryError: If the directory holds no run, or one without a step record.
@@ -180,7 +180,7 @@ def attribute_run(run_dir: Path) -> Attribution:
 
 
 def attribute_events(run_dir: Path, events: Iterable[Mapping[str, Any]], plan: Mapping[str, Any]) -> Attribution:
-    """The same from a run's ``start`` and ``step`` events, already read.
+    """Attribute step time from a run's ``start`` and ``step`` events.
 
     Raises:
         RunDirectoryError: If there is no step record among them.
@@ -211,7 +211,7 @@ def attribute_events(run_dir: Path, events: Iterable[Mapping[str, Any]], plan: M
 
 
 def _records(events: Iterable[Record]) -> tuple[int, list[Record]]:
-    """The records of the launches of the last world size, each with its steps; and that size."""
+    """Return the records of each launch with the last world size, with their steps, and that size."""
     world_size, before, is_first = 1, 0, True
     found: list[Record] = []
     only_warmup: list[Record] = []
@@ -234,7 +234,7 @@ def _records(events: Iterable[Record]) -> tuple[int, list[Record]]:
 
 
 def _mean(records: Sequence[Record], key: str) -> float:
-    """The mean of a key over the steps, not over the records."""
+    """Return the mean of a key over steps, not over records."""
     return fmean([each[key] for each in records], [each[_STEPS] for each in records])
 
 
@@ -263,7 +263,7 @@ def _over_ranks(records: Sequence[Record], phase: str) -> OverRanks | None:
 
 
 def _waiting(records: Sequence[Record]) -> Waiting | None:
-    """Who is waited for, if it is the same process in nearly all records, and clearly slower."""
+    """Return which rank the others wait for, if it is the same in nearly all records and clearly slower."""
     slow = [each for each in records if each.get("slowest_rank") is not None]
     communication = _over_ranks(records, "communication")
     if not slow or communication is None:
@@ -290,7 +290,7 @@ def _notes(last: Record, records: Sequence[Record]) -> Iterator[str]:
         yield "these records are from an earlier version, which did not separate all phases."
 
 
-# So many records must agree: of three in four, the share must be as large as this.
+# Minimum number of records, and the share of a step that a phase must reach in three of four of them.
 _LEAST_RECORDS = 3
 _CLEAR = {
     "data_wait": 0.10,
@@ -302,12 +302,12 @@ _CLEAR = {
     "host": 0.15,
 }
 _COMPUTING = 0.75
-# A device that is no further behind the host than this part of a step waits for the host.
+# If the device lags the host by less than this share of a step, the device waits for the host.
 _NO_LAG = 0.1
 
 
 def _bottleneck(records: Sequence[Record], waiting: Waiting | None, plan: Mapping[str, Any]) -> str | None:
-    """Say what a step is bound by: what a process is waited for, else the largest avoidable share, else computing."""
+    """Name the bottleneck: the cause of waiting for a rank, else the largest avoidable share, else computing."""
     timed = [each for each in records if each["step_seconds"] > 0]
     shares = {
         phase: [value / each["step_seconds"] for each in timed if (value := each.get(f"{phase}_seconds")) is not None]
@@ -322,7 +322,7 @@ def _bottleneck(records: Sequence[Record], waiting: Waiting | None, plan: Mappin
             f"of it in {waiting.phase}."
         )
     typical = {phase: median(each) if each else 0.0 for phase, each in shares.items()}
-    # Three in four records reach it.
+    # Reached by three in four records.
     clear = {phase: typical[phase] for phase in _CLEAR if _quartiles(shares[phase])[0] >= _CLEAR[phase]}
     if clear:
         worst = max(clear, key=lambda phase: clear[phase])
@@ -334,7 +334,7 @@ def _bottleneck(records: Sequence[Record], waiting: Waiting | None, plan: Mappin
             "batch.micro_size, or model.compile=true."
         )
     computing = typical["forward"] + typical["backward"]
-    # Where communication cannot be told from them, waiting may be a part of the passes.
+    # If communication is not measured separately, the passes may include waiting.
     is_told = bool(shares["communication"]) or plan.get("strategy") == "single"
     if computing >= _COMPUTING and is_told:
         return f"computing: forward and backward passes take {computing:.0%} of a step; there is little else to gain."
@@ -342,13 +342,13 @@ def _bottleneck(records: Sequence[Record], waiting: Waiting | None, plan: Mappin
 
 
 def _lag(record: Record) -> float | None:
-    """How far the device was behind the host, in steps; None on a CPU."""
+    """Return how far the device lags behind the host, in steps; None on a CPU."""
     passed, launched = (
         sum(record.get(f"{prefix}{phase}_seconds") or 0.0 for phase in ("forward", "backward"))
         for prefix in ("", "launch_")
     )
-    # A host that has launched a pass long before the device is done with it is waited for by nobody, also where the two
-    # meet at the end of each step, as with a loss scaler: then the lag there says nothing.
+    # A host that launches a pass well before the device finishes it does not hold the device back. This also holds if
+    # the two synchronise at the end of each step, as with a loss scaler, where the lag tells nothing.
     if launched < _LAUNCHING * passed:
         return 1.0
     lag: float | None = record.get("device_lag_seconds")

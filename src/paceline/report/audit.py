@@ -1,10 +1,9 @@
-"""The audit: each training sample was used exactly once per epoch, in the order that the recipe determines.
+"""The audit: each training sample was used exactly once per epoch, in the recipe's order.
 
-Independent proofs from the run directory alone. *Records*: the events reach to the run's end, and up to each checkpoint
-from which the run was resumed. *Counting*: over all ranks' ledgers, every sample of a
-finished epoch was used once (or was found broken once). *Order*: the samples of every step are those that the
-pure function of (seed, epoch, step) gives. Where steps are balanced by the samples' lengths, these lie in the run
-directory too.
+Independent checks that use the run directory alone. *Records*: the events reach the run's end and each checkpoint from
+which the run was resumed. *Counting*: over all ranks' ledgers, every sample of a finished epoch was used once (or found
+broken once). *Order*: the samples of every step equal the pure function of (seed, epoch, step). If steps are balanced
+by sample length, the run directory also holds the lengths.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ _NAMED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What the ledger proves.
+    """What the ledgers prove.
 
     Attributes:
         run_dir: The audited run.
-        steps: Global batches the run says it has used up.
+        steps: Global batches that the run reports as used.
         samples_per_epoch: Training samples.
-        epochs: The count of each epoch.
+        epochs: Counts of each epoch.
         objections: Problems, one sentence each; empty if there are none.
-        left_out: What of the data never became a sample, as the run's plan counts it: wrong lines, by name.
-        is_drawn: Whether samples were drawn with replacement (``data.sampling``, ``data.mixture``): duplicates and
-            missing ones are then counted against the recipe's draws.
+        left_out: Data that never became samples, counted by reason in the run's plan, such as invalid lines.
+        is_drawn: Whether samples were drawn with replacement (``data.sampling``, ``data.mixture``): duplicate and
+            missing samples are then counted relative to the recipe's draws.
     """
 
     run_dir: Path
@@ -69,7 +68,7 @@ class Audit:
         return not self.objections
 
     def to_json(self) -> dict[str, Any]:
-        """The audit as one JSON object."""
+        """Return the audit as one JSON object."""
         counted = LedgerSummary(samples_per_epoch=self.samples_per_epoch, epochs=self.epochs)
         return {
             "run_dir": str(self.run_dir),
@@ -82,7 +81,7 @@ class Audit:
         }
 
     def __paceline__(self) -> Shown:
-        """The count of each epoch, and the verdict."""
+        """Show the counts of each epoch and the verdict."""
         lines = []
         for name, count in self.left_out.items():
             words = name.replace("_", " ").removesuffix("s" if count == 1 else "")
@@ -114,7 +113,7 @@ def audit_run(run_dir: Path) -> Audit:
     """Audit the ledger of a stopped or completed run.
 
     Raises:
-        RunDirectoryError: If the directory holds no run that has stopped.
+        RunDirectoryError: If the directory does not hold a stopped or completed run.
     """
     directory = existing_run(run_dir)
     plan, recipe = read_plan_to_resume(directory), read_recipe(directory)
@@ -138,7 +137,7 @@ def audit_run(run_dir: Path) -> Audit:
         geometry = replace(geometry, draws=draws)
         epochs = count_epochs(directory.ledger, geometry.samples, epochs_over=over, uses=geometry.uses).epochs
         objections += _wrong_counts(epochs, is_drawn=draws is not None)
-        # What each sample was used for can be counted without its length; in which order cannot be told.
+        # Sample uses can be counted without lengths; their order cannot be checked.
         objections += _wrong_order(directory.ledger, replace(geometry, lengths=_lengths(directory, plan)), steps)
     except RunDirectoryError as error:
         objections = [*objections, str(error)]
@@ -161,7 +160,7 @@ def _missing_events(events: Path, steps: int) -> Iterator[str]:
     for event in read_events(events):
         if event["event"] == "checkpoint":
             saved.add(event.get("checkpoint"))
-        # The event of a checkpoint is on the disk before the checkpoint is.
+        # A checkpoint's event reaches the disk before the checkpoint does.
         elif (
             event["event"] == "resume" and (name := str(event.get("checkpoint"))).removesuffix(".replaced") not in saved
         ):
@@ -180,10 +179,10 @@ def _left_out(plan: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _lengths(directory: RunDirectory, plan: Mapping[str, Any]) -> SampleLengths | None:
-    """The lengths that steps were balanced by, if they were.
+    """Return the lengths used for balancing, if any.
 
     Raises:
-        RunDirectoryError: If they are not there any more, or others.
+        RunDirectoryError: If they are missing or have changed.
     """
     digest = plan.get("lengths_sha256")
     if digest is None:
@@ -198,10 +197,10 @@ def _lengths(directory: RunDirectory, plan: Mapping[str, Any]) -> SampleLengths 
 
 
 def _draws(directory: RunDirectory, plan: Mapping[str, Any]) -> ClassDraws | None:
-    """How samples were drawn with replacement, if they were.
+    """Return the sampling with replacement, if any.
 
     Raises:
-        RunDirectoryError: If their classes are not there any more, or others.
+        RunDirectoryError: If the classes are missing or have changed.
     """
     weights, counts = tuple(plan.get("sampling", ())), tuple(plan.get("mixture", ()))
     if not weights and not counts:
@@ -216,7 +215,7 @@ def _draws(directory: RunDirectory, plan: Mapping[str, Any]) -> ClassDraws | Non
 
 
 def _geometry(plan: Mapping[str, Any], recipe: Mapping[str, Any]) -> StepGeometry:
-    """The run's steps, each whole: it does not matter here who takes which part of one."""
+    """Return the geometry of the run's full steps; how a step is split over ranks does not matter here."""
     try:
         return StepGeometry(
             seed=int(recipe["seed"]),
@@ -281,14 +280,14 @@ def _difference(step: int, used: NDArray[np.int64], expected: NDArray[np.int64])
 
 
 class _StepReader:
-    """One rank's ledger, read a step at a time."""
+    """Reads one rank's ledger step by step."""
 
     def __init__(self, path: Path) -> None:
         self._entries = read_ledger(path)
         self.head: LedgerEntry | None = next(self._entries, None)
 
     def take(self, step: int) -> Iterator[NDArray[np.int64]]:
-        """The samples of the records up to a step, broken ones included."""
+        """Return the samples of the records up to a step, including broken ones."""
         while self.head is not None and self.head.step <= step:
             yield self.head.ids
             yield self.head.broken

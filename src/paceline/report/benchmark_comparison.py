@@ -1,9 +1,8 @@
-"""Compare two benchmark results, or two runs, and detect whether B is slower than A beyond chance and a tolerance.
+"""Compare two benchmark results or runs, and detect whether B is slower than A beyond chance and a tolerance.
 
-It is a gate: it closes only on evidence. With all rows together it closes on two equal things in at most 5 % of cases
-(``1 - confidence``), by a one-sided Welch test on the logarithms of times, with Bonferroni's share for each row. Where
-both were measured by several launches, those are what is counted: processes differ from one another by more than a
-process from itself a minute later.
+It is a regression gate and fails only on evidence. Over all rows together it fails for two equal candidates in at most
+5 % of cases (``1 - confidence``), by a one-sided Welch test on the logarithms of times with a Bonferroni correction per
+row. If both have several launches, the launches are the samples: times vary more between processes than within one.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ class Line:
     """One common measurement.
 
     Attributes:
-        name: What was measured.
+        name: The measurement's name.
         slower: Time of B over time of A, so that 1.05 is 5 % slower; None if they cannot be compared.
         verdict: ``no slower``: shown to be within the tolerance; ``not enough evidence``: neither shown.
-        note: Why, where it needs saying.
+        note: Explanation, if needed.
     """
 
     name: str
@@ -47,7 +46,7 @@ class Line:
     note: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """The line as one JSON object."""
+        """Return the line as one JSON object."""
         return asdict(self) | {"slower": None if self.slower is None else self.slower.to_json()}
 
 
@@ -56,9 +55,9 @@ class Comparison:
     """Two results side by side.
 
     Attributes:
-        lines: One for each thing that one of them has.
-        tolerance: What B may be slower by, as a share.
-        confidence: Of all lines together.
+        lines: One for each measurement in either result.
+        tolerance: Share by which B may be slower.
+        confidence: Confidence over all lines together.
         differences: Differences between the two machines, by name: (A, B). notes: Further notes.
     """
 
@@ -70,27 +69,27 @@ class Comparison:
 
     @property
     def regressed(self) -> bool:
-        """Whether anything is slower."""
+        """Whether any measurement is slower."""
         return any(line.verdict == "slower" for line in self.lines)
 
     @property
     def undecided(self) -> bool:
-        """Whether there is not enough evidence for something."""
+        """Whether any measurement lacks evidence."""
         return any(line.verdict == "not enough evidence" for line in self.lines)
 
     def to_json(self) -> dict[str, Any]:
-        """The comparison as one JSON object."""
+        """Return the comparison as one JSON object."""
         lines = [line.to_json() for line in self.lines]
         return asdict(self) | {"regressed": self.regressed, "undecided": self.undecided, "lines": lines}
 
 
-# Lists of seconds, one list for each launch; or why nothing was measured.
+# Lists of seconds, one per launch; or why nothing was measured.
 _Measured = list[list[float]] | str
 
 
 @dataclass(frozen=True)
 class _Side:
-    """What is compared."""
+    """One side of the comparison."""
 
     kind: str
     measured: Mapping[str, _Measured]
@@ -99,15 +98,15 @@ class _Side:
 
 
 def compare(a: Path, b: Path, *, tolerance: float = 0.05, confidence: float = 0.95) -> Comparison:
-    """Compare two results of benchmarks, or two run directories.
+    """Compare two benchmark results or two run directories.
 
     Args:
         a: The baseline. b: The candidate.
         tolerance: Share by which B may be slower.
-        confidence: That two equal results pass, over all lines together.
+        confidence: Probability that two equal results pass, over all lines together.
 
     Raises:
-        RunDirectoryError: If one is neither, or they are of two kinds.
+        RunDirectoryError: If one is neither, or they are of different kinds.
     """
     one, other = _read(a), _read(b)
     if one.kind != other.kind:
@@ -118,7 +117,7 @@ def compare(a: Path, b: Path, *, tolerance: float = 0.05, confidence: float = 0.
     shared = [name for name in one.measured if all(isinstance(side.get(name), list) for side in sides)]
     if not shared:
         raise RunDirectoryError(f"'{a}' and '{b}' have no measurement in common.")
-    # Of two sides, only one closes the gate.
+    # One-sided, since only a slower B fails the gate.
     each = 1 - 2 * (1 - confidence) / len(shared)
     names = dict.fromkeys([*shared, *one.measured, *other.measured])
     lines = [_line(name, one.measured.get(name), other.measured.get(name), tolerance, each) for name in names]
@@ -196,7 +195,7 @@ def _run(run: RunDirectory) -> _Side:
 
 
 def _unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What of two trees is not the same, entry by entry."""
+    """Return the entries in which two trees differ."""
     one, other = flattened(a), flattened(b)
     return {
         name: (one.get(name), other.get(name))
@@ -208,7 +207,7 @@ def _unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, 
 FORMAT = 1
 FILE = "benchmark.json"
 KINDS = ("throughput", "latency", "time_to_target")
-# What says which thing was measured; everything else says how fast it was, or on what.
+# Keys that identify a measurement; all others are results or environment.
 _NAMED_BY = {
     "throughput": ("device", "precision", "backend", "batch_size", "part", "processes"),
     "latency": ("device", "precision", "scenario", "batch_size"),
@@ -217,10 +216,10 @@ _NAMED_BY = {
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read a result, or the one in a folder.
+    """Read a result from a file or its folder.
 
     Raises:
-        RunDirectoryError: If it is missing or is no result of a benchmark.
+        RunDirectoryError: If it is missing or is not a benchmark result.
     """
     file = path / FILE if path.is_dir() else path
     refuse_odd_kinds(file)
@@ -240,5 +239,5 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def name_of_row(kind: str, row: Mapping[str, Any]) -> str:
-    """What a row was measured of, in words that are the same in every result."""
+    """Describe a row's measurement in words that are the same in every result."""
     return ", ".join(f"{key}={row[key]}" for key in _NAMED_BY[kind] if row.get(key) is not None)

@@ -1,6 +1,6 @@
-"""Progress of a run, read from its directory while it trains, and drawn in a terminal.
+"""Progress of a run, read from its directory during training and drawn in a terminal.
 
-The events file is reopened at each read: a network file system shows then what another host has written.
+The events file is reopened for each read, so that a network file system shows other hosts' writes.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 Points = Sequence[tuple[float, float]]
 State = Literal["starting", "running", "completed", "stopped", "failed", "gone"]
 
-# A launcher that starts a run again takes its time; and so does a long step.
+# Allows for a launcher that restarts a run, and for a slow step.
 GONE_SECONDS = 60.0
-# Records over which the phases' shares and the pace are taken.
+# Records averaged for phase shares and pace.
 _LATELY = 20
 _PACE = 200
 
 
 class WatchedRun(Happened):
-    """One run, read periodically.
+    """One run, polled periodically.
 
     Args:
         run: Its directory.
 
     Raises:
-        RunDirectoryError: If there is none, or its files are damaged; also later.
+        RunDirectoryError: If it does not exist or its files are damaged; also raised later.
     """
 
     def __init__(self, run: Path) -> None:
@@ -63,7 +63,7 @@ class WatchedRun(Happened):
         self._is_first_look = True
 
     def look(self) -> list[dict[str, Any]]:
-        """Read what is new; returns it."""
+        """Read new events; returns the run."""
         is_cut, events = self._follower.read()
         if is_cut:
             self.events, self.finish, self._since_launch = [], {}, 0
@@ -79,17 +79,17 @@ class WatchedRun(Happened):
             self._quiet_since = time.monotonic()
         if not self.plan or any(event["event"] == "start" for event in events):
             self.plan = {}
-            with contextlib.suppress(RunDirectoryError):  # being written, or of a version that had none
+            with contextlib.suppress(RunDirectoryError):  # being written, or written by a version without it
                 self.plan = read_plan(self.directory)
         if self._is_first_look:
-            # What has been silent for long need not be waited for.
+            # A run that has been silent for long is not expected to continue.
             self._quiet_since -= self.seconds_since_last or 0.0
             self._is_first_look = False
         return events
 
     @property
     def state(self) -> State:
-        """Its state; ``gone`` if it ended without a record, as after a kill."""
+        """Its state; ``gone`` if it ended without a record, for example after a kill."""
         if self.finish:
             status: State = self.finish["status"]
             return status if status in ("completed", "stopped") else "failed"
@@ -100,7 +100,7 @@ class WatchedRun(Happened):
 
     @property
     def sample_name(self) -> str:
-        """What its samples are called."""
+        """Name of its samples."""
         return str(self.plan.get("sample_name", "samples"))
 
     @property
@@ -110,23 +110,23 @@ class WatchedRun(Happened):
 
     @property
     def epochs(self) -> int | None:
-        """Epochs of the whole run, a last partial one included."""
+        """Epochs of the whole run, including a last partial one."""
         total = self.plan.get("total_epochs")
         return None if total is None else math.ceil(total)
 
     @property
     def record(self) -> Event:
-        """The last step record; empty before the first."""
+        """Last step record; empty before the first."""
         return self.of("step")[-1] if self.of("step") else {}
 
     @property
     def resumes(self) -> int:
-        """How often it was resumed."""
+        """Number of resumes."""
         return int(self.of("resume")[-1]["resumes"]) if self.of("resume") else 0
 
     @property
     def seconds_left(self) -> float | None:
-        """Time to the end at the pace of this launch's last records, evaluations and saves included."""
+        """Estimated time left at the recent pace of this launch, including evaluations and saves."""
         lately = self.of("step")[self._since_launch :][-_PACE:]
         total = self.total_steps
         if self.is_over or total is None or len(lately) < 2 or lately[-1]["step"] == lately[0]["step"]:
@@ -137,12 +137,12 @@ class WatchedRun(Happened):
 
     @property
     def seconds_since_last(self) -> float | None:
-        """Time since the last event; None before the first, and never negative: clocks of hosts differ."""
+        """Seconds since the last event; None before the first. Never negative, since hosts' clocks differ."""
         told = self.events[-1].get("time") if self.events else None
         return None if told is None else max(0.0, time.time() - told)
 
     def curve(self, key: str, *, evaluations: bool = False) -> list[tuple[float, float]]:
-        """(step, value) of all records that have a number there; evaluations of the average where there is one."""
+        """Return (step, value) of all records with a number for a key; evaluations prefer the averaged weights."""
         source = self.of("step")
         if evaluations:
             weights = "ema" if any(each["weights"] == "ema" for each in self.of("evaluation")) else "model"
@@ -150,7 +150,7 @@ class WatchedRun(Happened):
         return [(each["step"], each[key]) for each in source if isinstance(each.get(key), int | float)]
 
     def phases(self) -> dict[str, float]:
-        """Shares of the phases in the time of a step, over the last records."""
+        """Phase shares of step time, over the last records."""
         lately = self.of("step")[-_LATELY:]
         whole = sum(each.get("step_seconds") or 0.0 for each in lately)
         if not whole:
@@ -159,7 +159,7 @@ class WatchedRun(Happened):
         return {phase: seconds / whole for phase, seconds in sums.items() if seconds}
 
     def to_json(self) -> dict[str, Any]:
-        """Its current state, for programs."""
+        """Return its current state, for programs."""
         saved = [each["checkpoint"] for each in self.of("checkpoint")]
         return {
             "run_dir": self.name,
@@ -176,17 +176,17 @@ class WatchedRun(Happened):
             "last_evaluations": {each["weights"]: each for each in self.of("evaluation")},
             "phases": self.phases(),
             "incidents": self.of("incident"),
-            # The run removes old ones.
+            # The run removes old files.
             "checkpoints": [name for name in saved if (self.directory.checkpoints / name).is_dir()],
             "message": self.finish.get("message"),
         }
 
 
 class EventFollower:
-    """Reads a growing file of events; lines that are not whole yet are read the next time.
+    """Follows a growing events file; incomplete lines are read the next time.
 
     Args:
-        path: The file, which need not be there yet.
+        path: The file, which need not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -196,10 +196,10 @@ class EventFollower:
         self._last = b""
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Whether the file was cut back since, and what is new: after a cut, all of it.
+        """Return whether the file was truncated since the last read, and the new events: after truncation, all of them.
 
         Raises:
-            RunDirectoryError: If the file cannot be read, or a line is no event.
+            RunDirectoryError: If the file cannot be read, or a line is not an event.
         """
         refuse_odd_record(self._path)
         try:
@@ -222,12 +222,12 @@ class EventFollower:
     def _events(self, found: bytes) -> list[dict[str, Any]]:
         events = []
         for line in found.splitlines(keepends=True):
-            # A network's file system may show a line's place before it shows its text.
+            # A network file system may show a line's space before its text.
             if not line.endswith(b"\n") or b"\0" in line:
                 break
             self._number += 1
             event = parse_line(line, self._path, self._number, is_last=False)
-            assert event is not None  # only lines without their end are
+            assert event is not None  # only unterminated lines are
             events.append(event)
             self._offset += len(line)
             self._last = line
@@ -235,15 +235,15 @@ class EventFollower:
 
 
 def is_being_trained(directory: RunDirectory) -> bool | None:
-    """Whether a process trains in a run directory now; None where that cannot be known from here.
+    """Whether a process is training in a run directory now; None if that cannot be determined from this host.
 
-    The lock is not tried, only looked up: a run that begins at this very moment must find it free.
+    Looks the lock up without taking it, so that a run that starts at the same moment finds it free.
     """
     if read_environment(directory).get("host") != socket.gethostname():
         return None
     try:
         inode = (directory.root / ".lock").stat().st_ino
-        # It names files as MAJOR:MINOR:INODE.
+        # It identifies files as MAJOR:MINOR:INODE.
         return re.search(rf"\S+:\S+:{inode}\s", Path("/proc/locks").read_text(encoding="ascii")) is not None
     except OSError:
         return None
@@ -261,7 +261,7 @@ _LEAST_CHART_ROWS, _MOST_CHART_ROWS = 3, 14
 
 
 def line_of(event: Event, run: WatchedRun) -> str | None:
-    """One line for an event, as ``paceline train`` writes it to a file; None where there is nothing to tell."""
+    """Format an event as one line, as in the log of ``paceline train``; None for events without a line."""
     if event["event"] == "finish":
         said = f": {event['message']}" if event.get("message") else ""
         return f"step {event['step']}  {event['status']}{said}"
@@ -276,14 +276,14 @@ def _of(total: int | None) -> str:
 
 
 def ending_of(run: WatchedRun) -> str:
-    """How a run ended, in a line."""
+    """Describe in one line how a run ended."""
     told = run.finish.get("message")
     place = f"step {run.step}{_of(run.total_steps)}"
     return f"{run.name}: {_WORDS.get(run.state, run.state)}, {place}{f': {told}' if told else ''}"
 
 
 def screen(run: WatchedRun, console: Console) -> RenderableType:
-    """Everything about one run, as high as the terminal at most."""
+    """Render one run's details, at most as high as the terminal."""
     from rich.console import Group
     from rich.text import Text
 
@@ -307,7 +307,7 @@ def screen(run: WatchedRun, console: Console) -> RenderableType:
 
 
 def table(runs: Sequence[WatchedRun]) -> Table:
-    """Several runs, a line each."""
+    """Render several runs, one line each."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -317,13 +317,13 @@ def table(runs: Sequence[WatchedRun]) -> Table:
         found.add_column(name, overflow="fold" if name == "run" else "ellipsis", no_wrap=name != "run")
     for run in runs:
         cells = row(run)
-        # As a Text, since a name may have brackets, which would be markup.
+        # Text, because brackets in a name would be parsed as markup.
         found.add_row(Text(cells[0]), Text(cells[1], style=_STYLES.get(run.state, "")), *cells[2:])
     return found
 
 
 def row(run: WatchedRun) -> tuple[str, ...]:
-    """The cells of one run."""
+    """Return the cells of one run."""
     record, name = run.record, run.headline if run.headline in run.metrics else "loss"
     scored = run.curve(name, evaluations=True)
     title = "top-1" if name == "top1_accuracy" else metric_title(name)
@@ -379,7 +379,7 @@ def _bar(run: WatchedRun, width: int) -> RenderableType:
 
 
 def _charts(run: WatchedRun, console: Console) -> RenderableType:
-    """The training loss, and beside it how good the run is; nothing where the terminal has no Braille letters."""
+    """Render the training loss next to the headline metric; empty if the terminal has no Braille characters."""
     from rich.table import Table
     from rich.text import Text
 
@@ -424,18 +424,18 @@ def _evaluations(run: WatchedRun) -> Table:
     return found
 
 
-# Bits of a Braille character by row and column of its dots.
+# Bits of a Braille character by the row and column of its dots.
 _BITS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 _EMPTY = 0x2800
 
 
 def draw_chart(points: Points, *, width: int, height: int) -> list[str]:
-    """Draw a curve in Braille, with its highest and lowest value at the left and the first and last place below.
+    """Draw a curve in Braille, with its maximum and minimum at the left and the first and last position below.
 
     Args:
-        points: (place, value) in ascending order; values that are no numbers are left out.
-        width: Columns in all.
-        height: Rows of the curve itself, at least 2; one more says the places.
+        points: (place, value) in ascending order; NaN values are left out.
+        width: Total columns.
+        height: Rows of the curve, at least 2, without the row of positions.
     """
     known = np.array([each for each in points if np.isfinite(each[1])], dtype=np.float64).reshape(-1, 2)
     if len(known) == 0:
@@ -454,7 +454,7 @@ def draw_chart(points: Points, *, width: int, height: int) -> list[str]:
 
 
 def _dots(known: NDArray[np.float64], low: float, high: float, columns: int, rows: int) -> NDArray[np.bool_]:
-    """Which dots are on, [rows, columns]: between neighbours a line, and where many share a column all they span."""
+    """Return the set dots, [rows, columns]: lines between neighbours; the full span of points in one column."""
     first, last = known[0, 0], known[-1, 0]
     places = np.zeros(len(known)) if last == first else (known[:, 0] - first) / (last - first) * (columns - 1)
     heights = np.full(len(known), 0.5) if high == low else (known[:, 1] - low) / (high - low)

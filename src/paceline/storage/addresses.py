@@ -1,4 +1,4 @@
-"""Addresses of object stores, ``PROTOCOL://PLACE/PATH``, and the removal of secrets from texts.
+"""Addresses of object stores, ``PROTOCOL://PLACE/PATH``, and removal of secrets from text.
 
 An address never holds a credential: recipes, plans, events and messages show it.
 """
@@ -15,7 +15,7 @@ from urllib.parse import quote, quote_plus, unquote
 
 from paceline.errors import StorageError
 
-# The protocol's library, and the extra that brings it.
+# The protocol's library, and the extra that installs it.
 _LIBRARIES = {
     "s3": ("s3fs", "s3"),
     "gs": ("gcsfs", "gcs"),
@@ -27,7 +27,7 @@ _LIBRARIES = {
 _HIDDEN = "***"
 _FORM = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _USER = re.compile(r"(://)[^\s'\"]+@")
-# A password may hold spaces; a port is not a password.
+# A password may contain spaces; a port is not a password.
 _PASSWORD = re.compile(r"(://)[^\s:@/'\"]+:(?!\d+\b)[^@/'\"\n]{1,100}@")
 _NAMED = re.compile(
     r"\b(sig|AccountKey|SharedAccessKey|X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token))=[^\s&;'\"]+",
@@ -35,7 +35,7 @@ _NAMED = re.compile(
 )
 _QUERY = re.compile(r"(://[^\s?'\"]*)\?[^\s'\"]+")
 _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRING|SIGNATURE")
-# The parts of a connection string or of a signed query that are secrets by themselves.
+# Parts of a connection string or a signed query that are secrets.
 _PART = re.compile(r"(?:key|secret|token|password|pwd|sig|signature)=([^;&]+)", re.IGNORECASE)
 _PATH_NAME = re.compile(r"_(FILE|PATH)$|^GOOGLE_APPLICATION_CREDENTIALS$")
 _SHORTEST_SECRET = 8
@@ -46,8 +46,8 @@ class Address:
     """A place that fsspec reaches.
 
     Attributes:
-        protocol: One of those known, in lower case.
-        place: What follows ``://``, without a slash at its end.
+        protocol: A supported protocol, in lower case.
+        place: What follows ``://``, without a trailing slash.
     """
 
     protocol: str
@@ -58,17 +58,17 @@ class Address:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """The last component of the path."""
         return self.place.rsplit("/", 1)[-1]
 
     @property
     def can_write(self) -> bool:
-        """Whether files can be put there."""
+        """Whether files can be written there."""
         return self.protocol not in ("http", "https")
 
 
 def is_address(text: object) -> bool:
-    """Whether a text is an address, and not a path."""
+    """Whether a text is an address rather than a path."""
     return isinstance(text, str) and "://" in text
 
 
@@ -76,7 +76,7 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
     """Parse an address.
 
     Args:
-        text: What was given.
+        text: The text to parse.
         key: Its recipe key or option, for the message.
 
     Raises:
@@ -106,7 +106,7 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
 def _refuse_credentials(protocol: str, place: str, key: str) -> None:
     authority = place.split("/", 1)[0]
     has_port = protocol in ("http", "https") and re.fullmatch(r"[^:@]*:\d+|\[[0-9a-fA-F:]+\](:\d+)?", authority)
-    # A secret may hold slashes, so the '@' after it need not stand in what looks like the authority.
+    # A secret may contain slashes, so the '@' after it may lie outside the apparent authority.
     has_user = "@" in authority or (":" in authority and not has_port)
     if has_user and protocol != "file":
         raise StorageError(
@@ -125,7 +125,7 @@ def check_library(address: Address) -> None:
     """Check that the protocol's library is installed.
 
     Raises:
-        StorageError: Naming the extra that brings it.
+        StorageError: Naming the extra that installs it.
     """
     library, extra = _LIBRARIES[address.protocol]
     for module in ("fsspec", library):
@@ -139,15 +139,15 @@ def check_library(address: Address) -> None:
 
 
 def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """Remove users, passwords and queries of addresses, and the environment's secrets, from a text.
+    """Remove users, passwords and queries from addresses, and the environment's secrets, from a text.
 
     Args:
-        text: Will be shown or recorded.
-        environment: Holds the secrets; this process's by default.
+        text: The text to be shown or recorded.
+        environment: Environment variables that hold secrets; this process's by default.
     """
     values = os.environ if environment is None else environment
     for secret in sorted(_secrets(values), key=len, reverse=True):
-        # A short value could be in any text by chance.
+        # A short value could occur in any text by chance.
         if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, _HIDDEN)
     text = _PASSWORD.sub(rf"\1{_HIDDEN}@", _USER.sub(rf"\1{_HIDDEN}@", text))
@@ -155,7 +155,7 @@ def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> 
 
 
 def _secrets(values: Mapping[str, str]) -> set[str]:
-    """The environment's secrets, whole and in parts, as they are and as they are quoted in an address."""
+    """Return the environment's secrets, whole and in parts, both raw and URL-quoted."""
     found = set()
     for name, value in values.items():
         if _SECRET_NAME.search(name.upper()) and not _is_path(name, value):
@@ -165,5 +165,5 @@ def _secrets(values: Mapping[str, str]) -> set[str]:
 
 
 def _is_path(name: str, value: str) -> bool:
-    """Whether a value is the path of a credentials file, not a secret: a secret may begin with a slash too."""
+    """Whether a value is the path of a credentials file. A secret may begin with a slash too."""
     return value.startswith("/") and (_PATH_NAME.search(name.upper()) is not None or Path(value).exists())

@@ -1,8 +1,8 @@
-"""The cache of remote files on this host: filled, kept up to date, and evicted when there is no room.
+"""The cache of remote files on this host: filled, kept up to date, and evicted when space runs out.
 
-Each copy is a separate folder under ``copies``, named by its address and by a digest of what the address listed
-(names, sizes, ETags). It is filled under a hidden name, and renamed when complete. Locks of the system keep
-processes from filling it twice and from evicting what another one reads; they go with the process, even after SIGKILL.
+Each copy is a separate folder under ``copies``, named by its address and a digest of the address's listing (names,
+sizes, ETags). It is filled under a hidden name, and renamed when complete. File locks prevent processes from filling it
+twice or evicting a copy that another process reads. The kernel releases them when the process ends, even after SIGKILL.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FACTS = "copy.json"
 _PARTIAL = ".part-"
 _GOING = ".going-"
 
-# Descriptors whose shared locks say that this process reads a copy; they stay open as long as it lives.
+# Descriptors whose shared locks mark copies as in use by this process; they stay open for its lifetime.
 _held: dict[Path, int] = {}
 
 
@@ -41,8 +41,8 @@ class Cache:
     """Copies of remote files in a folder of this host; any number of processes may use it.
 
     Attributes:
-        root: The folder, made when it is needed.
-        limit_bytes: How much all copies may take; None: half of what is free and what they take now.
+        root: The folder, created when first needed.
+        limit_bytes: Maximum size of all copies; None: half of the free space plus the space that they use now.
     """
 
     root: Path
@@ -50,10 +50,10 @@ class Cache:
 
     @staticmethod
     def of_environment(environment: Mapping[str, str] | None = None) -> Cache:
-        """The cache that ``PACELINE_CACHE`` (folder) and ``PACELINE_CACHE_GB`` (limit) ask for.
+        """Return the cache configured by ``PACELINE_CACHE`` (folder) and ``PACELINE_CACHE_GB`` (limit).
 
         Raises:
-            StorageError: If the limit is no number above 0.
+            StorageError: If the limit is not a positive number.
         """
         values = os.environ if environment is None else environment
         base = values.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -71,17 +71,17 @@ class Cache:
 
     @property
     def copies(self) -> Path:
-        """The folder of copies."""
+        """The folder that holds the copies."""
         return self.root / "copies"
 
     def copy_of(self, remote: Remote, say: Callable[[str], None]) -> Path:
-        """The local copy of a file or folder, fetched if it is not here; it stays as long as this process lives.
+        """Return the local copy of a file or folder, fetching it if missing; it is kept for this process's lifetime.
 
         Args:
             remote: Its address. say: Receives progress lines.
 
         Raises:
-            StorageError: If there is nothing, it cannot be read or has changed meanwhile, or there is no room for it.
+            StorageError: If it does not exist, cannot be read, changed during the copy, or does not fit.
         """
         address = remote.address
         files = listing_of(remote)
@@ -115,16 +115,16 @@ class Cache:
         if fingerprint(listing_of(remote)) != fingerprint(files):
             shutil.rmtree(partial, ignore_errors=True)
             raise StorageError(f"{remote.address} changed while it was copied; try again when nothing writes there.")
-        # A power cut may leave empty files under a whole name: their sizes are looked at before every use.
+        # A power cut can leave empty files under a final name, so sizes are checked before every use.
         facts = {"address": str(remote.address), "size_bytes": size, "files": len(files)}
         (partial / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
         os.replace(partial, self.copies / name)
 
     def _make_room(self, needed: int, *, keep: str, address: Address, whole: int) -> None:
-        """Evict what was not used for longest until there is room.
+        """Evict the least recently used copies until there is enough space.
 
         Raises:
-            StorageError: If there is not.
+            StorageError: If there still is not enough.
         """
         present = {path: _copy_size(path) for path in self.copies.iterdir() if not path.name.endswith(keep)}
         taken = sum(present.values())
@@ -145,7 +145,7 @@ class Cache:
             )
 
     def _evict(self, path: Path) -> bool:
-        """Remove a copy that nobody reads or fills; False if somebody does."""
+        """Remove a copy that no process reads or fills; return False if one does."""
         name = path.name.removeprefix(_PARTIAL)
         if path.name.startswith(_GOING):
             shutil.rmtree(path, ignore_errors=True)
@@ -165,10 +165,10 @@ class Cache:
 
 
 def listing_of(remote: Remote) -> dict[str, RemoteFile]:
-    """The files of a folder by relative name; a single file has the empty name.
+    """Return the files of a folder by relative name; a single file has the empty name.
 
     Raises:
-        StorageError: If there is nothing.
+        StorageError: If the address holds nothing.
     """
     single = remote.single()
     if single is not None:
@@ -192,7 +192,7 @@ def _download(remote: Remote, files: Mapping[str, RemoteFile], target: Path, say
         name, file = item
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.part")  # until it is as long as it should be
+        partial = path.with_name(f".{path.name}.part")  # until it has its full size
         remote.download(name, partial, file.size_bytes)
         os.replace(partial, path)
         with lock:
@@ -217,7 +217,7 @@ def _size(files: Mapping[str, RemoteFile]) -> int:
 
 
 def _local_size(path: Path) -> int:
-    """A file's size; -2 if there is none, which is no size of a listing."""
+    """Return a file's size; -2 if it does not exist, which no listing contains."""
     try:
         return path.stat().st_size if path.is_file() else -2
     except OSError:
@@ -239,11 +239,11 @@ def _used_at(path: Path) -> float:
 
 
 def _hold(path: Path) -> None:
-    """Say that this process, and those forked from it, read a copy."""
+    """Mark a copy as in use by this process and its forks."""
     if path in _held:
         return
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    # A file system without locks evicts nothing: there the exclusive lock cannot be taken either.
+    # On a file system without locks nothing is evicted: the exclusive lock cannot be taken there either.
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH)
     _held[path] = descriptor
@@ -268,25 +268,25 @@ def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
         os.close(descriptor)
 
 
-# Copied once in a process: a run keeps using the files that it began with.
+# Copied once per process: a run keeps using the files that it started with.
 _copied: dict[str, Path] = {}
 
 
 def local_copy(
     address: str, *, key: str = "the address", cache: Cache | None = None, say: Callable[[str], None] | None = None
 ) -> Path:
-    """Copy a file or folder to this host, if it is not here already, and return its path.
+    """Copy a file or folder to this host, unless it is cached, and return its path.
 
-    Whichever process of a host comes first copies; the others wait for it, and find it.
+    The first process on a host copies; the others wait and use that copy.
 
     Args:
         address: Its address; see :func:`paceline.storage.addresses.parse_address`.
-        key: What it was given as, for messages.
-        cache: Where copies are kept; the one of the environment by default.
+        key: Its recipe key or option, for messages.
+        cache: Where copies are kept; by default the cache configured in the environment.
         say: Receives progress lines; standard error by default.
 
     Raises:
-        StorageError: If it cannot be fetched, or there is no room for it.
+        StorageError: If it cannot be fetched or does not fit.
     """
     found = parse_address(address, key=key)
     tell = say or _to_standard_error
@@ -298,7 +298,7 @@ def local_copy(
 
 
 def local_path(text: str, *, key: str) -> str:
-    """A path unchanged; for an address, the path of its copy."""
+    """Return a path unchanged; for an address, the path of its local copy."""
     return str(local_copy(text, key=key)) if is_address(text) else text
 
 

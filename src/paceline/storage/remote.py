@@ -20,18 +20,18 @@ from paceline.storage.addresses import Address, check_library, parse_address, wi
 
 T = TypeVar("T")
 _AT_ONCE = 8
-# How long a server may say nothing, in seconds.
+# Read timeout of a server, in seconds.
 _SHORTEST_SILENCE, _LONGEST_SILENCE = 5.0, 60.0
 _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """What a listing says of one file.
+    """One file of a listing.
 
     Attributes:
         size_bytes: Its size.
-        tag: What changes when the file does: its ETag, or the time of its last change.
+        tag: Its ETag or modification time, which changes with the file.
     """
 
     size_bytes: int
@@ -39,14 +39,14 @@ class RemoteFile:
 
 
 class Remote:
-    """The files at an address and beneath it; safe to use from several threads.
+    """The files at and below an address; thread-safe.
 
     Args:
-        address: Where.
+        address: Their address.
         retries: Retry policy.
 
     Raises:
-        StorageError: If the protocol's library is missing; later, if a request fails for good.
+        StorageError: If the protocol's library is missing; later, if a request fails permanently.
     """
 
     def __init__(self, address: Address | str, retries: Retries | None = None) -> None:
@@ -58,31 +58,31 @@ class Remote:
     def _open(self) -> Any:
         import fsspec
 
-        # What was listed a minute ago is not what lies there now.
+        # Cached listings would be out of date.
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         protocol = self.address.protocol
         configured = fsspec.config.conf.get(protocol, {})
         if protocol == "s3" and "config_kwargs" not in configured:
-            # A server that accepts and does not answer is to fail a request while somebody has patience for it.
+            # A server that accepts a connection and never answers must fail the request before the user gives up.
             silence = min(max(self.retries.patience_seconds, _SHORTEST_SILENCE), _LONGEST_SILENCE)
             options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": silence, "retries": {"max_attempts": 1}}
         if protocol == "file":
             options = {"auto_mkdir": True}
         files = fsspec.filesystem(protocol, **options)
         if protocol == "s3":
-            # s3fs tries everything five times, unheard, whatever botocore is told; trying again is for Retries.
+            # s3fs silently retries five times whatever botocore's settings; retrying is left to Retries.
             files.retries = 1
         return files
 
     def path(self, name: str = "") -> str:
-        """The whole address of a file beneath, or of the place itself."""
+        """Return the full address of a file, or of the address itself."""
         return f"{self.address}/{name}" if name else str(self.address)
 
     def listed(self, folder: str = "") -> dict[str, RemoteFile]:
-        """All files beneath the address or one of its folders, by name relative to the address; empty if there is none.
+        """Return all files below the address or one of its folders, by name relative to the address; may be empty.
 
         Raises:
-            StorageError: If a name would lead out of a folder that it is copied to.
+            StorageError: If a name would escape the folder it is copied to.
         """
         where = self.path(folder)
         found = self.retries(f"list {where}", lambda: self._find(where))
@@ -105,7 +105,7 @@ class Remote:
         return found
 
     def single(self, name: str = "") -> RemoteFile | None:
-        """Facts about the file at the address, or of one beneath; None if it is a folder, or there is nothing."""
+        """Return facts about the file at the address or below it; None for a folder, or if nothing exists."""
         where = self.path(name)
         info = self.retries(f"look at {where}", lambda: self._info(where))
         return None if info is None or info.get("type") == "directory" else _facts(info)
@@ -118,7 +118,7 @@ class Remote:
         return info
 
     def read(self, name: str) -> bytes:
-        """The content of a small file."""
+        """Return the content of a small file."""
         where = self.path(name)
         content: bytes = self.retries(f"read {where}", lambda: self._files.cat_file(where))
         return content
@@ -128,8 +128,8 @@ class Remote:
 
         Args:
             name: Relative to the address.
-            target: The local file; what it holds is replaced.
-            size_bytes: How long it should be; -1 if that is not known.
+            target: The local file; existing content is replaced.
+            size_bytes: Its expected size; -1 if unknown.
         """
         where = self.path(name)
         self.retries(f"read {where}", partial(self._download, where, target, size_bytes))
@@ -146,7 +146,7 @@ class Remote:
         Args:
             source: The local file.
             name: Relative to the address.
-            progress: Takes the number of bytes that have been sent in this try, now and then.
+            progress: Called from time to time with the number of bytes sent in this attempt.
         """
         where = self.path(name)
         self.retries(f"write {where}", partial(self._upload, source, where, progress))
@@ -178,14 +178,14 @@ class Remote:
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(self.path(name))
         if self.address.protocol == "file":
-            # On a disk, unlike in a store, a folder stays when its last file goes.
+            # On a disk, unlike in an object store, a folder remains when its last file is deleted.
             with contextlib.suppress(OSError):
                 for folder in list(PurePosixPath(name).parents)[:-1]:
                     Path(self.address.place, folder).rmdir()
 
 
 def fingerprint(files: Mapping[str, RemoteFile]) -> str:
-    """A digest of names, sizes and tags, which changes with any of them."""
+    """Return a digest of names, sizes and tags that changes with any of them."""
     digest = hashlib.sha256()
     for name, file in sorted(files.items()):
         digest.update(f"{name}\0{file.size_bytes}\0{file.tag}\n".encode())
@@ -199,15 +199,15 @@ def _facts(info: Mapping[str, Any]) -> RemoteFile:
 
 
 def run_at_once(call: Callable[[T], object], items: Collection[T], *, threads: int, name: str) -> None:
-    """Call something for each item, in several threads.
+    """Call a function for each item, in several threads.
 
-    After the first error no more calls are started, and it is raised when those under way have ended; an interrupt is
+    After the first error no more calls are started, and it is raised when the running ones have ended. An interrupt is
     raised at once.
 
     Args:
         call: Takes an item; its result is dropped.
-        items: Each is taken once.
-        threads: Most threads at a time.
+        items: Each is processed once.
+        threads: Maximum number of threads.
         name: Name of the threads.
     """
     waiting, errors = list(reversed(list(items))), list[BaseException]()
@@ -237,7 +237,7 @@ def run_at_once(call: Callable[[T], object], items: Collection[T], *, threads: i
 
 
 def begin(call: Callable[[], T], *, name: str) -> Future[T]:
-    """Call something in a thread; the future has its result or its error.
+    """Call a function in a thread; the future holds its result or error.
 
     Args:
         call: Runs in the thread.
@@ -257,7 +257,7 @@ def begin(call: Callable[[], T], *, name: str) -> Future[T]:
 
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 10.0
-# Errors that another try would meet again.
+# Errors that would recur on another attempt.
 _LASTING = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(ImportError, TypeError),
@@ -273,34 +273,34 @@ _ADVICE = {
 
 
 def _nowhere(_: str) -> None:
-    """Report nothing."""
+    """Ignore progress."""
 
 
 @dataclass
 class Retries:
-    """Retries temporary failures: pauses double from 0.2 to 10 seconds, each shortened at random by up to a half.
+    """Retry policy for temporary failures: pauses double from 0.2 to 10 seconds, each randomly shortened by up to half.
 
     Attributes:
-        patience_seconds: How long one request may fail before it is given up.
-        told: Receives one line about a request that failed at first and then succeeded.
-        given_up: Set when no one waits for the result any more; pauses end at once, and nothing is retried.
+        patience_seconds: How long to retry one request.
+        told: Receives one line when a request succeeds after failing.
+        given_up: Set when the result is no longer needed: pauses end at once and nothing is retried.
     """
 
     patience_seconds: float = 60.0
     told: Callable[[str], None] = _nowhere
     given_up: threading.Event = field(default_factory=threading.Event)
-    # Of its own: the draws of a run belong to the run.
+    # A separate generator, because the global one belongs to the run.
     _draws: random.Random = field(default_factory=random.Random, repr=False)
 
     def __call__(self, action: str, call: Callable[[], T]) -> T:
-        """Call something, and retry it if it fails.
+        """Call a function and retry it if it fails.
 
         Args:
-            action: What it does, to follow "cannot": ``read s3://bucket/x``.
+            action: What it does, as a verb phrase after "cannot": ``read s3://bucket/x``.
             call: The request.
 
         Raises:
-            StorageError: If the failure is permanent, patience has run out, or it was given up.
+            StorageError: If the failure is permanent, patience ran out, or retries were cancelled.
         """
         begun = time.monotonic()
         failures, reason = 0, ""
@@ -327,7 +327,7 @@ class Retries:
 
 
 def describe(error: BaseException) -> str:
-    """One line about an error, without secrets."""
+    """Describe an error in one line, without secrets."""
     text = " ".join(without_secrets(str(error)).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

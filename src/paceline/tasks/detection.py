@@ -1,4 +1,4 @@
-"""Detection: boxes, classes and masks of the objects in a picture; mean average precision."""
+"""Detection: boxes, classes and masks of the objects in a picture, with mean average precision."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ _NOT_SHARDED = (
     "does not work with task=detection: held-out pictures run one by one, not the same number in each process, and "
     "each pass would gather all processes' weights"
 )
-_MASK = 0.5  # a pixel is an object's from this probability on
+_MASK = 0.5  # probability from which a pixel belongs to an object
 
 
 class Detection(Task):
-    """Finds objects: torchvision's detectors, or any that are called as these are.
+    """Finds objects with torchvision's detectors, or any with the same interface.
 
-    The loss is the sum of what the network returns in training mode. A held-out picture's is that of the picture alone.
+    The loss is the sum of the losses that the network returns in training mode. A held-out picture's loss is computed
+    for that picture alone.
     """
 
     headline = "box_map"
@@ -69,13 +70,13 @@ class Detection(Task):
 
     @property
     def has_masks(self) -> bool:
-        """Whether masks are learned."""
+        """Whether masks are trained."""
         asked, name = self.recipe.data.detection.masks, self.recipe.model.name
         return says_masks(name) if asked == "auto" else asked
 
     @cached_property
     def dataset(self) -> BoxDataset:
-        """The pictures, opened when first needed."""
+        """The pictures, opened on first use."""
         data = self.recipe.data
         openers: dict[str, Callable[[Data], BoxDataset]] = {
             "coco": lambda data: open_coco(data.path, masks=self.has_masks, keep_empty=data.detection.keep_empty),
@@ -88,7 +89,7 @@ class Detection(Task):
         """Open the pictures.
 
         Raises:
-            RecipeError: If the recipe asks for something detectors do not support.
+            RecipeError: If the recipe uses a feature that detectors do not support.
         """
         found = self.dataset
         if self.recipe.parallel.strategy == "fsdp":
@@ -125,7 +126,7 @@ class Detection(Task):
         )
 
     def sample_keys(self) -> NDArray[np.float64] | None:
-        """Width over height of each picture, where those alike are to share a micro-batch."""
+        """Return the aspect ratio (width over height) of each picture, if micro-batches group similar pictures."""
         if not self.recipe.data.detection.like_shapes:
             return None
         height, width = self.dataset.train.sizes.T
@@ -133,20 +134,20 @@ class Detection(Task):
         return keys
 
     def sample_costs(self) -> NDArray[np.float64]:
-        """Pixels of each picture as it is shown."""
+        """Return the pixels of each picture at its training size."""
         areas: NDArray[np.float64] = self.sample_sizes().prod(axis=1).astype(np.float64)
         return areas
 
     def sample_sizes(self) -> NDArray[np.int64]:
-        """Height and width of each picture as the first epoch shows it."""
+        """Return height and width of each picture as shown in the first epoch."""
         return shown_sizes(self.dataset.train.sizes, self.recipe.data.detection, self.recipe.seed)
 
     def description(self) -> dict[str, Any]:
-        """Class names, marked as classes of boxes, not pictures."""
+        """Return class names, marked as classes of boxes rather than pictures."""
         return {"class_names": list(self.dataset.classes), "detects": list(self._kinds)}
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
-        """Pictures, each with its objects."""
+        """Open the pipeline of pictures with their objects."""
         data = self.recipe.data
         return BoxPipeline(
             self.dataset,
@@ -159,11 +160,11 @@ class Detection(Task):
         )
 
     def build_model(self) -> nn.Module:
-        """The recipe's detector, for the data's classes and the background."""
+        """Build the recipe's detector for the data's classes and the background."""
         return build_detector(self.recipe.model, self.recipe.data.detection, num_classes=len(self.dataset.classes))
 
     def check_network(self, network: nn.Module) -> None:
-        """Check that it predicts masks exactly if they are requested."""
+        """Check that the network predicts masks if and only if they are requested."""
         heads = getattr(network, "roi_heads", None)
         says = heads is not None and bool(heads.has_mask())
         if says != self.has_masks:
@@ -174,11 +175,11 @@ class Detection(Task):
             )
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
-        """The sum of the network's losses, each a mean as torchvision defines it."""
+        """Return the sum of the network's losses, each a mean as torchvision defines it."""
         return _total(model(batch.inputs, [learned_from(each) for each in batch.targets]))
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """Each picture's loss, detections and objects."""
+        """Return each picture's loss, detections and objects."""
         found = _found(model, batch)
         for each in found:
             if "masks" in each:
@@ -186,7 +187,7 @@ class Detection(Task):
         return {"loss": self._losses(model, batch), "found": found, "truth": batch.targets}
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """Detections in each picture: boxes in its pixels (left, top, right, bottom), classes from 0, and scores."""
+        """Return each picture's detections: boxes in pixels (left, top, right, bottom), classes from 0, scores."""
         found = _found(model, batch)
         return {
             "boxes": [each["boxes"] for each in found],
@@ -195,7 +196,7 @@ class Detection(Task):
         }
 
     def shown(self, batch: Batch) -> list[tuple[Tensor, str]]:
-        """The pictures with boxes and masks, each with the names of its classes."""
+        """Return the pictures with boxes and masks drawn in, each with its class names."""
         names, found = self.dataset.classes, []
         for image, target in zip(batch.inputs, batch.targets, strict=True):
             picture = (255 * image.cpu()).round().clamp(0, 255).to(torch.uint8)
@@ -206,11 +207,11 @@ class Detection(Task):
         return found
 
     def collectors(self) -> tuple[Collector, ...]:
-        """Mean average precision."""
+        """Return the collector of mean average precision."""
         return (AveragePrecision(self._kinds),)
 
     def _losses(self, model: Model, batch: Batch) -> Tensor:
-        """The loss of each picture by itself, [N]; what is sampled for it is keyed by its number."""
+        """Return the loss of each picture by itself, [N]; random sampling is keyed by the picture's number."""
         losses = []
         devices = [each.device for each in batch.inputs[:1] if each.device.type == "cuda"]
         with torch.random.fork_rng(devices=devices), _telling_losses(model):
@@ -234,12 +235,12 @@ class Detection(Task):
 
 
 def why_not_sharded(task: Task) -> str:
-    """Why FSDP cannot spread a task's network, as the rest of a sentence about it; empty if it can."""
+    """Explain why FSDP cannot shard a task's network, as the rest of a sentence; empty if it can."""
     return _NOT_SHARDED if isinstance(task, Detection) else ""
 
 
 def learned_from(target: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The objects of a picture that a network can learn from: no crowds, and none without extent."""
+    """Select the objects of a picture that a network can learn from: no crowds and no empty boxes."""
     boxes = target["boxes"]
     keep = ~target["crowd"] & (boxes[:, 2:] > boxes[:, :2]).all(dim=1)
     return {name: each[keep] for name, each in target.items() if name != "crowd"}
@@ -247,7 +248,7 @@ def learned_from(target: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def _telling_losses(model: Model) -> Iterator[None]:
-    """Have a detector answer with its losses, and leave everything else, its norms say, in evaluation mode."""
+    """Make a detector return its losses, with everything else, such as norms, in evaluation mode."""
     whole = next(iter(model.modules()))  # type: ignore[attr-defined]  # a network, or what asks one
     parts = [whole, *(getattr(whole, name) for name in ("rpn", "roi_heads") if hasattr(whole, name))]
     before = [part.training for part in parts]
@@ -261,7 +262,7 @@ def _telling_losses(model: Model) -> Iterator[None]:
 
 
 def _found(model: Model, batch: Batch) -> list[dict[str, Tensor]]:
-    """What is found in each picture by itself: padded to others in a batch, a network may answer otherwise."""
+    """Run detection on each picture by itself, since padding in a batch may change the output."""
     return [model([image])[0] for image in batch.inputs]
 
 

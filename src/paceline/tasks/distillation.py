@@ -1,4 +1,4 @@
-"""Knowledge distillation: image classification that also learns from a trained network's outputs."""
+"""Knowledge distillation: image classification that also learns from a teacher's outputs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paceline.world import World
 class Distillation(ImageClassification):
     """Image classification with a teacher that sees exactly the student's images.
 
-    The teacher belongs to training alone: it is no part of the network, its checkpoints, or its evaluation.
+    The teacher is used only in training: it is not part of the network, its checkpoints or its evaluation.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -37,10 +37,10 @@ class Distillation(ImageClassification):
         self._teacher: Callable[[Tensor], Tensor] | None = None
 
     def prepare_training(self, placement: Placement) -> None:
-        """Read the teacher.
+        """Load the teacher.
 
         Raises:
-            PacelineError: If there is none, or it has other classes.
+            PacelineError: If it does not exist or has other classes.
         """
         super().prepare_training(placement)
         saved = self._saved
@@ -55,7 +55,7 @@ class Distillation(ImageClassification):
         self._teacher = _seen_as_trained(network, own_scale, saved)
 
     def data_facts(self, world: World) -> DataFacts:
-        """The dataset's, and which teacher it is: a resumed run must have the same."""
+        """Return the dataset's facts and the teacher's identity: a resumed run must have the same teacher."""
         facts = super().data_facts(world)
         if self._saved is None:
             return facts
@@ -63,14 +63,14 @@ class Distillation(ImageClassification):
 
     @cached_property
     def _saved(self) -> SavedWeights | None:
-        """The teacher's weights."""
+        """Load the teacher's weights."""
         source = self.recipe.distillation.teacher
         return None if source is None else read_weights(Path(local_path(source, key="distillation.teacher")))
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
-        """The recipe's loss on the labels, and the teacher's."""
+        """Combine the recipe's loss on the labels with the teacher's."""
         asked = self.recipe.distillation
-        assert self._teacher is not None  # training was prepared
+        assert self._teacher is not None  # prepare_training has run
         logits = model(batch.inputs)
         with torch.no_grad():
             answers = self._teacher(batch.inputs)
@@ -105,7 +105,7 @@ class Distillation(ImageClassification):
 def _seen_as_trained(
     network: nn.Module, student: tuple[Tensor, Tensor], saved: SavedWeights
 ) -> Callable[[Tensor], Tensor]:
-    """A teacher that is shown images normalised as it was trained, whatever the student's are."""
+    """Wrap a teacher to normalise images as in its own training, whatever the student's normalisation."""
     (mean, std), data = student, saved.described("data")
     own_mean, own_std = torch.tensor(data["mean"]), torch.tensor(data["std"])
     if torch.equal(mean, own_mean) and torch.equal(std, own_std):
@@ -117,7 +117,7 @@ def _seen_as_trained(
 
 
 def _divergence(logits: Tensor, answers: Tensor, temperature: float) -> Tensor:
-    """Kullback-Leibler divergence of the student's from the teacher's softened probabilities, times T squared."""
+    """Kullback-Leibler divergence of the student from the teacher's softened probabilities, times T squared."""
     wanted = F.log_softmax(answers.float() / temperature, dim=1)
     found = F.log_softmax(logits.float() / temperature, dim=1)
     return F.kl_div(found, wanted, reduction="batchmean", log_target=True) * temperature**2

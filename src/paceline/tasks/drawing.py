@@ -1,4 +1,4 @@
-"""Objects drawn into pictures, for the report."""
+"""Draw objects into pictures, for the report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-# Okabe and Ito's, which the colour-blind can tell apart.
+# Okabe and Ito's palette, which colour-blind readers can distinguish.
 _COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")
 _PICTURE_PIXELS = 96
 
@@ -14,11 +14,11 @@ _PICTURE_PIXELS = 96
 def drawn(
     picture: Tensor, classes: Sequence[int], *, masks: Tensor | None = None, boxes: Tensor | None = None
 ) -> Tensor:
-    """A picture, uint8 [3, H, W], with its M objects in the colours of their classes.
+    """Return a picture, uint8 [3, H, W], with its M objects in the colours of their classes.
 
     Args:
-        picture: Where they are drawn.
-        classes: The class of each object.
+        picture: The picture to draw into.
+        classes: Class of each object.
         masks: Pixels of the objects, [M, H, W].
         boxes: Left, top, right and bottom of each, [M, 4].
     """
@@ -30,7 +30,7 @@ def drawn(
     if masks is not None:
         picture = draw_segmentation_masks(picture, masks.bool(), alpha=0.5, colors=colours)
     if boxes is not None:
-        # As wide as a pixel is after the picture was made small.
+        # As wide as a pixel after the picture is shrunk.
         width = max(1, round(max(picture.shape[1:]) / _PICTURE_PIXELS))
         picture = draw_bounding_boxes(picture, boxes, colors=colours, width=width)
     return picture

@@ -1,4 +1,4 @@
-"""Tasks of images, and image classification: one label per image, top-1 and top-k accuracy, test-time augmentation."""
+"""Image tasks, and image classification: one label per image, top-1 and top-k accuracy, test-time augmentation."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class ImageTask(Task):
     """Base class of image tasks; a subclass defines their targets.
 
     Attributes:
-        learns: What of an image: its one class, any number of labels, or numbers.
-        unused: Dotted keys that the task has no use for, with the reason.
+        learns: The targets of an image: one class, any number of labels, or numbers.
+        unused: Dotted keys that have no effect on the task, with the reason.
     """
 
     unit = "images"
@@ -78,12 +78,12 @@ class ImageTask(Task):
 
     @cached_property
     def dataset(self) -> ImageDataset:
-        """The images and their classes, opened when first needed."""
+        """The images and their classes, opened on first use."""
         return open_dataset(self.recipe.data)
 
     @cached_property
     def _shapes(self) -> SampleShapes | None:
-        """At which shape each held-out image is shown; None if all are squares."""
+        """Shape of each held-out image as shown; None if all are square."""
         data, found = self.recipe.data, self.dataset
         if not self._may_be_rectangles or len(found.validation) == 0:
             return None
@@ -96,14 +96,14 @@ class ImageTask(Task):
         return self.recipe.data.evaluation_shape != "square" and self.recipe.data.dataset != "synthetic"
 
     def data_facts(self, world: World) -> DataFacts:
-        """Open the dataset and resolve what is `auto` about it.
+        """Open the dataset and resolve its `auto` settings.
 
         Raises:
-            RecipeError: If the recipe asks for targets or a loss of another task's.
+            RecipeError: If the recipe's targets or loss belong to another task.
         """
         self._check_targets()
         data, found = self.recipe.data, self.dataset
-        # Refuses an augmentation that images of this size cannot have.
+        # Refuses an augmentation that does not work at this image size.
         View(image_size=found.image_size, channels=found.channels, augment=data.augment)
         start = data.progressive.start_size
         if start is not None and start >= found.image_size:
@@ -155,27 +155,27 @@ class ImageTask(Task):
 
     @abstractmethod
     def target_facts(self, reasons: dict[str, str]) -> dict[str, Any]:
-        """What the plan says of the targets; ``reasons`` takes why."""
+        """Return the plan's facts about the targets; appends explanations to ``reasons``."""
 
     def sample_sets(self) -> SampleClasses | None:
-        """The part of a mixture that each image is of, as often as it is repeated."""
+        """Return the mixture part that each image belongs to, with repeats."""
         numbers = part_numbers(self.dataset.train)
         return None if numbers is None else np.tile(numbers, self.recipe.data.augment.repeats)
 
     def description(self) -> dict[str, Any]:
-        """Facts that prediction needs."""
+        """Return facts that prediction needs."""
         native = self.dataset.native_size or common_size(self.dataset.validation)
         return {
             "evaluation_crop": self.recipe.data.evaluation_crop,
             "interpolation": self.recipe.data.interpolation,
-            # Images that have the size at which they are shown are not cropped.
+            # Images that already have the target size are not cropped.
             **({} if native is None else {"native_size": list(native)}),
-            # Also where the held-out images are squares: those that are predicted need not be.
+            # Also if the held-out images are square: images to predict need not be.
             **({"evaluation_multiple": self.recipe.data.evaluation_multiple} if self._may_be_rectangles else {}),
         }
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
-        """Batches of the dataset through the chosen back-end."""
+        """Open batches of the dataset through the chosen back-end."""
         found = self.dataset
         return ImagePipeline(
             train=OpenedSplit(
@@ -197,12 +197,12 @@ class ImageTask(Task):
         )
 
     def build_model(self) -> nn.Module:
-        """The recipe's network, as wide as the classes and as deep as the images' channels."""
+        """Build the recipe's network, sized for the classes and the images' channels."""
         found = self.dataset
         return build_model(self.recipe.model, num_classes=len(found.classes), in_channels=found.channels)
 
     def first_weights(self, network: nn.Module) -> None:
-        """Let layers that whiten what they see begin from training images, without augmentation."""
+        """Initialise whitening layers from training images, without augmentation."""
         layers = whitening_layers(network)
         if not layers:
             return
@@ -219,12 +219,12 @@ class ImageTask(Task):
             layer.begin_from(normalised)
 
     def begins_from_data(self, network: nn.Module) -> bool:
-        """Whether it has layers that whiten, or a task made of this one has first weights of its own."""
+        """Whether the network has whitening layers, or a subclass overrides the initial weights."""
         is_own = type(self).first_weights is not ImageTask.first_weights
         return is_own or bool(whitening_layers(network))
 
     def check_network(self, network: nn.Module) -> None:
-        """Test the network with each image size of training and evaluation, besides its own."""
+        """Check the network with each image size of training and evaluation, in addition to its default."""
         found, data = self.dataset, self.recipe.data
         sides = {data.progressive.size_at(epoch, found.image_size) for epoch in range(data.progressive.end)}
         sides = (sides | {evaluation_size(data, found)}) - {found.image_size}
@@ -233,9 +233,9 @@ class ImageTask(Task):
             check_takes(network, shape, channels=found.channels, name=self.recipe.model.name)
 
     def pictures(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The images as they were before they were normalised."""
+        """Return the images before normalisation."""
         scales = zip(self.dataset.mean, self.dataset.std, strict=True)
-        # By channel, since numbers go to a device without a copy that waits for it.
+        # Channel by channel, since Python numbers reach a device without a blocking copy.
         channels = [inputs[:, channel] * (255 * std) + 255 * mean for channel, (mean, std) in enumerate(scales)]
         return torch.stack(channels, dim=1).round_().clamp_(0, 255).to(torch.uint8)
 
@@ -253,7 +253,7 @@ class ImageTask(Task):
             )
 
     def _shown(self) -> Data:
-        """How the images are shown that are scored: the recipe's section, as far as it has an effect on them."""
+        """Return the preprocessing of scored images: the parts of the recipe's section that affect them."""
         data, augment = self.recipe.data, self.recipe.evaluate.augment
         if augment in CROPS:
             data = shown_for_crops(data, evaluation_size(data, self.dataset), augment)
@@ -274,30 +274,30 @@ class ImageTask(Task):
 
 
 class ClassTask(ImageTask):
-    """Learns classes of images, by one of the recipe's losses."""
+    """Trains on image classes with one of the recipe's losses."""
 
     @cached_property
     def _loss(self) -> ClassificationLoss:
         return ClassificationLoss(self.recipe.train, self.weights_by_class("train.class_weights"))
 
     def description(self) -> dict[str, Any]:
-        """Class names and what else prediction needs."""
+        """Return class names and other facts that prediction needs."""
         return {"class_names": list(self.dataset.classes), **super().description()}
 
     def prepare_training(self, placement: Placement) -> None:
-        """Make the recipe's loss, and try it.
+        """Build the recipe's loss and test it.
 
         Raises:
-            RecipeError: If it cannot be imported or made, or does not give a loss for each sample.
+            RecipeError: If it cannot be imported or built, or does not return one loss per sample.
         """
         self._loss.check(len(self.dataset.classes), placement.device)
 
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
-        """The recipe's loss."""
+        """Return the recipe's loss."""
         return self._loss(model(batch.inputs), batch.targets, batch.slice.mean_class_weight)
 
     def shown(self, batch: Batch) -> list[tuple[torch.Tensor, str]]:
-        """The images, each with its class, its classes, or the shares of those that it is mixed of."""
+        """Return the images, each with its class, its classes, or its mixture shares."""
         names, found = self.dataset.classes, []
         for picture, target in zip(self.pictures(batch.inputs), batch.targets.cpu(), strict=True):
             shares = {int(target): 1.0} if not target.ndim else dict(enumerate(target.tolist()))
@@ -310,7 +310,7 @@ class ClassTask(ImageTask):
 class ImageClassification(ClassTask):
     """Assigns one of several classes to an image.
 
-    Subclass it and override :meth:`build_model` for your own network, :meth:`loss` for another loss, or ``metrics`` and
+    Subclass it and override :meth:`build_model` for a custom network, :meth:`loss` for another loss, or ``metrics`` and
     :meth:`score` for more metrics.
     """
 
@@ -323,13 +323,13 @@ class ImageClassification(ClassTask):
     _top_k: Metric | None = None
 
     def sample_classes(self) -> SampleClasses:
-        """The images' labels, as often as each image is repeated."""
+        """Return the images' labels, with repeats."""
         return np.tile(self.dataset.train.labels, self.recipe.data.augment.repeats)
 
     def target_facts(self, reasons: dict[str, str]) -> dict[str, Any]:
-        """How many classes there are; chooses the metrics."""
+        """Return the number of classes, and choose the metrics."""
         found, top_k = self.dataset, self.recipe.evaluate.top_k
-        # As where years are taken for the numbers of classes.
+        # For example, years taken for class numbers.
         empty = len(found.classes) - len(np.unique(found.train.labels))
         if empty:
             said = f"{empty:,} of {len(found.classes):,} classes have no image to train on"
@@ -344,13 +344,13 @@ class ImageClassification(ClassTask):
         return {"classes": len(found.classes), **({"classes_without_images": empty} if empty else {})}
 
     def evaluated(self, model: Model) -> Model:
-        """The network, or one that answers to several views of each image."""
+        """Return the network, or a wrapper that averages several views of each image."""
         kind = self.recipe.evaluate.augment
         side = evaluation_size(self.recipe.data, self.dataset)
         return model if kind == "none" else AveragedViews(model, kind, side)
 
     def score(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
-        """Loss without smoothing, and whether the label is the first, or among the first k, answers."""
+        """Return the loss without smoothing, and whether the label is the top or among the top k predictions."""
         logits = model(batch.inputs).float()
         rank = _rank_of_target(logits, batch.targets)
         values = {
@@ -362,17 +362,17 @@ class ImageClassification(ClassTask):
         return values | ({"logit": logits, "label": batch.targets} if self.recipe.evaluate.metrics else {})
 
     def predict(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
-        """The most probable class and its probability."""
+        """Return the most probable class and its probability."""
         probability, label = model(batch.inputs).float().softmax(dim=1).max(dim=1)
         return {"prediction": label, "probability": probability, "target": batch.targets}
 
     def answers(self, model: Model, batch: Batch) -> Answers | None:
-        """The class of the highest score; nothing where labels are mixtures of several."""
+        """Return the class with the highest score; None if labels are mixtures."""
         return None if batch.targets.is_floating_point() else Answers.of(model(batch.inputs), batch.targets)
 
 
 def _sizes_by_epoch(progressive: Progressive, image_size: int) -> dict[str, dict[str, int]]:
-    """From which epoch, counted from 0, training images have which size, for the plan; empty if it is one."""
+    """Return training image sizes by first epoch (from 0), for the plan; empty if the size is constant."""
     if progressive.start_size is None:
         return {}
     sizes = [progressive.size_at(epoch, image_size) for epoch in range(progressive.end + 1)]
@@ -381,9 +381,9 @@ def _sizes_by_epoch(progressive: Progressive, image_size: int) -> dict[str, dict
 
 
 def _rank_of_target(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """How many classes come before the target, [N]: those that score higher, and equal ones of a lower index.
+    """Return how many classes rank before the target, [N]: higher scores, and equal scores with a lower index.
 
-    So equal scores are no answer in everyone's favour, and scores that are not numbers count against the target.
+    So ties are not all counted as correct, and NaN scores count against the target.
     """
     own = logits.gather(1, targets[:, None])
     earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]
@@ -393,18 +393,18 @@ def _rank_of_target(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 class ClassificationLoss:
     """The recipe's training loss, a mean over samples, in nats.
 
-    With class weights it is a micro-batch's part of the step's weighted mean: the sum of w_i * l_i, divided by the
-    micro-batch's samples and by the step's mean weight. Each term of the cross-entropy has its own class's weight, as
-    in ``torch.nn.CrossEntropyLoss``; so a mixed sample counts as its classes do, by their shares.
+    With class weights it is a micro-batch's contribution to the step's weighted mean: the sum of w_i * l_i, divided by
+    the micro-batch's samples and by the step's mean weight. Each term of the cross-entropy has its class's weight, as
+    in ``torch.nn.CrossEntropyLoss``; so a mixed sample is weighted by its classes' shares.
 
     * cross_entropy, with label smoothing (Szegedy et al. 2015)
-    * bce: one yes-or-no question for each class, and the mean over them (Wightman et al. 2021); targets are smoothed
-      in the same way, and with ``target_threshold`` become 1 where they are above it, else 0
-    * focal, and losses of other packages and of the user's own: called with the same targets as probabilities
-      [N, classes], they give l_i. What is not ours is weighted by the sample, as bce is.
+    * bce: binary cross-entropy per class, averaged over classes (Wightman et al. 2021); targets are smoothed in the
+      same way, and with ``target_threshold`` become 1 above it, else 0
+    * focal, and losses of other packages or the user: called with the same targets as probabilities [N, classes], they
+      return l_i. External losses are weighted per sample, as bce is.
 
     Raises:
-        RecipeError: If the recipe's loss cannot be imported, or made with ``train.loss_options``.
+        RecipeError: If the recipe's loss cannot be imported or built with ``train.loss_options``.
     """
 
     def __init__(self, train: Train, class_weights: Sequence[float] = ()) -> None:
@@ -424,12 +424,12 @@ class ClassificationLoss:
         self._threshold = train.target_threshold
 
     def __call__(self, logits: Tensor, targets: Tensor, mean_class_weight: float | None = None) -> Tensor:
-        """The loss of logits [N, classes] on classes, int64 [N], or probabilities [N, classes].
+        """Return the loss of logits [N, classes] on classes, int64 [N], or probabilities [N, classes].
 
         Args:
-            logits: Scores.
-            targets: What is right.
-            mean_class_weight: Of the step's samples; None where the micro-batch belongs to no step.
+            logits: Logits.
+            targets: Target classes or probabilities.
+            mean_class_weight: Mean weight of the step's samples; None outside a training step.
         """
         if self._weights is not None or self._of_samples is not None:
             return self._sum(logits, targets) / (len(logits) * (mean_class_weight or 1.0))
@@ -438,10 +438,10 @@ class ClassificationLoss:
         return F.binary_cross_entropy_with_logits(logits.float(), self._wanted(targets, logits.shape[1]))
 
     def check(self, classes: int, device: torch.device) -> None:
-        """Try a loss that is not torch's on two samples.
+        """Test an external loss on two samples.
 
         Raises:
-            RecipeError: If it does not give a loss for each, with a gradient.
+            RecipeError: If it does not return one loss per sample, with a gradient.
         """
         if self._of_samples is None:
             return
@@ -451,14 +451,14 @@ class ClassificationLoss:
                     f"train.loss={self._name} has parameters, which no optimizer updates; put them in the network."
                 )
             self._of_samples.to(device)
-        samples = 2 + (classes == 2)  # not as many as classes: then a loss for each class looks different
+        samples = 2 + (classes == 2)  # differs from the number of classes, so that a loss per class has another shape
         logits = torch.zeros(samples, classes, device=device, requires_grad=True)
         try:
             with torch.enable_grad():
                 tried = self._each(logits, self._wanted(torch.zeros_like(logits[:, 0]).long(), classes))
         except PacelineError:
             raise
-        except Exception as error:  # whatever a loss of the user's own raises
+        except Exception as error:  # an external loss may raise anything
             raise RecipeError(
                 f"train.loss={self._name} does not take logits and probabilities of shape [{samples}, {classes}] "
                 f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); correct it."
@@ -467,7 +467,7 @@ class ClassificationLoss:
             raise RecipeError(f"train.loss={self._name} gave losses without a gradient; compute them with torch.")
 
     def _sum(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The sum of w_i * l_i over the micro-batch."""
+        """Return the sum of w_i * l_i over the micro-batch."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         targets = targets.to(logits.dtype) if targets.is_floating_point() else targets
         weights = self._weights = None if self._weights is None else self._weights.to(logits)
@@ -481,15 +481,15 @@ class ClassificationLoss:
             losses = F.binary_cross_entropy_with_logits(logits, wanted, weight=own[:, None], reduction="sum")
             return losses / logits.shape[1]
         wanted = self._wanted(targets, logits.shape[1], logits.dtype)
-        if self._name == "focal" and weights is not None:  # each of its terms has its own class's weight
+        if self._name == "focal" and weights is not None:  # each term has its class's weight
             return self._each(logits, wanted * weights).sum()
         return (self._each(logits, wanted) * own).sum()
 
     def _each(self, logits: Tensor, wanted: Tensor) -> Tensor:
-        """The loss of each sample, [N], by what is not torch's.
+        """Return the loss of each sample, [N], from a loss that is not torch's.
 
         Raises:
-            RecipeError: If it gives something else.
+            RecipeError: If it returns anything else.
         """
         found: Tensor = call_reference("train.loss", self._name, self._of_samples, RecipeError, logits, wanted)
         if isinstance(found, Tensor) and found.shape == logits.shape[:1]:
@@ -501,7 +501,7 @@ class ClassificationLoss:
         )
 
     def _wanted(self, targets: Tensor, classes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The answers to each class's question, [N, classes]."""
+        """Return the binary targets, [N, classes]."""
         wanted = targets if targets.is_floating_point() else F.one_hot(targets, classes).to(dtype)
         if self._smoothing:
             wanted = wanted * (1 - self._smoothing) + self._smoothing / classes
@@ -513,10 +513,10 @@ class ClassificationLoss:
 class FocalLoss:
     """The focal loss (Lin et al. 2017) of a softmax: the sum over classes of t * (1 - p) ** gamma * -log p.
 
-    With gamma 0 it is the cross-entropy, of mixed and smoothed targets t too.
+    With gamma 0 it is the cross-entropy, also for mixed and smoothed targets t.
 
     Args:
-        gamma: How much less a class counts the more probable it is.
+        gamma: Focusing parameter: how strongly probable classes are down-weighted.
     """
 
     def __init__(self, gamma: float = 2.0) -> None:
@@ -525,9 +525,9 @@ class FocalLoss:
         self._gamma = gamma
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each sample, [N], in nats, from logits and targets [N, classes]."""
+        """Return the loss of each sample, [N], in nats, from logits and targets [N, classes]."""
         logs = logits.log_softmax(dim=1)
-        # Above 0: the derivative of a power below 1 is not finite there.
+        # Above 0: a power below 1 has no finite derivative at 0.
         rest = (-logs.expm1()).clamp(min=torch.finfo(logs.dtype).tiny)
         return -(targets * rest**self._gamma * logs).sum(dim=1)
 
@@ -539,8 +539,8 @@ class AveragedViews:
     """A network's mean prediction over several views of each image: test-time augmentation.
 
     Probabilities are averaged, as Krizhevsky et al. (2012) do over ten crops and Simonyan and Zisserman (2014) over an
-    image and its mirror; Jordan (arXiv:2404.00498, 2024) adds both moved by a pixel either way. The answer is their
-    logarithm, so that it is scored like any logits, and its cross-entropy is that of the mean.
+    image and its mirror; Jordan (arXiv:2404.00498, 2024) adds both shifted by a pixel in either direction. Returns the
+    logarithm of the mean, which is scored like any logits and whose cross-entropy is that of the mean.
 
     Args:
         model: The network: images [N, C, H, W] to logits [N, classes].
@@ -554,14 +554,14 @@ class AveragedViews:
         self._side = side
 
     def __call__(self, images: Tensor) -> Tensor:
-        """The logarithm of the mean probabilities, float32 [N, classes]."""
-        # In the same memory format: a compiled network is not compiled again for another.
+        """Return the logarithm of the mean probabilities, float32 [N, classes]."""
+        # Keep the memory format: another one would recompile a compiled network.
         is_last = images.is_contiguous(memory_format=torch.channels_last)
         memory_format = torch.channels_last if is_last else torch.contiguous_format
         views = (view.contiguous(memory_format=memory_format) for view in self._views(images))
         logs = [self._model(view).float().log_softmax(dim=1) for view in views]
         if self._kind == "flip_shift":
-            # The image and its mirror count as much as the four shifted views together.
+            # The image and its mirror together weigh as much as the four shifted views.
             logs[:2] = [each + math.log(2) for each in logs[:2]]
         return torch.stack(logs).logsumexp(dim=0) - math.log(8 if self._kind == "flip_shift" else len(logs))
 
@@ -576,7 +576,7 @@ class AveragedViews:
             return views
         shown = [images]
         if self._kind == "flip_shift":
-            # Moved by a pixel to the lower right and the upper left, reflected at the edge.
+            # Shifted by a pixel to the lower right and the upper left, with reflection padding.
             height, width = images.shape[-2:]
             padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
             shown += (padded[:, :, at : at + height, at : at + width] for at in (0, 2))
@@ -584,12 +584,12 @@ class AveragedViews:
 
 
 def shown_for_crops(data: Data, side: int, kind: str) -> Data:
-    """How images must be shown so that crops of ``side`` pixels can be cut from their corners and their centre.
+    """Return the preprocessing from which crops of ``side`` pixels can be cut at the corners and the centre.
 
-    As Krizhevsky et al.: the central square of the image, not cropped to the crop's size yet.
+    As Krizhevsky et al.: the central square of the image, before cropping.
 
     Raises:
-        RecipeError: If nothing is left around the centre, or images are not square.
+        RecipeError: If no border is left around the centre crop, or images are not square.
     """
     whole = round(side / data.evaluation_crop)
     if data.evaluation_shape != "square":

@@ -1,4 +1,4 @@
-"""Several labels of an image: any number of classes, none included, each a binary decision."""
+"""Multi-label image classification: any number of classes per image, including none, each a binary decision."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from paceline.tasks.image_classification import ClassificationLoss, ClassTask
 from paceline.tasks.task import Model
 
 _SEVERAL = "image_multilabel assigns any number of labels"
-_USUAL = 0.5  # a threshold, as the recipe's default
+_USUAL = 0.5  # the recipe's default threshold
 _OF_ONE = ("train.label_smoothing", "train.class_weights", "data.sampling", "evaluate.top_k")
 
 
 class ImageMultilabel(ClassTask):
-    """Assigns each class whose probability, a sigmoid, is above the class's threshold.
+    """Predicts each class whose probability (sigmoid) exceeds the class's threshold.
 
-    Subclass it as :class:`~paceline.tasks.image_classification.ImageClassification`; there too the usual ``train.loss``
-    is ``bce``.
+    Subclass it like :class:`~paceline.tasks.image_classification.ImageClassification`; the default ``train.loss`` of a
+    subclass is ``bce`` too.
     """
 
     headline = "map"
@@ -44,7 +44,7 @@ class ImageMultilabel(ClassTask):
     unused = MappingProxyType(dict.fromkeys(_OF_ONE, _SEVERAL))
 
     def __init__(self, recipe: Recipe) -> None:
-        # A recipe that names a subclass is read without a look at what it learns: its loss is then the usual one.
+        # A recipe that names a subclass is parsed without loading it, so its loss then has the general default.
         if recipe.task != "image_multilabel" and recipe.train.loss == Train.loss:
             recipe = replace(recipe, train=replace(recipe.train, loss="bce"))
         super().__init__(recipe)
@@ -54,8 +54,8 @@ class ImageMultilabel(ClassTask):
         """The images with their labels, 0 or 1, float32 [N, classes].
 
         Raises:
-            DataError: If a label is something else.
-            RecipeError: If images have one class each.
+            DataError: If a label has another value.
+            RecipeError: If each image has exactly one class.
         """
         found, data = open_dataset(self.recipe.data, several_labels=True), self.recipe.data
         if found.train.labels.ndim == 1:
@@ -76,7 +76,7 @@ class ImageMultilabel(ClassTask):
 
     @cached_property
     def thresholds(self) -> tuple[float, ...]:
-        """The probability above which each class is given.
+        """Return the probability threshold of each class.
 
         Raises:
             RecipeError: If the recipe names an unknown class.
@@ -85,7 +85,7 @@ class ImageMultilabel(ClassTask):
         return thresholds_of(self.recipe.evaluate.thresholds, usual, key="evaluate.thresholds")
 
     def target_facts(self, reasons: dict[str, str]) -> dict[str, Any]:
-        """How many classes there are, and the threshold of each."""
+        """Return the number of classes and the threshold of each."""
         found, mix = self.dataset, self.recipe.data.mix
         if mix.cutmix > 0:
             raise RecipeError(
@@ -107,17 +107,17 @@ class ImageMultilabel(ClassTask):
         }
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """The binary cross-entropy of each image, a mean over classes, and what the metrics are made of."""
+        """Return each image's binary cross-entropy, a mean over classes, and the inputs of the metrics."""
         logits = model(batch.inputs).float()
         losses = F.binary_cross_entropy_with_logits(logits, batch.targets.float(), reduction="none")
         return {"loss": losses.mean(dim=1), "logit": logits, "label": batch.targets}
 
     def collectors(self) -> tuple[Collector, ...]:
-        """Mean average precision and F1, in percent."""
+        """Return the collector of mean average precision and F1, in percent."""
         return (LabelScores(self.dataset.classes, self.thresholds),)
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
-        """Of each class the probability, float64, whether the image is given it and whether it has it, 0 or 1 [N]."""
+        """Return for each class its probability, float64, and whether it is predicted and labelled, 0 or 1 [N]."""
         found, names = label_probabilities(model(batch.inputs)), self.dataset.classes
         given = (found > torch.tensor(self.thresholds, dtype=torch.float64)).int()
         columns = {"probability": found, "predicted": given, "target": batch.targets.int()}
@@ -125,15 +125,15 @@ class ImageMultilabel(ClassTask):
 
 
 def thresholds_of(asked: float | Mapping[str, float], usual: Mapping[str, float], *, key: str) -> tuple[float, ...]:
-    """The threshold of each class: one for all, or the usual one where only others are named.
+    """Return the threshold of each class: one for all, or the default except for named classes.
 
     Args:
-        asked: For all classes, or by the names of some.
-        usual: Of all classes, in order.
-        key: Who asks, for the message.
+        asked: One threshold for all classes, or thresholds by class name.
+        usual: Default thresholds of all classes, in order.
+        key: Recipe key or option, for the message.
 
     Raises:
-        RecipeError: If a name is no class's.
+        RecipeError: If a name is not a class.
     """
     if isinstance(asked, float):
         return (asked,) * len(usual)
@@ -146,7 +146,7 @@ def thresholds_of(asked: float | Mapping[str, float], usual: Mapping[str, float]
 
 
 def label_probabilities(logits: Tensor) -> Tensor:
-    """The sigmoid of logits, float64 on the CPU: thresholds then divide them as they do the logits."""
+    """Return the sigmoid of logits, float64 on the CPU, so that thresholds separate them exactly as logits."""
     return logits.float().cpu().double().sigmoid()
 
 
@@ -154,12 +154,12 @@ class AsymmetricLoss:
     """The asymmetric loss (Ridnik et al. 2021): the mean over classes of t * L+ + (1 - t) * L-.
 
     L+ = (1 - p) ** gamma_positive * -log p, and L- = q ** gamma_negative * -log(1 - q) with q = max(p - clip, 0), which
-    leaves out easy negatives; p is the sigmoid. With 0 for all three it is the binary cross-entropy.
+    leaves out easy negatives; p is the sigmoid. With all three parameters 0 it is the binary cross-entropy.
 
     Args:
-        gamma_negative: How much less a class that the image lacks counts, the less probable it is.
-        gamma_positive: How much less one that it has counts, the more probable it is.
-        clip: The probability up to which a class that the image lacks does not count.
+        gamma_negative: How strongly improbable negatives are down-weighted.
+        gamma_positive: How strongly probable positives are down-weighted.
+        clip: Probability up to which a negative is ignored.
     """
 
     def __init__(self, gamma_negative: float = 4.0, gamma_positive: float = 1.0, clip: float = 0.05) -> None:
@@ -172,8 +172,8 @@ class AsymmetricLoss:
         self._negative, self._positive, self._clip = gamma_negative, gamma_positive, clip
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each sample, [N], in nats, from logits and targets [N, classes]."""
-        least = torch.finfo(logits.dtype).tiny  # the derivative of a power below 1 is not finite at 0
+        """Return the loss of each sample, [N], in nats, from logits and targets [N, classes]."""
+        least = torch.finfo(logits.dtype).tiny  # a power below 1 has no finite derivative at 0
         positive = (-logits).sigmoid().clamp(min=least) ** self._positive * F.logsigmoid(logits)
         excess = (logits.sigmoid() - self._clip).clamp(min=least)
         rest = F.logsigmoid(-logits) if self._clip == 0 else ((-logits).sigmoid() + self._clip).clamp(max=1).log()

@@ -1,4 +1,4 @@
-"""Image regression: one or several numbers of an image, such as an age or a position."""
+"""Image regression: predict one or more numbers per image, such as an age or a position."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _NO_CLASSES = "image_regression learns numbers, not classes"
 
 
 class ImageRegression(ImageTask):
-    """Predicts numbers for an image.
+    """Predicts one or more numbers per image.
 
-    Targets are standardised by the training images' mean and standard deviation. Both are in the description of the
-    weights, so that predictions are in the user's units.
+    Targets are standardised by the mean and standard deviation of the training set. Both are saved with the weights, so
+    that predictions are in the user's units.
     """
 
     headline = "mae"
@@ -49,8 +49,8 @@ class ImageRegression(ImageTask):
         """The images with standardised targets, float32 [N, columns].
 
         Raises:
-            DataError: If the data have no numbers, or a column has one number only.
-            RecipeError: If the recipe standardises another number of columns.
+            DataError: If the data have no numbers, or a column is constant.
+            RecipeError: If the recipe's standardisation has another number of columns.
         """
         found, data = super().dataset, self.recipe.data
         targets = found.train.labels
@@ -77,7 +77,7 @@ class ImageRegression(ImageTask):
         return replace(found, target_mean=mean, target_std=std)
 
     def target_facts(self, reasons: dict[str, str]) -> dict[str, Any]:
-        """What the numbers are called, and how they are standardised."""
+        """Return the column names and their standardisation."""
         found, mix = self.dataset, self.recipe.data.mix
         if mix.cutmix > 0:
             raise RecipeError(
@@ -94,17 +94,17 @@ class ImageRegression(ImageTask):
         }
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
-        """The recipe's loss of the standardised targets, a mean over images and columns."""
+        """Return the recipe's loss on standardised targets, a mean over images and columns."""
         return _LOSSES[self.recipe.train.loss](*_answered(model, batch))
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """The loss of each image, and what the metrics are made of."""
+        """Return the loss of each image and the inputs of the metrics."""
         found, targets = _answered(model, batch)
         losses = _LOSSES[self.recipe.train.loss](found, targets, reduction="none")
         return {"loss": losses.mean(dim=1), "error": found - targets, "target": targets}
 
     def shown(self, batch: Batch) -> list[tuple[Tensor, str]]:
-        """The images, each with its numbers in the user's units."""
+        """Return the images, each with its numbers in the user's units."""
         found = self.dataset
         numbers = in_units(batch.targets, found.target_mean, found.target_std).tolist()
         captions = (
@@ -113,12 +113,12 @@ class ImageRegression(ImageTask):
         return list(zip(self.pictures(batch.inputs), captions, strict=True))
 
     def collectors(self) -> tuple[Collector, ...]:
-        """Mean absolute and root mean squared error, in the user's units, and R²."""
+        """Return the collector of mean absolute error, root mean squared error and R², in the user's units."""
         found = self.dataset
         return (NumberErrors(found.classes, found.target_std, found.target_mean),)
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
-        """Each number as predicted and as the data has it, in the user's units, float64 [N]."""
+        """Return each number as predicted and as labelled, in the user's units, float64 [N]."""
         mean, std = self.dataset.target_mean, self.dataset.target_std
         found, targets = (in_units(each, mean, std) for each in _answered(model, batch))
         names = self.dataset.classes
@@ -127,14 +127,14 @@ class ImageRegression(ImageTask):
 
 
 def _answered(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
-    """What the network says, and the targets, both [N, columns]; at least in single precision."""
+    """Return the network's output and the targets, both [N, columns], in at least single precision."""
     found: Tensor = model(batch.inputs)
     found = (found if found.dtype == torch.float64 else found.float()).reshape(batch.targets.shape)
     return found, batch.targets.to(found.dtype)
 
 
 def _mean_and_std(column: NDArray[np.float64]) -> tuple[float, float]:
-    """Mean and standard deviation, the same on every machine."""
+    """Return mean and standard deviation, bit-identical on every machine."""
     if len(column) and column.min() == column.max():
         return float(column[0]), 0.0
     mean = math.fsum(column) / len(column)
@@ -142,13 +142,13 @@ def _mean_and_std(column: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def in_units(numbers: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Standardised numbers [N, columns] in the user's units, :func:`rounded`, float64 on the CPU."""
+    """Convert standardised numbers [N, columns] to the user's units, :func:`rounded`, float64 on the CPU."""
     return rounded(
         numbers.cpu().double() * torch.tensor(std, dtype=torch.float64) + torch.tensor(mean, dtype=torch.float64), std
     )
 
 
 def rounded(numbers: Tensor, std: Sequence[float]) -> Tensor:
-    """Numbers [N, columns] to a millionth of the standard deviation, which is what single precision holds of them."""
+    """Round numbers [N, columns] to a millionth of the standard deviation, the precision of float32."""
     places = (6 - math.floor(math.log10(each)) for each in std)
     return torch.stack([numbers[:, at].double().round(decimals=each) for at, each in enumerate(places)], dim=1)

@@ -1,4 +1,4 @@
-"""Language modelling: the next token, or masked tokens; cross-entropy over the predicted tokens."""
+"""Language modelling: next-token or masked-token prediction, with cross-entropy over the predicted tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _OF_CLASSES = ("train.loss", "train.loss_options", "train.target_threshold", "tr
 
 
 class LanguageModeling(Task):
-    """Learns to predict the next token (`data.text.objective=causal`), or masked tokens (`masked`)."""
+    """Predicts the next token (`data.text.objective=causal`) or masked tokens (`masked`)."""
 
     unit = "tokens"
 
@@ -62,17 +62,17 @@ class LanguageModeling(Task):
 
     @cached_property
     def dataset(self) -> TextDataset:
-        """The text and its tokenizer, opened when first needed."""
+        """The text and its tokenizer, opened on first use."""
         return open_text(self.recipe.data)
 
     @cached_property
     def train_rows(self) -> RowTable:
-        """What each training sample is made of."""
+        """Rows that make up the training samples."""
         return self._rows(self.dataset.train, self.recipe.seed)
 
     @cached_property
     def evaluation_rows(self) -> RowTable:
-        """What each held-out sample is made of."""
+        """Rows that make up the held-out samples."""
         return self._rows(self.dataset.validation, EVALUATION_SEED)
 
     def data_facts(self, world: World) -> DataFacts:
@@ -110,20 +110,20 @@ class LanguageModeling(Task):
         )
 
     def sample_weights(self) -> SampleWeights:
-        """Tokens to predict in each training sample."""
+        """Return the number of tokens to predict in each training sample."""
         table = self.train_rows
         return masked_count(table.tokens, self.recipe.data.text.mask_fraction) if self._is_masked else table.targets
 
     def sample_lengths(self) -> SampleLengths:
-        """Tokens of each training sample."""
+        """Return the tokens of each training sample."""
         return self._lengths(self.train_rows)
 
     def evaluation_lengths(self) -> SampleLengths:
-        """Tokens of each held-out sample."""
+        """Return the tokens of each held-out sample."""
         return self._lengths(self.evaluation_rows)
 
     def description(self) -> dict[str, Any]:
-        """The tokenizer, and what else prediction needs."""
+        """Return the tokenizer and other facts that prediction needs."""
         text = self.recipe.data.text
         return {
             "tokenizer": self.dataset.tokenizer.to_tree(),
@@ -133,7 +133,7 @@ class LanguageModeling(Task):
         }
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
-        """Rows of tokens, read in this process."""
+        """Open the pipeline of token rows, read in this process."""
         found = self.dataset
         return TextPipeline(
             train=self._split(found.train, self.train_rows, self.recipe.seed),
@@ -143,7 +143,7 @@ class LanguageModeling(Task):
         )
 
     def build_model(self) -> nn.Module:
-        """The recipe's network, for the tokenizer's vocabulary and the rows' length."""
+        """Build the recipe's network for the tokenizer's vocabulary and the row length."""
         asked, text = self.recipe.model, self.recipe.data.text
         causal = is_causal(asked)
         if causal is not None and causal == self._is_masked:
@@ -156,7 +156,7 @@ class LanguageModeling(Task):
         return build_language_model(asked, vocabulary=vocabulary, context=text.context, is_masked=self._is_masked)
 
     def check_network(self, network: nn.Module) -> None:
-        """Check that the network separates documents, if rows hold several independent ones."""
+        """Check that the network isolates documents if rows hold several independent ones."""
         asked = self.recipe.data.text
         if (self.train_rows.separate or self._is_masked) and not takes_documents(network, asked.context):
             raise ModelError(
@@ -166,14 +166,14 @@ class LanguageModeling(Task):
             )
 
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
-        """Mean cross-entropy in nats over the predicted tokens."""
+        """Return the mean cross-entropy in nats over the predicted tokens."""
         logits, targets = _logits(model, batch), batch.targets
         total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NOTHING, reduction="sum")
         mean: torch.Tensor = total / (targets != NOTHING).sum().clamp(min=1)
         return mean
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """Cross-entropy of each sample in nats, and what it is divided by: tokens predicted, and their bytes."""
+        """Return each sample's cross-entropy in nats and its divisors: predicted tokens and their bytes."""
         logits, targets = _logits(model, batch), batch.targets
         losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=NOTHING, reduction="none")
         asked = targets != NOTHING
@@ -184,11 +184,11 @@ class LanguageModeling(Task):
         return values
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """How well each row is predicted: nats over all of it, the predicted tokens, and their bytes or hits."""
+        """Return how well each row is predicted: total nats, predicted tokens, and their bytes or hits."""
         return self.score(model, batch)
 
     def collectors(self) -> tuple[Collector, ...]:
-        """Perplexity: e to the power of the mean loss."""
+        """Return the collector of perplexity: the exponential of the mean loss."""
         return () if self._is_masked else (Perplexity(),)
 
     def _rows(self, corpus: StoredCorpus, seed: int) -> RowTable:
@@ -218,22 +218,22 @@ class LanguageModeling(Task):
 
 
 class Perplexity:
-    """The exponential of the mean loss of a token, exact over any number of processes."""
+    """Perplexity: the exponential of the mean loss per token, exact for any number of processes."""
 
     def __init__(self) -> None:
         self._sums: list[torch.Tensor] = []
 
     def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
-        """Take a batch's nats and tokens."""
+        """Add a batch's nats and tokens."""
         self._sums.append(torch.stack([values["loss"].sum(), values["tokens"].sum().to(values["loss"].dtype)]))
 
     def part(self) -> list[list[float]]:
-        """Nats and tokens of each batch."""
+        """Return nats and tokens of each batch."""
         found: list[list[float]] = torch.stack(self._sums).tolist() if self._sums else []
         return found
 
     def results(self, parts: Sequence[list[list[float]]]) -> dict[str, float]:
-        """Perplexity; infinite where it is too large for a number."""
+        """Compute the perplexity; infinite if it overflows."""
         rows = [row for part in parts for row in part]
         tokens = sum(row[1] for row in rows)
         if not tokens:
@@ -243,7 +243,7 @@ class Perplexity:
 
 
 def _logits(model: Model, batch: Batch) -> torch.Tensor:
-    """The network's answer, in numbers of at least 32 bits: a sum over thousands of tokens needs them."""
+    """Return the network's logits in at least 32 bits, which sums over thousands of tokens need."""
     inputs = batch.inputs
     logits: torch.Tensor = model(inputs["tokens"], inputs.get("positions"), inputs.get("documents"))
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

@@ -31,7 +31,7 @@ class Recommendation(Task):
     """Predicts the click probability of each sample.
 
     The network takes ``(dense, categories)``, float32 [N, dense features] and int64 [N, categorical features], and
-    gives the logarithm of the odds, [N].
+    returns logits, [N].
     """
 
     headline = "auc"
@@ -45,11 +45,11 @@ class Recommendation(Task):
 
     @cached_property
     def dataset(self) -> ClickDataset:
-        """The samples, opened when first needed."""
+        """The samples, opened on first use."""
         return open_clicks(self.recipe.data)
 
     def data_facts(self, world: World) -> DataFacts:
-        """Open the data; for generated data, report the best possible score."""
+        """Open the data; for synthetic data, report the best possible score."""
         found = self.dataset
         return DataFacts(
             train_samples=len(found.train),
@@ -69,25 +69,25 @@ class Recommendation(Task):
         )
 
     def description(self) -> dict[str, Any]:
-        """What prediction needs: how categories become rows of the tables."""
+        """Return what prediction needs: how categories map to table rows."""
         return {"table_rows": list(self.dataset.tables)}
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
-        """Batches of numbers and categories."""
+        """Open batches of numeric features and categories."""
         return ClickPipeline(train=self.dataset.train, evaluation=self.dataset.validation, placement=placement)
 
     def build_model(self) -> nn.Module:
-        """The recipe's network, with a table for each categorical feature."""
+        """Build the recipe's network, with one table per categorical feature."""
         return build_click_model(
             self.recipe.model, dense_features=self.dataset.dense_features, table_rows=self.dataset.tables
         )
 
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
-        """Mean binary cross-entropy, in nats."""
+        """Return the mean binary cross-entropy, in nats."""
         return F.binary_cross_entropy_with_logits(_logits(model, batch), batch.targets)
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """Loss and whether the more probable answer is right; and the logarithm of the odds, for the area."""
+        """Return the loss, whether the more probable class is right, and the logit for the area under the curve."""
         logits = _logits(model, batch)
         return {
             "loss": F.binary_cross_entropy_with_logits(logits, batch.targets, reduction="none"),
@@ -97,15 +97,15 @@ class Recommendation(Task):
         }
 
     def collectors(self) -> tuple[Collector, ...]:
-        """All scores, for the area under the curve."""
+        """Return the collector of scores for the area under the curve."""
         return (RankedScores(),)
 
     def predict(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
-        """The probability of a click."""
+        """Return the click probability."""
         return {"probability": _logits(model, batch).sigmoid(), "target": batch.targets}
 
     def _ceiling(self) -> dict[str, float]:
-        """The area under the curve of the probabilities that the labels were drawn with; 0 samples have none."""
+        """Return the area under the curve of the true probabilities of synthetic data; empty for real data."""
         source = self.dataset.validation
         if not isinstance(source, SyntheticClicks):
             return {}
@@ -114,7 +114,7 @@ class Recommendation(Task):
         return {"best_possible_auc": area_under_curve(source.probabilities(ids), labels)}
 
     def _unused(self) -> dict[str, str]:
-        """Keys that this task, and this data set, has no use for."""
+        """Return keys that have no effect on this task or data set."""
         name = self.dataset.name
         is_generated, is_criteo = name == "synthetic_clicks", name == "criteo"
         used = {"data.dataset", "data.recommendation"}

@@ -46,18 +46,18 @@ _USED = (
     *("data.validation_fraction", "data.detection.generated"),
     *(f"data.augment.{key}" for key in ("crop", "scale", "ratio", "flip", "alternate_flip")),
 )
-_AUXILIARY = 0.4  # what an auxiliary answer counts for, as in torchvision's training script
-_SMOOTHING = 1.0  # pixels, in the Dice coefficient
+_AUXILIARY = 0.4  # weight of the auxiliary output, as in torchvision's training script
+_SMOOTHING = 1.0  # pixels added in the Dice coefficient
 _USUAL_SIZE = 256
-# Of ImageNet's images, which published backbones expect.
+# ImageNet statistics, which published backbones expect.
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Segmentation(Task):
-    """Finds the class of each pixel.
+    """Predicts the class of each pixel.
 
-    The loss of an image is the mean over its own pixels but the ignored ones, and that of a step the mean over its
-    images. So it is the same for any number of processes and micro-batches.
+    An image's loss is the mean over its pixels without ignored ones; a step's loss is the mean over its images. So it
+    does not depend on the number of processes and micro-batches.
     """
 
     headline = "miou"
@@ -70,12 +70,12 @@ class Segmentation(Task):
 
     @cached_property
     def dataset(self) -> MaskDataset:
-        """The images, opened when first needed."""
+        """The images, opened on first use."""
         return open_dataset(self.recipe.data.dataset, _DATASETS, MaskDataset, self.recipe.data)
 
     @cached_property
     def sizes(self) -> tuple[int, int]:
-        """Height and width at which images are shown in training, and in evaluation."""
+        """Height and width of images in training and in evaluation."""
         data = self.recipe.data
         usual = data.detection.generated.largest_side if data.dataset == "shapes" else _USUAL_SIZE
         size = usual if data.image_size == "auto" else data.image_size
@@ -83,7 +83,7 @@ class Segmentation(Task):
 
     @property
     def scale(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation by which images are normalised."""
+        """Mean and standard deviation used to normalise images."""
         data = self.recipe.data
         mean, std = _MEAN if data.mean == "auto" else data.mean, _STD if data.std == "auto" else data.std
         for key, numbers in (("mean", mean), ("std", std)):
@@ -95,7 +95,7 @@ class Segmentation(Task):
         """Open the images.
 
         Raises:
-            RecipeError: If the recipe asks for something the task does not support.
+            RecipeError: If the recipe uses a feature that the task does not support.
         """
         recipe, found = self.recipe, self.dataset
         if recipe.train.loss not in LOSSES:
@@ -143,7 +143,7 @@ class Segmentation(Task):
         )
 
     def description(self) -> dict[str, Any]:
-        """What prediction needs, and that each class is a pixel's."""
+        """Return facts that prediction needs, marking classes as pixel classes."""
         return {
             "class_names": list(self.dataset.classes),
             "labels_pixels": True,
@@ -151,7 +151,7 @@ class Segmentation(Task):
         }
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
-        """Images, each with its label map."""
+        """Open the pipeline of images with their label maps."""
         data, (mean, std) = self.recipe.data, self.scale
         views = {
             training: MaskView(
@@ -169,11 +169,11 @@ class Segmentation(Task):
         )
 
     def build_model(self) -> nn.Module:
-        """The recipe's network, with an output for each class."""
+        """Build the recipe's network, with one output per class."""
         return build_segmenter(self.recipe.model, num_classes=len(self.dataset.classes))
 
     def check_network(self, network: nn.Module) -> None:
-        """Check that it takes images of both sizes and returns a score for each pixel and class."""
+        """Check that the network accepts both image sizes and returns a score per pixel and class."""
         name, classes = self.recipe.model.name, len(self.dataset.classes)
         for size in sorted(set(self.sizes)):
             found = pixel_logits(check_takes(network, size, channels=3, name=name))
@@ -185,7 +185,7 @@ class Segmentation(Task):
                 )
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
-        """The recipe's loss; an auxiliary answer counts for 0.4 of it."""
+        """Return the recipe's loss; an auxiliary output has weight 0.4."""
         answer, smoothing = model(batch.inputs), self.recipe.train.label_smoothing
         loss = pixel_losses(pixel_logits(answer), batch.targets, dice=self._dice, smoothing=smoothing)
         if isinstance(answer, dict) and "aux" in answer:
@@ -193,20 +193,20 @@ class Segmentation(Task):
         return loss.mean()
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """The loss of each image without smoothing and auxiliary answer, its predictions and its targets."""
+        """Return each image's loss without smoothing and auxiliary output, its predictions and its targets."""
         logits = pixel_logits(model(batch.inputs))
         losses = pixel_losses(logits, batch.targets, dice=self._dice)
         return {"loss": losses, "predicted": logits.argmax(dim=1), "target": batch.targets}
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
-        """The share of each image's pixels that each class has, [N, classes], the padded ones left out."""
+        """Return each class's share of each image's pixels, [N, classes], without padding."""
         logits = pixel_logits(model(batch.inputs))
         known = (found[labels != IGNORED] for found, labels in zip(logits.argmax(dim=1), batch.targets, strict=True))
         counts = torch.stack([torch.bincount(each, minlength=logits.shape[1]) for each in known])
         return {"shares": counts / counts.sum(dim=1, keepdim=True).clamp(min=1)}
 
     def shown(self, batch: Batch) -> list[tuple[Tensor, str]]:
-        """The images under their masks, the first class left clear, each with the names of its classes."""
+        """Return the images with mask overlays, the first class transparent, each with its class names."""
         mean, std = (torch.tensor(each)[:, None, None] for each in self.scale)
         names, found = self.dataset.classes, []
         for image, labels in zip(batch.inputs.cpu(), batch.targets.cpu(), strict=True):
@@ -218,7 +218,7 @@ class Segmentation(Task):
         return found
 
     def collectors(self) -> tuple[Collector, ...]:
-        """Intersection over union and pixel accuracy."""
+        """Return the collector of intersection over union and pixel accuracy."""
         return (PixelConfusion(self.dataset.classes, IGNORED),)
 
     def _unused(self) -> dict[str, str]:
@@ -235,17 +235,17 @@ class Segmentation(Task):
 
 
 def pixel_losses(logits: Tensor, targets: Tensor, *, dice: bool, smoothing: float = 0.0) -> Tensor:
-    """The loss of each image, [N], in nats: the mean cross-entropy of its pixels but the ignored ones.
+    """Return each image's loss, [N], in nats: the mean cross-entropy of its pixels without ignored ones.
 
-    With ``dice`` the mean over the classes that an image holds of 1 - (2 |p t| + 1) / (|p| + |t| + 1) is added, where p
-    are the image's probabilities of a class and t is 1 at its pixels (Milletari et al. 2016). The loss of an image
-    without pixels is 0.
+    With ``dice`` add the mean over the classes present in the image of 1 - (2 |p t| + 1) / (|p| + |t| + 1), where p are
+    the probabilities of a class and t is 1 at its pixels (Milletari et al. 2016). An image without valid pixels has
+    loss 0.
 
     Args:
-        logits: Scores, [N, classes, H, W].
+        logits: Logits, [N, classes, H, W].
         targets: Class indices, or ``IGNORED``, [N, H, W].
-        dice: Whether it is added.
-        smoothing: Share of each target that is spread over all classes, in the cross-entropy.
+        dice: Whether to add the Dice loss.
+        smoothing: Label smoothing of the cross-entropy.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     targets, is_known = targets.long(), targets != IGNORED

@@ -1,7 +1,8 @@
-"""The interface of a task to the training loop, and the tasks by their names in recipes.
+"""The interface between a task and the training loop, and tasks by their recipe names.
 
-The trainer depends only on the task object; there is one loop, without flags or hooks. Your own task subclasses
-:class:`Task`, or :class:`~paceline.tasks.image_classification.ImageClassification` to change a part.
+The trainer depends only on the task object; there is one loop, without flags or hooks. To write a task, subclass
+:class:`Task`; to change a part of one, subclass a concrete task such as
+:class:`~paceline.tasks.image_classification.ImageClassification`.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from paceline.world import World
 
 Model = Callable[..., Any]
 
-# Names that step records use; those of times end in _seconds.
+# Reserved names of step records; names of durations end in _seconds.
 _OF_RECORDS = {each.name for each in fields(StepEvent)} | {"event", "time", "mfu", "skipped_steps"}
 _OF_RECORDS |= {"data_wait_fraction", "padding_fraction", "token_imbalance", "gradient_variance", "gradient_square"}
 _BEGINNINGS = ("throughput_", "slowest_", "noise_scale")
 
 
 class Task(ABC):
-    """What is learned: the samples, the network, the loss and the metrics.
+    """The learning problem: samples, network, loss and metrics.
 
     Attributes:
-        recipe: The recipe; each section may be used.
-        metrics: What :meth:`score` and the collectors report, the loss first; may depend on the data.
-        headline: The metric that ``evaluate.metric=auto`` stands for.
-        unit: What :meth:`sample_weights` count, in the plural: ``tokens``; else what samples are called.
-        gives_scores: Whether :meth:`score` gives ``logit`` and ``label`` too, for ``evaluate.metrics``.
+        recipe: The recipe; a task may read every section.
+        metrics: Metrics of :meth:`score` and the collectors, the loss first; may depend on the data.
+        headline: The metric that ``evaluate.metric=auto`` selects.
+        unit: Plural unit of :meth:`sample_weights`, such as ``tokens``; otherwise the name of samples.
+        gives_scores: Whether :meth:`score` also returns ``logit`` and ``label``, for ``evaluate.metrics``.
     """
 
     metrics: tuple[Metric, ...] = (Metric(name="loss"),)
@@ -64,36 +65,38 @@ class Task(ABC):
 
     @abstractmethod
     def data_facts(self, world: World) -> DataFacts:
-        """Open the data and return the plan's facts; no process group exists yet.
+        """Open the data and return the plan's facts; called before the process group exists.
 
         Args:
-            world: The processes planned for; only shares of the machine may depend on it, never samples.
+            world: The planned processes; only resources may depend on it, never samples.
         """
 
     def sample_weights(self) -> SampleWeights | None:
         """The weight of each training sample in a step's mean loss, int64 [samples], such as its tokens.
 
-        By default None: each counts once. Known after :meth:`data_facts`, and a function of the data alone.
+        None, the default, weighs all samples equally. Available after :meth:`data_facts`; must depend on the data
+        alone.
         """
         return None
 
     def sample_classes(self) -> SampleClasses | None:
         """The class of each training sample, int64 [samples], numbered as ``description()["class_names"]``.
 
-        By default None: samples have no class, and `train.class_weights` and `data.sampling` have no effect. Known
-        after :meth:`data_facts`. A loss that weighs classes divides by the batch's ``slice.mean_class_weight``.
+        None, the default, means that samples have no class, so `train.class_weights` and `data.sampling` have no
+        effect. Available after :meth:`data_facts`. A class-weighted loss divides by the batch's
+        ``slice.mean_class_weight``.
         """
         return None
 
     def sample_sets(self) -> SampleClasses | None:
         """The data set of each training sample, int64 [samples], numbered as the keys of `data.mixture`.
 
-        By default None: there is one set, and each sample is used once an epoch. Known after :meth:`data_facts`.
+        None, the default, means one data set, each sample used once per epoch. Available after :meth:`data_facts`.
         """
         return None
 
     def weights_by_class(self, key: str) -> tuple[float, ...]:
-        """The weight of each class by `train.class_weights` or `data.sampling`; empty: all samples are alike.
+        """Return each class's weight for `train.class_weights` or `data.sampling`; empty if all samples are equal.
 
         Raises:
             RecipeError: If the recipe names an unknown class.
@@ -105,46 +108,47 @@ class Task(ABC):
         return weights_by_class(key, asked, labels, self.description()["class_names"])
 
     def sample_lengths(self) -> SampleLengths | None:
-        """Length of each training sample, in tokens or another measure of its cost; by default None.
+        """Return the length of each training sample, in tokens or another measure of cost; by default None.
 
-        Step records then report tokens, and if samples are padded to their micro-batch's longest, ``batch.balance``
-        balances them. Known after :meth:`data_facts`, and a function of the data and the recipe alone.
+        With lengths, step records report tokens; if samples are padded to the longest of their micro-batch,
+        ``batch.balance`` balances them. Available after :meth:`data_facts`; must depend on the data and the recipe
+        alone.
         """
         return None
 
     def evaluation_lengths(self) -> SampleLengths | None:
-        """The same of each held-out sample, so that the largest batch that is scored is known before it is read."""
+        """Return the length of each held-out sample, which tells the largest evaluation batch before it is read."""
         return None
 
     def sample_keys(self) -> NDArray[Any] | None:
-        """Key to sort each step's samples by before they are cut into micro-batches, [samples], such as their shape.
+        """Return sort keys, such as shapes, by which each step's samples are sorted into micro-batches, [samples].
 
-        By default None: unsorted. Known after :meth:`data_facts`, and a function of the data alone.
+        None, the default, leaves them unsorted. Available after :meth:`data_facts`; must depend on the data alone.
         """
         return None
 
     def sample_costs(self) -> NDArray[Any] | None:
-        """How much memory each training sample takes, [samples], in any unit: of a picture, how large it is shown.
+        """Return the relative memory cost of each training sample, [samples], for example a picture's size.
 
-        By default its weight. Memory trials use the samples that take most. Known
-        after :meth:`data_facts`.
+        By default the sample weights. Memory trials use the most expensive samples. Available after :meth:`data_facts`.
         """
         return self.sample_weights()
 
     def sample_sizes(self) -> NDArray[np.int64] | None:
-        """Height and width of each training sample, [samples, 2], where a micro-batch is padded to its largest ones.
+        """Return height and width of each training sample, [samples, 2], if micro-batches are padded to the largest.
 
-        By default None: all are alike. The largest micro-batch is then known before it is read, and tried out first.
+        None, the default, means equal sizes. With sizes, the largest micro-batch is known before it is read, and is
+        tried first.
         """
         return None
 
     def description(self) -> dict[str, Any]:
-        """Further facts that a weights file needs, such as class names."""
+        """Return additional facts for the weights file, such as class names."""
         return {}
 
     @abstractmethod
     def open_pipeline(self, placement: Placement) -> Pipeline:
-        """Make the stream of batches for this process."""
+        """Open the stream of batches for this process."""
 
     @abstractmethod
     def build_model(self) -> nn.Module:
@@ -153,14 +157,14 @@ class Task(ABC):
     def first_weights(self, network: nn.Module) -> None:  # noqa: B027  # most need nothing
         """Set the initial weights that are computed from the training data; by default none.
 
-        Called where a run begins, and before weights are taken from elsewhere; not for weights that are only scored. A
-        function of the recipe and the data alone. The first process's weights are then sent to all.
+        Called when a run starts, before pretrained weights are loaded; not for weights that are only evaluated. Must
+        depend on the recipe and the data alone. Rank 0's weights are then broadcast.
         """
 
     def begins_from_data(self, network: nn.Module) -> bool:
-        """Whether :meth:`first_weights` sets any of this network, which may be without numbers: it is then built whole.
+        """Whether :meth:`first_weights` changes this network (possibly on ``meta``), which is then built in full.
 
-        By default wherever a task has a :meth:`first_weights` of its own.
+        By default true if the task overrides :meth:`first_weights`.
         """
         return type(self).first_weights is not Task.first_weights
 
@@ -168,39 +172,38 @@ class Task(ABC):
         """Check, before training, that the network accepts its inputs; by default no check.
 
         Raises:
-            PacelineError: If it does not; says what to change.
+            PacelineError: If it does not; the message says what to change.
         """
 
     def prepare_training(self, placement: Placement) -> None:  # noqa: B027  # most need nothing
-        """Prepare what only training needs, once the network is built; by default nothing.
+        """Prepare what only training needs, after the network is built; by default nothing.
 
         Args:
-            placement: Where the model lives, and how batches are laid out.
+            placement: Device of the model and layout of batches.
 
         Raises:
-            PacelineError: If that fails; nothing has been written by then.
+            PacelineError: If that fails; nothing has been written yet.
         """
 
     @abstractmethod
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
-        """Mean training loss over the batch's samples, a scalar; called under autocast.
+        """Return the mean training loss over the batch's samples, a scalar; called under autocast.
 
-        With :meth:`sample_weights` the mean is over what they count, and of a batch that weighs nothing it is anything
-        finite.
+        With :meth:`sample_weights` the mean is weighted; for a batch of total weight 0 it may be any finite value.
         """
 
     def log(self, name: str, value: torch.Tensor | float) -> None:
-        """Log a number of this micro-batch, from :meth:`loss`; step records and trackers have its mean.
+        """Log a scalar of this micro-batch from within :meth:`loss`; step records and trackers get its mean.
 
-        The mean is over the samples of all steps since the last record, on all ranks, each micro-batch weighted as in
-        the loss. Nothing waits for the device. In evaluation nothing is logged.
+        The mean is over the samples of all steps since the last record, on all ranks, weighted as in the loss. Does not
+        wait for the device. Nothing is logged in evaluation.
 
         Args:
-            name: Its name in records: a Python identifier that they do not use themselves.
+            name: Its name in records: a Python identifier that is not reserved.
             value: A scalar, the mean over the micro-batch's samples.
 
         Raises:
-            ValueError: If the name is not an identifier, or records use it.
+            ValueError: If the name is not an identifier, or it is reserved.
         """
         if not name.isidentifier() or name in _OF_RECORDS or name.endswith("_seconds") or name.startswith(_BEGINNINGS):
             raise ValueError(
@@ -210,63 +213,62 @@ class Task(ABC):
             self.__dict__.setdefault("_logged", {})[name] = torch.as_tensor(value).detach().float().reshape(())
 
     def take_logged(self) -> dict[str, torch.Tensor]:
-        """Return the values of :meth:`log` since the last call, float32 scalars by name."""
+        """Return the values from :meth:`log` since the last call, float32 scalars by name."""
         found: dict[str, torch.Tensor] = self.__dict__.pop("_logged", {})
         return found
 
     @abstractmethod
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
-        """One value per sample, a tensor [N], for each metric; called in evaluation mode, without gradients.
+        """Return per-sample values, a tensor [N] per metric; called in evaluation mode without gradients.
 
-        What the divisors of means (:attr:`Metric.per`) are stands beside them, and whatever the collectors need. In 16
-        bits weights are cast once for all batches: what changes them on the way is not seen.
+        Include the divisors of means (:attr:`Metric.per`) and the inputs of collectors. In 16-bit precision weights are
+        cast once for all batches, so changes made during evaluation have no effect.
         """
 
     def collectors(self) -> tuple[Collector, ...]:
-        """Collectors for metrics that are not means, for one evaluation of one set of weights; by default none."""
+        """Return collectors for metrics that are not means, for one evaluation of one set of weights."""
         return ()
 
     def evaluated(self, model: Model) -> Model:
-        """The network as evaluation and prediction call it; by default the network itself."""
+        """Return the network as evaluation and prediction call it; by default the network itself."""
         return model
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Nested]:
-        """One entry per sample, tensors [N, ...] or lists of N, for a predictions file; by default nothing."""
+        """Return one entry per sample, tensors [N, ...] or lists of N, for a predictions file; by default nothing."""
         return {}
 
     def answers(self, model: Model, batch: Batch) -> Answers | None:
-        """The predicted class of each sample, for the confusion matrix and the kept examples.
+        """Return the predicted class of each sample, for the confusion matrix and the kept examples.
 
-        Called right after :meth:`score`, with the same model, which returns its last output again and nothing else.
-        None,
-        as by default, where samples do not have one label each.
+        Called right after :meth:`score` with a model that only returns its last output again. None, as by default,
+        where samples do not have one label each.
         """
         return None
 
     def pictures(self, inputs: Nested) -> torch.Tensor | None:
-        """A batch's inputs, of N samples, as pictures for people, uint8 [N, C, H, W]; by default none."""
+        """Convert the inputs of N samples to displayable pictures, uint8 [N, C, H, W]; by default none."""
         return None
 
     @property
     def measured(self) -> tuple[Metric, ...]:
-        """The metrics, and those that the recipe names."""
+        """The task's metrics and those named in the recipe."""
         return (*self.metrics, *NamedMetrics(self.recipe.evaluate.metrics).metrics)
 
     def shown(self, batch: Batch) -> list[tuple[torch.Tensor, str]]:
-        """A training batch as the network sees it, for the report: each picture, uint8 [C, H, W], with a caption.
+        """Return a training batch as the network sees it, for the report: pictures, uint8 [C, H, W], with captions.
 
-        By default what :meth:`pictures` makes of the inputs, without captions.
+        By default the :meth:`pictures` of the inputs, without captions.
         """
         found = self.pictures(batch.inputs)
         return [] if found is None else [(each, "") for each in found]
 
 
 def build_task(recipe: Recipe) -> Task:
-    """Make the task a recipe names; data at an address are copied to this host first.
+    """Build the task that a recipe names; data at an address are first copied to this host.
 
     Raises:
-        RecipeError: If there is none of that name, or the reference does not give a task.
-        StorageError: If the data lie at an address and cannot be copied.
+        RecipeError: If the name is unknown, or the reference is not a task.
+        StorageError: If the data are remote and cannot be copied.
     """
     path = recipe.data.path
     if path is not None and is_address(path):
@@ -278,7 +280,7 @@ def build_task(recipe: Recipe) -> Task:
 
 
 def task_name(task: Task) -> str:
-    """The task's class as ``module:name``."""
+    """Return the task's class as ``module:name``."""
     return f"{type(task).__module__}:{type(task).__qualname__}"
 
 
@@ -286,8 +288,8 @@ def check_used_by(task: Task) -> None:
     """Refuse requests that the task does not support.
 
     Raises:
-        RecipeError: If test-time augmentation is requested but the task does not apply it, or keep_examples is changed
-            but the task names no classes.
+        RecipeError: If test-time augmentation is requested but the task does not apply it, or keep_examples is set but
+            the task has no class predictions.
     """
     asked = task.recipe.evaluate.augment
     if asked != "none" and type(task).evaluated is Task.evaluated:

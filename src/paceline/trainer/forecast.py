@@ -222,9 +222,9 @@ class _Costs:
         return seconds
 
     def _is_new(self, use: str, batch: Batch) -> bool:
-        """Whether this is the first batch with these shapes: for a new one a GPU searches for the fastest kernels."""
+        """Whether this is the first batch with these shapes on a GPU, which then searches for the fastest kernels."""
         shapes = (use, *(each.shape for each in tensors_in(batch.inputs)))
-        is_new = shapes not in self._shapes
+        is_new = shapes not in self._shapes and self._slow_seconds >= _SLOW_SECONDS_OF_A_GPU
         self._shapes.add(shapes)
         return is_new
 
@@ -245,7 +245,7 @@ class _Costs:
                 reading = time.perf_counter() - begun
                 scoring = self._scored(batch)
                 # The first pass does the setup for the others, and the first batch the setup for reading.
-                if self._is_new("scoring", batch) and scoring < self._slow_seconds:
+                if (self._is_new("scoring", batch) or not number) and scoring < self._slow_seconds:
                     scoring = self._scored(batch)
                 if number == 1 and seconds < self._slow_seconds:
                     rows, seconds = 0, 0.0

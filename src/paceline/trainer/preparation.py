@@ -10,7 +10,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from paceline.optim.parameter_groups import describe_groups
 from paceline.plan import DataFacts, MachineFacts, NetworkFacts, ParameterNumbers, Plan, TaskFacts, make
 from paceline.recipe.model import Model
 from paceline.recipe.schema import Recipe
+from paceline.records.events import EvaluationEvent
 from paceline.storage.cache import local_path
 from paceline.tasks.task import Task, check_used_by, task_name
 from paceline.telemetry.trackers import check_trackers
@@ -290,11 +291,13 @@ def _check_named_metrics(task: Task) -> None:
             f"evaluate.metrics needs logits, which task={task.recipe.task} does not give; leave it out, or override "
             "collectors() in a task of yours."
         )
+    taken = {metric.name for metric in task.metrics} | {each.name for each in fields(EvaluationEvent)}
+    taken |= {"event", "last", "best", "input_mean", "input_std"}
     for name in asked:
-        if not name.isidentifier() or name in {metric.name for metric in task.metrics}:
+        if not name.isidentifier() or name in taken:
             raise RecipeError(
-                f"evaluate.metrics has the name '{name}', but a name is letters, digits and underscores, and none that "
-                f"the task has: {', '.join(metric.name for metric in task.metrics)}."
+                f"evaluate.metrics has the name '{name}', but a name is letters, digits and underscores, and not one "
+                f"that records use: {', '.join(sorted(taken))}."
             )
 
 

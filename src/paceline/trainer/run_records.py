@@ -223,11 +223,12 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
 def keep_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Keep the first samples of a run's very first batch for the report, and return the stream unchanged."""
     ahead = ReadAhead(batches)
-    if run.progress.position or run.world.rank or not run.recipe.evaluate.keep_examples or not (first := ahead.read()):
+    is_shown = run.recipe.telemetry.report and run.recipe.evaluate.keep_examples and not run.world.rank
+    if run.progress.position or not is_shown or not (first := ahead.read()):
         return ahead.again()
     rows = range(min(_SHOWN, of := len(first.ids)))
-    inputs, targets = (chosen(each, rows, of=of) for each in (first.inputs, first.targets))
     try:
+        inputs, targets = (chosen(each, rows, of=of) for each in (first.inputs, first.targets))
         shown = run.task.shown(replace(first, inputs=inputs, targets=targets, ids=first.ids[: len(rows)]))
         pictures = [
             {

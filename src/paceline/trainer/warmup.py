@@ -20,8 +20,10 @@ from paceline.data.batch import Batch, rows_of
 from paceline.distributed.exact import buffers_kept
 from paceline.distributed.strategy import ControlFlags, Replicas, refuse_unused
 from paceline.errors import ModelError
+from paceline.metrics.named import NamedMetrics
 from paceline.models.compiled import shape_of
 from paceline.records.events import MeasurementEvent
+from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.run import Run
 from paceline.trainer.step import seed_forward
 from paceline.world import World
@@ -144,6 +146,8 @@ def check_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     Raises:
         ModelError: On every process, if the compiled network is wrong.
     """
+    if not run.progress.position and isinstance(run.strategy, Replicas):
+        _check_named_metrics(run)
     asked = [check_compiled] * (run.plan.compile != "off") + [measure_deterministic] * run.recipe.train.deterministic
     # A sharded network cannot be tried separately: there the cost of determinism is not measured.
     if run.progress.position or not asked or not isinstance(run.strategy, Replicas):
@@ -167,6 +171,22 @@ def check_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
             run.recorder.write(replace(found, seconds=time.perf_counter() - begun))
     run.recorder.flush()
     return chain([first], batches)
+
+
+def _check_named_metrics(run: Run) -> None:
+    """Try the metrics that the recipe names on a held-out batch, the same on every process.
+
+    Raises:
+        RecipeError: If one gives no number: at the first evaluation, an epoch would be lost.
+    """
+    metrics = NamedMetrics(run.recipe.evaluate.metrics)
+    if not metrics.metrics:
+        return
+    batch = next(iter(run.pipeline.evaluation_batches(run.evaluator.batch_size, World())), None)
+    if batch is not None and len(batch.ids):
+        with evaluation_mode([run.network]), torch.no_grad(), run.precision.autocast():
+            metrics.add(run.task.score(run.task.evaluated(run.network), batch), batch.ids)
+        metrics.results([metrics.part()])
 
 
 def measure_deterministic(probe: GradientProbe) -> MeasurementEvent:

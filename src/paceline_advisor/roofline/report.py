@@ -405,6 +405,16 @@ class RooflineReport:
                 "The most that the device can do at each arithmetic intensity, and each layer's phases at their least "
                 "times; larger points take more of the step."
             ),
+            table=Table(
+                columns=("layer", "phase", "FLOP/byte", "TFLOP/s at most", "share"),
+                rows=[
+                    (each.layer, each.phase, f"{each.intensity:.3g}", f"{rate:.3g}", f"{each.share:.1%}")
+                    for each in sorted(layers, key=lambda each: -each.share)
+                    for rate in [each.flops / each.seconds / 1e12]
+                ],
+                caption="Figures of this chart",
+                folded=True,
+            ),
         )
 
     def to_json(self) -> dict[str, Any]:

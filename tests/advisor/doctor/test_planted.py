@@ -250,3 +250,9 @@ def test_fp32_where_another_precision_is_faster(examined: Examined) -> None:
     if examined().precision != "bf16":
         pytest.skip("this processor has no bf16 products")
     assert examined({"train.precision": "fp32"}).findings[0].name == "precision"
+
+
+def test_fp32_is_no_mistake_where_a_cpu_computes_a_network_faster_so(examined: Examined) -> None:
+    depthwise = {"model.name": "mobilenetv2_100", "model.options": {}, "data.image_size": 96}
+    found = examined(depthwise | {"train.precision": "fp32"})
+    assert "precision" not in {each.name for each in found.findings}

@@ -75,20 +75,16 @@ def test_a_run_records_it_and_can_choose_its_best_by_it(tiny_recipe: Path, runs:
 @pytest.mark.parametrize(
     ("recipe", "metrics", "said"),
     [
-        ("digits", {"f1": {"num_classes": 10}}, "names no factory"),
+        ("digits", {"f1": {"num_classes": 10}}, "must name a factory"),
         ("digits", {"f1": {"name": "torchmetrics.classification:MulticlassF1Score", "clases": 10}}, "does not take"),
         ("digits", {"loss": F1}, "has the name 'loss'"),
+        ("digits", {"samples": F1}, "has the name 'samples'"),
         ("shapes-segmentation", {"f1": F1}, "needs logits"),
     ],
 )
 def test_what_cannot_be_is_refused_before_training(recipe: str, metrics: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=said):
         paceline.train(recipe, overrides={"evaluate.metrics": metrics}, run_dir=tmp_path / "run", quiet=True)
-
-
-def test_what_gives_no_number_is_named(train_tiny: Make) -> None:
-    with pytest.raises(RecipeError, match=r"evaluate.metrics.odd gave no number"):
-        train_tiny("run", {"evaluate.metrics": {"odd": {"name": f"{__name__}:no_number"}}})
 
 
 def test_labels_and_clicks_have_them_too(tmp_path: Path) -> None:
@@ -99,3 +95,27 @@ def test_labels_and_clicks_have_them_too(tmp_path: Path) -> None:
         run = tmp_path / recipe
         paceline.train(recipe, overrides={**small, "evaluate.metrics": metrics}, run_dir=run, quiet=True)
         assert math.isfinite(json.loads((run / "summary.json").read_text())["metrics"][next(iter(metrics))])
+
+
+@pytest.mark.parametrize("name", ["payload", "payload:a.b", "transformers:pipeline", 3, None])
+def test_nothing_but_a_factory_of_a_module_is_imported(name: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "payload.py").write_text("raise SystemExit('ran')\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match="must name a factory"):
+        NamedMetrics({"x": {"name": name}})
+
+
+def test_what_fails_or_lacks_scores_is_found_before_the_first_step(train_tiny: Make, events: Make, runs: Path) -> None:
+    for made, said in (("IndexError: out", "out_of_range"), ("gave no number", "no_number")):
+        with pytest.raises(RecipeError, match=made):
+            train_tiny(said, {"evaluate.metrics": {"odd": {"name": f"{__name__}:{said}"}}})
+        assert not events(runs / said, "step")
+    with pytest.raises(RecipeError, match=r"needs label and logit from the task's score\(\), which gives only loss"):
+        NamedMetrics({"f1": F1}).add({"loss": torch.zeros(2)}, np.arange(2))
+
+
+def out_of_range() -> Callable[[torch.Tensor, torch.Tensor], float]:
+    def metric(*_: Any) -> float:
+        raise IndexError("out")
+
+    return metric

@@ -18,6 +18,7 @@ from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer import run_records
 
 Make = Callable[..., Any]
+SHOWN = {"telemetry.report": True}
 
 
 def kept(run_dir: Path) -> list[dict[str, str]]:
@@ -32,7 +33,9 @@ def pixels(example: dict[str, str]) -> Any:
 
 def test_each_has_its_class_and_is_what_the_network_saw(train_tiny: Make) -> None:
     seen: list[Any] = []
-    run = train_tiny("run", {"data.augment.flip": 1.0}, on_loss=lambda batch, _: seen.append(batch.inputs.clone()))
+    run = train_tiny(
+        "run", SHOWN | {"data.augment.flip": 1.0}, on_loss=lambda batch, _: seen.append(batch.inputs.clone())
+    )
     examples = kept(run.run_dir)
     assert len(examples) == min(12, len(seen[0]))
     assert all(each["caption"] in list("0123456789") for each in examples)
@@ -42,21 +45,22 @@ def test_each_has_its_class_and_is_what_the_network_saw(train_tiny: Make) -> Non
 
 
 def test_a_mixed_image_has_the_shares_of_its_classes(train_tiny: Make) -> None:
-    captions = [each["caption"] for each in kept(train_tiny("run", {"data.mix.mixup": 1.0}).run_dir)]
+    captions = [each["caption"] for each in kept(train_tiny("run", SHOWN | {"data.mix.mixup": 1.0}).run_dir)]
     shares = [[int(each) for each in re.findall(r"(\d+)%", caption)] for caption in captions]
     assert any(shares)
     assert all(99 <= sum(each) <= 101 for each in shares if each)
 
 
 def test_a_run_that_goes_on_keeps_those_of_its_beginning(train_tiny: Make, runs: Path) -> None:
-    train_tiny("run", {"train.until": "4 steps"})
+    train_tiny("run", SHOWN | {"train.until": "4 steps"})
     first = (runs / "run" / "first_batch.json").read_bytes()
-    train_tiny("run")
+    train_tiny("run", SHOWN)
     assert (runs / "run" / "first_batch.json").read_bytes() == first
 
 
-def test_none_are_kept_where_no_examples_are_asked_for(train_tiny: Make) -> None:
-    run = train_tiny("run", {"evaluate.keep_examples": 0})
+@pytest.mark.parametrize("overrides", [{"evaluate.keep_examples": 0, **SHOWN}, {"telemetry.report": False}])
+def test_none_are_kept_where_none_are_shown(train_tiny: Make, overrides: dict[str, Any]) -> None:
+    run = train_tiny("run", overrides)
     assert not (run.run_dir / "first_batch.json").exists()
 
 
@@ -70,6 +74,6 @@ def test_where_they_cannot_be_shown_or_written_the_run_trains_as_before(
         raise ValueError("no pictures")
 
     monkeypatch.setattr(where, name, fail)
-    run = train_tiny("failing")
+    run = train_tiny("failing", SHOWN)
     assert run.summary.weights_sha256 == plain
     assert not (run.run_dir / "first_batch.json").exists()

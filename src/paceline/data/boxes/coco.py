@@ -1,7 +1,7 @@
-"""COCO's annotations, read from JSON into arrays; no code is run, and malformed entries are named.
+"""COCO annotations, parsed from JSON into arrays; no code is run, and malformed entries are reported.
 
-The format is COCO's own (Lin et al. 2014): `images`, `categories` and `annotations`, whose boxes are left, top, width
-and height, and whose masks are polygons or run lengths, as lists or compressed strings.
+The format is COCO's (Lin et al. 2014): `images`, `categories` and `annotations`, whose boxes are left, top, width and
+height, and whose masks are polygons or run lengths, as lists or compressed strings.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from paceline.escaping import utf8
 from paceline.files import LeftOut, files_below, refuse_odd_kinds
 from paceline.plain_json import load_json
 
-_OFFSET, _CONTINUES, _NEGATIVE = 48, 32, 16  # of a character in a compressed string, which holds 5 bits of a number
-_LONGEST_NUMBER = 7  # characters, 35 bits: more than the pixels of any picture that is decoded
+_OFFSET, _CONTINUES, _NEGATIVE = 48, 32, 16  # to characters of a compressed string, which hold 5 bits each
+_LONGEST_NUMBER = 7  # characters, 35 bits: more than the number of pixels of any accepted picture
 
 
 def outline_fault(outline: Any, height: int, width: int) -> str | None:
-    """Say why a segmentation cannot be drawn in a picture of this size; None if it can.
+    """Explain why a segmentation cannot be drawn in a picture of this size; None if it can.
 
     Args:
-        outline: The segmentation, which holds no NaN: a comparison with one decides nothing.
+        outline: The segmentation, without NaN, with which comparisons would be meaningless.
         height: The picture's height.
         width: The picture's width.
     """
@@ -50,7 +50,7 @@ def mask_of(outline: Any, height: int, width: int) -> NDArray[np.uint8]:
         counts = _counts(outline["counts"])
         assert counts is not None
         drawn = np.repeat((np.arange(len(counts)) % 2).astype(np.uint8), counts)
-        return drawn.reshape(width, height).T  # runs go down the columns
+        return drawn.reshape(width, height).T  # runs are in column order
     from pycocotools import mask
 
     polygons: NDArray[np.uint8] = mask.decode(mask.merge(mask.frPyObjects(outline, height, width)))
@@ -58,7 +58,7 @@ def mask_of(outline: Any, height: int, width: int) -> NDArray[np.uint8]:
 
 
 def _has_pixels(outline: Any, height: int, width: int) -> bool:
-    """Whether a segmentation that has no fault covers any pixel."""
+    """Whether a valid segmentation covers any pixel."""
     if isinstance(outline, dict):
         counts = _counts(outline["counts"])
         return counts is not None and any(counts[1::2])
@@ -72,7 +72,7 @@ def _polygon_fault(polygon: Any, height: int, width: int) -> str | None:
         return "a polygon must be a list of numbers"
     if len(polygon) < 6 or len(polygon) % 2:
         return f"a polygon has {len(polygon)} numbers; it must have x and y of at least three points"
-    # A corner may lie outside the picture; for one far outside, the library would need memory for the way there.
+    # A corner may lie outside the picture; a distant one would make the library allocate memory for the whole edge.
     far = max(height, width)
     if min(polygon) < -far or max(polygon) > 2 * far:
         return "a polygon has coordinates far outside the picture"
@@ -101,7 +101,7 @@ def _counts(counts: Any) -> NDArray[np.int64] | None:
 
 
 def _decompressed(text: str) -> NDArray[np.int64] | None:
-    """Read the string form, in which each number from the fourth on is the difference from the one two before it."""
+    """Decode the string form, in which each number from the fourth on is relative to the number two before it."""
     codes = np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8).astype(np.int64) - _OFFSET
     if not len(codes) or codes.min() < 0 or codes.max() >= 2 * _CONTINUES or codes[-1] & _CONTINUES:
         return None
@@ -119,23 +119,23 @@ def _decompressed(text: str) -> NDArray[np.int64] | None:
 
 
 _HOW = "download it again, correct it, or point data.path at the folder of COCO's annotations and pictures"
-_SHOWN = 5  # faults in a message
+_SHOWN = 5  # maximum number of faults in a message
 _LISTS = ("images", "categories", "annotations")
-_MOST = 2**31  # pixels; what is beyond is no place in a picture, and too large for an array of numbers
+_MOST = 2**31  # pixels; larger coordinates are not in any picture, and too large for an integer array
 
 
 @dataclass(frozen=True, kw_only=True)
 class Annotations:
-    """What a file of annotations says; the objects of picture i are rows ``bounds[i]`` to ``bounds[i + 1]``.
+    """The annotations of a file; the objects of picture i are rows ``bounds[i]`` to ``bounds[i + 1]``.
 
     Attributes:
-        names: The pictures' file names, in the order of their numbers in the file.
+        names: File names of the pictures, ordered by image id.
         sizes: Their heights and widths, int64 [N, 2].
-        bounds: Where in the rows each picture's objects begin, int64 [N + 1].
+        bounds: Bounds of each picture's rows, int64 [N + 1].
         boxes: Edges, float64 [M, 4].
         labels: Class indices, int64 [M].
         crowd: bool [M].
-        outlines: Polygons or run lengths of each object, as the file has them; None if not requested.
+        outlines: Polygons or run lengths of each object, as in the file; None if not requested.
     """
 
     names: list[str]
@@ -151,7 +151,7 @@ class CocoSource:
     """The pictures of one split."""
 
     def __init__(self, folder: Path, annotations: Annotations, samples: NDArray[np.int64] | None = None) -> None:
-        """Take those pictures in ``folder`` whose positions are ``samples``, or all."""
+        """Use the pictures in ``folder`` at positions ``samples``, or all."""
         self._folder = os.fspath(folder)
         self._found = annotations
         self._samples = np.arange(len(annotations.names)) if samples is None else samples
@@ -161,11 +161,11 @@ class CocoSource:
         return len(self._samples)
 
     def image(self, sample: int) -> Image:
-        """Decode it as stored, since boxes and sizes are of the pixels as stored; raises BrokenImageError."""
+        """Decode the picture as stored, without EXIF rotation, to match the annotations; raises BrokenImageError."""
         return decode(self.path(sample), 3, turned=False)
 
     def objects(self, sample: int, *, masks: bool) -> Objects:
-        """Its annotations."""
+        """Return its annotations."""
         found, at = self._found, int(self._samples[sample])
         rows = slice(int(found.bounds[at]), int(found.bounds[at + 1]))
         drawn = None
@@ -178,7 +178,7 @@ class CocoSource:
         return Objects(boxes=found.boxes[rows], labels=found.labels[rows], crowd=found.crowd[rows], masks=drawn)
 
     def path(self, sample: int) -> str:
-        """The picture's file."""
+        """Return the picture's path."""
         return os.path.join(self._folder, self._found.names[int(self._samples[sample])])
 
 
@@ -188,10 +188,10 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
     Args:
         path: The recipe's ``data.path``.
         masks: Whether masks will be needed.
-        keep_empty: Whether training has pictures without an object to learn.
+        keep_empty: Whether training includes pictures without trainable objects.
 
     Raises:
-        DataError: If they are missing, or the annotations are malformed; in one sentence.
+        DataError: If they are missing, or the annotations are malformed.
     """
     if path is None:
         raise DataError("data.dataset=coco needs data.path: the folder that holds annotations/ and train2017/.")
@@ -200,7 +200,7 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
         raise DataError(f"data.path={path} is not a folder; give the one that holds annotations/ and train2017/.")
     if masks:
         try:
-            # Where masks are drawn, in the middle of training, it would be too late to find out.
+            # Checked here, because masks are drawn only later, in the middle of training.
             importlib.import_module("pycocotools.mask")
         except ImportError:
             raise DataError(
@@ -237,7 +237,7 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
 
 
 def files_of_pictures(dataset: BoxDataset) -> tuple[str, ...]:
-    """Return the pictures' files; none if they are drawn."""
+    """Return the paths of the pictures; empty if they are synthetic."""
     splits = [each for each in (dataset.train, dataset.validation) if isinstance(each, CocoSource)]
     return tuple(split.path(sample) for split in splits for sample in range(len(split)))
 
@@ -245,12 +245,12 @@ def files_of_pictures(dataset: BoxDataset) -> tuple[str, ...]:
 def read_annotations(
     file: Path, *, masks: bool, note: Callable[[bytes], object] = len
 ) -> tuple[Annotations, dict[int, str]]:
-    """Read a file of annotations, and its classes' names by the numbers that the file gives them, ascending.
+    """Read an annotation file, and its class names by category id, ascending.
 
     Args:
         file: The JSON file.
         masks: Whether to keep masks.
-        note: Given the file's content, for its digest.
+        note: Called with the file's content, for its digest.
 
     Raises:
         DataError: If it is malformed; names the first faults and says how many there are.
@@ -258,7 +258,7 @@ def read_annotations(
     refuse_odd_kinds(file)
     try:
         content = file.read_bytes()
-        tree = load_json(content, parse_constant=str)  # NaN and Infinity are text, and so no numbers
+        tree = load_json(content, parse_constant=str)  # NaN and Infinity become text, and so are not numbers
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read as COCO's annotations ({error}); {_HOW}.") from error
     note(content)
@@ -274,14 +274,14 @@ def read_annotations(
 
 
 def _refuse(file: Path, faults: list[str]) -> None:
-    """Raise DataError with the first faults of a file, if there are any."""
+    """Raise DataError with the first faults of a file, if any."""
     if faults:
         count = f"{len(faults):,} faults, first {_SHOWN}: " if len(faults) > _SHOWN else ""
         raise DataError(f"{file}: {count}{'; '.join(faults[:_SHOWN])}; {_HOW}.")
 
 
 def _images(entries: list[Any], faults: list[str]) -> dict[int, tuple[str, int, int]]:
-    """File name, height and width by the image's number, ascending."""
+    """Return file name, height and width by image id, ascending."""
     found: dict[int, tuple[str, int, int]] = {}
     names: set[str] = set()
     for position, each in enumerate(entries):
@@ -305,7 +305,7 @@ def _images(entries: list[Any], faults: list[str]) -> dict[int, tuple[str, int, 
 
 
 def _is_file_name(name: object) -> bool:
-    """Whether a file can be called so: not nothing, not `.`, without a zero byte, and no half of a surrogate pair."""
+    """Whether a name is a valid file name: not empty, not `.`, without null bytes and lone surrogates."""
     if not isinstance(name, str) or not name or "\0" in name or os.path.normpath(name) in (".", ".."):
         return False
     return name.encode("utf-8", "ignore").decode() == name
@@ -329,7 +329,7 @@ def _classes(entries: list[Any], faults: list[str]) -> dict[int, str]:
 def _rows(
     entries: list[Any], images: dict[int, Any], classes: dict[int, str], faults: list[str], *, masks: bool
 ) -> Iterator[tuple[int, int, list[float], bool, Any]]:
-    """Image, class, box, whether it is a crowd, and outline of each annotation that has no fault."""
+    """Return image, class, box, crowd flag and outline of each valid annotation."""
     for position, each in enumerate(entries):
         said = _annotation_fault(each, images, classes, masks=masks)
         if said is not None:
@@ -340,7 +340,7 @@ def _rows(
 
 
 def _annotation_fault(each: Any, images: dict[int, Any], classes: dict[int, str], *, masks: bool) -> str | None:
-    """Say what is wrong with an annotation; None if nothing is."""
+    """Explain what is wrong with an annotation; None if it is valid."""
     if not isinstance(each, dict):
         return f"must be a mapping, found {_shown(each)}"
     image, kind, crowd = each.get("image_id"), each.get("category_id"), each.get("iscrowd", 0)
@@ -349,7 +349,7 @@ def _annotation_fault(each: Any, images: dict[int, Any], classes: dict[int, str]
     if type(kind) is not int or kind not in classes:
         return f"has the category_id {_shown(kind)}, which no category has"
     box: Any = each.get("bbox")
-    # NaN is not below anything.
+    # Comparisons with NaN are false.
     is_box = isinstance(box, list) and len(box) == 4 and all(type(n) in (int, float) and abs(n) <= _MOST for n in box)
     if not is_box or min(box[2:]) < 0:
         return f"has the bbox {_shown(box)}, which must be left, top, width and height; the last two not negative"
@@ -364,14 +364,14 @@ def _annotation_fault(each: Any, images: dict[int, Any], classes: dict[int, str]
 
 
 def _arranged(images: dict[int, Any], classes: dict[int, str], rows: list[Any], *, masks: bool) -> Annotations:
-    """Rows by image, in the file's order within each."""
+    """Sort rows by image, keeping the file's order within each."""
     position = {number: index for index, number in enumerate(images)}
     index_of = {number: index for index, number in enumerate(classes)}
     owner = np.array([position[row[0]] for row in rows], dtype=np.int64)
     order = np.argsort(owner, kind="stable")
     boxes = np.array([row[2] for row in rows], dtype=np.float64).reshape(-1, 4)[order]
     boxes[:, 2:] += boxes[:, :2]
-    # A network sees single precision, in which a tiny box at a far corner has no extent.
+    # In the network's single precision, a tiny box far from the origin has zero size.
     boxes = boxes.astype(np.float32).astype(np.float64)
     return Annotations(
         names=[name for name, _, _ in images.values()],
@@ -385,7 +385,7 @@ def _arranged(images: dict[int, Any], classes: dict[int, str], rows: list[Any], 
 
 
 def _to_learn_from(file: Path, found: Annotations, *, keep_empty: bool) -> tuple[NDArray[np.int64], dict[str, int]]:
-    """Positions of the pictures that are trained on, and what is left out; of nothing is said nothing.
+    """Return the positions of training pictures, and a report of those left out, if any.
 
     Raises:
         DataError: If there are none.
@@ -409,7 +409,7 @@ def _to_learn_from(file: Path, found: Annotations, *, keep_empty: bool) -> tuple
 
 
 def _split(root: Path, split: str) -> tuple[Path, Path]:
-    """The folder of a split's pictures, and its file of annotations."""
+    """Return the picture folder and the annotation file of a split."""
     published = sorted((root / "annotations").glob(f"instances_{split}*.json"))
     if len(published) > 1:
         names = ", ".join(each.name for each in published)
@@ -425,7 +425,7 @@ def _split(root: Path, split: str) -> tuple[Path, Path]:
 
 
 def _tell_unnamed(folder: Path, found: Annotations, left_out: LeftOut) -> None:
-    """Tell of files in a split's folder that its annotations do not name."""
+    """Report files in a split's folder that its annotations do not mention."""
     named = {os.path.normpath(name) for name in found.names} | {"annotations.json"}
     for name in files_below(folder, left_out) if folder.is_dir() else ():
         if name not in named:

@@ -1,8 +1,8 @@
-"""Generated pictures for detectors: the data set `shapes`, and blank ones where only sizes matter.
+"""Synthetic detection data: the data set `shapes`, and blank pictures for cases where only sizes matter.
 
-A picture of `shapes` shows discs, rectangles and triangles. It is a pure function of its number: size, pattern and
-objects come from Philox under that number alone, so that nothing is stored and no order of reading changes a pixel. An
-object may hide part of another, but never most of it.
+A picture of `shapes` shows discs, rectangles and triangles. It is a pure function of its number, which keys Philox for
+size, pattern and objects. So nothing is stored, and pixels do not depend on the reading order. An object may hide part
+of another, but never most of it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from paceline.recipe.data import Data, GeneratedBoxes
 
 CLASSES = ("disc", "rectangle", "triangle")
 
-_KEY = 0x5A9E5  # another one for another set
-_HELD_OUT = 2**32  # held-out pictures are numbered from here on
-_OF_PICTURE = 12  # draws: height, width, number of objects, pattern
-_OF_OBJECT = 10  # draws: class, centre, extents, turn, colour
-_LEAST_SEEN = 0.6  # of an object's pixels; what would hide more of one is not drawn
-_NOISE = 40  # of 255, between the darkest and the brightest
-_IN_MEMORY = 2**27  # bytes, of the pictures of a split that are kept
-_LEAST_KEPT = 8  # whatever their size: a picture and its objects are asked for one after the other
+_KEY = 0x5A9E5  # change it for another data set
+_HELD_OUT = 2**32  # held-out pictures are numbered from here
+_OF_PICTURE = 12  # random numbers for height, width, number of objects, pattern
+_OF_OBJECT = 10  # random numbers for class, centre, size, rotation, colour
+_LEAST_SEEN = 0.6  # maximum hidden share of an object's pixels; objects that would hide more are not drawn
+_NOISE = 40  # out of 255, minimum contrast
+_IN_MEMORY = 2**27  # bytes, limit of a split's cached pictures
+_LEAST_KEPT = 8  # at least this many of any size, since a picture and its objects are requested separately
 
 Grid = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -37,13 +37,13 @@ Drawn = tuple[Image, NDArray[np.int64], Mask]
 
 @dataclass(frozen=True)
 class ShapeSource:
-    """One split of the generated pictures.
+    """One split of the synthetic pictures.
 
     Attributes:
-        asked: How they are.
-        first: The first one's number.
-        count: How many there are.
-        split: What the split is called.
+        asked: The recipe's settings for them.
+        first: Number of the first picture.
+        count: Number of pictures.
+        split: Name of the split.
     """
 
     asked: GeneratedBoxes
@@ -56,7 +56,7 @@ class ShapeSource:
 
     @cached_property
     def _drawn(self) -> Callable[[int], Drawn]:
-        """Draws pictures, and keeps the last ones, so that an epoch need not draw them again."""
+        """Draws pictures and caches the most recent ones for the next epoch."""
         largest = self.asked.largest_side**2 * (3 + self.asked.objects)  # bytes
         return lru_cache(max(_LEAST_KEPT, _IN_MEMORY // largest))(partial(_draw, self.asked))
 
@@ -68,11 +68,11 @@ class ShapeSource:
         return (self.asked.smallest_side + np.floor(sides * span)).astype(np.int64)
 
     def image(self, sample: int) -> Image:
-        """Draw it, uint8 [H, W, 3]; read-only."""
+        """Draw the picture, uint8 [H, W, 3]; read-only."""
         return self._drawn(self.first + sample)[0]
 
     def objects(self, sample: int, *, masks: bool) -> Objects:
-        """What was drawn: each box is around the pixels that are seen of its object."""
+        """Return the drawn objects; boxes enclose their visible pixels."""
         _, labels, seen = self._drawn(self.first + sample)
         return Objects(
             boxes=np.array([_box(each) for each in seen]).reshape(-1, 4),
@@ -82,12 +82,12 @@ class ShapeSource:
         )
 
     def path(self, sample: int) -> str:
-        """The split and the number."""
+        """Return the split and the number."""
         return f"shapes {self.split}[{sample}]"
 
 
 def open_shapes(asked: GeneratedBoxes) -> BoxDataset:
-    """The generated data set."""
+    """Open the synthetic data set."""
     return BoxDataset(
         name="shapes",
         train=ShapeSource(asked, 0, asked.samples, "train"),
@@ -98,7 +98,7 @@ def open_shapes(asked: GeneratedBoxes) -> BoxDataset:
 
 
 def _draw(asked: GeneratedBoxes, number: int) -> Drawn:
-    """A picture, its objects' classes and which pixels are seen of each, bool [M, H, W]."""
+    """Draw a picture; return it with the classes and visible pixels of its objects, bool [M, H, W]."""
     draws = uniforms(_KEY, 0, np.array([number]), _OF_PICTURE + asked.objects * _OF_OBJECT)[0]
     span = asked.largest_side - asked.smallest_side + 1
     height, width = (int(asked.smallest_side + each * span) for each in draws[:2])
@@ -124,7 +124,7 @@ def _draw(asked: GeneratedBoxes, number: int) -> Drawn:
 
 
 def _pattern(height: int, width: int, draws: Grid) -> Grid:
-    """Two colours that change places in waves, float64 [H, W, 3]."""
+    """Blend two colours in waves, float64 [H, W, 3]."""
     turn, waves, first, second = 2 * np.pi * draws[0], 1 + 3 * draws[1], draws[2:5], draws[5:8]
     rows, columns = _grid(height, width)
     along = (rows * np.sin(turn) + columns * np.cos(turn)) / max(height, width)
@@ -134,7 +134,7 @@ def _pattern(height: int, width: int, draws: Grid) -> Grid:
 
 
 def _inside(draws: Grid, height: int, width: int) -> Mask:
-    """Whose pixels' centres are inside an object, bool [H, W]; all of it lies in the picture."""
+    """Return the pixels whose centres are inside an object, bool [H, W]; it lies fully in the picture."""
     kind, side = int(draws[0] * len(CLASSES)), min(height, width)
     half_rows, half_columns = side * (0.1 + 0.15 * draws[3]), side * (0.1 + 0.15 * draws[4])
     if kind == 0:
@@ -149,7 +149,7 @@ def _inside(draws: Grid, height: int, width: int) -> Mask:
     elif kind == 1:
         inside = np.maximum(abs(down), abs(right)) <= 1
     else:
-        down = -down if draws[5] < 0.5 else down  # on its base, or on its tip
+        down = -down if draws[5] < 0.5 else down  # standing on its base or on its tip
         inside = (abs(down) <= 1) & (abs(right) <= (1 + down) / 2)
     return inside
 
@@ -160,26 +160,26 @@ def _grid(height: int, width: int) -> tuple[Grid, Grid]:
 
 
 def _box(mask: Mask) -> tuple[int, int, int, int]:
-    """The edges of a mask with a pixel at least."""
+    """Return the bounding box of a non-empty mask."""
     rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
     return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
 REFERENCE = f"{__name__}:stand_in"
-"""What ``data.dataset`` is called then."""
+"""Value of ``data.dataset`` in this case."""
 COCO_CLASSES, LONG, SHORT, OBJECTS = 80, 640, 480, 7
-"""COCO's classes, its usual picture in pixels, and as many objects in each as there are on average."""
+"""COCO's classes, typical picture size, and average number of objects per picture."""
 SAID = (
     f"data.path is not set: as for COCO, {COCO_CLASSES} classes and pictures of {LONG} by {SHORT} pixels, portrait or "
     f"landscape, with {OBJECTS} objects each are assumed"
 )
 _TRAIN, _VALIDATION = 117_266, 5_000
-_UPRIGHT = 4  # one picture of so many
+_UPRIGHT = 4  # one picture in this number
 
 
 @dataclass(frozen=True)
 class _Blank:
-    """Pictures without content, some upright and most lying, with boxes in them."""
+    """Blank pictures, some portrait and most landscape, with boxes."""
 
     count: int
 
@@ -193,11 +193,11 @@ class _Blank:
         return np.where(is_upright, (LONG, SHORT), (SHORT, LONG))
 
     def image(self, sample: int) -> Image:
-        """Black, uint8 [H, W, 3]."""
+        """Return a black picture, uint8 [H, W, 3]."""
         return np.zeros((*self.sizes[sample], 3), dtype=np.uint8)
 
     def objects(self, sample: int, *, masks: bool) -> Objects:
-        """Each the left upper quarter."""
+        """Return its objects, each in the upper left quarter."""
         height, width = self.sizes[sample]
         return Objects(
             boxes=np.tile(np.array([0.0, 0.0, width / 2, height / 2]), (OBJECTS, 1)),
@@ -207,12 +207,12 @@ class _Blank:
         )
 
     def path(self, sample: int) -> str:
-        """Its number."""
+        """Return its number."""
         return f"stand-in {sample}"
 
 
 def stand_in(data: Data) -> BoxDataset:
-    """As many pictures as COCO 2017 has, of its usual size."""
+    """Return as many pictures as COCO 2017 has, of its typical size."""
     return BoxDataset(
         name="stand-in",
         train=_Blank(_TRAIN),

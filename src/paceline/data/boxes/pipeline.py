@@ -1,11 +1,11 @@
-"""Batches of pictures of many sizes, with their objects.
+"""Batches of pictures of varying sizes, with their objects.
 
 A batch's inputs are a list of pictures, float [3, H, W] between 0 and 1, and its targets a list of dicts: ``boxes``
-float [M, 4], ``labels`` int64 [M], ``crowd`` bool [M] and, where they are read, ``masks`` uint8 [M, H, W].
+float [M, 4], ``labels`` int64 [M], ``crowd`` bool [M] and, if requested, ``masks`` uint8 [M, H, W].
 
-Files are read and decoded in threads of this process, some micro-batches ahead: decoding leaves the interpreter to
-others. Pictures are flipped and resized on the device, so that what is read and copied stays small; each draw is keyed
-by (seed, epoch, sample id).
+Files are read and decoded in threads of this process, some micro-batches ahead, since decoding releases the GIL.
+Pictures are flipped and resized on the device, so that reads and copies stay small. Each random draw is keyed by (seed,
+epoch, sample id).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _BLANK = 64
 
 
 def shown_size(height: int, width: int, short_side: int, long_side: int) -> tuple[int, int]:
-    """Height and width with a shorter side of ``short_side``; less where the longer one would exceed ``long_side``."""
+    """Return height and width with shorter side ``short_side``, reduced if the longer would exceed ``long_side``."""
     scale = min(short_side / min(height, width), long_side / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))
 
 
 def shown_sizes(sizes: NDArray[np.int64], boxes: Boxes, seed: int) -> NDArray[np.int64]:
-    """Height and width of each picture as the first epoch shows it, [N, 2]; ``sizes`` are as they are read."""
+    """Return each picture's height and width in the first epoch, [N, 2]; ``sizes`` are the stored ones."""
     if boxes.short_sides is None:
         return sizes
     draws = uniforms(seed, 0, np.arange(len(sizes)), 2)[:, 1]
@@ -53,7 +53,7 @@ def shown_sizes(sizes: NDArray[np.int64], boxes: Boxes, seed: int) -> NDArray[np
 
 
 def flipped(image: Tensor, target: Target) -> tuple[Tensor, Target]:
-    """A picture [C, H, W] and its objects, mirrored."""
+    """Mirror a picture [C, H, W] and its objects."""
     left, top, right, bottom = target["boxes"].unbind(1)
     width = image.shape[2]
     changed = {"boxes": torch.stack((width - right, top, width - left, bottom), dim=1)}
@@ -63,15 +63,15 @@ def flipped(image: Tensor, target: Target) -> tuple[Tensor, Target]:
 
 
 def resized(image: Tensor, target: Target, size: tuple[int, int]) -> tuple[Tensor, Target]:
-    """A picture [C, H, W] and its objects at another height and width: bilinear, as torchvision's detectors do it."""
+    """Resize a picture [C, H, W] and its objects bilinearly, as torchvision's detectors do."""
     rows, columns = size[0] / image.shape[1], size[1] / image.shape[2]
     factors = torch.tensor((columns, rows, columns, rows))
-    if image.device.type == "cuda":  # from other than page-locked memory, the copy would wait for the device
+    if image.device.type == "cuda":  # from pageable memory, the copy would wait for the device
         factors = factors.pin_memory()
     changed: dict[str, Any] = {"boxes": target["boxes"] * factors.to(image.device, non_blocking=True)}
     if "masks" in target:
         masks = target["masks"][:, None].float()
-        # Of no object there is nothing to resize, which torch refuses.
+        # torch refuses to resize an empty tensor.
         changed["masks"] = (
             functional.interpolate(masks, size)[:, 0].to(torch.uint8)
             if len(masks)
@@ -82,7 +82,7 @@ def resized(image: Tensor, target: Target, size: tuple[int, int]) -> tuple[Tenso
 
 
 def with_something(batch: Batch, device: torch.device) -> Batch:
-    """Replaces a batch of broken samples: a picture without objects and with zero weight."""
+    """Replace a batch whose samples are all broken by a picture without objects and with zero weight."""
     if len(batch.ids):
         return batch
     target = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
@@ -96,12 +96,12 @@ class BoxPipeline(SimplePipeline):
 
     Args:
         dataset: The pictures.
-        boxes: How they are shown.
-        masks: Whether masks are read.
+        boxes: Sizes and augmentation of pictures.
+        masks: Whether to read masks.
         seed: Seed of each sample's random draws.
-        placement: Where batches end up.
-        threads: Threads that read; 0 reads on request.
-        prefetch: Micro-batches that are read ahead for each thread.
+        placement: Target device and layout of batches.
+        threads: Reading threads; 0 reads on request.
+        prefetch: Micro-batches to read ahead per thread.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class BoxPipeline(SimplePipeline):
         )
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
-        """The sample's file, or its set and number."""
+        """Return the sample's file, or its set and number."""
         return self._sources[training].path(sample_id)
 
     def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
@@ -137,7 +137,7 @@ class BoxPipeline(SimplePipeline):
         return to_device(batches, as_floats, self._placement, finish, self._moving if training else nullcontext)
 
     def _varied(self, batch: Batch) -> Batch:
-        """Flip and resize the pictures of a batch, with their boxes and masks, as drawn for each."""
+        """Flip and resize the pictures of a batch, with their boxes and masks, by their random draws."""
         sides, shown = self._boxes.short_sides, []
         draws = uniforms(self._seed, batch.slice.epoch, batch.ids, 2).tolist()
         for image, target, (flip, scale) in zip(batch.inputs, batch.targets, draws, strict=True):
@@ -173,11 +173,11 @@ class BoxPipeline(SimplePipeline):
 def read_whole(
     part: SampleSlice, read: Callable[[int], tuple[Tensor, Any]]
 ) -> tuple[list[tuple[Tensor, Any]], SampleIds, tuple[BrokenSample, ...]]:
-    """Read the samples of a slice by their places in it; return those that are whole, their ids, and the broken ones.
+    """Read the samples of a slice; return the intact ones by position, their ids, and the broken ones.
 
     Args:
         part: The slice.
-        read: Reads one; raises BrokenImageError.
+        read: Reads one sample; raises BrokenImageError.
     """
     found, ids, broken = list[tuple[Tensor, Any]](), list[int](), list[BrokenSample]()
     for row, sample in enumerate(part.ids.tolist()):
@@ -190,12 +190,12 @@ def read_whole(
 
 
 def as_tensor(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
-    """A decoded picture [H, W, 3] as a new tensor, uint8 [3, H, W]."""
+    """Convert a decoded picture [H, W, 3] to a new tensor, uint8 [3, H, W]."""
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
 
 def target_of(objects: Objects) -> Target:
-    """A picture's objects as tensors; classes are numbered from 1, since 0 is the background."""
+    """Return a picture's objects as tensors; classes start at 1, since 0 is the background."""
     target = {
         "boxes": torch.from_numpy(objects.boxes.astype(np.float32)),
         "labels": torch.from_numpy(objects.labels + 1),
@@ -205,7 +205,7 @@ def target_of(objects: Objects) -> Target:
 
 
 def as_floats(images: list[Tensor]) -> list[Tensor]:
-    """Pixels between 0 and 1."""
+    """Convert pixels to floats between 0 and 1."""
     return [image.to(torch.float32).div_(255) for image in images]
 
 
@@ -216,9 +216,9 @@ class Objects:
     Attributes:
         boxes: Left, top, right and bottom edge in pixels from the picture's corner, float64 [M, 4].
         labels: Class indices, int64 [M].
-        crowd: Which of them stand for a crowd (COCO's ``iscrowd``), bool [M]. These are neither learned nor expected:
-            in evaluation, what is found inside one is neither right nor wrong.
-        masks: Which pixels are theirs, 0 or 1, uint8 [M, H, W]; None if not requested.
+        crowd: Crowd flags (COCO's ``iscrowd``), bool [M]. Crowds are not used in training; in evaluation, detections
+            inside one are ignored.
+        masks: Pixel masks, 0 or 1, uint8 [M, H, W]; None if not requested.
     """
 
     boxes: NDArray[np.float64]
@@ -227,7 +227,7 @@ class Objects:
     masks: NDArray[np.uint8] | None = None
 
     def learnable(self, height: int, width: int) -> Objects:
-        """Those that a network can learn from: no crowd, no box without extent inside the picture, no empty mask."""
+        """Return which objects a network can learn from: not crowds, empty boxes or empty masks."""
         edges = np.array([width, height, width, height], dtype=np.float64)
         boxes = np.clip(self.boxes, 0, edges)
         keep = ~self.crowd & (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
@@ -241,13 +241,13 @@ class BoxSource(Protocol):
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """Height and width of each picture, [len, 2]; known without reading it."""
+        """Height and width of each picture, [len, 2]; available without reading it."""
         ...
 
     def __len__(self) -> int: ...
 
     def image(self, sample: int) -> Image:
-        """The picture, uint8 [H, W, 3].
+        """Return the picture, uint8 [H, W, 3].
 
         Raises:
             BrokenImageError: If it cannot be read.
@@ -255,7 +255,7 @@ class BoxSource(Protocol):
         ...
 
     def objects(self, sample: int, *, masks: bool) -> Objects:
-        """Its objects and, if requested, their masks.
+        """Return its objects and, if requested, their masks.
 
         Raises:
             BrokenImageError: If a mask cannot be drawn.
@@ -263,17 +263,17 @@ class BoxSource(Protocol):
         ...
 
     def path(self, sample: int) -> str:
-        """The name under which the sample is reported to the user."""
+        """Return the name under which the sample is reported."""
         ...
 
 
 @dataclass(frozen=True)
 class BoxSubset:
-    """Some pictures of a source, as a source.
+    """A subset of a source.
 
     Attributes:
-        source: Where they are.
-        chosen: Their ids there, int64 [len].
+        source: The full source.
+        chosen: Ids in the source, int64 [len].
     """
 
     source: BoxSource
@@ -284,19 +284,19 @@ class BoxSubset:
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """Height and width of each, [len, 2]."""
+        """Height and width of each picture, [len, 2]."""
         return self.source.sizes[self.chosen]
 
     def image(self, sample: int) -> Image:
-        """The picture, uint8 [H, W, 3]."""
+        """Return the picture, uint8 [H, W, 3]."""
         return self.source.image(int(self.chosen[sample]))
 
     def objects(self, sample: int, *, masks: bool) -> Objects:
-        """What is in it."""
+        """Return its objects."""
         return self.source.objects(int(self.chosen[sample]), masks=masks)
 
     def path(self, sample: int) -> str:
-        """Its name in the source."""
+        """Return its name in the source."""
         return self.source.path(int(self.chosen[sample]))
 
 
@@ -305,13 +305,13 @@ class BoxDataset:
     """Two splits of pictures.
 
     Attributes:
-        name: The data set's.
+        name: Name of the data set.
         train: Training pictures.
         validation: Held-out pictures.
-        classes: The classes' names, by index.
-        digest: Says which data they are.
-        facts: Further facts for the plan.
-        left_out: Data that is not used, one sentence per kind.
+        classes: Class names, by index.
+        digest: Identifies the data.
+        facts: Additional facts for the plan.
+        left_out: Unused data, one sentence per kind.
     """
 
     name: str

@@ -1,12 +1,12 @@
-"""Criteo's text: each line has a label, 13 numbers and 26 categories, between tabs.
+"""Criteo's text format: each line has a label, 13 numbers and 26 categories, separated by tabs.
 
-All but the label may be missing. Of a number x the logarithm of 1 + x is taken, of one below 0, or missing, that of 1,
-as DLRM's authors do. A category is 32 bits in hexadecimal, and becomes a row of its feature's table by a hash that is
-written down here; row 0 is for what is missing.
+All but the label may be missing. A number x becomes log(1 + x), or 0 if it is negative or missing, as in DLRM's
+reference code. A category is 32 bits in hexadecimal; a hash defined here maps it to a row of its feature's table. Row 0
+is for missing values.
 
-To be read in any order, the lines become rows of one size once, and those are mapped. The copy has its own folder:
-``rows.bin``, all samples one after the other, and ``facts.json``, which says what they were made of. It is made under
-another name and then renamed, so that it is whole or not there; one process makes it while the others wait.
+For random access, the lines are converted once to fixed-size rows, which are memory-mapped. The copy is a folder:
+``rows.bin``, all samples in sequence, and ``facts.json``, which describes its source. It is written under another name
+and then renamed, so it is complete or absent; one process writes it while the others wait.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ DENSE, CATEGORIES = 13, 26
 _FIELDS = 1 + DENSE + CATEGORIES
 ENDINGS = ("tsv", "txt", "gz")
 _LINES_AT_ONCE = 16_384
-# Python itself would also take blanks, underscores and a plus.
+# Python's parser would also accept spaces, underscores and a plus sign.
 _NUMBER, _CATEGORY = rb"(?:-?0*[0-9]{1,18})?", rb"[0-9a-fA-F]{0,8}"
 _LINE = re.compile(rb"[01]" + (rb"\t" + _NUMBER) * DENSE + (rb"\t" + _CATEGORY) * CATEGORIES)
 
 ROW = np.dtype([("label", "<u4"), ("missing", "<u4"), ("dense", "<f4", (DENSE,)), ("categories", "<u4", (CATEGORIES,))])
-"""A sample as it is stored: its missing categories are bits of `missing`, the first feature's the lowest."""
+"""A stored sample: missing categories are bits of `missing`, the first feature in the lowest bit."""
 
 Rows = NDArray[np.void]
 
 UNREADABLE = (OSError, EOFError, zlib.error)
-"""What reading a file of lines raises; a gzip file that is cut off the second, and a damaged one any of them."""
+"""Errors from reading line files; a truncated gzip file raises the second, a damaged one any of them."""
 
 
 @dataclass(frozen=True)
 class WrongLine:
-    """A line that is not in Criteo's format.
+    """A line that violates Criteo's format.
 
     Attributes:
-        path: Its file.
-        number: Its number there, from 1.
-        reason: What is wrong with it.
+        path: File of the line.
+        number: Line number, from 1.
+        reason: Why it is invalid.
     """
 
     path: str
@@ -76,7 +76,7 @@ class WrongLine:
 
 
 def click_files(path: Path, left_out: LeftOut) -> list[Path]:
-    """Return the files of a split, in order: a file itself, or those below a folder.
+    """Return the files of a split, in order: a single file, or those below a folder.
 
     Raises:
         DataError: If there are none.
@@ -95,7 +95,7 @@ def click_files(path: Path, left_out: LeftOut) -> list[Path]:
 
 
 def read_blocks(path: Path) -> Iterator[tuple[Rows, list[WrongLine]]]:
-    """The samples of a file, some thousand at a time, and the lines among them that are wrong.
+    """Yield the samples of a file, some thousand at a time, and its invalid lines.
 
     Raises:
         DataError: If the file cannot be read.
@@ -111,13 +111,13 @@ def read_blocks(path: Path) -> Iterator[tuple[Rows, list[WrongLine]]]:
 
 
 def parse(lines: list[bytes], path: str, first: int = 1, *, has_label: bool = True) -> tuple[Rows, list[WrongLine]]:
-    """Samples of some lines, those that are wrong left out and named.
+    """Parse samples from lines; invalid lines are returned separately.
 
     Args:
-        lines: With or without their ends.
-        path: Where they come from.
-        first: Number of the first one.
-        has_label: Whether a line begins with a label.
+        lines: Lines, with or without line ends.
+        path: Their file.
+        first: Number of the first line.
+        has_label: Whether lines start with a label.
     """
     if first == 1 and lines:
         lines = [lines[0].removeprefix(codecs.BOM_UTF8), *lines[1:]]
@@ -133,7 +133,7 @@ def parse(lines: list[bytes], path: str, first: int = 1, *, has_label: bool = Tr
     numbers = [[int(field or b"0") for field in fields[1 : 1 + DENSE]] for fields in good]
     categories = [[int(field or b"0", 16) for field in fields[1 + DENSE :]] for fields in good]
     missing = [[not field for field in fields[1 + DENSE :]] for fields in good]
-    # log(1 + x), 0 for what is missing or below 0.
+    # log(1 + x), or 0 if missing or negative.
     rows["dense"] = np.log1p(np.maximum(np.array(numbers, dtype=np.int64).reshape(-1, DENSE), 0).astype(np.float64))
     rows["categories"] = np.array(categories, dtype=np.uint32).reshape(-1, CATEGORIES)
     bits = np.array(missing, dtype=np.uint32).reshape(-1, CATEGORIES) << np.arange(CATEGORIES, dtype=np.uint32)
@@ -142,7 +142,7 @@ def parse(lines: list[bytes], path: str, first: int = 1, *, has_label: bool = Tr
 
 
 def _fault(fields: list[bytes]) -> str:
-    """What is wrong with a line that is not Criteo's."""
+    """Explain why a line violates Criteo's format."""
     if len(fields) != _FIELDS:
         return f"found {len(fields)} fields between tabs, but there must be {_FIELDS}"
     if fields[0] not in (b"0", b"1"):
@@ -155,12 +155,12 @@ def _fault(fields: list[bytes]) -> str:
 
 
 def table_rows_of(rows: Rows, tables: tuple[int, ...]) -> NDArray[np.int64]:
-    """Which row of each feature's table a sample's categories are, int64 [N, 26]: 0 where missing, else
-    ``1 + hash(feature, category) mod (rows - 1)``.
+    """Return the table row of each categorical feature, int64 [N, 26]: 0 if missing, else ``1 + hash(feature, category)
+    mod (rows - 1)``.
     """
     values = rows["categories"].astype(np.uint64)
     features = np.arange(1, CATEGORIES + 1, dtype=np.uint64)
-    # SplitMix64's finaliser (Steele, Lea and Flood 2014): 64 bits to 64 bits, the same on every machine for ever.
+    # SplitMix64's finaliser (Steele, Lea and Flood 2014): maps 64 bits to 64 bits, identically on every machine.
     words = (values + (features << np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -171,12 +171,12 @@ def table_rows_of(rows: Rows, tables: tuple[int, ...]) -> NDArray[np.int64]:
 
 
 def missing_of(rows: Rows) -> NDArray[np.bool_]:
-    """Which categories are missing, [N, 26]."""
+    """Return which categories are missing, [N, 26]."""
     return (rows["missing"][:, None] >> np.arange(CATEGORIES, dtype=np.uint32)) & np.uint32(1) > 0
 
 
 def opened(path: Path) -> gzip.GzipFile | BinaryIO:
-    """A file of lines, packed or not; raises DataError if it is a pipe or a device."""
+    """Open a line file, compressed or not; raises DataError for a pipe or a device."""
     refuse_odd_kinds(path)
     return gzip.open(path) if has_ending(path.name, ("gz",)) else open(path, "rb")
 
@@ -196,11 +196,11 @@ class StoredClicks:
     """All samples of one split.
 
     Attributes:
-        rows: Mapped from the file.
-        distinct: Values of each categorical feature.
+        rows: Rows, memory-mapped.
+        distinct: Distinct values of each categorical feature.
         digest: SHA-256 of the rows.
-        wrong: The lines that were left out.
-        files: The text's files, and how many samples the copy has of each.
+        wrong: Skipped invalid lines.
+        files: Source files, with the number of samples from each.
     """
 
     rows: Rows
@@ -211,10 +211,10 @@ class StoredClicks:
 
 
 class StoredSource:
-    """A range of stored samples; satisfies :class:`~paceline.data.clicks.criteo.ClickSource`."""
+    """A range of stored samples; implements :class:`~paceline.data.clicks.criteo.ClickSource`."""
 
     def __init__(self, clicks: StoredClicks, tables: tuple[int, ...], first: int, last: int) -> None:
-        """Take the samples ``first`` to ``last`` (excluded)."""
+        """Use the samples ``first`` to ``last`` (excluded)."""
         self._clicks = clicks
         self._tables = tables
         self._first, self._last = first, last
@@ -223,11 +223,11 @@ class StoredSource:
         return self._last - self._first
 
     def read(self, ids: SampleIds) -> ClickRows:
-        """The rows, from the mapped file."""
+        """Return the rows from the mapped file."""
         return as_click_rows(self._clicks.rows[ids + self._first], self._tables)
 
     def name(self, sample: int) -> str:
-        """Its file, and its number among the samples of it."""
+        """Return its file and its index in that file."""
         number = sample + self._first
         for path, count in self._clicks.files:
             if number < count:
@@ -237,21 +237,21 @@ class StoredSource:
 
 
 def as_click_rows(rows: Rows, tables: tuple[int, ...]) -> ClickRows:
-    """Stored samples as a network takes them."""
+    """Convert stored samples to a network's inputs."""
     return ClickRows(rows["dense"].copy(), table_rows_of(rows, tables), rows["label"].astype(np.uint8))
 
 
 def stored(path: Path, cache: str, left_out: LeftOut, *, max_broken: int) -> StoredClicks:
-    """The binary copy of a split's text, made now if there is none.
+    """Return the binary copy of a split's text, creating it if missing.
 
     Args:
-        path: A file, or a folder of them.
+        path: A file or a folder of files.
         cache: Folder for copies, or ``auto``.
-        left_out: Told of files and lines that are not used.
-        max_broken: Wrong lines that may be left out.
+        left_out: Called for unused files and lines.
+        max_broken: Maximum number of invalid lines to skip.
 
     Raises:
-        DataError: If more lines are wrong, or there is no room for the copy.
+        DataError: If more lines are invalid, or the copy does not fit on the disk.
     """
     files = click_files(path, left_out)
     sources = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
@@ -259,7 +259,7 @@ def stored(path: Path, cache: str, left_out: LeftOut, *, max_broken: int) -> Sto
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
     folder = _cache_folder(path, cache) / f"clicks-{key}"
     with open(folder.parent / f"lock-{key}", "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until no other process makes the same copy
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until no other process is creating the same copy
         if _opened(folder) is None:
             _convert(files, folder, max_broken)
     found = _opened(folder)
@@ -299,7 +299,7 @@ def _convert(files: list[Path], folder: Path, max_broken: int) -> None:
     try:
         facts = _written(files, partial / _ROWS, max_broken)
         (partial / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged copy
         os.replace(partial, folder)
     except OSError as error:
         raise DataError(
@@ -340,7 +340,7 @@ def _written(files: list[Path], target: Path, max_broken: int) -> dict[str, Any]
 
 
 def _distinct(rows: Rows) -> list[int]:
-    """How many values each categorical feature has."""
+    """Count the distinct values of each categorical feature."""
     known = [np.empty(0, dtype=np.uint32)] * CATEGORIES
     for begin in range(0, len(rows), _AT_ONCE):
         part = rows[begin : begin + _AT_ONCE]
@@ -359,7 +359,7 @@ def _too_many(wrong: tuple[WrongLine, ...] | list[WrongLine], max_broken: int) -
 
 
 def _cache_folder(path: Path, cache: str) -> Path:
-    """Where copies are kept; exists afterwards.
+    """Return the folder for copies, creating it if needed.
 
     Raises:
         DataError: If it cannot be written.
@@ -379,7 +379,7 @@ def _cache_folder(path: Path, cache: str) -> Path:
     )
 
 
-# Beyond it, rows are read when they are asked for.
+# Larger sets are read on request.
 _HELD_BYTES = 2**30
 _READ_AT_ONCE = 2**16
 
@@ -388,8 +388,8 @@ class ClickRows(NamedTuple):
     """Some samples.
 
     Attributes:
-        dense: Their numbers, float32 [N, dense features].
-        categories: Which row of each feature's table is theirs, int64 [N, categorical features].
+        dense: Numeric features, float32 [N, dense features].
+        categories: Row of each feature's table, int64 [N, categorical features].
         labels: 1 if clicked on, else 0; uint8 [N].
     """
 
@@ -402,15 +402,15 @@ class ClickSource(Protocol):
     """One split."""
 
     def __len__(self) -> int:
-        """Samples."""
+        """Return the number of samples."""
         ...
 
     def read(self, ids: SampleIds) -> ClickRows:
-        """The samples of these ids, in this order."""
+        """Return the samples with these ids, in this order."""
         ...
 
     def name(self, sample: int) -> str:
-        """Where a sample comes from, for people."""
+        """Return a sample's origin, for people."""
         ...
 
 
@@ -419,15 +419,15 @@ class ClickDataset:
     """Clicked and unclicked samples, in two splits.
 
     Attributes:
-        name: What the recipe calls it.
+        name: Name in the recipe.
         train: Training samples.
         validation: Held-out samples.
-        dense_features: Numbers of each sample.
+        dense_features: Number of numeric features.
         tables: Rows of each categorical feature's table.
-        digest: Says whether two runs saw the same data.
-        facts: Further facts for the plan.
-        reasons: Why a value that the recipe left open is what it is, by its dotted key.
-        left_out: Data that is not used, one sentence per kind.
+        digest: Identifies the data.
+        facts: Additional facts for the plan.
+        reasons: Explanations of automatic values, by dotted key.
+        left_out: Unused data, one sentence per kind.
     """
 
     name: str
@@ -442,14 +442,14 @@ class ClickDataset:
 
 
 class HeldRows:
-    """Samples that lie in memory; satisfies :class:`ClickSource`."""
+    """Samples in memory; implements :class:`ClickSource`."""
 
     def __init__(self, source: ClickSource) -> None:
-        """Read all of another source."""
+        """Read all samples of another source."""
         self._source = source
         first = source.read(np.arange(1))
         self._rows = ClickRows(*(np.empty((len(source), *each.shape[1:]), dtype=each.dtype) for each in first))
-        # In pieces: what is read at once takes its size several times over.
+        # In chunks: reading needs several times the size of a chunk.
         for begin in range(0, len(source), _READ_AT_ONCE):
             ids = np.arange(begin, min(begin + _READ_AT_ONCE, len(source)))
             read = source.read(ids)
@@ -459,17 +459,17 @@ class HeldRows:
         return len(self._rows.labels)
 
     def read(self, ids: SampleIds) -> ClickRows:
-        """Copies of the rows."""
+        """Return copies of the rows."""
         rows = self._rows
         return ClickRows(rows.dense[ids], rows.categories[ids], rows.labels[ids])
 
     def name(self, sample: int) -> str:
-        """As the source has it."""
+        """Return the source's name of the sample."""
         return self._source.name(sample)
 
 
 def held(source: ClickSource) -> ClickSource:
-    """The source itself, or its rows in memory if they take at most 1 GiB."""
+    """Return the source itself, or its rows in memory if they take at most 1 GiB."""
     if isinstance(source, HeldRows) or len(source) == 0:
         return source
     one = source.read(np.zeros(1, dtype=np.int64))
@@ -477,10 +477,10 @@ def held(source: ClickSource) -> ClickSource:
 
 
 class ClickPipeline(SimplePipeline):
-    """Batches of numbers and categories.
+    """Batches of numeric features and categories.
 
     Inputs are ``{"dense": float32 [N, dense features], "categories": int64 [N, categorical features]}``, targets
-    float32 [N], 1 for a click. Sets of up to 1 GiB are held in memory; of others, a thread reads one batch ahead.
+    float32 [N], 1 for a click. Sets of up to 1 GiB are held in memory; for larger ones, a thread reads one batch ahead.
     """
 
     def __init__(self, *, train: ClickSource, evaluation: ClickSource, placement: Placement) -> None:
@@ -494,12 +494,12 @@ class ClickPipeline(SimplePipeline):
             report(len(source), len(source))
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
-        """The sample's line, or its set and number."""
+        """Return the sample's line, or its set and number."""
         return self._sources[training].name(sample_id)
 
     def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
         self._sources[training] = source = held(self._sources[training])
-        # Pages of a mapped file may have to come from a disk.
+        # Pages of a mapped file may have to be read from disk.
         self._threads = 0 if isinstance(source, HeldRows) else 1
         return super()._batches(slices, training=training)
 

@@ -1,10 +1,9 @@
-"""Click data sets by their names in recipes: Criteo's, and clicks drawn by a known rule.
+"""Click data sets by their recipe names: Criteo's, and synthetic clicks drawn by a known rule.
 
-The best possible answer is known for the drawn clicks. Every number of a sample is a pure function of its id. A hidden
-vector and a hidden number belong to each value of each categorical feature, and to each dense feature. A sample's score
-is the sum of its hidden numbers and of all products of two of its hidden vectors, which is what a network with dot
-products between embeddings can learn (Rendle 2010). It is clicked on with the probability that the logistic function
-makes of that.
+The best possible prediction is known for synthetic clicks. All values of a sample are pure functions of its id. Each
+value of each categorical feature, and each dense feature, has a hidden vector and a hidden number. A sample's score is
+the sum of its hidden numbers and of all dot products of two of its hidden vectors, which a network with dot products
+between embeddings can learn (Rendle 2010). The click probability is the logistic function of the score.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ Numbers = NDArray[np.float64]
 
 _KEY = 0x636C69636B73
 _VERSION = 1
-# Which numbers are drawn: Philox's second key, as epochs are elsewhere.
+# Selects the random stream: Philox's second key, where other draws have the epoch.
 _TRAIN, _VALIDATION, _DENSE, _FIRST_TABLE = range(4)
 _PER_BELL = 4
 _SMALLEST_DRAWN_TABLE = 10
-# A quarter or so is clicked on, as of Criteo's.
+# About a quarter are clicks, as in Criteo's data.
 _BIAS = -1.6
 _LINEAR, _PRODUCTS = 1.5, 1.0
 _AT_ONCE = 8192
-# Of larger tables, which stand for real ones, samples use so many rows.
+# Samples use at most this many rows of larger tables, which imitate real ones.
 _MOST_USED = 100_000
 
 
 class SyntheticClicks:
-    """One split; satisfies :class:`~paceline.data.clicks.criteo.ClickSource`."""
+    """One split; implements :class:`~paceline.data.clicks.criteo.ClickSource`."""
 
     def __init__(self, clicks: Clicks, tables: tuple[int, ...], samples: int, *, training: bool) -> None:
         self._clicks = clicks
@@ -55,7 +54,7 @@ class SyntheticClicks:
         return self._samples
 
     def name(self, sample: int) -> str:
-        """The split and the number."""
+        """Return the split and the number."""
         return f"synthetic_clicks {'train' if self._stream == _TRAIN else 'validation'} {sample}"
 
     def read(self, ids: SampleIds) -> ClickRows:
@@ -64,7 +63,7 @@ class SyntheticClicks:
         return ClickRows(dense.astype(np.float32), categories, (drawn < wanted).astype(np.uint8))
 
     def probabilities(self, ids: SampleIds) -> Numbers:
-        """Click probabilities of the samples, [N]: the best possible prediction."""
+        """Return the true click probabilities of samples, [N]: the best possible prediction."""
         wanted: Numbers = self._all_drawn(ids)[2]
         return wanted
 
@@ -73,7 +72,7 @@ class SyntheticClicks:
         return [np.concatenate(each) for each in zip(*parts, strict=True)]
 
     def _drawn(self, ids: SampleIds) -> tuple[Numbers, NDArray[np.int64], Numbers, Numbers]:
-        """Numbers, categories, probability and the draw that decides, of few samples."""
+        """Return the features, the probability, and the random number that decides the label, of a few samples."""
         features, numbers = len(self._tables), self._clicks.dense_features
         drawn = uniforms(_KEY, self._stream, ids, 1 + features + _PER_BELL * numbers)
         dense = _bells(drawn[:, 1 + features :], numbers)
@@ -84,12 +83,12 @@ class SyntheticClicks:
     def _probability(self, dense: Numbers, categories: NDArray[np.int64]) -> Numbers:
         rank, features = self._clicks.rank, len(self._tables)
         of_dense = self._hidden_of_dense / math.sqrt(len(self._hidden_of_dense))
-        mixed = dense @ of_dense  # [N, 1 + rank]: the numbers count as one feature
+        mixed = dense @ of_dense  # [N, 1 + rank]: the dense features count as one feature
         hidden = [mixed, *(table[categories[:, index]] for index, table in enumerate(self._hidden))]
         every = np.stack(hidden)  # [1 + features, N, 1 + rank]
         linear = every[:, :, 0].sum(axis=0) / math.sqrt(features + 1)
         vectors = every[:, :, 1:]
-        # The sum over pairs, from the square of the sum (Rendle 2010, lemma 3.1).
+        # The sum over pairs, computed from the square of the sum (Rendle 2010, lemma 3.1).
         pairs = (vectors.sum(axis=0) ** 2).sum(axis=1) - (vectors**2).sum(axis=(0, 2))
         products = pairs / 2 / math.sqrt(rank * features * (features + 1) / 2)
         probability: Numbers = 1 / (1 + np.exp(-(_BIAS + _LINEAR * linear + _PRODUCTS * products)))
@@ -97,7 +96,7 @@ class SyntheticClicks:
 
     @cached_property
     def _hidden(self) -> list[Numbers]:
-        """A number and a vector for each value of each feature, [rows, 1 + rank]."""
+        """Return a number and a vector for each value of each feature, [rows, 1 + rank]."""
         width = 1 + self._clicks.rank
         return [
             _bells(uniforms(_KEY, _FIRST_TABLE + index, np.arange(rows), _PER_BELL * width), width)
@@ -111,16 +110,16 @@ class SyntheticClicks:
 
     @cached_property
     def _frequencies(self) -> list[Numbers]:
-        """For each feature, the share of samples that have this value or a more frequent one, below the last."""
+        """Return each feature's cumulative frequencies: the share of samples with this or a more frequent value."""
         weights = [np.arange(1, rows + 1) ** -float(self._clicks.zipf) for rows in self._tables]
         return [np.cumsum(each / each.sum())[:-1] for each in weights]
 
 
 def open_synthetic(data: Data) -> ClickDataset:
-    """The generator as the recipe sets it.
+    """Open the generator with the recipe's settings.
 
     Raises:
-        RecipeError: If the tables are not as many as the categories.
+        RecipeError: If the number of tables differs from the number of categories.
     """
     clicks = data.recommendation
     tables, reasons = table_sizes(clicks)
@@ -138,7 +137,7 @@ def open_synthetic(data: Data) -> ClickDataset:
 
 
 def table_sizes(clicks: Clicks) -> tuple[tuple[int, ...], dict[str, str]]:
-    """Rows of each table, and why."""
+    """Return the rows of each table, with the reason."""
     count = clicks.categories
     if clicks.tables != "auto":
         return _as_asked(clicks.tables, count, f"there are data.recommendation.categories={count}"), {}
@@ -157,9 +156,9 @@ def _as_asked(tables: tuple[int, ...], count: int, said: str) -> tuple[int, ...]
 
 
 def _bells(drawn: Numbers, count: int) -> Numbers:
-    """Nearly normal numbers of mean 0 and variance 1, [N, count].
+    """Return nearly normal numbers with mean 0 and variance 1, [N, count].
 
-    They are sums of four uniform ones, whose bits no library decides.
+    They are sums of four uniform numbers, which are bit-identical for all libraries.
     """
     sums = drawn.reshape(len(drawn), count, _PER_BELL).sum(axis=2)
     bells: Numbers = (sums - _PER_BELL / 2) * math.sqrt(12 / _PER_BELL)
@@ -167,7 +166,7 @@ def _bells(drawn: Numbers, count: int) -> Numbers:
 
 
 _ROWS_PER_VALUE, _SMALLEST_TABLE = 8, 1024
-# Of Criteo's Kaggle Display Advertising Challenge, as DLRM's authors count them.
+# From Criteo's Kaggle Display Advertising Challenge, as counted by DLRM's authors.
 _KAGGLE_SAMPLES = 45_840_617
 _KAGGLE_VALUES = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
@@ -176,20 +175,20 @@ _KAGGLE_VALUES = (
 
 
 def open_clicks(data: Data) -> ClickDataset:
-    """Open the data set that the recipe's `data` section names.
+    """Open the data set named in the recipe's `data` section.
 
     Raises:
-        DataError: If there is no such data set, or it cannot be read.
+        DataError: If the data set does not exist or cannot be read.
         RecipeError: If the section does not fit the data set.
     """
     return open_dataset(data.dataset, _OPENERS, ClickDataset, data)
 
 
 def open_criteo(data: Data) -> ClickDataset:
-    """Text in Criteo's format: PATH/{train,val}, or a file or folder whose last lines are held out.
+    """Open text in Criteo's format: PATH/{train,val}, or a file or folder whose last lines are held out.
 
     Raises:
-        DataError: If there is none, or lines of it are wrong.
+        DataError: If it does not exist, or has invalid lines.
         RecipeError: If the section does not fit it.
     """
     if data.path is None:
@@ -235,11 +234,11 @@ def open_criteo(data: Data) -> ClickDataset:
 
 
 def criteo_tables(clicks: Clicks, distinct: tuple[int, ...]) -> tuple[tuple[int, ...], dict[str, str]]:
-    """Rows of each feature's table, and why.
+    """Return the rows of each feature's table, with the reason.
 
     Args:
         clicks: The recipe's section.
-        distinct: Values of each feature.
+        distinct: Distinct values of each feature.
     """
     if clicks.tables != "auto":
         return _as_asked(clicks.tables, CATEGORIES, f"Criteo's format has {CATEGORIES}"), {}
@@ -249,7 +248,7 @@ def criteo_tables(clicks: Clicks, distinct: tuple[int, ...]) -> tuple[tuple[int,
 
 
 def stand_in(data: Data) -> tuple[Data, str]:
-    """For Criteo's format where it is not said where the data lie: generated ones of that size, and a sentence."""
+    """Return synthetic data of that size if Criteo's path is not given, and a sentence that says so."""
     tables, _ = criteo_tables(data.recommendation, _KAGGLE_VALUES)
     clicks = Clicks(tables=tables, dense_features=DENSE, categories=CATEGORIES)
     said = f"data.path is not set: as for Criteo's Kaggle challenge, tables of {sum(tables):,} rows in all are assumed"

@@ -1,7 +1,7 @@
-"""Random flips, shifts and crops of training images: draws keyed by (seed, epoch, sample), and their geometry.
+"""Random flips, shifts and crops of training images: random draws keyed by (seed, epoch, sample), and their geometry.
 
-Every back-end takes its draws from here, so that a sample is varied the same way in any batch, worker or rank. The
-columns of a sample's row of uniform numbers are fixed:
+Every back-end uses these draws, so a sample is augmented the same way in any batch, worker or rank. The columns of a
+sample's row of uniform numbers are fixed:
 
     0        flip
     1, 2     vertical and horizontal shift
@@ -31,7 +31,7 @@ _PER_ATTEMPT = 4
 
 
 class Box(NamedTuple):
-    """A part of an image, in pixels."""
+    """A region of an image, in pixels."""
 
     top: int
     left: int
@@ -41,13 +41,13 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Draws:
-    """Draws for some samples; rows follow the requested ids.
+    """Random draws for some samples; rows follow the requested ids.
 
     Attributes:
         flip: Whether to mirror left and right, bool [N].
         offsets: Top and left corner of the crop within the padded image, in [0, 2·padding], int64 [N, 2];
             None unless the crop is ``pad``.
-        attempts: Uniform numbers of the random resized crop, float64 [N, 10, 4]; None unless that is it.
+        attempts: Uniform numbers of the random resized crop, float64 [N, 10, 4]; None for other crops.
     """
 
     flip: NDArray[np.bool_]
@@ -55,7 +55,7 @@ class Draws:
     attempts: NDArray[np.float64] | None
 
     def where(self, chosen: NDArray[np.bool_] | slice) -> Draws:
-        """Return the draws of the rows in a slice, or marked in ``chosen``."""
+        """Return the draws for the rows in a slice or boolean mask ``chosen``."""
         return Draws(
             self.flip[chosen],
             None if self.offsets is None else self.offsets[chosen],
@@ -64,7 +64,7 @@ class Draws:
 
 
 def draw(augment: Augment, seed: int, epoch: int, ids: Ids) -> Draws:
-    """Draw each sample's variation: a pure function of (seed, epoch, id), whatever else is in ``ids``."""
+    """Draw each sample's augmentation: a pure function of (seed, epoch, id), whatever else is in ``ids``."""
     resized = augment.crop == "random_resized"
     columns = _FIRST_ATTEMPT + (ATTEMPTS * _PER_ATTEMPT if resized else 0)
     numbers = uniforms(seed, epoch, ids, columns)
@@ -78,7 +78,7 @@ def draw(augment: Augment, seed: int, epoch: int, ids: Ids) -> Draws:
 
 
 def pad_offsets(numbers: NDArray[np.float64], padding: int) -> Ids:
-    """Turn uniform numbers into equally likely corners 0 … 2·padding of a crop of the padded image."""
+    """Convert uniform numbers to equally likely crop corners 0 … 2·padding in the padded image."""
     return (numbers * (2 * padding + 1)).astype(np.int64)
 
 
@@ -88,13 +88,13 @@ def random_resized_box(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> Box:
-    """Choose a random part of an image (Szegedy et al., "Going deeper with convolutions", 2014).
+    """Choose a random region of an image (Szegedy et al., "Going deeper with convolutions", 2014).
 
-    The law is torchvision's RandomResizedCrop: area uniform within ``scale``, aspect ratio log-uniform within
-    ``ratio``, up to ten attempts until one fits, then the largest central part whose ratio is allowed.
+    The distribution is that of torchvision's RandomResizedCrop: area uniform within ``scale``, aspect ratio log-uniform
+    within ``ratio``. After ten attempts that do not fit, the largest central region with an allowed ratio is used.
 
     Args:
-        numbers: The sample's attempts, uniform in [0, 1), float64 [10, 4].
+        numbers: Uniform numbers of the sample's attempts, in [0, 1), float64 [10, 4].
         size: Height and width of the image.
         scale: Smallest and largest area, as a share of the image's.
         ratio: Smallest and largest width over height.
@@ -114,15 +114,16 @@ def random_resized_box(
 
 
 def shrinkage(box: Box, target: int) -> int:
-    """How much smaller a file may be decoded for a box that is resized to a square of ``target`` pixels: 1, 2, 4 or 8.
+    """Return the factor (1, 2, 4 or 8) by which to decode smaller for a box that is resized to ``target`` pixels.
 
-    As much as leaves the box at least twice as large as the target, so that the result still comes from resizing.
+    The largest factor that leaves the box at least twice the target's size, so that resizing still determines the
+    result.
     """
     return next((each for each in (8, 4, 2) if min(box.height, box.width) >= 2 * each * target), 1)
 
 
 def snapped(box: Box, step: int) -> Box:
-    """The box with each edge at the nearest whole step, which may be the end of a last, broken step of the image."""
+    """Round each edge of the box to the nearest multiple of the step; the end of a partial last step counts too."""
     top, left = round(box.top / step), round(box.left / step)
     bottom, right = round((box.top + box.height) / step), round((box.left + box.width) / step)
     return Box(top * step, left * step, (bottom - top) * step, (right - left) * step)

@@ -1,8 +1,8 @@
-"""Data sets of images: the request that opens one, what its opener returns, and its default split.
+"""Image data sets: the request that opens one, the opened result, and the default split.
 
-The default split is always the same: it depends on the labels and the fraction alone, not on the run's seed, so that
-accuracies of different runs can be compared. Drawn by the samples' order, it may change where one is added; drawn by
-hashes of their names, one that is added moves at most one other.
+The default split is fixed: it depends on the labels and the fraction alone, not on the run's seed, so accuracies of
+different runs are comparable. A split by sample order may change when samples are added; with a split by name hashes,
+an added sample moves at most one other.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from paceline.units import format_count
 Ids = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 
-# Arbitrary, and fixed for good: another key is another split.
+# Arbitrary and fixed: another key gives another split.
 _KEY = 0x70616365
 _HOLDOUT_KEY = 0x686F6C64
 
 
 def strata(labels: NDArray[Any]) -> Ids:
-    """The class of every sample, int64 [N]; one for all where targets are rows of numbers."""
+    """The class of every sample, int64 [N]; a single class if targets are rows of numbers."""
     return labels if labels.ndim == 1 else np.zeros(len(labels), dtype=np.int64)
 
 
 def stratified_split(labels: Ids, fraction: float, *, key: int = _KEY, hashes: Hashes | None = None) -> tuple[Ids, Ids]:
-    """Split samples into (training ids, held-out ids), both sorted, holding out the same share of each class.
+    """Split samples into sorted (training ids, held-out ids), holding out the same share of each class.
 
-    Of a class with n samples, round(fraction · n) are held out: at least one where n ≥ 2, and never all of
-    them. A fraction of 0 holds out none.
+    Of a class with n samples, round(fraction · n) are held out: at least one if n ≥ 2, and never all. A fraction of 0
+    holds out none.
 
     Args:
         labels: Class index of every sample, int64 [N], or other targets [N, K].
         fraction: Share to hold out, in [0, 1).
-        key: Which of the splits of that size.
-        hashes: A number for each sample, uint64 [N], of which the lowest of each class are held out, whatever the key
-            and the order; None to draw by the order.
+        key: Selects one of the splits of that size.
+        hashes: A number per sample, uint64 [N]: the lowest of each class are held out, whatever the key and the order;
+            None to split by order.
     """
     held_out = np.zeros(len(labels), dtype=bool)
     if fraction > 0 and len(labels):
@@ -67,7 +67,7 @@ def stratified_split(labels: Ids, fraction: float, *, key: int = _KEY, hashes: H
         by_class = np.argsort(labels, kind="stable")
         classes, starts = np.unique(labels[by_class], return_index=True)
         for label, members in zip(classes, np.split(by_class, starts[1:]), strict=True):
-            # Ranked by raw words: numpy promises the raw stream of Philox for ever, but not what shuffle makes of it.
+            # Ranked by raw words: numpy guarantees Philox's raw stream, but not the result of shuffle.
             generator = np.random.Philox(key=np.array([key, int(label)], dtype=np.uint64))
             words = generator.random_raw(len(members)) if hashes is None else hashes[members]
             wanted = min(max(round(fraction * len(members)), 1), len(members) - 1)
@@ -76,33 +76,33 @@ def stratified_split(labels: Ids, fraction: float, *, key: int = _KEY, hashes: H
 
 
 def hold_out(labels: Ids, fraction: float, hashes: Hashes | None = None) -> tuple[Ids, Ids]:
-    """Split training samples into those to train on and those to choose by, drawn apart from the evaluation's."""
+    """Split off training samples for model selection, independently of the evaluation split."""
     return stratified_split(labels, fraction, key=_HOLDOUT_KEY, hashes=hashes)
 
 
 def stratified_order(labels: Ids, hashes: Hashes) -> Ids:
-    """Order samples so that the first so many of them hold the same share of each class, within one sample.
+    """Order samples so that every prefix has the same share of each class, to within one sample.
 
-    One of each class comes first. The first 100 are among the first 200: what is taken is nested. (It is the method
-    of Webster, by which seats of a parliament are given to parties.)
+    One sample of each class comes first. Prefixes are nested: the first 100 are among the first 200. (This is Webster's
+    method for allocating seats in a parliament.)
 
     Args:
         labels: Class index of every sample, int64 [N].
-        hashes: A number for each, uint64 [N], by which those of one class follow one another.
+        hashes: A number per sample, uint64 [N], that orders the samples of a class.
     """
     labels = strata(labels)
     by_class = np.lexsort((np.arange(len(labels)), hashes, labels))
     counts = np.bincount(labels, minlength=1)
     starts = np.repeat(np.cumsum(counts) - counts, counts)
     rank = np.arange(len(labels)) - starts
-    # The middle of its sample's share of the class; all classes' first ones before anything else.
+    # Position of a sample: the middle of its share of the class, with the first sample of every class ahead.
     place = np.where(rank == 0, -1.0, (rank + 0.5) / np.repeat(counts, counts))
     ordered: Ids = by_class[np.lexsort((hashes[by_class], place))]
     return ordered
 
 
 def alike_names(classes: Iterable[str]) -> list[tuple[str, str]]:
-    """Pairs of classes whose names differ by case or space only."""
+    """Return pairs of classes whose names differ only by case or spaces."""
     alike = defaultdict(list)
     for name in classes:
         alike["".join(name.casefold().split())].append(name)
@@ -110,7 +110,7 @@ def alike_names(classes: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def split_off(fraction: float) -> str:
-    """Say where held-out images come from that :func:`stratified_split` has drawn."""
+    """Describe the origin of held-out images drawn by :func:`stratified_split`."""
     if fraction == 0:
         return "none (data.validation_fraction=0)"
     return f"{100 * fraction:.4g}% of each class, always the same (data.validation_fraction)"
@@ -128,11 +128,11 @@ BAD = {
     "unread_folders": "folders next to train/ that are neither val/ nor test/",
     "broken_images": "images that cannot be opened",
 }
-"""What a run cannot use and can do without, by its name in plans."""
+"""Unusable but skippable data, by their name in plans."""
 
 
 class Bad(NamedTuple):
-    """A file or folder that a run cannot use, but can skip.
+    """A file or folder that is unusable but can be skipped.
 
     Attributes:
         kind: A key of ``BAD``.
@@ -145,11 +145,11 @@ class Bad(NamedTuple):
 
 
 class Problems:
-    """Collects the problems of a source, to report all at once.
+    """Collects the problems of a source, to report them all at once.
 
     Attributes:
-        bad: Files and folders that can be left out.
-        allows_one_class: Whether a folder may have one class only, as a part of a mixture.
+        bad: Files and folders that can be skipped.
+        allows_one_class: Whether a folder may have a single class, as in a mixture.
     """
 
     def __init__(self) -> None:
@@ -160,35 +160,35 @@ class Problems:
 
     @property
     def count(self) -> int:
-        """How many were found."""
+        """Number of problems found."""
         return len(self.bad) + self.rows + sum(map(len, self._stopping.values()))
 
     def add(self, sentence: str, what: str, *more: str) -> None:
-        """Take one to be corrected: a sentence, the same for all of its kind, what it is about, what is filled in."""
+        """Add a problem that must be fixed: a sentence, the same for all of its kind, and its arguments."""
         self._stopping.setdefault(sentence, []).append((what, *more))
 
     @property
     def rows(self) -> int:
-        """How many rows of a table can be left out."""
+        """Number of table rows that can be skipped."""
         return sum(map(len, self._rows.values()))
 
     def add_row(self, sentence: str, what: str, *more: str) -> None:
-        """Take, in the same form, a row of a table that can be left out."""
+        """Add, in the same form, a table row that can be skipped."""
         self._rows.setdefault(sentence, []).append((what, *more))
 
     def sentences(self) -> Iterator[str]:
-        """Say each that is not a file or folder."""
+        """Return a sentence for each problem that is not about a file or folder."""
         for sentence, found in (*self._stopping.items(), *self._rows.items()):
             yield from (sentence.format(*filled) for filled in found)
 
     def left_out(self, root: Path, *, skips: bool) -> tuple[str, ...]:
-        """Report what is left out, one sentence per kind; broken images only if they are skipped."""
+        """Report skipped data, one sentence per kind; broken images only if they are skipped."""
         rows = starmap(_all_of_a_kind, self._rows.items())
         bad = [each for each in self.bad if skips or each.kind != "broken_images"]
         return (*_counted(bad, root).told(), *(f"left out: {each}" for each in rows))
 
     def refuse(self, request: DatasetRequest) -> None:
-        """Refuse problems that the recipe does not allow to skip.
+        """Raise an error for problems that the recipe does not allow to skip.
 
         Raises:
             DataError: With the number and the first of each kind, and what to do.
@@ -231,16 +231,16 @@ def _all_of_a_kind(sentence: str, found: Sequence[tuple[str, ...]]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetRequest:
-    """What a data set is opened with.
+    """Request to open a data set.
 
     Attributes:
         data: The recipe's section.
-        problems: Collects the defects of the layout, the files and the rows; what it takes is left out.
-        tolerant: Whether the rest is wanted despite problems.
-        tries_files: Whether files are tried for whether they can be opened; who reads all of them anyway does not.
-        in_any_order: Whether images will be read in any order; packing reads them in theirs.
-        score_all: Whether all images of a folder without a split of its own are to be scored, and none trained on.
-        several_labels: Whether an image has any number of labels: ``labels`` are then 0 or 1, [len, classes].
+        problems: Collects problems of the layout, files and rows; collected items are skipped.
+        tolerant: Whether to return the rest despite problems.
+        tries_files: Whether to check that files can be opened; not needed if all are read anyway.
+        in_any_order: Whether images are read in random order; packing reads sequentially.
+        score_all: Whether all images of a folder without splits are evaluated and none trained on.
+        several_labels: Whether images are multi-label: ``labels`` are then 0 or 1, [len, classes].
     """
 
     data: Data
@@ -256,7 +256,7 @@ class DatasetRequest:
         """Path of the data.
 
         Raises:
-            DataError: If the recipe does not say.
+            DataError: If the recipe does not give it.
         """
         if self.data.path is None:
             raise DataError(f"data.dataset={self.data.dataset} needs data.path: set it to where the data is.")
@@ -269,11 +269,11 @@ class DatasetRequest:
 
     @property
     def channels(self) -> int | None:
-        """Channels to decode to, 1 or 3; None for what the images have."""
+        """Channels to decode to, 1 or 3; None for the images' channels."""
         return None if self.data.channels == "auto" else self.data.channels
 
     def refuse_problems(self) -> None:
-        """Refuse what was found, unless the caller wants the rest in any case; raises DataError."""
+        """Raise DataError for found problems, unless the caller tolerates them."""
         if not self.tolerant:
             self.problems.refuse(self)
 
@@ -283,9 +283,9 @@ class Probe:
     """Facts from the headers of some images.
 
     Attributes:
-        count: Images looked at.
-        size: Height and width if all of these have the same, else None.
-        greyscale: Whether all of these are.
+        count: Number of images probed.
+        size: Height and width if equal for all of them, else None.
+        greyscale: Whether all of them are greyscale.
     """
 
     count: int
@@ -294,7 +294,7 @@ class Probe:
 
 
 class Statistics(NamedTuple):
-    """Mean and standard deviation per channel, on the scale 0 … 1, and what they are of."""
+    """Mean and standard deviation per channel, on the scale 0 … 1, and their origin."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -303,21 +303,21 @@ class Statistics(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredImages:
-    """The images of a data set, opened.
+    """An opened data set of images.
 
     Attributes:
         train: Training images.
         validation: Held-out images.
-        classes: Class names; a label is an index into them. Of other targets what each column is called.
-        digest: Tells the data set from others: a hash of the content, or of file names and sizes.
-        split: Where the held-out images come from, for people; empty if there is nothing to say.
-        is_split_off: Whether they were split off the training images, of whose source both are parts.
-        channels: What the images are decoded to: 1 or 3.
-        probe: What some of the training images look like.
-        statistics: Known mean and standard deviation; None for those that pretrained models expect.
-        listing: How the images were found, or what reading them costs, for people.
-        left_out: Data that is not used, one sentence per kind.
-        left_out_counts: How much of what a run cannot use was skipped, by its name in plans.
+        classes: Class names; a label is an index into them. For other targets, the column names.
+        digest: Identifies the data set: a hash of the content, or of file names and sizes.
+        split: Origin of the held-out images, for people; may be empty.
+        is_split_off: Whether they were split off the training images, so that both are parts of one source.
+        channels: Channels of decoded images: 1 or 3.
+        probe: Properties of some training images.
+        statistics: Known mean and standard deviation; None for those of pretrained models.
+        listing: How the images were listed, or the cost of reading them, for people.
+        left_out: Unused data, one sentence per kind.
+        left_out_counts: Number of skipped items, by their name in plans.
     """
 
     train: SampleSource
@@ -335,7 +335,7 @@ class StoredImages:
 
 
 def probe(source: HeadedSource, samples: Sequence[int] | None = None) -> Probe:
-    """Look at the heads of at most 256 images, spread evenly over a source or some of its samples."""
+    """Read the headers of at most 256 images, spread evenly over a source or some of its samples."""
     samples = range(len(source)) if samples is None else samples
     chosen = samples[:: max(1, -(-len(samples) // _PROBED))]
     heads = [head for head in map(source.head, chosen) if head is not None]
@@ -348,16 +348,16 @@ def probe(source: HeadedSource, samples: Sequence[int] | None = None) -> Probe:
 
 
 def file_splits(request: DatasetRequest, sources: Sequence[HeadedSource], held_out: str, **facts: Any) -> StoredImages:
-    """As :func:`in_splits`, of image files, which become grey if all training images looked at are.
+    """The same as :func:`in_splits`, for image files; greyscale if all probed training images are.
 
     Args:
-        request: Says how many channels there are to be, if it says, and which share of each class to hold out.
-        sources: Training images, and held-out ones if the data has them; their ``channels`` are set.
+        request: Gives the number of channels, if set, and the share of each class to hold out.
+        sources: Training images, and held-out ones if the data has them; this sets their ``channels``.
         held_out: See :func:`in_splits`.
-        **facts: Further attributes of :class:`StoredImages`.
+        **facts: Other attributes of :class:`StoredImages`.
 
     Raises:
-        DataError: If the recipe does not let what is wrong with them be left out.
+        DataError: If they have problems that the recipe does not allow to skip.
     """
     if request.tries_files:
         first, *others = sources
@@ -384,7 +384,7 @@ def file_splits(request: DatasetRequest, sources: Sequence[HeadedSource], held_o
 
 
 def _openable(request: DatasetRequest, source: HeadedSource) -> HeadedSource:
-    """Try a source of files; return it without those that cannot be opened, where the recipe says to skip them."""
+    """Check a source of files; return it without unreadable ones if the recipe skips them."""
     if not isinstance(source, FileSource):
         return source
     broken = broken_files(source)
@@ -398,13 +398,13 @@ def in_splits(
     validation_fraction: float,
     **facts: Any,
 ) -> StoredImages:
-    """The training and the held-out images, or a share of each class held out where there are only training images.
+    """Return training and held-out images; without held-out ones, hold out a share of each class.
 
     Args:
         sources: Training images, and held-out ones if the data has them.
-        held_out: Where those come from, for people; of data without them, what else there is to say of splits.
-        validation_fraction: Share of each class to hold out otherwise.
-        **facts: Further attributes of :class:`StoredImages`.
+        held_out: Origin of held-out images, for people; without them, other information on splits.
+        validation_fraction: Share of each class to hold out if there are no held-out images.
+        **facts: Other attributes of :class:`StoredImages`.
     """
     is_split_off = len(sources) == 1
     if is_split_off:
@@ -423,10 +423,10 @@ def pixel_images(
     classes: tuple[str, ...],
     statistics: Statistics,
 ) -> StoredImages:
-    """As :func:`in_splits`, of pixels in memory, all of one size; the digest is that of the pixels as they are given.
+    """The same as :func:`in_splits`, for same-sized pixel arrays in memory; the digest is that of the given pixels.
 
     Args:
-        request: Says how many channels there are to be, if it says.
+        request: Gives the number of channels, if set.
         sources: Training images, and held-out ones if the data has them.
         held_out: See :func:`in_splits`.
         classes: See :class:`StoredImages`.
@@ -451,26 +451,25 @@ class ImageDataset:
     """Labelled images in two splits, and their preprocessing.
 
     Attributes:
-        name: What the recipe calls it.
+        name: Name in the recipe.
         train: Training images.
         validation: Held-out images.
-        classes: Class names; a label is an index into them. Of other targets what each column is called.
-        channels: 1 or 3, of every image the sources give.
-        image_size: Height and width the model sees, in pixels.
-        holdout: Images of the training split that are not trained on, to choose by after training; None if there are
-            none.
-        native_size: Height and width of the stored images if all share them, else None.
-        is_split_off: Whether the held-out images were split off the training images, of whose source both are parts.
-        selection: What part of the data is used, and how much of it was skipped, for the plan; empty if all is used.
-        digest: Says whether two runs saw the same data; a hash of the content, or of file names and sizes.
-        mean: Per-channel mean that is subtracted from pixels, on the scale 0 … 1.
-        std: Per-channel standard deviation they are divided by.
-        target_mean: What was subtracted from each column of numbers to learn; empty where there are none.
-        target_std: What they were then divided by.
-        reasons: Why a value that the recipe left open is what it is, by its name in the recipe; under
-            ``validation`` where the held-out images come from; and why ``validation_fraction`` has no effect, if it
-            has none.
-        left_out: Data that is not used, one sentence per kind.
+        classes: Class names; a label is an index into them. For other targets, the column names.
+        channels: Channels of every image, 1 or 3.
+        image_size: Height and width of the model's input, in pixels.
+        holdout: Training images held out for model selection after training; None if there are none.
+        native_size: Height and width of the stored images if equal for all, else None.
+        is_split_off: Whether the held-out images were split off the training images, so that both are parts of one
+            source.
+        selection: Which part of the data is used and how much was skipped, for the plan; empty if all is used.
+        digest: Identifies the data: a hash of the content, or of file names and sizes.
+        mean: Per-channel mean subtracted from pixels, on the scale 0 … 1.
+        std: Per-channel standard deviation by which they are divided.
+        target_mean: Mean subtracted from each numeric target column; empty if there are none.
+        target_std: Standard deviation by which they are then divided.
+        reasons: Explanations of automatic values, by recipe key; ``validation`` explains the origin of held-out images;
+            also why ``validation_fraction`` has no effect, if so.
+        left_out: Unused data, one sentence per kind.
     """
 
     name: str

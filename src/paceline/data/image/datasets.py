@@ -1,8 +1,8 @@
-"""Open the data set that a recipe names, resolve every ``auto`` with its reason, and digest its files.
+"""Open a recipe's data set, resolve every ``auto`` with its reason, and digest its files.
 
 Sets of up to ``MOST_IMAGES`` images and ``LARGEST_BYTES`` are read once before the first run, so that a resumed run
-notices other pixels under the same names and sizes. The digest is cached for as long as every file has the size, times
-and inode that it had. Of larger sets, a run compares names and sizes.
+detects changed pixels under the same names and sizes. The digest is cached while all files keep their size, times and
+inode. For larger sets, a run compares names and sizes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ TOO_LARGE = (
     f"none: more than {MOST_IMAGES:,} images or {format_bytes(LARGEST_BYTES)}; a resume compares names and sizes"
 )
 _UNREADABLE = "none, since {!r} cannot be read: a resume compares names and sizes"
-_READERS = 8  # each waits for the disk most of the time
+_READERS = 8  # each thread mostly waits for the disk
 _AT_ONCE = 64
 
 
 def content_of(dataset: ImageDataset) -> tuple[str | None, str]:
-    """Digest the image files of all splits, as :func:`content_digest`; nothing is said where there are no files."""
+    """Digest the image files of all splits with :func:`content_digest`; None without files."""
     splits = [each for each in (dataset.train, dataset.validation, dataset.holdout) if each is not None]
     sources = [each for each in map(encoded_source, splits) if each is not None]
     if len(sources) < len(splits) or any(files_of(each, np.arange(0)) is None for each in splits):
@@ -55,7 +55,7 @@ def content_of(dataset: ImageDataset) -> tuple[str | None, str]:
 
 
 def content_of_files(files: Sequence[str], which: str, *, most: int = MOST_IMAGES) -> tuple[str | None, str]:
-    """Digest files that are one image each, as :func:`content_digest`; of none, nothing is said."""
+    """Digest single-image files with :func:`content_digest`; None without files."""
     if len(files) > most:
         return None, TOO_LARGE
     return content_digest(files, len(files), lambda at: read_file(files[at]), which) if files else (None, "")
@@ -64,16 +64,17 @@ def content_of_files(files: Sequence[str], which: str, *, most: int = MOST_IMAGE
 def content_digest(
     paths: Sequence[str], count: int, read: Callable[[int], Content], which: str
 ) -> tuple[str | None, str]:
-    """Digest images in their order, or recall the digest if no file has changed.
+    """Digest images in order, or return the cached digest if no file has changed.
 
     Args:
-        paths: The files that they lie in.
-        count: How many there are.
-        read: Returns the content of one, or raises BrokenImageError.
-        which: Says which images of these files they are.
+        paths: Files that contain them.
+        count: Number of images.
+        read: Returns an image's content, or raises BrokenImageError.
+        which: Identifies the selection of images in these files.
 
     Returns:
-        Hexadecimal, and what it is of, for people; None and why, if the files are too large, or one cannot be read.
+        The hexadecimal digest and a description of its scope; None and the reason, if the files are too large or one
+        cannot be read.
     """
     now = time.time_ns()
     try:
@@ -106,7 +107,7 @@ def _hashed(content: Content) -> bytes:
 
 LARGEST_SMALL_IMAGE = 64
 _PHOTOGRAPH_SIZE = 224
-# Of ImageNet's training images, which pretrained models expect; the mean over channels for one channel.
+# Statistics of ImageNet's training images, which pretrained models expect; averaged over channels for greyscale.
 _IMAGENET_MEAN = {3: (0.485, 0.456, 0.406), 1: (0.449,)}
 _IMAGENET_STD = {3: (0.229, 0.224, 0.225), 1: (0.226,)}
 
@@ -114,11 +115,11 @@ _IMAGENET_STD = {3: (0.229, 0.224, 0.225), 1: (0.226,)}
 def open_dataset(
     data: Data, problems: Problems | None = None, *, score_all: bool = False, several_labels: bool = False
 ) -> ImageDataset:
-    """Open the data set that the recipe's `data` section names.
+    """Open the data set named in the recipe's `data` section.
 
     Args:
         data: The section.
-        problems: Takes what is wrong with an image folder, or the rows of a table, if the rest is wanted all the same.
+        problems: Collects problems of an image folder or a table's rows, to return the rest despite them.
         score_all: See :class:`DatasetRequest`.
         several_labels: Likewise.
 
@@ -152,10 +153,10 @@ def open_dataset(
 
 
 def open_stored(request: DatasetRequest) -> StoredImages:
-    """Open a data set of the registry, all of it.
+    """Open all of a registered data set.
 
     Raises:
-        DataError: If there is none of that name, or it cannot be read.
+        DataError: If the name is unknown, or it cannot be read.
     """
     data = request.data
     entry = find_dataset(data.dataset)
@@ -183,7 +184,7 @@ def open_stored(request: DatasetRequest) -> StoredImages:
 
 
 def _described(data: Data, stored: StoredImages) -> ImageDataset:
-    """Resolve what the recipe leaves open."""
+    """Resolve the recipe's automatic values."""
     probe, statistics, channels = stored.probe, stored.statistics, stored.channels
     grey = "all" if probe.greyscale else "not all"
     reasons = {"channels": f"of {probe.count} images tried, {grey} are grey"}
@@ -224,7 +225,7 @@ def _described(data: Data, stored: StoredImages) -> ImageDataset:
 
 
 def _odd_names(classes: Sequence[str]) -> list[str]:
-    """What the names of classes, of which an image has one, let one suspect."""
+    """Return warnings about suspicious names of single-label classes."""
     listed, alike = [name for name in classes if ";" in name], alike_names(classes)
     notes = []
     if listed:

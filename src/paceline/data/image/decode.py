@@ -1,13 +1,12 @@
-"""Decode image files to pixels: one way for every format, mode and orientation, or a reason why not.
+"""Decode image files to pixels, in one way for every format, mode and orientation, or explain why not.
 
-The result is what a person would see: the first frame, turned the way EXIF says, transparency laid over
-white, and greyscale of 12 or 16 bits scaled down instead of clipped. Orientation is left as stored if annotations refer
-to stored pixels.
+The result is what a viewer would show: the first frame, rotated by EXIF, with transparency over white, and 12- or
+16-bit greyscale scaled down instead of clipped. If annotations refer to stored pixels, the orientation stays as stored.
 
-Pillow reads everything and says what is broken. Plain JPEG files are read by faster decoders, to the same bits;
-Pillow handles whatever these reject. `jpeg_region` is compiled where a compiler and libjpeg-turbo are there
-when Paceline is installed. It decodes only the requested part, without the interpreter's lock. Where it was not
-built, simplejpeg decodes whole files, if it is installed.
+Pillow reads all formats and reports defects. Faster decoders read plain JPEG files, with bit-identical results; Pillow
+handles what these reject. `jpeg_region` is compiled on installation if a compiler and libjpeg-turbo are available. It
+decodes only the requested region and releases the GIL. If it was not built, simplejpeg decodes whole files, if
+installed.
 """
 
 from __future__ import annotations
@@ -49,24 +48,24 @@ else:
 
 Content = bytes | bytearray | memoryview
 
-# libjpeg's own limit; a file's head may say 65535.
+# libjpeg's limit; a file's header may say 65535.
 _LONGEST_SIDE = 65_500
 
 
 def head_of(content: Content) -> tuple[int, int, int] | None:
-    """Return height and width of a JPEG file as it lies, and EXIF's orientation; None if it is for Pillow to judge."""
+    """Return a JPEG file's stored height and width and its EXIF orientation; None if only Pillow can judge it."""
     head: tuple[int, int, int] | None = None if _REGION is None else _REGION.header(content)
     return head if head is not None and max(head[:2]) <= _LONGEST_SIDE else None
 
 
 def read_part(content: Content, channels: int, box: Box, shrink: int = 1) -> NDArray[np.uint8] | None:
-    """Decode a rectangle to uint8 [H, W, channels]; None if the file is for Pillow to judge.
+    """Decode a rectangle to uint8 [H, W, channels]; None if only Pillow can judge the file.
 
     Args:
         content: The whole file.
         channels: 1 or 3.
-        box: Which part, in pixels of the picture as it is decoded.
-        shrink: 2, 4 or 8 to decode the picture that much smaller.
+        box: The rectangle, in pixels of the decoded picture.
+        shrink: 2, 4 or 8 to decode at 1/2, 1/4 or 1/8 size.
     """
     if _REGION is None:
         return None
@@ -75,46 +74,46 @@ def read_part(content: Content, channels: int, box: Box, shrink: int = 1) -> NDA
 
 
 def read_whole(content: Content, size: tuple[int, int], shrink: int = 1) -> NDArray[np.uint8] | None:
-    """Decode all of a file to RGB with simplejpeg; None where it is not to be used, or the file is Pillow's to judge.
+    """Decode a whole file to RGB with simplejpeg; None if it is not available, or only Pillow can judge the file.
 
     Args:
         content: The whole file: upright, not progressive, grey or colour in 4:4:4, 4:2:2 or 4:2:0.
         size: Height and width of the picture.
-        shrink: 2, 4 or 8 to decode it that much smaller.
+        shrink: 2, 4 or 8 to decode at 1/2, 1/4 or 1/8 size.
     """
     if _REGION is not None or simplejpeg is None:
         return None
     height, width = (-(-side // shrink) for side in size)
     try:
-        # Strict: what libjpeg only warns of is an error too.
+        # Strict: libjpeg's warnings are errors too.
         pixels: NDArray[np.uint8] = simplejpeg.decode_jpeg(content, min_height=height, min_width=width, strict=True)
     except ValueError:
         return None
     return pixels if pixels.shape == (height, width, 3) else None
 
 
-# Of the result; above, torch's vectorised resizing is faster, calls and all.
+# Pixels of the result; above this, torch's vectorised resizing is faster despite the call overhead.
 _SMALL = 48 * 48
 
 
 def resizes(height: int, width: int) -> bool:
-    """Whether :func:`read_resized` is there for results of this size, and the faster way."""
+    """Whether :func:`read_resized` supports results of this size and is the faster way."""
     return height * width <= _SMALL and _resizes_as_torch()
 
 
 def read_resized(
     content: Content, channels: int, box: Box, shrink: int, size: tuple[int, int], *, bicubic: bool, flip: bool
 ) -> NDArray[np.uint8] | None:
-    """Decode a rectangle as :func:`read_part` does and resize it, to the bits of torch's antialiased resizing.
+    """Decode a rectangle like :func:`read_part` and resize it, bit-identically to torch's antialiased resizing.
 
     Args:
         content: The whole file.
         channels: 1 or 3.
-        box: Which part, in pixels of the picture as it is decoded.
+        box: The rectangle, in pixels of the decoded picture.
         shrink: 1, 2, 4 or 8.
         size: Height and width of the result.
-        bicubic: Or else bilinear.
-        flip: Whether the result is mirrored.
+        bicubic: Whether to resize bicubically, otherwise bilinearly.
+        flip: Whether to mirror the result.
     """
     if _REGION is None:
         return None
@@ -124,7 +123,7 @@ def read_resized(
 
 @cache
 def _resizes_as_torch() -> bool:
-    """Try it, once per process: another torch, or another processor, may round otherwise."""
+    """Test the equality once per process: another torch or CPU may round differently."""
     if _REGION is None:
         return False
     import torch
@@ -144,7 +143,7 @@ def _resizes_as_torch() -> bool:
 
 
 def describe_decoder() -> str:
-    """Say what reads JPEG files here, and why nothing faster does; for people."""
+    """Describe the JPEG decoder in use, and why no faster one is."""
     if _REGION is not None:
         return f"compiled, with {_REGION.LIBRARY}: only what a crop needs is decoded"
     fallback = "Pillow" if simplejpeg is None else f"simplejpeg {simplejpeg.__version__}"
@@ -154,15 +153,15 @@ def describe_decoder() -> str:
 Pixels = NDArray[np.uint8]
 Result = TypeVar("Result")
 
-# Pillow only warns above this size and refuses above twice as much; 256 MiB as RGB is no training image.
+# Pillow only warns above this size and refuses above twice as much; training images do not need 256 MiB as RGB.
 LARGEST_PIXELS = 89_478_485
 
 ORIENTATION = 0x0112
 _TILE_SIDES = (0x0142, 0x0143)
 _BITS, _PHOTOMETRIC, _SAMPLE_FORMAT = 0x0102, 0x0106, 0x0153
 _WHITE_IS_ZERO, _SIGNED = 0, 2
-_PNG_DEPTH = 24  # where IHDR says how many bits a number has
-_SCALED = ("PNG", "PPM")  # formats whose numbers in mode I are 16 bits that fill their range
+_PNG_DEPTH = 24  # position of the bit depth in IHDR
+_SCALED = ("PNG", "PPM")  # formats whose mode I pixels are 16 bits wide and use their full range
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -173,7 +172,7 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 _LYING = (5, 6, 7, 8)
-# Of the upright picture, after the axes of a lying one have been swapped.
+# In the upright picture, after the axes of a rotated one are swapped.
 _MIRRORED_ROWS = (3, 4, 7, 8)
 _MIRRORED_COLUMNS = (2, 3, 6, 7)
 _FROM_PILLOW = r"PIL\."
@@ -182,7 +181,7 @@ _WITH_ALPHA = ("RGBA", "RGBa", "LA", "La", "PA")
 
 
 class BrokenImageError(Exception):
-    """An image that cannot be read; a run leaves it out and reports it."""
+    """An image that cannot be read; a run skips and reports it."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
@@ -194,28 +193,28 @@ class BrokenImageError(Exception):
 
 
 class Picture:
-    """The content of an image file: its size is known at once, its pixels are decoded on request.
+    """An image file: its size is known at once, its pixels are decoded on request.
 
     Attributes:
-        size: Height and width of the picture as a person would see it.
-        shrinks: Whether the file can be decoded smaller than it is: an upright, plain JPEG.
+        size: Height and width of the upright picture.
+        shrinks: Whether the file can be decoded at reduced size: an upright, plain JPEG.
     """
 
     size: tuple[int, int]
     shrinks: bool
 
     def __init__(self, content: Content, channels: int, name: str = "", *, turned: bool = True) -> None:
-        """Look at the head of a file.
+        """Read the header of a file.
 
         Args:
             content: The whole file.
             channels: 1 for greyscale (ITU-R 601 luma), 3 for RGB.
-            name: What it is called in errors; left empty, the caller is to say it.
-            turned: Whether it is turned the way EXIF says.
+            name: Name in error messages; if empty, the caller adds it.
+            turned: Whether to apply the EXIF rotation.
 
         Raises:
-            BrokenImageError: If the file is truncated, no image, larger than ``LARGEST_PIXELS``, or holds numbers
-                without a fixed range (32-bit integers or floats); some of that is found by :meth:`part` only.
+            BrokenImageError: If the file is truncated, not an image, larger than ``LARGEST_PIXELS``, or has pixels
+                without a fixed range (32-bit integers or floats); some of this only :meth:`part` detects.
         """
         self._content = content
         self._channels = channels
@@ -236,14 +235,14 @@ class Picture:
             _explained(name, self._ask_pillow)
 
     def part(self, box: Box | None = None, shrink: int = 1) -> Pixels:
-        """Decode a rectangle, or all, to uint8 [H, W, channels]; the array may be read-only.
+        """Decode a rectangle, or everything, to uint8 [H, W, channels]; the array may be read-only.
 
         Args:
-            box: Which part, in pixels of the picture; in whole steps of ``shrink``. None for all.
-            shrink: 2, 4 or 8 to decode that much smaller, where the file ``shrinks``.
+            box: The rectangle, in pixels of the picture, aligned to ``shrink``. None for all.
+            shrink: 2, 4 or 8 to decode at 1/2, 1/4 or 1/8 size, if the file ``shrinks``.
 
         Raises:
-            BrokenImageError: As the constructor.
+            BrokenImageError: As for the constructor.
         """
         smaller = self._smaller(box, shrink)
         if self._is_plain:
@@ -261,14 +260,14 @@ class Picture:
     def resized_part(
         self, box: Box | None, shrink: int, size: tuple[int, int], *, bicubic: bool, flip: bool
     ) -> Pixels | None:
-        """Decode as :meth:`part` does and resize in one step; None if that is not possible.
+        """Decode like :meth:`part` and resize in one step; None if that is not possible.
 
         Args:
             box: As for :meth:`part`.
             shrink: As for :meth:`part`.
             size: Height and width of the result.
-            bicubic: Or else bilinear.
-            flip: Whether the result is mirrored.
+            bicubic: Whether to resize bicubically, otherwise bilinearly.
+            flip: Whether to mirror the result.
         """
         if not self._is_plain or self._orientation != 1:
             return None
@@ -281,7 +280,7 @@ class Picture:
         return box if shrink == 1 else Box(*(each // shrink for each in box))
 
     def _as_it_lies(self, box: Box) -> Box:
-        """Where in the file a part of the picture is."""
+        """Return a region's position in the stored picture, before rotation."""
         if self._orientation == 1:
             return box
         top, left, height, width = box
@@ -314,17 +313,17 @@ class Picture:
 
 
 class DecodedPicture:
-    """Pixels that are in memory already, in the shape of a :class:`Picture`."""
+    """Pixels in memory, with the interface of a :class:`Picture`."""
 
     shrinks = False
 
     def __init__(self, pixels: Pixels) -> None:
-        """Take uint8 [H, W, C]."""
+        """Take pixels, uint8 [H, W, C]."""
         self.size = pixels.shape[0], pixels.shape[1]
         self._pixels = pixels
 
     def part(self, box: Box | None = None, shrink: int = 1) -> Pixels:
-        """Return a rectangle, or all; ``shrink`` is 1."""
+        """Return a rectangle, or everything; ``shrink`` is 1."""
         assert shrink == 1
         if box is None:
             return self._pixels
@@ -337,11 +336,11 @@ def decode(source: Content | str | Path, channels: int, *, turned: bool = True) 
     Args:
         source: The file's content, or its path.
         channels: 1 for greyscale (ITU-R 601 luma), 3 for RGB.
-        turned: Whether it is turned the way EXIF says; a TIFF always is.
+        turned: Whether to apply the EXIF rotation; it is always applied to a TIFF.
 
     Raises:
-        BrokenImageError: If the file is missing, truncated, no image, larger than ``LARGEST_PIXELS``, or
-            holds numbers without a fixed range (32-bit integers or floats).
+        BrokenImageError: If the file is missing, truncated, not an image, larger than ``LARGEST_PIXELS``, or has pixels
+            without a fixed range (32-bit integers or floats).
     """
     if isinstance(source, str | Path):
         return Picture(read_file(source), channels, str(source), turned=turned).part()
@@ -349,9 +348,9 @@ def decode(source: Content | str | Path, channels: int, *, turned: bool = True) 
 
 
 def read_file(path: str | Path) -> bytes:
-    """Return what a file holds; raises BrokenImageError."""
+    """Return a file's content; raises BrokenImageError."""
     try:
-        # To its end, whatever its size is said to be: a pipe has none.
+        # Reads to the end, whatever the reported size: a pipe has none.
         with open(path, "rb", buffering=0) as file:
             return file.readall()
     except OSError as error:
@@ -361,11 +360,11 @@ def read_file(path: str | Path) -> bytes:
 def image_header(
     path: str | Path | BinaryIO | bytes, formats: tuple[str, ...] | None = None
 ) -> tuple[tuple[int, int], bool] | None:
-    """Return ((height, width), is greyscale) from the head of a file or its content; None if it cannot be read.
+    """Return ((height, width), is greyscale) from the header of a file or its content; None if it cannot be read.
 
     Args:
         path: The file, or its content.
-        formats: Pillow's names of those that are tried; None for all.
+        formats: Pillow's names of the formats to try; None for all.
     """
     _silence_pillow()
     try:
@@ -376,15 +375,15 @@ def image_header(
 
 
 def upright_size(path: str | Path | BinaryIO) -> tuple[int, int] | None:
-    """Return (height, width) of the image as a person would see it, from the file's head; None if it has none.
+    """Return (height, width) of the upright image from the file's header; None if unreadable.
 
-    A PNG whose orientation is written behind its pixels is taken as it lies: finding it would mean reading them.
+    The orientation of a PNG is ignored if it is stored after the pixels, since finding it would require reading them.
     """
     _silence_pillow()
     try:
         with Image.open(path) as image:
             size = (image.height, image.width)
-            # Asked of the base class: the PNG plugin would decode the image first. TIFF's has turned it already.
+            # Calls the base class: the PNG plugin would decode the image first. TIFF's has already rotated the size.
             orientation = None if image.format == "TIFF" else Image.Image.getexif(image).get(ORIENTATION)
     except Exception:  # noqa: BLE001 (Pillow's plugins raise anything; reading the image will say what is wrong)
         return None
@@ -392,7 +391,7 @@ def upright_size(path: str | Path | BinaryIO) -> tuple[int, int] | None:
 
 
 def check_head(path: str) -> None:
-    """Read the head of an image file; raises BrokenImageError if it says that the file cannot be decoded."""
+    """Read the header of an image file; raises BrokenImageError if it shows that the file cannot be decoded."""
     with open(path, "rb") as file:
         _explained(path, lambda: _opened(file))
 
@@ -409,12 +408,12 @@ NEEDS_HEIF = "a HEIC image, which needs pip install 'paceline[heic]'"
 
 
 def _lacks_heif(head: bytes) -> bool:
-    """Whether a file is a HEIC image, and what reads those is not installed."""
+    """Whether a file is a HEIC image and its reader is not installed."""
     return not HEIF_ENDINGS and head[4:8] == b"ftyp" and head[8:12] in _HEIF_BRANDS
 
 
 def looks_like(head: bytes) -> str:
-    """Say what a file that is not an image looks like; empty if its first bytes do not tell."""
+    """Describe what a file that is not an image looks like; empty if its first bytes do not tell."""
     for beginning, name in _OTHERS:
         if head.startswith(beginning):
             return name
@@ -443,19 +442,19 @@ def _opened(file: BinaryIO) -> Image.Image:
             bits = (_tag(image, _BITS) or (1,))[0]
             raise ValueError(f"signed numbers of {bits} bits have no fixed range; store unsigned ones of 8 or 16 bits")
     if image.format == "EPS":
-        # Pillow would have Ghostscript run it.
+        # Pillow would run Ghostscript on it.
         raise ValueError("an EPS file is a program, and is never run; convert it to PNG")
     return image
 
 
 def _tag(image: Image.Image, tag: int) -> tuple[int, ...]:
-    """A TIFF's numbers of that name; empty if it has none."""
+    """Return the values of a TIFF tag; empty if it is missing."""
     found = getattr(image, "tag_v2", {}).get(tag, ())
     return found if isinstance(found, tuple) else (found,)
 
 
 def _check_tiles(image: Image.Image) -> None:
-    """Hold a TIFF's tiles to the limit of pixels too: each is decoded whole, and may be far larger than the picture."""
+    """Apply the pixel limit to a TIFF's tiles too: each is decoded whole and may be far larger than the picture."""
     tags = getattr(image, "tag_v2", {})
     width, height = (int(tags.get(tag, 0)) for tag in _TILE_SIDES)
     if width * height > LARGEST_PIXELS:
@@ -463,7 +462,7 @@ def _check_tiles(image: Image.Image) -> None:
 
 
 def _orientation(image: Image.Image) -> object:
-    """What EXIF says of how an image lies; None if it says nothing, or nothing that can be read."""
+    """Return the EXIF orientation of an image; None if it is missing or unreadable."""
     try:
         return image.getexif().get(ORIENTATION)
     except Exception:  # noqa: BLE001 (Pillow raises anything at damaged metadata, which must not lose a good picture)
@@ -471,20 +470,20 @@ def _orientation(image: Image.Image) -> object:
 
 
 def _is_plain_jpeg(image: Image.Image) -> bool:
-    """Whether a JPEG file lies upright and holds colours or greys: then its size is known before it is decoded."""
+    """Whether a JPEG file is upright and colour or grey, so that its size is known before decoding."""
     if image.format != "JPEG" or image.mode not in ("L", "RGB"):
         return False
     return _orientation(image) in (None, 1)
 
 
 def _is_simple(image: Image.Image) -> bool:
-    """Whether a plain JPEG file is decoded alike by all versions of libjpeg-turbo, even if it should be damaged."""
+    """Whether all versions of libjpeg-turbo decode a plain JPEG file alike, even if it is damaged."""
     is_usual = image.mode == "L" or JpegImagePlugin.get_sampling(image) in (0, 1, 2)
     return is_usual and "progressive" not in image.info
 
 
 def _explained(name: str, read: Callable[[], Result]) -> Result:
-    """Do it, and turn whatever Pillow raises into the one kind of error."""
+    """Run a block and turn any error of Pillow into BrokenImageError."""
     try:
         return read()
     except BrokenImageError:
@@ -504,25 +503,25 @@ def _reason(error: Exception) -> str:
 
 
 def _silence_pillow() -> None:
-    """Make Pillow's own modules keep their warnings: each file is either read or reported as broken.
+    """Suppress the warnings of Pillow's modules: each file is either read or reported as broken.
 
-    For the whole process and for good, because ``warnings.catch_warnings`` swaps global state and this runs
-    in threads. Repeated on each call, because others (a test runner) swap that state too; that costs 1 µs.
+    Applies to the whole process permanently, because ``warnings.catch_warnings`` swaps global state and this runs in
+    threads. Repeated on each call, because others (such as a test runner) swap that state too; that costs 1 µs.
     """
     if _SILENCE not in warnings.filters:
         warnings.filterwarnings("ignore", module=_FROM_PILLOW)
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Turn the image the way its EXIF orientation says; unreadable EXIF data say nothing."""
-    # Asked after load(): the TIFF plugin turns the image itself and then drops the tag.
+    """Apply the EXIF orientation to an image; unreadable EXIF data are ignored."""
+    # Queried after load(): the TIFF plugin rotates the image itself and then drops the tag.
     orientation = _orientation(image)
     method = _UPRIGHT.get(orientation) if isinstance(orientation, int) else None
     return image if method is None else image.transpose(method)
 
 
 def _turned(pixels: Pixels, orientation: int) -> Pixels:
-    """Turn decoded pixels the way EXIF's orientation says."""
+    """Apply the EXIF orientation to decoded pixels."""
     if orientation == 1:
         return pixels
     if orientation in _LYING:
@@ -535,12 +534,12 @@ def _turned(pixels: Pixels, orientation: int) -> Pixels:
 
 
 def _correct_transparency(image: Image.Image, content: Content) -> None:
-    """Bring the transparent colour of a loaded PNG to the pixels' 8 bits: Pillow leaves it as it is in the file."""
+    """Scale the transparent colour of a loaded PNG to 8 bits: Pillow keeps the file's value."""
     depth, transparent = content[_PNG_DEPTH], image.info.get("transparency")
     if image.mode == "L" and depth < 8 and isinstance(transparent, int):
         image.info["transparency"] = transparent * 255 // (2**depth - 1)
     elif image.mode == "RGB" and depth == 16 and isinstance(transparent, tuple):
-        # The pixels are the high bytes; read as if the lower came first, they are the low ones.
+        # The pixels are the high bytes; with the wrong byte order they are the low ones.
         with Image.open(io.BytesIO(content)) as low:
             low.tile = [each._replace(args="RGB;16L") for each in low.tile]
             colours = np.asarray(image).astype(np.uint16) << 8 | np.asarray(low)
@@ -549,20 +548,20 @@ def _correct_transparency(image: Image.Image, content: Content) -> None:
 
 
 def _grey_depth(image: Image.Image) -> tuple[int, bool]:
-    """How many bits a grey image of more than 8 has, else 0; and whether its greatest number is black."""
+    """Return the bit depth of a grey image with more than 8 bits, else 0; and whether its maximum is black."""
     if image.mode.startswith("I;16") and image.format == "TIFF":
         return (_tag(image, _BITS) or (16,))[0], _tag(image, _PHOTOMETRIC) == (_WHITE_IS_ZERO,)
-    # Pillow has scaled what a PGM says is white to 16 bits.
+    # Pillow has already scaled a PGM's white to 16 bits.
     return 16 if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SCALED) else 0, False
 
 
 def pixels_of(image: Image.Image, channels: int) -> Pixels:
-    """Convert a loaded image of Pillow's to uint8 [H, W, channels]; raises ValueError if its numbers have no range."""
+    """Convert a Pillow image to uint8 [H, W, channels]; raises ValueError if its pixels have no fixed range."""
     return _pixels(image, channels, _grey_depth(image))
 
 
 def _high_bits(image: Image.Image, channels: int, depth: int, *, is_negative: bool) -> Pixels:
-    """Keep the high 8 bits of grey pixels, which Pillow would clip; what is transparent is white."""
+    """Keep the high 8 bits of grey pixels, which Pillow would clip; transparent pixels become white."""
     values = np.asarray(image).clip(0, 2**depth - 1)
     grey = (values >> (depth - 8)).astype(np.uint8)
     if is_negative:
@@ -578,7 +577,7 @@ def _pixels(image: Image.Image, channels: int, grey_depth: tuple[int, bool]) -> 
     if image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} (32 bits) have no fixed range; store 8 or 16 bits")
     if image.mode in _WITH_ALPHA or "transparency" in image.info:
-        # Through RGBA first: a palette's transparency is lost in any other conversion.
+        # Via RGBA: any other conversion loses a palette's transparency.
         overlay = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", overlay.size, "white"), overlay)
     mode = "L" if channels == 1 else "RGB"

@@ -1,6 +1,6 @@
 """The best number of loader processes for a model on this machine, measured once and cached.
 
-The trainer measures (``trainer/feeding.py``); this module stores the result for planning.
+The trainer measures it (``trainer/feeding.py``); this module stores the result for planning.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from paceline.recipe.load import to_tree
 from paceline.recipe.schema import Recipe
 from paceline.world import World
 
-# Fewer processes are as good as more if they are this near: each of them costs memory.
+# Fewer processes count as equally good within this margin, since each of them takes memory.
 _AS_GOOD = 0.98
 _FAILURE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Feeding:
-    """What was measured.
+    """A measurement.
 
     Attributes:
-        rates: Images per second in training, by the number of loader processes.
-        alone: Images per second of the model with nothing to wait for.
+        rates: Training throughput in images per second, by number of loader processes.
+        alone: Images per second of the model without waiting for data.
     """
 
     rates: dict[int, float]
@@ -42,7 +42,7 @@ class Feeding:
 
     @property
     def best(self) -> int:
-        """The fewest processes that are as good as any."""
+        """The smallest number of processes within the margin of the best rate."""
         most = max(self.rates.values())
         return min(workers for workers, rate in self.rates.items() if rate >= _AS_GOOD * most)
 
@@ -52,12 +52,12 @@ class Feeding:
 
 
 def remembered(recipe: Recipe, world: World) -> Feeding | None:
-    """What was measured for such runs; None if nothing was, if it failed, or if several processes train."""
+    """Return the measurement for such runs; None if there is none, it failed, or several processes train."""
     return _read(_path(recipe))[0] if world.world_size == 1 else None
 
 
 def is_open(recipe: Recipe) -> bool:
-    """Whether it is worth measuring: nothing is remembered, it did not fail a short while ago, and it could be kept."""
+    """Whether to measure: nothing is cached, no recent attempt failed, and the result could be stored."""
     path = _path(recipe)
     found, failed_at = _read(path)
     if found is not None or time.time() - failed_at <= _FAILURE_SECONDS:
@@ -71,14 +71,14 @@ def is_open(recipe: Recipe) -> bool:
 
 
 def remember(recipe: Recipe, found: Feeding | None, *, reason: str = "") -> None:
-    """Keep what was measured, or why it failed; where nothing can be written, nothing is remembered."""
+    """Cache a measurement or the reason why it failed; does nothing if the cache is not writable."""
     path = _path(recipe)
     told = {"rates": found.rates, "alone": found.alone} if found is not None else {"failed": reason}
     write_down(path, json.dumps({**told, "time": time.time()}).encode())
 
 
 def _path(recipe: Recipe) -> Path:
-    """The file of runs that are fed alike: of the same data shown the same way to the same model, on this machine."""
+    """Return the cache file for runs with the same data, preprocessing, model and machine."""
     data = {key: value for key, value in to_tree(recipe)["data"].items() if key != "mix"}
     if data.get("path") is not None:
         data["path"] = str(Path(data["path"]).expanduser().absolute())
@@ -99,7 +99,7 @@ def _path(recipe: Recipe) -> Path:
 
 
 def _read(path: Path) -> tuple[Feeding | None, float]:
-    """What a file says was measured, and when measuring failed; None and 0 if it is not there or is damaged."""
+    """Read a cached measurement and the time of a failure; None and 0 if the file is missing or damaged."""
     try:
         found = load_json(path.read_text(encoding="utf-8"))
         if "failed" in found:

@@ -1,8 +1,8 @@
-"""Try image files before a run: find those that cannot be opened from each file's head and end.
+"""Check image files before a run: find unreadable ones from each file's header and end.
 
-Of a set of up to ``MOST_TRIED`` images all files are tried; of a larger one that many, spread evenly, so that its start
-is not delayed. A file whose end is missing is decoded, to be sure. Damage inside a file is found when it is read.
-Results that took long are cached for as long as every file has the size, times and inode that it had.
+All files of a set of up to ``MOST_TRIED`` images are checked; of a larger set that many, evenly spread, so that the
+start is not delayed. A file that seems truncated is decoded to be sure. Damage inside a file is only found when it is
+read. Slow results are cached while all files keep their size, times and inode.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from paceline.data.image.source import FileSource, Ids
 from paceline.errors import DataError
 
 MOST_TRIED = 20_000
-WORTH_SECONDS = 0.2  # what took less is done again
-_VERSION = 2  # of what is cached
-_UNREADABLE = "it cannot be read"  # perhaps at this moment only
+WORTH_SECONDS = 0.2  # quicker checks are repeated
+_VERSION = 2  # limit of the cached result
+_UNREADABLE = "it cannot be read"  # perhaps a temporary failure
 
-_READERS = 8  # each waits for the disk most of the time
+_READERS = 8  # each thread mostly waits for the disk
 _AT_ONCE = 64
 _HEAD_BYTES, _END_BYTES = 2**16, 64
 
 
 def spread(count: int, limit: int | None) -> Ids:
-    """At most ``limit`` of ``count`` numbers, evenly spread."""
+    """Return at most ``limit`` of ``count`` indices, evenly spread."""
     if limit is None or limit >= count:
         return np.arange(count, dtype=np.int64)
     return (np.arange(limit, dtype=np.int64) * count + count // 2) // limit
 
 
 def broken_files(source: FileSource) -> dict[int, str]:
-    """Return the samples whose files cannot be opened, each with the reason.
+    """Return the samples with unreadable files, each with the reason.
 
     Raises:
-        DataError: If the disk or its server fails while they are read.
+        DataError: If the disk or its server fails during the check.
     """
     samples = spread(len(source), MOST_TRIED)
     paths = source.files(samples)
@@ -77,10 +77,10 @@ def broken_files(source: FileSource) -> dict[int, str]:
 
 
 def why_broken(path: str) -> str:
-    """Say why an image file cannot be opened, as far as its head and its end tell; empty if nothing is wrong.
+    """Explain why an image file is unreadable, judging by its header and its end; empty if it seems intact.
 
     Raises:
-        OSError: If the disk or its server fails, which says nothing of the file.
+        OSError: If the disk or its server fails, which does not mean that the file is broken.
     """
     try:
         with open(path, "rb") as file:
@@ -102,7 +102,7 @@ def why_broken(path: str) -> str:
 
 
 def lacks_its_end(head: bytes, end: bytes, size: int) -> bool:
-    """Whether a file may end before its last pixel, by its first and last bytes and its size."""
+    """Whether a file may be truncated, judging by its first and last bytes and its size."""
     if head.startswith(b"\xff\xd8"):
         return not end.endswith(b"\xff\xd9")
     if head.startswith(b"\x89PNG"):

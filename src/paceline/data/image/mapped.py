@@ -1,7 +1,7 @@
-"""Images inside larger files, read as slices of mapped memory: no file is opened for an image.
+"""Images inside larger files, read as slices of memory-mapped files: no file is opened per image.
 
-Image positions are stored in a few numpy arrays, which loader processes share; so do the mapped files, whose pages
-are the system's own copy of the disk. No Python object is kept per image.
+Image positions are stored in a few numpy arrays. Loader processes share these and the mapped files, whose pages are the
+system's page cache. No Python object is kept per image.
 """
 
 from __future__ import annotations
@@ -23,17 +23,16 @@ from paceline.data.image.source import Head, Ids, Image, Names
 from paceline.errors import DataError
 from paceline.files import refuse_odd_kinds
 
-# Each mapped file holds a file descriptor, of which a process often has 1024.
+# Each mapped file holds a file descriptor; the usual limit is 1024 per process.
 _MOST_MAPPED = 256
 
 
 class MappedFile(NamedTuple):
-    """A file as it was when it was opened.
+    """A file in the state in which it was opened.
 
     Attributes:
         path: Its path. size: Its length in bytes.
-        changed: Its inode, and when it was written last, in nanoseconds: another file of this name is not taken for
-            it.
+        changed: Its inode and modification time in nanoseconds, to detect a replaced file.
     """
 
     path: str
@@ -42,7 +41,7 @@ class MappedFile(NamedTuple):
 
     @classmethod
     def at(cls, path: Path | str) -> MappedFile:
-        """Look at a file; raises OSError."""
+        """Record the file at a path; raises OSError."""
         found = os.stat(path)
         return cls(os.fspath(path), found.st_size, (found.st_ino, found.st_mtime_ns))
 
@@ -52,9 +51,9 @@ class Places:
     """Positions of N images.
 
     Attributes:
-        file: Number of its file, integers [N].
-        begin: Its first byte there, integers [N].
-        length: How many bytes it has, integers [N].
+        file: Index of its file, integers [N].
+        begin: Offset of its first byte, integers [N].
+        length: Length in bytes, integers [N].
     """
 
     file: NDArray[Any]
@@ -62,7 +61,7 @@ class Places:
     length: NDArray[Any]
 
     def part(self, chosen: slice | Ids) -> Places:
-        """Those of some of the images."""
+        """Return the positions of some of the images."""
         return Places(file=self.file[chosen], begin=self.begin[chosen], length=self.length[chosen])
 
 
@@ -82,40 +81,40 @@ class MappedBytes:
         return memoryview(_mapped(self._files[places.file[index]]))[begin : begin + int(places.length[index])]
 
     def will_read(self, indices: Ids) -> None:
-        """Prefetch these parts from the disk, all at once in the background."""
+        """Prefetch these parts from the disk in the background."""
         for index in indices.tolist():
             begin, length = int(self._places.begin[index]), int(self._places.length[index])
             page = begin - begin % mmap.PAGESIZE
-            with suppress(OSError):  # reading it will say what is wrong
+            with suppress(OSError):  # the error appears when it is read
                 _mapped(self._files[self._places.file[index]]).madvise(mmap.MADV_WILLNEED, page, begin - page + length)
 
     def part(self, begin: int, end: int) -> MappedBytes:
-        """Parts ``begin`` to ``end`` of the same files."""
+        """Return parts ``begin`` to ``end`` of the same files."""
         return MappedBytes(self._files, self._places.part(slice(begin, end)))
 
     @property
     def paths(self) -> list[str]:
-        """Paths of all files."""
+        """Return the paths of all files."""
         return [file.path for file in self._files]
 
     def file_of(self, index: int) -> str:
-        """Path of the file with part ``index``."""
+        """Return the path of the file that contains part ``index``."""
         return self._files[int(self._places.file[index])].path
 
 
-# One file's descriptor and address space for all sources of the process; a fork inherits them.
+# A file has one descriptor and mapping for all sources of the process; forks inherit them.
 @lru_cache(maxsize=_MOST_MAPPED)
 def _mapped(file: MappedFile) -> mmap.mmap:
     with open(file.path, "rb") as opened:
         found = os.fstat(opened.fileno())
         if (found.st_size, (found.st_ino, found.st_mtime_ns)) != (file.size, file.changed):
-            # Beyond the end of a file that shrank, mapped memory kills whoever reads it.
+            # Reading mapped memory beyond the end of a truncated file kills the process.
             raise OSError(0, "it has changed since the run started")
         return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class EncodedImages:
-    """Image files inside larger files, decoded when they are read; a source defines :meth:`encoded` and the rest."""
+    """Image files inside larger files, decoded when read; a subclass defines :meth:`encoded` and the rest."""
 
     channels: int
     labels: Ids
@@ -124,7 +123,7 @@ class EncodedImages:
         return len(self.labels)
 
     def encoded(self, sample: int) -> memoryview:
-        """Return the content of image file ``sample``, which is not copied; raises BrokenImageError."""
+        """Return the content of image file ``sample`` without copying; raises BrokenImageError."""
         raise NotImplementedError
 
     def path(self, sample: int) -> str:
@@ -140,14 +139,14 @@ class EncodedImages:
             raise BrokenImageError(self.path(sample), error.reason) from error
 
     def head(self, sample: int) -> Head | None:
-        """Return ((height, width), is greyscale) of image ``sample`` from its head; None if that cannot be read."""
+        """Return ((height, width), is greyscale) of image ``sample`` from its header; None if unreadable."""
         try:
             return image_header(io.BytesIO(self.encoded(sample)))
-        except BrokenImageError:  # reading it will say what is wrong with it
+        except BrokenImageError:  # the error appears when it is read
             return None
 
     def size(self, sample: int) -> tuple[int, int] | None:
-        """Return (height, width) of image ``sample`` from its head; None if that cannot be read."""
+        """Return (height, width) of image ``sample`` from its header; None if unreadable."""
         return upright_size(io.BytesIO(self.encoded(sample)))
 
 
@@ -155,7 +154,7 @@ class MappedSource(EncodedImages):
     """Image files inside larger files that are mapped into memory."""
 
     def __init__(self, content: MappedBytes, labels: Ids, channels: int, names: Names) -> None:
-        """Take one part per label; ``names`` are what the samples are called where they lie."""
+        """Take one part per label; ``names`` are the sample names inside the files."""
         if len(content) != len(labels):
             raise ValueError(f"found {len(content)} parts for {len(labels)} labels")
         self.labels = labels
@@ -164,7 +163,7 @@ class MappedSource(EncodedImages):
         self._content = content
 
     def encoded(self, sample: int) -> memoryview:
-        """Return the content of image file ``sample``, which is not copied; raises BrokenImageError."""
+        """Return the content of image file ``sample`` without copying; raises BrokenImageError."""
         try:
             return self._content[sample]
         except OSError as error:
@@ -185,7 +184,7 @@ class MappedSource(EncodedImages):
 
 
 def mapped_files(paths: Iterable[Path]) -> list[MappedFile]:
-    """Look at files that are to be mapped.
+    """Record the files to be mapped.
 
     Raises:
         DataError: If one is missing or cannot be read.

@@ -1,9 +1,8 @@
-"""Choose the image back-end and its workers, refuse what it does not support, and open its batches.
+"""Choose the image back-end and its workers, reject unsupported settings, and open its batches.
 
-With ``data.evaluation_shape=rectangular`` the shape at which an image is evaluated is a function of the image and the
-recipe alone, never of the images it shares a batch with: batches are made of images of one shape. So a sample gets the
-same score in any batch (fastai's rectangular validation, Howard 2018, which shapes a batch by its mean ratio, does not
-promise that).
+With ``data.evaluation_shape=rectangular`` an image's evaluation shape depends on the image and the recipe alone, not on
+its batch: each batch has images of one shape. So a sample gets the same score in any batch (unlike fastai's rectangular
+validation, Howard 2018, which uses a batch's mean aspect ratio).
 """
 
 from __future__ import annotations
@@ -35,32 +34,32 @@ from paceline.recipe.data import Data, Progressive
 from paceline.units import format_bytes, format_count
 from paceline.world import World
 
-# Of width to height or the reverse; longer images lose what is beyond. It bounds what a batch can cost in memory.
+# Maximum aspect ratio in either direction; longer images are cropped. It bounds the memory of a batch.
 LARGEST_RATIO = 2
 
 _MEASURED_AT_ONCE = 64
-_READERS = 8  # reading a head is waiting for the disk, mostly
+_READERS = 8  # reading a header is mostly waiting for the disk
 
 
 def rectangle(height: int, width: int, *, size: int, multiple: int) -> Shape:
-    """The shape that an image of ``height`` x ``width`` is shown at.
+    """Return the shape at which an image of ``height`` x ``width`` is shown.
 
-    Its shorter side is ``size``, the longer one ``size`` and the nearest whole number of ``multiple`` pixels.
+    The shorter side is ``size``; the longer one is ``size`` plus the nearest multiple of ``multiple`` pixels.
     """
     short, long = sorted((height, width))
-    # Rounded in whole numbers, halves up, so that no machine rounds otherwise.
+    # Integer rounding, halves up, so that every machine rounds alike.
     steps = (2 * size * (long - short) + multiple * short) // (2 * multiple * short)
     longer = size + multiple * min(steps, size * (LARGEST_RATIO - 1) // multiple)
     return (longer, size) if height > width else (size, longer)
 
 
 def measure(source: SampleSource, *, size: int, multiple: int) -> SampleShapes:
-    """The shape of every image of a source, from the heads of its files; int64 [N, 2].
+    """Return the shape of every image of a source, from file headers; int64 [N, 2].
 
-    An image whose head cannot be read counts as square: reading it will say what is wrong with it.
+    An image with an unreadable header counts as square; the error appears when it is read.
 
     Raises:
-        RecipeError: If it is a user's source that does not give sizes.
+        RecipeError: If a custom source does not provide sizes.
     """
     if not _is_measured(source):
         raise RecipeError(
@@ -81,20 +80,20 @@ def measure(source: SampleSource, *, size: int, multiple: int) -> SampleShapes:
 
 
 def distinct(shapes: SampleShapes) -> dict[Shape, int]:
-    """How many images have each shape."""
+    """Return the number of images of each shape."""
     found, counts = np.unique(shapes, axis=0, return_counts=True)
     return {(int(height), int(width)): int(count) for (height, width), count in zip(found, counts, strict=True)}
 
 
 def common_size(source: SampleSource, *, most: int = 32) -> Shape | None:
-    """Height and width that some images of a source share, evenly spaced ones, from the heads of their files.
+    """Return the common height and width of evenly spread images of a source, from file headers.
 
     Args:
         source: The images.
-        most: How many to look at.
+        most: Number of images to check.
 
     Returns:
-        None if they differ, or there is no telling.
+        The size; None if they differ or are unknown.
     """
     if len(source) == 0 or not _is_measured(source):
         return None
@@ -109,15 +108,15 @@ def _is_measured(source: SampleSource) -> TypeGuard[MeasuredSource]:
 Split = Literal["train", "validation"]
 
 LARGEST_IN_MEMORY = 2**30
-# Of a GPU's memory, for the images of one split; the rest is for the model, its gradients and activations.
+# Share of a GPU's memory for the images of one split; the rest is for the model, gradients and activations.
 LARGEST_SHARE_OF_DEVICE = 0.125
 _ON_CPU = Placement(device=torch.device("cpu"))
 _MOST_WORKERS = 16
-_MOST_BESIDE_A_GPU = 4  # of DALI's threads: the GPU does most of the work, and each thread has buffers on it
+_MOST_BESIDE_A_GPU = 4  # DALI threads: the GPU does most of the work, and each thread has buffers on it
 
 
 def available_backends() -> dict[str, str]:
-    """Back-ends, with the reason why one cannot be used."""
+    """Return back-ends, with the reason why one is unavailable."""
     reason = why_unavailable()
     dali = f"{reason}: {how_to_install()}" if reason else "available"
     return {"memory": "available", "pytorch": "available", "dali": dali, "synthetic": "available"}
@@ -128,11 +127,11 @@ def choose_backend(data: Data, dataset: ImageDataset, processes: int = 1) -> tup
 
     Args:
         data: The recipe's section.
-        dataset: What it names.
-        processes: How many on this machine would each hold the images, were they held in memory.
+        dataset: The opened data set.
+        processes: Processes on this machine, each of which would hold the images in memory.
 
     Raises:
-        RecipeError: If the recipe names a back-end that cannot do what it asks for.
+        RecipeError: If the recipe names a back-end that does not support its settings.
     """
     if data.backend != "auto":
         _refuse(data, dataset, processes)
@@ -155,7 +154,7 @@ def choose_backend(data: Data, dataset: ImageDataset, processes: int = 1) -> tup
 
 
 def _need_of_workers(data: Data) -> str:
-    """What a recipe asks for that is done image by image."""
+    """Return a setting of the recipe that requires per-image processing, if any."""
     if data.augment.crop == "random_resized":
         return "crop=random_resized needs each image at its full size"
     if data.evaluation_shape != "square":
@@ -166,17 +165,18 @@ def _need_of_workers(data: Data) -> str:
 
 
 def evaluation_size(data: Data, dataset: ImageDataset) -> int:
-    """Height and width of the images that are scored."""
+    """Height and width of evaluation images."""
     return dataset.image_size if data.evaluation_size == "auto" else data.evaluation_size
 
 
 def choose_workers(data: Data, backend: str, world: World, measured: Feeding | None = None) -> tuple[int, str]:
-    """Return the loader processes, or DALI's threads, per rank and the reason.
+    """Return loader processes, or DALI threads, per rank, with the reason.
 
-    What was measured of loader processes decides; where nothing was, one core of each rank's share is for training.
+    Uses the measured number of loader processes if there is one; otherwise one core of each rank's share is left for
+    training.
 
     Raises:
-        RecipeError: If the recipe asks DALI for none.
+        RecipeError: If the recipe sets 0 threads for DALI.
     """
     if backend not in ("pytorch", "dali"):
         return 0, f"the {backend} back-end has none"
@@ -208,17 +208,17 @@ def open_backend(
     placement: Placement = _ON_CPU,
     progress: Progress | None = None,
 ) -> Backend:
-    """Open one split with its transform: training images are augmented, held-out ones are not.
+    """Open one split with its transform: training images are augmented, held-out images are not.
 
     Args:
-        name: What :func:`choose_backend` returned.
+        name: Result of :func:`choose_backend`.
         data: The recipe's section.
-        dataset: What it names.
-        split: Which images.
+        dataset: The opened data set.
+        split: The images to open.
         seed: The run's seed.
-        workers: What :func:`choose_workers` returned.
-        placement: Where the model is; for a GPU, batches come from there or in page-locked memory.
-        progress: Told how many images are in memory, by the memory back-end.
+        workers: Result of :func:`choose_workers`.
+        placement: The model's device; for a GPU, batches are made there or in pinned memory.
+        progress: Called by the memory back-end with the number of loaded images.
     """
     train = split == "train"
     source = repeated(dataset.train, data.augment.repeats) if train else dataset.validation
@@ -251,7 +251,7 @@ def open_backend(
 
 
 def _fits_on_device(source: SampleSource, view: View, device: torch.device) -> bool:
-    """Whether a GPU has room for the images beside the model, and nothing is done to them that is done on the host."""
+    """Whether a GPU has memory for the images next to the model, and all preprocessing can run there."""
     if view.augment is not None and asks_for_variation(view.augment):
         return False
     shape = StoreShape.of(view.augment, count=len(unrepeated(source)), channels=view.channels, size=view.image_size)
@@ -304,7 +304,7 @@ def _refuse(data: Data, dataset: ImageDataset, processes: int) -> None:
 
 
 def _may_decode_on_gpu(data: Data) -> bool:
-    return data.decode_on != "cpu" and data.augment.crop != "pad"  # a padded crop is made on the CPU
+    return data.decode_on != "cpu" and data.augment.crop != "pad"  # padded crops run on the CPU
 
 
 def _refuse_dali(data: Data, dataset: ImageDataset) -> None:
@@ -347,7 +347,7 @@ def _refuse_synthetic(data: Data) -> None:
 
 
 def _too_large(data: Data, dataset: ImageDataset, processes: int) -> str:
-    """Why images cannot be held in memory; empty if they can."""
+    """Explain why images do not fit into memory; empty if they do."""
     sizes = (dataset.image_size, evaluation_size(data, dataset))
     splits = ((dataset.train, data.augment), (dataset.validation, None))
     held = sum(
@@ -374,8 +374,8 @@ class OpenedSplit:
 
     Attributes:
         source: Its images.
-        open: Opens the back-end; may report how far it is.
-        shapes: At which shape each image is shown, where that is not the same for all.
+        open: Opens the back-end; may report progress.
+        shapes: Shape of each image, if not the same for all.
     """
 
     source: SampleSource
@@ -386,8 +386,8 @@ class OpenedSplit:
 class ImagePipeline:
     """Training and evaluation batches of an image dataset.
 
-    Back-ends with loader processes open in :meth:`start`, others when they are first needed: those that decode a
-    whole set would do it in vain for a run that turns out to be complete. Only what :meth:`start` requested is loaded.
+    Back-ends with loader processes open in :meth:`start`, others on first use, since decoding a whole set would be
+    wasted if the run is already complete. Only the streams requested in :meth:`start` are loaded.
     """
 
     def __init__(
@@ -410,49 +410,49 @@ class ImagePipeline:
         self._mixing = mixing if mixing is not None and mixing.is_asked_for else None
 
     def start(self, *, training: bool, evaluation: bool) -> None:
-        """Start the loader processes that these streams will need, if any."""
+        """Start the loader processes for these streams, if any."""
         self._wanted = {True: training, False: evaluation}
         for split, is_wanted in self._wanted.items():
             if is_wanted and self._has_workers:
                 self._backend(training=split)
 
     def load(self, report: Progress) -> None:
-        """Load what is held in memory now, and report progress."""
+        """Load the in-memory data now and report progress."""
         for split, is_wanted in self._wanted.items():
             if is_wanted and len(self._splits[split].source):
                 self._backend(report, training=split)
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
-        """This process's micro-batches of the steps ``first`` to ``last`` (excluded)."""
+        """Yield this process's micro-batches of steps ``first`` to ``last`` (excluded)."""
         raw = self._backend(training=True).batches(geometry.stream(first, last, world))
         return to_device(raw, self._normalize, self._placement, self._mixing, self._moving)
 
     def timed_by(self, moving: Callable[[], AbstractContextManager[Any]]) -> None:
-        """Enter what ``moving`` gives where a training step waits for a batch that is being brought to the device."""
+        """Enter the context of ``moving`` whenever a training step waits for a transfer to the device."""
         self._moving = moving
 
     def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
-        """This process's part of the evaluation samples."""
+        """Yield this process's part of the evaluation samples."""
         split = self._splits[False]
         slices = evaluation_slices(len(split.source), batch_size, world, split.shapes)
         return to_device(self._backend(training=False).batches(slices), self._normalize, self._placement)
 
     def evaluation_rounds(self, batch_size: int, world: World) -> int:
-        """Most evaluation batches that any process has."""
+        """Maximum number of evaluation batches of any process."""
         split = self._splits[False]
         return evaluation_rounds(len(split.source), batch_size, world, split.shapes)
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
-        """The sample's file, or its set and number."""
+        """Return the sample's file, or its set and number."""
         return self._splits[training].source.path(sample_id)
 
     def reading(self, *, training: bool) -> str:
-        """Which sample is being read, or was read last; empty if nothing is read during training."""
+        """Describe the sample being read or read last; empty outside training."""
         backend = self._opened.get(training)
         return backend.reading() if isinstance(backend, PytorchBackend | DaliBackend) else ""
 
     def close(self) -> None:
-        """Stop workers."""
+        """Stop the workers."""
         for backend in self._opened.values():
             backend.close()
         self._opened = {}

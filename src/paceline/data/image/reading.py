@@ -1,7 +1,7 @@
-"""Read a slice into a batch, sample by sample, in a worker or in the run's process.
+"""Read a slice into a batch, sample by sample, in a worker or in the main process.
 
-Only the needed part of a file is decoded: its header gives the picture's size, the sample's draws choose the part, and
-that part is decoded, resized, and written into the batch.
+Only the needed region of a file is decoded: its header gives the picture's size, the sample's random draws choose the
+region, and that region is decoded, resized and written into the batch.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Augment
 from paceline.units import format_bytes
 
-# Of the result: 64 images of 32x32. What they are made of stays in the cache meanwhile.
+# Size of the result: 64 images of 32x32. Their intermediate data stay in the cache.
 _PIXELS_AT_ONCE = 2**16
 
 
 class ReadFailure(Exception):  # noqa: N818 (handed over as a value)
-    """A defect, not a broken file, that came up while reading; travels from a worker in place of its batch.
+    """An unexpected error while reading (not a broken file); sent from a worker instead of its batch.
 
     Attributes:
         message: One sentence that names the sample.
-        trace: The traceback, as text; empty where the message says it all.
+        trace: The traceback, as text; empty if the message suffices.
     """
 
     def __init__(self, message: str, trace: str = "") -> None:
@@ -45,7 +45,7 @@ class ReadFailure(Exception):  # noqa: N818 (handed over as a value)
 
 
 class _Reading:
-    """One sample on its way from the file to its row."""
+    """One sample in progress, from the file to its row in the batch."""
 
     __slots__ = ("image", "picture", "pixels", "row", "sample", "shown")
 
@@ -60,10 +60,10 @@ class _Reading:
 
 
 class SliceReader:
-    """Reads the samples of a slice one after the other; without state, so that any process can read any."""
+    """Reads the samples of a slice in order; stateless, so that any process can read any slice."""
 
     def __init__(self, source: SampleSource, view: View, note: Callable[[int], None] | None = None) -> None:
-        """Read from ``source`` what ``view`` shows; ``note`` is told each sample's id before it is read."""
+        """Read samples from ``source`` for ``view``; ``note`` is called with each sample's id before it is read."""
         self._source = source
         self._files = encoded_source(source)
         self._view = view
@@ -97,10 +97,10 @@ class SliceReader:
         return Batch(inputs, torch.from_numpy(self._source.labels[ids]), ids, piece, in_order)
 
     def _fill(self, inputs: torch.Tensor, ids: SampleIds, shape: Shape, draws: Draws | None) -> dict[int, BrokenSample]:
-        """Read samples into the first rows of a batch; return the broken ones, which are left out, by their row.
+        """Read samples into the first rows of a batch; return the broken ones, which are left out, by row.
 
-        Of small images several are read at once, step by step: going to and fro between the file system, the decoder
-        and torch for each would cost half as much again as the work itself.
+        Small images are processed in groups, step by step: alternating between file system, decoder and torch per image
+        would add 50 % to the time.
         """
         broken: dict[int, BrokenSample] = {}
         rows, pixels, filled = inputs.unbind(), inputs.permute(0, 2, 3, 1).numpy(), 0
@@ -140,7 +140,7 @@ class SliceReader:
             reading.picture = Picture(self._files.encoded(reading.sample), self._view.channels)
 
     def _decode(self, shape: Shape, draws: Draws | None, reading: _Reading) -> None:
-        """Decode what the model will see of a picture, or all of it."""
+        """Decode the region of a picture that the model sees, or all of it."""
         picture, augment = reading.picture, self._augment
         if draws is None or draws.attempts is None:
             reading.pixels = picture.part()
@@ -155,7 +155,7 @@ class SliceReader:
             reading.pixels = picture.part(box, shrink)
 
     def _show(self, shape: Shape, draws: Draws | None, reading: _Reading) -> None:
-        """Resize to what the model sees, and flip it as drawn, unless that has been done."""
+        """Resize to the model's input and flip as drawn, unless already done."""
         if reading.shown is not None:
             return
         view = self._view
@@ -167,39 +167,38 @@ class SliceReader:
         reading.image = image.flip(-1) if flips else image
 
     def _empty(self, count: int, shape: Shape) -> torch.Tensor:
-        """Memory for a batch, uint8 [N, C, H, W]; in a worker, memory that the run's process sees too."""
+        """Allocate a batch, uint8 [N, C, H, W]; in a worker, in memory shared with the main process."""
         channels, (height, width) = self._view.channels, shape
         size = count * channels * height * width
         if get_worker_info() is None:
             flat = torch.empty(size, dtype=torch.uint8)
         else:
-            # As torch's own collation does: a batch in other memory would be copied when it is handed over.
+            # As in torch's collation: a batch in other memory would be copied on transfer.
             storage = _new_shared(size)
             flat = torch.empty(0, dtype=torch.uint8).set_(storage)
         if self._shifts or asks_for_variation(self._augment):
-            # Shifts are made of rows of one channel, and torchvision's operations may round otherwise when the channel
-            # is the fastest axis.
+            # Shifts use rows of one channel, and torchvision's operations may round differently with channels last.
             return flat.view(count, channels, height, width)
         return flat.view(count, height, width, channels).permute(0, 3, 1, 2)
 
 
 def forget_shared_memory_of(pid: int) -> None:
-    """Remove the names of what a loader process could not make, or was killed while it made: torch leaves them.
+    """Unlink shared memory that a loader process left behind when it failed or was killed; torch does not.
 
-    What was handed over stays as it is, since its name is gone at once.
+    Transferred memory is not affected, since its name is unlinked at once.
     """
     for left in SHARED_MEMORY.glob(f"torch_{pid}_*"):
         left.unlink(missing_ok=True)
 
 
 def _new_shared(size: int) -> torch.UntypedStorage:
-    """Shared memory of so many bytes.
+    """Allocate shared memory of a given size.
 
     Raises:
         ReadFailure: If there is no room for it.
     """
     try:
-        # As torch's own collation does; the call carries no types.
+        # As in torch's collation; the call has no type annotations.
         storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]  # noqa: SLF001
     except RuntimeError as error:
         if "shared memory" not in str(error) and "No space" not in str(error):

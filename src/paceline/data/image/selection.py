@@ -1,9 +1,9 @@
-"""Parts of a data set: classes, a subset of the training images, and held-out images.
+"""Subsets of a data set: classes, some of the training images, and held-out images.
 
-One mechanism for every kind of data set. What is taken depends on the images' names and labels alone, and goes into the
-digest by which runs know their data. A split file keeps the names of held-out images, so that no image changes sides
-when others come. It is text: a line that describes it, then a line ``train`` or ``validation``, a tab and a name for
-each image. The first run writes it; later runs refuse it if it does not have the digest in its first line.
+The same mechanism serves every kind of data set. The selection depends on the images' names and labels alone, and is
+part of the data's digest. A split file records the names of held-out images, so that no image changes sides when others
+are added. It is text: a header line, then one line per image: ``train`` or ``validation``, a tab and the name. The
+first run writes it; later runs reject it if the digest in its first line does not match.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _HEAD = "paceline split 1"
 def _kept_split(
     path: Path, names: Sequence[bytes], hashes: Hashes, drawn: NDArray[np.bool_], fraction: float
 ) -> tuple[NDArray[np.bool_], str, str]:
-    """Read which samples a split file holds out, or write it with those that were drawn if it is not there.
+    """Read a split file, or create it from the drawn split if it does not exist; return the held-out samples.
 
-    Of several processes, one writes it. Images that the file does not know are held out if the hash of their name says
-    so: a function of the name alone, so that they too never change sides.
+    Only one of several processes writes it. The hash of its name alone decides whether an image missing in the file is
+    held out, so that it never changes sides either.
 
     Returns:
-        Which samples are held out, what is to be told of that, and the digest of the file's lines.
+        The held-out mask, a description of the split, and the digest of the file's lines.
 
     Raises:
-        DataError: If it can be neither read nor written, is damaged or another data set's, or a side has gone with its
-            images.
+        DataError: If it can be neither read nor written, is damaged, belongs to another data set, or has no remaining
+            images on one side.
         RecipeError: If it was written for another fraction.
     """
     is_new = not path.exists()
@@ -89,7 +89,7 @@ def _kept_split(
 
 
 def _read(path: Path) -> tuple[dict[bytes, bool], float, str]:
-    """Whether each image that a split file knows is held out, the fraction, and the digest of its lines."""
+    """Return the held-out flag of each image in a split file, the fraction, and the digest of its lines."""
     refuse_odd_kinds(path)
     try:
         content = path.read_bytes()
@@ -130,19 +130,19 @@ def _write(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], frac
     }
     try:
         if not path.parent.is_dir():
-            # A slip in the path would become a folder, and a split of its own.
+            # A typo in the path would create a folder with a new split.
             raise DataError(
                 f"there is no folder {str(path.parent)!r} for the split file (data.saved_split): create it, or correct "
                 "the path."
             )
-        # Not tempfile's, which only its owner may read: whoever reads the data reads this.
+        # Not tempfile, whose files only the owner can read: all readers of the data need this one.
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         with open(partial, "xb") as file:
             file.write(json.dumps(head).encode() + b"\n" + lines)
             file.flush()
             os.fsync(file.fileno())
         try:
-            with suppress(FileExistsError):  # another process was faster, and what it wrote is believed
+            with suppress(FileExistsError):  # another process was faster; its file is used
                 os.link(partial, path)
         finally:
             os.unlink(partial)
@@ -160,17 +160,17 @@ def _unescaped(name: bytes) -> bytes:
     return b"\\".join(pieces)
 
 
-# Arbitrary, and fixed for good: another salt is another draw.
+# Arbitrary and fixed: another salt gives another draw.
 _VALIDATION, _HOLDOUT, _SUBSET = b"validation", b"holdout", b"subset"
 _NAMED = 6
-# What YAML reads as a whole number, or may.
+# Text that YAML parses, or may parse, as an integer.
 _LIKE_A_NUMBER = re.compile(r"\s*[-+]?(0[xX][0-9a-fA-F_]+|0[bB][01_]+|0[oO][0-7_]+|[0-9][0-9_:.]*)\s*")
 
 
 def select(data: Data, dataset: ImageDataset) -> ImageDataset:
     """Select the requested part of an opened data set.
 
-    The order matters: who is held out does not depend on the classes and the number of images that are taken.
+    The order matters: the held-out images must not depend on the selected classes and number of images.
 
     Raises:
         RecipeError: If nothing, or no image of a class, would be left.
@@ -205,7 +205,7 @@ def select(data: Data, dataset: ImageDataset) -> ImageDataset:
 
 
 def part_of(source: SampleSource, ids: Ids, labels: Ids | None = None) -> SubsetSource:
-    """Some samples of a source, of other classes if ``labels`` says so; a part of a part is one of the whole."""
+    """Return a subset of a source, with other classes if ``labels`` is given; subsets of subsets are flattened."""
     labels = source.labels[ids] if labels is None else labels
     if isinstance(source, SubsetSource):
         return SubsetSource(source.base, source.ids[ids], labels)
@@ -213,7 +213,7 @@ def part_of(source: SampleSource, ids: Ids, labels: Ids | None = None) -> Subset
 
 
 def relabelled(dataset: ImageDataset, labels: Callable[[Ids], NDArray[Any]]) -> ImageDataset:
-    """The same images with the labels that ``labels`` makes of a split's."""
+    """Return the same images with a split's labels mapped by ``labels``."""
 
     def part(source: SampleSource) -> SubsetSource:
         return part_of(source, np.arange(len(source)), labels(source.labels))
@@ -223,13 +223,13 @@ def relabelled(dataset: ImageDataset, labels: Callable[[Ids], NDArray[Any]]) -> 
 
 
 def choose_classes(asked: Sequence[int | str], classes: Sequence[str], key: str = "data.only_classes") -> list[int]:
-    """The numbers of the classes requested by name or number, in the data's order.
+    """Return the indices of the classes requested by name or number, in the data's order.
 
-    A number stands for the class of that name, if there is one, else for the class at that place, from 0. Where names
-    look like numbers, as 01, it stands for no place: who wrote 01 would get the second class.
+    A number means the class of that name, if there is one, or else the class at that index, from 0. If names look like
+    numbers, such as 01, it is never an index: otherwise 01 would select the second class.
 
     Raises:
-        RecipeError: If one is unknown or named twice, or there is one only.
+        RecipeError: If a class is unknown or named twice, or there is only one.
     """
     numbers = {name: number for number, name in enumerate(classes)}
     numeric = next((name for name in classes if _LIKE_A_NUMBER.fullmatch(name)), None)
@@ -259,7 +259,7 @@ def choose_classes(asked: Sequence[int | str], classes: Sequence[str], key: str 
 
 
 def first_of_all(source: SampleSource, part: int | str, key: str = "data.subset") -> SubsetSource:
-    """A number or share of the images, stratified by class, in source order.
+    """Return a number or share of the images, stratified by class, in source order.
 
     Raises:
         RecipeError: If there are fewer images, or a class would be left empty.
@@ -279,19 +279,19 @@ def first_of_all(source: SampleSource, part: int | str, key: str = "data.subset"
 
 
 def digest_of(base: str, *parts: object) -> str:
-    """The digest of a part of a data set."""
+    """Return the digest of a subset of a data set."""
     told = [hashlib.sha256(each.tobytes()).hexdigest() if isinstance(each, np.ndarray) else each for each in parts]
     return hashlib.sha256(json.dumps([base, *told]).encode()).hexdigest()
 
 
 def _split_anew(data: Data, dataset: ImageDataset) -> ImageDataset:
-    """Draw again who is held out, where the recipe asks for more than the draw by order."""
+    """Redo the split if the recipe uses more than the default split by order."""
     if not dataset.is_split_off:
         why = dataset.reasons.get("validation_fraction", "the data has its own split")
         return replace(dataset, reasons={**dataset.reasons, "split_by": why, "saved_split": why})
     if data.split_by == "order" and data.saved_split is None:
         return dataset
-    assert isinstance(dataset.train, SubsetSource)  # a data set that was split off consists of two parts of one source
+    assert isinstance(dataset.train, SubsetSource)  # a split-off data set consists of two parts of one source
     whole, fraction = dataset.train.base, data.validation_fraction
     names = sample_names(whole)
     hashes = hashed_names(names, _VALIDATION)
@@ -320,16 +320,16 @@ def take_classes(
     splits: Mapping[str, SampleSource],
     key: str = "data.only_classes",
 ) -> tuple[tuple[str, ...], dict[str, SubsetSource]]:
-    """Take the images of some classes out of every split; return the classes' names and the parts.
+    """Select the images of some classes in every split; return the class names and the subsets.
 
     Args:
         asked: Names or numbers of the classes.
-        classes: All that the data has.
-        splits: The images by what they are called to people, training images first.
+        classes: All classes of the data.
+        splits: The images by display name of the split, training images first.
         key: The recipe key, for the message.
 
     Raises:
-        RecipeError: If there is no such class, or a split that had images, or a class to train on, would be left empty.
+        RecipeError: If a class does not exist, or a non-empty split or a training class would become empty.
     """
     chosen = choose_classes(asked, classes, key)
     names = tuple(classes[number] for number in chosen)
@@ -368,7 +368,7 @@ def _with_classes(asked: Sequence[int | str], dataset: ImageDataset) -> ImageDat
 
 
 def among_classes(dataset: ImageDataset, known: Sequence[str]) -> ImageDataset:
-    """The same images, numbered by the classes of the weights, of which the data set has only some."""
+    """Return the same images with the class numbers of the weights, of which the data set has only some."""
     numbers = np.array([known.index(name) for name in dataset.classes])
     missing = [name for name in known if name not in dataset.classes]
     named = ", ".join(missing[:_NAMED]) + (", …" if len(missing) > _NAMED else "")

@@ -1,8 +1,8 @@
-"""Sources of samples: the small interface that every set of images offers to the back-ends.
+"""Sample sources: the small interface between image sets and back-ends.
 
-A source is shared with forked loader processes. It therefore keeps its million paths and labels in a few
-numpy arrays: a list of a million strings would be copied page by page into every worker, because reading a
-Python object writes its reference count.
+A source is shared with forked loader processes, so it keeps its possibly millions of paths and labels in a few numpy
+arrays. A list of a million strings would be copied page by page into every worker, because reading a Python object
+writes its reference count.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Names:
     """Many names in two arrays: name *i* is ``blob[ends[i]:ends[i + 1]]``.
 
     Attributes:
-        blob: All names as bytes, one after the other, uint8.
-        ends: Where they begin and end, int64 [N + 1].
+        blob: All names as concatenated bytes, uint8.
+        ends: Bounds of the names, int64 [N + 1].
     """
 
     blob: NDArray[np.uint8]
@@ -49,7 +49,7 @@ class Names:
 
     @classmethod
     def of(cls, names: Iterable[bytes | str]) -> Self:
-        """Join names: the system's bytes, or text, of which what is not UTF-8 is written out (``\\udcff``)."""
+        """Join names: bytes from the system, or text, with non-UTF-8 bytes escaped (``\\udcff``)."""
         listed = [each.encode("utf-8", "backslashreplace") if isinstance(each, str) else each for each in names]
         ends = np.zeros(len(listed) + 1, dtype=np.int64)
         np.cumsum([len(name) for name in listed], out=ends[1:])
@@ -71,7 +71,7 @@ class SampleSource(Protocol):
 
     @property
     def labels(self) -> Ids:
-        """Class index of every sample, int64 [len]; or the numbers or labels to learn, float [len, K]."""
+        """Class index of every sample, int64 [len]; or numeric or multi-label targets, float [len, K]."""
         ...
 
     def __len__(self) -> int: ...
@@ -85,7 +85,7 @@ class SampleSource(Protocol):
         ...
 
     def path(self, sample: int) -> str:
-        """Return the name under which the sample is reported to the user."""
+        """Return the name under which the sample is reported."""
         ...
 
 
@@ -94,13 +94,13 @@ class MeasuredSource(SampleSource, Protocol):
     """A source that knows image sizes without decoding; only rectangular evaluation needs it."""
 
     def size(self, sample: int) -> tuple[int, int] | None:
-        """Return (height, width) of the image that :meth:`read` would return; None if unknown."""
+        """Return (height, width) of the image that :meth:`read` returns; None if unknown."""
         ...
 
 
 @runtime_checkable
 class EncodedSource(SampleSource, Protocol):
-    """A source of image files, which hands them over undecoded, so that only what is needed of them is decoded."""
+    """A source of image files that can return them undecoded, so that only the needed region is decoded."""
 
     def encoded(self, sample: int) -> Content:
         """Return the content of the file that :meth:`read` decodes.
@@ -112,21 +112,21 @@ class EncodedSource(SampleSource, Protocol):
 
 
 class HeadedSource(SampleSource, Protocol):
-    """A source of image files of which the heads can be read alone."""
+    """A source of image files whose headers can be read separately."""
 
     channels: int
 
     def head(self, sample: int) -> Head | None:
-        """Return ((height, width), is greyscale) of a file; None if its head cannot be read."""
+        """Return ((height, width), is greyscale) of a file; None if its header is unreadable."""
         ...
 
 
 def leaves_of(source: SampleSource, samples: Ids) -> list[tuple[Any, Ids]]:
-    """The sources that samples of a source are of in the end, with their numbers there.
+    """Return the innermost sources of a source's samples, with their indices there.
 
-    Such a source may have methods ``files(samples)``, the paths of the files that samples lie in and perhaps of more;
-    ``will_read(samples)``, so that the disk fetches them all at once; and ``pixels()``, all of its images if it holds
-    them in one size, uint8 [N, H, W, C].
+    Such a source may have methods ``files(samples)``, which returns the paths of the files that contain the samples,
+    possibly with others; ``will_read(samples)``, which prefetches them from the disk; and ``pixels()``, which returns
+    all images if they are in memory with one size, uint8 [N, H, W, C].
     """
     if isinstance(source, SubsetSource):
         return leaves_of(source.base, source.ids[samples])
@@ -138,14 +138,14 @@ def leaves_of(source: SampleSource, samples: Ids) -> list[tuple[Any, Ids]]:
 
 
 def announce(source: SampleSource, samples: Ids) -> None:
-    """Tell a source which samples will be read, if it can use that."""
+    """Tell a source which samples will be read, if it supports prefetching."""
     for part, ids in leaves_of(source, samples):
         if hasattr(part, "will_read"):
             part.will_read(np.unique(ids))
 
 
 def files_of(source: SampleSource, samples: Ids) -> list[str] | None:
-    """Paths of the files that samples lie in; None if the source does not know."""
+    """Return the paths of the files that contain samples; None if the source does not know them."""
     parts = leaves_of(source, samples)
     if not all(hasattr(part, "files") for part, _ in parts):
         return None
@@ -156,7 +156,7 @@ class ArraySource:
     """Images already in memory."""
 
     def __init__(self, images: Image, labels: Ids, name: str) -> None:
-        """Take ``images`` uint8 [N, H, W, C] and ``labels`` int64 [N]; ``name`` leads every sample's path."""
+        """Take ``images`` uint8 [N, H, W, C] and ``labels`` int64 [N]; ``name`` prefixes every sample's path."""
         if images.dtype != np.uint8 or images.ndim != 4 or len(images) != len(labels):
             raise ValueError(f"{name}: found images {images.dtype} {images.shape} and {len(labels)} labels")
         self.images = images
@@ -181,7 +181,7 @@ class ArraySource:
 
 
 class FileSource:
-    """Image files, decoded when they are read."""
+    """Image files, decoded when read."""
 
     def __init__(self, root: Path, names: Names | Iterable[bytes], labels: Ids, channels: int) -> None:
         """Take file names relative to ``root``, as the operating system's bytes, one per label."""
@@ -200,15 +200,15 @@ class FileSource:
         return decode(self.path(sample), self.channels)
 
     def encoded(self, sample: int) -> bytes:
-        """Return what file ``sample`` holds; raises BrokenImageError."""
+        """Return the content of file ``sample``; raises BrokenImageError."""
         return read_file(self.path(sample))
 
     def head(self, sample: int) -> Head | None:
-        """Return ((height, width), is greyscale) of file ``sample`` from its head; None if that cannot be read."""
+        """Return ((height, width), is greyscale) of file ``sample`` from its header; None if unreadable."""
         return image_header(self.path(sample))
 
     def size(self, sample: int) -> tuple[int, int] | None:
-        """Return (height, width) of file ``sample`` from its head; None if that cannot be read."""
+        """Return (height, width) of file ``sample`` from its header; None if unreadable."""
         return upright_size(self.path(sample))
 
     def path(self, sample: int) -> str:
@@ -227,7 +227,7 @@ class FileSource:
 
     @property
     def names(self) -> Names:
-        """What the files are called, from the root on."""
+        """File names relative to the root."""
         return self._names
 
 
@@ -235,7 +235,7 @@ class SubsetSource:
     """Some samples of another source, renumbered in the given order."""
 
     def __init__(self, base: SampleSource, ids: Ids, labels: Ids | None = None) -> None:
-        """Take sample ``ids[i]`` of ``base`` as sample ``i``, of the base's class unless ``labels`` says another."""
+        """Take sample ``ids[i]`` of ``base`` as sample ``i``, with the base's class unless ``labels`` gives another."""
         self.base = base
         self.ids = ids
         self.labels: Ids = base.labels[ids] if labels is None else labels
@@ -249,22 +249,22 @@ class SubsetSource:
         return self.base.read(int(self.ids[sample]))
 
     def encoded(self, sample: int) -> Content:
-        """Return the base's file, where it has files (:func:`encoded_source`); raises BrokenImageError."""
+        """Return the base's file, if it has files (:func:`encoded_source`); raises BrokenImageError."""
         if self._files is None:
             raise TypeError("this source has no files")
         return self._files.encoded(int(self.ids[sample]))
 
     def size(self, sample: int) -> tuple[int, int] | None:
-        """Return the base's (height, width), if it knows it."""
+        """Return the base's (height, width), if known."""
         return self.base.size(int(self.ids[sample])) if isinstance(self.base, MeasuredSource) else None
 
     def path(self, sample: int) -> str:
-        """Return the base's name of the sample."""
+        """Return the base's name for the sample."""
         return self.base.path(int(self.ids[sample]))
 
 
 class JoinedSource:
-    """The samples of several sources, one source after another."""
+    """The samples of several sources, concatenated."""
 
     def __init__(self, parts: Mapping[str, SampleSource], labels: Ids) -> None:
         """Take the sources by their names, and the labels of all samples."""
@@ -278,7 +278,7 @@ class JoinedSource:
         return len(self.labels)
 
     def find(self, sample: int) -> tuple[str, SampleSource, int]:
-        """Return the name of the part that a sample is in, the part, and the sample's number there."""
+        """Return the name of the part that contains a sample, the part, and the sample's index there."""
         part = int(self.part_numbers[sample])
         return *self._pairs[part], sample - self.starts[part]
 
@@ -288,7 +288,7 @@ class JoinedSource:
         return source.read(number)
 
     def encoded(self, sample: int) -> Content:
-        """Return the part's file, where it has files (:func:`encoded_source`); raises BrokenImageError."""
+        """Return the part's file, if it has files (:func:`encoded_source`); raises BrokenImageError."""
         _, source, number = self.find(sample)
         files = encoded_source(source)
         if files is None:
@@ -296,18 +296,18 @@ class JoinedSource:
         return files.encoded(number)
 
     def size(self, sample: int) -> tuple[int, int] | None:
-        """Return the part's (height, width), if it knows it."""
+        """Return the part's (height, width), if known."""
         _, source, number = self.find(sample)
         return source.size(number) if isinstance(source, MeasuredSource) else None
 
     def path(self, sample: int) -> str:
-        """Return the part's name of the sample."""
+        """Return the part's name for the sample."""
         _, source, number = self.find(sample)
         return source.path(number)
 
 
 def part_numbers(source: SampleSource) -> Ids | None:
-    """The number of the part that each sample of a joined source, or of some of its samples, is in; None for others."""
+    """Return the part index of each sample of a joined source, or of a subset of it; None for other sources."""
     if isinstance(source, SubsetSource):
         below = part_numbers(source.base)
         return None if below is None else below[source.ids]
@@ -315,24 +315,24 @@ def part_numbers(source: SampleSource) -> Ids | None:
 
 
 class RepeatedSource(SubsetSource):
-    """Every sample of another source several times: ids ``i``, ``i + n``, ``i + 2n``, … of ``n`` are the same image."""
+    """A source with every sample repeated: ids ``i``, ``i + n``, ``i + 2n``, … of ``n`` are the same image."""
 
     def __init__(self, base: SampleSource, repeats: int) -> None:
         super().__init__(base, np.tile(np.arange(len(base)), repeats))
 
 
 def repeated(source: SampleSource, repeats: int) -> SampleSource:
-    """A source that repeats each sample."""
+    """Return a source that repeats each sample."""
     return source if repeats == 1 else RepeatedSource(source, repeats)
 
 
 def unrepeated(source: SampleSource) -> SampleSource:
-    """The source with each sample once."""
+    """Return the source with each sample once."""
     return source.base if isinstance(source, RepeatedSource) else source
 
 
 def encoded_source(source: SampleSource) -> EncodedSource | None:
-    """The source as one that hands files over undecoded, or None where it, or what lies under it, has no files."""
+    """Return the source as one of undecoded files, or None if it, or an underlying source, has no files."""
     if isinstance(source, SubsetSource):
         return None if encoded_source(source.base) is None else source
     if isinstance(source, JoinedSource):
@@ -341,7 +341,7 @@ def encoded_source(source: SampleSource) -> EncodedSource | None:
 
 
 def _decodes_as_we_do(kind: type) -> bool:
-    """Whether ``read`` was written with ``encoded``: one overridden alone decodes in a way of its own."""
+    """Whether ``read`` and ``encoded`` belong together: a class that overrides only one may decode differently."""
     first = next(each for each in kind.__mro__ if {"read", "encoded"} & vars(each).keys())
     return "encoded" in vars(first)
 
@@ -357,7 +357,7 @@ def as_array(source: SampleSource) -> Image | None:
     return pixels()
 
 
-# ITU-R 601 luma in 16 bits, as Pillow has it.
+# ITU-R 601 luma in 16 bits, as in Pillow.
 _LUMA = np.array([19595, 38470, 7471], dtype=np.uint32)
 
 
@@ -384,9 +384,9 @@ Hashes = NDArray[np.uint64]
 
 
 def sample_names(source: SampleSource) -> list[bytes]:
-    """The name of every sample as UTF-8, without the place the data set lies at.
+    """Return the name of every sample as UTF-8, relative to the data set's location.
 
-    Of images that share a name, the second gets the suffix ``#2``, and so on.
+    If several images share a name, the second gets the suffix ``#2``, and so on.
     """
     found = [_name(source, sample) for sample in range(len(source))]
     if len(set(found)) == len(found):
@@ -400,7 +400,7 @@ def sample_names(source: SampleSource) -> list[bytes]:
 
 
 def hashed_names(names: list[bytes], salt: bytes) -> Hashes:
-    """A fixed number from 0 to 2**64 - 1 for each name; another salt gives others."""
+    """Return a fixed number from 0 to 2**64 - 1 for each name; another salt gives other numbers."""
     joined = b"".join(hashlib.blake2b(name, digest_size=8, key=salt).digest() for name in names)
     return np.frombuffer(joined, dtype="<u8").astype(np.uint64)
 
@@ -413,10 +413,10 @@ def _name(source: SampleSource, sample: int) -> bytes:
         return part.encode("utf-8", "backslashreplace") + b"/" + _name(within, number)
     names = getattr(source, "names", None)  # within the data set
     if isinstance(names, Names) and not isinstance(source, FileSource):
-        text = names.text(sample)  # UTF-8 within files, whatever this system's encoding of file names is
+        text = names.text(sample)  # UTF-8 within files, whatever the system's file name encoding
     else:
         name = source.path(sample) if names is None else names[sample]
-        # Bytes that are no text are written out, as a packed dataset does it.
+        # Bytes that are not valid text are escaped, as in a packed dataset.
         text = os.fsdecode(name) if isinstance(name, bytes) else name
     return text.encode("utf-8", "backslashreplace")
 

@@ -1,8 +1,8 @@
-"""Many small images in memory, such that a batch of shifted and mirrored ones is one gather.
+"""Many small images in memory, arranged so that a batch of shifted and mirrored ones is a single gather.
 
-Each image is stored with its border, and once more mirrored where images are flipped. A crop is then a run of bytes
-that begins at a number computed from the draws; a batch is one ``index_select`` of such runs, and a view of it without
-what each row has too much. The same on a GPU and on the CPU.
+Each image is stored with its border, and a second time mirrored if images are flipped. A crop is then a run of bytes
+whose start is computed from the random draws. A batch is one ``index_select`` of such runs, viewed without the surplus
+of each row. This is the same on a GPU and on the CPU.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ Starts = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class StoreShape:
-    """How images lie in a store.
+    """Layout of images in a store.
 
     Attributes:
-        count: Images.
+        count: Number of images.
         channels: 1 or 3.
         size: Height and width, in pixels.
         padding: Pixels of border on each side.
-        padding_mode: What the border is: ``zero`` or ``reflect``, the image mirrored at its edge.
-        mirrored: Whether each image is held once more, mirrored.
-        channels_last: Whether a pixel's channels are neighbours, or a row's pixels of one channel.
+        padding_mode: Content of the border: ``zero`` or ``reflect``, the image mirrored at its edge.
+        mirrored: Whether each image is also stored mirrored.
+        channels_last: Whether the channel is the fastest axis.
     """
 
     count: int
@@ -46,7 +46,7 @@ class StoreShape:
     def of(
         cls, augment: Augment | None, *, count: int, channels: int, size: int, channels_last: bool = True
     ) -> StoreShape:
-        """What images must be held as for an augmentation, or for none."""
+        """Return the layout required by an augmentation, or by none."""
         shifts = augment is not None and augment.crop == "pad"
         return cls(
             count=count,
@@ -60,23 +60,23 @@ class StoreShape:
 
     @property
     def side(self) -> int:
-        """Height and width with the border."""
+        """Height and width including the border."""
         return self.size + 2 * self.padding
 
     @property
     def row_bytes(self) -> int:
-        """Of a row with its border, all channels."""
+        """Bytes of a row with its border, in all channels."""
         return self.side * self.channels
 
     @property
     def image_bytes(self) -> int:
-        """Of an image with its border."""
+        """Bytes of an image with its border."""
         return self.side * self.row_bytes
 
     @property
     def bytes(self) -> int:
-        """Of the whole store."""
-        # The last crop's run reaches past the last image by less than a row.
+        """Bytes of the whole store."""
+        # The last crop's run extends beyond the last image by less than a row.
         return self.count * self.image_bytes * (1 + self.mirrored) + self.row_bytes
 
 
@@ -84,7 +84,7 @@ class ImageStore:
     """Images of one size, uint8, held on a device."""
 
     def __init__(self, shape: StoreShape, device: torch.device, memory: torch.Tensor | None = None) -> None:
-        """Make room for images, all black; or take memory in which they lie already, uint8 [bytes]."""
+        """Allocate memory for images, initially black; or use memory that already contains them, uint8 [bytes]."""
         self.shape = shape
         self._memory = torch.zeros(shape.bytes, dtype=torch.uint8, device=device) if memory is None else memory
         run = shape.size * shape.row_bytes
@@ -92,16 +92,16 @@ class ImageStore:
 
     @classmethod
     def over(cls, shape: StoreShape, device: torch.device, images: NDArray[np.uint8]) -> ImageStore | None:
-        """A store that is the array itself, uint8 [N, S, S, C]; None if images must lie otherwise in a store."""
+        """Return a store over an existing array, uint8 [N, S, S, C]; None if the layout differs."""
         as_they_lie = not shape.padding and not shape.mirrored and (shape.channels_last or shape.channels == 1)
         fits = images.shape == (shape.count, shape.size, shape.size, shape.channels) and images.flags.c_contiguous
-        # Torch takes only what can be written; nothing is written here.
+        # torch accepts only writable arrays; nothing is written here.
         if device.type != "cpu" or not as_they_lie or not fits or not images.flags.writeable or not images.size:
             return None
         return cls(shape, device, torch.from_numpy(images).view(-1))
 
     def put(self, first: int, images: torch.Tensor) -> None:
-        """Hold images uint8 [n, C, S, S] from number ``first`` on."""
+        """Store images uint8 [n, C, S, S] from index ``first`` on."""
         shape = self.shape
         images = images.to(self._memory.device)
         inside = slice(shape.padding, shape.padding + shape.size)
@@ -114,7 +114,7 @@ class ImageStore:
             mirrored[first : first + len(images)] = bordered.flip(-1)
 
     def starts(self, numbers: NDArray[np.int64], draws: Draws | None) -> Starts:
-        """Where the run of each image begins, varied as drawn; int64 [N]."""
+        """Return the start of each image's run for its random draws, int64 [N]."""
         shape = self.shape
         starts = numbers * shape.image_bytes
         if draws is None:
@@ -123,22 +123,22 @@ class ImageStore:
         if draws.offsets is not None:
             starts += draws.offsets[:, 0] * shape.row_bytes + draws.offsets[:, 1] * pixel
         if shape.mirrored:
-            # Seen from the right, the crop begins as far from the edge as it ends from the left.
+            # In the mirrored image, the crop starts at the distance at which it ends in the original.
             across = 0 if draws.offsets is None else 2 * (shape.padding - draws.offsets[:, 1]) * pixel
             starts += draws.flip * (shape.count * shape.image_bytes + across)
         return starts
 
     def gather(self, starts: torch.Tensor) -> torch.Tensor:
-        """The images whose runs begin there, uint8 [N, C, S, S]; with gaps between rows where there is a border.
+        """Return the images whose runs start there, uint8 [N, C, S, S]; with gaps between rows if there is a border.
 
         Args:
-            starts: On the store's device, int64 [N].
+            starts: Starts on the store's device, int64 [N].
         """
         runs = self._runs.index_select(0, starts)
         return _pictures(runs, self.shape, self.shape.size)[..., : self.shape.size]
 
     def _pictures(self) -> list[torch.Tensor]:
-        """The plain images [N, C, side, side], and the mirrored ones if they are held, to be written to."""
+        """Return writable views of the plain images [N, C, side, side], and of the mirrored ones if stored."""
         shape = self.shape
         whole = shape.count * shape.image_bytes
         parts = [self._memory[at : at + whole] for at in (0, whole)[: 1 + shape.mirrored]]
@@ -146,20 +146,20 @@ class ImageStore:
 
 
 def dense(images: torch.Tensor) -> torch.Tensor:
-    """Images without gaps between their rows, channels where they were; copied only if there are gaps."""
+    """Return images without gaps between rows, in the same memory format; copies only if there are gaps."""
     last = images.stride(1) == 1 and images.shape[1] > 1
     return images.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 def _pictures(runs: torch.Tensor, shape: StoreShape, height: int) -> torch.Tensor:
-    """See runs of bytes [N, ...] as [N, C, height, side]."""
+    """View runs of bytes [N, ...] as [N, C, height, side]."""
     if shape.channels_last:
         return runs.view(len(runs), height, shape.side, shape.channels).permute(0, 3, 1, 2)
     return runs.view(len(runs), height, shape.channels, shape.side).permute(0, 2, 1, 3)
 
 
 def _reflect(bordered: torch.Tensor, padding: int, size: int) -> None:
-    """Fill the border of [N, C, S + 2p, S + 2p] with the image mirrored at its edge pixels, which are not repeated."""
+    """Fill the border of [N, C, S + 2p, S + 2p] by reflection, without repeating the edge pixels."""
     first, last = padding, padding + size - 1
     for distance in range(1, padding + 1):
         bordered[..., first - distance] = bordered[..., first + distance]
@@ -174,13 +174,13 @@ def flip_some(images: torch.Tensor, flip: NDArray[np.bool_]) -> torch.Tensor:
     marked = np.flatnonzero(flip)
     if len(marked):
         mirrored = images.index_select(0, torch.from_numpy(marked)).flip(-1)
-        # Written back by numpy, image by image; torch's index_copy_ does it byte by byte, in ten times the time.
+        # Written back by numpy, image by image; torch's index_copy_ works byte by byte and takes ten times as long.
         images.numpy()[marked] = mirrored.numpy()
     return images
 
 
 def vary(images: torch.Tensor, augment: Augment, draws: Draws) -> torch.Tensor:
-    """Shift and flip a batch as drawn, for images that are not held in a store; uint8 [N, C, S, S], in main memory."""
+    """Shift and flip a batch as drawn, for images outside a store; uint8 [N, C, S, S], in main memory."""
     if draws.offsets is not None:
         count, channels, size, _ = images.shape
         shape = StoreShape(
@@ -189,7 +189,7 @@ def vary(images: torch.Tensor, augment: Augment, draws: Draws) -> torch.Tensor:
             size=size,
             padding=augment.padding,
             padding_mode=augment.padding_mode,
-            channels_last=False,  # as the images lie
+            channels_last=False,  # in the images' memory format
         )
         store = ImageStore(shape, images.device)
         store.put(0, images)
@@ -199,12 +199,12 @@ def vary(images: torch.Tensor, augment: Augment, draws: Draws) -> torch.Tensor:
 
 
 def shrunk(images: torch.Tensor, size: int, interpolation: str = "bilinear") -> torch.Tensor:
-    """Images uint8 [N, C, S, S] at a smaller size, each pixel from all that it covers; as they are if ``size`` is S.
+    """Return images uint8 [N, C, S, S] downscaled with antialiasing; unchanged if ``size`` is S.
 
-    Of an image the result is the same whatever else is in the batch.
+    The result for an image does not depend on the rest of the batch.
 
     Args:
-        images: Shifted and flipped as they are to be.
+        images: Images, already shifted and flipped.
         size: Height and width of the result.
         interpolation: ``bilinear`` or ``bicubic``.
     """
@@ -214,6 +214,6 @@ def shrunk(images: torch.Tensor, size: int, interpolation: str = "bilinear") -> 
         return images.new_empty((0, images.shape[1], size, size))
     if images.device.type == "cpu":
         return functional.interpolate(images, size=(size, size), mode=interpolation, antialias=True)
-    # Elsewhere torch resizes no whole numbers.
+    # On other devices torch does not resize integers.
     smaller = functional.interpolate(images.float(), size=(size, size), mode=interpolation, antialias=True)
     return smaller.round_().clamp_(0, 255).to(torch.uint8)

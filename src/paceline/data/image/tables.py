@@ -1,7 +1,7 @@
-"""Tables of images: which column holds what, labels, splits, and rows that name image files.
+"""Image tables: column detection, labels, splits, and rows that name image files.
 
-Text labels stay text: they count as numbers only where all of them read as ``0``, ``1``, ``2``, …; ``07`` and ``007``
-are two names.
+Text labels stay text: they are numbers only if all of them read as ``0``, ``1``, ``2``, …; ``07`` and ``007`` are two
+names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.recipe.data import Data
 
 
 def require_pyarrow() -> ModuleType:
-    """Return the library, which is an extra.
+    """Return the pyarrow library, which is an optional dependency.
 
     Raises:
         DataError: If it is not installed.
@@ -50,13 +50,13 @@ def require_pyarrow() -> ModuleType:
 
 
 def mapped(path: str | Path) -> Any:
-    """A file for pyarrow to read, mapped into memory; unlike for pyarrow's own openers its name may be any bytes."""
+    """Open a memory-mapped file for pyarrow; unlike pyarrow's functions this accepts names of any bytes."""
     return require_pyarrow().memory_map(os.fsencode(path))
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise DataError for whatever a damaged file, text that is not UTF-8 or an absent or doubled column raises."""
+    """Raise DataError for any error from a damaged file, non-UTF-8 text, or a missing or duplicate column."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, require_pyarrow().ArrowException) as error:
@@ -71,11 +71,11 @@ _DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 def as_label(value: object, name: str) -> int | str:
-    """A label as it is written somewhere: a number from 0 on, or text.
+    """Parse a label as written: a number from 0 on, or text.
 
     Args:
-        value: What is written.
-        name: Of which sample, for the message.
+        value: The value as written.
+        name: Name of the sample, for the message.
 
     Raises:
         DataError: If it is neither.
@@ -88,15 +88,14 @@ def as_label(value: object, name: str) -> int | str:
 
 
 def number_classes(parts: list[list[int | str]], path: str) -> tuple[tuple[str, ...], list[Ids]]:
-    """Name the classes, and number the labels.
+    """Return class names and numeric labels.
 
     Args:
-        parts: Labels of the training images, and of the held-out ones if there are any.
-        path: Of the data, for the message.
+        parts: Labels of the training images, and of any held-out ones.
+        path: Path of the data, for the message.
 
     Raises:
-        DataError: If some are numbers and some names, a held-out one is of a class that is not trained on, or there is
-            one class.
+        DataError: If numbers and names are mixed, a held-out label is not a training class, or there is only one class.
     """
     written = {label for labels in parts for label in labels}
     number: dict[int | str, int]
@@ -121,7 +120,7 @@ def number_classes(parts: list[list[int | str]], path: str) -> tuple[tuple[str, 
 
 
 def _are_numbers(written: set[int | str], path: str) -> bool:
-    """Whether labels are the classes' numbers; else all are text, which names them."""
+    """Whether labels are class numbers; otherwise all are class names."""
     texts = sorted(label for label in written if isinstance(label, str))
     names = [text for text in texts if not _CANONICAL.fullmatch(text)]
     if not names:
@@ -144,27 +143,27 @@ def number_rows(
     path: str,
     feature: object = None,
 ) -> tuple[tuple[str, ...], list[Ids]]:
-    """Name the classes of a table's rows, and number their labels.
+    """Return the class names and the numeric labels of a table's rows.
 
     Args:
-        values: What the column of labels holds, one for each row.
+        values: Values of the label column, one per row.
         parts: Rows of the training images, and of any held-out ones.
-        name: Names a row in messages.
+        name: Returns a row's name, for messages.
         path: The table, for the message.
-        feature: What Hugging Face's library says of the column; it may name the classes.
+        feature: The column's Hugging Face metadata; it may contain class names.
 
     Raises:
-        DataError: If a row has no label, or one of no class.
+        DataError: If a row has no label, or an unknown one.
     """
 
     def label(row: int) -> int | str:
         value = values[row]
-        if value is None or value == "" or value == -1:  # -1 as Hugging Face's library writes what is not known
+        if value is None or value == "" or value == -1:  # -1, which Hugging Face's library writes for unknown labels
             raise DataError(
                 f"{name(row)} has no label ({value!r}): give one, leave the row out, or name another column in "
                 "data.label_column."
             )
-        # A yes or no is a class like any other.
+        # Booleans are classes like any others.
         return str(value).lower() if isinstance(value, bool) else as_label(value, name(row))
 
     found = [list(map(label, part.tolist())) for part in parts]
@@ -177,7 +176,7 @@ def number_rows(
         raise DataError(f"{path!r} names its classes {str(named)[:80]!r}, but they must be a list of distinct strings.")
     numbered = []
     for part in found:
-        # A class may be written by its name; other text is never a number.
+        # A class may be given by name; other text is never a number.
         said = [numbers.get(label, label) for label in part]
         odd = next((each for each in said if isinstance(each, str) or each >= len(classes)), None)
         if odd is not None:
@@ -196,14 +195,14 @@ def read_numbers(
     request: DatasetRequest,
     problem: Callable[[str, str], None],
 ) -> NDArray[np.float64]:
-    """The numbers of some of a table's rows, [all rows, columns]; not a number of other rows and wrong cells.
+    """Return the numbers of some rows of a table, [all rows, columns]; NaN for other rows and invalid cells.
 
     Args:
-        values: What the columns hold, a tuple for each row.
-        rows: Those to read.
-        name: Names a row in messages.
-        request: Says what the columns are called, and whether they hold labels: 0, 1, false or true.
-        problem: Takes each row with a cell that is none of these, or no finite number: a sentence, what it is about.
+        values: Values of the columns, a tuple per row.
+        rows: Rows to read.
+        name: Returns a row's name, for messages.
+        request: Gives the column names, and whether they hold labels: 0, 1, false or true.
+        problem: Called for each row with an invalid label or a number that is not finite: a sentence and its subject.
     """
     columns, rule = request.data.target_columns, "a target is a finite number"
     if request.several_labels:
@@ -224,13 +223,13 @@ def read_numbers(
 def name_rows(
     values: Sequence[Any], parts: Sequence[Ids], name: Callable[[int], str], path: str
 ) -> tuple[tuple[str, ...], list[NDArray[np.float32]]]:
-    """Name the classes of rows with any number of labels, and say which each row has, 0 or 1 [rows, classes].
+    """Return the class names of multi-label rows, and each row's labels, 0 or 1 [rows, classes].
 
-    A cell is a list, or text in which ``;`` separates names; spaces around them do not count, and an empty cell has no
-    label. Arguments are those of :func:`number_rows`.
+    A cell is a list, or text with names separated by ``;`` and optional spaces; an empty cell means no labels. The
+    arguments are those of :func:`number_rows`.
 
     Raises:
-        DataError: If a label is no name, a held-out one is of a class that is not trained on, or there is none.
+        DataError: If a label is not a name, a held-out label is not a training class, or there are no labels.
     """
 
     def labels(row: int) -> set[str]:
@@ -249,7 +248,7 @@ def name_rows(
 
 
 def _number_in(cell: Any) -> float:
-    """The number that a cell holds; nan where it holds none."""
+    """Return the number in a cell; NaN if there is none."""
     if isinstance(cell, bool) or cell is None or (isinstance(cell, str) and not _DECIMAL.fullmatch(cell.strip())):
         return math.nan
     try:
@@ -266,13 +265,13 @@ _USUAL = {
     "label": ("label", "labels", "class", "target", "category", "class_name", "label_name", "fine_label", "class_id"),
     "split": ("split", "set", "subset", "partition"),
 }
-_TYPES = {"image": "Image", "label": "ClassLabel"}  # as Hugging Face's library calls them
-# As the hub names the pieces of a split.
+_TYPES = {"image": "Image", "label": "ClassLabel"}  # Hugging Face's names
+# The hub's names of shard files.
 _OF_THE_HUB = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?\.parquet")
 
 
 class Found(NamedTuple):
-    """The names of the columns in use; those of labels are several where they hold numbers to learn."""
+    """The names of the columns in use; several label columns for numeric targets."""
 
     image: str
     labels: tuple[str, ...]
@@ -282,16 +281,16 @@ class Found(NamedTuple):
 def find_columns(
     data: Data, columns: Sequence[str], where: str, features: Mapping[str, Any] = MappingProxyType({})
 ) -> Found:
-    """Find the columns that the recipe names, or those of the right type, or else of a usual name in either case.
+    """Find the columns that the recipe names, or else those of the right type, or of a usual name in any case.
 
     Args:
         data: The recipe's section.
-        columns: What the table has.
+        columns: The table's columns.
         where: The table, for the message.
-        features: What Hugging Face's library says of each column, if it has written the table.
+        features: Hugging Face metadata of each column, if its library wrote the table.
 
     Raises:
-        DataError: If one is not there, or several could be meant.
+        DataError: If a column is missing or ambiguous.
     """
     lowered = {name.strip().lower(): name for name in reversed(columns)}
     kinds = {name: said.get("_type") for name, said in features.items() if isinstance(said, dict)}
@@ -339,7 +338,7 @@ class Parts(NamedTuple):
     Attributes:
         train: Rows of the training images, int64.
         held_out: Rows of the held-out images, or None if they are to be split off.
-        told: Where held-out images come from, for people; empty if they are split off.
+        told: Origin of held-out images, for people; empty if they are split off.
     """
 
     train: Ids
@@ -348,20 +347,20 @@ class Parts(NamedTuple):
 
     @property
     def splits(self) -> list[Ids]:
-        """The rows of the training images, and of the held-out ones if there are any."""
+        """The rows of the training images, and of any held-out ones."""
         return [self.train] if self.held_out is None else [self.train, self.held_out]
 
 
 def parts_of(splits: Sequence[str] | None, count: int, where: str) -> Parts:
-    """Say which rows belong to which split.
+    """Return the rows of each split.
 
     Args:
-        splits: What each row says, or None where none says anything.
-        count: How many rows there are.
+        splits: Split name of each row, or None without such a column.
+        count: Number of rows.
         where: The table, for the message.
 
     Raises:
-        DataError: If a row says what is no split, or none is for training.
+        DataError: If a row names an unknown split, or no row is for training.
     """
     if splits is None:
         return Parts(np.arange(count), None, "")
@@ -384,7 +383,7 @@ def parts_of(splits: Sequence[str] | None, count: int, where: str) -> Parts:
 
 
 def files_ending_in(ending: str, root: Path, left_out: LeftOut) -> list[Path]:
-    """The files below a folder that end so, in order; all others are counted in ``left_out``."""
+    """Return the files below a folder with these endings, in order; all others are counted in ``left_out``."""
     found = []
     for name in files_below(root, left_out):
         if has_ending(name, (ending,)):
@@ -395,14 +394,14 @@ def files_ending_in(ending: str, root: Path, left_out: LeftOut) -> list[Path]:
 
 
 def splits_of_files(paths: Sequence[Path], base: Path) -> list[str]:
-    """The split of each file: train, validation, test, or another one by the hub's name for it, which is not read.
+    """Return the split of each file: train, validation, test, or another split name of the hub, which is not read.
 
     Args:
         paths: The files.
-        base: The folder they lie in; names of folders from there on count, those of the innermost first.
+        base: Their root folder; names of folders below it count, innermost first.
 
     Raises:
-        DataError: If some are called train, and another might be anything.
+        DataError: If some are named train and another has no split name.
     """
     said = [split_of(path.relative_to(base)) for path in paths]
     if TRAIN not in said:
@@ -419,7 +418,7 @@ def splits_of_files(paths: Sequence[Path], base: Path) -> list[str]:
     return found
 
 
-# Normalising a path, as of a table in a folder, takes one of the slashes away.
+# Normalising a path, for example that of a table in a folder, removes one of the slashes.
 _ADDRESS = re.compile(r"(\./)?[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
@@ -433,16 +432,16 @@ def open_paths(
     table: str,
     request: DatasetRequest,
 ) -> StoredImages:
-    """Open the images that rows of a table name, and look at the heads of a few.
+    """Open the images named by a table's rows, and probe the headers of a few.
 
     Args:
         root: The folder that the paths are relative to.
-        paths: One for each row.
-        labels: As written. Labels in several columns, and numbers, are one tuple per row.
-        parts: Which rows belong to which split.
-        where: Names a row in messages.
+        paths: Path of each row.
+        labels: Labels as written. Multi-column labels and numbers are one tuple per row.
+        parts: Rows of each split.
+        where: Returns a row's name, for messages.
         table: The table's path, for messages.
-        request: Its ``problems`` take each row that names no file, or one that another row names.
+        request: Its ``problems`` collect rows that name no file, or the same file as another row.
 
     Raises:
         DataError: If a label or a path is missing.
@@ -484,7 +483,7 @@ def _sizes(
     wanted: Ids,
     problems: Problems,
 ) -> Ids:
-    """The length in bytes of the file that each row names; -1 for those that are left out."""
+    """Return the size in bytes of the file that each row names; -1 for skipped rows."""
     sizes = np.full(len(paths), -1, dtype=np.int64)
     seen: dict[str, int] = {}
     for row in np.sort(wanted).tolist():
@@ -493,13 +492,13 @@ def _sizes(
         try:
             found = os.stat(whole)
             size = found.st_size if stat.S_ISREG(found.st_mode) else None
-        except (OSError, ValueError):  # a name with a zero byte in it
+        except (OSError, ValueError):  # a name with a null byte
             size = None
         more: tuple[str, ...] = (repr(path),)
         if not path:
             sentence, more = "{} names no image: give its path, or remove the line.", ()
         elif _ADDRESS.match(path):
-            # Not repeated: an address may hold a password.
+            # Not repeated: an address may contain a password.
             sentence = (
                 "{} names a URL, but a table names files: copy the images here, and give paths relative to the table."
             )

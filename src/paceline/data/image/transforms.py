@@ -1,12 +1,12 @@
-"""Turn images of any size into the model's input: resizing, torchvision's operations, mixup and CutMix.
+"""Convert images of any size to the model's input: resizing, torchvision's operations, mixup and CutMix.
 
 Resizing is bilinear or bicubic with antialiasing on uint8, by torch: within one grey level of Pillow's, at a fifth of
-its time. Training and evaluation differ only in the part of the image they keep.
+its time. Training and evaluation differ only in the region of the image that they keep.
 
-torchvision draws from torch's generator. Here that is keyed by (seed, epoch, sample) before each image, so that the
+torchvision draws from torch's global generator. It is seeded by (seed, epoch, sample) before each image, so that the
 draws depend on nothing else, and restored afterwards, so that nothing else depends on them. Mixup and CutMix draw their
-weight and part by (seed, step) alone, the same for all micro-batches of a step; a sample's partner is the one before it
-in its micro-batch, or before its own repeats there.
+weight and box by (seed, step) alone, the same for all micro-batches of a step. A sample's partner is the previous one
+in its micro-batch, skipping its repeats.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ Image = NDArray[np.uint8]
 Shape = tuple[int, int]
 """Height and width, in pixels."""
 
-_LARGEST_GROWN = 2**24  # pixels; a picture of 224 pixels may be 256 times as long as it is wide
-_FILTER_PIXELS = 3  # on each side of an enlarged part; a bicubic filter reaches 2
-_MOST_KEPT = 4  # times the memory of a result
+_LARGEST_GROWN = 2**24  # pixels; a picture of 224 pixels may be up to 256 times as long as wide
+_FILTER_PIXELS = 3  # on each side of an enlarged region; a bicubic filter has radius 2
+_MOST_KEPT = 4  # relative to the memory of the result
 
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """How a back-end prepares the images of one split.
+    """Preprocessing of one split's images.
 
     Attributes:
         image_size: Height and width of the model's input, in pixels.
         channels: 1 or 3.
-        evaluation_crop: Share of the resized image's side that the centre crop keeps, in (0, 1].
-        augment: How training images are varied; None for evaluation.
-        seed: The run's seed, which keys the variation.
-        mean: Of each channel, in [0, 1]: the fill value outside an image.
-        interpolation: How images are resized, ``bilinear`` or ``bicubic``.
-        progressive: How they grow from epoch to epoch.
+        evaluation_crop: Centre crop size as a share of the resized side, in (0, 1].
+        augment: Training augmentation; None for evaluation.
+        seed: The run's seed, which keys the augmentation.
+        mean: Mean of each channel, in [0, 1]: the fill value outside an image.
+        interpolation: Resizing filter, ``bilinear`` or ``bicubic``.
+        progressive: Progressive resizing over epochs.
     """
 
     image_size: int
@@ -67,14 +67,14 @@ class View:
     progressive: Progressive = field(default_factory=Progressive)
 
     def size_at(self, epoch: int) -> int:
-        """Height and width of an epoch's images."""
+        """Return the height and width of an epoch's images."""
         return self.progressive.size_at(epoch, self.image_size)
 
     def read_size_at(self, epoch: int) -> int:
-        """Height and width at which an epoch's images are read, which is not smaller than ``size_at``.
+        """Return the height and width at which an epoch's images are read, at least ``size_at``.
 
-        A random crop is resized once, to what the model sees. Others are read at their full size, shifted and flipped,
-        and made smaller then, by every back-end: a shift of 2 pixels is the same part of an image in all epochs.
+        A random crop is resized once, to the model's input. Other images are read at full size, shifted and flipped,
+        and then downscaled, by every back-end: so a shift of 2 pixels is the same share of an image in all epochs.
         """
         cropped = self.augment is not None and self.augment.crop == "random_resized"
         return self.size_at(epoch) if cropped else self.image_size
@@ -94,17 +94,17 @@ class View:
 def evaluation_image(
     image: Image, size: int | Shape, evaluation_crop: float, interpolation: str = "bilinear", *, always: bool = False
 ) -> torch.Tensor:
-    """Resize until the image just covers ``size / evaluation_crop``, and keep the centre; uint8 [C, height, width].
+    """Resize until the image just covers ``size / evaluation_crop``, and crop the centre; uint8 [C, height, width].
 
-    An image that has this size already is not touched, unless told so. Training without a random resized crop starts
-    from the same picture. Of one that would grow too large only the part around the crop is resized.
+    An image that already has this size is unchanged, unless ``always`` is set. Training without a random resized crop
+    starts from the same picture. If the resized image would be too large, only the region around the crop is resized.
 
     Args:
         image: uint8 [H, W, C].
-        size: Side of a square in pixels, or height and width of the result.
-        evaluation_crop: Share of the resized image's side that is kept, in (0, 1].
+        size: Side of a square, or height and width, of the result in pixels.
+        evaluation_crop: Centre crop size as a share of the resized side, in (0, 1].
         interpolation: ``bilinear`` or ``bicubic``.
-        always: Whether an image of this size is resized and cropped too.
+        always: Whether to resize and crop an image that already has this size.
     """
     shape = (size, size) if isinstance(size, int) else size
     height, width = image.shape[:2]
@@ -116,21 +116,21 @@ def evaluation_image(
     resized = _resize(image, *scaled, interpolation)
     top, left = corner
     kept = resized[:, top : top + shape[0], left : left + shape[1]]
-    # A small part of a large picture would keep all of its memory while it waits for its batch.
+    # A view of a small region would keep the whole picture in memory until its batch is complete.
     is_small = _MOST_KEPT * shape[0] * shape[1] < scaled[0] * scaled[1]
     return kept.permute(1, 2, 0).contiguous().permute(2, 0, 1) if is_small else kept
 
 
 def grows_too_large(size: Shape, scaled: Shape) -> bool:
-    """Whether resizing all of an image would take far more memory than the image: it is much longer than wide."""
+    """Whether resizing the whole image would take much more memory than the image: for extreme aspect ratios."""
     return scaled[0] * scaled[1] > max(_LARGEST_GROWN, size[0] * size[1])
 
 
 def _around_crop(image: Image, scaled: Shape, corner: Shape, shape: Shape) -> tuple[Image, Shape, Shape]:
-    """Cut an image that is to be enlarged down to its crop and the pixels that the filter needs around it.
+    """Cut an image before enlarging to its crop plus the pixels that the filter needs around it.
 
     Returns:
-        The part, its size when resized, and where in that the crop begins. Edges are moved by half a pixel at most.
+        The region, its resized size, and the crop's offset in it. Edges move by at most half a pixel.
     """
     parts, sizes, corners = [], [], []
     for own, resized, begin, kept in zip(image.shape[:2], scaled, corner, shape, strict=True):
@@ -145,13 +145,13 @@ def _around_crop(image: Image, scaled: Shape, corner: Shape, shape: Shape) -> tu
 def evaluation_geometry(
     size: Shape, shape: Shape, evaluation_crop: float, *, always: bool = False
 ) -> tuple[Shape, tuple[int, int]]:
-    """To which size an image is resized for evaluation, and where in that its centre crop begins (top, left).
+    """Return the resized size of an evaluation image, and the offset of its centre crop (top, left).
 
     Args:
         size: Height and width of the image.
         shape: Height and width of the result.
-        evaluation_crop: Share of the resized image's side that is kept, in (0, 1].
-        always: Whether an image of this size is resized and cropped too.
+        evaluation_crop: Centre crop size as a share of the resized side, in (0, 1].
+        always: Whether to resize and crop an image that already has this size.
     """
     if size == shape and not always:
         return size, (0, 0)
@@ -163,7 +163,7 @@ def evaluation_geometry(
 
 
 def resized_part(part: Image, image_size: int, interpolation: str = "bilinear") -> torch.Tensor:
-    """Resize a part of an image, uint8 [H, W, C], to the square the model sees; uint8 [C, S, S]."""
+    """Resize a region of an image, uint8 [H, W, C], to the model's square input; uint8 [C, S, S]."""
     return _resize(part, image_size, image_size, interpolation)
 
 
@@ -172,50 +172,50 @@ def _channels_first(image: Image) -> torch.Tensor:
 
 
 def _usable(image: Image) -> torch.Tensor:
-    # What Pillow decoded is read-only, and torch takes only writable memory: a copy, of the part in use.
+    # Pillow's arrays are read-only and torch accepts only writable memory, so copy the used region.
     return torch.from_numpy(image if image.flags.writeable and image.flags.c_contiguous else np.array(image))
 
 
 def _resize(image: Image, height: int, width: int, interpolation: str) -> torch.Tensor:
     if image.shape[:2] == (height, width):
         return _channels_first(image)
-    # As a batch of one whose strides say that the channel is the fastest axis: torch would else take it for one whose
-    # channels lie apart, and move every pixel twice.
+    # As a batch of one with channels-last strides; otherwise torch assumes separate channels and moves every pixel
+    # twice.
     pixels = _usable(image)[None].permute(0, 3, 1, 2)
     return interpolate(pixels, size=(height, width), mode=interpolation, antialias=True)[0]
 
 
-# Sets these draws apart from others that are keyed by numbers of the same kind.
+# Separates these draws from others keyed by the same kind of numbers.
 _PURPOSE = 0x5641_5259
 _TORCHVISION_POLICIES = ("none", "randaugment", "trivialaugment", "autoaugment", "augmix")
-# In steps of 255, as timm takes the mean; the deviation is the mean over its channels.
-_IMAGENET_MEAN, _IMAGENET_STD = (124, 116, 104), 57.6
+# In steps of 255, averaged over channels.
+_IMAGENET_STD = 57.6
 
 
 class Variation:
-    """Varies uint8 images [C, H, W] one by one, in the order in which torchvision's own recipes do.
+    """Augments uint8 images [C, H, W] one by one, in the order of torchvision's reference recipes.
 
-    What an operation uncovers, and what is erased, becomes the data's mean, which the model sees as zero (to within
-    half a grey level).
+    Uncovered and erased areas are filled with the data's mean, which is zero after normalisation (to within half a grey
+    level).
     """
 
     def __init__(self, augment: Augment, mean: Sequence[float], seed: int) -> None:
-        """Prepare the transforms that a recipe asks for.
+        """Prepare the recipe's transforms.
 
         Args:
             augment: The recipe's `data.augment` section.
-            mean: Of each channel, in [0, 1].
+            mean: Mean of each channel, in [0, 1].
             seed: The run's seed.
         """
         self._seed = seed
         self._transforms = _transforms(augment, [round(255 * each) for each in mean])
-        # timm's operations, and code of the user's own, draw from other generators than torch's.
+        # timm's operations and custom code use other generators than torch's.
         self._draws_elsewhere = bool(self._transforms) and (
             augment.policy not in _TORCHVISION_POLICIES or _is_erased_by_timm(augment)
         )
 
     def __call__(self, images: Tensor, ids: SampleIds, epoch: int) -> Tensor:
-        """Vary a batch, uint8 [N, C, H, W], in place; row *n* is sample ``ids[n]``."""
+        """Augment a batch, uint8 [N, C, H, W], in place; row *n* is sample ``ids[n]``."""
         if not self._transforms:
             return images
         with _generators_restored():
@@ -234,7 +234,7 @@ class Variation:
 
 @contextmanager
 def _generators_restored() -> Iterator[None]:
-    """Put torch's, Python's and NumPy's global generators back to where they are."""
+    """Restore the states of torch's, Python's and NumPy's global generators on exit."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002  # other code draws from it
     try:
         yield
@@ -245,17 +245,17 @@ def _generators_restored() -> Iterator[None]:
 
 
 def asks_for_variation(augment: Augment) -> bool:
-    """Whether a recipe asks for any of this."""
+    """Whether a recipe uses any of these augmentations."""
     return bool(variations(augment))
 
 
 def variations(augment: Augment) -> list[str]:
-    """The keys of `data.augment` by which a recipe asks for any of this, in the order in which they are applied."""
+    """Return the keys of `data.augment` that enable any of these, in order of application."""
     return [name for name, (is_asked, _) in _operations(augment, []).items() if is_asked]
 
 
 def _operations(augment: Augment, fill: list[int]) -> dict[str, tuple[bool, Callable[[Any], Any]]]:
-    """Whether each operation is asked for, and how it is made of torchvision's module, in the order they have."""
+    """Return whether each operation is enabled, and its constructor from torchvision, in order."""
     jitter = augment.jitter
     colours = (jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
     return {
@@ -292,15 +292,17 @@ def _policy(v2: Any, augment: Augment, fill: list[int]) -> Any:
             return v2.AutoAugment(v2.AutoAugmentPolicy[name], **shared)
         case "augmix":
             return v2.AugMix(augment.severity, **shared)
-    return _own_policy(augment, channels=len(fill))
+    return _own_policy(augment, fill)
 
 
-def timm_policy(config: str) -> Callable[[Tensor], Tensor]:
-    """timm's augmentation of that configuration string, as its train.py has it; what it uncovers becomes the mean."""
+def timm_policy(config: str, mean: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """Return timm's augmentation for a configuration string, as in its train.py, with the mean as fill value."""
     from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
     from torchvision.transforms.v2 import functional
 
-    shared: dict[str, Any] = {"img_mean": _IMAGENET_MEAN}
+    if not isinstance(config, str):
+        raise TypeError(f"config is {config!r}, not text")
+    shared: dict[str, Any] = {"img_mean": tuple(mean) * (3 // len(mean))}
     if config.startswith("rand"):
         vary = rand_augment_transform(config, shared)
     elif config.startswith("augmix"):
@@ -309,7 +311,7 @@ def timm_policy(config: str) -> Callable[[Tensor], Tensor]:
         vary = auto_augment_transform(config, shared)
 
     def varied(image: Tensor) -> Tensor:
-        # timm fills with a color, which a grey image of Pillow does not take.
+        # timm fills with a colour, which Pillow does not accept for grey images.
         found: Tensor = functional.pil_to_tensor(vary(functional.to_pil_image(image.expand(3, -1, -1))))
         return found[: len(image)]
 
@@ -345,12 +347,12 @@ def _erasing(v2: Any, augment: Augment, fill: list[int]) -> Callable[[Tensor], T
     return erased
 
 
-def _own_policy(augment: Augment, *, channels: int) -> Callable[[Tensor], Tensor]:
-    """Make the augmentation that a user or another package gives, and try it on a black image."""
+def _own_policy(augment: Augment, fill: list[int]) -> Callable[[Tensor], Tensor]:
+    """Build an augmentation of the user or of another package, and test it on a black image."""
     name = f"data.augment.policy={augment.policy}"
     make = load("augmentations", augment.policy, RecipeError)
     try:
-        vary = make(**augment.policy_options)
+        vary = make(**augment.policy_options, **({"mean": fill} if augment.policy == "timm" else {}))
     except (AssertionError, TypeError, ValueError) as error:
         fix = "Name a factory that takes them and returns a function of an image."
         if augment.policy == "timm":
@@ -372,7 +374,7 @@ def _own_policy(augment: Augment, *, channels: int) -> Callable[[Tensor], Tensor
 
     try:
         with _generators_restored():
-            checked(torch.zeros((channels, 32, 32), dtype=torch.uint8))
+            checked(torch.zeros((len(fill), 32, 32), dtype=torch.uint8))
     except PacelineError:
         raise
     except Exception as error:
@@ -380,17 +382,17 @@ def _own_policy(augment: Augment, *, channels: int) -> Callable[[Tensor], Tensor
     return checked
 
 
-# Sets these draws apart from others that are keyed by numbers of the same kind.
+# Separates these draws from others keyed by the same kind of numbers.
 _MIXING_PURPOSE = 0x4D49_58
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """How a step's samples are mixed.
+    """Mixing parameters of a step's samples.
 
     Attributes:
-        share: Weight of the sample itself; its partner has the rest.
-        box: The part that comes from the partner, (top, bottom, left, right) in pixels; None to add whole images.
+        share: Weight of the sample; its partner has the remainder.
+        box: Box taken from the partner, (top, bottom, left, right) in pixels; None to blend whole images.
     """
 
     share: float
@@ -398,16 +400,16 @@ class Mixture:
 
 
 class Mixing:
-    """Mixes normalised batches on their device; their targets become probabilities [N, classes], or mixed too."""
+    """Mixes normalised batches on their device; targets become probabilities [N, classes], or are mixed too."""
 
     def __init__(self, mix: Mix, classes: int, seed: int, *, repeats: int = 1) -> None:
-        """Mix as a recipe's `data.mix` says, for so many classes.
+        """Mix as specified in a recipe's `data.mix`.
 
         Args:
             mix: The recipe's section.
-            classes: Their number.
+            classes: Number of classes.
             seed: The run's seed.
-            repeats: How many samples that follow one another are one image: they are no partners for one another.
+            repeats: Number of consecutive samples of the same image, which are not mixed with each other.
         """
         self._mix = mix
         self._distance = repeats
@@ -420,7 +422,7 @@ class Mixing:
         return (self._mix.mixup > 0 or self._mix.cutmix > 0) and self._mix.probability > 0
 
     def __call__(self, batch: Batch) -> Batch:
-        """Mix a batch, or leave it as it is if its step or epoch is none that is mixed."""
+        """Mix a batch; return it unchanged if its step or epoch is not mixed."""
         if self._mix.epochs is not None and batch.slice.epoch >= self._mix.epochs:
             return batch
         mixture = self.draw(batch.slice.step, batch.inputs.shape[-2], batch.inputs.shape[-1])
@@ -436,7 +438,7 @@ class Mixing:
         )
 
     def draw(self, step: int, height: int, width: int) -> Mixture | None:
-        """What a step does to images of a size; None if it mixes nothing."""
+        """Return a step's mixing parameters for an image size; None if it is not mixed."""
         from scipy.special import betaincinv
 
         mix = self._mix
@@ -447,12 +449,12 @@ class Mixing:
             return None
         cuts = mix.cutmix > 0 and (mix.mixup == 0 or kind < mix.switch)
         alpha = mix.cutmix if cuts else mix.mixup
-        own = float(betaincinv(alpha, alpha, share))  # a draw from Beta(alpha, alpha)
+        own = float(betaincinv(alpha, alpha, share))  # a sample from Beta(alpha, alpha)
         return _cut(own, height, width, down, across) if cuts else Mixture(own)
 
 
 def _cut(share: float, height: int, width: int, down: float, across: float) -> Mixture:
-    """Cut out a part with an area of ``1 - share`` around a random pixel; the share is what is left of the image."""
+    """Return a box of area ``1 - share`` around a random pixel; clipping increases the returned share."""
     middle, centre = int(down * height), int(across * width)
     reach = 0.5 * math.sqrt(1 - share)
     tall, wide = int(reach * height), int(reach * width)
@@ -462,7 +464,7 @@ def _cut(share: float, height: int, width: int, down: float, across: float) -> M
 
 
 def _mixed(images: Tensor, partners: Tensor, mixture: Mixture) -> Tensor:
-    """Mix images with their partners, which may be written to."""
+    """Mix images with their partners; may overwrite the partners."""
     if mixture.box is None:
         return partners.mul_(1 - mixture.share).add_(images, alpha=mixture.share)
     top, bottom, left, right = mixture.box
@@ -472,14 +474,14 @@ def _mixed(images: Tensor, partners: Tensor, mixture: Mixture) -> Tensor:
 
 
 def first_images(source: SampleSource, view: View, count: int) -> torch.Tensor:
-    """Images from all over a split, as evaluation shows them: the same ones in every process and at every resume.
+    """Return images spread evenly over a split, in evaluation preprocessing: the same in every process and on resume.
 
-    Sets often lie there class by class; the images taken are therefore evenly spaced. Broken ones are left out.
+    Sets are often ordered by class, so the images are evenly spaced. Broken ones are left out.
 
     Args:
         source: The split.
-        view: The size they are shown at.
-        count: How many to take, or all there are.
+        view: The preprocessing.
+        count: Maximum number of images.
 
     Returns:
         uint8 [n, C, S, S].
@@ -490,7 +492,7 @@ def first_images(source: SampleSource, view: View, count: int) -> torch.Tensor:
     ids = np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(np.int64))
     found = []
     for sample in ids.tolist():
-        with suppress(BrokenImageError):  # told, and counted, when training comes to it
+        with suppress(BrokenImageError):  # reported and counted when training reads it
             image = source.read(sample)
             found.append(evaluation_image(image, view.image_size, view.evaluation_crop, view.interpolation))
     if not found:

@@ -1,4 +1,4 @@
-"""Check a set of images for anything that would break or spoil a run; everything is read, nothing is changed."""
+"""Check an image set for anything that would break or spoil a run; reads everything, changes nothing."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from paceline.machine import available_cores
 
 @dataclass(frozen=True, kw_only=True)
 class DataReport:
-    """What was found.
+    """The result of a check.
 
     Attributes:
-        source: What the user named.
-        dataset: The recipe's name for it.
+        source: What the user specified.
+        dataset: Its name in recipes.
         root: Its path, if it has one.
-        splits: By split: ``samples`` in it, how many were ``checked``, and how many of these are ``broken``.
-        validation: Where the held-out images come from.
-        findings: All findings, the worst first.
-        learned: What is learned of an image: one of ``classes``, any number of ``labels``, or ``numbers``.
-        classes: Figures about the classes or labels.
-        sizes: Figures about heights, widths and bytes.
-        pixels: Figures about brightness.
-        cost: Figures about decoding; empty where images lie in memory.
-        workers: Processes that read.
-        seconds: How long it took.
-        quarantine: What was moved away, if requested.
-        unusable: Why what was left in place cannot be trained on; empty if it can, and if nothing was moved.
+        splits: By split: number of ``samples``, of ``checked`` ones, and of ``broken`` ones among these.
+        validation: Origin of the held-out images.
+        findings: All findings, worst first.
+        learned: Targets of an image: one of ``classes``, any number of ``labels``, or ``numbers``.
+        classes: Statistics of the classes or labels.
+        sizes: Statistics of heights, widths and bytes.
+        pixels: Statistics of brightness.
+        cost: Statistics of decoding; empty for images in memory.
+        workers: Number of reading processes.
+        seconds: Duration.
+        quarantine: Quarantined files, if requested.
+        unusable: Why the remaining data cannot be trained on; empty if it can, or if nothing was moved.
     """
 
     source: str
@@ -68,7 +68,7 @@ class DataReport:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing that was left in place would break or spoil a run."""
+        """Whether the remaining data would neither break nor spoil a run."""
         moved = frozenset() if self.quarantine is None else self.quarantine.kinds
         return not self.unusable and not any(
             each.kind.severity in ("breaks", "spoils") and each.kind.name not in moved for each in self.findings
@@ -76,14 +76,14 @@ class DataReport:
 
     @property
     def count(self) -> dict[str, int]:
-        """How much was found, by severity."""
+        """Number of findings by severity."""
         return {
             severity: sum(each.count for each in self.findings if each.kind.severity == severity)
             for severity in SEVERITIES
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The report as one JSON object."""
+        """Return the report as one JSON object."""
         return {
             "source": self.source,
             "dataset": self.dataset,
@@ -123,18 +123,18 @@ def check_data(
     quarantine: Path | None = None,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> DataReport:
-    """Check the images for anything that would break or spoil a run.
+    """Check images for anything that would break or spoil a run.
 
     Args:
         source: A folder, an archive, a recipe's name or file.
         overrides: Changes to the recipe's data section.
-        workers: Processes that read; None for one per core.
-        limit: Images to look at, spread over all; None for all.
-        quarantine: Folder that what breaks a run is moved to; None to move nothing.
-        progress: Told how far it is.
+        workers: Number of reading processes; None for one per core.
+        limit: Number of images to check, evenly spread; None for all.
+        quarantine: Folder to which run-breaking files are moved; None to move nothing.
+        progress: Called with the progress.
 
     Raises:
-        PacelineError: If there is nothing to be checked.
+        PacelineError: If there is nothing to check.
     """
     begin = time.perf_counter()
     subject = open_subject(source, overrides)
@@ -144,7 +144,7 @@ def check_data(
                 f"--quarantine moves files out of a folder of class folders, which {source!r} is not; leave it out."
             )
         check_place(subject.root, quarantine)
-    # Images that do not have one class each are looked at as those of one.
+    # Images without exactly one class are checked as if they had one.
     labels = np.concatenate([strata(each.labels) for each in subject.splits.values()])
     samples = JoinedSource(subject.splits, labels)
     workers = workers or available_cores()
@@ -162,7 +162,7 @@ def check_data(
     moved, unusable = None, ""
     if quarantine is not None and subject.root is not None:
         moved = move_away(findings, subject.root, quarantine)
-        if moved.moved:  # a class may be gone with its last image
+        if moved.moved:  # a class may vanish with its last image
             try:
                 unusable = next(open_subject(source, overrides).problems.sentences(), "")
             except PacelineError as error:

@@ -1,4 +1,4 @@
-"""Findings and figures about a set of images: copies, leaks, classes, sizes, brightness, decoding cost."""
+"""Findings and statistics of an image set: duplicates, leaks, classes, sizes, brightness, decoding cost."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from paceline.data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLE
 
 Hashes = NDArray[np.uint64]
 
-# Two hashes that differ in at most 5 of 64 bits agree in at least one of 6 groups of bits.
+# Two hashes that differ in at most 5 of 64 bits agree in at least one of 6 bands of bits.
 MOST_BITS = 5
 _BANDS = ((0, 11), (11, 11), (22, 11), (33, 11), (44, 10), (54, 10))
-_MOST_IN_BAND = 4096  # of images that agree in a band; beyond, a set has so many alike that any of them tells
-_AT_ONCE = 1 << 20  # pairs held in memory
+_MOST_IN_BAND = 4096  # maximum images per band value; a set with more is full of similar images
+_AT_ONCE = 1 << 20  # pairs in memory
 _SET_BITS = np.array([number.bit_count() for number in range(1 << 16)], dtype=np.uint8)
 
 
 def first_of(content: Hashes, present: NDArray[np.bool_]) -> Ids:
-    """For each sample the first one with the same content, itself if there is none before it; int64 [N].
+    """Return for each sample the first one with the same content, possibly itself; int64 [N].
 
     Args:
         content: 128-bit digests as pairs of words, [N, 2].
-        present: Which samples have one.
+        present: Mask of the samples that have a digest.
     """
     first = np.arange(len(content), dtype=np.int64)
     numbers = np.flatnonzero(present)
@@ -43,9 +43,9 @@ def first_of(content: Hashes, present: NDArray[np.bool_]) -> Ids:
 
 
 def look_alikes(hashes: Hashes, split_of: Ids, first: Ids) -> Ids:
-    """Pairs (sample, the one in an earlier split that looks most like it), int64 [pairs, 2].
+    """Return pairs of a sample and the most similar one in an earlier split, int64 [pairs, 2].
 
-    What is the same file is left out, and so are samples whose hash is 0.
+    Identical files and samples with hash 0 are left out.
     """
     nearest = np.full(len(hashes), MOST_BITS + 1, dtype=np.uint8)
     other = np.full(len(hashes), -1, dtype=np.int64)
@@ -60,7 +60,7 @@ def look_alikes(hashes: Hashes, split_of: Ids, first: Ids) -> Ids:
 
 
 def _candidates(hashes: Hashes, asked: Ids, known: Ids) -> Iterator[tuple[Ids, Ids]]:
-    """Pairs that agree in a band, some millions at a time."""
+    """Yield pairs that agree in a band, some million at a time."""
     for shift, width in _BANDS:
         band = (hashes >> np.uint64(shift)) & np.uint64((1 << width) - 1)
         order = known[np.argsort(band[known], kind="stable")]
@@ -88,13 +88,13 @@ def _keep_nearest(hashes: Hashes, one: Ids, two: Ids, nearest: NDArray[np.uint8]
     nearest[samples], other[samples] = bits[order][places], two[order][places]
 
 
-# Processor time to decode an image, in milliseconds: where one bar of the histogram ends and the next begins.
+# Bin edges of the histogram of CPU time per decoded image, in milliseconds.
 EDGES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 _SLOWEST = 5
 
 
 def class_counts(subject: Subject) -> dict[str, NDArray[np.int64]]:
-    """Samples of each class or label, by split; of none where numbers are learned."""
+    """Count the samples of each class or label, by split; empty for numeric targets."""
     count = 0 if subject.learned == "numbers" else len(subject.dataset.classes)
     labels = {name: source.labels for name, source in subject.splits.items()}
     if subject.learned == "classes":
@@ -103,7 +103,7 @@ def class_counts(subject: Subject) -> dict[str, NDArray[np.int64]]:
 
 
 def class_figures(subject: Subject) -> dict[str, Any]:
-    """How many samples each class has, and how unlike these are."""
+    """Return the sample counts per class and their imbalance."""
     counts = class_counts(subject)
     train = counts["train"]
     smallest, largest = (int(train.min()), int(train.max())) if len(train) else (0, 0)
@@ -120,7 +120,7 @@ def class_figures(subject: Subject) -> dict[str, Any]:
 
 
 def size_figures(gathered: Gathered, read: Ids) -> dict[str, Any]:
-    """Heights, widths, pixels and bytes of the images that can be read."""
+    """Return heights, widths, pixels and bytes of the readable images."""
     rows = gathered.rows[read]
     pixels = rows["height"].astype(np.int64) * rows["width"]
     measured = {"height": rows["height"], "width": rows["width"], "pixels": pixels, "file_bytes": rows["file_bytes"]}
@@ -128,7 +128,7 @@ def size_figures(gathered: Gathered, read: Ids) -> dict[str, Any]:
 
 
 def cost_figures(gathered: Gathered, read: Ids) -> dict[str, Any]:
-    """What decoding costs: processor time per image, its histogram, the slowest files, and images/s of one core."""
+    """Return the decoding cost: CPU time per image, its histogram, the slowest files, and images/s on one core."""
     milliseconds = 1000.0 * gathered.rows["seconds"][read].astype(np.float64)
     if len(read) == 0:
         return {}
@@ -153,7 +153,7 @@ def cost_figures(gathered: Gathered, read: Ids) -> dict[str, Any]:
 
 
 def pixel_figures(subject: Subject, gathered: Gathered, read: Ids) -> dict[str, Any]:
-    """Mean and deviation of each channel in [0, 1] over the training images, and those that a run uses."""
+    """Return mean and standard deviation per channel, in [0, 1], of the training images, and those that a run uses."""
     in_train = gathered.samples.part_numbers[gathered.numbers[read]] == 0
     rows = gathered.rows[read[in_train]]
     if len(rows) == 0:
@@ -186,13 +186,13 @@ _LOOKS_THE_SAME = 0.95
 
 @dataclass(frozen=True)
 class Entry:
-    """One sample, file, class or sentence that a finding is about.
+    """A sample, file, class or sentence that a finding refers to.
 
     Attributes:
         name: A path, a class name or a sentence.
-        split: Of a sample, the split it is in.
-        detail: What more there is to say.
-        other: Of a copy, what it is a copy of.
+        split: Split of a sample.
+        detail: Further details.
+        other: Original of a duplicate.
     """
 
     name: str
@@ -206,9 +206,9 @@ class Finding:
     """A finding.
 
     Attributes:
-        kind: What.
-        count: How often.
-        entries: Where, the first ten thousand.
+        kind: Kind of finding.
+        count: Number of occurrences.
+        entries: The first ten thousand occurrences.
     """
 
     kind: Kind
@@ -217,7 +217,7 @@ class Finding:
 
 
 def find_all(subject: Subject, gathered: Gathered, *, workers: int, progress: Progress) -> tuple[Finding, ...]:
-    """All findings, the worst first."""
+    """Return all findings, worst first."""
     found = [
         *_of_folder(subject),
         *_of_samples(gathered),
@@ -251,7 +251,7 @@ def _of_samples(gathered: Gathered) -> Iterator[Finding]:
 
 
 def whole(gathered: Gathered) -> Ids:
-    """Positions of the samples that can be read."""
+    """Return the indices of the readable samples."""
     return np.flatnonzero((gathered.rows["traits"] & BROKEN) == 0)
 
 

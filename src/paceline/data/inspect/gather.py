@@ -1,7 +1,7 @@
-"""Open the images to be checked, look at all of them on all cores, and keep the results in a few arrays.
+"""Open the images to check, read all of them on all cores, and keep the results in a few arrays.
 
-They are those of a folder, an archive, or a recipe's data section, split as a run splits them. The work is
-distributed over all cores, where a damaged image may end the process that reads it.
+The images come from a folder, an archive, or a recipe's data section, split as in a run. The work is distributed over
+all cores; a damaged image may crash its reading process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 
 _OF_IMAGES = ("image_classification", "image_multilabel", "image_regression", "distillation")
-# How samples are shown, which is not looked at; a source of one's own may ask for any key.
+# Keys about preprocessing, which is not checked; a custom source may need any key.
 _WITHOUT_EFFECT = (
     *("data.augment", "data.mix.", "data.progressive", "data.interpolation", "data.evaluation_"),
     *("data.backend", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
@@ -44,16 +44,16 @@ _WITHOUT_EFFECT = (
 
 @dataclass(frozen=True)
 class Subject:
-    """What is checked.
+    """The data to check.
 
     Attributes:
-        dataset: What a run would make of it; of a folder that a run refuses, what can be made of it.
-        learned: What is learned of an image: one of ``classes``, any number of ``labels``, or ``numbers``.
-        splits: Its images by split; ``test`` are those of a folder that a run does not read.
-        problems: What a run refuses about a folder or a table.
-        unread: Files in a folder other than images.
-        root: The folder or file that paths begin with, if there is one.
-        is_folder: Whether that is a folder of class folders.
+        dataset: The data set as a run would open it; for a folder that a run rejects, the usable part.
+        learned: Targets of an image: one of ``classes``, any number of ``labels``, or ``numbers``.
+        splits: Images by split; ``test`` holds images in a folder that a run does not read.
+        problems: Problems for which a run would reject a folder or a table.
+        unread: Non-image files in a folder.
+        root: Common folder or file of the paths, if any.
+        is_folder: Whether the root is a folder of class folders.
     """
 
     dataset: ImageDataset
@@ -66,10 +66,10 @@ class Subject:
 
 
 def open_subject(source: str, overrides: Sequence[str]) -> Subject:
-    """Open what the user names: a folder, an archive, a shipped recipe or a recipe file.
+    """Open what the user specifies: a folder, an archive, a built-in recipe or a recipe file.
 
     Raises:
-        PacelineError: If there is no such thing, or nothing in it to be checked.
+        PacelineError: If it does not exist, or contains nothing to check.
     """
     recipe = _recipe(source, overrides)
     data = recipe.data
@@ -105,9 +105,9 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
 
 
 def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
-    """The recipe that would train on what is named."""
+    """Return the recipe that would train on this data."""
     recipe = _load(source, overrides)
-    # A task of the user's own may show the images of the data section.
+    # A custom task may use the images of the data section.
     if recipe.task not in _OF_IMAGES and not is_reference(recipe.task):
         raise DataError(
             f"task={recipe.task} does not label images, which is all that check-data looks at; nothing was checked."
@@ -129,7 +129,7 @@ def _load(source: str, overrides: Sequence[str]) -> Recipe:
     try:
         kind = detect(source)
     except DataError as error:
-        if path.is_dir():  # of which some may not be read: that is what is checked
+        if path.is_dir():  # possibly unreadable: that is what the check finds
             return load_recipe("image_folder", [f"data.path={source}", *overrides]).recipe
         raise DataError(
             f"{source!r} is not a folder or archive of images, a recipe file or a shipped recipe ({error})"
@@ -148,13 +148,13 @@ _KILLED = "killed, as the system does when memory runs out"
 
 @dataclass(frozen=True)
 class Gathered:
-    """What was found out about the samples that were looked at.
+    """Facts about the checked samples.
 
     Attributes:
         samples: All samples.
-        numbers: Those that were looked at, ascending.
-        rows: What is known of each of these.
-        said: By kind, (position in ``numbers``, what more there is to say) of the first ten thousand.
+        numbers: Indices of checked samples, ascending.
+        rows: Facts about each of these.
+        said: By kind, (position in ``numbers``, details) of the first ten thousand.
     """
 
     samples: JoinedSource
@@ -163,11 +163,11 @@ class Gathered:
     said: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def has(self, kind: str) -> Ids:
-        """Positions of the samples that are of a kind."""
+        """Return the positions of the samples of a kind."""
         return np.flatnonzero(self.rows["traits"] & BIT[kind])
 
     def add(self, position: int, defects: Sequence[Defect]) -> None:
-        """Note what a sample is."""
+        """Record a sample's kind."""
         for kind, detail in defects:
             self.rows["traits"][position] |= BIT[kind]
             named = self.said.setdefault(kind, {})
@@ -178,7 +178,7 @@ class Gathered:
 def gather(
     samples: JoinedSource, viewers: Sequence[Viewer], *, limit: int | None, workers: int, progress: Progress
 ) -> Gathered:
-    """Look at every sample, or at ``limit`` of them, with each split's viewer."""
+    """Check every sample, or ``limit`` of them, with each split's viewer."""
     numbers = spread(len(samples), limit)
     found = Gathered(samples, numbers, np.zeros(len(numbers), dtype=ROW))
 
@@ -191,7 +191,7 @@ def gather(
             note(position)
             _, source, sample = samples.find(int(numbers[position]))
             viewer = viewers[samples.part_numbers[numbers[position]]]
-            if not warm:  # a process's first image pays for loading the decoder, too
+            if not warm:  # a process's first image includes the time to load the decoder
                 warm.append(position)
                 look(source, sample, viewer, rows[place].copy())
             if said := look(source, sample, viewer, rows[place]):
@@ -218,7 +218,7 @@ def gather(
 def similar(
     gathered: Gathered, pairs: Ids, *, workers: int, progress: Progress
 ) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """How similar the two images of each pair of positions are: correlation of 32x32 grey parts, float32 [pairs]."""
+    """Return the similarity of each pair of images: correlation of 32x32 grey thumbnails, float32 [pairs]."""
     result = np.zeros(len(pairs), dtype=np.float32)
 
     def work(piece: range, note: Note) -> list[float]:
@@ -244,7 +244,7 @@ def similar(
 def _parts(gathered: Gathered, position: int) -> Image | None:
     try:
         return grey_parts(gathered.samples.read(int(gathered.numbers[position])), _PARTS, _PARTS)
-    except BrokenImageError:  # it was whole when it was looked at
+    except BrokenImageError:  # it was readable when it was checked
         return None
 
 
@@ -252,16 +252,16 @@ T = TypeVar("T")
 Note = Callable[[int], None]
 Work = Callable[[range, Note], T]
 
-# Per process: seldom enough for starting processes to cost nothing, often enough for progress to be seen.
+# Per process: large enough to amortise process starts, small enough to show progress.
 _LEAST_ITEMS, _MOST_ITEMS = 32, 256
-_PIECES = 8  # for each worker
+_PIECES = 8  # work items per worker
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_FORK = multiprocessing.get_context("fork")  # what is shared need not be picklable, and is not copied
+_FORK = multiprocessing.get_context("fork")  # with fork, shared objects are neither pickled nor copied
 
 
 @dataclass(frozen=True)
 class Done(Generic[T]):
-    """A piece of work, and its result."""
+    """A finished piece of work with its result."""
 
     piece: range
     result: T
@@ -269,15 +269,15 @@ class Done(Generic[T]):
 
 @dataclass(frozen=True)
 class Died:
-    """An item whose process ended while it was worked on, with the process's exit code."""
+    """An item during which its process died, with the exit code."""
 
     item: int
     exit_code: int
 
 
 def _serve(work: Work[Any], piece: range, connection: Connection, at: Any) -> None:
-    """Do a piece, in a process of its own."""
-    # A terminal sends its interrupt to all; the first process ends the others.
+    """Process a piece of work in a child process."""
+    # A terminal sends SIGINT to all processes; the parent ends its children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -295,7 +295,7 @@ def _serve(work: Work[Any], piece: range, connection: Connection, at: Any) -> No
 
 
 def _end_with_the_first() -> None:
-    """Leave when the first process is gone, also if it was killed, and in the middle of a read that never returns."""
+    """Exit when the parent process is gone, even if it was killed or this process hangs in a read."""
     first = multiprocessing.parent_process()
     assert first is not None
     wait([first.sentinel])
@@ -303,14 +303,14 @@ def _end_with_the_first() -> None:
 
 
 def in_parallel(work: Work[T], items: int, *, workers: int) -> Iterator[Done[T] | Died]:
-    """Do ``work`` on items 0 … ``items`` - 1 in several processes, and yield results as they come.
+    """Run ``work`` on items 0 … ``items`` - 1 in several processes, and yield results as they arrive.
 
-    An item during which a process ends is yielded as :class:`Died`; everything else is done by another process.
+    An item during which a process dies is yielded as :class:`Died`; another process handles the remaining items.
 
     Args:
-        work: Does a range of items; calls its second argument with each item before it begins with it.
-        items: How many there are.
-        workers: Processes.
+        work: Processes a range of items; calls its second argument with each item before starting it.
+        items: Number of items.
+        workers: Number of processes.
     """
     size = min(max(_LEAST_ITEMS, items // (_PIECES * workers)), _MOST_ITEMS)
     waiting = deque(range(begin, min(begin + size, items)) for begin in range(0, items, size))
@@ -322,8 +322,8 @@ def in_parallel(work: Work[T], items: int, *, workers: int) -> Iterator[Done[T] 
                 at.value = piece.start
                 ours, theirs = _FORK.Pipe()
                 process = _FORK.Process(target=_serve, args=(work, piece, theirs, at), daemon=True)
-                # Held back, or an interrupt could be lost: what is raised in Python's own code around a fork is not
-                # passed on.
+                # Signals are blocked, or an interrupt could be lost: exceptions in Python's fork hooks are not
+                # propagated.
                 held = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
                 try:
                     process.start()

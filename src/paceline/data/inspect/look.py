@@ -1,4 +1,4 @@
-"""Describe one sample in a few bytes, read as a run reads it, and name what is wrong with it."""
+"""Describe one sample in a few bytes, read as in a run, and name its defects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEVERITIES: dict[Severity, str] = {
     "notice": "handled, but perhaps not intended",
 }
 
-# Against the square that the model sees.
+# Relative to the model's square input.
 LARGE = 64
 SMALL = 4
 LONG = 5
@@ -43,10 +43,10 @@ class Kind:
     """A kind of finding.
 
     Attributes:
-        name: What it is called in JSON.
-        severity: How bad it is.
-        means: What it is.
-        advice: What to do.
+        name: Name in JSON.
+        severity: Severity.
+        means: Meaning.
+        advice: Advice.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Kind:
 
 _AGAIN = "copy or download it again, or remove it"
 
-# What one sample can be; the order is that of the bits in a row's traits, and of the report.
+# Kinds of findings about a sample, in the order of the trait bits in a row and of the report.
 OF_SAMPLES = (
     Kind("broken_link", "breaks", "its target does not exist", "restore what it points to, or remove it"),
     Kind("not_permitted", "breaks", "this user may not read it", "allow it (chmod a+r), or train as its owner"),
@@ -163,13 +163,13 @@ BROKEN = sum(BIT[kind.name] for kind in OF_SAMPLES if kind.severity == "breaks")
 _ORIENTATION = 0x0112
 _BITS_PER_SAMPLE = 258
 _JPEG_START, _JPEG_END = b"\xff\xd8", b"\xff\xd9"
-_JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # any that is not part of the pixels' data
+_JPEG_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # any marker outside the pixel data
 _EXTENSIONS = {
     "BMP": ("bmp",),
     "DIB": ("bmp",),
     "GIF": ("gif",),
     "JPEG": ("jpg", "jpeg"),
-    "MPO": ("jpg", "jpeg"),  # a JPEG with further pictures behind it
+    "MPO": ("jpg", "jpeg"),  # a JPEG followed by further pictures
     "PNG": ("png",),
     "PPM": ("ppm",),
     "TIFF": ("tif", "tiff"),
@@ -180,17 +180,17 @@ _BEGINNINGS = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What the head of an image file says.
+    """Facts from the header of an image file.
 
     Attributes:
-        file_format: Pillow's name of it.
-        mode: Pillow's name of how pixels are stored.
+        file_format: Pillow's name of the format.
+        mode: Pillow's name of the pixel mode.
         pixels: Width times height.
-        turned: Whether EXIF data say that it is shown in another way than it is stored.
+        turned: Whether EXIF data rotate or mirror it.
         sixteen_bit: Whether a channel has 16 bits.
-        transparent: Whether some of it may be.
-        several_frames: Whether it has more than one.
-        progressive: Whether it is a JPEG in several scans.
+        transparent: Whether it may be transparent.
+        several_frames: Whether it has several frames.
+        progressive: Whether it is a progressive JPEG.
     """
 
     file_format: str = ""
@@ -209,7 +209,7 @@ class Header:
 
 
 def read_header(content: Content) -> Header | None:
-    """Read the head of an image file; None if there is none that can be read."""
+    """Read the header of an image file; None if it is unreadable."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -222,7 +222,7 @@ def read_header(content: Content) -> Header | None:
                     turned=_orientation(image) in range(2, 9),
                     sixteen_bit=_is_sixteen_bit(image, content),
                     transparent=image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info,
-                    several_frames=bool(getattr(image, "is_animated", False)),  # not every plugin has it, says Pillow
+                    several_frames=bool(getattr(image, "is_animated", False)),  # not in every plugin (Pillow's docs)
                     progressive=file_format in ("JPEG", "MPO") and bool(image.info.get("progressive")),
                 )
     except Image.DecompressionBombError:
@@ -235,7 +235,7 @@ def _orientation(image: Image.Image) -> object:
     if isinstance(image, TiffImageFile):
         return image.tag_v2.get(_ORIENTATION)
     try:
-        # Asked of the base class: the PNG plugin would decode the image first.
+        # Calls the base class: the PNG plugin would decode the image first.
         return Image.Image.getexif(image).get(_ORIENTATION)
     except Exception:  # noqa: BLE001 (EXIF data of any kind of damage; a run does not mind it either)
         return None
@@ -243,7 +243,7 @@ def _orientation(image: Image.Image) -> object:
 
 def _is_sixteen_bit(image: Image.Image, content: Content) -> bool:
     if image.format == "PNG":
-        return content[24] == 16  # the bit depth in IHDR; Pillow has made 8 bits of coloured ones
+        return content[24] == 16  # the bit depth in IHDR; Pillow converts coloured images to 8 bits
     if isinstance(image, TiffImageFile):
         bits = image.tag_v2.get(_BITS_PER_SAMPLE, (8,))
         return 16 in (bits if isinstance(bits, tuple) else (bits,))
@@ -251,7 +251,7 @@ def _is_sixteen_bit(image: Image.Image, content: Content) -> bool:
 
 
 def lacks_its_end(content: Content) -> bool:
-    """Whether a JPEG has no end-of-image marker behind its pixels."""
+    """Whether a JPEG lacks an end-of-image marker after its pixels."""
     whole = bytes(content)
     if whole.endswith(_JPEG_END):
         return False
@@ -259,18 +259,18 @@ def lacks_its_end(content: Content) -> bool:
     while (marker := _JPEG_MARKER.search(whole, position)) is not None:
         if marker[0] == _JPEG_END:
             return False
-        # Every other marker leads a segment that says how long it is; what lies in it is no marker.
+        # Every other marker starts a segment with a length; bytes inside it are not markers.
         begin = marker.end()
         position = begin + max(int.from_bytes(whole[begin : begin + 2], "big"), 2)
     return True
 
 
 def cause(content: Content, reason: str) -> tuple[str, str]:
-    """Why a file cannot be decoded: the kind of finding, and what to say of it.
+    """Return why a file cannot be decoded: the kind of finding and its details.
 
     Args:
         content: The file.
-        reason: What the decoder says.
+        reason: The decoder's error.
     """
     if len(content) == 0:
         return "empty_file", ""
@@ -293,39 +293,39 @@ def cause(content: Content, reason: str) -> tuple[str, str]:
 
 Pixels = NDArray[np.uint8]
 
-# A million samples are described in 72 MB.
+# 72 MB describe a million samples.
 ROW = np.dtype(
     [
         ("height", "i4"),
         ("width", "i4"),
         ("file_bytes", "i8"),
-        ("seconds", "f4"),  # of processor time, to decode it
+        ("seconds", "f4"),  # CPU time to decode it
         ("traits", "u4"),
-        ("content", "u8", (2,)),  # digest of the file, or of the pixels where there is none
-        ("hash", "u8"),  # of how it looks; 0: too little to see
+        ("content", "u8", (2,)),  # digest of the file, or of the pixels without a file
+        ("hash", "u8"),  # perceptual hash; 0: too little content
         ("mean", "f4", (3,)),
         ("square", "f4", (3,)),
     ]
 )
 Rows = np.ndarray[tuple[int], np.dtype[np.void]]
 Defect = tuple[str, str]
-"""The kind, and what more there is to say."""
+"""The kind and its details."""
 
-_SAMPLED = 64  # pixels per side that mean and deviation are taken of
-_SMALLEST = 32  # pixels per side; what is smaller looks alike too easily
-_FLAT_PART = 10  # of so many parts of an image, the last
-_BLACK, _WHITE = 8, 247  # of 255: what a picture's margin may well be
-_FLAT = 8  # of 255: between the darkest and the brightest of 72 parts
+_SAMPLED = 64  # pixels per side for computing mean and standard deviation
+_SMALLEST = 32  # pixels per side; smaller images look alike too easily
+_FLAT_PART = 10  # the last of this number of parts of an image
+_BLACK, _WHITE = 8, 247  # out of 255: plausible for a picture's margin
+_FLAT = 8  # out of 255: between the darkest and the brightest of 72 parts
 
 
 @dataclass(frozen=True)
 class Viewer:
-    """What a sample is checked against.
+    """The preprocessing against which a sample is checked.
 
     Attributes:
-        image_size: Height and width that the model sees.
-        channels: What images are decoded to.
-        has_files: Whether the source is one of image files (:func:`encoded_source`).
+        image_size: Height and width of the model's input.
+        channels: Channels of decoded images.
+        has_files: Whether the source has image files (:func:`encoded_source`).
     """
 
     image_size: int
@@ -334,9 +334,9 @@ class Viewer:
 
 
 def look(source: SampleSource, sample: int, viewer: Viewer, row: np.void) -> list[Defect]:
-    """Describe a sample in ``row``, of ``ROW``, and return what there is to say about it.
+    """Describe a sample in ``row``, of dtype ``ROW``, and return its findings.
 
-    Nothing is raised for what is wrong with the sample; its row then stays as it is.
+    Does not raise an error for a broken sample; its row then stays unchanged.
     """
     where = source.path(sample)
     begin = time.thread_time()
@@ -349,7 +349,7 @@ def look(source: SampleSource, sample: int, viewer: Viewer, row: np.void) -> lis
     except Exception as error:  # noqa: BLE001 (a source of one's own may raise anything; a run would stop)
         return [("unreadable", f"{type(error).__name__}: {error}")]
     row["seconds"] = time.thread_time() - begin
-    # Asked once per source: to see whether an object follows a protocol takes as long as to read a file's head.
+    # Cached per source: a protocol isinstance check takes as long as reading a file's header.
     content = cast("EncodedSource", source).encoded(sample) if viewer.has_files else None
     _measure(image, content, row)
     header = None if content is None else read_header(content)
@@ -386,10 +386,10 @@ def _thinned(image: Pixels) -> Pixels:
 
 
 def look_hash(image: Pixels) -> int:
-    """64 bits that stay nearly the same when an image is resized or encoded anew: the difference hash.
+    """Return a 64-bit difference hash, nearly invariant to resizing and re-encoding.
 
-    Each bit says whether one of 8x8 parts is brighter than its right neighbour (Krawetz, "Kind of Like That", 2013).
-    0 for what shows too little: an image that is small or of one shade.
+    Each bit tells whether one of 8x8 parts is brighter than its right neighbour (Krawetz, "Kind of Like That", 2013). 0
+    for images with too little content: small ones and those of a single shade.
     """
     if min(image.shape[:2]) < _SMALLEST:
         return 0
@@ -401,13 +401,13 @@ def look_hash(image: Pixels) -> int:
 
 
 def grey_parts(image: Pixels, width: int, height: int) -> Pixels:
-    """An image cut into ``width`` x ``height`` parts, and the mean brightness of each, uint8 [height, width]."""
-    # Of a large image some pixels are enough: 24 along each side of a part.
+    """Return the mean brightness of ``width`` x ``height`` parts of an image, uint8 [height, width]."""
+    # For a large image some pixels suffice: 24 along each side of a part.
     step = max(min(image.shape[0] // (24 * height), image.shape[1] // (24 * width)), 1)
     some = np.ascontiguousarray(image[::step, ::step])
     whole = Image.fromarray(some[:, :, 0] if some.shape[2] == 1 else some)
-    # The gap lets Pillow add up whole blocks of pixels first, which is fast. Triangles, because Pillow's boxes end at
-    # whole pixels: a part would be cut elsewhere in a resized copy.
+    # The reducing gap lets Pillow first average whole blocks of pixels, which is fast. Uses the triangle filter,
+    # because Pillow's box filter ends at whole pixels: a part would have other edges in a resized copy.
     return np.asarray(whole.resize((width, height), Image.Resampling.BILINEAR, reducing_gap=4.0).convert("L"))
 
 
@@ -445,10 +445,10 @@ def _of_pixels(image: Pixels, header: Header | None, viewer: Viewer) -> Iterator
 
 
 def _flat_rows(image: Pixels) -> int:
-    """How many rows at the end of an image are of one colour that is neither black nor white.
+    """Return the number of last rows of one colour that is neither black nor white.
 
-    Decoders fill so what is missing of a JPEG, and it stays when the picture is saved anew. 0 if the first row is of
-    this colour too: it is a background.
+    Decoders fill the missing part of a JPEG like this, and it remains when the picture is saved again. 0 if the first
+    row has this colour too, since it is then a background.
     """
     colour = image[-1, 0]
     if colour.min() < _BLACK or colour.max() > _WHITE or (image[-1] != colour).any() or (image[0] == colour).all():

@@ -1,7 +1,7 @@
-"""Move what breaks a run, and what leaks, out of a folder of images; nothing is deleted, and a script moves it back.
+"""Move files that break a run, and leaks, out of an image folder; nothing is deleted, and a script moves them back.
 
-Each file or folder is moved by one rename, after the script that moves it back is on the disk: whenever the process is
-killed, everything is at its old place or at the one that the script names.
+Each file or folder is moved by one rename, after the undo script is on the disk. So if the process is killed, every
+file is at its old path or at the one in the script.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ back() {
 
 @dataclass(frozen=True, kw_only=True)
 class Quarantine:
-    """What was moved away.
+    """The moved files.
 
     Attributes:
-        folder: Where to.
+        folder: The quarantine folder.
         moved: Old and new path of each file or folder.
-        kinds: Names of the findings of which everything was moved.
+        kinds: Names of the findings whose files were all moved.
     """
 
     folder: Path
@@ -49,10 +49,10 @@ class Quarantine:
 
 
 def check_place(root: Path, folder: Path) -> None:
-    """Refuse a folder that files of ``root`` cannot be moved to.
+    """Reject a folder to which files of ``root`` cannot be moved.
 
     Raises:
-        DataError: If one lies in the other, they are on two file systems, or there is a file in its place.
+        DataError: If one contains the other, they are on different file systems, or the path is a file.
     """
     inside, outside = folder.resolve(), root.resolve()
     if inside.is_relative_to(outside) or outside.is_relative_to(inside):
@@ -73,18 +73,20 @@ def check_place(root: Path, folder: Path) -> None:
 
 
 def move_away(findings: Iterable[Finding], root: Path, folder: Path) -> Quarantine:
-    """Move what findings call broken from ``root`` to ``folder``, under the names that it has in ``root``.
+    """Move broken files from ``root`` to ``folder``, keeping their paths relative to ``root``.
 
-    Of images that are in two splits, the held-out copies are moved.
-    The folder of a class of which nothing would be left is moved as a whole.
+    For images in two splits, the held-out copies are moved. Without a held-out folder the split depends on the
+    remaining images, so all copies but one are moved. If a class would become empty, its whole folder is moved.
 
     Raises:
-        DataError: If something cannot be moved; of names that are taken in ``folder``, before anything is.
+        DataError: If something cannot be moved; name conflicts in ``folder`` are detected before anything is moved.
     """
+    is_split = (root / "val").is_dir() or (root / "test").is_dir()
+    copies = ("leak",) if is_split else ("leak", "duplicate")
     moving = [
         each
         for each in findings
-        if (each.kind.severity == "breaks" and each.kind.name != "layout") or each.kind.name == "leak"
+        if (each.kind.severity == "breaks" and each.kind.name != "layout") or each.kind.name in copies
     ]
     asked = {Path(entry.name) for each in moving for entry in each.entries}
     train = root / "train" if (root / "train").is_dir() else root
@@ -113,12 +115,18 @@ def move_away(findings: Iterable[Finding], root: Path, folder: Path) -> Quaranti
                 f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; to undo the earlier moves, "
                 f"run: sh {shlex.quote(str(folder / UNDO))}"
             ) from None
-    whole = frozenset(each.kind.name for each in moving if each.count == len(each.entries))
+    gone = frozenset(path for path, _ in moves)
+
+    def is_gone(finding: Finding) -> bool:
+        names = [Path(entry.name) for entry in finding.entries]
+        return finding.count == len(names) and all(gone.intersection((name, *name.parents)) for name in names)
+
+    whole = frozenset(each.kind.name for each in findings if is_gone(each))
     return Quarantine(folder=folder, moved=tuple((str(a), str(b)) for a, b in moves), kinds=whole)
 
 
 def _write_undo(folder: Path, moves: Iterable[tuple[Path, Path]]) -> None:
-    """Add to the script that moves everything back, before anything is moved; raises DataError."""
+    """Append to the undo script before anything is moved; raises DataError."""
     script = folder / UNDO
     lines = [f"back {shlex.quote(os.path.abspath(new))} {shlex.quote(os.path.abspath(old))}\n" for old, new in moves]
     try:

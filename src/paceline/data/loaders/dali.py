@@ -1,10 +1,10 @@
-"""The back-end that decodes, crops and resizes with NVIDIA's DALI, on threads of this process or on the GPU.
+"""The back-end that decodes, crops and resizes with NVIDIA DALI, on threads of this process or on the GPU.
 
-DALI neither orders nor draws samples here. It gets each image's file, and the box, size and flip that every back-end
-computes the same way, so a sample looks the same in any back-end, and DALI has no state to save. Only
-plain JPEG files go to DALI: their markers say that every decoder makes the same picture of them (ISO/IEC 10918-1, annex
-B). Other files (turned by EXIF, CMYK, arithmetic coding, several pictures, damaged, other formats), and those that DALI
-cannot decode, are read as by the other back-ends, which also decide whether a file is broken.
+DALI does not control the order or the random draws of samples. It receives each image's file, and the box, size and
+flip that all back-ends compute alike. So a sample looks the same in any back-end, and DALI has no state to save. DALI
+gets only plain JPEG files, whose markers guarantee that all decoders produce the same picture (ISO/IEC 10918-1, annex
+B). Other files (rotated by EXIF, CMYK, arithmetic coding, several pictures, damaged, other formats), and those that
+DALI cannot decode, are read as in the other back-ends, which also determine whether a file is broken.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, OneProcessError
 
 _BEGIN, _END = b"\xff\xd8", b"\xff\xd9"
-_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive, all with Huffman's codes
+_FRAMES = (0xC0, 0xC1, 0xC2)  # baseline, extended and progressive, all with Huffman coding
 _OTHER_FRAMES = (0xC3, *range(0xC5, 0xC8), *range(0xC9, 0xCC), *range(0xCD, 0xD0))
 _SCAN = 0xDA
 _EXIF_SEGMENT, _SEVERAL_SEGMENT, _ADOBE_SEGMENT = 0xE1, 0xE2, 0xEE
-# Tables, restart intervals, scans, what applications say and comments: all that may stand between two scans.
+# Tables, restart intervals, scans, application data and comments: everything allowed between two scans.
 _BETWEEN_SCANS = (0xC4, 0xDB, 0xDD, _SCAN, *range(0xE0, 0xF0), 0xFE)
-_MARKER: re.Pattern[bytes] = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # but for those that restart a scan
+_MARKER: re.Pattern[bytes] = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # except restart markers within a scan
 _LUMA_CHROMA = (1, 2, 3)
 
 
 def plain_jpeg(content: Content) -> Shape | None:
-    """Height and width of a plain JPEG file, or None for any other content.
+    """Return height and width of a plain JPEG file, or None for any other content.
 
     Args:
         content: The whole file.
@@ -64,7 +64,7 @@ def plain_jpeg(content: Content) -> Shape | None:
     at = len(_BEGIN)
     while at + 4 <= len(content) and content[at] == 0xFF:
         marker = content[at + 1]
-        if marker == 0xFF:  # filling
+        if marker == 0xFF:  # fill bytes
             at += 1
             continue
         if marker == _SCAN:
@@ -80,10 +80,10 @@ def plain_jpeg(content: Content) -> Shape | None:
 
 
 def _only_scans_follow(content: Content, at: int) -> bool:
-    """Whether the file goes on with scans, and what may stand between them, to the end; ``at`` is its first scan.
+    """Whether the rest of the file, from its first scan ``at``, has only scans and segments allowed between them.
 
-    Bytes of 255 that a scan itself holds are followed by a zero. A marker among them that does not belong there is
-    damage, which some decoders stumble over and others do not.
+    In scan data, a byte of 255 is followed by a zero. An unexpected marker in it is damage, which only some decoders
+    tolerate.
     """
     while (found := _MARKER.search(content, at)) is not None:
         at = found.start()
@@ -94,18 +94,18 @@ def _only_scans_follow(content: Content, at: int) -> bool:
 
 
 def _plain_size(frame: Content) -> Shape | None:
-    """Height and width that the segment of a frame says, if its samples are those of a usual picture."""
+    """Return height and width from a frame segment, if its components are those of a usual picture."""
     if len(frame) < 6 or len(frame) < 6 + 3 * frame[5] or frame[0] != 8:
         return None
     components = tuple(frame[6 : 6 + 3 * frame[5] : 3])
     height, width = (int.from_bytes(frame[at : at + 2], "big") for at in (1, 3))
-    # Other names of components may mean other colours; no height is told behind the picture.
+    # Other component ids may mean other colours; a height of 0 means that it follows after the scan.
     is_usual = len(components) == 1 or components == _LUMA_CHROMA
     return (height, width) if is_usual and 0 < height * width <= LARGEST_PIXELS else None
 
 
 def _may_change_the_picture(marker: int, segment: bytes) -> bool:
-    """Whether a segment of an application says that the samples are not the upright picture."""
+    """Whether an application segment indicates that the samples are not the upright picture."""
     if marker == _EXIF_SEGMENT and not segment.startswith(b"Exif\0"):
         return b"Orientation" in segment  # in XMP, which is XML
     if marker == _EXIF_SEGMENT:
@@ -117,47 +117,47 @@ def _may_change_the_picture(marker: int, segment: bytes) -> bool:
             return True
     if marker == _SEVERAL_SEGMENT:
         return segment.startswith(b"MPF\0")
-    # Adobe's last byte tells how colours were transformed: 0 not at all, 1 to luma and chroma.
+    # The last byte of Adobe's segment gives the colour transform: 0 none, 1 YCbCr.
     return marker == _ADOBE_SEGMENT and segment.startswith(b"Adobe") and segment[11:12] != b"\x01"
 
 
-# Buffers that take the largest image of ImageNet, so that none is made anew while training (NVIDIA
-# DeepLearningExamples, ConvNets, dataloaders.py; DALI's guide to the hardware decoder). Each thread has its own.
+# Buffers sized for ImageNet's largest image, so that none is reallocated in training (NVIDIA DeepLearningExamples,
+# ConvNets, dataloaders.py; DALI's guide to the hardware decoder). Each thread has separate ones.
 _BUFFERS = {
     "device_memory_padding": 211_025_920,
     "host_memory_padding": 140_544_512,
     "preallocate_width_hint": 5980,
     "preallocate_height_hint": 6430,
 }
-_HARDWARE_SHARE = 0.65  # DALI's own; the GPU's other cores decode the rest
+_HARDWARE_SHARE = 0.65  # DALI's default; the GPU's other cores decode the rest
 _FILTERS = {"bilinear": "INTERP_LINEAR", "bicubic": "INTERP_CUBIC"}
 
 
 def why_unavailable() -> str:
-    """Why DALI cannot be used here, in Python's own words; empty if it can."""
+    """Return Python's error if DALI is unavailable; empty if it is available."""
     try:
         importlib.import_module("nvidia.dali.fn")
-    except (ImportError, OSError) as error:  # not installed, or a library that it needs is missing
+    except (ImportError, OSError) as error:  # not installed, or a required library is missing
         return str(error)
     return ""
 
 
 def how_to_install() -> str:
-    """The command that installs the DALI which fits torch's CUDA."""
+    """Return the command that installs the DALI package for torch's CUDA version."""
     cuda = torch.version.cuda or "13"
     return "pip install 'paceline[dali]'" if int(cuda.partition(".")[0]) >= 13 else "pip install nvidia-dali-cuda120"
 
 
 class Asked(NamedTuple):
-    """DALI's request for one file.
+    """A DALI request for one file.
 
     Attributes:
         content: The file.
-        box: The part of the image to decode.
-        scaled: Height and width that it is resized to.
-        corner: Top and left of what is kept of that.
-        shape: Height and width of what is kept.
-        flip: Whether that is mirrored.
+        box: Region of the image to decode.
+        scaled: Height and width after resizing.
+        corner: Top and left of the crop after resizing.
+        shape: Height and width of the crop.
+        flip: Whether to mirror it.
     """
 
     content: Content
@@ -169,26 +169,26 @@ class Asked(NamedTuple):
 
 
 class Graph:
-    """Batches of limited size, taken in request order."""
+    """A DALI pipeline for batches of limited size, processed in request order."""
 
     def __init__(self, most: int, *, threads: int, ahead: int, device: torch.device, view: View) -> None:
-        """Build the graph, and run it on blank pictures.
+        """Build the pipeline and run it on blank pictures.
 
         Args:
-            most: Images of a batch, at most.
-            threads: DALI's threads.
-            ahead: Batches that may be asked for and not yet taken.
-            device: The CPU, or the GPU that decodes and on which batches stay.
-            view: How many channels images have, and how they are resized.
+            most: Maximum batch size.
+            threads: Number of DALI threads.
+            ahead: Maximum number of requested batches that are not taken yet.
+            device: The CPU, or the GPU that decodes and holds the batches.
+            view: Channels and resizing of images.
 
         Raises:
-            DataError: If DALI cannot run at all.
+            DataError: If DALI cannot run.
         """
         self.most = most
         self._on_gpu = device.type == "cuda"
         self._pipeline = define(most, threads=threads, ahead=ahead, device=device, view=view)
         self._held: deque[list[np.ndarray[Any, Any]]] = deque()
-        # DALI runs as many batches as it works on ahead when it is first started, whatever it has been given by then.
+        # On its first start DALI runs as many batches as its prefetch depth, whatever the input.
         file = io.BytesIO()
         Image.new("RGB", (8, 8)).save(file, format="JPEG")
         blank = Asked(file.getvalue(), Box(0, 0, 8, 8), (8, 8), (0, 0), (8, 8), flip=False)
@@ -205,19 +205,19 @@ class Graph:
             ) from error
 
     def ask(self, batch: Sequence[Asked]) -> None:
-        """Begin a batch; it is processed in the background."""
+        """Request a batch; it is processed in the background."""
         self._feed(batch)
         self._pipeline.schedule_run()
 
     def take(self) -> torch.Tensor:
         """Wait for the oldest batch; uint8 [N, C, H, W].
 
-        On a GPU it is not waited for, but bound to the current stream.
+        On a GPU this does not block; the current stream waits for the batch.
 
         Raises:
-            RuntimeError: If DALI could not make it. The graph cannot be used any more.
+            RuntimeError: If DALI fails. The pipeline is unusable afterwards.
         """
-        # Outputs are torch's from here on: DALI allocates others for the batches to come.
+        # The outputs belong to torch from here on: DALI allocates new ones for later batches.
         stream = torch.cuda.current_stream() if self._on_gpu else None
         (images,) = self._pipeline.outputs(cuda_stream=stream)
         self._held.popleft()
@@ -226,7 +226,7 @@ class Graph:
     def _feed(self, batch: Sequence[Asked]) -> None:
         files = [np.frombuffer(each.content, dtype=np.uint8) for each in batch]
         boxes = np.array([each.box for each in batch], dtype=np.int32)
-        # Where the part that is kept begins, as DALI wants it: a share of the room that there is.
+        # Crop offset in DALI's form: a share of the available room.
         room = np.array([each.scaled for each in batch]) - np.array([each.shape for each in batch])
         places = (np.array([each.corner for each in batch]) / np.maximum(room, 1)).astype(np.float32)
         numbers = {
@@ -238,18 +238,18 @@ class Graph:
             "left": places[:, 1].copy(),
             "mirror": np.array([each.flip for each in batch], dtype=np.int32),
         }
-        self._held.append(files)  # not copied, unless for a GPU: DALI reads them here
+        self._held.append(files)  # not copied, except to a GPU: DALI reads them in place
         self._pipeline.feed_input("files", files)
         for name, values in numbers.items():
             self._pipeline.feed_input(name, values)
 
 
 def define(most: int, *, threads: int, ahead: int, device: torch.device, view: View) -> Any:
-    """DALI's pipeline for batches of at most ``most`` images."""
+    """Define DALI's pipeline for batches of at most ``most`` images."""
     from nvidia.dali import fn, pipeline_def, types
 
     on_gpu = device.type == "cuda"
-    # Which image goes to the GPU's JPEG units depends on its company: a deterministic run leaves them alone.
+    # The GPU's JPEG units are used depending on the rest of the batch, so a deterministic run does not use them.
     share = 0.0 if torch.are_deterministic_algorithms_enabled() else _HARDWARE_SHARE
     of_gpu: dict[str, Any] = {**_BUFFERS, "hw_decoder_load": share} if on_gpu else {}
 
@@ -258,7 +258,7 @@ def define(most: int, *, threads: int, ahead: int, device: torch.device, view: V
 
     def graph() -> Any:
         images = fn.decoders.image_slice(
-            # Kept here until the batch is taken; a GPU may still be reading them then.
+            # Kept alive until the batch is taken, since a GPU may still be reading them.
             fn.external_source(name="files", dtype=types.UINT8, ndim=1, no_copy=not on_gpu),
             device="mixed" if on_gpu else "cpu",
             start=number("start", types.INT32, 1),
@@ -298,23 +298,23 @@ def define(most: int, *, threads: int, ahead: int, device: torch.device, view: V
 
 
 _READ_AT_ONCE = 8
-_LONGEST_WAIT_SECONDS = 600  # for one batch's files; storage that stalls for longer will not come back
+_LONGEST_WAIT_SECONDS = 600  # for one batch's files; storage that stalls for longer is unlikely to recover
 
 _Row = Asked | torch.Tensor | BrokenSample
-"""A sample: for DALI, or made already (uint8 [C, H, W]), or broken."""
+"""A sample: for DALI, already decoded (uint8 [C, H, W]), or broken."""
 
 
 @dataclass
 class _Work:
-    """A slice on its way to a batch.
+    """A slice in progress.
 
     Attributes:
         piece: The slice.
-        draws: How its images are varied; None in evaluation.
-        shape: Height and width of what the model sees.
-        reading: Its rows, while files are read.
-        rows: Its rows, one for each sample.
-        images: What DALI made of those that it was asked for, uint8 [N, C, H, W].
+        draws: Random draws of its augmentation; None in evaluation.
+        shape: Height and width of the model's input.
+        reading: Futures of its rows while files are read.
+        rows: Its rows, one per sample.
+        images: Images from DALI, uint8 [N, C, H, W].
     """
 
     piece: SampleSlice
@@ -331,7 +331,7 @@ class _Work:
 
 
 class DaliBackend:
-    """Serves one split from image files; satisfies :class:`paceline.data.batch.Backend`.
+    """Serves one split from image files; implements :class:`paceline.data.batch.Backend`.
 
     One call's batches are served at a time.
     """
@@ -346,15 +346,15 @@ class DaliBackend:
         decode_on: torch.device | str = "cpu",
         pin_memory: bool = False,
     ) -> None:
-        """Read ``source`` with ``threads`` threads of DALI's, and as many that read files.
+        """Read ``source`` with ``threads`` DALI threads and as many reading threads.
 
         Args:
             source: The split's image files.
-            view: What the model sees of them; its augmentation has no more than a crop and a flip.
-            threads: Threads of each kind.
-            prefetch: Batches that DALI works on ahead, and batches whose files are read ahead of those.
-            decode_on: The CPU, or the GPU on which batches are made and stay.
-            pin_memory: Whether what is made on the CPU is moved to page-locked memory, for faster copies to a GPU.
+            view: Preprocessing; its augmentation is limited to a crop and a flip.
+            threads: Number of threads of each kind.
+            prefetch: Batches that DALI prefetches, and batches whose files are read ahead of those.
+            decode_on: The CPU, or the GPU that decodes and holds the batches.
+            pin_memory: Whether CPU batches are moved to pinned memory, for faster copies to a GPU.
         """
         self._source = source
         self._view = view
@@ -362,19 +362,19 @@ class DaliBackend:
         self._pin_memory = pin_memory
         self._device = torch.device(decode_on)
         self._new_graph = partial(Graph, threads=threads, ahead=prefetch, device=self._device, view=view)
-        # A crop of the padded image comes before the flip: both are then made of the whole batch.
+        # A padded crop precedes the flip, so both are applied to the whole batch.
         self._flips_later = view.augment is not None and view.augment.crop == "pad"
         self._readers = ThreadPoolExecutor(threads, thread_name_prefix="dali-reader")
         self._last_read = -1
-        self._refused: set[int] = set()  # files that DALI is not asked for again
+        self._refused: set[int] = set()  # files that are not sent to DALI again
         self._graph: Graph | None = None
         self._stream: Generator[Batch, None, None] | None = None
 
     def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
-        """Yield one uint8 batch per slice, in order; a stream of an earlier call ends here.
+        """Yield one uint8 batch per slice, in order; a new call ends an earlier call's stream.
 
         Raises:
-            OneProcessError: If reading hangs, or fails for another reason than a broken file; the message names the
+            OneProcessError: If reading hangs, or fails for a reason other than a broken file; the message names the
                 sample.
         """
         if self._stream is not None:
@@ -383,7 +383,7 @@ class DaliBackend:
         return self._stream
 
     def reading(self) -> str:
-        """Which file was begun last; for people."""
+        """Describe the file that was started last."""
         last = self._last_read
         return f"the last file started is sample {last} ({self._source.path(last)})" if last >= 0 else ""
 
@@ -413,10 +413,10 @@ class DaliBackend:
                 for future in work.reading:
                     future.cancel()
             if running:
-                self._graph = None  # with what it was asked for in vain
+                self._graph = None  # discards its outstanding requests
 
     def _begin(self, piece: SampleSlice) -> _Work:
-        """Have a slice's files read."""
+        """Start reading a slice's files."""
         view, ids = self._view, piece.ids.tolist()
         draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.variation_keys)
         size = view.read_size_at(piece.epoch)
@@ -427,7 +427,7 @@ class DaliBackend:
         return work
 
     def _run(self, work: _Work, running: deque[_Work]) -> None:
-        """Wait for a slice's files, and hand them to DALI."""
+        """Wait for a slice's files and send them to DALI."""
         for future in work.reading:
             try:
                 work.rows += future.result(_LONGEST_WAIT_SECONDS)
@@ -453,7 +453,7 @@ class DaliBackend:
         self._graph.ask(asked)
 
     def _finish(self, work: _Work, running: deque[_Work]) -> None:
-        """Wait for DALI's part of a slice, the oldest that is unfinished."""
+        """Wait for DALI's part of the oldest unfinished slice."""
         while work.images is None and work.asked:
             assert self._graph is not None
             try:
@@ -462,12 +462,12 @@ class DaliBackend:
                 self._recover(running, error)
 
     def _recover(self, running: Iterable[_Work], error: RuntimeError) -> None:
-        """Read those files that DALI cannot decode, and ask it for the others anew.
+        """Read the files that DALI cannot decode, and request the others again.
 
-        DALI gives up its graph, with all that it works on, for one file, and does not say which.
+        A single bad file makes DALI's pipeline fail with all pending batches, without naming the file.
 
         Raises:
-            OneProcessError: If it can decode each of them: then something else is wrong.
+            OneProcessError: If it can decode each of them, so the error has another cause.
         """
         self._graph = None
         unfinished = [work for work in running if work.images is None]
@@ -480,7 +480,7 @@ class DaliBackend:
             self._ask(work)
 
     def _read_refused(self, work: _Work) -> int:
-        """Read those files of a slice that DALI cannot decode; each is tried alone, so that none suffers for others."""
+        """Read a slice's files that DALI cannot decode; each is tested alone, so that intact files are unaffected."""
         graph = self._new_graph(1)
         refused = 0
         for row, asked in enumerate(work.rows):
@@ -519,7 +519,7 @@ class DaliBackend:
         return Asked(content, Box(0, 0, *size), scaled, corner, work.shape, flip)
 
     def _decoded(self, work: _Work, row: int) -> torch.Tensor | BrokenSample:
-        """Read a sample without DALI, as the other back-ends do."""
+        """Read a sample without DALI, as in the other back-ends."""
         view, sample = self._view, int(work.piece.ids[row])
         try:
             picture: Picture | DecodedPicture
@@ -542,18 +542,18 @@ class DaliBackend:
         return shown.flip(-1) if self._flip(work, row) else shown
 
     def _box(self, work: _Work, row: int, size: Shape) -> Box | None:
-        """The part of an image that is shown; None where the whole is, but for its edges."""
+        """Return the region of an image that is shown; None for the whole image up to rounding."""
         augment, draws = self._view.augment, work.draws
         if augment is None or draws is None or draws.attempts is None:
             return None
         return random_resized_box(draws.attempts[row], size, augment.scale, augment.ratio)
 
     def _as_shrunk(self, box: Box, size: Shape, target: int) -> Box:
-        """Where the other back-ends move a box's edges to decode its file smaller, move them too."""
+        """Move a box's edges as the other back-ends do to decode its file at reduced size."""
         if self._view.augment is None or not self._view.augment.shrink_on_load:
             return box
         moved = snapped(box, shrinkage(box, target))
-        # Of a smaller picture, the last row and column may stand for fewer than a whole step.
+        # In a reduced picture, the last row and column may represent less than a full step.
         return Box(
             moved.top, moved.left, min(moved.height, size[0] - moved.top), min(moved.width, size[1] - moved.left)
         )
@@ -562,7 +562,7 @@ class DaliBackend:
         return work.draws is not None and not self._flips_later and bool(work.draws.flip[row])
 
     def _batch(self, work: _Work) -> Batch:
-        """Put together what DALI made, what was read otherwise, and what is broken."""
+        """Combine DALI's images, separately decoded ones, and broken samples."""
         broken = tuple(row for row in work.rows if isinstance(row, BrokenSample))
         whole = np.array([not isinstance(row, BrokenSample) for row in work.rows], dtype=bool)
         ids = work.piece.ids[whole] if broken else work.piece.ids
@@ -592,7 +592,7 @@ class DaliBackend:
         return inputs
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the host where the batch is; from pageable memory, the copy would make the host wait for it."""
+        """Move a host tensor to the batch's device; from pageable memory, the copy would block the host."""
         device = self._device
         on_gpu = self._pin_memory and device.type != "cpu"
         return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=True)

@@ -1,8 +1,8 @@
-"""Back-ends without files: images decoded once and held in memory, and noise.
+"""Back-ends without files: images decoded once and kept in memory, and noise.
 
-Batches from memory are made by one gather, on the device itself. Per batch this costs microseconds, so that a small
-network does not wait for its data. Each process of a run holds its own copy. Noise takes reading and decoding out of a
-run, to measure what the model alone can do.
+Batches from memory are made by one gather on the device, which takes microseconds, so that a small network does not
+wait for its data. Each process of a run holds a separate copy. Noise removes reading and decoding from a run, to
+measure the model alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DRAWN_AT_ONCE = 4096
 
 
 class MemoryBackend:
-    """Serves one split from memory; satisfies :class:`paceline.data.batch.Backend`."""
+    """Serves one split from memory; implements :class:`paceline.data.batch.Backend`."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class MemoryBackend:
 
         Args:
             source: The split's images.
-            view: What the model sees of them.
-            device: Where the images are held and the batches are made, on the stream that is current then.
-            channels_last: Whether that is how the model wants them; it changes no pixel, only how long batches take.
-            pin_memory: Whether batches are moved to page-locked memory, for faster copies to a GPU.
-            progress: Told how many images are loaded.
+            view: Preprocessing.
+            device: Device that holds the images and makes the batches, on the current stream.
+            channels_last: Whether the model uses channels-last; this affects only speed, not pixels.
+            pin_memory: Whether batches are moved to pinned memory, for faster copies to a GPU.
+            progress: Called with the number of loaded images.
 
         Raises:
             RecipeError: If the augmentation needs the images' full resolution.
@@ -75,7 +75,7 @@ class MemoryBackend:
         self._labels = torch.tensor(source.labels, device=self._device)
 
     def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
-        """Yield one uint8 batch per slice; reads slices up to 4096 samples ahead, to draw them at once."""
+        """Yield one uint8 batch per slice; reads slices up to 4096 samples ahead, to compute their draws together."""
         augment = self._view.augment
         moves = augment is not None and (augment.crop != "none" or augment.flip > 0)
         for group in _grouped(slices):
@@ -98,11 +98,11 @@ class MemoryBackend:
         self._store = None
 
     def _indices(self, ids: SampleIds, draws: Draws | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where images begin in the store, and which labels are theirs, on the device; for many batches at once."""
+        """Return the images' starts in the store and their labels, on the device; for many batches at once."""
         starts = self._opened().starts(ids % self._images, draws)
         both = torch.from_numpy(np.stack((starts, ids)))
         if self._device.type == "cuda":
-            # From page-locked memory, or the copy would wait for the device; torch keeps it until it was copied.
+            # From pinned memory, since the copy would otherwise block; torch keeps it until the copy is done.
             both = both.pin_memory().to(self._device, non_blocking=True)
         elif self._device.type != "cpu":
             both = both.to(self._device)
@@ -112,7 +112,7 @@ class MemoryBackend:
         size = self._view.size_at(epoch)
         inputs = shrunk(self._opened().gather(starts), size, self._view.interpolation)
         if self._one_by_one:
-            # Laid out as loader processes have them: what is computed from a picture may depend on how it lies.
+            # In the memory format of loader processes' batches, since results may depend on it.
             inputs = self._variation(inputs.contiguous(), keys, epoch)
         return dense(inputs).pin_memory() if self._pin_memory else inputs
 
@@ -122,7 +122,7 @@ class MemoryBackend:
         return self._store
 
     def _broken_of(self, piece: SampleSlice) -> tuple[NDArray[np.bool_], tuple[BrokenSample, ...]]:
-        """Return which samples of a slice are whole, [N], and the others."""
+        """Return the mask of intact samples of a slice, [N], and the broken ones."""
         if not self._broken:
             return np.ones(len(piece.ids), dtype=bool), ()
         found = [(sample, self._broken.get(sample % self._images)) for sample in piece.ids.tolist()]
@@ -133,8 +133,7 @@ class MemoryBackend:
 def hold_images(
     source: SampleSource, view: View, shape: StoreShape, device: torch.device, progress: Progress | None = None
 ) -> tuple[ImageStore, dict[int, BrokenSample]]:
-    """Decode a whole source into a store, or take its array for one; broken images stay black, and are reported by
-    id."""
+    """Decode a whole source into a store, or wrap its array; broken images stay black and are reported by id."""
     size, count = view.image_size, len(source)
     array = as_array(source) if device.type == "cpu" else None
     if array is not None and (held := ImageStore.over(shape, device, array)) is not None:
@@ -157,7 +156,7 @@ def hold_images(
         store.put(start, torch.from_numpy(images).permute(0, 3, 1, 2))
         return samples.stop
 
-    # Decoding releases the interpreter's lock; torch's threads are this process's share of the cores.
+    # Decoding releases the GIL; torch's thread count is this process's share of the cores.
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for stop in pool.map(load, range(0, count, _LOADED_AT_ONCE)):
             if progress is not None:
@@ -166,7 +165,7 @@ def hold_images(
 
 
 def _grouped(slices: Iterable[SampleSlice]) -> Iterator[list[SampleSlice]]:
-    """Group following slices of one epoch: drawing 4 samples costs as much time as drawing 400."""
+    """Group consecutive slices of one epoch: drawing for 4 samples takes as long as for 400."""
     group: list[SampleSlice] = []
     samples = 0
     for piece in slices:
@@ -183,7 +182,7 @@ _KEY = 0x6E6F6973
 
 
 class SyntheticBackend:
-    """Serves noise in place of one split's images; satisfies :class:`paceline.data.batch.Backend`."""
+    """Serves noise instead of one split's images; implements :class:`paceline.data.batch.Backend`."""
 
     def __init__(self, source: SampleSource, view: View) -> None:
         """Take labels and ids from ``source``, and shapes from ``view``; the augmentation is not applied."""
@@ -192,7 +191,7 @@ class SyntheticBackend:
         self._noise: dict[int, torch.Tensor] = {}
 
     def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
-        """Yield one uint8 batch per slice; batches of the same length share one tensor, to be read only."""
+        """Yield one uint8 batch per slice; batches of equal length share one read-only tensor."""
         for piece in slices:
             count = len(piece.ids)
             if count not in self._noise:

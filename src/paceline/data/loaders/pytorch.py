@@ -1,14 +1,14 @@
-"""The back-end for image files: torch's DataLoader, whose workers decode a whole micro-batch at a time.
+"""The back-end for image files: torch's DataLoader, whose workers decode whole micro-batches.
 
-A worker is sent the slice itself, so that ids, epoch and thereby every random draw arrive with the order: no
-state lives in workers, and their number has no effect. Workers ignore the signals that ask a run to stop,
-which reach its whole process group; they leave when the run closes them, or when its process is gone.
+A worker receives the slice itself, with the ids and the epoch that key every random draw. So workers have no state, and
+their number has no effect on results. They ignore the signals that stop a run, which reach its whole process group;
+they exit when the run closes them or its process is gone.
 
-Workers are forked when the back-end is made. Make it before the process has threads that hold locks (a process
-group's, autograd's, a tracker's): a fork copies a lock as it stands, and not the thread that would open it.
+Workers are forked when the back-end is created. Create it before the process has threads that hold locks (such as those
+of a process group, autograd or a tracker): a fork copies a held lock, but not the thread that would release it.
 
-The first batch is read in parts by all workers before any of them reads another. Otherwise the first comes when one
-worker has read all of it alone, and on few cores not before the others have read theirs as well.
+All workers share the first batch before any of them reads another. Otherwise a single worker would read all of it, and
+on few cores it would arrive only after the other workers' batches.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from paceline.world import STOP_SIGNALS
 
 
 def in_parts(piece: SampleSlice, parts: int) -> list[SampleSlice]:
-    """A slice in as many parts as can have a sample, but no more than ``parts``."""
+    """Split a slice into at most ``parts`` non-empty parts."""
     count = min(parts, len(piece.ids))
     if count < 2:
         return [piece]
@@ -59,7 +59,7 @@ def in_parts(piece: SampleSlice, parts: int) -> list[SampleSlice]:
 
 
 def joined(parts: Sequence[Batch], whole: SampleSlice) -> Batch:
-    """Parts of one slice put together: the same bits as if it had been read whole."""
+    """Join the parts of one slice: bit-identical to reading it whole."""
     if len(parts) == 1:
         return parts[0]
     batch = replace(
@@ -75,19 +75,19 @@ def joined(parts: Sequence[Batch], whole: SampleSlice) -> Batch:
 
 
 _CHECK_SECONDS = 0.5
-_CLOSING_CHECKS = 4  # a worker still reading after this many checks leaves without finishing
-_LONGEST_WAIT_SECONDS = 600  # for one batch; storage that stalls for longer will not come back
+_CLOSING_CHECKS = 4  # a worker that is still reading after this many checks is terminated
+_LONGEST_WAIT_SECONDS = 600  # for one batch; storage that stalls for longer is unlikely to recover
 
-_DEATH = "DataLoader worker"  # how torch begins what it says of one
+_DEATH = "DataLoader worker"  # start of torch's error message about a worker
 
-# sizeof(sun_path) on Linux, less its terminating zero; macOS has a few less.
+# sizeof(sun_path) on Linux, without its terminating null; slightly less on macOS.
 _SOCKET_PATH = 107 if sys.platform == "linux" else 103
 
 
 class PytorchBackend:
-    """Serves one split from files; satisfies :class:`paceline.data.batch.Backend`.
+    """Serves one split from files; implements :class:`paceline.data.batch.Backend`.
 
-    Workers start at once and stay for all calls of :meth:`batches`; one call's batches are served at a time.
+    Workers start immediately and serve all calls of :meth:`batches`, one call at a time.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class PytorchBackend:
         pin_memory: bool = False,
         wait_seconds: int = _LONGEST_WAIT_SECONDS,
     ) -> None:
-        """Read ``source`` in ``workers`` processes, or in this one if 0.
+        """Read ``source`` in ``workers`` processes, or in the main process if 0.
 
         Args:
             source: The split's images.
-            view: What the model sees of them.
+            view: Preprocessing.
             workers: Loader processes.
-            prefetch: Batches each worker keeps ready.
-            pin_memory: Whether batches are moved to page-locked memory, for faster copies to a GPU.
-            wait_seconds: The longest wait for one batch before its workers are given up.
+            prefetch: Batches to prefetch per worker.
+            pin_memory: Whether batches are moved to pinned memory, for faster copies to a GPU.
+            wait_seconds: Maximum wait for one batch before the workers count as hung.
         """
         self._pin_memory = pin_memory
         self._wait_seconds = wait_seconds
@@ -120,14 +120,14 @@ class PytorchBackend:
         _OPEN.add(self)
         if self._loader is not None:
             with _forking():
-                iter(self._loader)  # asks for nothing yet: the order is empty
+                iter(self._loader)  # requests nothing yet: the order is empty
 
     def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
-        """Yield one uint8 batch per slice, in order; a stream of an earlier call ends here.
+        """Yield one uint8 batch per slice, in order; a new call ends an earlier call's stream.
 
         Raises:
-            OneProcessError: If a worker dies, hangs, or fails for another reason than a broken file; the message
-                names the sample.
+            OneProcessError: If a worker dies, hangs, or fails for a reason other than a broken file; the message names
+                the sample.
         """
         if self._stream is not None:
             self._stream.close()
@@ -138,21 +138,21 @@ class PytorchBackend:
         return self._stream
 
     def reading(self) -> str:
-        """Which sample is being read, or was read last, and by whom; for people."""
+        """Describe which sample is being read, or was read last, and by which worker."""
         return self._worker_state.explain_place()
 
     def explain_death(self, reason: str) -> str:
-        """Say of a dead worker of this back-end what it was reading; nothing if none has died."""
+        """Describe what a dead worker of this back-end was reading; nothing if none died."""
         return self._worker_state.explain_death(reason) if self._worker_state.has_dead_workers else ""
 
     def close(self) -> None:
-        """Stop the workers; one that hangs is given two seconds."""
+        """Stop the workers; a hung one gets two seconds."""
         _OPEN.discard(self)
         self._worker_state.closing[0] = 1
         if self._stream is not None and inspect.getgeneratorstate(self._stream) != inspect.GEN_RUNNING:
             self._stream.close()
         self._stream = None
-        self._loader = None  # the last reference: torch asks the workers to leave and waits
+        self._loader = None  # the last reference: torch stops the workers and waits
         self._worker_state.kill_survivors()
 
     def _make_loader(self, workers: int, prefetch: int) -> DataLoader[Batch | ReadFailure]:
@@ -165,9 +165,9 @@ class PytorchBackend:
                 collate_fn=_as_it_is,
                 pin_memory=self._pin_memory,
                 worker_init_fn=self._worker_state.enter,
-                # Spawned workers would import torch again: seconds, and hundreds of MiB each.
+                # Spawned workers would import torch again, taking seconds and hundreds of MiB each.
                 multiprocessing_context="fork" if sys.platform == "linux" else None,
-                # Its own generator, because making an iterator would else advance torch's global one.
+                # A separate generator, because creating an iterator would otherwise advance torch's global one.
                 generator=torch.Generator(),
                 prefetch_factor=prefetch,
                 persistent_workers=True,
@@ -202,17 +202,17 @@ class PytorchBackend:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn what torch says of a worker that died or hangs into a sentence that names the sample."""
+        """Turn torch's error about a dead or hung worker into a sentence that names the sample."""
         state = self._worker_state
         try:
             try:
                 yield
             except (ConnectionError, EOFError, FileNotFoundError) as error:
-                # Batches are fetched from the worker's own socket: one that dies then is missed there first.
+                # Batches come through the worker's socket, so a dying worker is noticed there first.
                 if not state.has_lost_a_worker():
                     raise
                 raise LostWorkerError(state.explain_death(f"{_DEATH} died handing over a batch")) from error
-        except RuntimeError as error:  # also of torch's handler of SIGCHLD, which may raise anywhere inside
+        except RuntimeError as error:  # including torch's SIGCHLD handler's errors, raised anywhere inside
             if str(error).startswith(_DEATH):
                 raise LostWorkerError(state.explain_death(str(error))) from error
             if str(error).startswith("DataLoader timed out"):
@@ -222,7 +222,7 @@ class PytorchBackend:
 
 
 class _Order:
-    """The sampler of the loader: whatever slices are to be read now."""
+    """The loader's sampler: yields the slices to read now."""
 
     slices: Iterable[SampleSlice] = ()
 
@@ -231,19 +231,19 @@ class _Order:
 
 
 class _WorkerState:
-    """Memory shared with the workers: is the back-end closing, and which sample is each worker reading?"""
+    """Shared memory of the workers: whether the back-end is closing, and the sample that each worker is reading."""
 
     def __init__(self, workers: int, source: SampleSource) -> None:
         self._source = source
         self._run_process = os.getpid()
-        # Without workers, no shared memory is needed, which a /dev/shm that cannot be written to does not hold.
+        # Without workers, shared memory is unnecessary and may be unavailable (read-only /dev/shm).
         share: Any = partial(RawArray, "q") if workers else list[int]
-        self.closing = share([0])  # 1: nobody waits for batches any more
+        self.closing = share([0])  # 1: batches are no longer needed
         self._pids = share([0] * max(workers, 1))
         self._reading = share([-1] * max(workers, 1))
         self._worker = 0
         if workers:
-            # Made here, it is shared: whoever of run and workers is left removes it.
+            # Shared when created here: the last of the run and its workers removes it.
             _check_socket_path(multiprocessing.util.get_temp_dir())
 
     def enter(self, worker: int) -> None:
@@ -257,7 +257,7 @@ class _WorkerState:
         threading.Thread(target=self._leave_in_time, daemon=True).start()
 
     def note(self, sample: int) -> None:
-        """Say which sample this worker reads next."""
+        """Record which sample this worker reads next."""
         self._reading[self._worker] = sample
 
     @property
@@ -266,14 +266,14 @@ class _WorkerState:
         return bool(self._dead())
 
     def has_lost_a_worker(self) -> bool:
-        """Whether a worker has died, or does so within a second: its socket may be gone before itself is."""
+        """Whether a worker has died, or dies within a second: its socket may close before the process ends."""
         deadline = time.monotonic() + 1
         while not self.has_dead_workers and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.has_dead_workers
 
     def explain_death(self, reason: str) -> str:
-        """Add to torch's sentence on a dead worker which sample it was reading."""
+        """Add the sample that it was reading to torch's message about a dead worker."""
         samples = [self._reading[k] for k in self._dead() if self._reading[k] >= 0]
         names = " and ".join(f"{sample} ({self._source.path(sample)})" for sample in samples)
         where = f", while it read sample {names}" if names else ""
@@ -286,7 +286,7 @@ class _WorkerState:
         return f"{said}{where}.{why}"
 
     def explain_place(self) -> str:
-        """Report what each worker was last reading, or this process if there are none."""
+        """Report the sample that each worker, or this process without workers, was last reading."""
         last = [f"worker {k} (pid {pid}) {self._last_read(k)}" for k, pid in enumerate(self._pids) if pid]
         if not last and self._reading[0] >= 0:
             return f"the run's own process {self._last_read(0)}"
@@ -303,7 +303,7 @@ class _WorkerState:
         )
 
     def kill_survivors(self) -> None:
-        """End workers that torch could not: they ignore its SIGTERM, and delay the interpreter's end."""
+        """Kill workers that torch could not end: they ignore its SIGTERM and delay the interpreter's exit."""
         pids = [pid for pid in self._pids if pid]
         for child in multiprocessing.active_children():
             if child.pid in pids:
@@ -315,29 +315,29 @@ class _WorkerState:
     def _tell_unless_orphaned(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        """Print an error, unless it is only that the run is gone: then there is nobody who would not know."""
+        """Print an error, unless its cause is that the run is gone, which needs no report."""
         if isinstance(error, ConnectionError | EOFError):
-            time.sleep(_CHECK_SECONDS)  # a dying process closes its sockets before it leaves its children
+            time.sleep(_CHECK_SECONDS)  # a dying process closes its sockets before its children are reparented
         if os.getppid() == self._run_process:
             sys.__excepthook__(kind, error, trace)
 
     def _leave_in_time(self) -> None:
-        """Leave when the run's process is gone, or when the worker hangs although the back-end closes."""
+        """Exit when the run's process is gone, or when the worker hangs while the back-end closes."""
         closing = 0
         while os.getppid() == self._run_process and closing < _CLOSING_CHECKS:
             time.sleep(_CHECK_SECONDS)
             closing += self.closing[0]
         if os.getppid() != self._run_process:
             shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
-        # The other thread may be in the midst of making room for a batch.
+        # The other thread may be allocating a batch.
         forget_shared_memory_of(os.getpid())
         os._exit(0)
 
 
 def _check_socket_path(directory: str) -> None:
-    """Workers hand over batches through a socket in the temporary directory, and its path has a short limit.
+    """Check the length of the workers' socket path in the temporary directory, which is limited.
 
-    Beyond it every batch would be lost without a word, and the run would wait for ever.
+    With a longer path every batch would be lost silently, and the run would wait forever.
     """
     longest = _SOCKET_PATH - len("/listener-12345678")
     if len(os.fsencode(directory)) > longest:
@@ -352,10 +352,10 @@ _OPEN: weakref.WeakSet[PytorchBackend] = weakref.WeakSet()
 
 @contextmanager
 def worker_deaths_told() -> Iterator[None]:
-    """Turn torch's error over a dead worker into a sentence on that worker, whatever the main thread does just then.
+    """Turn torch's error about a dead worker into a sentence on that worker, wherever the main thread is.
 
     Raises:
-        LostWorkerError: In the place of torch's error.
+        LostWorkerError: Instead of torch's error.
     """
     try:
         yield
@@ -368,14 +368,14 @@ def worker_deaths_told() -> Iterator[None]:
 
 @atexit.register
 def _close_all() -> None:
-    # Registered after multiprocessing's own hook, so run before it: that one waits for hung workers for ever.
+    # Registered after multiprocessing's hook, so it runs first: that hook waits forever for hung workers.
     for backend in list(_OPEN):
         backend.close()
 
 
 @contextmanager
 def _forking() -> Iterator[None]:
-    """Start workers so that no signal can hit them before they ignore it."""
+    """Block signals while starting workers, until they ignore them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         with _quiet():
@@ -386,11 +386,11 @@ def _forking() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep back two warnings that nobody can act on."""
+    """Suppress two warnings that users cannot act on."""
     with warnings.catch_warnings():
-        # Python's, of forking beside other threads; a worker takes none of the locks they may hold.
+        # Python's warning about forking with other threads; a worker takes none of the locks that they may hold.
         warnings.simplefilter("ignore", DeprecationWarning)
-        # torch's, of more workers than cores: they are what the recipe asks for.
+        # torch's warning about more workers than cores: the recipe requests them.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         yield
 

@@ -1,7 +1,7 @@
 """A folder of images and label maps: PATH/{train,val}/images/NAME.jpg and PATH/{train,val}/masks/NAME.png.
 
 A mask is a palette or 8-bit grey PNG whose values are class indices; 255 is ignored. All masks are read once when the
-folder is opened; what they hold is cached for as long as no mask changes.
+folder is opened; their values are cached until a mask changes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from paceline.files import LeftOut, files_below, has_ending, is_folder, visible
 from paceline.recipe.data import Data
 
 _SPLITS = ("train", "val", "test")
-_INDICES = ("L", "P", "P;1", "P;2", "P;4")  # Pillow's names of pixels whose values it does not change
+_INDICES = ("L", "P", "P;1", "P;2", "P;4")  # Pillow's pixel modes that keep the stored values
 _READERS = 8
-_SHOWN = 5  # faults in a message
+_SHOWN = 5  # maximum number of faults in a message
 _FORMAT = "a mask must be a palette or 8-bit grey PNG whose values are class indices"
-# What people call the other kinds of pixels that a PNG can have, by Pillow's names.
+# Common names of the other pixel types of a PNG, by Pillow's modes.
 _PIXELS = {
     "1": "black or white",
     "L": "grey of 2 or 4 bits",
@@ -48,12 +48,12 @@ _PIXELS = {
 
 @dataclass(frozen=True)
 class FolderSource:
-    """The images of one split, and the mask of each.
+    """The images of one split with their masks.
 
     Attributes:
         images: Paths of the images.
         masks: Paths of their masks.
-        classes: How many classes there are.
+        classes: Number of classes.
     """
 
     images: tuple[str, ...]
@@ -64,16 +64,16 @@ class FolderSource:
         return len(self.images)
 
     def read(self, sample: int) -> tuple[Image, LabelMap]:
-        """Decode both, the image turned as EXIF says; raises BrokenImageError."""
+        """Decode image and mask, the image rotated by EXIF; raises BrokenImageError."""
         image, labels = decode(self.images[sample], 3), read_mask(self.masks[sample])
-        # The files may have changed since they were checked.
+        # The files may have changed since the check.
         highest = int(labels[labels != IGNORED].max(initial=0))
         if fault := _fault(self.images[sample], image.shape[:2], labels.shape, highest, self.classes):
             raise BrokenImageError(self.masks[sample], fault)
         return image, labels
 
     def path(self, sample: int) -> str:
-        """The image's file."""
+        """Return the image's path."""
         return self.images[sample]
 
     def chosen(self, samples: Sequence[int]) -> FolderSource:
@@ -97,15 +97,15 @@ def read_mask(path: str) -> LabelMap:
                 raise BrokenImageError(path, f"its pixels are {_PIXELS.get(mask.mode, mask.mode)}, but {_FORMAT}")
             return np.asarray(mask)
     except (OSError, SyntaxError, ValueError, IndexError, Pillow.DecompressionBombError) as error:
-        why = "" if isinstance(error, UnidentifiedImageError) else f" ({error})"  # which names an address
+        why = "" if isinstance(error, UnidentifiedImageError) else f" ({error})"  # which contains an address
         raise BrokenImageError(path, f"{_FORMAT}{why}") from error
 
 
 def open_masks(data: Data) -> MaskDataset:
-    """Open the folder of a recipe's `data` section.
+    """Open the folder given in a recipe's `data` section.
 
     Raises:
-        DataError: If it is laid out in another way, or masks do not fit their images or classes; names the files.
+        DataError: If its layout differs, or masks do not match their images or classes; names the files.
     """
     root, left_out = _existing(data), LeftOut()
     folders = [root / name for name in _SPLITS if (root / name / "images").is_dir()][:2]
@@ -174,7 +174,7 @@ def _existing(data: Data) -> Path:
 
 
 def _paired(folder: Path, left_out: LeftOut) -> tuple[list[str], list[str]]:
-    """Images and masks of one split with the same path but for the ending; what has no partner is left out."""
+    """Return the images and masks of one split with the same path up to the extension; others are left out."""
     by_stem: dict[str, dict[str, str]] = {"images": {}, "masks": {}}
     for kind, endings in (("images", EXTENSIONS), ("masks", ("png",))):
         if not (folder / kind).is_dir():
@@ -207,7 +207,7 @@ def _tell_unread(root: Path, folders: Sequence[Path], left_out: LeftOut) -> None
 
 
 def _contents(masks: Sequence[str]) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
-    """Read all masks: which values each holds, bool [N, 256], their sizes, int64 [N, 2], and why some are not masks."""
+    """Read all masks; return their values, bool [N, 256], their sizes, int64 [N, 2], and reasons for invalid ones."""
 
     def look(path: str) -> tuple[list[int], int, int] | str:
         try:
@@ -234,7 +234,7 @@ def _contents(masks: Sequence[str]) -> tuple[np.ndarray, np.ndarray, dict[int, s
 
 
 def _fault(image: str, size: tuple[int, ...] | None, mask: tuple[int, ...], highest: int, classes: int) -> str | None:
-    """Why a mask does not fit its image or the classes; None if it does."""
+    """Explain why a mask does not match its image or the classes; None if it does."""
     if size is None:
         return f"its image {image!r} cannot be read"
     if size != mask:
@@ -247,7 +247,7 @@ def _fault(image: str, size: tuple[int, ...] | None, mask: tuple[int, ...], high
 
 
 def _class_names(root: Path, highest: np.ndarray) -> tuple[str, ...]:
-    """The lines of classes.txt; without it, a number for each class up to the highest one of all masks."""
+    """Return the lines of classes.txt; without it, class numbers up to the highest one in the masks."""
     file = root / "classes.txt"
     if not file.exists():
         return tuple(str(number) for number in range(int(highest.max(initial=0)) + 1))

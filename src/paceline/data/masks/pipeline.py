@@ -1,7 +1,7 @@
-"""Batches of images with a label map each: which class each pixel shows.
+"""Batches of images with label maps, which give the class of each pixel.
 
-A batch's inputs are float [N, 3, S, S], normalised, and its targets uint8 [N, S, S]: class indices, ``IGNORED`` where
-there is nothing to learn. Image and label map get the same crop, flip and size, keyed by (seed, epoch, sample id).
+A batch's inputs are float [N, 3, S, S], normalised, and its targets uint8 [N, S, S]: class indices, ``IGNORED`` for
+pixels without a target. Image and label map get the same crop, flip and size, keyed by (seed, epoch, sample id).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.errors import DataError
 from paceline.recipe.data import Augment
 
 IGNORED = 255
-"""The value of pixels that are neither learned nor scored."""
+"""Value of pixels that are ignored in training and evaluation."""
 
 LabelMap = NDArray[np.uint8]
 """The class of each pixel, [H, W]."""
@@ -40,7 +40,7 @@ class MaskSource(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, sample: int) -> tuple[Image, LabelMap]:
-        """The image, uint8 [H, W, 3], and its label map.
+        """Return the image, uint8 [H, W, 3], and its label map.
 
         Raises:
             BrokenImageError: If one of them cannot be read, or they differ in size.
@@ -48,7 +48,7 @@ class MaskSource(Protocol):
         ...
 
     def path(self, sample: int) -> str:
-        """The name under which the sample is reported to the user."""
+        """Return the name under which the sample is reported."""
         ...
 
 
@@ -57,14 +57,14 @@ class MaskDataset:
     """Two splits of images with label maps.
 
     Attributes:
-        name: The data set's.
+        name: Name of the data set.
         train: Training images.
         validation: Held-out images.
-        classes: The classes' names, by index.
-        digest: Identifies the data. files: Paths of all files; empty if the images are drawn.
-        split: Where the held-out images come from, for people.
+        classes: Class names, by index.
+        digest: Identifies the data. files: Paths of all files; empty for synthetic images.
+        split: Origin of the held-out images, for people.
         is_split_off: Whether they were split off the training images.
-        left_out: Data that is not used, one sentence per kind.
+        left_out: Unused data, one sentence per kind.
     """
 
     name: str
@@ -80,7 +80,7 @@ class MaskDataset:
 
 @dataclass(frozen=True)
 class _FromObjects:
-    """Pictures whose objects have masks, as label maps: background 0; where two classes overlap, ``IGNORED``."""
+    """Label maps from pictures with object masks: background is 0, overlaps of two classes are ``IGNORED``."""
 
     source: BoxSource
 
@@ -102,7 +102,7 @@ class _FromObjects:
 
 
 def from_objects(boxes: BoxDataset) -> MaskDataset:
-    """Return a detection data set as one of label maps; class 0 is the background.
+    """Convert a detection data set to one of label maps; class 0 is the background.
 
     Raises:
         DataError: If it has more classes than a label map has values.
@@ -121,13 +121,13 @@ def from_objects(boxes: BoxDataset) -> MaskDataset:
 
 
 def fitted(image: Tensor, size: int, fill: Sequence[int], interpolation: str) -> Tensor:
-    """Resize until the longer side is ``size`` and pad at the right and below; [C, size, size].
+    """Resize until the longer side is ``size``, and pad at the right and bottom; [C, size, size].
 
     Args:
         image: uint8 [C, H, W].
         size: Height and width of the result.
-        fill: What each channel is padded with.
-        interpolation: ``bilinear`` or ``bicubic``; ``nearest-exact`` for label maps, whose values are no amounts.
+        fill: Padding value of each channel.
+        interpolation: ``bilinear`` or ``bicubic``; ``nearest-exact`` for label maps, whose values are categories.
     """
     height, width = fitted_size(image.shape[1], image.shape[2], size)
     padded = torch.tensor(fill, dtype=torch.uint8)[:, None, None].repeat(1, size, size)
@@ -140,26 +140,26 @@ def _resized(image: Tensor, size: tuple[int, int], mode: str) -> Tensor:
 
 
 def fitted_size(height: int, width: int, size: int) -> tuple[int, int]:
-    """Height and width of an image whose longer side becomes ``size``."""
+    """Return the height and width of an image whose longer side becomes ``size``."""
     longer = max(height, width)
     return max(1, round(height * size / longer)), max(1, round(width * size / longer))
 
 
 def fill_of(mean: Sequence[float]) -> list[int]:
-    """What images are padded with, which the network sees as almost zero."""
+    """Return the padding values, which are almost zero after normalisation."""
     return [round(255 * each) for each in mean]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskView:
-    """Shows an image and its label map at one size: in training as drawn, in evaluation whole.
+    """Resizes an image and its label map: augmented in training, whole in evaluation.
 
     Attributes:
-        size: Height and width that the network sees.
-        augment: The recipe's section, for training; None shows the whole image.
-        seed: Keys the draws.
-        mean: Of each channel, in [0, 1]: what images are padded with.
-        interpolation: How images are resized.
+        size: Height and width of the network's input.
+        augment: The recipe's section, for training; None for the whole image.
+        seed: Keys the random draws.
+        mean: Mean of each channel, in [0, 1], used as padding.
+        interpolation: Resizing filter of images.
     """
 
     size: int
@@ -169,7 +169,7 @@ class MaskView:
     interpolation: str
 
     def draws(self, part: SampleSlice) -> Draws | None:
-        """What is drawn for the samples of a slice."""
+        """Return the random draws for the samples of a slice."""
         return None if self.augment is None else draw(self.augment, self.seed, part.epoch, part.variation_keys)
 
     def __call__(self, image: Image, labels: LabelMap, drawn: Draws | None) -> tuple[Tensor, Tensor]:
@@ -193,11 +193,11 @@ class MaskPipeline(SimplePipeline):
 
     Args:
         dataset: The images.
-        views: How they are shown in training (True) and in evaluation (False).
-        normalize: Makes of uint8 images what the network sees.
-        placement: Where batches end up.
-        threads: Threads that read; 0 reads on request.
-        prefetch: Micro-batches that are read ahead for each thread.
+        views: Preprocessing in training (True) and in evaluation (False).
+        normalize: Converts uint8 images to the network's input.
+        placement: Target device and layout of batches.
+        threads: Reading threads; 0 reads on request.
+        prefetch: Micro-batches to read ahead per thread.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class MaskPipeline(SimplePipeline):
         )
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
-        """The sample's file, or its set and number."""
+        """Return the sample's file, or its set and number."""
         return self._sources[training].path(sample_id)
 
     def _shown(self, part: SampleSlice, training: bool) -> Batch:

@@ -26,23 +26,23 @@ from paceline.files import is_ignored, refuse_odd_kinds
 from paceline.recipe.data import Data
 
 _COMPRESSED = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst"})
-_ARCHIVES = {"cifar-100-": "cifar100", "cifar-10-": "cifar10"}  # by what their names begin with
+_ARCHIVES = {"cifar-100-": "cifar100", "cifar-10-": "cifar10"}  # by prefix of their names
 
-_TOLD = {"train": "training", "validation": "held-out"}  # splits as messages call them
+_TOLD = {"train": "training", "validation": "held-out"}  # display names of splits
 _LOOKED_AT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedOrigin:
-    """A source, opened.
+    """An opened source.
 
     Attributes:
-        origin: What the packed dataset says of it.
-        root: Names of image files are relative to this folder: wherever the source is copied to, they lead somewhere.
+        origin: Its description in the packed dataset.
+        root: Image file names are relative to this folder, so that they stay valid in a copy of the source.
         classes: Class names.
-        channels: What its images would be decoded to for training, 1 or 3.
-        splits: ``train``, and ``validation`` if it has such images of its own.
-        left_out: Data that is not used, one sentence per kind.
+        channels: Channels to which its images would be decoded for training, 1 or 3.
+        splits: ``train``, and ``validation`` if the source has this split.
+        left_out: Unused data, one sentence per kind.
     """
 
     origin: Origin
@@ -54,7 +54,7 @@ class OpenedOrigin:
 
     @property
     def has_files(self) -> bool:
-        """Whether its images are encoded."""
+        """Whether its images are encoded files."""
         return encoded_source(self.splits["train"]) is not None
 
     @property
@@ -64,7 +64,7 @@ class OpenedOrigin:
 
     @property
     def readers(self) -> int:
-        """How many threads may read it at once: row groups that they read must fit together in what is kept of them."""
+        """Maximum number of reading threads: the row groups that they read must fit into the cache together."""
         bases = list(self.splits.values())
         while any(isinstance(each, SubsetSource) for each in bases):
             bases = [each.base if isinstance(each, SubsetSource) else each for each in bases]
@@ -73,7 +73,7 @@ class OpenedOrigin:
         return max(1, LARGEST_KEPT // max(groups, default=1))
 
     def name(self, source: SampleSource, sample: int) -> str:
-        """Name of an image in the packed dataset: as in the file that it lies in, or its path within the source."""
+        """Return an image's name in the packed dataset: as in its container file, or its path within the source."""
         if isinstance(source, SubsetSource):
             return self.name(source.base, int(source.ids[sample]))
         if isinstance(source, FileSource):
@@ -88,12 +88,12 @@ def open_origin(path: str, kind: str | None = None, part: Data | None = None) ->
 
     Args:
         path: A file, a folder, or a pattern of tars.
-        kind: What it is, by the name of the data set that opens it; None to look.
-        part: Which columns hold what, which classes and how many images to take; None for all.
+        kind: Kind of source, by the name of the data set that opens it; None to detect it.
+        part: Columns, classes and number of images to use; None for all.
 
     Raises:
-        DataError: If there is none, or it is not what it should be.
-        RecipeError: If what is wanted of it leaves nothing, or a class empty.
+        DataError: If it does not exist, or is of another kind.
+        RecipeError: If the selection is empty, or leaves a class empty.
     """
     kind, part, root = kind or detect(path), part or Data(), Path(path).expanduser()
     entry = find_dataset(kind)
@@ -114,7 +114,7 @@ def open_origin(path: str, kind: str | None = None, part: Data | None = None) ->
         mean=None if known is None else known.mean,
         std=None if known is None else known.std,
     )
-    if kind == "packed":  # a dataset that is packed anew keeps what was packed first
+    if kind == "packed":  # when a packed dataset is packed again, the original origin is kept
         origin = replace(read_manifest(root).origin, digest=stored.digest)
     classes = tuple(map(utf8, stored.classes))
     if part.only_classes is not None:
@@ -138,10 +138,10 @@ def open_origin(path: str, kind: str | None = None, part: Data | None = None) ->
 
 
 def detect(path: str) -> str:
-    """Say what kind of source lies there, by the name of the data set that opens it.
+    """Detect the kind of a source, by the name of the data set that opens it.
 
     Raises:
-        DataError: If nothing does, a file that is none, or folders that may not be read.
+        DataError: If the path does not exist, is of an unknown kind, or has unreadable folders.
     """
     root = Path(path).expanduser()
     try:
@@ -196,7 +196,7 @@ def _kind_of_file(path: Path) -> str:
 
 
 def _kind_of_tables(path: Path) -> str | None:
-    """Hugging Face's, if they say what is an image and what a label; otherwise tables of anyone's; None if neither."""
+    """Return Hugging Face's kind if the metadata name image and label, otherwise a generic table; None if neither."""
     found = find_files(path)
     if found is None:
         return None
@@ -205,7 +205,7 @@ def _kind_of_tables(path: Path) -> str | None:
 
 
 def _suffixes(root: Path) -> set[str]:
-    """Endings of the files in a folder, and of the first few in each folder in it: a million need not be listed."""
+    """Return the extensions of files in a folder, and of the first few in each subfolder, without listing millions."""
     found = set()
     for entry in root.iterdir():
         if is_ignored(entry.name):

@@ -1,9 +1,8 @@
 """Pack a source into a packed dataset, resume packing after any interruption, and verify the result.
 
-The shards are cut before the first is made, from the source and what was asked alone. Each is made by itself and gets
-its name when it is whole, so that interrupted packing resumes with those that are missing. The bytes are the same,
-however often it was interrupted and however many processes made them. One index of all shards and ``packed.json``
-complete the dataset.
+The shards are planned in advance, from the source and the request alone. Each is written independently and gets its
+name when complete, so that interrupted packing resumes with the missing ones. The bytes do not depend on interruptions
+or the number of processes. One index of all shards and ``packed.json`` complete the dataset.
 """
 
 from __future__ import annotations
@@ -71,10 +70,10 @@ _NUMBERS: dict[str, ColumnType] = {
 
 
 def _assemble(root: Path, opened: OpenedOrigin, form: Form, shards: Sequence[Shard], *, skip_broken: bool) -> Manifest:
-    """Write the index and ``packed.json``; from then on it is a packed dataset.
+    """Write the index and ``packed.json``, which completes the packed dataset.
 
     Raises:
-        DataError: If images cannot be read that are not to be left out, or not a single one was.
+        DataError: If images are unreadable and may not be skipped, or all of them are.
     """
     tables, facts = zip(*(read_part(root, shard) for shard in shards), strict=True)
     broken = tuple(LeftOut(**each) for known in facts for each in known["left_out"])
@@ -117,7 +116,7 @@ def _assemble(root: Path, opened: OpenedOrigin, form: Form, shards: Sequence[Sha
 def _content_digest(
     rows: Mapping[str, np.ndarray[Any, Any]], classes: Sequence[str], form: Form, samples: Mapping[Split, int]
 ) -> str:
-    """SHA-256 over what a run can see of the images: not over where they lie."""
+    """SHA-256 over all that a run can see of the images, which excludes their positions."""
     head = json.dumps([list(classes), asdict(form), dict(samples)], sort_keys=True)
     digest = hashlib.sha256(head.encode())
     for column in ("label", "height", "width", "name_ends", "name", "sha256"):
@@ -135,7 +134,7 @@ def _index_arrays(path: Path, columns: Mapping[str, Column]) -> dict[str, np.nda
 
 
 def _write_index(root: Path, tables: Sequence[Any], shards: Sequence[Shard]) -> tuple[FileFacts, dict[str, Column]]:
-    """Write the index of all shards; return what its file is, and where each column lies in it."""
+    """Write the index of all shards; return its file facts and the position of each column."""
     pa = require_pyarrow()
     counts = [table.num_rows for table in tables]
     numbers = pa.array(np.repeat(np.arange(len(shards), dtype=np.int32), counts))
@@ -144,7 +143,7 @@ def _write_index(root: Path, tables: Sequence[Any], shards: Sequence[Shard]) -> 
     table = table.append_column("shard", numbers).append_column("split", splits).combine_chunks()
     with whole_file(root / INDEX) as file:
         with pa.ipc.new_file(file, table.schema) as writer:
-            # One record batch, so that each column lies in one piece.
+            # One record batch, so that each column is contiguous.
             writer.write_table(table, max_chunksize=max(1, table.num_rows))
         file.flush()
         facts = FileFacts(name=INDEX, size=file.tell(), sha256=file_digest(Path(file.name)))
@@ -153,7 +152,7 @@ def _write_index(root: Path, tables: Sequence[Any], shards: Sequence[Shard]) -> 
 
 
 def _places(whole: Any) -> dict[str, Column]:
-    """Where each column lies in the index, an Arrow buffer."""
+    """Return the position of each column in the index, an Arrow buffer."""
     pa = require_pyarrow()
     batch = pa.ipc.open_file(pa.BufferReader(whole)).get_batch(0)
     rows = batch.num_rows
@@ -177,13 +176,13 @@ def verify(root: Path, workers: int, progress: Progress) -> list[str]:
 
     Args:
         root: The directory of the packed dataset.
-        workers: Files read at once.
-        progress: Told how many bytes were read, and how many there are.
+        workers: Number of files to read concurrently.
+        progress: Called with (bytes read, total bytes).
 
     Raises:
-        DataError: If it cannot even be opened.
+        DataError: If it cannot be opened.
     """
-    packed = open_packed(root, check_index=False)  # a damaged one is named below
+    packed = open_packed(root, check_index=False)  # damaged files are reported below
     manifest, done = packed.manifest, 0
     damaged = []
     with ThreadPoolExecutor(workers) as pool:
@@ -194,7 +193,7 @@ def verify(root: Path, workers: int, progress: Progress) -> list[str]:
             if actual != facts.sha256:
                 damaged.append(number - 1)  # of the shards; the index comes first
     if -1 in damaged:
-        # Without it nobody knows where an image lies.
+        # Without it the images cannot be located.
         return [f"{root / manifest.files[number + 1].name} is damaged" for number in damaged]
     rows = _index_arrays(root / INDEX, manifest.columns)
     found = [_damage(packed, number) for number in damaged]
@@ -204,7 +203,7 @@ def verify(root: Path, workers: int, progress: Progress) -> list[str]:
 
 
 def _damage(packed: PackedDataset, shard: int) -> str:
-    """Say which images of a shard are not what they were."""
+    """Return which images of a shard are damaged."""
     index = packed.index
     rows = np.flatnonzero(index.places.file == shard).tolist()
     broken = [row for row in rows if hashlib.sha256(packed.content[row]).digest() != index.sha256[row].tobytes()]
@@ -218,11 +217,11 @@ def _damage(packed: PackedDataset, shard: int) -> str:
 
 _QUALITY = 90
 _SMALLEST_SHARD, _LARGEST_SHARD = 2**24, 2**30
-# As many shards as keep many processes busy to the end, but no thousands of files.
+# Enough shards to keep many processes busy to the end, but not thousands of files.
 _SHARDS = 64
 _PLAN = "plan.json"
 _LOCK = "lock"
-_TRIED, _WEIGHED = 8, 1024  # images whose length is found out by making them, and by looking
+_TRIED, _WEIGHED = 8, 1024  # images that are converted to estimate the size, and images that are only measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,15 +231,15 @@ class Request:
     Attributes:
         source: A file, a folder, or a pattern of tars.
         destination: The directory of the packed dataset.
-        kind: What the source is; None to look.
-        mode: How images are stored; None for ``original``, and ``raw`` where the source holds pixels.
-        max_side: Longest side in pixels, of ``jpeg`` and ``raw``.
-        quality: Of ``jpeg``.
-        size: Side of the squares that ``raw`` images are cropped to.
+        kind: Kind of source; None to detect it.
+        mode: Storage mode; None for ``original``, or ``raw`` if the source contains pixels.
+        max_side: Longest side in pixels, for ``jpeg`` and ``raw``.
+        quality: JPEG quality, for ``jpeg``.
+        size: Side of the square crop of ``raw`` images.
         shard_bytes: Approximate size of a shard; None for automatic.
-        workers: Threads that make shards.
-        skip_broken: Whether images that cannot be read are left out.
-        part: What of the source, and which columns of a table hold it, as a recipe says it; None for all.
+        workers: Threads that write shards.
+        skip_broken: Whether to skip unreadable images.
+        part: Selection from the source and its table columns, as in a recipe; None for all.
     """
 
     source: str
@@ -261,14 +260,14 @@ def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> tu
 
     Args:
         request: What to pack, and how.
-        progress: Told how many images are done, and how many there are.
-        say: Told what was found, in a sentence.
+        progress: Called with (images done, total images).
+        say: Receives findings, one sentence each.
 
     Returns:
-        What is in the dataset, and how many images were packed already when the command began.
+        The manifest, and the number of images that were already packed at the start.
 
     Raises:
-        DataError: If the source cannot be packed like this, or the destination holds something else.
+        DataError: If the source does not support the request, or the destination contains something else.
         PackingError: If the disk fails; the same command resumes.
     """
     require_pyarrow()
@@ -303,10 +302,10 @@ def pack(request: Request, progress: Progress, say: Callable[[str], None]) -> tu
 
 
 def _choose_form(request: Request, opened: OpenedOrigin) -> Form:
-    """Say how the images are stored.
+    """Determine the storage format of the images.
 
     Raises:
-        DataError: If an option has no effect, or the source cannot be stored like this.
+        DataError: If an option has no effect, or the source does not support the format.
     """
     mode = request.mode or ("original" if opened.has_files else "raw")
     if mode == "original" and not opened.has_files:
@@ -334,7 +333,7 @@ def _choose_form(request: Request, opened: OpenedOrigin) -> Form:
 
 
 def _cut(opened: OpenedOrigin, form: Form, shard_bytes: int | None) -> list[Shard]:
-    """Divide a source into shards, by number of images: a function of the source, the form and the size alone."""
+    """Divide a source into shards by number of images: depends on the source, the form and the size alone."""
     each = _stored_bytes(opened, form)
     if shard_bytes is None:
         shard_bytes = int(min(max(each * opened.total / _SHARDS, _SMALLEST_SHARD), _LARGEST_SHARD))
@@ -348,7 +347,7 @@ def _cut(opened: OpenedOrigin, form: Form, shard_bytes: int | None) -> list[Shar
 
 
 def _stored_bytes(opened: OpenedOrigin, form: Form) -> float:
-    """About how many bytes an image takes, from some of them spread evenly."""
+    """Estimate the bytes per image from evenly spread images."""
     if form.size is not None:
         return form.size**2 * form.channels
     source = opened.splits["train"]
@@ -379,7 +378,7 @@ def _described(request: Request, opened: OpenedOrigin, form: Form) -> str:
 
 
 def _finished(root: Path, opened: OpenedOrigin, form: Form) -> Manifest | None:
-    """What the destination holds, if that is what was asked for."""
+    """Return the destination's manifest, if it matches the request."""
     if not (root / MANIFEST).is_file():
         return None
     manifest = open_packed(root).manifest
@@ -388,13 +387,13 @@ def _finished(root: Path, opened: OpenedOrigin, form: Form) -> Manifest | None:
             f"{str(root)!r} holds another packed dataset (mode {manifest.form.mode}, from a source of kind "
             f"{manifest.origin.kind}), or the source has changed since: choose another DEST, or remove it."
         )
-    shutil.rmtree(root / UNFINISHED, ignore_errors=True)  # what was needed on the way is only space by now
+    shutil.rmtree(root / UNFINISHED, ignore_errors=True)  # temporary files only take space now
     return manifest
 
 
 @contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """Keep two commands from packing into one directory; released by the system even after SIGKILL."""
+    """Prevent two commands from packing into one directory; the lock is released even after SIGKILL."""
     descriptor = os.open(root / UNFINISHED / _LOCK, os.O_CREAT | os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -404,7 +403,7 @@ def _locked(root: Path) -> Iterator[None]:
             f"another process is packing into {str(root)!r}: wait for it, or choose another DEST."
         ) from None
     except OSError:
-        pass  # a file system without locks: the check is a courtesy
+        pass  # a file system without locks: the check is best effort
     try:
         yield
     finally:
@@ -412,7 +411,7 @@ def _locked(root: Path) -> Iterator[None]:
 
 
 def _keep_plan(root: Path, opened: OpenedOrigin, form: Form, shards: list[Shard]) -> None:
-    """Write down what is being made here, or see that it is what was being made."""
+    """Record what is being packed here, or check that it matches."""
     plan: dict[str, Any] = {
         "the source": asdict(opened.origin),
         "its classes": list(opened.classes),
@@ -439,7 +438,7 @@ def _keep_plan(root: Path, opened: OpenedOrigin, form: Form, shards: list[Shard]
 
 
 def _check_room(root: Path, opened: OpenedOrigin, form: Form, missing: list[Shard]) -> None:
-    """Refuse what cannot fit, before hours are spent on it; what JPEGs will take is not known."""
+    """Check the disk space before hours of work; the size of JPEGs is unknown."""
     if form.mode == "jpeg":
         return
     wanted = math.floor(_stored_bytes(opened, form) * sum(shard.end - shard.begin for shard in missing))

@@ -1,8 +1,8 @@
-"""Make one shard: images of one split, one after the other, into one Arrow file and a part of the index.
+"""Write one shard: consecutive images of one split, in one Arrow file with a part of the index.
 
-Images are stored as the files they are, as JPEG, or as pixels. A shard is a function of the source and the form alone,
-so that it can be made at any time, twice if need be, with the same bytes. Its part of the index is written first and
-the shard gets its name last: a shard that is there is whole.
+Images are stored as original files, as JPEG, or as pixels. A shard depends on the source and the form alone, so it can
+be rewritten at any time with identical bytes. Its part of the index is written first and the shard gets its name last:
+a shard that exists is complete.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from paceline.records.run_directory import sync_directory
 
 
 def stored(source: SampleSource, sample: int, form: Form) -> tuple[Content, int, int]:
-    """Bring one image into a form: its bytes, and height and width of the pixels that they stand for.
+    """Convert one image to a storage form; return its bytes and the height and width of its pixels.
 
-    It has been decoded once when this returns.
+    The image is decoded once, as a check.
 
     Raises:
         BrokenImageError: If it cannot be read.
@@ -49,7 +49,7 @@ def stored(source: SampleSource, sample: int, form: Form) -> tuple[Content, int,
         content = files.encoded(sample)
         channels = form.channels if form.mode == "raw" else 3
         if form.mode == "jpeg" and (head := image_header(io.BytesIO(content))) is not None and head[1]:
-            channels = 1  # a grey picture stays grey: its file is smaller, and it says so when it is opened
+            channels = 1  # keep grey pictures grey: the file is smaller, and readers detect it
         try:
             pixels = decode(bytes(content), channels)
         except BrokenImageError as error:
@@ -62,13 +62,13 @@ def stored(source: SampleSource, sample: int, form: Form) -> tuple[Content, int,
         return np.ascontiguousarray(pixels).tobytes(), height, width
     assert form.quality is not None
     out = io.BytesIO()
-    # Colour at half the resolution, as cameras do and ImageNet's files are: a third less to decode.
+    # 4:2:0 chroma subsampling, as in cameras and ImageNet's files: a third less decoding time.
     _picture(pixels).save(out, "JPEG", quality=form.quality, subsampling="4:2:0")
     return out.getvalue(), height, width
 
 
 def _fitted(pixels: Image, form: Form) -> Image:
-    """Make an image smaller, or a square, as far as the form asks for it."""
+    """Downscale or crop an image to a square, as the form requires."""
     height, width = pixels.shape[:2]
     if form.size is not None and (height, width) != (form.size, form.size):
         picture = ImageOps.fit(_picture(pixels), (form.size, form.size), Pillow.Resampling.LANCZOS)
@@ -86,32 +86,32 @@ def _picture(pixels: Image) -> Pillow.Image:
     return Pillow.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
 
 
-# What is held in memory before it is written: a record batch.
+# Buffered in memory before writing: a record batch.
 _BATCH_BYTES = 16 * 2**20
 _BATCH_ROWS = 16384
 _CHECK_SECONDS = 0.2
 
 Progress = Callable[[int, int], None]
-"""Called now and then with (images done, images in all)."""
+"""Called periodically with (images done, total images)."""
 
 
 class PackingError(PacelineError):
-    """The disk failed; finished parts are kept, and the same command resumes."""
+    """The disk failed; finished shards are kept, and the same command resumes."""
 
     exit_code = 1
 
 
 class _Stopped(Exception):  # noqa: N818 (no error: nobody waits for the shard any more)
-    """Ends a thread in the middle of its shard."""
+    """Stops a thread in the middle of its shard."""
 
 
 def _part_path(root: Path, shard: Shard) -> Path:
-    """Where the shard's part of the index lies until all are put together."""
+    """Return the path of a shard's part of the index until all parts are merged."""
     return root / UNFINISHED / shard.file
 
 
 def is_made(root: Path, shard: Shard) -> bool:
-    """Whether a shard and its part of the index are there."""
+    """Whether a shard and its part of the index exist."""
     path = root / shard.file
     if not path.is_file() or not _part_path(root, shard).is_file():
         return False
@@ -119,7 +119,7 @@ def is_made(root: Path, shard: Shard) -> bool:
 
 
 def read_part(root: Path, shard: Shard) -> tuple[Any, dict[str, Any]]:
-    """Return a shard's part of the index as an Arrow table, and what is known of the shard."""
+    """Return a shard's part of the index as an Arrow table, and facts about the shard."""
     with open(_part_path(root, shard), "rb") as file:
         table = require_pyarrow().ipc.open_file(file).read_all()
     facts: dict[str, Any] = load_json(table.schema.metadata[b"paceline"])
@@ -129,18 +129,18 @@ def read_part(root: Path, shard: Shard) -> tuple[Any, dict[str, Any]]:
 def make_shards(
     root: Path, opened: OpenedOrigin, form: Form, shards: Sequence[Shard], workers: int, progress: Progress
 ) -> None:
-    """Make shards that are missing.
+    """Write missing shards.
 
     Args:
         root: The directory of the packed dataset.
         opened: The source.
-        form: How images are to be stored.
-        shards: Those to make.
-        workers: Threads.
-        progress: Told how many images are done, and how many there are.
+        form: Storage format of images.
+        shards: Shards to write.
+        workers: Number of threads.
+        progress: Called with (images done, total images).
 
     Raises:
-        PackingError: If the disk refuses.
+        PackingError: If the disk fails.
     """
     total, done, closing = sum(shard.end - shard.begin for shard in shards), dict.fromkeys(shards, 0), Event()
 
@@ -162,13 +162,13 @@ def make_shards(
                 for future in finished:
                     future.result()
         except BaseException:
-            closing.set()  # whoever is in the middle of a shard need not finish it
+            closing.set()  # other threads need not finish their shards
             pool.shutdown(cancel_futures=True)
             raise
 
 
 def _make_shard(root: Path, opened: OpenedOrigin, form: Form, shard: Shard, note: Callable[[int], None]) -> None:
-    """Write a shard and its part of the index; ``note`` is told after each image how many are done."""
+    """Write a shard and its part of the index; ``note`` is called with the count after each image."""
     pa = require_pyarrow()
     with reporting_disk_errors(root / shard.file), whole_file(root / shard.file) as file:
         schema, written = _shard_schema(opened, form), Path(file.name)
@@ -197,7 +197,7 @@ def _write(
     """Write the images of a shard in record batches.
 
     Returns:
-        Columns of the index, how many images each record batch has, and those that cannot be read.
+        Index columns, the number of images per record batch, and unreadable images.
     """
     pa, source = require_pyarrow(), opened.splits[shard.split]
     rows: dict[str, list[Any]] = {each: [] for each in ("label", "name", "height", "width", "length", "sha256")}
@@ -216,7 +216,7 @@ def _write(
 
     size = 0
     for done, sample in enumerate(range(shard.begin, shard.end), start=1):
-        # Names are text; bytes of a file's name that are none are written out.
+        # Names are text; invalid bytes in file names are escaped.
         name = opened.name(source, sample).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         try:
             content, height, width = stored(source, sample, form)
@@ -239,7 +239,7 @@ def _write(
 
 
 def _shard_schema(opened: OpenedOrigin, form: Form) -> Any:
-    """The Arrow schema of a shard; where it holds image files, Hugging Face's library reads it as it is."""
+    """Return the Arrow schema of a shard; Hugging Face's library can read shards of image files directly."""
     pa = require_pyarrow()
     fields = [("label", pa.int64()), ("height", pa.int32()), ("width", pa.int32())]
     metadata = {"paceline": json.dumps({"form": asdict(form), "classes": opened.classes})}
@@ -257,7 +257,7 @@ def _shard_schema(opened: OpenedOrigin, form: Form) -> Any:
 
 
 def _offsets(path: Path, lengths: Ids, counts: Sequence[int], form: Form) -> Ids:
-    """Where in the file each image begins, int64 [N]: asked of Arrow, which alone knows how it lays out its files."""
+    """Return the offset of each image in the file, int64 [N], from Arrow, which defines the file layout."""
     pa = require_pyarrow()
     with pa.memory_map(str(path)) as file:
         whole = file.read_buffer()
@@ -275,7 +275,7 @@ def _offsets(path: Path, lengths: Ids, counts: Sequence[int], form: Form) -> Ids
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file that gets its name when the block ends: then it is whole and on the disk. Raises OSError."""
+    """Open a new file that gets its name at the end of the block, when it is complete and on disk. Raises OSError."""
     with open(path.with_name(f".{path.name}.partial"), "wb", buffering=2**20) as file:
         yield file
         file.flush()
@@ -285,7 +285,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, read from the disk as far as the system can be asked not to remember it."""
+    """SHA-256 of a file, read from the disk while bypassing the page cache if possible."""
     with open(path, "rb") as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -294,7 +294,7 @@ def file_digest(path: Path) -> str:
 
 @contextmanager
 def reporting_disk_errors(path: Path) -> Iterator[None]:
-    """Turn a disk error into a sentence.
+    """Turn a disk error into a one-sentence error.
 
     Raises:
         PackingError: With the original error as its cause.

@@ -1,8 +1,8 @@
 """Documents as tokens: one array in memory or in a file, and the end of each document in it.
 
-A packed folder holds ``tokens.json`` and three files for each split: ``SPLIT.bin``, the tokens of all documents one
-after the other, two bytes each or four, little-endian; ``SPLIT.lengths.npy``, tokens of each document; and
-``SPLIT.names.txt``, a name in each line. The folder appears complete, or not at all. Its files are mapped, not read.
+A packed folder holds ``tokens.json`` and three files for each split: ``SPLIT.bin``, the concatenated tokens of all
+documents, two or four bytes each, little-endian; ``SPLIT.lengths.npy``, tokens of each document; and
+``SPLIT.names.txt``, a name in each line. The folder appears atomically. Its files are memory-mapped.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Documents = list[tuple[str, str]]
 
 
 class StoredCorpus:
-    """The documents of one split: tokens, each document's with its end, in an array that may be a mapped file.
+    """The documents of one split: concatenated tokens with end tokens, in an array that may be a mapped file.
 
     Args:
         tokens: Ids, unsigned integers [tokens].
         lengths: Tokens of each document, int64 [documents].
-        names: A name for each.
+        names: Name of each document.
     """
 
     def __init__(self, tokens: NDArray[Any], lengths: NDArray[np.int64], names: Sequence[str]) -> None:
@@ -44,12 +44,12 @@ class StoredCorpus:
         self._begins = np.concatenate([[0], np.cumsum(lengths)])
 
     def read(self, document: int, begin: int, end: int) -> TokenIds:
-        """Some of a document's tokens, as a copy."""
+        """Return a copy of some of a document's tokens."""
         first = self._begins[document]
         return self.tokens[first + begin : first + end].astype(np.int64)
 
     def name(self, document: int) -> str:
-        """Its name."""
+        """Return its name."""
         return self.names[document]
 
 
@@ -58,13 +58,13 @@ class TextDataset:
     """Text in two splits, as tokens.
 
     Attributes:
-        name: What the recipe calls it.
-        train: Documents to learn from.
+        name: Name in the recipe.
+        train: Training documents.
         validation: Held-out documents.
-        tokenizer: What made tokens of them.
-        digest: Says whether two runs saw the same data.
-        reason: Where the held-out documents come from, where ``validation_fraction`` has no say in it.
-        left_out: Data that is not used, one sentence per kind.
+        tokenizer: The tokenizer used.
+        digest: Identifies the data.
+        reason: Origin of the held-out documents, if ``validation_fraction`` has no effect.
+        left_out: Unused data, one sentence per kind.
     """
 
     name: str
@@ -77,9 +77,9 @@ class TextDataset:
 
 
 def encoded(documents: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> StoredCorpus:
-    """Named texts as tokens in memory, each followed by the tokenizer's end.
+    """Encode named texts as tokens in memory, each followed by the tokenizer's end token.
 
-    They are stored in two bytes each, or in four where there are more than 65,536 ids; little-endian.
+    Tokens take two bytes each, or four for more than 65,536 ids; little-endian.
     """
     kind = np.dtype("<u2" if tokenizer.vocabulary <= 2**16 else "<u4")
     names: list[str] = []
@@ -97,7 +97,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class PackedText:
-    """What was written: documents and tokens by split, bytes in all, and a digest of everything."""
+    """Result of writing: documents and tokens by split, total bytes, and a digest of everything."""
 
     documents: dict[str, int]
     tokens: dict[str, int]
@@ -106,15 +106,15 @@ class PackedText:
 
 
 def write_tokens(splits: dict[str, Documents], tokenizer: Tokenizer, destination: Path) -> PackedText:
-    """Write documents as tokens, each followed by the tokenizer's end, and read everything back.
+    """Write documents as tokens, each followed by the tokenizer's end token, and verify them.
 
     Args:
         splits: Documents by split, ``train`` and ``validation``.
-        tokenizer: What makes tokens of them.
+        tokenizer: The tokenizer.
         destination: A folder that does not exist yet.
 
     Raises:
-        DataError: If it exists or cannot be written, or what was read back is not what was written.
+        DataError: If it exists or cannot be written, or the verification fails.
     """
     hidden = destination.parent / f".{destination.name}.{os.getpid()}"
     try:
@@ -173,10 +173,10 @@ def _write_all(corpora: dict[str, StoredCorpus], tokenizer: Tokenizer, folder: P
 
 
 def open_tokens(root: Path) -> TextDataset:
-    """Open what :func:`write_tokens` wrote: tokens stay in their files until they are used.
+    """Open the result of :func:`write_tokens`: tokens stay in their files until used.
 
     Raises:
-        DataError: If it is no such folder, or a file of it is not as long as it was.
+        DataError: If it is not such a folder, or a file has the wrong length.
     """
     path = root / MANIFEST
     refuse_odd_kinds(path)

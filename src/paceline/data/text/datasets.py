@@ -1,7 +1,7 @@
-"""Open the text that a recipe names, and hold part of it out.
+"""Open the text that a recipe names, and hold out a part of it.
 
-Hugging Face's files (``save_to_disk``, parquet) are Arrow's own, so that the ``datasets`` library is not needed, and no
-code of a dataset is run.
+Hugging Face's files (``save_to_disk``, parquet) are Arrow files, so the ``datasets`` library is not needed, and no code
+of a dataset is run.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from paceline.registry import open_dataset
 
 
 def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> tuple[Documents, Documents | None, str]:
-    """The documents of a dataset to learn from, the held-out ones if it has such a split, and which split that is.
+    """Return a dataset's training documents, the held-out ones if it has such a split, and that split's name.
 
     Args:
         path: A folder that ``save_to_disk`` wrote, or parquet files.
-        column: Which column is the text; each row is a document.
-        left_out: Receives what is not read.
+        column: Name of the text column; each row is a document.
+        left_out: Receives unused data.
 
     Raises:
         DataError: If there is no such dataset, or it has no such column.
@@ -58,7 +58,7 @@ def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> t
 
 
 def _rows_of(file: Path, column: str, *, is_parquet: bool) -> Iterator[str | None]:
-    """The rows of a column, of a parquet file or an Arrow stream."""
+    """Yield the values of a column of a parquet file or an Arrow stream."""
     arrow = require_pyarrow()
     refuse_odd_kinds(file)
     with reading(file), mapped(file) as content:
@@ -91,19 +91,19 @@ _OTHER_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", co
 
 
 def open_text(data: Data) -> TextDataset:
-    """Open the text that the recipe's `data` section names.
+    """Open the text named in the recipe's `data` section.
 
     Raises:
-        DataError: If there is no such text, or it cannot be read.
+        DataError: If the text does not exist or cannot be read.
     """
     return open_dataset(data.dataset, OPENERS, TextDataset, data)
 
 
 def python_documentation() -> Documents:
-    """The topics of Python's own documentation that `help()` shows, sorted by name.
+    """Return the topics of Python's built-in documentation, as shown by `help()`, sorted by name.
 
     Raises:
-        DataError: If this Python came without them.
+        DataError: If this Python lacks them.
     """
     try:
         from pydoc_data.topics import topics
@@ -116,7 +116,7 @@ def python_documentation() -> Documents:
 
 
 def held_out(name: str, fraction: float) -> bool:
-    """Whether a document is held out: by its name alone, so that others that come or go do not change it."""
+    """Whether a document is held out: depends on its name alone, so that added or removed documents have no effect."""
     drawn = int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:8], "big")
     return drawn < fraction * 2**64
 
@@ -129,10 +129,10 @@ def from_documents(
     reason: str | None = None,
     left_out: LeftOut | None = None,
 ) -> TextDataset:
-    """Texts in memory as a dataset; its digest is of names, texts and tokenizer.
+    """Build a dataset from texts in memory; its digest covers names, texts and tokenizer.
 
     Raises:
-        DataError: If there is nothing to learn from.
+        DataError: If there is no training text.
     """
     check_some_text(f"data.dataset={name}", train, validation)
     texts = [[part.encode("utf-8") for document in split for part in document] for split in (train, validation)]
@@ -149,15 +149,15 @@ def from_documents(
 
 
 def check_some_text(source: str, train: Documents, validation: Documents) -> None:
-    """Check that there is text to learn from, and explain if there is none.
+    """Check that there is training text, and explain if there is none.
 
     Args:
-        source: What was opened, for people.
-        train: Documents to learn from.
+        source: Name of the source, for people.
+        train: Training documents.
         validation: Held-out documents.
 
     Raises:
-        DataError: If no document to learn from has any text.
+        DataError: If no training document contains text.
     """
     if any(text for _, text in train):
         return
@@ -172,7 +172,7 @@ def check_some_text(source: str, train: Documents, validation: Documents) -> Non
 
 
 def split_by_name(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
-    """Documents to learn from, and those that are held out."""
+    """Return the training documents and the held-out ones."""
     train = [each for each in documents if not held_out(each[0], fraction)]
     return train, [each for each in documents if held_out(each[0], fraction)]
 
@@ -202,12 +202,12 @@ def _open_huggingface(data: Data) -> TextDataset:
 
 
 def folder_splits(root: Path, fraction: float, left_out: LeftOut) -> tuple[Documents, Documents, str | None]:
-    """The .txt files of a folder in two splits, and why ``fraction`` has no say in that, if it has none.
+    """Return the .txt files of a folder in two splits, and why ``fraction`` has no effect, if so.
 
     Args:
         root: The folder.
-        fraction: Share of the documents that is held out, where the folder has no split of its own.
-        left_out: Receives what is not read.
+        fraction: Share of documents to hold out, if the folder has no splits.
+        left_out: Receives unused data.
 
     Raises:
         DataError: If there are none, or one is not UTF-8.
@@ -230,7 +230,7 @@ def folder_splits(root: Path, fraction: float, left_out: LeftOut) -> tuple[Docum
 
 
 def _texts(root: Path, left_out: LeftOut) -> Documents:
-    """Every .txt file below a folder, by its path there, sorted."""
+    """Yield every .txt file below a folder by relative path, sorted."""
     texts = []
     for path in files_below(root, left_out):
         if has_ending(path, ("txt",)):
@@ -280,14 +280,14 @@ OPENERS: dict[str, Callable[[Data], TextDataset]] = {
 
 
 REFERENCE = f"{__name__}:stand_in"
-"""What ``data.dataset`` is called then."""
+"""Value of ``data.dataset`` in this case."""
 VOCABULARY = 50_257
-"""GPT-2's tokens."""
+"""Vocabulary size of GPT-2."""
 _TRAIN_DOCUMENTS, _VALIDATION_DOCUMENTS, _TOKENS = 10_000, 100, 1_000
 
 
 class _NoWords(ByteTokenizer):
-    """As many tokens as GPT-2 has, which stand for nothing; no weights are made with it."""
+    """A placeholder tokenizer with GPT-2's vocabulary size, for plans without training."""
 
     vocabulary = VOCABULARY
     end = VOCABULARY - 1
@@ -296,12 +296,12 @@ class _NoWords(ByteTokenizer):
     digest = "stand-in"
 
     def bytes_of(self, ids: Sequence[int] | TokenIds) -> int:
-        """About four to a token, as of English."""
+        """Return about four bytes per token, as in English."""
         return 4 * len(ids)
 
 
 def stand_in(data: Data) -> TextDataset:
-    """Ten million tokens, of the recipe's tokenizer if it names a file, or else as many different ones as GPT-2's."""
+    """Return ten million tokens for the recipe's tokenizer if it names a file, or else for GPT-2's vocabulary size."""
     tokenizer: Tokenizer = _NoWords() if data.text.tokenizer == "bytes" else open_tokenizer(data.text.tokenizer)
     zeros = [
         StoredCorpus(

@@ -1,14 +1,14 @@
-"""Batches of token rows, and their masked tokens.
+"""Batches of token rows, with masking for masked objectives.
 
 Masking is BERT's (Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers", 2018): of the tokens to
-predict, 80 % are masked, 10 % replaced by any token, and 10 % left unchanged. The number of tokens to predict depends
-only on the sample's length, so every process knows it for a whole global step; the places are keyed by the
-sample.
+predict, 80 % are masked, 10 % are replaced by a random token, and 10 % are left unchanged. The number of tokens to
+predict depends only on the sample's length, so every process knows it for a whole global step; the positions are keyed
+by the sample.
 
-A row table says of each row what it holds, so that its size is known before a token is read. Whole documents are packed
+A row table lists the content of each row, so that its size is known before a token is read. Whole documents are packed
 into rows by best-fit decreasing over a histogram of lengths (after Krell et al. 2021, "Efficient Sequence Packing
-without Cross-contamination"): what counts is how many pieces have each length, not how many pieces there are. So a
-million documents take about as long as their sorting.
+without Cross-contamination"). The cost depends on the number of distinct lengths, not of pieces, so packing a million
+documents takes about as long as sorting them.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from paceline.data.slices import SampleSlice
 from paceline.data.text.corpus import StoredCorpus
 from paceline.data.text.tokenizer import TokenIds, Tokenizer
 
-# Held-out samples are hidden alike in every run and epoch; these are no run's own draws.
+# Held-out samples are masked identically in every run and epoch, independently of a run's seed.
 EVALUATION_SEED = 0x6D61736B
 _HIDDEN, _REPLACED = 0.8, 0.9
 
 
 def masked_count(tokens: NDArray[np.int64], fraction: float) -> NDArray[np.int64]:
-    """Number of tokens to predict in samples of given lengths, int64 [samples]: the rounded share, at least one."""
+    """Return how many tokens to predict by sample length, int64 [samples]: the rounded share, at least one."""
     counts: NDArray[np.int64] = np.maximum(1, np.floor(tokens * fraction + 0.5)).astype(np.int64)
     return counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """Masks tokens of a sample.
+    """Masks the tokens of a sample.
 
     Attributes:
-        seed: Keys the draws.
+        seed: Keys the random draws.
         fraction: Share of the tokens to predict.
-        mask: The id that hides one.
-        vocabulary: Ids that may replace one.
-        context: Most tokens of a sample.
+        mask: Id of the mask token.
+        vocabulary: Number of ids that may replace a token.
+        context: Maximum number of tokens in a sample.
     """
 
     seed: int
@@ -60,9 +60,9 @@ class Masking:
     context: int
 
     def __call__(self, tokens: TokenIds, *, epoch: int, sample: int) -> tuple[TokenIds, TokenIds]:
-        """What the model sees, and what it is asked for, both int64 [T]; a function of (seed, epoch, sample)."""
+        """Return the model's input and the targets, both int64 [T]; a function of (seed, epoch, sample)."""
         count = int(masked_count(np.array([len(tokens)]), self.fraction)[0])
-        # The places' numbers come first, as many as a sample can have: what follows is keyed alike in all.
+        # Numbers for positions come first, for the maximum length: so later numbers have the same keys in all samples.
         drawn = uniforms(self.seed, epoch, np.array([sample]), self.context + 2 * count)[0]
         places = np.argsort(drawn[: len(tokens)], kind="stable")[:count]
         kinds, others = drawn[self.context :].reshape(2, count)
@@ -74,15 +74,15 @@ class Masking:
         return seen, asked
 
 
-_PADDING = -1  # as the number of a document
+_PADDING = -1  # as a document index
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSplit:
-    """One split: its tokens, which of them make each sample, and what is asked of those.
+    """One split: its tokens, the rows of its samples, and the objective.
 
     Attributes:
-        lengths: How long each sample is, and how far it is padded.
+        lengths: Length and padding of each sample.
         masking: Masks tokens for a masked objective; else each token predicts the next.
     """
 
@@ -93,19 +93,18 @@ class TextSplit:
 
     @property
     def needs_documents(self) -> bool:
-        """Whether attention must know which token belongs where; else each may look at all before it."""
+        """Whether attention needs document indices; otherwise each token may attend to all earlier ones."""
         padded = bool((self.table.tokens < self.table.context).any())
         several = self.table.separate and len(self.table.documents) > len(self.table)
         return several or (padded and self.masking is not None)
 
 
 class TextPipeline(SimplePipeline):
-    """Training and evaluation batches of text, read in this process: tokens lie in memory, or in mapped files.
+    """Training and evaluation batches of text, read in the main process from memory or mapped files.
 
-    A batch's inputs are ``tokens``, int64 [N, T]; where documents in a row know nothing of one another, or rows are
-    padded that are read in both directions, also ``positions`` and ``documents``, int64 [N, T], with -1 for padding;
-    and in evaluation ``bytes``, int64 [N], the bytes that the targets stand for. Its targets are int64 [N, T], -100
-    where nothing is predicted.
+    A batch's inputs are ``tokens``, int64 [N, T]; if documents in a row are isolated, or padded rows have bidirectional
+    attention, also ``positions`` and ``documents``, int64 [N, T], with -1 for padding; in evaluation also ``bytes``,
+    int64 [N], the bytes that the targets represent. Targets are int64 [N, T], -100 for positions without a prediction.
     """
 
     def __init__(self, *, train: TextSplit, evaluation: TextSplit, tokenizer: Tokenizer, placement: Placement) -> None:
@@ -114,7 +113,7 @@ class TextPipeline(SimplePipeline):
         super().__init__(self._rows, evaluation_samples=len(evaluation.table), placement=placement)
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
-        """The document that a sample begins in, and where."""
+        """Return the document in which a sample starts, and the position."""
         split = self._splits[training]
         pieces = split.table.pieces(sample_id)
         document, begin, end = pieces[0]
@@ -149,7 +148,7 @@ Whole = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowTable:
-    """What each row holds: pieces of documents, in order.
+    """The content of each row: pieces of documents, in order.
 
     Attributes:
         documents: The document of each piece, int64 [pieces].
@@ -157,9 +156,9 @@ class RowTable:
         ends: The token after its last, int64 [pieces].
         starts: Each row's first piece, and where the last row's end; int64 [rows + 1].
         lengths: Tokens of each document, int64 [documents].
-        context: Most tokens that a row may hold.
-        separate: Whether the documents in a row know nothing of one another; else they are one stream, in which what
-            follows a row's last token is the next row's first.
+        context: Maximum number of tokens in a row.
+        separate: Whether the documents in a row are isolated; otherwise they form one stream, in which the next row's
+            first token follows a row's last token.
     """
 
     documents: Whole
@@ -172,12 +171,12 @@ class RowTable:
 
     @cached_property
     def tokens(self) -> Whole:
-        """Tokens in each row, int64 [rows]."""
+        """Number of tokens in each row, int64 [rows]."""
         return _summed(self.ends - self.begins, self.starts)
 
     @cached_property
     def targets(self) -> Whole:
-        """Tokens of each row that have one after them, which can be asked for; int64 [rows]."""
+        """Number of tokens in each row with a successor to predict, int64 [rows]."""
         if self.separate:
             lasts = _summed(self.ends == self.lengths[self.documents], self.starts)
         else:
@@ -188,20 +187,20 @@ class RowTable:
         return len(self.starts) - 1
 
     def pieces(self, row: int) -> list[tuple[int, int, int]]:
-        """A row's pieces: document, first token, and the token after the last."""
+        """Return a row's pieces: document, first token, and end (excluded)."""
         part = slice(self.starts[row], self.starts[row + 1])
         return list(
             zip(self.documents[part].tolist(), self.begins[part].tolist(), self.ends[part].tolist(), strict=True)
         )
 
     def next_piece(self, row: int) -> tuple[int, int] | None:
-        """Where the stream continues after a row: document and token; None at its end."""
+        """Return the document and token at which the stream continues after a row; None at its end."""
         index = self.starts[row + 1]
         return None if index == len(self.documents) else (int(self.documents[index]), int(self.begins[index]))
 
 
 def chunked_rows(lengths: Whole, context: int) -> RowTable:
-    """Documents one after the other in one stream, cut every ``context`` tokens; a single token at its end is left out.
+    """Concatenate documents into one stream, cut every ``context`` tokens; a single token at its end is left out.
 
     Args:
         lengths: Tokens of each document, int64 [documents].
@@ -210,7 +209,7 @@ def chunked_rows(lengths: Whole, context: int) -> RowTable:
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     total = int(offsets[-1])
     rows = max(0, -(-(total - 1) // context))
-    # A piece begins where a document or a row does.
+    # A piece starts at the start of a document or row.
     cuts = np.unique(np.concatenate([offsets, np.arange(0, total, context, dtype=np.int64)]))
     first, after = cuts[:-1], cuts[1:]
     documents = np.searchsorted(offsets, first, side="right") - 1
@@ -227,11 +226,11 @@ def chunked_rows(lengths: Whole, context: int) -> RowTable:
 
 
 def single_rows(lengths: Whole, context: int) -> RowTable:
-    """One document per row, or a part of one that is longer; a single token at a document's end is left out.
+    """Put each document in a separate row, or several if it is longer; a single token at its end is left out.
 
     Args:
         lengths: Tokens of each document, int64 [documents].
-        context: Most tokens in a row.
+        context: Maximum number of tokens in a row.
     """
     documents, begins, ends = _cut(lengths, context)
     starts = np.arange(len(documents) + 1, dtype=np.int64)
@@ -239,13 +238,13 @@ def single_rows(lengths: Whole, context: int) -> RowTable:
 
 
 class Row(NamedTuple):
-    """One row, read.
+    """The tokens of one row.
 
     Attributes:
         tokens: Ids, int64 [T].
-        following: The id after each, -100 where there is none; int64 [T].
-        positions: Place of each in its document's piece, or in the row where documents are one stream; int64 [T].
-        documents: Number of its document within the row, int64 [T]; 0 where documents are one stream.
+        following: Next id of each token, -100 if there is none; int64 [T].
+        positions: Position of each token in its document's piece, or in the row for a stream; int64 [T].
+        documents: Document index of each token within the row, int64 [T]; 0 for a stream.
     """
 
     tokens: TokenIds
@@ -259,7 +258,7 @@ NOTHING = -100
 
 
 def read_row(corpus: StoredCorpus, table: RowTable, row: int) -> Row:
-    """Read a row's tokens and what follows each."""
+    """Read a row's tokens and the token after each."""
     pieces = table.pieces(row)
     if table.separate:
         stops = [min(end + 1, int(corpus.lengths[document])) for document, _, end in pieces]
@@ -278,27 +277,26 @@ def read_row(corpus: StoredCorpus, table: RowTable, row: int) -> Row:
 
 
 def _summed(values: Whole, starts: Whole) -> Whole:
-    """Sums of consecutive values, from each start to the next."""
+    """Return sums of consecutive values, from each start to the next."""
     before = np.concatenate([[0], np.cumsum(values)])
     return np.diff(before[starts])
 
 
-# Keys the draws apart from those of an epoch's order, which begin at epoch 0.
+# Separates these draws from those of an epoch's order, which start at epoch 0.
 _PACKING = 2**63 + 0x9AC4
 
 
 def packed_rows(lengths: Whole, context: int, seed: int) -> RowTable:
-    """Rows of whole documents, filled up by best-fit decreasing; their documents know nothing of one another.
+    """Pack whole documents into rows by best-fit decreasing; documents in a row are isolated.
 
     A document of more than ``context`` tokens is cut into pieces of ``context`` tokens and a rest; no other is cut. A
-    single token at a document's end is left out: it has none after it, and a row of such would ask for nothing. Which
-    of equally long pieces go together, and their order within a row, is drawn: long ones stand first no more often than
-    last.
+    single token at a document's end is left out: it has no successor, and a row of such tokens would have no targets.
+    The grouping of equally long pieces and their order within a row are random, so that long ones are not always first.
 
     Args:
-        lengths: Tokens of each document, at least 0, int64 [documents]; those of fewer than two stand nowhere.
+        lengths: Tokens of each document, at least 0, int64 [documents]; documents of fewer than two are left out.
         context: Tokens of a row, at least 1.
-        seed: Keys the draws.
+        seed: Keys the random draws.
     """
     document, begin, end = _cut(lengths, context)
     drawn = np.random.Philox(key=[seed, _PACKING]).random_raw(2 * len(document))
@@ -322,9 +320,9 @@ def packed_rows(lengths: Whole, context: int, seed: int) -> RowTable:
 
 
 def _cut(lengths: Whole, context: int) -> tuple[Whole, Whole, Whole]:
-    """Cut documents into pieces of at most ``context`` tokens: (document, begin, end), each int64 [pieces].
+    """Cut documents into pieces of at most ``context`` tokens: (document, start, end), each int64 [pieces].
 
-    A single token that would be the last piece is left out.
+    A last piece of a single token is left out.
     """
     count = np.maximum(0, -(-(lengths - 1) // context))
     document = np.repeat(np.arange(len(lengths)), count)
@@ -334,12 +332,12 @@ def _cut(lengths: Whole, context: int) -> tuple[Whole, Whole, Whole]:
 
 
 class _Shelves:
-    """Rows by the room that is left in them, and where pieces went.
+    """Rows by remaining room, and the assignment of pieces.
 
-    Rows are numbered as they are begun. Those with the same room lie in ranges (first, end): a few, however many rows.
+    Rows are numbered in order of creation. Rows with the same room form ranges (first, end), of which there are few.
 
     Attributes:
-        placed: Rows of the pieces so far, in the order in which these came.
+        placed: Row of each piece so far, in order of insertion.
     """
 
     def __init__(self, context: int) -> None:
@@ -350,7 +348,7 @@ class _Shelves:
         self._ranges: dict[int, list[tuple[int, int]]] = {}
 
     def put(self, length: int, count: int) -> None:
-        """Put ``count`` pieces of one length where they leave the least room, each in turn; lengths must not grow."""
+        """Put ``count`` pieces of one length into the rows with the tightest fit, one by one; lengths must not grow."""
         while count:
             at = bisect_left(self._rooms, length)
             if at == len(self._rooms):
@@ -361,7 +359,7 @@ class _Shelves:
                 count -= self._fill(self._rooms[at], length, count)
 
     def _fill(self, room: int, length: int, count: int) -> int:
-        """Fill a range of rows that have the same room, each to its end before the next; returns the pieces put."""
+        """Fill a range of rows with the same room, one row after the other; return the number of pieces placed."""
         first, end = self._ranges[room].pop()
         if not self._ranges[room]:
             del self._ranges[room]

@@ -1,7 +1,7 @@
-"""Text to token ids and back: bytes, or a tokenizer.json of Hugging Face `tokenizers`.
+"""Conversion between text and token ids: bytes, or a tokenizer.json of Hugging Face `tokenizers`.
 
-A tokenizer describes itself as JSON (`to_tree`), which is all that a weights file carries of it. Of a tokenizer.json
-that is the whole file, compressed: weights are useless without it.
+A tokenizer is saved as JSON (`to_tree`) in the weights file. For a tokenizer.json this is the whole file, compressed,
+since weights are useless without it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from paceline.plain_json import load_json
 
 TokenIds = NDArray[np.int64]
 MASK_WORDS = ("[MASK]", "<mask>")
-"""How a hidden token is written in a prompt."""
+"""Text of the mask token in a prompt."""
 
 
 class ByteTokenizer:
-    """Each byte of the text's UTF-8 is a token; the end of a document, a hidden token and padding are three more.
+    """Each byte of the text's UTF-8 is a token; end of document, mask and padding are three more.
 
     Attributes:
         vocabulary: Ids are in [0, vocabulary).
-        end: Stands after each document.
-        mask: Stands for a hidden token; None if there is none.
-        pad: Fills rows that are too short; None if there is none, and the end's then does.
-        digest: Says whether two are the same.
+        end: End token of each document.
+        mask: Mask token; None if there is none.
+        pad: Padding token; None if there is none, in which case the end token is used.
+        digest: Identifies the tokenizer.
     """
 
     vocabulary: int = 259
@@ -45,28 +45,28 @@ class ByteTokenizer:
     digest: str = "bytes"
 
     def encode(self, text: str) -> TokenIds:
-        """Token ids of a text, int64 [tokens], without an end."""
+        """Return the token ids of a text, int64 [tokens], without an end token."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
-        """The text of ids; special ones give none; invalid bytes give replacement characters."""
+        """Return the text of ids; special tokens are dropped; invalid bytes become replacement characters."""
         known = np.asarray(ids, dtype=np.int64)
         return known[known < self.end].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def bytes_of(self, ids: Sequence[int] | TokenIds) -> int:
-        """Bytes of UTF-8 that ids stand for; special ones for none."""
+        """Return the UTF-8 bytes that ids represent; 0 for special tokens."""
         return int((np.asarray(ids, dtype=np.int64) < self.end).sum())
 
     def to_tree(self) -> dict[str, Any]:
-        """All of it as JSON values; its `kind` says which it is."""
+        """Return the complete tokenizer as JSON values; `kind` identifies its type."""
         return {"kind": "bytes"}
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that ``data.text.tokenizer`` names: `bytes`, a JSON file, or a folder with a tokenizer.json.
+    """Open the tokenizer of ``data.text.tokenizer``: `bytes`, a JSON file, or a folder with a tokenizer.json.
 
     Raises:
-        DataError: If there is no such file, or it holds none.
+        DataError: If the file does not exist or is not a tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -92,10 +92,10 @@ def open_tokenizer(name: str) -> Tokenizer:
 
 
 def tokenizer_from(tree: Mapping[str, Any], where: str) -> Tokenizer:
-    """The tokenizer that JSON values describe; reading them runs no code.
+    """Build a tokenizer from JSON values; this runs no code from them.
 
     Raises:
-        DataError: If they describe none.
+        DataError: If they do not describe a tokenizer.
     """
     kind = tree.get("kind") if isinstance(tree, Mapping) else None
     if kind == "bytes":
@@ -106,7 +106,7 @@ def tokenizer_from(tree: Mapping[str, Any], where: str) -> Tokenizer:
 
 
 def text_digest(*parts: bytes) -> str:
-    """SHA-256 over parts, each with its length, as 16 hexadecimal digits."""
+    """Return SHA-256 over parts with their lengths, as 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -115,7 +115,7 @@ def text_digest(*parts: bytes) -> str:
 
 KIND = "huggingface"
 _FILE, _BESIDE = "tokenizer.json", ("tokenizer_config.json", "special_tokens_map.json")
-# What is called so in published tokenizers; the first that there is.
+# Common names in published tokenizers; the first existing one is used.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "[EOS]")
 _MASKS = ("[MASK]", "<mask>", "<|mask|>")
 _PADS = ("[PAD]", "<pad>", "<|pad|>", "<|padding|>")
@@ -129,11 +129,11 @@ class HuggingFaceTokenizer:
 
     Args:
         content: The JSON of its file.
-        special: Which tokens are its ``end``, ``mask`` and ``pad``; those that are not said are found by their names.
-        where: What the file is called, for messages.
+        special: Its ``end``, ``mask`` and ``pad`` tokens; missing entries are found by common names.
+        where: Name of the file, for messages.
 
     Raises:
-        DataError: If the library is missing or does not know the file, or no token can stand at a document's end.
+        DataError: If the library is missing or does not know the file, or there is no end token.
     """
 
     def __init__(self, content: str, special: Mapping[str, str], where: str) -> None:
@@ -145,10 +145,10 @@ class HuggingFaceTokenizer:
             ) from error
         try:
             self._library = Library.from_str(content)
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises nothing more specific
             raise DataError(f"{where} is not a readable tokenizer ({error}).") from error
         self._content, self._special = content, dict(special)
-        # The text is all there is: its length is for rows to cut, and what looks like a special token in it is text.
+        # Encode the text literally: no truncation, since rows cut it, and no parsing of special tokens.
         self._library.no_truncation()
         self._library.no_padding()
         self._library.encode_special_tokens = True
@@ -166,31 +166,31 @@ class HuggingFaceTokenizer:
         self.digest: str = text_digest(content.encode(), f"{self.end} {self.mask} {self.pad}".encode())
 
     def encode(self, text: str) -> TokenIds:
-        """Token ids of a text, int64 [tokens], without an end."""
+        """Return the token ids of a text, int64 [tokens], without an end token."""
         return np.array(self._library.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
-        """The text that ids stand for; special ones for none."""
+        """Return the text that ids represent; special tokens are dropped."""
         known = [int(each) for each in np.asarray(ids, dtype=np.int64) if each not in self._unread]
         return str(self._library.decode(known, skip_special_tokens=True))
 
     def bytes_of(self, ids: Sequence[int] | TokenIds) -> int:
-        """Bytes of UTF-8 that ids stand for; special ones for none.
+        """Return the UTF-8 bytes that ids represent; 0 for special tokens.
 
-        Exact for tokenizers that lose nothing: of bytes, as GPT-2's, or with a fallback to them, as Llama 2's, where
-        a space that the tokenizer puts before each document counts as one byte more. Of one that changes case or leaves
-        out spaces it is what its tokens spell.
+        Exact for lossless tokenizers: byte-level ones such as GPT-2's, or with byte fallback such as Llama 2's (whose
+        added leading space counts as one byte). For tokenizers that change case or drop spaces, it counts the bytes of
+        the tokens' text.
         """
         return int(self._bytes[np.asarray(ids, dtype=np.int64)].sum())
 
     def to_tree(self) -> dict[str, Any]:
-        """All of it: the file, compressed, and which tokens are special."""
+        """Return the complete tokenizer: the compressed file and its special tokens."""
         packed = base64.b64encode(zlib.compress(self._content.encode(), 9)).decode()
         return {"kind": KIND, "tokenizer_json": packed, "special": self._special}
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any], where: str) -> HuggingFaceTokenizer:
-        """The one that :meth:`to_tree` described.
+        """Restore the tokenizer from :meth:`to_tree`.
 
         Raises:
             DataError: If it is damaged.
@@ -204,18 +204,18 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _unread(self) -> frozenset[int]:
-        """Ids that stand for no text."""
+        """Ids that represent no text."""
         added = self._library.get_added_tokens_decoder()
         special = {number for number, token in added.items() if token.special}
         return frozenset(special | {each for each in (self.end, self.mask, self.pad) if each is not None})
 
     @cached_property
     def _bytes(self) -> NDArray[np.int64]:
-        """Bytes that each id stands for, int64 [vocabulary]."""
+        """Number of bytes that each id represents, int64 [vocabulary]."""
         counts = np.zeros(self.vocabulary, dtype=np.int64)
         added = self._library.get_added_tokens_decoder()
         decoder = load_json(self._content).get("decoder") or {}
-        # Whether tokens are written in characters that stand for bytes.
+        # Whether token characters represent bytes.
         is_of_bytes = any(each.get("type") == "ByteLevel" for each in decoder.get("decoders", [decoder]))
         for token, number in self._library.get_vocab(with_added_tokens=True).items():
             if number in self._unread:
@@ -223,7 +223,7 @@ class HuggingFaceTokenizer:
             if number in added:
                 counts[number] = len(added[number].content.encode("utf-8"))
             elif is_of_bytes:
-                counts[number] = len(token)  # each character stands for a byte
+                counts[number] = len(token)  # each character represents a byte
             elif _BYTE.fullmatch(token):
                 counts[number] = 1
             else:
@@ -236,10 +236,10 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 def _open_huggingface(path: Path) -> HuggingFaceTokenizer:
-    """The tokenizer of a file, or of a folder with a tokenizer.json.
+    """Open the tokenizer of a file, or of a folder with a tokenizer.json.
 
     Raises:
-        DataError: If there is none.
+        DataError: If it does not exist.
     """
     file = path / _FILE if path.is_dir() else path
     refuse_odd_kinds(file)
@@ -251,7 +251,7 @@ def _open_huggingface(path: Path) -> HuggingFaceTokenizer:
 
 
 def _said_beside(folder: Path) -> dict[str, str]:
-    """Which tokens the files beside a tokenizer's call its end, mask and padding."""
+    """Return the end, mask and padding tokens named in files next to a tokenizer."""
     found: dict[str, str] = {}
     for name in _BESIDE:
         try:

@@ -1,4 +1,4 @@
-"""The service over HTTP: routes, their description at /openapi.json, and one sentence for each refusal."""
+"""The HTTP service: routes, their description at /openapi.json, and a one-sentence reason for each refusal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from paceline.pages.page import script_digest
 LARGEST_TOP_K = 1000
 _FIELD = "images"
 _LONGEST_NAME = 255
-_INTERFACE = "1"  # of what is asked and answered, not of the program
+_INTERFACE = "1"  # version of the interface, not of the program
 _LEAST_BODIES_BYTES = 64 * 2**20
 
 Say = Callable[[str], None]
@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 
 class ImageAnswer(BaseModel):
-    """The answer for one image."""
+    """The prediction for one image."""
 
     name: str = Field(description="File name given by the client.")
     labels: list[str] = Field(description="Class names, the most probable first.")
@@ -58,7 +58,7 @@ class ImageAnswer(BaseModel):
 
 
 class Answers(BaseModel):
-    """The answers for a request's images."""
+    """The predictions for a request's images."""
 
     model: str = Field(description="Name of the served model.")
     weights_sha256: str = Field(description="SHA-256 of its weights.")
@@ -97,11 +97,11 @@ def make_app(service: Service, model: str, sites: SiteCheck, say: Say, ready: Ca
     """Build the service as an ASGI application.
 
     Args:
-        service: Answers.
+        service: The prediction service.
         model: Its name.
-        sites: Refuses requests of other sites' pages.
-        say: Receives one line for each request, without its contents.
-        ready: Called when requests are answered.
+        sites: Rejects requests from other sites' pages.
+        say: Receives one log line per request, without its contents.
+        ready: Called when the service is ready.
     """
 
     @asynccontextmanager
@@ -114,9 +114,9 @@ def make_app(service: Service, model: str, sites: SiteCheck, say: Say, ready: Ca
         title="Paceline",
         version=_INTERFACE,
         description=f"Predictions of {model}. Limits are given in each description.",
-        docs_url=None,  # its pages load scripts from elsewhere
+        docs_url=None,  # the default docs pages load scripts from other sites
         redoc_url=None,
-        redirect_slashes=False,  # the client would choose where to, by its Host
+        redirect_slashes=False,  # a redirect's target would depend on the client's Host header
         responses={403: _REFUSALS[403]},
         lifespan=lifespan,
     )
@@ -181,7 +181,7 @@ def _add_predict(app: FastAPI, service: Service, model: str) -> None:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Return the result of work, which is cancelled if the client disconnects; HTTPException then."""
+    """Return the result of an awaitable; cancel it and raise HTTPException if the client disconnects."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -207,20 +207,20 @@ def _shown(name: str, answer: Answer, top_k: int, *, boxes: bool) -> ImageAnswer
 
 
 class _Form(MultiPartParser):
-    """A multipart body, taken apart in memory: no file is written."""
+    """A multipart body, parsed in memory: no file is written."""
 
     is_complete = False
 
     def on_end(self) -> None:
-        """Note the last boundary: a truncated part is not in the form."""
+        """Record the final boundary: a truncated body lacks it."""
         self.is_complete = True
 
 
 async def _uploads(request: Request, limits: Limits) -> list[tuple[str, bytes]]:
-    """Return the name and the content of each image in a request.
+    """Return the name and content of each image in a request.
 
     Raises:
-        HTTPException: If the body is malformed, or has other fields, no image or too many.
+        HTTPException: If the body is malformed, or has other fields, no image or too many images.
     """
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise HTTPException(415, f"send images as multipart/form-data, in fields called {_FIELD}")
@@ -249,7 +249,7 @@ def _add_views(app: FastAPI, service: Service, model: str) -> None:
     digest = service.predictor.digest
     shown = page(service, model)
     style, script = (script_digest(_part(name).encode()) for name in ("page.css", "page.js"))
-    # It may run its own script, show what is chosen and ask this service; nothing else.
+    # The page may run its script, show chosen files and call this service; nothing else.
     policy = (
         f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; img-src blob: data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -284,9 +284,9 @@ def _answer_errors(app: FastAPI) -> None:
 
 
 class _Gate:
-    """Refuses pages of other sites and bodies that are too large; counts and logs every request, not its contents.
+    """Rejects requests from other sites' pages and too large bodies; counts and logs every request, not its contents.
 
-    It comes before the routes, so that it also guards addresses without one.
+    It runs before routing, so it also guards unknown paths.
     """
 
     def __init__(self, app: ASGIApp, service: Service, sites: SiteCheck, say: Say) -> None:
@@ -348,15 +348,14 @@ _SHOWN = 80
 
 
 class SiteCheck:
-    """Tells requests of programs and of the service's own page from those of other sites' pages.
+    """Distinguishes requests of programs and of the service's page from those of other sites' pages.
 
-    Every page in the user's browser can reach what listens on the user's machine. Two headers that such a page cannot
-    choose reveal it: Host names the site whose name was made to point to this machine (DNS rebinding), and Origin the
-    site that the page came from.
+    Any page in the user's browser can reach services on the user's machine. Two headers that a page cannot forge reveal
+    it: Host names a domain that was made to resolve to this machine (DNS rebinding), and Origin names the page's site.
 
     Args:
-        names: Host names of the service, in addition to addresses in numbers; None if any is accepted.
-        pages: Further sites whose pages may send requests.
+        names: Host names of the service, in addition to IP addresses; None accepts any.
+        pages: Other sites whose pages may send requests.
     """
 
     def __init__(self, names: Iterable[str] | None, pages: Iterable[str] = ()) -> None:
@@ -390,7 +389,7 @@ class SiteCheck:
 
 
 def _name(place: str) -> str:
-    """Return the host of a ``host:port`` or a page's address, in small letters; empty if there is none."""
+    """Return the host of a ``host:port`` or a page's URL, in lower case; empty if there is none."""
     try:
         found = urlsplit(place if "//" in place else f"//{place}").hostname
     except ValueError:

@@ -1,4 +1,4 @@
-"""The service's life cycle: it listens, and stops on request after pending requests are answered."""
+"""The service's life cycle: it listens, and on a stop signal finishes pending requests."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _LAST_SECONDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where the service listens.
+    """The service's listening address.
 
     Attributes:
-        socket: Bound; connections wait in it until the service is ready.
+        socket: Bound socket; connections queue in it until the service is ready.
         url: Its address in a browser. is_loopback: Whether only this machine can reach it.
-        sites: Refuses requests of other sites' pages.
+        sites: Rejects requests from other sites' pages.
     """
 
     socket: socket.socket
@@ -44,8 +44,8 @@ def bind(host: str, port: int, allowed: Sequence[str] = ()) -> Address:
 
     Args:
         host: A name or address of this machine.
-        port: 0 for any that is free.
-        allowed: Further Host names to accept, and sites whose pages may send requests; without them, a non-loopback
+        port: 0 for any free port.
+        allowed: Additional Host names to accept, and sites whose pages may send requests; without them, a non-loopback
             address accepts any name.
 
     Raises: PacelineError: If that fails.
@@ -57,7 +57,7 @@ def bind(host: str, port: int, allowed: Sequence[str] = ()) -> Address:
         both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         bound = socket.create_server(address, family=family, backlog=_CONNECTIONS, dualstack_ipv6=both)
     except (OSError, UnicodeError, OverflowError) as error:
-        reason = (getattr(error, "strerror", None) or str(error)).partition(" (while")[0]  # Python names the address
+        reason = (getattr(error, "strerror", None) or str(error)).partition(" (while")[0]  # Python adds the address
         raise PacelineError(
             f"--host={host} --port={port}: cannot listen: {reason}; give an address of this machine and a free "
             "port (0: any)."
@@ -81,17 +81,17 @@ def serve(
     """Serve until SIGTERM or SIGINT; then finish pending requests, and return.
 
     Args:
-        predictor: Answers.
-        target: Where its weights are; its last part is the model's name.
-        address: Where to listen.
-        limits: Where to stop.
-        say: Receives one line for each request.
-        ready: Called when requests are answered.
+        predictor: The predictor.
+        target: Path of its weights; the last component is the model's name.
+        address: Address to listen on.
+        limits: Request limits.
+        say: Receives one log line per request.
+        ready: Called when the service is ready.
 
     Raises:
-        NotFiniteError: If the network's first answer is not finite.
+        NotFiniteError: If the network's first output is not finite.
     """
-    # The first answer takes longest, so it is computed before anyone asks.
+    # The first prediction is the slowest, so it runs before the first request.
     picture = io.BytesIO()
     Image.new("L", (64, 64)).save(picture, "PNG")
     (answer,) = predictor.answer([predictor.prepare(picture.getvalue())], 1)
@@ -113,7 +113,7 @@ def serve(
         timeout_keep_alive=_IDLE_SECONDS,
         timeout_graceful_shutdown=int(limits.request_seconds) + _LAST_SECONDS,
     )
-    # uvicorn raises the signal that stopped it once more; being told to stop is not a failure here.
+    # uvicorn raises the stop signal again; a requested stop is not a failure.
     before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
         uvicorn.Server(config).run(sockets=[address.socket])

@@ -17,11 +17,11 @@ from paceline.inference.answers import Answer, ImagePredictor, Prepared
 from paceline.machine import available_cores
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
-"""What uploads may be. Pillow reads more, but nobody needs all of it from afar: a TIFF's tiles, for example, may be
-a thousand times larger than its size says."""
+"""Upload formats. Pillow reads more, but others are risky from untrusted clients: a TIFF's tiles, for example, may be a
+thousand times larger than its declared size."""
 
 _DECODED_BYTES = 2**30
-# Most that a pixel takes while it is decoded, copies in other modes included.
+# Maximum bytes per pixel during decoding, including copies in other modes.
 _PIXEL_BYTES = 16
 
 
@@ -29,10 +29,10 @@ _BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 class Metrics:
-    """Counts since the service started, and the process's memory and time.
+    """Counters since the service started, and the process's memory and time.
 
     Args:
-        model: What is served.
+        model: Name of the served model.
         digest: SHA-256 of its weights.
     """
 
@@ -59,16 +59,17 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Where the service stops.
+    """The service's limits.
 
     Attributes:
-        request_bytes: Of one request's body, whether or not it declares its length; of all together, eight times that.
-        images: Of one request.
-        pixels: Of one image, before it is decoded.
-        request_seconds: From a request's head to its answer, the upload included.
-        queue_images: Images that are decoded or wait for the network; beyond it, requests are told to retry.
-        batch_images: Answered at once.
-        batch_wait_seconds: How long the first image of a batch waits for others.
+        request_bytes: Maximum size of one request's body, with or without a declared length; eight times that for all
+            requests together.
+        images: Maximum number of images in one request.
+        pixels: Maximum number of pixels in one image, checked before decoding.
+        request_seconds: Maximum time from a request's header to its response, including the upload.
+        queue_images: Maximum number of images in decoding or waiting for the network; beyond it, clients must retry.
+        batch_images: Maximum batch size.
+        batch_wait_seconds: Maximum time that the first image of a batch waits for others.
     """
 
     request_bytes: int = 32 * 2**20
@@ -81,17 +82,17 @@ class Limits:
 
 
 def busy(sentence: str) -> HTTPException:
-    """Return the refusal that tells a client to retry."""
+    """Return the error response that makes a client retry."""
     return HTTPException(503, f"{sentence}; try again in a second", {"Retry-After": "1"})
 
 
 class Service:
-    """Answers images.
+    """Predicts images.
 
     Args:
-        predictor: The network.
-        limits: Where to stop.
-        metrics: Counts.
+        predictor: The predictor.
+        limits: Request limits.
+        metrics: Counters.
     """
 
     def __init__(self, predictor: ImagePredictor, limits: Limits, metrics: Metrics) -> None:
@@ -103,12 +104,12 @@ class Service:
         self._freed = asyncio.Condition()
         self._decoders = ThreadPoolExecutor(available_cores(), thread_name_prefix="decoder")
         self._most = min(limits.batch_images, predictor.largest_batch or limits.batch_images)
-        # Images that wait for the network, each with its most labels and with its answer to come.
+        # Images waiting for the network, each with its maximum number of labels and the future of its prediction.
         self._waiting: asyncio.Queue[tuple[Prepared, int, asyncio.Future[Answer]]] = asyncio.Queue()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Answer within this context."""
+        """Run the service within this context."""
         with ThreadPoolExecutor(1, thread_name_prefix="network") as network:
             task = asyncio.create_task(self._answer_all(network))
             try:
@@ -120,17 +121,17 @@ class Service:
         self._decoders.shutdown(cancel_futures=True)
 
     async def answers(self, images: Sequence[bytes], top_k: int) -> list[Answer]:
-        """Return one answer for each image, in order; each may have more labels than requested.
+        """Return one prediction per image, in order; each may have more labels than requested.
 
         Raises:
-            HTTPException: If too many images wait, none can be read, or an answer is not finite.
+            HTTPException: If too many images are waiting, none can be read, or an output is not finite.
         """
         if self._queued + len(images) > self.limits.queue_images:
             raise busy(f"{self._queued} images are already waiting")
         self._queued += len(images)
         self.metrics.queue.set(self._queued)
         try:
-            # All are waited for, also if one fails: none continues without its place in the queue.
+            # Waits for all, also if one fails: no image may keep running without its place in the queue.
             outcomes = await asyncio.gather(*(self._answer(each, top_k) for each in images), return_exceptions=True)
         finally:
             self._queued -= len(images)
@@ -148,7 +149,7 @@ class Service:
         return answers
 
     async def _answer(self, content: bytes, top_k: int) -> Answer:
-        """Decode an image when there is memory for it, and answer it."""
+        """Decode an image when enough memory is free, and predict it."""
         loop = asyncio.get_running_loop()
         try:
             pixels = await loop.run_in_executor(self._decoders, check_picture, content, self.limits.pixels)
@@ -178,7 +179,7 @@ class Service:
             self._freed.notify_all()
 
     async def _answer_all(self, network: ThreadPoolExecutor) -> None:
-        """Give the network, in its own thread, whatever waits, or comes within the time that the first one waits."""
+        """In the network's thread, batch all waiting images and those that arrive within the first one's wait."""
         loop = asyncio.get_running_loop()
         while True:
             batch = [await self._waiting.get()]
@@ -188,7 +189,7 @@ class Service:
                         batch.append(await self._waiting.get())
             while len(batch) < self._most and not self._waiting.empty():
                 batch.append(self._waiting.get_nowait())
-            # A request that is overdue has cancelled its images.
+            # A request that timed out has cancelled its images.
             batch = [each for each in batch if not each[2].done()]
             if not batch:
                 continue
@@ -207,10 +208,10 @@ class Service:
 
 
 def check_picture(content: bytes, most: int) -> int:
-    """Return how many pixels an upload has, by its head.
+    """Return an upload's number of pixels, from its header.
 
     Raises:
-        BrokenImageError: If it has too many, or is in no format for uploads.
+        BrokenImageError: If it has too many pixels, or an unsupported format.
     """
     head = image_header(content, FORMATS)
     if head is None:

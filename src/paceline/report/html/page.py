@@ -1,4 +1,4 @@
-"""The report: one page about a run, or a comparison of several, from their run directories alone."""
+"""The report: one page about a run or a comparison of several, from their run directories alone."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from paceline.units import counted, format_bytes, format_count, format_seconds, 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A report that was written.
+    """A written report.
 
     Attributes:
         path: The file.
-        runs: What it is about.
+        runs: The runs it covers.
     """
 
     path: Path
     runs: Sequence[RunRecord]
 
     def to_json(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """Return it as one JSON object."""
         return {
             "report": str(self.path),
             "size_bytes": self.path.stat().st_size,
@@ -43,11 +43,11 @@ class Report:
         }
 
     def __paceline__(self) -> Shown:
-        """Where the page is."""
+        """Show the page's path."""
         return Shown(blocks=(f"{self.path} ({format_bytes(self.path.stat().st_size)})",))
 
 
-# Of events, read in half a second. Who stops a run by a signal may give it little time.
+# Size of events that takes half a second to read. A signalled run may have little time left.
 _MOST_BYTES_IN_A_HURRY = 8_000_000
 
 _PAGE_START = b"<!doctype html>"
@@ -57,7 +57,7 @@ def report_at_the_end(directory: RunDirectory) -> None:
     """Write the report of a run that has just ended, unless a signal stopped it and writing would take long.
 
     Raises:
-        RunDirectoryError: If it is not written, with what to do instead.
+        RunDirectoryError: If it is not written; the message says what to do instead.
     """
     is_hurried = directory.summary.is_file() and read_summary(directory).details.get("ending") == "signal"
     if is_hurried and directory.events.stat().st_size > _MOST_BYTES_IN_A_HURRY:
@@ -69,14 +69,14 @@ def report_at_the_end(directory: RunDirectory) -> None:
 
 
 def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Report:
-    """Write the report of one run, or the comparison of several.
+    """Write the report of one run or the comparison of several.
 
     Args:
         run_dirs: The run directories, each once.
-        output: The file; None is ``report.html`` in the directory of the only run, or here where there are several.
+        output: The file; None: ``report.html`` in the run directory, or in the current directory for several runs.
 
     Raises:
-        RunDirectoryError: If one of them is no run, or the file cannot be written.
+        RunDirectoryError: If one of them is not a run, or the file cannot be written.
     """
     if output is not None:
         refuse_odd_outputs(output)
@@ -96,10 +96,10 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Report
 
 
 def page_of(runs: Sequence[RunRecord]) -> Page:
-    """The page; empty sections are left out."""
+    """Return the page; empty sections are left out."""
     order = list(_SECTIONS)
     if len(runs) > 1:
-        # What differs is why one compares, and curves compare better than the pictures of one run after another.
+        # A comparison starts with differences, and curves compare better than pictures of separate runs.
         order.remove("Recipe")
         order.insert(order.index("Events"), "Predictions")
         order[1] = "Recipe"
@@ -117,7 +117,7 @@ def page_of(runs: Sequence[RunRecord]) -> Page:
 
 
 def _blocks(make: _SectionMaker, runs: Sequence[RunRecord]) -> tuple[Block, ...]:
-    """A section's blocks; files that are not what they should be spoil their own section only."""
+    """Return a section's blocks; invalid files affect only their section."""
     try:
         return tuple(make(runs))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -126,7 +126,7 @@ def _blocks(make: _SectionMaker, runs: Sequence[RunRecord]) -> tuple[Block, ...]
 
 
 def recipe(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    """The recipe's keys, those that differ first."""
+    """Return the recipe's keys, differing ones first."""
     yield from _side_by_side(runs, [run.recipe for run in runs], "recipe", folded=len(runs) > 1)
     reasons = [(key, str(why)) for run in runs[:1] for key, why in run.plan.get("reasons", {}).items()]
     if reasons and len(runs) == 1:
@@ -134,7 +134,7 @@ def recipe(runs: Sequence[RunRecord]) -> Iterator[Block]:
 
 
 def environment(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    """Machines and versions, those that differ first."""
+    """Return machines and versions, differing ones first."""
     trees = [{key: value for key, value in flattened(run.environment).items() if key != "time"} for run in runs]
     for tree in trees:
         tree |= {key: format_bytes(value) for key, value in tree.items() if key.endswith("memory_bytes") and value}
@@ -151,7 +151,7 @@ def _side_by_side(
     columns = ("key", *(run.name if len(runs) > 1 else "value" for run in runs))
     differing = [key for key in keys if len({repr(tree.get(key)) for tree in trees}) > 1]
     rows = {}
-    for key in keys:  # what differs from the first is marked
+    for key in keys:  # highlight values that differ from the first run
         values = [_written(tree[key]) if key in tree else "–" for tree in trees]
         marked = (Marked(each) if key in differing and each != values[0] else each for each in values)
         rows[key] = (key, *marked)
@@ -186,7 +186,7 @@ _STATUS = {
 
 
 def outcome(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    """The section's blocks."""
+    """Return the section's blocks."""
     for run in runs:
         yield from _status(run, len(runs) > 1)
     if len(runs) == 1:
@@ -203,7 +203,7 @@ def outcome(runs: Sequence[RunRecord]) -> Iterator[Block]:
 
 
 def facts_of(run: RunRecord) -> dict[str, Any]:
-    """The outcome as JSON values."""
+    """Return the outcome as JSON values."""
     return {
         "run_dir": str(run.path),
         "name": run.name,
@@ -237,7 +237,7 @@ def _status(run: RunRecord, is_one_of_many: bool) -> Iterator[Block]:
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
-    """By label a value, and after a dot a few more words."""
+    """Return a value by label; a dot separates a note."""
     resumes, total = len(run.of("resume")), run.total_steps
     facts = {
         "status": _STATUS.get(run.status, run.status) + (f" · resumed {counted(resumes, 'time')}" if resumes else ""),
@@ -271,7 +271,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
 
 
 def _headline(run: RunRecord) -> dict[str, str]:
-    """The last and the best evaluation of what one looks at first: accuracy, say, else the loss."""
+    """Return the last and the best value of the headline metric (such as accuracy), else of the loss."""
     evaluations = run.of("evaluation")
     for metric in dict.fromkeys((run.headline, "loss")):
         label = "held-out loss" if metric == "loss" else metric_title(metric)

@@ -1,6 +1,6 @@
-"""Section Predictions: mistakes, confusion matrix, precision and recall by class, reliability of the confidence.
+"""Predictions section: mistakes, confusion matrix, per-class precision and recall, calibration of the confidence.
 
-Of numbers predicted against actual values.
+For regression, predicted against actual values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOST_CLASSES, _MOST_FIGURES, _MOST_PICTURES, _MOST_PAIRS, _MOST_BARS, _MOST_COL
 
 
 def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    """The section's blocks; none of runs that keep no answers, such as those of language models."""
+    """Return the section's blocks; none for runs that keep no predictions, such as language models."""
     for run in runs:
         whose = f"{run.name}: " if len(runs) > 1 else ""
         confusion, examples = run.extra("evaluation/confusion.json"), run.extra("evaluation/examples.json")
@@ -64,7 +64,7 @@ def _examples(examples: Mapping[str, Any], whose: str) -> Iterator[Block]:
 
 
 def _first_batch(first: Mapping[str, Any], whose: str) -> Gallery:
-    """What the network was shown: resized, cropped, flipped, mixed."""
+    """Show the first batch as the network sees it: resized, cropped, flipped, mixed."""
     pictures = [
         Picture(data=each["image"], caption=each["caption"], alternative=f"{each['name']}: {each['caption']}")
         for each in first["examples"]
@@ -98,7 +98,7 @@ def _confusion(confusion: Mapping[str, Any], whose: str) -> Iterator[Block]:
 
 
 def _numbers(details: Mapping[str, Any], whose: str) -> Iterator[Chart]:
-    """Predicted against actual values, a chart for each column."""
+    """Plot predicted against actual values, one chart per column."""
     points = details["points"]
     for place, column in enumerate(details["columns"][:_MOST_COLUMNS]):
         pairs = [(each["actual"][place], each["predicted"][place], each["sample"]) for each in points]
@@ -131,7 +131,7 @@ def _numbers(details: Mapping[str, Any], whose: str) -> Iterator[Chart]:
 
 
 def _thresholds(details: Mapping[str, Any], whose: str) -> Table:
-    """Average precision of each class, and the threshold that is best for it, which no class without samples has."""
+    """Plot average precision and the best threshold of each class; classes without samples have no threshold."""
     keys = ("average_precision", "f1", "threshold", "best_f1", "best_threshold")
     return Table(
         columns=("class", "samples", "average precision, %", "F1, %", "threshold", "best F1, %", "its threshold"),
@@ -148,7 +148,7 @@ def _when(document: Mapping[str, Any]) -> str:
 
 
 def _class_axis(title: str, classes: Sequence[str]) -> dict[str, Any]:
-    """An axis with a class at each whole number: two names may be the same once they are shortened."""
+    """Return an axis with one class per integer, since shortened names may coincide."""
     labels = [name if len(name) <= 18 else f"{name[:9]}…{name[-8:]}" for name in classes]
     ticks = {"tickmode": "array", "tickvals": list(range(len(classes))), "ticktext": labels}
     return {"title": title, "showgrid": False, "constrain": "domain", **(ticks if len(classes) <= 30 else {})}
@@ -169,7 +169,7 @@ def _heatmap(matrix: Matrix, sums: Sequence[int], classes: Sequence[str], whose:
         "zmax": 1,
         "colorscale": [[0, "var(--low)"], [1, "var(--high)"]],
         "colorbar": {"tickformat": ".0%", "thickness": 12, "outlinewidth": 0},
-        # With its figure in each cell, a scale tells nothing more.
+        # Each cell shows its value, so a colour scale adds nothing.
         "showscale": len(classes) > _MOST_FIGURES,
         "xgap": 1,
         "ygap": 1,
@@ -196,7 +196,7 @@ def _heatmap(matrix: Matrix, sums: Sequence[int], classes: Sequence[str], whose:
 
 
 def _bars(scores: Sequence[Mapping[str, Any]], whose: str) -> Chart:
-    """Two bars for each class, one full and one an outline, the class of the lowest F1 first."""
+    """Plot two bars per class, one filled and one outlined, lowest F1 first."""
     some = f"The {_MOST_BARS} worst of {len(scores)} classes" if len(scores) > _MOST_BARS else "The worst class"
     return _by_class(
         scores,
@@ -208,7 +208,7 @@ def _bars(scores: Sequence[Mapping[str, Any]], whose: str) -> Chart:
 
 
 def _overlaps(details: Mapping[str, Any], whose: str) -> Chart:
-    """A bar for each class of pixels, the lowest first; none for a class that occurs nowhere."""
+    """Plot a bar per pixel class, lowest IoU first; absent classes are left out."""
     return _by_class(
         details["class_iou"],
         title=f"{whose}Intersection over union by class",
@@ -226,7 +226,7 @@ def _by_class(
     columns: Mapping[str, str],
     description: str,
 ) -> Chart:
-    """Bars for the first classes, by the figure's key with its colours, and the figures of all."""
+    """Plot the first classes by the given keys and colours, with a table of all classes."""
     worst = scores[:_MOST_BARS]
     names = [str(each["class"]) for each in worst]
     return Chart(
@@ -265,7 +265,7 @@ def _by_class(
 
 
 def _reliability(bins: Sequence[Mapping[str, Any]], whose: str) -> Chart:
-    """How often answers are right, by how confident they are; larger points hold more samples."""
+    """Plot how often predictions are right by confidence; larger points hold more samples."""
     found = [
         (100 * each["probability"], 100 * each["right"] / each["samples"], each["samples"])
         for each in bins

@@ -1,4 +1,4 @@
-"""Run directories as a report needs them: completed, running or failed."""
+"""Run directories as the report reads them: completed, running or failed."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from paceline.report.attribution import Attribution, attribute_events
 
 Event = Mapping[str, Any]
 
-# What plans did not say at first, of the metrics that there were.
+# Metrics of old plans, which did not describe them.
 _OF_OLD_RUNS = {"loss": False, "top1_accuracy": True, "top5_accuracy": True}
 
 
 class Happened:
-    """A run as its plan and its events tell it.
+    """A run as recorded in its plan and events.
 
     Attributes:
         events: In order.
-        plan: Empty where there is none yet.
+        plan: Empty if not written yet.
     """
 
     events: Sequence[Event]
     plan: Mapping[str, Any]
 
     def of(self, kind: str) -> list[Event]:
-        """The events of one kind."""
+        """Return the events of one kind."""
         return self._by_kind.get(kind, [])
 
     @cached_property
@@ -54,48 +54,48 @@ class Happened:
 
     @property
     def start(self) -> Event:
-        """The beginning of the last launch; empty before the first."""
+        """Start event of the last launch; empty before the first."""
         return self.of("start")[-1] if self.of("start") else {}
 
     @property
     def step(self) -> int:
-        """Optimizer steps that the records know of."""
+        """Optimizer steps recorded so far."""
         return int(self.events[-1]["step"]) if self.events else 0
 
     @property
     def total_steps(self) -> int | None:
-        """Steps that were planned."""
+        """Planned number of steps."""
         total: int | None = self.start.get("total_steps", self.plan.get("total_steps"))
         return total
 
     @property
     def metrics(self) -> list[str]:
-        """Names of what evaluations measured."""
+        """Names of evaluated metrics."""
         return list(dict.fromkeys(key for event in self.of("evaluation") for key in event if key not in NO_METRICS))
 
     @property
     def headline(self) -> str:
         """The main metric."""
-        # Plans did not say it at first; those runs were of images.
+        # Old plans, all of image runs, did not name it.
         return str(self.plan.get("headline", "top1_accuracy"))
 
     def higher_is_better(self, metric: str) -> bool | None:
-        """Which way a metric is better; None if unknown."""
+        """Whether higher is better for a metric; None if unknown."""
         told: Mapping[str, bool] = self.plan.get("higher_is_better") or _OF_OLD_RUNS
         return told.get(metric)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(Happened):
-    """One run as its files tell it.
+    """One run as recorded in its files.
 
     Attributes:
         path: The run directory.
         name: Its unique name in the report.
         recipe: By dotted key.
-        environment: Empty where there is none.
-        last_summary: The outcome of its last stop, which may be of an earlier launch.
-        complaints: What could not be read, one sentence each.
+        environment: Empty if the file is missing.
+        last_summary: Outcome of its last stop, possibly of an earlier launch.
+        complaints: Files that could not be read, one sentence each.
     """
 
     path: Path
@@ -109,36 +109,36 @@ class RunRecord(Happened):
 
     @cached_property
     def finish(self) -> Event | None:
-        """The end of the last launch; None while it is under way, or where it was killed."""
+        """End event of the last launch; None while it is running or if it was killed."""
         ends = (event for event in reversed(self.events) if event["event"] in ("finish", "start"))
         last = next(ends, None)
         return last if last is not None and last["event"] == "finish" else None
 
     @property
     def summary(self) -> Summary | None:
-        """The outcome, if the last launch has come to one."""
+        """Outcome of the last launch, if it has ended."""
         return self.last_summary if self.finish is not None else None
 
     @property
     def status(self) -> str:
-        """``completed``, ``stopped``, ``failed``, ``unfinished`` (under way, or killed) or ``not begun``."""
+        """``completed``, ``stopped``, ``failed``, ``unfinished`` (running, or killed) or ``not begun``."""
         if self.finish is not None:
             return str(self.finish["status"])
         return "unfinished" if self.events else "not begun"
 
     @property
     def world_size(self) -> int:
-        """Processes of the last launch."""
+        """World size of the last launch."""
         return int(self.start.get("world_size", self.plan.get("world_size", 1)))
 
     @property
     def weight_unit(self) -> str:
-        """What samples count for in the mean loss: ``tokens``, say."""
+        """Unit of sample weights in the mean loss, such as ``tokens``."""
         return str(self.plan.get("weight_unit", "samples"))
 
     @cached_property
     def attribution(self) -> Attribution | None:
-        """Where the time of its steps went; None without a step record that tells."""
+        """Step time by phase; None without a usable step record."""
         try:
             timed = (each for each in self.events if each["event"] in ("start", "step"))
             return attribute_events(self.path, timed, self.plan)
@@ -146,7 +146,7 @@ class RunRecord(Happened):
             return None
 
     def extra(self, name: str) -> Mapping[str, Any] | None:
-        """What another command left in the run directory; None where there is no such file, or it cannot be read."""
+        """Read a file that another command left in the run directory; None if it is missing or unreadable."""
         with contextlib.suppress(RunDirectoryError):
             return read_json(self.path / name)
         return None
@@ -156,11 +156,11 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """Read runs, each under a unique name.
 
     Raises:
-        RunDirectoryError: If one of them is no run, or its events cannot be read.
+        RunDirectoryError: If one of them is not a run, or its events cannot be read.
     """
     unique = {os.path.realpath(path): path for path in paths}
     parts = [Path(each).parts for each in unique]
-    # The shortest ends of their paths that tell them apart.
+    # The shortest path suffixes that distinguish them.
     ends = (["/".join(each[-length:]) for each in parts] for length in range(1, max(map(len, parts), default=1)))
     names = next((each for each in ends if len(set(each)) == len(each)), list(unique))
     return [_read(path, name) for path, name in zip(unique.values(), names, strict=True)]
@@ -190,7 +190,7 @@ def _read(path: Path, name: str) -> RunRecord:
 
 
 def flattened(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """A tree's values by dotted key."""
+    """Return a tree's values by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

@@ -1,4 +1,4 @@
-"""Sections Speed, Memory and Scaling: throughput, where step time goes, memory, several world sizes."""
+"""Speed, Memory and Scaling sections: throughput, step time by phase, memory, several world sizes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from paceline.report.html.training import curves, look, of_runs
 from paceline.telemetry.meter import PHASES
 from paceline.units import format_bytes
 
-_LEAST_SHARE = 0.01  # of a step: what is thinner cannot be seen in a bar
+_LEAST_SHARE = 0.01  # share of a step; thinner segments are invisible in a bar
 _LEAST_RECORDS, _MOST_BINS = 20, 40
 _PATTERNS = ("", "/", ".", "x", "\\", "-", "|", "+", "")
 
 
 def speed(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    """The section's blocks."""
+    """Return the section's blocks."""
     for run in runs:
         if run.attribution is not None and run.attribution.bottleneck:
             yield Text(f"{_whose(run, runs)}Bound by {run.attribution.bottleneck}")
@@ -38,7 +38,7 @@ def speed(runs: Sequence[RunRecord]) -> Iterator[Block]:
         yield from (Text(f"{_whose(run, runs)}{note}") for note in (run.attribution.notes if run.attribution else ()))
 
 
-# Keys of step records with the title of their chart, its unit, a sentence, and whether it is a share.
+# Keys of step records, each with chart title, unit, description, and whether it is a share.
 _OVER_STEPS = {
     "throughput_samples_per_second": (
         "Throughput",
@@ -53,7 +53,7 @@ _OVER_STEPS = {
 
 
 def _over_steps(runs: Sequence[RunRecord], key: str) -> Iterator[Block]:
-    """A chart of one key of step records from zero; none for runs that do not record it."""
+    """Plot one key of step records from zero; None for runs that do not record it."""
     title, unit, description, is_share = _OVER_STEPS[key]
     lines = of_runs(runs, key, title.lower())
     axis = {"tickformat": "~%"} if is_share else {}
@@ -61,7 +61,7 @@ def _over_steps(runs: Sequence[RunRecord], key: str) -> Iterator[Block]:
 
 
 def _attribution(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    """A bar for each run, made of a step's phases."""
+    """Plot one stacked bar of step phases per run."""
     told = [(run, run.attribution) for run in runs if run.attribution is not None and run.attribution.phases]
     if not told:
         return
@@ -112,7 +112,7 @@ def _attribution(runs: Sequence[RunRecord]) -> Iterator[Block]:
 
 
 def _step_times(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    """How the records' means of a step's time are distributed."""
+    """Plot the distribution of mean step times over records."""
     taken = [
         [
             1e3 * event["step_seconds"]
@@ -125,7 +125,7 @@ def _step_times(runs: Sequence[RunRecord]) -> Iterator[Block]:
     if len(known) < _LEAST_RECORDS:
         return
     edges = np.histogram_bin_edges(known, min(_MOST_BINS, math.isqrt(len(known))))
-    # Down to nothing at both ends, so that the shape is closed.
+    # Zero at both ends closes the shape.
     middles = [float(each) for each in np.append(edges, 2 * edges[-1] - edges[-2]) - (edges[1] - edges[0]) / 2]
     traces = [
         {
@@ -152,7 +152,7 @@ def _step_times(runs: Sequence[RunRecord]) -> Iterator[Block]:
 
 
 def memory(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    """Measured peak memory compared with the estimate."""
+    """Plot measured peak memory against the estimate."""
     rows = [
         (
             run.name,
@@ -200,10 +200,10 @@ def _whose(run: RunRecord, runs: Sequence[RunRecord]) -> str:
 
 
 def scaling(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    """The section's blocks; none where nothing is told of more than one world size."""
+    """Return the section's blocks; none unless there are several world sizes."""
     yield from _measured(runs)
     for run in runs:
-        # What `paceline scale` said, where its JSON lies in the run directory.
+        # Result of `paceline scale`, if its JSON is in the run directory.
         rows = [each for each in (run.extra("scale.json") or {}).get("rows", ()) if isinstance(each, Mapping)]
         if rows:
             columns = ("devices", "strategy", "samples/s", "between", "efficiency")
@@ -212,7 +212,7 @@ def scaling(runs: Sequence[RunRecord]) -> Iterator[Block]:
 
 
 def _prediction(row: Mapping[str, Any]) -> tuple[float | None, str | None, str | None]:
-    """A predicted rate, its range and its efficiency, as far as they are numbers."""
+    """Return a predicted rate, its range and its efficiency, keeping only numbers."""
     keys = ("samples_per_second", "samples_per_second_low", "samples_per_second_high", "efficiency")
     rate, low, high, share = (each if isinstance(each := row.get(key), int | float) else None for key in keys)
     return (

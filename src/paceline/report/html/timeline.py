@@ -1,4 +1,4 @@
-"""Sections Events, Samples and Doctor: launches, resumes, checkpoints, incidents; ledger counts; findings."""
+"""Events, Samples and Doctor sections: launches, resumes, checkpoints, incidents; ledger counts; findings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_ROWS, _MOST_POINTS = 200, 1000
 
 
 def happened(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    """The section's blocks."""
+    """Return the section's blocks."""
     if len(runs) == 1 and runs[0].events:
         yield _timeline(runs[0])
     rows = [(run, event) for run in runs for event in run.events if event["event"] in _TOLD]
@@ -38,7 +38,7 @@ def happened(runs: Sequence[RunRecord]) -> Iterator[Block]:
         yield Text("Nothing is recorded yet.")
         return
     shown = found
-    if len(found) > _MOST_ROWS:  # then the rare ones, and the last of the others
+    if len(found) > _MOST_ROWS:  # then rare events, and the last of the others
         is_rare = [event["event"] not in ("incident", "measurement") for _, event in rows]
         rare, many = ([at for at, which in enumerate(is_rare) if which is kind] for kind in (True, False))
         shown = [found[place] for place in sorted([*rare[-_MOST_ROWS // 2 :], *many[-_MOST_ROWS // 2 :]])]
@@ -52,7 +52,7 @@ def happened(runs: Sequence[RunRecord]) -> Iterator[Block]:
 
 
 def proof(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    """What the ledger proves of each run."""
+    """Show what the ledger proves for each run."""
     counts = [(run.name, None if run.summary is None else run.summary.ledger) for run in runs]
     rows = [
         (
@@ -81,7 +81,7 @@ def proof(runs: Sequence[RunRecord]) -> Iterator[Block]:
 
 
 def findings(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    """What `paceline doctor` found, where its JSON lies in the run directory."""
+    """Show the findings of `paceline doctor`, if its JSON is in the run directory."""
     for run in runs:
         diagnosis = run.extra("doctor.json")
         whose = f"{run.name}: " if len(runs) > 1 else ""
@@ -132,7 +132,7 @@ def _words(event: Event) -> str:
 
 
 def _timeline(run: RunRecord) -> Chart:
-    """Launches as bars over the clock's time, everything else as marks."""
+    """Plot launches as bars over wall-clock time, and all other events as marks."""
     launches = list(_launches(run.events))
     bars = {
         "type": "bar",
@@ -182,7 +182,7 @@ def _timeline(run: RunRecord) -> Chart:
 
 
 def _launches(events: Sequence[Event]) -> Iterator[tuple[float, float]]:
-    """From each start, or the resume right before it, to the last thing recorded before the next."""
+    """Return the launches: from each start, or a resume right before it, to the last event before the next."""
     first: float | None = None
     last, resumed = 0.0, False
     for event in events:
@@ -201,6 +201,6 @@ def _date(seconds: float) -> str:
 
 
 def steps_in_words(run: RunRecord) -> str:
-    """A run's progress."""
+    """Describe a run's progress."""
     total = run.total_steps
     return f"{format_count(run.step)}{f' of {format_count(total)}' if total else ''} steps"

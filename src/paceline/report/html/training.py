@@ -1,4 +1,4 @@
-"""Section Training: curves over steps."""
+"""Training section: curves over steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.report.html.runs import Event, RunRecord
 from paceline.units import metric_title, metric_unit
 
 _WEIGHTS = ("model", "ema")
-# The rest of a step record's keys are told elsewhere, or are no figures of training.
+# The other keys of a step record are shown elsewhere or are not training metrics.
 _GRADIENT = {
     "grad_norm": ("Gradient norm", "L2 norm", "Of the recorded step, before clipping."),
     "grad_scale": ("Loss scale", "factor", "Keeps small fp16 gradients from vanishing."),
@@ -26,7 +26,7 @@ _GRADIENT = {
 
 
 def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
-    """The section's blocks."""
+    """Return the section's blocks."""
     if not any(run.of("step") for run in runs):
         yield Text("No step record was written yet: `telemetry.log_every` sets their interval.", kind="warning")
     elif len(runs) == 1 and (runs[0].of("resume") or runs[0].of("incident")):
@@ -53,7 +53,7 @@ def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
     yield from curves("Learning rate", "learning rate", of_runs(runs, "lr", "learning rate"), runs)
     for key, (title, unit, told) in _GRADIENT.items():
         lines = of_runs(runs, key, title.lower())
-        # A scale that is always 1 is none.
+        # A constant loss scale of 1 means that there is no scaler.
         if key == "grad_scale" and all(value in (1, None) for line in lines for value in line.y):
             continue
         yield from curves(title, unit or weighted, lines, runs, told)
@@ -61,9 +61,10 @@ def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
 
 
 def _evaluated(runs: Sequence[RunRecord], metric: str) -> list[Line]:
-    """One line for each set of weights, and of several runs for each of both.
+    """Plot one line per set of weights and, for several runs, per run.
 
-    Of one run they look alike in all charts: the first colour is that of training. Of several, a run keeps its colour.
+    For one run, a set of weights looks the same in all charts; the first colour is for training. For several runs, each
+    run keeps its colour.
     """
     lines = []
     for at, run in enumerate(runs):
@@ -85,7 +86,7 @@ def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
             if not known:
                 continue
             is_higher = run.higher_is_better(metric)
-            best: tuple[object, ...] = ("", "")  # where the records do not say which way a metric is better
+            best: tuple[object, ...] = ("", "")  # if the records do not say whether higher is better
             if is_higher is not None:
                 best = itemgetter(metric, "step")((max if is_higher else min)(known, key=itemgetter(metric)))
             who = [run.name] * (len(runs) > 1)
@@ -103,7 +104,7 @@ def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
         yield Text(f"The run {when}, or has no held-out samples: `evaluate.every` sets when it is.")
 
 
-# Of all lines of a chart together.
+# Over all lines of a chart.
 _MOST_POINTS = 4000
 _FEW_POINTS, _MANY_POINTS = 40, 500
 _MOST_MARKS = 40
@@ -116,10 +117,10 @@ class Line:
     """A curve.
 
     Attributes:
-        name: What it is called.
+        name: Its label.
         x: Steps.
-        y: None where there is no number.
-        style: Which colour, dash and symbol.
+        y: Values; None if missing.
+        style: Index of colour, dash and symbol.
     """
 
     name: str
@@ -129,7 +130,7 @@ class Line:
 
 
 def of_events(name: str, events: Iterable[Event], key: str, style: int) -> Line | None:
-    """The curve of one key of some events; None where none of them has a number there."""
+    """Return the curve of one key of the given events; None without numbers."""
     found = [(event["step"], event[key]) for event in events if key in event]
     if all(value is None for _, value in found):
         return None
@@ -137,7 +138,7 @@ def of_events(name: str, events: Iterable[Event], key: str, style: int) -> Line 
 
 
 def of_runs(runs: Sequence[RunRecord], key: str, name: str) -> list[Line]:
-    """The curve of one key of step records for each run that has it: called by the run where there are several."""
+    """Return one curve of a step record key per run that has it, labelled by run if there are several."""
     several = len(runs) > 1
     lines = (of_events(run.name if several else name, run.of("step"), key, style) for style, run in enumerate(runs))
     return [line for line in lines if line is not None]
@@ -146,7 +147,7 @@ def of_runs(runs: Sequence[RunRecord], key: str, name: str) -> list[Line]:
 def curves(
     title: str, unit: str, lines: Sequence[Line], runs: Sequence[RunRecord], description: str = "", **axis: Any
 ) -> Iterator[Chart]:
-    """A chart of curves over steps, or none without one."""
+    """Plot curves over steps; None without curves."""
     if not lines:
         return
     most = max(60, _MOST_POINTS // len(lines))
@@ -175,7 +176,7 @@ def curves(
 
 
 def look(style: int) -> dict[str, Any]:
-    """The line and markers of a series; beyond eight the colours come again, with other dashes."""
+    """Return a series' line and markers; beyond eight, colours repeat with other dashes."""
     colour = f"var(--series-{style % SERIES + 1})"
     dash = _DASHES[(style % SERIES + style // SERIES) % len(_DASHES)]
     return {
@@ -185,7 +186,7 @@ def look(style: int) -> dict[str, Any]:
 
 
 def _marks(runs: Sequence[RunRecord]) -> Iterator[Mapping[str, Any]]:
-    """Vertical lines where a run was resumed, dashed, and where something went wrong, dotted; of one run only."""
+    """Mark resumes with dashed vertical lines and problems with dotted ones; only for a single run."""
     if len(runs) != 1:
         return
     for kind, dash, colour in (("resume", "dash", "var(--muted)"), ("incident", "dot", "var(--bad)")):
@@ -196,20 +197,20 @@ def _marks(runs: Sequence[RunRecord]) -> Iterator[Mapping[str, Any]]:
 
 
 def thinned(values: Sequence[float | None], most: int) -> list[int]:
-    """The places of points that show a curve: of each stretch its lowest and highest, its ends, and a gap in it.
+    """Return the indices of points that preserve a curve's shape: minima, maxima and ends of each stretch, and gaps.
 
-    Every point shown is one of the curve's own; nothing is averaged.
+    Selects points of the curve; nothing is averaged.
 
     Args:
-        values: The curve; None where it has a gap.
-        most: About so many points; at least eight.
+        values: The curve; None at gaps.
+        most: Approximate number of points; at least eight.
     """
     count = len(values)
     if count <= most:
         return list(range(count))
     numbers = np.array([math.nan if each is None else each for each in values], dtype=np.float64)
     places = {0, count - 1}
-    # A stretch gives at most five points, mostly four.
+    # A stretch yields at most five points, usually four.
     for stretch in np.array_split(np.arange(count), max(2, most // 4)):
         is_known = np.isfinite(numbers[stretch])
         known, gaps = stretch[is_known], stretch[~is_known]

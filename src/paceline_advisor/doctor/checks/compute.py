@@ -44,6 +44,8 @@ def precision(subject: Subject) -> Found | None:
     faster = next((each for each in ("bf16", "fp16") if target.has(each)), None)
     if plan.precision != "fp32" or faster is None or _too_small(subject):
         return None
+    if not target.is_gpu and any(layer.is_depthwise for layer in subject.layers):
+        return None  # CPUs compute these faster in fp32, or train.precision=auto takes bf16
     asked, figures = "auto" if faster == "bf16" else faster, ""
     if target.device is not None:
         fast, slow = target.device.peak(faster), target.device.peak(subject.products)

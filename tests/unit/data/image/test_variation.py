@@ -19,7 +19,6 @@ from paceline.recipe.data import Augment, Jitter
 v2 = pytest.importorskip("torchvision.transforms.v2")
 
 MEAN, FILL = (0.2, 0.4, 0.6), [51, 102, 153]
-IMAGENET = (124, 116, 104)
 BILINEAR = v2.InterpolationMode.BILINEAR
 ASKED: dict[str, tuple[Augment, Any]] = {
     "randaugment": (
@@ -45,7 +44,10 @@ ASKED: dict[str, tuple[Augment, Any]] = {
     ),
 }
 TIMMS: dict[str, tuple[Augment, Any]] = {
-    config: (Augment(policy="timm", policy_options={"config": config}), partial(make, config, {"img_mean": IMAGENET}))
+    config: (
+        Augment(policy="timm", policy_options={"config": config}),
+        partial(make, config, {"img_mean": tuple(FILL)}),
+    )
     for config, make in {
         "rand-m9-mstd0.5-inc1-p0.3": auto_augment.rand_augment_transform,
         "original-mstd0.5": auto_augment.auto_augment_transform,

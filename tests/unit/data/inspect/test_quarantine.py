@@ -78,6 +78,26 @@ def test_the_held_out_copies_of_training_images_are_moved(clean: Path, tmp_path:
     assert check(clean, None).count == {**report.count, "spoils": 0}
 
 
+def test_without_a_held_out_folder_all_copies_but_one_are_moved(clean: Path, tmp_path: Path) -> None:
+    shutil.rmtree(clean / "val")
+    shutil.rmtree(clean / "test", ignore_errors=True)
+    images = sorted((clean / "train" / "cat").iterdir())
+    for number, image in enumerate(images[:4]):
+        shutil.copy(image, clean / "train" / "cat" / f"z{number}.jpg")
+    check(clean / "train", tmp_path / "aside")
+    again = check(clean / "train", None)
+    assert again.count["spoils"] == 0
+    assert "duplicate" not in {each.kind.name for each in again.findings}
+    assert len(list((clean / "train" / "cat").iterdir())) == len(images)
+
+
+def test_a_leak_in_another_class_is_one_move(clean: Path, tmp_path: Path) -> None:
+    shutil.copy(next((clean / "train" / "cat").iterdir()), clean / "val" / "dog" / "seen.jpg")
+    report = check(clean, tmp_path / "aside")
+    assert {each.kind.name for each in report.findings} >= {"leak", "contradiction"}
+    assert report.passed
+
+
 def test_a_class_that_is_gone_is_told(tmp_path: Path, clean: Path) -> None:
     for name in [path.name for path in (clean / "train").iterdir()][1:]:
         for image in (*(clean / "train" / name).iterdir(), *(clean / "val" / name).iterdir()):

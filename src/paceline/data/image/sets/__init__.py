@@ -1,4 +1,4 @@
-"""The data sets of images that every installation has: each file here registers its own."""
+"""The built-in image data sets: each file here registers its data sets."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ SPLIT = ("validation_fraction", "split_by", "saved_split")
 FILES = ("path", *PART, *SPLIT)
 TABLE = (*FILES, "image_column", "label_column")
 
-# What a data set of files is taken for where its files are not there.
+# Stands in for a data set of files if the files are missing.
 IMAGENET = Size("ImageNet", 1_281_167, 1000, 224)

@@ -1,9 +1,9 @@
-"""CIFAR-10, CIFAR-100, MNIST and Fashion-MNIST as they are published, extracted or still in their archives.
+"""CIFAR-10, CIFAR-100, MNIST and Fashion-MNIST as published, extracted or still archived.
 
 Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009; LeCun, Cortes and Burges, "The MNIST database
 of handwritten digits", 1998; Xiao, Rasul and Vollgraf, "Fashion-MNIST", 2017. CIFAR is read in its binary and its
-Python version. The Python version consists of pickles, which could run any code: only the published ones are loaded, by
-the digests that torchvision knows. The labels of CIFAR-100 are the fine ones.
+Python version. The Python version consists of pickles, which could run arbitrary code, so only the published files are
+loaded, as identified by torchvision's digests. CIFAR-100 uses the fine labels.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Archive:
     """A published data set.
 
     Attributes:
-        title: What it is called.
-        torchvision: The class of torchvision's that downloads it.
-        mean: Of the training images, on the scale 0 … 1, by their number of channels.
-        std: Likewise.
-        classes: Class names; empty where its files name them.
+        title: Its title.
+        torchvision: torchvision class that downloads it.
+        mean: Mean of the training images, on the scale 0 … 1, by number of channels.
+        std: Standard deviation, likewise.
+        classes: Class names; empty if its files contain them.
     """
 
     title: str
@@ -59,7 +59,7 @@ class Archive:
     classes: tuple[str, ...] = ()
 
     def statistics(self, channels: int, images: Image | None = None) -> Statistics:
-        """Mean and standard deviation for 1 or 3 channels; computed from ``images`` if unknown."""
+        """Return mean and standard deviation for 1 or 3 channels, computed from ``images`` if unknown."""
         told = f"of {self.title}'s training images"
         if channels in self.mean:
             return Statistics(self.mean[channels], self.std[channels], told)
@@ -73,16 +73,16 @@ class Archive:
 
 @dataclass(frozen=True, kw_only=True)
 class Cifar(Archive):
-    """CIFAR-10 or CIFAR-100: files of images of 32x32 in colour.
+    """CIFAR-10 or CIFAR-100: files of 32x32 colour images.
 
     Attributes:
-        train: Training files, as the Python version names them; the binary version's end in ``.bin``.
+        train: Training files, by their names in the Python version; the binary version adds ``.bin``.
         test: The file of test images.
-        names: The file with the names of the classes, in the Python and in the binary version.
-        labels: How many labels stand before an image in the binary version, of which the last is its class.
-        key: What the labels are called in the Python version.
+        names: File with the class names, in the Python and in the binary version.
+        labels: Number of labels before each image in the binary version; the last one is the class.
+        key: Key of the labels in the Python version.
         count: Number of classes.
-        folders: What the published archives extract to.
+        folders: Folders that the published archives extract to.
     """
 
     train: tuple[str, ...]
@@ -94,7 +94,7 @@ class Cifar(Archive):
     folders: tuple[str, ...] = ()
 
     def files(self, suffix: str) -> list[str]:
-        """Names of all files of a version: ``""`` Python's, ``".bin"`` the binary one."""
+        """Return the names of all files of a version: ``""`` for Python, ``".bin"`` for binary."""
         names = [] if self.names is None else [self.names[suffix != ""]]
         return [*(each + suffix for each in (*self.train, self.test)), *names]
 
@@ -139,7 +139,7 @@ ARCHIVES: dict[str, Archive] = {
 
 
 def find_archive(root: Path, kind: str) -> Path | None:
-    """The file or folder of an archive at ``root``, or None."""
+    """Return the file or folder of an archive at ``root``, or None."""
     archive = ARCHIVES[kind]
     if not isinstance(archive, Cifar):
         return find_mnist(root, kind)
@@ -147,7 +147,7 @@ def find_archive(root: Path, kind: str) -> Path | None:
         return root
     for folder in (root, *(root / name for name in archive.folders)):
         for suffix in ("", ".bin"):
-            # Files called train and test are many people's; of the other archive one file tells.
+            # Many data sets have files named train and test; the other archive has a unique file name.
             marks = archive.files(suffix) if archive.names else archive.files(suffix)[:1]
             if all((folder / name).is_file() for name in marks):
                 return folder
@@ -158,10 +158,10 @@ def find_archive(root: Path, kind: str) -> Path | None:
 @dataset("mnist", keys=_KEYS, size=Size("MNIST", 60_000, 10, 28))
 @dataset("cifar100", keys=_KEYS, size=Size("CIFAR-100", 50_000, 100, 32))
 def open_archive(request: DatasetRequest) -> StoredImages:
-    """Read a published archive, downloading it first if the recipe asks for it.
+    """Read a published archive, downloading it first if the recipe allows it.
 
     Raises:
-        DataError: If there is none, or it is damaged, or cannot be downloaded.
+        DataError: If it is missing, damaged, or cannot be downloaded.
     """
     root, kind = request.path, request.data.dataset
     archive = ARCHIVES[kind]
@@ -226,7 +226,7 @@ def _read_cifar(path: Path, kind: str, archive: Cifar) -> tuple[ArraySource, Arr
 
 
 def _files_in_tar(path: Path, wanted: set[str]) -> dict[str, bytes]:
-    """Read those members of an archive into memory that are there; nothing is extracted to disk."""
+    """Read the given members of an archive, if present, into memory; nothing is extracted to disk."""
     files = {}
     try:
         with tarfile.open(path, "r:*") as archive:
@@ -244,7 +244,7 @@ def _files_in_tar(path: Path, wanted: set[str]) -> dict[str, bytes]:
 
 
 def _batch(archive: Cifar, content: bytes, name: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Pixels uint8 [N, 3072], channel after channel, and labels int64 [N] of one file."""
+    """Return pixels uint8 [N, 3072], channel by channel, and labels int64 [N] of one file."""
     if not name.endswith(".bin"):
         batch = _unpickled(archive, content, name)
         return batch["data"], np.asarray(batch[archive.key], dtype=np.int64)
@@ -259,7 +259,7 @@ def _batch(archive: Cifar, content: bytes, name: str) -> tuple[np.ndarray[Any, A
 
 
 def _unpickled(archive: Cifar, content: bytes, name: str) -> Any:
-    """Load a pickle if it is the published one: any other could run code."""
+    """Load a pickle if it is the published one; any other could run code."""
     import torchvision.datasets
 
     known: Any = getattr(torchvision.datasets, archive.torchvision)
@@ -277,29 +277,29 @@ def _damaged(archive: Cifar, name: str, reason: str) -> DataError:
 
 
 def find_mnist(path: Path, kind: str | None = None) -> Path | None:
-    """Return the folder that holds the four files, ``path``, its ``raw`` or that of a folder in it, or None.
+    """Return the folder with the four files: ``path``, its ``raw``, that of a subfolder, or None.
 
-    The files of both sets have the same names and shapes. Folders in ``path`` that are named for the other set than
-    ``kind`` (mnist, fashion_mnist) never count; the name of ``path`` itself does not matter.
+    The files of both sets have the same names and shapes. Folders in ``path`` named after the set other than ``kind``
+    (mnist, fashion_mnist) are ignored; the name of ``path`` itself does not matter.
     """
     if not path.is_dir():
         return None
     inside = sorted(entry / "raw" for entry in path.iterdir() if entry.is_dir())
     found = [folder for folder in (path, path / "raw", *inside) if _idx_file(folder, "train", "images", 3) is not None]
     fitting = [each for each in found if kind is None or each not in inside or _named_for(each) in (kind, None)]
-    # One that says what it is comes before those that only may be meant.
+    # A folder with a matching name comes before unnamed candidates.
     fitting.sort(key=lambda folder: kind is not None and _named_for(folder) != kind)
     return fitting[0] if fitting else None
 
 
 def mnist_kind(folder: Path) -> str:
-    """Which of the two sets a folder holds, by its name or that of the one it lies in."""
+    """Return which of the two sets a folder contains, by its name or its parent's."""
     is_fashion = any("fashion" in part.lower() for part in folder.absolute().parts[-2:])
     return "fashion_mnist" if is_fashion else "mnist"
 
 
 def _named_for(folder: Path) -> str | None:
-    """The set that a folder is named for, as torchvision names them; of ``raw``, the folder that it lies in."""
+    """Return the set that a folder is named after, as in torchvision; for ``raw``, its parent counts."""
     absolute = folder.absolute()
     name = absolute.parent.name if absolute.name == "raw" else absolute.name
     return {"mnist": "mnist", "fashionmnist": "fashion_mnist"}.get(re.sub("[^a-z]", "", name.lower()))
@@ -323,7 +323,7 @@ def _idx_file(folder: Path, prefix: str, what: str, dimensions: int) -> Path | N
 
 
 def _read_idx(folder: Path, prefix: str, what: str, dimensions: int) -> np.ndarray[Any, Any]:
-    """Read a file of the format idx, packed by gzip or not, uint8 of as many dimensions."""
+    """Read a file in idx format, optionally gzipped, as uint8 of any number of dimensions."""
     path = _idx_file(folder, prefix, what, dimensions)
     if path is None:
         raise DataError(f"{str(folder)!r} lacks {prefix}-{what}-idx{dimensions}-ubyte(.gz): download it again.")
@@ -350,7 +350,7 @@ def _read_idx(folder: Path, prefix: str, what: str, dimensions: int) -> np.ndarr
 
 @contextmanager
 def downloading(root: Path, name: str) -> Iterator[None]:
-    """Let one process at a time download into a folder, and report a failure in one sentence.
+    """Allow only one process at a time to download into a folder, and report a failure in one sentence.
 
     Raises:
         DataError: If it fails.
@@ -359,7 +359,7 @@ def downloading(root: Path, name: str) -> Iterator[None]:
         root.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(root / _LOCK, os.O_CREAT | os.O_RDWR)
         try:
-            with suppress(OSError):  # a file system without locks: the files are checked by their digests
+            with suppress(OSError):  # a file system without locks: digests verify the files
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
@@ -375,7 +375,7 @@ def downloading(root: Path, name: str) -> Iterator[None]:
 
 @dataset("cifar10", keys=(*_KEYS, *SPLIT), size=Size("CIFAR-10", 50_000, 10, 32))
 def _cifar10(request: DatasetRequest) -> StoredImages:
-    """CIFAR-10 as it is published, or as an image folder."""
+    """Open CIFAR-10 as published, or as an image folder."""
     if request.data.download or find_archive(request.path, "cifar10") is not None:
         return open_archive(request)
     found = open_image_folder(request)

@@ -18,9 +18,9 @@ _LARGEST_HEAD = 2**16
 
 @dataset("csv", keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)
 def open_csv(request: DatasetRequest) -> StoredImages:
-    """Read a table of paths and labels, and look at the heads of a few images.
+    """Read a table of paths and labels, and probe the headers of a few images.
 
-    The file's first line names its columns, which are separated by commas, semicolons or tabs.
+    The first line names the columns, separated by commas, semicolons or tabs.
 
     Raises:
         DataError: If it cannot be read, or a column, a label or a path is missing.
@@ -48,7 +48,7 @@ def open_csv(request: DatasetRequest) -> StoredImages:
 
 
 def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
-    """The header, the rows, and the line that each row ends at."""
+    """Return the header, the rows, and each row's line number."""
     refuse_odd_kinds(file)
     try:
         with open(file, encoding="utf-8-sig", newline="") as opened:

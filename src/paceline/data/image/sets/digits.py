@@ -1,4 +1,4 @@
-"""The handwritten digits in scikit-learn: 1797 greyscale images of 8x8, available without a download.
+"""scikit-learn's handwritten digits: 1797 greyscale images of 8x8, available without a download.
 
 Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
 """
@@ -19,16 +19,16 @@ from paceline.errors import DataError
 
 SIZE = 8
 CLASSES = tuple(str(digit) for digit in range(10))
-# Of all 1797 images, on the scale 0 … 1.
+# Statistics of all 1797 images, on the scale 0 … 1.
 MEAN = (0.3053,)
 STD = (0.3759,)
 
 
 def read_digits() -> ArraySource:
-    """Read all digits, uint8 [1797, 8, 8, 1], their 17 grey levels spread over 0 … 255.
+    """Read all digits, uint8 [1797, 8, 8, 1], with their 17 grey levels scaled to 0 … 255.
 
     Raises:
-        DataError: If scikit-learn is not installed, or has no such file.
+        DataError: If scikit-learn is not installed, or lacks the file.
     """
     # Importing scikit-learn takes seconds; only its data file is needed.
     package = importlib.util.find_spec("sklearn")
@@ -42,14 +42,14 @@ def read_digits() -> ArraySource:
         )
     with gzip.open(path, "rt", encoding="ascii") as file:
         table = np.loadtxt(file, delimiter=",", dtype=np.int64)
-    # round(x * 255 / 16), in whole numbers; halves go up
+    # round(x * 255 / 16) in integers; halves round up
     grey = ((table[:, :-1] * 255 * 2 + 16) // 32).astype(np.uint8)
     return ArraySource(grey.reshape(-1, SIZE, SIZE, 1), table[:, -1], "digits")
 
 
 @dataset("digits", keys=(*PART, *SPLIT))
 def open_digits(request: DatasetRequest) -> StoredImages:
-    """The digits in scikit-learn, with a share of each class held out."""
+    """Open scikit-learn's digits, with a share of each class held out."""
     channels = request.channels or 1
     known = Statistics(MEAN * channels, STD * channels, "of the digits")
     return pixel_images(request, [read_digits()], classes=CLASSES, statistics=known)

@@ -1,6 +1,6 @@
-"""Drawn discs on noise: greyscale images of 32x32 with known position and size as regression targets.
+"""Synthetic discs on noise: greyscale 32x32 images with known position and size as regression targets.
 
-Image i is the same in every run and process. The numbers are ``x`` and ``y``, the centre in pixels from the upper left
+Image i is the same in every run and process. The targets are ``x`` and ``y``, the centre in pixels from the upper left
 corner, and ``radius``.
 """
 
@@ -41,10 +41,10 @@ def draw_discs(first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[np.fl
 
 @dataset("discs", keys=("samples", "subset", "target_columns"))
 def open_discs(request: DatasetRequest) -> StoredImages:
-    """Discs with the numbers that a recipe asks for, or all three; a tenth more are held out.
+    """Open the discs with the targets that a recipe names, or all three; an additional tenth is held out.
 
     Raises:
-        DataError: If it asks for a number that they do not have.
+        DataError: If a target does not exist.
     """
     data, channels = request.data, request.channels or 1
     names = data.target_columns or _NUMBERS

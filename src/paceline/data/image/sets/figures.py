@@ -1,6 +1,6 @@
-"""Drawn figures on noise: greyscale images of 32x32 that show a circle, a square, a triangle, any two, all or none.
+"""Synthetic figures on noise: greyscale 32x32 images with any combination of circle, square and triangle.
 
-Image i is the same in every run and process. Each figure has a quarter of the image to itself, and is in it with
+Image i is the same in every run and process. Each figure has a separate quarter of the image, and appears with
 probability one half.
 """
 
@@ -23,7 +23,7 @@ _SMALLEST, _LARGEST = 4.5, 7.0
 
 
 def draw_figures(first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[Any]]:
-    """Draw images ``first`` to ``first + count`` (excluded): uint8 [N, 32, 32, 1], and which figures, 0 or 1 [N, 3]."""
+    """Draw images ``first`` to ``first + count`` (excluded); return uint8 [N, 32, 32, 1], and labels, 0 or 1 [N, 3]."""
     grid = np.arange(_SIZE) + 0.5
     images = np.empty((count, _SIZE, _SIZE, 1), dtype=np.uint8)
     labels = np.empty((count, len(_FIGURES)), dtype=np.float32)
@@ -49,10 +49,10 @@ def draw_figures(first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[Any
 
 @dataset("figures", keys=("samples", "subset"))
 def open_figures(request: DatasetRequest) -> StoredImages:
-    """Figures with a label for each; a tenth more are held out.
+    """Open the figures with a label for each; an additional tenth is held out.
 
     Raises:
-        RecipeError: If images are to have one class each.
+        RecipeError: If the task needs one class per image.
     """
     data, channels = request.data, request.channels or 1
     if not request.several_labels:

@@ -1,6 +1,6 @@
-"""Local Hugging Face datasets: folders written by ``save_to_disk``, and parquet files as on the hub.
+"""Local Hugging Face datasets: folders written by ``save_to_disk``, and the hub's parquet files.
 
-They are plain Arrow files: the ``datasets`` library is not needed, and no code of a dataset is run.
+These are plain Arrow files: the ``datasets`` library is not needed, and no code of a dataset is run.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _STATE, _INFO, _DICT = "state.json", "dataset_info.json", "dataset_dict.json"
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceFiles:
-    """The files of a dataset on the local disk, and what they say of their columns.
+    """A dataset's local files and their column metadata.
 
     Attributes:
-        root: Where they lie.
+        root: Their folder.
         splits: Arrow or parquet files of each split, in order.
-        is_parquet: Which of the two.
-        features: Of each column, as the library writes them.
+        is_parquet: Whether they are parquet files.
+        features: Metadata of each column, in the library's format.
     """
 
     root: Path
@@ -48,14 +48,14 @@ class HuggingFaceFiles:
 
 
 def find_files(path: str | Path, left_out: LeftOut | None = None) -> HuggingFaceFiles | None:
-    """Look whether a folder is such a dataset; None if it is not.
+    """Find the files of such a dataset in a folder; None if it is not one.
 
     Args:
         path: The folder, or a parquet file.
         left_out: Receives files that do not belong to the data set.
 
     Raises:
-        DataError: If it is one whose description cannot be read, or pyarrow is missing.
+        DataError: If its metadata cannot be read, or pyarrow is missing.
     """
     root, left_out = Path(path).expanduser(), LeftOut() if left_out is None else left_out
     if (root / _DICT).is_file():
@@ -103,10 +103,10 @@ def _read_json(path: Path, key: str, kind: Callable[[Any], Any]) -> Any:
 
 
 def choose_splits(files: HuggingFaceFiles) -> tuple[str, str | None, str]:
-    """Return the split to train on, the held-out one if there is one, and where held-out images come from.
+    """Return the training split, the held-out split if any, and the origin of held-out images.
 
     Raises:
-        DataError: If no split is for training.
+        DataError: If there is no training split.
     """
     if "train" not in files.splits:
         raise DataError(
@@ -122,10 +122,10 @@ def choose_splits(files: HuggingFaceFiles) -> tuple[str, str | None, str]:
 
 @dataset("huggingface", keys=TABLE, size=IMAGENET)
 def open_huggingface(request: DatasetRequest) -> StoredImages:
-    """Open a folder that ``save_to_disk`` wrote, or parquet files as on the hub; look at the heads of a few images.
+    """Open a ``save_to_disk`` folder or the hub's parquet files, and probe the headers of a few images.
 
     Raises:
-        DataError: If there is no such dataset, or it cannot be read in any order.
+        DataError: If there is no such dataset, or it does not support random access.
     """
     left_out = LeftOut()
     files = find_files(request.path, left_out)
@@ -160,7 +160,7 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
 
 
 def _not_there(path: Path) -> DataError:
-    """Say what to do where there is no dataset; paths are absolute by now, also those that were names on the hub."""
+    """Return the error for a missing dataset; paths, including hub names, are absolute by now."""
     said = f"{str(path)!r} is not a local Hugging Face dataset: expected a folder written by save_to_disk"
     name, hub = "NAME", "One from the hub"
     if not path.exists():

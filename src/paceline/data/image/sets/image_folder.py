@@ -1,9 +1,8 @@
 """Image folders: PATH/{train,val or test}/CLASS/* or PATH/CLASS/*.
 
-Where listing the files took long, the list is cached for the next time, under a name made of the folder's path. It is
-used only while every class folder is the one that was listed: adding, removing or renaming a file changes the times of
-its folder. A file that is overwritten in place changes nothing but itself; the sizes of a few files are checked for
-that.
+A slow file listing is cached, keyed by the folder's path. The cache is valid while every class folder is unchanged:
+adding, removing or renaming a file changes its folder's times. A file overwritten in place changes only itself, so the
+sizes of a few files are checked.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from paceline.errors import DataError, did_you_mean
 from paceline.files import LeftOut, has_ending, is_folder, visible
 from paceline.machine import cache_folder
 
-WORTH_SECONDS = 0.5  # listing that takes less is done again
+WORTH_SECONDS = 0.5  # quicker listings are repeated
 _VERSION = 3
 _SPOT_CHECKS = 64
 
@@ -39,13 +38,13 @@ Stamp = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of one folder of class folders.
+    """The files of one split's class folders.
 
     Attributes:
         classes: Class names, sorted.
         names: File names relative to the root, sorted by class and name.
         sizes: Their sizes in bytes, int64.
-        labels: Index of each one's class, int64.
+        labels: Class index of each file, int64.
     """
 
     classes: tuple[str, ...]
@@ -54,7 +53,7 @@ class Listing:
     labels: NDArray[np.int64]
 
     def labels_among(self, classes: Sequence[str]) -> NDArray[np.int64]:
-        """The labels as indices into other classes; -1 for classes that are not among those."""
+        """Return the labels as indices into other classes; -1 for classes that are not among them."""
         if tuple(classes) == self.classes:
             return self.labels
         numbers = {name: number for number, name in enumerate(classes)}
@@ -64,28 +63,28 @@ class Listing:
 def list_folders(
     root: Path, folders: Sequence[Path], problems: Problems, *, remembered: bool
 ) -> tuple[list[Listing], str, str]:
-    """List folders of class folders that lie under ``root``, or are it.
+    """List split folders with class folders, below ``root`` or ``root`` itself.
 
     Args:
-        root: What the names are relative to.
-        folders: Which to list.
-        problems: Told of what is laid out in another way.
-        remembered: Whether an earlier listing may be recalled, and this one remembered if nothing is wrong with it.
+        root: Folder to which names are relative.
+        folders: Folders to list.
+        problems: Collects deviations from the layout.
+        remembered: Whether to use a cached listing, and to cache this one if it has no problems.
 
     Returns:
-        The listing of each; SHA-256 over the relative paths and sizes of all files; and how long that took, or what it
-        was known from, for people.
+        The listing of each; SHA-256 over the relative paths and sizes of all files; and the time taken or the cache
+        used, for people.
     """
     memory, begin, now = cache_file(root), time.perf_counter(), time.time_ns()
     classes = [sorted(entry.name for entry in visible(folder) if is_folder(entry)) for folder in folders]
-    # Taken before anything is listed, so that a change meanwhile is seen.
+    # Recorded before listing, so that concurrent changes are detected.
     paths = [
         path for folder, names in zip(folders, classes, strict=True) for path in (folder, *map(folder.joinpath, names))
     ]
     stamps = list(map(_stamp, paths))
     state = repr([_VERSION, list(map(os.path.abspath, paths)), classes, stamps])
     if remembered and (arrays := recall_arrays(memory)) is not None:
-        with suppress(ValueError, LookupError, TypeError, AttributeError):  # of another version
+        with suppress(ValueError, LookupError, TypeError, AttributeError):  # written by another version
             known = _recalled(arrays, state, root, classes)
             if known is not None:
                 seconds, count = time.perf_counter() - begin, sum(len(each.names) for each in known[0])
@@ -95,7 +94,7 @@ def list_folders(
     hashed = hashlib.sha256()
     listings: list[Listing] = []
     for folder, names in zip(folders, classes, strict=True):
-        # A class that is trained on may have no image to score.
+        # A training class may have no held-out images.
         trained = {each.classes[label] for each in listings for label in np.unique(each.labels)}
         listings.append(_list_classes(root, folder, names, hashed, problems, trained))
     digest = hashed.hexdigest()
@@ -115,7 +114,7 @@ def list_folders(
 
 
 def cache_file(root: Path) -> Path:
-    """Where the listing of a folder is cached."""
+    """Return the cache file of a folder's listing."""
     key = hashlib.sha256(os.fsencode(os.path.abspath(root))).hexdigest()[:32]
     return cache_folder() / "folders" / f"{key}.npz"
 
@@ -167,16 +166,16 @@ def _list_classes(
 
 
 def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
-    """Return name and size of every image of a class folder, sorted by name; raises DataError if it is not listable."""
+    """Return name and size of every image in a class folder, sorted by name; raises DataError if unlistable."""
     files = []
     for entry in sorted(visible(folder), key=attrgetter("name")):
-        size: int | None = 0  # of a link to nowhere or to itself; reported as a broken image when it is read
+        size: int | None = 0  # broken or cyclic link; reported as a broken image when it is read
         with suppress(OSError):
             found = entry.stat()
             size = found.st_size if stat.S_ISREG(found.st_mode) else None
         if is_folder(entry):
             problems.bad.append(Bad("nested_folders", entry.path))
-        elif size is None:  # a named pipe, a socket or a device: reading it may wait for ever
+        elif size is None:  # named pipe, socket or device: reading it may block forever
             problems.bad.append(Bad("special_files", entry.path))
         elif not has_ending(entry.name, EXTENSIONS):
             kind = "heic_images" if has_ending(entry.name, ("heic", "heif")) else "other_files"
@@ -190,7 +189,7 @@ def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
 
 
 def _stamp(folder: str | Path) -> Stamp | None:
-    """What changes when a file in a folder is added, removed or renamed, or another folder takes its place."""
+    """Return a stamp that changes when a file in a folder is added, removed or renamed, or the folder is replaced."""
     try:
         found = os.stat(folder)
     except OSError:
@@ -201,7 +200,7 @@ def _stamp(folder: str | Path) -> Stamp | None:
 def _recalled(
     arrays: Arrays, state: str, root: Path, classes: Sequence[Sequence[str]]
 ) -> tuple[list[Listing], str] | None:
-    """What was listed in this state, and its digest; None if it was another, or some files have another size."""
+    """Return the cached listing and its digest; None if the state differs, or some files have another size."""
     if arrays["state"].item() != state.encode("ascii", "backslashreplace"):
         return None
     listings = []
@@ -210,7 +209,7 @@ def _recalled(
         labels = np.repeat(np.arange(len(names), dtype=np.int64), arrays[f"counts{index}"])
         listings.append(Listing(tuple(names), Names(arrays[f"joined{index}"], ends), arrays[f"sizes{index}"], labels))
     for listing in listings:
-        # Others each time.
+        # Checks different files each time.
         chosen = np.random.default_rng().permutation(len(listing.names))[:_SPOT_CHECKS].tolist()
         for index in chosen:
             size = 0
@@ -230,7 +229,7 @@ _ONE_CLASS = (
 
 @dataset("image_folder", keys=FILES, size=IMAGENET)
 def open_image_folder(request: DatasetRequest) -> StoredImages:
-    """List a folder of class folders, and look at the heads of a few images.
+    """List a folder of class folders, and probe the headers of a few images.
 
     Raises:
         DataError: If the folder is missing, or has another layout.
@@ -242,7 +241,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
     split = ""
     if held_out_folder is not None:
         first, second = ({each.classes[label] for label in np.unique(each.labels)} for each in listings)
-        second |= first & set(listings[1].classes)  # a class that is trained on may have no image to score
+        second |= first & set(listings[1].classes)  # a training class may have no held-out images
         _require_same_classes(train_folder, first, held_out_folder, second, problems)
         unread = held_out_folder.name == "val" and (root / "test").is_dir()
         split = f"the folder {held_out_folder.name}/{'; test/ is not read' if unread else ''}"
@@ -270,12 +269,12 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
 
 
 def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) -> SampleSource | None:
-    """The images of ``test/`` in a folder of which a run reads ``val/`` instead; None if there are none.
+    """Return the images in ``test/`` of a folder whose runs read ``val/`` instead; None if there are none.
 
     Args:
         path: The folder.
-        classes: What a run knows; images of other classes are left out, and so is what is no image.
-        channels: What the files are decoded to, 1 or 3.
+        classes: The run's classes; images of other classes and other files are left out.
+        channels: Channels to decode to, 1 or 3.
     """
     root = Path(path).expanduser()
     if not all((root / name).is_dir() for name in ("train", *_HELD_OUT)):
@@ -287,7 +286,7 @@ def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) ->
 
 
 def unread_entries(path: str | Path) -> Iterator[str]:
-    """Return the files outside the class folders, which are not read."""
+    """Return the entries outside the class folders, which are not read."""
     root = Path(path).expanduser()
     for folder in dict.fromkeys([root, *_split_folders(root, Problems(), score_all=False)]):
         if folder is not None:
@@ -310,7 +309,7 @@ def _existing_folder(root: Path) -> Path:
 
 
 def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[Path, Path | None]:
-    """Return the folder of the training classes, and that of the held-out ones (None: to be split off)."""
+    """Return the folder of the training classes and that of the held-out ones (None: split off)."""
     names = sorted(entry.name for entry in visible(root) if is_folder(entry))
     held_out = next((name for name in _HELD_OUT if name in names), None)
     if "train" not in names:

@@ -1,4 +1,4 @@
-"""Mixtures: several folders and tables of images as one data set, of which an epoch has samples by a ratio."""
+"""Mixtures: several image folders and tables as one data set, sampled by ratio in each epoch."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from paceline.recipe.load import TABLES
 
 @dataset("mixture", keys=(*TABLE, "split_column", "mixture"))
 def open_mixture(request: DatasetRequest) -> StoredImages:
-    """Open each set that ``data.mixture`` names, and join their splits. Classes of the same name are one class.
+    """Open each set in ``data.mixture`` and join their splits. Classes with the same name are merged.
 
     Raises:
         DataError: If a set is missing, or cannot be read.
-        RecipeError: If there are not several sets, or they have one class in all.
+        RecipeError: If there is only one set, or only one class in total.
     """
     ratios = request.data.mixture
     if request.several_labels:
@@ -46,7 +46,7 @@ def open_mixture(request: DatasetRequest) -> StoredImages:
             f"the sets of data.mixture have one class in all, {classes[0]!r}, but a classifier needs at least two: add "
             "a set with another."
         )
-    channels = request.channels or max(each.channels for each in opened)  # grey images become colour images
+    channels = request.channels or max(each.channels for each in opened)  # grey images are converted to colour
 
     def joined(sources: Sequence[SampleSource]) -> JoinedSource:
         for each in sources:
@@ -59,7 +59,7 @@ def open_mixture(request: DatasetRequest) -> StoredImages:
     validation: SampleSource = joined([each.validation for each in opened])
     is_split_off = all(each.is_split_off for each in opened)
     if is_split_off:
-        # Parts of one source, so that `data.split_by` and `data.saved_split` can split it anew.
+        # Parts of one source, so that `data.split_by` and `data.saved_split` can redo the split.
         pairs = [(cast(SubsetSource, each.train), cast(SubsetSource, each.validation)) for each in opened]
         whole = joined([first.base for first, _ in pairs])
         train, validation = (
@@ -100,7 +100,7 @@ def _open(request: DatasetRequest, name: str) -> StoredImages:
             + did_you_mean(name, [each.name for each in visible(request.path)] if request.path.is_dir() else ())
         )
     problems = request.problems if request.tolerant else Problems()
-    problems.allows_one_class = True  # the others may have more
+    problems.allows_one_class = True  # others may have more
     data = replace(request.data, dataset=entry.name, path=str(path), mixture={})
     found = entry.open(replace(request, data=data, problems=problems))
     assert isinstance(found, StoredImages)

@@ -1,12 +1,12 @@
-"""A packed dataset: its layout, and opening it for training without hashing or scanning anything.
+"""A packed dataset: its layout, and opening it for training without hashing or scanning.
 
-    packed.json             what is in it, and the size and SHA-256 of every other file; written last
+    packed.json             the content, and the size and SHA-256 of every other file; written last
     index.arrow             one row per image: split, label, name, height, width, shard, offset, length, SHA-256
     train-00000.arrow …     the images with their labels and names
     validation-00000.arrow …
 
-Reading needs no Arrow library: ``packed.json`` names the bytes of each column of the index, and the index those of each
-image. ``paceline.data.packing`` writes it.
+Reading does not need the Arrow library: ``packed.json`` gives the byte range of each index column, and the index that
+of each image. ``paceline.data.packing`` writes it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation")
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-# Not a path: a file of this directory.
+# Not a path: only a file name in this directory.
 FileName = Annotated[str, Field(pattern=r"^[a-z]+(-\d+)?\.arrow$")]
 
 _STRICT: Any = {"extra": "forbid"}
@@ -56,7 +56,7 @@ class FileFacts:
     Attributes:
         name: Its name in the directory.
         size: Its length in bytes.
-        sha256: Of its content.
+        sha256: SHA-256 of its content.
     """
 
     name: FileName
@@ -72,8 +72,8 @@ class Column:
     """Position of an index column in its file.
 
     Attributes:
-        dtype: How numpy calls its elements.
-        offset: Its first byte.
+        dtype: numpy dtype of its elements.
+        offset: Offset of its first byte.
         count: Number of elements.
     """
 
@@ -84,7 +84,7 @@ class Column:
 
 @checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
 class LeftOut:
-    """An image of the source that could not be read, and was left out on request."""
+    """An unreadable image of the source, left out on request."""
 
     split: Split
     name: str
@@ -93,14 +93,14 @@ class LeftOut:
 
 @checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Form:
-    """How images are stored.
+    """Storage format of images.
 
     Attributes:
         mode: ``original`` (the unchanged files), ``jpeg`` (re-encoded) or ``raw`` (pixels).
-        max_side: Longest side in pixels; longer images are made smaller. None for no limit.
-        quality: Of ``jpeg``, 1 to 100.
-        size: Side in pixels of the squares that ``raw`` images are cropped to; None to keep their shapes.
-        channels: Of ``raw``, 1 or 3; else what images are decoded to where the recipe does not say.
+        max_side: Longest side in pixels; longer images are downscaled. None for no limit.
+        quality: JPEG quality, 1 to 100, for ``jpeg``.
+        size: Side in pixels of the square crop of ``raw`` images; None to keep their shapes.
+        channels: Channels of ``raw`` images, 1 or 3; otherwise the default channels for decoding.
     """
 
     mode: Mode
@@ -112,14 +112,14 @@ class Form:
 
 @checked_dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Origin:
-    """What was packed.
+    """The source of a packed dataset.
 
     Attributes:
-        kind: What kind of source.
-        digest: Of the source: names and sizes of its files, or its content.
-        held_out: Where its validation images come from; empty if it has none of its own.
-        mean: Of its training images, if it is a set with known ones.
-        std: Likewise.
+        kind: Kind of source.
+        digest: Digest of the source: of file names and sizes, or of the content.
+        held_out: Origin of its validation images; empty if it has no such split.
+        mean: Known mean of its training images, if any.
+        std: Known standard deviation, likewise.
     """
 
     kind: str
@@ -134,16 +134,16 @@ class Manifest:
     """The content of ``packed.json``.
 
     Attributes:
-        origin: What was packed.
-        form: How.
+        origin: The source.
+        form: The storage format.
         classes: Class names; a label is an index into them.
         samples: Number of images of each split.
         native_size: Height and width if all images share them.
-        digest: SHA-256 over labels, names, shapes and contents of all images, whatever shards they lie in.
-        left_out: Images that could not be read.
+        digest: SHA-256 over labels, names, shapes and contents of all images, independent of the shards.
+        left_out: Unreadable images.
         index: The index.
         columns: Its columns.
-        shards: The shards; the index calls them by their number.
+        shards: The shards; the index refers to them by number.
     """
 
     origin: Origin
@@ -159,7 +159,7 @@ class Manifest:
 
     @property
     def files(self) -> tuple[FileFacts, ...]:
-        """Every file but ``packed.json`` itself."""
+        """All files except ``packed.json``."""
         return (self.index, *self.shards)
 
     @property
@@ -169,11 +169,11 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Length of all files but ``packed.json``."""
+        """Total size of all files except ``packed.json``."""
         return sum(file.size for file in self.files)
 
     def encode(self) -> bytes:
-        """The file's content, which holds a digest of itself."""
+        """Return the file's content, which includes a digest of itself."""
         tree = TypeAdapter(Manifest).dump_python(self, mode="json")
         head = {"format": FORMAT, "sha256": _own_digest(tree)}
         return (json.dumps({**head, **tree}, indent=1, ensure_ascii=False) + "\n").encode()
@@ -181,13 +181,13 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Shard:
-    """Some images of one split that follow one another, and become one file.
+    """Consecutive images of one split that form one file.
 
     Attributes:
         split: Which split.
-        number: Of the split's shards, which one.
+        number: Number of the shard within the split.
         begin: First sample of the source.
-        end: Its last, excluded.
+        end: End of the sample range, excluded.
     """
 
     split: Split
@@ -205,7 +205,7 @@ def read_manifest(root: Path) -> Manifest:
     """Read ``packed.json``.
 
     Raises:
-        DataError: If there is none, or it is damaged.
+        DataError: If it is missing or damaged.
     """
     path = root / MANIFEST
     refuse_odd_kinds(path)
@@ -229,7 +229,7 @@ def read_manifest(root: Path) -> Manifest:
     if tree.pop("sha256", None) != _own_digest(tree):
         raise _damaged(path, "its content does not match its digest")
     try:
-        # Through text, because JSON's lists are tuples here.
+        # Via JSON text, because JSON lists are tuples here.
         return TypeAdapter(Manifest).validate_json(json.dumps(tree))
     except ValidationError as error:
         raise _damaged(path, error.errors()[0]["msg"]) from error
@@ -248,15 +248,15 @@ Values = NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class PackedIndex:
-    """What is known of each image: columns of the index, all of them mapped, none of them read yet.
+    """Facts about each image: memory-mapped columns of the index.
 
     Attributes:
         label: Class index, int64 [N].
         name: Name in the source.
         height: In pixels, int32 [N].
         width: In pixels, int32 [N].
-        places: Where the images lie.
-        sha256: Of each image's content, uint8 [N, 32].
+        places: Positions of the images.
+        sha256: SHA-256 of each image's content, uint8 [N, 32].
     """
 
     label: Values
@@ -267,7 +267,7 @@ class PackedIndex:
     sha256: Values
 
     def part(self, begin: int, end: int) -> PackedIndex:
-        """Rows ``begin`` to ``end``, as views."""
+        """Return rows ``begin`` to ``end``, as views."""
         rows = slice(begin, end)
         return PackedIndex(
             label=self.label[rows],
@@ -290,15 +290,15 @@ class PackedFiles(MappedSource):
         self.heights, self.widths = index.height, index.width
 
     def size(self, sample: int) -> tuple[int, int]:
-        """Return (height, width) of image ``sample`` as it was when it was packed, from the index."""
+        """Return (height, width) of image ``sample`` from the index."""
         return int(self.heights[sample]), int(self.widths[sample])
 
 
 class PackedPixels:
-    """The images of one split that are stored as pixels: nothing is decoded."""
+    """The images of one split, stored as pixels that need no decoding."""
 
     def __init__(self, parts: PackedFiles, stored: int) -> None:
-        """Take the parts of files that pixels of so many channels are stored in."""
+        """Take the file parts that store pixels with this number of channels."""
         self.labels: Ids = parts.labels
         self._parts, self._stored = parts, stored
         self.size, self.path, self.will_read, self.names = parts.size, parts.path, parts.will_read, parts.names
@@ -312,7 +312,7 @@ class PackedPixels:
         return with_channels(image.reshape(*self.size(sample), self._stored), self._parts.channels)
 
     def pixels(self) -> Image | None:
-        """Return a copy of all images, uint8 [N, H, W, C], or None if they are not all of one size."""
+        """Return a copy of all images, uint8 [N, H, W, C], or None if their sizes differ."""
         if len(self) == 0 or np.ptp(self._parts.heights) or np.ptp(self._parts.widths):
             return None
         images = np.empty((len(self), *self.size(0), self._parts.channels), dtype=np.uint8)
@@ -323,13 +323,13 @@ class PackedPixels:
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """A packed dataset, opened.
+    """An opened packed dataset.
 
     Attributes:
         root: Its directory.
-        manifest: What ``packed.json`` says.
+        manifest: Content of ``packed.json``.
         content: The bytes of every image, training images first.
-        index: What is known of each.
+        index: Facts about each image.
     """
 
     root: Path
@@ -339,15 +339,14 @@ class PackedDataset:
 
 
 def open_packed(root: Path, *, check_index: bool = True) -> PackedDataset:
-    """Open a packed dataset; no image is looked at.
+    """Open a packed dataset without reading any image.
 
     Args:
         root: Its directory.
-        check_index: Whether its index must make sense.
+        check_index: Whether to validate its index.
 
     Raises:
-        DataError: If it is not finished, a file of it is missing or has another size than it should, or its index
-            refers to missing content.
+        DataError: If it is incomplete, a file is missing or has the wrong size, or its index refers to missing content.
     """
     manifest = read_manifest(root)
     files = {}
@@ -381,7 +380,7 @@ def open_packed(root: Path, *, check_index: bool = True) -> PackedDataset:
 
 @dataset("packed", keys=FILES, size=IMAGENET)
 def packed_images(request: DatasetRequest) -> StoredImages:
-    """Open what ``paceline pack`` wrote as training and held-out images.
+    """Open a dataset from ``paceline pack`` as training and held-out images.
 
     Raises:
         DataError: See :func:`open_packed`.
@@ -413,7 +412,7 @@ def packed_images(request: DatasetRequest) -> StoredImages:
 
 
 def _check_index(root: Path, manifest: Manifest, labels: Ids, places: Places) -> None:
-    """A wrong place would be read as an image, and a wrong class would reach the loss."""
+    """Validate the index: a wrong position would be read as an image, and a wrong class would reach the loss."""
     if len(labels) == 0:
         return
     sizes = np.array([each.size for each in manifest.shards], dtype=np.int64)

@@ -1,8 +1,8 @@
-"""Tables of images in parquet files or Arrow streams: images in the rows, as on the hub, or paths of files.
+"""Image tables in parquet files or Arrow streams: images in the rows, as on the hub, or paths of files.
 
-A page of parquet holds many images, compressed together, so that none can be read by itself. Images are read row group
-by row group, of which the last few are kept. What a group costs is known from the file's end; nothing else is read
-before an image is requested. The images of Arrow streams lie in mapped memory; such a file is one group.
+A parquet page holds many images compressed together, so images cannot be read individually. They are read by row group,
+and the last few groups are cached. The file's footer gives a group's size; nothing else is read before an image is
+requested. Images in Arrow streams are memory-mapped; such a file counts as one group.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from paceline.files import LeftOut, refuse_odd_kinds
 from paceline.plain_json import load_json
 from paceline.units import format_bytes
 
-# Kept in each process that reads; hub datasets have groups of 100 images.
+# Cached in each reading process; hub datasets have groups of 100 images.
 LARGEST_KEPT = 256 * 2**20
 _GROUPS_PROBED, _PROBED_IN_EACH = 8, 16
 
@@ -55,11 +55,11 @@ class RowGroup(NamedTuple):
     """One row group.
 
     Attributes:
-        file: Number of its file.
-        number: Its number there.
-        rows: How many images it has.
-        size: Their length in bytes, out of compression.
-        nulls: How many of them are missing, if the file says so.
+        file: Index of its file.
+        number: Its index in the file.
+        rows: Number of images.
+        size: Uncompressed size in bytes.
+        nulls: Number of missing images, if the file gives it.
     """
 
     file: int
@@ -70,10 +70,10 @@ class RowGroup(NamedTuple):
 
 
 def read_schema(path: Path) -> tuple[Any, Mapping[str, Any]]:
-    """The columns of a parquet file, and what Hugging Face's library has written down of each, if it has.
+    """Return the columns of a parquet file, and their Hugging Face metadata, if any.
 
     Raises:
-        DataError: If it is damaged, or none.
+        DataError: If it is damaged or not a parquet file.
     """
     schema = _read_end(path, "read_schema")
     try:
@@ -90,34 +90,34 @@ def _read_end(path: Path, read: str) -> Any:
 
 
 def read_stream(path: str | Path) -> Any:
-    """All of an Arrow stream as a table in mapped memory; raises DataError, and what Arrow raises."""
+    """Return an Arrow stream as a memory-mapped table; raises DataError and Arrow's errors."""
     refuse_odd_kinds(path)
     ipc = require_pyarrow().ipc
-    # Without threads, which a forked loader process does not have.
+    # Without threads, which do not exist in a forked loader process.
     found = ipc.open_stream(mapped(path), options=ipc.IpcReadOptions(use_threads=False)).read_all()
     found.validate(full=True)
     return found
 
 
 def _bytes_in(images: Any) -> Any:
-    """The images' content, of a column of bytes or of structs with bytes; null where a struct is."""
+    """Return the images' content from a column of bytes or of structs with bytes; null where a struct is null."""
     arrow = require_pyarrow()
     return arrow.compute.struct_field(images, "bytes") if arrow.types.is_struct(images.type) else images
 
 
 class TableSource(EncodedImages):
-    """The images of some parquet files; keeps the row groups that were read last."""
+    """The images of some parquet files, with a cache of the last row groups."""
 
     is_mapped = False
 
     def __init__(self, paths: Sequence[Path], leaf: str, labels: Ids, names: Sequence[str]) -> None:
-        """Read the ends of the files.
+        """Read the files' footers.
 
         Args:
             paths: The files.
-            leaf: Where the images' bytes are: a column, or ``column.bytes``.
-            labels: One for each row.
-            names: Likewise.
+            leaf: Column of the images' bytes: a column, or ``column.bytes``.
+            labels: Label of each row.
+            names: Name of each row.
 
         Raises:
             DataError: If a file cannot be read, or lacks the column.
@@ -169,7 +169,7 @@ class TableSource(EncodedImages):
         return [file.path for file in self.paths]
 
     def described(self) -> str:
-        """What reading costs, for people."""
+        """Describe the cost of reading."""
         largest = max(self.groups, key=lambda group: group.size)
         return (
             f"{len(self.groups):,} row groups of up to {max(group.rows for group in self.groups):,} images; an image "
@@ -178,14 +178,14 @@ class TableSource(EncodedImages):
         )
 
     def probe(self, path: str, *, in_any_order: bool) -> Probe:
-        """Look at the heads of some images, of at most 8 row groups.
+        """Probe the headers of some images from at most 8 row groups.
 
         Args:
             path: The table, for the message.
-            in_any_order: Whether row groups are refused that are too large to be read for one image.
+            in_any_order: Whether to reject row groups that are too large to read for a single image.
 
         Raises:
-            DataError: If one is too large, by what its file says.
+            DataError: If one is too large according to its file.
         """
         largest = max(self.groups, key=lambda group: group.size)
         if in_any_order and largest.size > LARGEST_KEPT:
@@ -202,7 +202,7 @@ class TableSource(EncodedImages):
         return probe(self, np.unique(np.concatenate(spread)).tolist())
 
     def digest(self) -> str:
-        """Over labels and names, and the files' names and sizes."""
+        """Digest of labels and names, and of the files' names and sizes."""
         digest = hashlib.sha256()
         for file in self.paths:
             digest.update(f"{utf8(Path(file.path).name)}\0{file.size}\n".encode())
@@ -211,11 +211,11 @@ class TableSource(EncodedImages):
         return digest.hexdigest()
 
     def rows_of(self, number: int) -> Any:
-        """Read a row group: Arrow's array of images; raises OSError and what Arrow raises."""
+        """Read a row group: Arrow's array of images; raises OSError and Arrow's errors."""
         group = self.groups[number]
         file = self.paths[group.file]
         if MappedFile.at(file.path) != file:
-            # Beyond the end of a file that shrank, mapped memory kills whoever reads it.
+            # Reading mapped memory beyond the end of a truncated file kills the process.
             raise OSError("it has changed since the run started")
         return self._read_group(group, file.path)
 
@@ -228,16 +228,16 @@ class TableSource(EncodedImages):
         return int(np.searchsorted(self.starts, sample, side="right")) - 1
 
     def _load(self, number: int, sample: int) -> Any:
-        """Read a row group, and let go of those that were read first."""
+        """Read a row group and evict the oldest ones from the cache."""
         try:
             images = self.rows_of(number)
         except (OSError, require_pyarrow().ArrowException) as error:
             path = self.paths[self.groups[number].file].path
             reason = f"{path}, in which it lies: {' '.join(str(error).split())}"
             raise BrokenImageError(self.path(sample), reason) from error
-        # What a file says of a group is its length there, where images that repeat may be stored once.
+        # The size in the file's metadata counts repeated images only once.
         room = (math.inf if self.is_mapped else LARGEST_KEPT) - images.nbytes
-        # Several threads may ask at once: the worst that comes of it is a group read twice.
+        # Thread-safe enough: at worst a group is read twice.
         for each, kept in list(self._kept.items())[::-1]:
             room -= kept.nbytes
             if room < 0:
@@ -247,7 +247,7 @@ class TableSource(EncodedImages):
 
 
 class StreamSource(TableSource):
-    """The images of some Arrow streams, which lie in mapped memory; a file is one row group."""
+    """The images of memory-mapped Arrow streams; a file is one row group."""
 
     is_mapped = True
 
@@ -265,10 +265,10 @@ class StreamSource(TableSource):
 
 @dataset("parquet", keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)
 def open_parquet(request: DatasetRequest) -> StoredImages:
-    """Read the labels of parquet tables, of images or of their paths, and look at the heads of a few images.
+    """Read the labels of parquet tables of images or paths, and probe the headers of a few images.
 
-    ``data.path`` is a file, a folder of files, or a pattern. Where the table holds paths, ``request.problems`` take
-    those that are wrong.
+    ``data.path`` is a file, a folder of files, or a pattern. If the table holds paths, ``request.problems`` collects
+    invalid ones.
 
     Raises:
         DataError: If there is no such table, or a column or a label is missing.
@@ -300,7 +300,7 @@ def open_parquet(request: DatasetRequest) -> StoredImages:
 
 
 class ImageTable:
-    """Files of one table, of which all columns in use were read but the images."""
+    """The files of one table, with all used columns read except the images."""
 
     def __init__(
         self,
@@ -313,11 +313,11 @@ class ImageTable:
         """Read the files.
 
         Args:
-            root: Where they lie, for messages.
+            root: Their folder, for messages.
             paths: The files, parquet or Arrow streams.
-            request: Names columns.
-            features: Of Arrow streams, what Hugging Face's library says of each column.
-            splits: Of Arrow streams, the split that each file is of.
+            request: Gives the column names.
+            features: For Arrow streams, Hugging Face metadata of each column.
+            splits: For Arrow streams, the split of each file.
 
         Raises:
             DataError: If a file cannot be read, or a column is missing.
@@ -337,7 +337,7 @@ class ImageTable:
         self.kind = self._kind(image_type)
         named, self.unread = list(splits) or [TRAIN] * len(paths), ""
         if self.columns.split is None and not splits:
-            # By the files' names; those of splits that are not read are taken away.
+            # By file name; files of unused splits are removed.
             base = root if root.is_dir() else Path(os.path.commonpath([each.parent for each in paths]))
             named = splits_of_files(paths, base) if len(paths) > 1 else [TRAIN]
             known = {TRAIN, VALIDATION, TEST}
@@ -355,11 +355,11 @@ class ImageTable:
 
     @property
     def leaf(self) -> str:
-        """Where in the image column the bytes are."""
+        """Path of the images' bytes within the image column."""
         return f"{self.columns.image}.bytes" if self.kind == "struct" else self.columns.image
 
     def _kind(self, found: Any) -> str:
-        """What the column of images holds: ``bytes``, a ``struct`` with bytes, or a ``path``."""
+        """Return the kind of the image column: ``bytes``, a ``struct`` with bytes, or a ``path``."""
         types = require_pyarrow().types
         if types.is_binary(found) or types.is_large_binary(found):
             return "bytes"
@@ -376,7 +376,7 @@ class ImageTable:
         )
 
     def _read(self, path: Path, columns: list[str], field: str = "") -> Any:
-        """Read columns of a file as Arrow's table; of a parquet file's columns of structs perhaps one field alone."""
+        """Read columns of a file as an Arrow table; from parquet struct columns possibly a single field."""
         with reading(path):
             if self._is_stream:
                 return read_stream(path).select(columns)
@@ -386,7 +386,7 @@ class ImageTable:
                 return opened.read(columns=[name + field for name in columns], use_threads=False)
 
     def _parts(self, named: Sequence[str]) -> Parts:
-        """Which rows are whose: as a column says, or else the files' names."""
+        """Return the rows of each split, by a column or by file names."""
         total = sum(self.counts)
         if self.columns.split is not None:
             said = ["" if each is None else str(each) for each in self.rows[self.columns.split]]
@@ -398,7 +398,7 @@ class ImageTable:
         return found._replace(told=told.replace("the rows whose split is", "the files of"))
 
     def open_paths(self) -> StoredImages:
-        """Open the images of a table of paths, which are relative to the file that they stand in; raises DataError."""
+        """Open the images of a table of paths relative to its file; raises DataError."""
         base = self.root if self.root.is_dir() else self.paths[0].parent
         folders = np.repeat([os.path.relpath(path.parent, base) for path in self.paths], self.counts).tolist()
         pairs = zip(folders, self.rows[self.columns.image], strict=True)
@@ -420,15 +420,15 @@ class ImageTable:
         )
 
     def _label_cells(self) -> list[Any]:
-        """What the column of labels holds, one for each row; of columns of numbers, tuples."""
+        """Return the values of the label column, one per row; tuples for numeric columns."""
         cells = [self.rows[name] for name in self.columns.labels]
         return list(zip(*cells, strict=True)) if self._request.data.target_columns else cells[0]
 
     def labels(self) -> tuple[tuple[str, ...], NDArray[Any]]:
-        """Class names, and a label for each row, -1 for rows that are not read; or columns, and their numbers.
+        """Return class names and each row's label, -1 for unused rows; or column names and their numbers.
 
         Raises:
-            DataError: If a row has no label, or no number where one is to be learned.
+            DataError: If a row lacks a label or a numeric target.
         """
         parts, request = self.parts.splits, self._request
 
@@ -452,7 +452,7 @@ class ImageTable:
         return classes, labels
 
     def names(self, splits: Sequence[str] = (TRAIN, VALIDATION)) -> list[str]:
-        """What each row is called: its path, if it names one, or else its place in its split."""
+        """Return each row's name: its path, or else its index in its split."""
         names = [""] * sum(self.counts)
         for split, ids in zip(splits, self.parts.splits, strict=False):
             for place, row in enumerate(ids.tolist()):
@@ -466,7 +466,7 @@ class ImageTable:
         return [path or name for path, name in zip(paths, names, strict=True)]
 
     def check_present(self, source: TableSource) -> None:
-        """Refuse rows without an image, as far as the files' ends tell of them."""
+        """Reject rows without an image, as far as the files' footers show them."""
         number = next((number for number, group in enumerate(source.groups) if group.nulls), None)
         if number is None:
             return
@@ -481,7 +481,7 @@ class ImageTable:
     def opened(
         self, source: TableSource, classes: tuple[str, ...], probe: Probe, digest: str, **facts: Any
     ) -> StoredImages:
-        """The images of the table; ``facts`` are further attributes of :class:`StoredImages`."""
+        """Open the images of the table; ``facts`` are other attributes of :class:`StoredImages`."""
         source.channels = self._request.channels or (1 if probe.greyscale else 3)
         held_out = self.parts.held_out
         return in_splits(

@@ -1,4 +1,4 @@
-"""Images of noise, for measuring without data: image i is the same in every run and process."""
+"""Noise images for benchmarks without data: image i is the same in every run and process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SIZE = 224
 
 
 class SyntheticSource:
-    """Uniform noise with labels that go round all classes."""
+    """Uniform noise with labels that cycle through the classes."""
 
     def __init__(self, count: int, classes: int, shape: tuple[int, int, int], *, first: int = 0) -> None:
-        """Take ``count`` images of ``shape`` (height, width, channels); ``first`` tells two splits apart."""
+        """Take ``count`` images of ``shape`` (height, width, channels); ``first`` separates two splits."""
         self.labels: NDArray[np.int64] = np.arange(count, dtype=np.int64) % classes
         self._shape = shape
         self._first = first
@@ -40,7 +40,7 @@ class SyntheticSource:
 
 @dataset("synthetic", keys=("samples", "classes"))
 def open_synthetic(request: DatasetRequest) -> StoredImages:
-    """Images of the size and channels of a recipe (colour and 224 pixels if it leaves them open), a tenth held out."""
+    """Open noise images of the recipe's size and channels (default: 224 pixels, colour), with a tenth held out."""
     data, channels = request.data, request.channels or 3
     size = _SIZE if data.image_size == "auto" else data.image_size
     shape = (size, size, channels)

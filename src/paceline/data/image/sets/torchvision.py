@@ -1,7 +1,7 @@
-"""Data sets of torchvision: their files or arrays where these are known, else the images that they hand out.
+"""torchvision data sets: their files or arrays if known, otherwise the images that they return.
 
-The lists of files and labels are used, none of torchvision's transforms. They are compared with what the data set hands
-out for some samples; where the two differ, or nothing is listed, the images are asked of the data set.
+Uses the lists of files and labels, but none of torchvision's transforms. For some samples these are compared with what
+the data set returns. If the two differ, or there are no lists, images are read through the data set.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _FILES = ("_samples", "samples", "imgs")
 _PATHS = ("_image_files", "_images", "_image_paths", "images")
 _LABELS = ("targets", "labels", "_labels", "y")
 _CLASSES = ("classes", "categories", "all_categories")
-# Their __init__ loads pickles of an older layout, if such lie there.
+# Their __init__ loads pickles of an older layout if present.
 _PICKLED = ("MNIST", "FashionMNIST", "KMNIST", "EMNIST", "QMNIST")
-# Their __init__ loads a pickle that lies in the working directory.
+# Their __init__ loads a pickle from the working directory.
 _REMEMBERED_AS_PICKLES = ("LSUN", "LSUNClass")
-# Which Paceline gives, or never uses: its own transforms are keyed by sample, and its own decoder reads files.
+# Arguments that Paceline sets or never uses: its transforms are keyed by sample, and its decoder reads files.
 _NO_OPTIONS = ("self", "root", "transform", "target_transform", "transforms", "loader", "download")
 _MOST_ASKED = 200_000
 _COMPARED = 3
@@ -49,10 +49,10 @@ _LISTINGS: dict[type, str] = {
 
 @dataset("torchvision:NAME", keys=("path", "download", "options", *PART))
 def open_torchvision(request: DatasetRequest) -> StoredImages:
-    """Open a data set of ``torchvision.datasets``, with ``data.options`` as further arguments of its class.
+    """Open a data set of ``torchvision.datasets``, with ``data.options`` as additional arguments of its class.
 
     Raises:
-        DataError: If there is none of that name, its files are missing, or its labels are not classes.
+        DataError: If the name is unknown, its files are missing, or its labels are not classes.
     """
     data, name = request.data, request.data.dataset.removeprefix(PREFIX)
     root = None if data.path is None else request.path
@@ -77,7 +77,7 @@ def open_torchvision(request: DatasetRequest) -> StoredImages:
 
 
 class AskedSource:
-    """Images that a data set returns as Pillow images, one by one."""
+    """Images that a data set returns as Pillow images, one at a time."""
 
     def __init__(self, dataset: Any, labels: Ids, channels: int) -> None:
         self.labels = labels
@@ -88,7 +88,7 @@ class AskedSource:
         return len(self.labels)
 
     def read(self, sample: int) -> Image:
-        """Ask for image ``sample``, uint8 [H, W, C].
+        """Read image ``sample`` through the data set, uint8 [H, W, C].
 
         Raises:
             BrokenImageError: If it cannot be read.
@@ -99,7 +99,7 @@ class AskedSource:
             raise BrokenImageError(self.path(sample), str(error)) from error
 
     def path(self, sample: int) -> str:
-        """Return the data set's name, and the sample's number."""
+        """Return the data set's name and the sample's number."""
         return f"{type(self._dataset).__name__}[{sample}]"
 
 
@@ -131,7 +131,7 @@ def _class(name: str, options: Mapping[str, Any]) -> Any:
 def _open_splits(
     made: Any, name: str, root: Path | None, download: bool, options: Mapping[str, Any]
 ) -> tuple[list[Any], str]:
-    """Open the splits by the words that the class knows; return them, and where the held-out one comes from."""
+    """Open the splits by the names that the class accepts; return them and the origin of the held-out one."""
     parameters = inspect.signature(made.__init__).parameters
     arguments = dict(options)
     if "root" in parameters:
@@ -139,17 +139,17 @@ def _open_splits(
     if download and not parameters.keys() & {"download", "kwargs"}:
         raise DataError(f"torchvision cannot download {name}: get its files yourself, and leave data.download out.")
     if download or "download" in parameters:
-        arguments["download"] = download  # a few classes would, if nobody said
-    # EMNIST and QMNIST hand `train` on; their own `split` and `what` are something else.
+        arguments["download"] = download  # a few classes would by default
+    # EMNIST and QMNIST pass `train` on; their `split` and `what` mean something else.
     key = next((each for each in _SPLIT_PARAMETERS if each in parameters or name in _PICKLED), None)
     if key is None or (key in options):
         return [_made(made, name, root, arguments)], ""
     words: Sequence[Any] = (True,) if key == "train" else _TRAIN
 
     def first(words: Sequence[Any]) -> tuple[Any, Any]:
-        """The split by the first word that the class takes, and the word."""
+        """Return the split by the first name that the class accepts, and the name."""
         for word in words:
-            with suppress(ValueError):  # by which torchvision refuses a word
+            with suppress(ValueError):  # torchvision's errors for an unknown name
                 return _made(made, name, root, {**arguments, key: word}), word
         return None, ""
 
@@ -169,11 +169,11 @@ def _open_splits(
 
 
 def _made(made: Any, name: str, root: Path | None, arguments: Mapping[str, Any]) -> Any:
-    """Open a split; what is missing or damaged is told in one sentence."""
+    """Open a split; missing or damaged files are reported in one sentence."""
     try:
         with downloading(root, name) if root is not None and arguments.get("download") else nullcontext():
             return made(**arguments)
-    except (ValueError, DataError):  # torchvision refuses a word by the first
+    except (ValueError, DataError):  # torchvision raises the first for an unknown name
         raise
     except Exception as error:
         raise DataError(
@@ -184,7 +184,7 @@ def _made(made: Any, name: str, root: Path | None, arguments: Mapping[str, Any])
 
 
 def _checked(name: str, root: Path | None) -> Path:
-    """Refuse what would load pickles."""
+    """Reject classes and options that would load pickles."""
     if root is None:
         raise DataError(f"data.dataset={PREFIX}{name} needs data.path: set it to where the data is.")
     if name in _REMEMBERED_AS_PICKLES:
@@ -202,7 +202,7 @@ def _checked(name: str, root: Path | None) -> Path:
 
 
 def _labels(dataset: Any, name: str) -> Ids:
-    """A class for each image: from a list that the data set has, or else by asking for every image once."""
+    """Return the class of each image, from a list in the data set or by reading every image once."""
     if len(dataset) == 0:
         raise DataError(f"data.dataset={PREFIX}{name} has no images: correct data.path or data.options.")
     samples = _pairs(dataset, len(dataset))
@@ -235,7 +235,7 @@ def _is_number(value: object) -> bool:
 
 
 def _pairs(dataset: Any, count: int) -> list[tuple[Any, Any]] | None:
-    """The data set's list of files and labels, if it has one."""
+    """Return the data set's list of files and labels, if any."""
     for key in _FILES:
         found = getattr(dataset, key, None)
         if not isinstance(found, list) or len(found) != count:
@@ -250,7 +250,7 @@ def _compared(count: int) -> list[int]:
 
 
 def _classes(dataset: Any, labels: Sequence[Ids], options: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names that the data set gives its classes, or else their numbers."""
+    """Return the data set's class names, or else class numbers."""
     largest = max(int(each.max()) for each in labels)
     if min(int(each.min()) for each in labels) < 0:
         raise DataError("some images of the data set have no label (-1): choose another split of it in data.options.")
@@ -270,7 +270,7 @@ Made = ArraySource | FileSource | AskedSource
 
 
 def _source(dataset: Any, labels: Ids, root: Path | None) -> Made:
-    """Files, or pixels, if some of them are what the data set hands out."""
+    """Return a source of files or pixels, if some samples match what the data set returns."""
     for found in (_files(dataset, labels, root), _array(dataset, labels)):
         if found is None:
             continue
@@ -278,7 +278,7 @@ def _source(dataset: Any, labels: Ids, root: Path | None) -> Made:
         try:
             pairs = [(found.read(each), _pixels(dataset[each][0], channels)) for each in _compared(len(found))]
         except (BrokenImageError, OSError):
-            if isinstance(found, FileSource):  # one cannot be read: reading it will say what is wrong
+            if isinstance(found, FileSource):  # unreadable: the error appears when it is read
                 return found
         else:
             if all(np.array_equal(ours, theirs) for ours, theirs in pairs):
@@ -313,7 +313,7 @@ def _array(dataset: Any, labels: Ids) -> ArraySource | None:
 
 
 def _pixels(image: Any, channels: int) -> Image:
-    """What a data set hands out, uint8 [H, W, C]."""
+    """Return pixels from what a data set returns, uint8 [H, W, C]."""
     from PIL import Image as Pillow
 
     if isinstance(image, Pillow.Image):
@@ -339,7 +339,7 @@ def _as_seen(source: Made, channels: int) -> SampleSource:
 
 
 def _digest(sources: Sequence[Made], datasets: Sequence[Any]) -> str:
-    """Over pixels, or names and sizes of files; of what only the data set knows, over labels and some images."""
+    """Digest pixels, or file names and sizes; without either, labels and some images."""
     digest = hashlib.sha256()
     for source, made in zip(sources, datasets, strict=True):
         if isinstance(source, ArraySource):
@@ -359,10 +359,10 @@ def _digest(sources: Sequence[Made], datasets: Sequence[Any]) -> str:
 
 
 def _left_out(sources: Sequence[Made], name: str, root: Path | None) -> tuple[str, ...]:
-    """What lies among the files that torchvision lists, and is none of them.
+    """Return entries among torchvision's listed files that it does not list.
 
     Raises:
-        DataError: If it lists a hidden file, which no other source reads.
+        DataError: If it lists a hidden file, which other sources never read.
     """
     names = {os.fsdecode(each.names[at]) for each in sources if isinstance(each, FileSource) for at in range(len(each))}
     hidden = next((each for each in sorted(names) if is_ignored_member(each)), None)

@@ -1,9 +1,9 @@
 """WebDataset tars: members with the same name up to its first dot are one sample.
 
 ``000123.jpg`` with ``000123.cls`` (the label as a number, or a class name), or with ``000123.json`` that has the key
-``label`` or ``cls``. Images are read where they lie in the tars, in any order: the tars' order is not the run's. Where
-each member lies is read once from the heads of the members, and cached. A tar that is compressed as a whole has no
-places to go to, and is refused.
+``label`` or ``cls``. Images are read in place from the tars by random access: the run's order is not the tars'. Member
+positions are read once from the members' headers, and cached. A compressed tar does not support random access and is
+rejected.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from paceline.machine import cache_folder
 from paceline.plain_json import load_json
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7z": "xz", b"(\xb5/": "zstd"}
-# Another number is another layout of the remembered file.
+# Changes with the layout of the cached file.
 _VERSION = 3
 _PARTS = ("blob", "ends")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TarIndex:
-    """The regular files in a tar, in its order.
+    """The regular files in a tar, in order.
 
     Attributes:
         names: Their paths.
-        begin: First byte of each file's content, int64 [N].
-        length: Its length, int64 [N].
-        labels: Content of those that end in ``.cls`` or ``.json``; empty of others.
+        begin: Offset of each file's content, int64 [N].
+        length: Its length in bytes, int64 [N].
+        labels: Content of ``.cls`` and ``.json`` files; empty for others.
         special: Paths of links, devices and pipes, which are not read.
     """
 
@@ -59,12 +59,12 @@ class TarIndex:
 
 
 def index_tar(file: MappedFile) -> TarIndex:
-    """Find the members of a tar, or recall them from an earlier time.
+    """Find the members of a tar, or read them from the cache.
 
     Raises:
-        DataError: If it is compressed, truncated or no tar.
+        DataError: If it is compressed, truncated or not a tar.
     """
-    # Found again as long as the tar is as it is now: written to again, it is another.
+    # The cache is valid while the tar is unchanged.
     text = f"{_VERSION}\0{os.path.realpath(file.path)}\0{file.size}\0{file.changed}"
     key = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:32]
     memory = cache_folder() / "indexes" / f"tar-{key}.npz"
@@ -83,7 +83,7 @@ def index_tar(file: MappedFile) -> TarIndex:
 
 
 def _scan(file: MappedFile) -> tuple[list[str], list[tuple[int, int]], list[bytes], list[str]]:
-    """Names, places and labels of the regular files, and names of the others."""
+    """Return names, positions and labels of the regular files, and names of the others."""
     if file.size == 0:
         raise _damaged(file, "it is empty")
     with open(file.path, "rb") as opened:
@@ -97,7 +97,7 @@ def _scan(file: MappedFile) -> tuple[list[str], list[tuple[int, int]], list[byte
         names, special, labels = list[str](), list[str](), list[bytes]()
         places: list[tuple[int, int]] = []
         end = 0
-        if head.strip(b"\0"):  # a tar without members is zeros alone
+        if head.strip(b"\0"):  # a tar without members contains only zeros
             opened.seek(0)
             try:
                 with tarfile.open(fileobj=opened, mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
@@ -112,7 +112,7 @@ def _scan(file: MappedFile) -> tuple[list[str], list[tuple[int, int]], list[byte
                     end = archive.offset
             except (tarfile.TarError, ValueError, OverflowError) as error:
                 raise _damaged(file, error) from error
-        # tarfile takes a damaged head for the end.
+        # tarfile mistakes a damaged header for the end.
         opened.seek(end)
         rest = opened.read(tarfile.BLOCKSIZE)
         if rest.strip(b"\0"):
@@ -122,7 +122,7 @@ def _scan(file: MappedFile) -> tuple[list[str], list[tuple[int, int]], list[byte
 
 
 def _members(archive: tarfile.TarFile, file: MappedFile) -> Iterator[tarfile.TarInfo]:
-    """The members of a tar but for its folders; none of them is kept in memory."""
+    """Yield the members of a tar except folders, without keeping them in memory."""
     while (member := archive.next()) is not None:
         archive.members.clear()  # type: ignore[attr-defined]  # or the head of each would stay
         if member.size < 0 or (member.isreg() and member.offset_data + member.size > file.size):
@@ -143,10 +143,10 @@ _OTHER = "members that are neither an image nor a label of one"
 
 @dataset("webdataset", keys=FILES, size=IMAGENET)
 def open_webdataset(request: DatasetRequest) -> StoredImages:
-    """Index WebDataset tars, and look at the heads of a few images.
+    """Index WebDataset tars, and probe the headers of a few images.
 
-    ``data.path`` is a tar, a pattern (``train-{000..146}.tar``, ``*.tar``), or a folder of tars. Of a folder, those
-    with ``train``, ``val``, ``validation`` or ``test`` as a word of their names are those splits.
+    ``data.path`` is a tar, a pattern (``train-{000..146}.tar``, ``*.tar``), or a folder of tars. In a folder, tars with
+    ``train``, ``val``, ``validation`` or ``test`` as a word in their name belong to that split.
 
     Raises:
         DataError: If there are no such tars, or one is damaged, or a sample has no label.
@@ -167,7 +167,7 @@ def open_webdataset(request: DatasetRequest) -> StoredImages:
 
 
 def expand(pattern: str) -> list[str]:
-    """Write out ``{000..010}`` and ``{a,b}`` in a pattern, in order."""
+    """Expand ``{000..010}`` and ``{a,b}`` in a pattern, in order."""
     pieces = re.split(r"\{([^{}]*)\}", pattern)
     choices = []
     for index, piece in enumerate(pieces):
@@ -182,7 +182,7 @@ def expand(pattern: str) -> list[str]:
 
 
 def _splits(root: Path, left_out: LeftOut) -> tuple[list[Path], list[Path], str]:
-    """Return the tars to train on, those held out, and which those are."""
+    """Return the training tars, the held-out ones, and a description of the split."""
     if not root.is_dir():
         return _tars(str(root)), [], ""
     tars = files_ending_in("tar", root, left_out)
@@ -216,13 +216,13 @@ def _tars(pattern: str) -> list[Path]:
 
 
 def _read(tars: Sequence[Path], left_out: LeftOut, digest: hashlib._Hash) -> tuple[MappedBytes, Names, list[int | str]]:
-    """Where the images lie, what they are called, and the labels as they are written."""
+    """Return the images' positions, names and labels as written."""
     files = mapped_files(tars)
     names: list[str] = []
     labels: list[int | str] = []
     rows: list[tuple[int, int, int]] = []
     for number, file in enumerate(files):
-        index = index_tar(file)  # one at a time: those of thousands of tars take much memory
+        index = index_tar(file)  # one at a time: the members of thousands of tars take much memory
         samples = _samples(file, index, left_out)
         names += [index.names.text(image) for image, _ in samples]
         labels += [_label(index, members, f"{index.names.text(image)} in {file.path}") for image, members in samples]
@@ -243,7 +243,7 @@ def _read(tars: Sequence[Path], left_out: LeftOut, digest: hashlib._Hash) -> tup
 
 
 def _samples(file: MappedFile, index: TarIndex, left_out: LeftOut) -> list[tuple[int, dict[str, int]]]:
-    """Each image's number among the members, and the numbers of all members of its sample by their endings."""
+    """Yield each image's member index, and the member indices of its sample by extension."""
     groups: dict[str, dict[str, int]] = {}
     for member in range(len(index.names)):
         path = index.names.text(member).removeprefix("./")
