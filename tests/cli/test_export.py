@@ -14,7 +14,7 @@ def test_what_is_written_is_said(paceline_here: Call, finished: Path, tmp_path: 
     lines = done.out.splitlines()
     assert lines[0].startswith("a.onnx: ")
     assert "of the ema weights" in lines[0]
-    assert lines[1].startswith("  ONNX Runtime answers as the network does: to ")
+    assert lines[1].startswith("  ONNX Runtime matches the network: largest difference ")
     paceline_here("export", finished, "--format", "onnx", "--output", "a.onnx").refused(
         "already exists and is not overwritten"
     )
