@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from hardware import spread, write_result
 from networks import NETWORKS, build
+from networks import stepper as step_of
 
 from paceline.machine import available_cores
 
@@ -32,19 +32,8 @@ def stepper(options: argparse.Namespace, bf16: bool, channels_last: bool) -> Cal
     """A training step in one combination."""
     torch.manual_seed(0)
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    model = build(options.network).to(memory_format=layout)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     images = torch.randn(options.batch, 3, options.size, options.size).contiguous(memory_format=layout)
-    labels = torch.randint(0, 10, (options.batch,))
-
-    def step() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-            loss = F.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return step
+    return step_of(build(options.network).to(memory_format=layout), images, bf16=bf16)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

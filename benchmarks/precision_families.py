@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import timm
 import torch
-import torch.nn.functional as F
 from hardware import facts, write_result
+from networks import stepper
 from torch import nn
 
 from paceline.machine import available_cores
@@ -49,22 +49,12 @@ def depthwise_share(model: nn.Module, images: torch.Tensor) -> float:
     return counts[True] / sum(counts.values())
 
 
-def stepper(name: str, images: torch.Tensor, bf16: bool) -> Callable[[], None]:
-    """A training step in one precision."""
+def build(name: str, size: int) -> nn.Module:
+    """A network of timm's for ten classes."""
     torch.manual_seed(0)
-    given = {"img_size": images.shape[-1]} if name.startswith(("vit", "deit")) else {}
-    model = timm.create_model(name, num_classes=10, **given).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    labels = torch.randint(0, 10, (len(images),))
-
-    def step() -> None:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-            loss = F.cross_entropy(model(images), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return step
+    given = {"img_size": size} if name.startswith(("vit", "deit")) else {}
+    model: nn.Module = timm.create_model(name, num_classes=10, **given).to(memory_format=torch.channels_last)
+    return model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -85,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     with keep_freed_memory(torch.device("cpu")):
         for name in options.names:
-            steps = [stepper(name, images, bf16) for bf16 in (False, True)]
+            steps = [stepper(build(name, options.size), images, bf16=bf16) for bf16 in (False, True)]
             seconds: list[list[float]] = [[], []]
             for number in range(options.rounds + 2):
                 for step, taken in zip(steps, seconds, strict=True):
@@ -94,8 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     if number > 1:
                         taken.append(time.perf_counter() - begun)
             ratios = [slow / fast for slow, fast in zip(*seconds, strict=True)]
-            given = {"img_size": options.size} if name.startswith(("vit", "deit")) else {}
-            share = depthwise_share(timm.create_model(name, num_classes=10, **given).eval(), images)
+            share = depthwise_share(build(name, options.size).eval(), images)
             rate = options.batch / statistics.median(seconds[0])
             found[name] = {"depthwise_share": share, "fp32_images_per_second": rate, "bf16_speed": ratios}
             middle = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
