@@ -1,7 +1,7 @@
 """What do a folder of photos and a few minutes on a CPU come to, with Paceline, fastai and Ultralytics?
 
 Each contender is used as its first page says, on the same folder (PHOTOS/train/CLASS and PHOTOS/val/CLASS), by a
-process of its own; fastai's and Ultralytics' programs are peers/evening_NAME.py. A run of one epoch and a longer one
+separate process; fastai's and Ultralytics' programs are peers/evening_NAME.py. A run of one epoch and a longer one
 find out how many epochs the budget of seconds holds, imports and scoring included. The contenders that can take one
 start from the same local weights file, of timm's tf_efficientnet_lite0; nothing is downloaded.
 

@@ -1,7 +1,7 @@
 """Which networks does bf16 make faster on this CPU?
 
-Training steps of networks of timm's in channels_last, fp32 and bf16 in turns (A B A B …), beside the share of their
-multiplications that depthwise convolutions do.
+Times training steps of timm's networks in channels_last, fp32 and bf16 in turns (A B A B …), and counts the share of
+their multiplications that depthwise convolutions do.
 
     python benchmarks/precision_families.py [NAME …] [--batch 32] [--size 96] [--rounds 5] [--dry-run]
 """

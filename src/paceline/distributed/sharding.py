@@ -89,7 +89,7 @@ def sharding_options(parallel: Parallel, mesh: Any) -> dict[str, Any]:
 
     gathered = None if parallel.gather_dtype == "fp32" else _DTYPES[parallel.gather_dtype]
     sent = parallel.gradient_compression
-    # Without a dtype of its own the gradient would be reduced in the dtype in which the weights are gathered.
+    # Unless given a dtype, FSDP reduces gradients in the dtype in which it gathers the weights.
     added = _DTYPES[sent] if sent != "none" else None if gathered is None else torch.float32
     return {
         "mesh": mesh,

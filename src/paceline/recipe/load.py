@@ -243,7 +243,7 @@ def _flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _locate(source: str | Path, beside: Path = Path()) -> Path:
-    """Find a recipe by name or path; a misspelt name is compared with the files in the folder ``beside``."""
+    """Find a recipe by name or path; ``beside`` is a folder whose files are suggested for a misspelt name."""
     shipped = shipped_recipes()
     if str(source) in shipped:
         return shipped[str(source)]

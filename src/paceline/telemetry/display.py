@@ -11,6 +11,7 @@ import re
 import sys
 import textwrap
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -96,7 +97,7 @@ class _UnfailingStream:
         return getattr(self._stream, name)
 
 
-class _StreamDisplay(Display):
+class _StreamDisplay(Display, ABC):
     """Common base of plain lines and live bars, which draws the progress when due."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -122,8 +123,9 @@ class _StreamDisplay(Display):
     def _has_told(self, event: Mapping[str, Any]) -> None:
         """Record that an event was shown."""
 
+    @abstractmethod
     def _draw(self) -> None:
-        raise NotImplementedError
+        """Show the progress."""
 
 
 class PlainDisplay(_StreamDisplay):

@@ -1,4 +1,4 @@
-"""Trackers: additional destinations for records besides ``events.jsonl``, for people who watch runs elsewhere.
+"""Trackers: destinations for records in addition to ``events.jsonl``, for people who watch runs elsewhere.
 
 A tracker receives the same events as the file and is never read back: the file is authoritative. Each runs in a thread
 (``async_tracker.py``), where its library is also imported.

@@ -149,7 +149,7 @@ def lack_of_room(recipe: Recipe, target: Target, world: World) -> Lack | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A planned run, as far as it is known without running it.
+    """A planned run: what is known before any step.
 
     Attributes:
         recipe: The recipe.

@@ -201,7 +201,7 @@ def training_days(
 # Thread-block tiles of cuBLAS, the most efficient first, as listed in the guide.
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (128, 64), (64, 128), (64, 64))
 
-# Overhead of a tile besides its products, per row and column: a small tile reads more relative to its computation. This
+# Overhead of a tile per row and column, in addition to its products: a small tile reads more for its computation. This
 # makes the smallest a quarter less efficient than the largest. That is an assumption, because the guide shows the
 # effect but gives no law.
 _EDGE = 16

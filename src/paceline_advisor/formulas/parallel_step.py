@@ -33,7 +33,7 @@ class Gradient:
     """A message of a backward pass, with the time at which it is ready.
 
     Attributes:
-        size_bytes: Size of the gradient, as it is sent.
+        size_bytes: Size of the gradient in the dtype in which it is sent.
         ready: Fraction of the backward pass that is done by then, in (0, 1].
     """
 

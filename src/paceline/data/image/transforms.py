@@ -330,6 +330,7 @@ def _erasing(v2: Any, augment: Augment, fill: list[int]) -> Callable[[Tensor], T
         return erasing
     from timm.data.random_erasing import RandomErasing
 
+    # timm has no annotations here.
     erase: Callable[[Tensor], Tensor] = RandomErasing(  # type: ignore[no-untyped-call]
         augment.erase,
         *augment.erase_scale,
