@@ -2,8 +2,9 @@
 
 Each contender is used as its first page says, on the same folder (PHOTOS/train/CLASS and PHOTOS/val/CLASS), by a
 separate process; fastai's and Ultralytics' programs are peers/evening_NAME.py. A run of one epoch and a longer one
-find out how many epochs the budget of seconds holds, imports and scoring included. The contenders that can take one
-start from the same local weights file, of timm's tf_efficientnet_lite0; nothing is downloaded.
+find out how many epochs the budget of seconds holds, imports and scoring included; each round has its seed. The
+contenders that can take one start from the same local weights file, of timm's tf_efficientnet_lite0; nothing is
+downloaded.
 
     python benchmarks/first_evening.py PHOTOS WEIGHTS.safetensors [--seconds 180] [--rounds 3] [--size 96] [--dry-run]
 
@@ -42,23 +43,24 @@ CONTENDERS = {
 }
 
 
-def once(name: str, photos: Path, weights: Path, size: int, epochs: int) -> tuple[float, float]:
+def once(options: argparse.Namespace, name: str, epochs: int, seed: int = 0) -> tuple[float, float]:
     """Train and score; returns seconds of the whole process, and top-1 accuracy in %.
 
     Raises:
         subprocess.CalledProcessError: If it fails.
     """
     who, from_weights, more = CONTENDERS[name]
+    photos, weights, size = options.photos, options.weights, options.size
     with tempfile.TemporaryDirectory(prefix="evening-") as folder:
         out = Path(folder) / "out.json"
         if who == "paceline":
-            asked = [f"train.duration={epochs} epochs", *more]
+            asked = [f"train.duration={epochs} epochs", f"seed={seed}", *more]
             if from_weights:
                 given = ["model.name=tf_efficientnet_lite0", f"model.initialize_from={weights}"]
                 asked += [*given, f"data.image_size={size}"]
             command = [sys.executable, "-m", "paceline", "train", str(photos), *asked, "--run-dir", f"{folder}/run"]
         else:
-            given = [str(size), str(epochs), str(weights) if from_weights else "-", str(out)]
+            given = [str(size), str(epochs), str(weights) if from_weights else "-", str(out), str(seed)]
             command = [
                 str(environments.python_of("fastai-timm" if who == "fastai" else who)),
                 str(PEERS / f"evening_{who}.py"),
@@ -77,9 +79,9 @@ def once(name: str, photos: Path, weights: Path, size: int, epochs: int) -> tupl
 
 def epochs_in(options: argparse.Namespace, name: str) -> int:
     """How many epochs the budget holds."""
-    one = once(name, options.photos, options.weights, options.size, 1)[0]
+    one = once(options, name, 1)[0]
     for epochs in (3, 13, 43):  # until their time stands out from that of imports
-        more = once(name, options.photos, options.weights, options.size, epochs)[0] - one
+        more = once(options, name, epochs)[0] - one
         if more > 10:
             break
     return max(1, int((options.seconds - one) / (more / (epochs - 1))) + 1)
@@ -113,10 +115,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.photos, options.weights = options.photos.absolute(), options.weights.absolute()
     if options.junk:
         with tempfile.TemporaryDirectory() as scratch:
-            junk = with_junk(options.photos, Path(scratch) / "photos")
+            options.photos, options.size = with_junk(options.photos, Path(scratch) / "photos"), 32
             for name in ("Paceline, from scratch", "fastai, from scratch", "Ultralytics, from scratch"):
                 try:
-                    print(f"{name}: trained, {once(name, junk, options.weights, 32, 1)}")
+                    print(f"{name}: trained, {once(options, name, 1)}")
                 except subprocess.CalledProcessError as error:
                     last = "\n".join((error.stdout + error.stderr).strip().splitlines()[-12:])
                     print(f"{name}: exit {error.returncode}\n{last}")
@@ -125,15 +127,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in CONTENDERS:
         found[name] = {"epochs": epochs_in(options, name), "seconds": [], "top1_accuracy": []}
         print(f"{name}: {found[name]['epochs']} epochs", flush=True)
-    for _ in range(options.rounds):
+    for seed in range(options.rounds):
         for name, seen in found.items():
-            seconds, accuracy = once(name, options.photos, options.weights, options.size, seen["epochs"])
+            seconds, accuracy = once(options, name, seen["epochs"], seed)
             seen["seconds"].append(seconds)
             seen["top1_accuracy"].append(accuracy)
             print(f"{name}: {accuracy:.1f} % in {seconds:.0f} s", flush=True)
     lines = [f"{options.seconds:.0f} seconds for each; photos at {options.size} pixels.", ""]
     lines += [
-        "| contender | epochs | seconds, median | top-1, median | lowest | highest |",
+        f"| contender | epochs | seconds, median | top-1, median of {options.rounds} seeds | lowest | highest |",
         "|---|---|---|---|---|---|",
     ]
     for name, seen in found.items():

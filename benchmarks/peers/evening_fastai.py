@@ -1,6 +1,6 @@
 """fastai's first lesson on a folder of photos: `fine_tune` from weights, else `fit_one_cycle` from scratch.
 
-python evening_fastai.py PHOTOS SIZE EPOCHS WEIGHTS|- OUT.json
+python evening_fastai.py PHOTOS SIZE EPOCHS WEIGHTS|- OUT.json SEED
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fastai.vision.all import (
 )
 from safetensors.torch import load_file
 
-photos, size, epochs, weights, out = sys.argv[1:6]
-set_seed(0)
+photos, size, epochs, weights, out, seed = sys.argv[1:7]
+set_seed(int(seed))
 dls = ImageDataLoaders.from_folder(
     photos, train="train", valid="val", item_tfms=Resize(int(size)), batch_tfms=aug_transforms(), bs=32, num_workers=2
 )

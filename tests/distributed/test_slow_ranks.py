@@ -20,6 +20,16 @@ TRAIN = (
 
 
 @pytest.mark.thorough
+def test_the_expected_time_includes_the_wait_for_others(studio: Path, run: Call) -> None:
+    (studio / "late.py").write_text(network_that('time.sleep(0.1 if os.environ["RANK"] == "1" else 0)'))
+    more = ("model.name=late:Net", "train.duration=20 steps", "parallel.exact=false")
+    run(*TRAIN, studio / "late", *more, where=studio).ended(0)
+    events = [json.loads(line) for line in (studio / "late" / "events.jsonl").read_text().splitlines()]
+    (expected,) = [event["expected_seconds"] for event in events if event.get("what") == "forecast"]
+    assert expected > 20 * 0.1
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(("rank", "exact"), [pytest.param(0, "true", marks=pytest.mark.thorough), (1, "false")])
 def test_a_slow_rank_is_named(studio: Path, run: Call, rank: int, exact: str) -> None:
     (studio / "sluggish.py").write_text(SLUGGISH)

@@ -37,7 +37,7 @@ class Import:
     Examples:
       paceline import timm output/train/20261122-resnet50-224/args.yaml --processes 8 --output recipe.yaml
       paceline import timm --output recipe.yaml -- ./distributed_train.sh 4 --data-dir /imagenet --model seresnet34
-      paceline import timm train.sh --skip lr-noise > recipe.yaml
+      paceline import timm train.sh --skip aug-splits > recipe.yaml
       paceline import nvidia DGXA100_resnet50_AMP_90E.sh --output recipe.yaml
       paceline import nvidia -- python ./multiproc.py --nproc_per_node 8 ./main.py --arch resnet50 --amp /imagenet
       paceline import nvidia --processes 8 -- launch.py --model resnet50 --precision AMP --mode convergence

@@ -281,9 +281,10 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: P
     )
     count = 7 if plan.freeze_after_steps else 6 if plan.unfreeze_steps else 5
     print_table(columns[:count], (group[:count] for group in groups))
-    if plan.reasons:
+    # What the recipe sets without an effect is among plan.unused; nobody asks why the rest is not used.
+    if reasons := {key: why for key, why in plan.reasons.items() if not why.startswith("not used: ")}:
         echo("\nWhy")
-        print_pairs(plan.reasons)
+        print_pairs(reasons)
     for notice in notices:
         echo(f"note: {notice}")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import SupportsFloat
 
 from paceline.errors import RecipeError
@@ -28,7 +29,8 @@ _CYCLE_BEGINS = 1 / 25
 class Rates:
     """The schedule's part of a plan; ``first_lr`` is None if the warm-up starts from zero.
 
-    ``grown_peak_lrs`` has the peak of each batch size that the run grows to.
+    ``grown_peak_lrs`` has the peak of each batch size that the run grows to; ``noise_factors`` has the factors of
+    ``schedule.noise``, each with the step from which it applies.
     """
 
     peak_lr: float
@@ -40,6 +42,7 @@ class Rates:
     total_steps: int
     batch_phases: tuple[BatchPhase, ...]
     grown_peak_lrs: tuple[float, ...] = ()
+    noise_factors: tuple[tuple[int, float], ...] = ()
 
 
 def plan_schedule(recipe: Recipe, epochs: Epochs, total: int) -> Rates:
@@ -87,7 +90,30 @@ def plan_schedule(recipe: Recipe, epochs: Epochs, total: int) -> Rates:
         total_steps=total,
         batch_phases=epochs.phases,
         grown_peak_lrs=tuple(grown),
+        noise_factors=tuple(_noise_factors(recipe, epochs, total)),
     )
+
+
+def _noise_factors(recipe: Recipe, epochs: Epochs, total: int) -> Iterator[tuple[int, float]]:
+    """Yield the factor on the rate from each epoch with noise on, and then 1.
+
+    The numbers are those of timm's ``Scheduler._calculate_noise`` for the same seed.
+    """
+    import torch
+
+    noise = recipe.schedule.noise
+    if not noise.std:
+        return
+    begin = epochs.within("schedule.noise.begin", noise.begin, total)
+    end = epochs.within("schedule.noise.end", noise.end, total)
+    epoch = 0
+    while (first := epochs.first_step(epoch)) < end:
+        if first >= begin:
+            generator = torch.Generator().manual_seed((recipe.seed + epoch) % 2**63)
+            draws = (torch.randn(1, generator=generator).item() * noise.std for _ in count())
+            yield first, 1 + next(draw for draw in draws if abs(draw) < noise.limit)
+        epoch += 1
+    yield first, 1.0
 
 
 def explain_rates(recipe: Recipe, epochs: Epochs, rates: Rates) -> dict[str, str]:
@@ -181,7 +207,8 @@ class LearningRate:
     * one_cycle: as torch's OneCycleLR of two phases: the rise ends at step ``warmup_steps - 1``, the fall at the last
       step, both by cosine or linear.
 
-    Where the batch grows, ``peak`` changes at the global batches listed in ``growth``: (batch number, peak).
+    Where the batch grows, ``peak`` changes at the global batches listed in ``growth``: (batch number, peak). ``noise``
+    lists factors on the rate: (batch number from which it applies, factor).
     """
 
     name: str
@@ -199,6 +226,7 @@ class LearningRate:
     decay_steps: int = 0
     anneal: str = "linear"
     growth: tuple[tuple[int, float], ...] = ()
+    noise: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def of(cls, schedule: Schedule, rates: Rates) -> LearningRate:
@@ -222,6 +250,7 @@ class LearningRate:
                 (phase.first_step, peak)
                 for phase, peak in zip(rates.batch_phases[1:], rates.grown_peak_lrs, strict=True)
             ),
+            noise=rates.noise_factors,
         )
 
     def __call__(self, step: int, position: int | None = None) -> float:
@@ -233,6 +262,9 @@ class LearningRate:
                 skipped.
         """
         at = step if position is None else position
+        if self.noise:
+            passed = bisect_right(self.noise, at, key=lambda each: each[0])
+            return replace(self, noise=())(step, position) * (self.noise[passed - 1][1] if passed else 1.0)
         if self.growth and at >= self.growth[0][0]:
             peak = next(peak for first, peak in reversed(self.growth) if at >= first)
             return replace(self, peak=peak, growth=())(step)
@@ -264,6 +296,7 @@ class LearningRate:
             points[min(self.warmup_steps, self.total_steps - 1)] = f"{self.name} from the peak"
         points |= dict.fromkeys(self.milestones, "milestone")
         points |= {first: "the batch grows" for first, _ in self.growth}
+        points |= {first: "noise begins" for first, _ in self.noise[:1]}
         boundaries = takewhile(lambda step: step < self.total_steps, self._period_ends())
         points |= {step: "next period" for _, step in zip(range(_TOLD), boundaries, strict=False)}
         if self.name == "trapezoid":

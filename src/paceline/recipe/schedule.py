@@ -22,6 +22,7 @@ from paceline.recipe.fields import (
 from paceline.registry import built_in
 from paceline.units import Duration
 
+_NOISY = Needs(("schedule.noise.std",), "the learning rate has no noise (schedule.noise.std)")
 _WARMED_UP = Needs(("warm-up",), "there is no warm-up (schedule.warmup)")
 
 
@@ -34,6 +35,20 @@ class Course:
     the peak learning rate and returns (momentum with `one_cycle`, Smith 2018)."""
     end: Annotated[NonNegativeFloat, Applies("name", ("linear", "cosine", "opposite"))] = 0.0
     """Its final value."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RateNoise:
+    """Noise on the learning rate, as timm's `--lr-noise`: a new factor for each epoch, drawn around 1."""
+
+    std: Annotated[NonNegativeFloat, Field(le=10)] = 0.0
+    """Standard deviation of the factor; 0: no noise."""
+    limit: Annotated[Fraction, Field(ge=0.01, lt=1), _NOISY] = 0.67
+    """A factor further than this from 1 is drawn again."""
+    begin: Annotated[Length, _NOISY] = Duration(0, "steps")
+    """The first epoch with noise begins here or later."""
+    end: Annotated[Length, _NOISY] = Duration(100, "percent")
+    """Epochs that begin here or later have no noise."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -77,6 +92,8 @@ class Schedule:
     anneal: Annotated[Auto | Literal["linear", "cosine", "sqrt"], Applies("name", ("one_cycle", "trapezoid"))] = "auto"
     """Shape of the rise and fall: `auto` is a cosine for `one_cycle` and linear for `trapezoid`; `sqrt` falls as one
     minus the square root of the time (Hägele et al. 2024)."""
+    noise: RateNoise = RateNoise()
+    """Noise on the learning rate."""
     momentum: Annotated[Course, Needs(("optimizer.name!=adafactor",), "adafactor has no momentum")] = Course()
     """Momentum, or the first of the betas."""
     weight_decay: Course = Course()

@@ -1,7 +1,7 @@
 """Forecast the time and memory of a run, measured on its own batches before the first step.
 
-The next micro-batches run forward and backward, as in :mod:`paceline.trainer.warmup`, and the optimizer takes a step on
-a copy. Weights, buffers and random states do not change. The steps reuse the batches.
+The next micro-batches run forward and backward, as in :mod:`paceline.trainer.warmup`; a copy of the network takes an
+optimizer step. Weights, buffers and random states do not change. The steps reuse the batches.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import torch
 
 from paceline.data.batch import Batch, chosen, copied, rows_of, tensors_in
 from paceline.distributed.strategy import Replicas
-from paceline.optim.build import build_optimizer
+from paceline.models.ema import ExponentialMovingAverage
+from paceline.optim.build import Clipping, build_optimizer
 from paceline.plan import Plan
 from paceline.records.events import MeasurementEvent
 from paceline.telemetry.memory import peak_memory_bytes
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.run import Run
-from paceline.trainer.warmup import GradientProbe
+from paceline.trainer.warmup import GradientProbe, send_through
 from paceline.units import counted, format_bytes, format_count, format_seconds
 
 # A shorter run ends before a forecast is worth its passes.
 _FEWEST_STEPS = 20
 # Timed passes end after this many seconds, or this many passes.
 _SECONDS, _PASSES = 1.0, 30
-_PASSES_OF_A_RANK = 2
 # A first pass that takes longer is used as the measurement itself. On a GPU the first pass searches for the fastest
 # kernels, so its time means nothing.
 _SLOW_SECONDS, _SLOW_SECONDS_OF_A_GPU = 5.0, 60.0
 # Number of rows to try first if a complete micro-batch may take minutes.
 _TRIED_ROWS = 8
-# Batches read ahead are kept until their steps, and a network is copied for its optimizer, up to these sizes. At most a
-# fraction of the GPU memory left after a pass is used for batches.
-_HELD_BYTES, _COPIED_BYTES = 256 * 2**20, 64 * 2**20
-_HELD_PART = 1 / 8
+# Batches read ahead are kept until their steps up to this size, on a GPU at most this fraction of the free memory.
+_HELD_BYTES, _HELD_PART = 256 * 2**20, 1 / 8
+# Largest network to copy for its optimizer.
+_COPIED_BYTES, _COPIED_BYTES_ON_A_GPU = 256 * 2**20, 64 * 2**20
 _LONG_SECONDS = 3600.0
 
 
@@ -68,11 +68,15 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
     if steps < _FEWEST_STEPS or not isinstance(run.strategy, Replicas) or (first := ahead.read()) is None:
         return None
     begun = time.perf_counter()
+    costs = _Costs(GradientProbe(run, run.strategy, first), ahead)
     try:
-        with (probe := GradientProbe(run, run.strategy, first)).without_a_trace():
-            costs = _Costs(probe, ahead)
+        with costs.probe.without_a_trace(reduces=run.world.world_size > 1):
             costs.measure(cautious=cautious)
-    except Exception as error:  # noqa: BLE001  # whatever fails here, the step will tell better
+    except Exception as error:
+        # The other processes wait for this one's gradient; a step of this one would mix with their pass.
+        if costs.is_reducing:
+            raise
+        # Whatever else fails here, the step will tell better.
         run.display.message(f"expected time: not measured ({error})")
         return None
     samples = (plan.samples_before(end) - plan.samples_before(position)) / run.world.world_size
@@ -135,10 +139,11 @@ class _Costs:
     """Cost of the parts of a run, in seconds and bytes.
 
     Attributes:
-        sample: Forward and backward pass of one sample, including the wait for it.
-        step: The optimizer's step.
+        sample: Forward and backward pass of one sample, including the wait for it and the reduction over processes.
+        step: Clipping, the optimizer's step and the update of the average.
         evaluation: One evaluation of every set of weights.
         memory: Peak memory; None if the device does not report it.
+        is_reducing: Whether a pass that the other processes take part in has begun and not ended.
     """
 
     probe: GradientProbe
@@ -147,6 +152,7 @@ class _Costs:
     step: float = 0.0
     evaluation: float = 0.0
     memory: int | None = None
+    is_reducing: bool = False
     _slow_seconds: float = _SLOW_SECONDS
     _shapes: set[tuple[Any, ...]] = field(default_factory=set)
 
@@ -159,8 +165,9 @@ class _Costs:
         if not is_tried:
             self._time_passes()
         self._time_evaluation(_TRIED_ROWS if is_tried else run.evaluator.batch_size)
-        extra += self._time_optimizer()
-        if (peak := peak_memory_bytes(run.device.type)) is not None:
+        peak = peak_memory_bytes(run.device.type)
+        extra += self._time_step()
+        if peak is not None:
             self.memory = round(peak + extra)
 
     def _try_rows(self, whole: Batch) -> float:
@@ -177,7 +184,7 @@ class _Costs:
             few = range(count)
             inputs, targets = (chosen(each, few, of=rows) for each in (whole.inputs, whole.targets))
             self.probe.batch = replace(whole, inputs=inputs, targets=targets, ids=whole.ids[:count])
-            seconds = self._passed()
+            seconds = self._pass_seconds()
             peaks.append(peak_memory_bytes(self.probe.run.device.type) or 0)
         if seconds * rows / _TRIED_ROWS > self._slow_seconds:
             self.sample = seconds / _TRIED_ROWS
@@ -188,18 +195,19 @@ class _Costs:
     def _time_passes(self) -> None:
         run = self.probe.run
         self._is_new("training", self.probe.batch)
-        first = passes = [(self._passed(), len(self.probe.batch.ids))]
+        first = passes = [(self._pass_seconds(), len(self.probe.batch.ids))]
         if run.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(run.device)
             self.ahead.most_bytes = min(_HELD_BYTES, _HELD_PART * free)
-        # Ranks whose network communicates must make the same number of passes, whatever their clocks say.
+        # Processes wait for one another in a pass, so all make the same number of passes.
+        longest = max(run.collectives.gather(passes[0][0]))
         is_alone = run.world.world_size == 1
-        if passes[0][0] < self._slow_seconds or not is_alone:
+        if longest < self._slow_seconds:
             passes, begun = [], time.perf_counter()
-            for _ in range(_PASSES if is_alone else _PASSES_OF_A_RANK):
+            for _ in range(_PASSES if is_alone else min(_PASSES, 2 + int(_SECONDS / max(longest, 1e-3)))):
                 read_from = time.perf_counter()
                 self.probe.batch = self.ahead.read() or self.probe.batch
-                self._passed()
+                self._pass_seconds()
                 now = time.perf_counter()
                 of_its_kind = first if self._is_new("training", self.probe.batch) else passes
                 of_its_kind.append((now - read_from, len(self.probe.batch.ids)))
@@ -210,12 +218,17 @@ class _Costs:
         late = passes[len(passes) // 2 :]
         self.sample = sum(seconds for seconds, _ in late) / (sum(rows for _, rows in late) or 1)
 
-    def _passed(self) -> float:
+    def _pass_seconds(self) -> float:
         run = self.probe.run
         run.heartbeat.enter("forward", samples=self.probe.batch.ids)
         batch = self._set_copy()
         begun = time.perf_counter()
-        self.probe.gradients(run.strategy.model)
+        if run.world.world_size > 1:
+            self.is_reducing = True
+            send_through(run, self.probe.batch)
+            self.is_reducing = False
+        else:
+            self.probe.gradients(run.strategy.model)
         self.probe.settle()
         seconds = time.perf_counter() - begun
         self.probe.batch = batch
@@ -239,23 +252,29 @@ class _Costs:
         run = self.probe.run
         if not run.plan.evaluation_samples or run.plan.evaluate_every_steps is None:
             return
-        rows, seconds, begun = 0, 0.0, time.perf_counter()
+        found: list[tuple[float, float, int]] = []
+        spent, begun = 0.0, time.perf_counter()
         with evaluation_mode(run.models().values()), torch.no_grad():
             for number, batch in enumerate(run.pipeline.evaluation_batches(batch_size, run.world)):
                 reading = time.perf_counter() - begun
-                scoring = self._scored(batch)
-                # The first pass does the setup for the others, and the first batch the setup for reading.
+                scoring = self._scoring_seconds(batch)
+                # The first pass does the setup for the others.
                 if (self._is_new("scoring", batch) or not number) and scoring < self._slow_seconds:
-                    scoring = self._scored(batch)
-                if number == 1 and seconds < self._slow_seconds:
-                    rows, seconds = 0, 0.0
-                rows, seconds = rows + len(batch.ids), seconds + reading + scoring
-                if (number and seconds > _SECONDS) or seconds > self._slow_seconds or run.world.world_size > 1:
+                    scoring = self._scoring_seconds(batch)
+                found.append((reading, scoring, len(batch.ids)))
+                spent += reading + scoring
+                if (number and spent > _SECONDS) or spent > self._slow_seconds or run.world.world_size > 1:
                     break
                 begun = time.perf_counter()
-        self.evaluation = seconds * run.plan.evaluation_samples / run.world.world_size / (rows or 1)
+        if not found:
+            return
+        # Each evaluation waits once for the setup of reading, before its first batch.
+        setup, *_ = found[0]
+        reading, scoring, rows = map(sum, zip(*(found[1:] or found), strict=True))
+        setup = max(0.0, setup - reading / (rows or 1) * found[0][2])
+        self.evaluation = setup + (reading + scoring) * run.plan.evaluation_samples / run.world.world_size / (rows or 1)
 
-    def _scored(self, batch: Batch) -> float:
+    def _scoring_seconds(self, batch: Batch) -> float:
         run, begun = self.probe.run, time.perf_counter()
         with run.precision.autocast():
             for model in run.scored.values():
@@ -263,34 +282,43 @@ class _Costs:
         self.probe.settle()
         return time.perf_counter() - begun
 
-    def _time_optimizer(self) -> int:
-        """Take steps on a copy of a small network; for a large one their time is negligible compared with its passes.
+    def _time_step(self) -> int:
+        """Take steps on a copy of the network.
 
         Returns:
-            The memory still to be allocated, in bytes: a large network's optimizer state and, on a CPU, the copy from
-            which a checkpoint is written.
+            The memory still to be allocated, in bytes: the optimizer's state and, on a CPU, the copy from which a
+            checkpoint is written.
         """
-        run = self.probe.run
+        run, on_cpu = self.probe.run, self.probe.run.device.type == "cpu"
         parameters = sum(each.nbytes for each in run.network.parameters())
-        if parameters > _COPIED_BYTES:
+        if parameters > (_COPIED_BYTES if on_cpu else _COPIED_BYTES_ON_A_GPU):
+            # Its step is short compared with its passes.
             defaults = run.optimizer.defaults
             state = parameters * (2 if "betas" in defaults else 1 if defaults.get("momentum") else 0)
-            missing = state
         else:
-            self._set_copy()
-            gradients = self.probe.gradients(run.network)
-            network = copy.deepcopy(run.network)
+            state = self._time_step_of_a_copy()
+        weights = sum(each.nbytes for model in run.models().values() for each in tensors_in(dict(model.state_dict())))
+        return state + (weights + state) * on_cpu
+
+    def _time_step_of_a_copy(self) -> int:
+        run = self.probe.run
+        self._set_copy()
+        gradients = self.probe.gradients(run.network)
+        network = copy.deepcopy(run.network)
+        optimizer = build_optimizer(network, run.recipe.optimizer, run.device)
+        clipping = Clipping(network, run.recipe.optimizer)
+        average = None if run.ema is None else ExponentialMovingAverage(network, run.ema.decay)
+        for _ in range(2):
             for name, parameter in network.named_parameters():
                 parameter.grad = gradients.get(name)
-            optimizer = build_optimizer(network, run.recipe.optimizer, run.device)
-            for _ in range(2):
-                begun = time.perf_counter()
-                optimizer.step()
-                self.probe.settle()
-                self.step = time.perf_counter() - begun
-            state, missing = sum(each.nbytes for each in tensors_in(*optimizer.state.values())), 0
-        weights = sum(each.nbytes for model in run.models().values() for each in tensors_in(dict(model.state_dict())))
-        return missing + (weights + state) * (run.device.type == "cpu")
+            begun = time.perf_counter()
+            clipping(measure=False)
+            optimizer.step()
+            if average is not None:
+                average.update(run.progress.step)
+            self.probe.settle()
+            self.step = time.perf_counter() - begun
+        return sum(each.nbytes for each in tensors_in(*optimizer.state.values()))
 
 
 def _growth(plan: Plan, position: int, end: int) -> float:

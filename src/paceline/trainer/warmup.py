@@ -44,10 +44,10 @@ def warm_up(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     first = next(batches, None)
     if first is None or not run.strategy.is_rehearsed:
         return batches if first is None else chain([first], batches)
-    _send_through(run, first)
+    send_through(run, first)
     # Parts frozen until later stay frozen as in the step before: a change due at the first step happens in that step.
     if run.freeze_schedule.at(max(run.progress.step - 1, 0)):
-        _send_through(run, first)
+        send_through(run, first)
     return chain([first], batches)
 
 
@@ -62,10 +62,11 @@ def claim_memory(run: Run) -> None:
         return
     batches = run.pipeline.train_batches(run.geometry, largest.step, largest.step + 1, World())
     [batch] = [each for each in batches if each.slice.logical_rank == largest.logical_rank]
-    _send_through(run, batch)
+    send_through(run, batch)
 
 
-def _send_through(run: Run, first: Batch) -> None:
+def send_through(run: Run, first: Batch) -> None:
+    """Run a micro-batch forward, backward and through the reduction over processes; its gradients are dropped."""
     with buffers_kept(run.network):
         run.heartbeat.enter("forward", samples=first.ids)
         seed_forward(run.recipe.seed, first.slice, run.device)
@@ -102,12 +103,16 @@ class GradientProbe:
         self._named = {name: each for name, each in run.network.named_parameters() if each.requires_grad}
 
     @contextmanager
-    def without_a_trace(self) -> Iterator[None]:
-        """Restore buffers and random states to their current values afterwards, also after an error."""
+    def without_a_trace(self, *, reduces: bool = False) -> Iterator[None]:
+        """Restore buffers and random states to their current values afterwards, also after an error.
+
+        Args:
+            reduces: Whether backward passes inside are reduced over processes.
+        """
         device = self.run.device
         on_device: dict[str, Any] = {"devices": [device.index or 0], "device_type": device.type}
         random_states = torch.random.fork_rng(**({"devices": []} if device.type == "cpu" else on_device))
-        with random_states, buffers_kept(self.run.network), self._replicas.aside():
+        with random_states, buffers_kept(self.run.network), ExitStack() if reduces else self._replicas.aside():
             yield
 
     def gradients(self, model: Callable[..., Any], *, autocast: bool = True) -> Gradients:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from timm.scheduler.step_lr import StepLRScheduler
 from torch.optim import lr_scheduler as lr
 
 from paceline.errors import RecipeError
@@ -248,6 +249,27 @@ def test_a_course_without_momentum_is_told_and_left_out() -> None:
     assert plan.unused["schedule.momentum.name"] == "adafactor has no momentum"
     optimizer = build_optimizer(torch.nn.Linear(3, 3), recipe.optimizer, torch.device("cpu"))
     apply_settings(optimizer, build_schedules(recipe, plan).at(3))
+
+
+def test_noise_is_timms() -> None:
+    overrides = {
+        "seed": 3,
+        "optimizer.lr": PEAK,
+        "schedule": {"name": "constant", "noise": {"std": 0.5, "limit": 0.4, "begin": "15%", "end": "15 epochs"}},
+        "train.duration": "20 epochs",
+    }
+    recipe, plan = planned(overrides, samples=25)  # three steps an epoch
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
+    noise = {"noise_range_t": [3, 15], "noise_pct": 0.4, "noise_std": 0.5, "noise_seed": 3}
+    theirs = StepLRScheduler(optimizer, decay_t=100, **noise)
+    schedules = build_schedules(recipe, plan)
+    for epoch in range(20):
+        theirs.step(epoch)
+        expected = optimizer.param_groups[0]["lr"]
+        assert (expected != PEAK) == (3 <= epoch < 15)
+        for step in range(3 * epoch, 3 * epoch + 3):
+            assert math.isclose(schedules.at(0, step).learning_rate, expected, rel_tol=CLOSE)
+    assert {point.step: point.phase for point in plan.learning_rates}[9] == "noise begins"
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "polynomial", "trapezoid", "one_cycle"])

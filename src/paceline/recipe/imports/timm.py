@@ -234,6 +234,23 @@ def _cycles(draft: Conversion, count: int) -> Any:
     return {"schedule.period": _epochs(draft, draft["epochs"]), "schedule.period_factor": factor}
 
 
+def _noise(draft: Conversion, asked: Sequence[float] | None) -> Any:
+    begin, end, *more = [*(asked or [1.0]), 1.0]
+    if more[1:] or not 0 <= begin <= end:
+        raise ValueError("it is the fraction of the epochs where noise begins, and the fraction where it ends")
+    if begin >= 1:
+        return {}
+    if draft["sched_on_updates"]:
+        draft.differ("lr_noise", "the noise changes with each epoch here; in train.py, with each update")
+    ends = {"schedule.noise.end": _epochs(draft, end * draft["epochs"])} if end < 1 else {}
+    return {
+        "schedule.noise.begin": _epochs(draft, begin * draft["epochs"]),
+        **ends,
+        "schedule.noise.std": draft["lr_noise_std"],
+        "schedule.noise.limit": draft["lr_noise_pct"],
+    }
+
+
 def _duration(draft: Conversion, length: int) -> Any:
     """Return the run's length, with its cycles and a warm-up before them, and the milestones of step schedules."""
     is_step, lasts = draft.flat.get("schedule.name") == "step", length
@@ -313,5 +330,6 @@ _CONVERSIONS: dict[str, Callable[[Conversion, Any], Any]] = {
         "schedule.power" if draft.flat["schedule.name"] == "polynomial" else "schedule.gamma": value
     },
     "cycles": _cycles,
+    "noise": _noise,
     "duration": _duration,
 }

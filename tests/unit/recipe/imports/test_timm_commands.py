@@ -102,7 +102,7 @@ PUBLISHED = {
         "--drop-path 0.1 --aug-repeats 3 --amp --model-ema --model-ema-decay 0.99996 "
     ),
 }
-REFUSED = {"resnet50_jsd": {"--aug-splits", "--resplit", "--split-bn", "--jsd-loss"}, "mobilenetv3": {"--lr-noise"}}
+REFUSED = {"resnet50_jsd": {"--aug-splits", "--resplit", "--split-bn", "--jsd-loss"}}
 # What timm says of the images of these networks, where it is not what it says of most.
 A_RECENT_RESNET = InputSettings(crop=0.95)
 
@@ -340,6 +340,17 @@ def test_what_is_left_out_must_be_an_option() -> None:
         ("--color-jitter 0", {"data.augment.jitter.brightness": None}),
         # train.py passes these on to no such optimizer, and to no schedule.
         ("--opt sgd --opt-eps 1e-8 --opt-betas 0.9 0.99", {"optimizer.eps": None, "optimizer.betas": None}),
+        (
+            "--epochs 450 --lr-noise 0.42 0.9 --lr-noise-std 0.5 --aug-repeats 3",
+            {
+                "schedule.noise.begin": "63 epochs",
+                "schedule.noise.end": "135 epochs",
+                "schedule.noise.std": 0.5,
+                "schedule.noise.limit": 0.67,
+            },
+        ),
+        ("--lr-noise 0.4", {"schedule.noise.begin": "120 epochs", "schedule.noise.end": None}),
+        ("--lr-noise 1", {"schedule.noise": None}),
         ("--sched none", {"schedule.name": "constant", "schedule.warmup": None, "train.duration": "300 epochs"}),
         ("--sched step --epochs 30", {"schedule.name": "constant", "schedule.gamma": None}),
         ("--bce-loss --smoothing 0", {"train.loss": "cross_entropy"}),
