@@ -1,4 +1,4 @@
-"""Paceline trains neural networks at the pace of the hardware, from one recipe.
+"""Train neural networks with PyTorch, on one CPU or many GPUs, from one recipe.
 
 The public names are loaded on first use, so that importing the package, as the command line does, does not import
 torch.

@@ -6,7 +6,6 @@ compare the two.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import sys
 from dataclasses import dataclass
@@ -141,9 +140,11 @@ def missing_library(error: BaseException) -> str:
 
 
 def _version(distribution: str) -> str | None:
+    from importlib import metadata  # slow to import, and `--help` needs none
+
     try:
-        return importlib.metadata.version(distribution) if distribution else None
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(distribution) if distribution else None
+    except metadata.PackageNotFoundError:
         return None
 
 

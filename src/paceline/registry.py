@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import entry_points
 from typing import Any, Literal, TypeVar
 
 from paceline.errors import DataError, PacelineError, did_you_mean
@@ -87,6 +86,8 @@ def installed(kind: Kind) -> dict[str, str]:
     Raises:
         PacelineError: If two packages register different objects under one name.
     """
+    from importlib.metadata import entry_points  # slow to import, and `--help` needs none
+
     found: dict[str, str] = {}
     for each in sorted(entry_points(group=f"paceline.{kind}"), key=lambda entry: (entry.name, entry.value)):
         if found.setdefault(each.name, each.value) != each.value:

@@ -86,18 +86,24 @@ def test_evaluation_is_exact_in_any_world(
 def test_fewer_samples_than_processes(
     studio: Path, tmp_path: Path, undisturbed: Path, run: Call, run_here: Call, processes: int
 ) -> None:
-    """Three samples in two batches: the third process has nothing to score, and nobody waits for it."""
+    """Three samples in two batches: the third process has nothing to score, and nobody waits for it.
+
+    A metric of a library, which sees all scores at once, gives the same figure.
+    """
     for split in ("train", "val"):
         for level, name in enumerate(("blue", "green", "red")):
             (tmp_path / "few" / split / name).mkdir(parents=True)
             pixels = np.full((12, 12, 3), 60 * level, dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / "few" / split / name / "0.png")
-    command = ("evaluate", undisturbed, f"data.path={tmp_path / 'few'}", "evaluate.batch_size=2", "--json")
+    named = "evaluate.metrics.micro={name: 'torchmetrics.classification:MulticlassAccuracy', num_classes: 3}"
+    few = (f"data.path={tmp_path / 'few'}", "evaluate.batch_size=2", named)
+    command = ("evaluate", undisturbed, *few, "evaluate.metrics.micro.average=micro", "--json")
     done = run_here(*command) if processes == 1 else run(*command, "--processes", processes, where=studio)
     assert done.code == 0, done.err
     answer = done.document
     assert answer["samples"] == 3
     assert answer["top1_accuracy"] == pytest.approx(100 * answer["top1_correct"] / 3)
+    assert answer["micro"] == pytest.approx(answer["top1_correct"] / 3)
 
 
 @pytest.mark.world_size(3)

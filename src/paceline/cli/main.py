@@ -102,7 +102,7 @@ class _LazyGroup(click.Group):
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="paceline")
 def cli() -> None:
-    """Train neural networks at the pace of the hardware, from one recipe.
+    """Train neural networks with PyTorch, on one CPU or many GPUs, from one recipe.
 
     Start with `paceline train digits`, or with your own images: `paceline train photos/`. Every command explains
     itself with --help.

@@ -162,7 +162,8 @@ def refuse_training_overrides(overrides: Overrides) -> None:
         RecipeError: Naming the first.
     """
     for key in set_by(overrides):
-        if key.startswith(_FOR_TRAINING):
+        # `evaluate.metrics` adds figures to a score; `evaluate.metric` selects the best checkpoint.
+        if key.startswith(_FOR_TRAINING) and not key.startswith("evaluate.metrics"):
             raise RecipeError(f"override '{key}' has no effect: saved weights are scored, not trained. Remove it.")
 
 
