@@ -10,7 +10,7 @@ import copy
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -39,6 +39,8 @@ _TRIED_ROWS = 8
 _HELD_BYTES, _HELD_PART = 256 * 2**20, 1 / 8
 # Largest network to copy for its optimizer.
 _COPIED_BYTES, _COPIED_BYTES_ON_A_GPU = 256 * 2**20, 64 * 2**20
+# Copying, hashing and writing a checkpoint on the cores that train (benchmarks/checkpoint.py).
+_SAVE_SECONDS_PER_BYTE = 1.5e-9
 _LONG_SECONDS = 3600.0
 
 
@@ -80,9 +82,9 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
         run.display.message(f"expected time: not measured ({error})")
         return None
     samples = (plan.samples_before(end) - plan.samples_before(position)) / run.world.world_size
-    evaluations = _evaluations(run, end)
+    evaluations = _times_due(plan, "evaluate", position, end)
     seconds = samples * costs.sample * _growth(plan, position, end) + steps * costs.step
-    seconds += evaluations * costs.evaluation
+    seconds += evaluations * costs.evaluation + _times_due(plan, "checkpoint", position, end) * costs.save
     work = f"{format_count(steps)} steps" + (f" and {counted(evaluations, 'evaluation')}" if evaluations else "")
     memory = "" if costs.memory is None else f", {format_bytes(costs.memory)} of memory"
     shorter = ""
@@ -142,6 +144,7 @@ class _Costs:
         sample: Forward and backward pass of one sample, including the wait for it and the reduction over processes.
         step: Clipping, the optimizer's step and the update of the average.
         evaluation: One evaluation of every set of weights.
+        save: Writing a checkpoint, if it takes time from training.
         memory: Peak memory; None if the device does not report it.
         is_reducing: Whether a pass that the other processes take part in has begun and not ended.
     """
@@ -151,6 +154,7 @@ class _Costs:
     sample: float = 0.0
     step: float = 0.0
     evaluation: float = 0.0
+    save: float = 0.0
     memory: int | None = None
     is_reducing: bool = False
     _slow_seconds: float = _SLOW_SECONDS
@@ -298,7 +302,10 @@ class _Costs:
         else:
             state = self._time_step_of_a_copy()
         weights = sum(each.nbytes for model in run.models().values() for each in tensors_in(dict(model.state_dict())))
-        return state + (weights + state) * on_cpu
+        if not on_cpu:
+            return state
+        self.save = (weights + state) * _SAVE_SECONDS_PER_BYTE
+        return weights + 2 * state
 
     def _time_step_of_a_copy(self) -> int:
         run = self.probe.run
@@ -331,12 +338,11 @@ def _growth(plan: Plan, position: int, end: int) -> float:
     return sum(steps * size for steps, size in pixels) / ((end - position) * now)
 
 
-def _evaluations(run: Run, end: int) -> int:
-    """Return how many evaluations are left until step ``end``."""
-    plan, position = run.plan, run.progress.position
-    every, moments = plan.evaluate_every_steps, plan.moments.get("evaluate")
-    if every is None or not plan.evaluation_samples:
+def _times_due(plan: Plan, occasion: Literal["evaluate", "checkpoint"], position: int, end: int) -> int:
+    """Return how often something is due after step ``position`` until step ``end``; 0 if it is due by time."""
+    every = plan.evaluate_every_steps if occasion == "evaluate" else plan.checkpoint_every_steps
+    if every is None or (occasion == "evaluate" and not plan.evaluation_samples):
         return 0
-    if moments is not None:
+    if (moments := plan.moments.get(occasion)) is not None:
         return sum(position < each <= end for each in {*moments, plan.total_steps})
     return end // every - position // every + (end == plan.total_steps and end % every > 0)
