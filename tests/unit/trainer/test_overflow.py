@@ -148,3 +148,16 @@ def test_weights_and_moments_stay_fp32(name: str, train_tiny: Make, weights: Mak
     for which in ("model", "ema"):
         dtypes = {value.dtype for key, value in weights(result, which).items() if "num_batches" not in key}
         assert dtypes == {torch.float32}
+
+
+def test_a_fused_sgd_that_skips_its_first_step_has_no_momentum_yet() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9, fused=True)
+    precision = Precision("fp16", torch.device("cpu"), GradScaler(init_scale=2.0))
+    for loss, is_taken in ((weight.sum() * torch.inf, False), (weight.sum(), True)):
+        precision.backward(loss)
+        precision.unscale(optimizer)
+        assert precision.step(optimizer) is is_taken
+        assert bool(optimizer.state) is is_taken
+        optimizer.zero_grad()
+    assert torch.equal(weight.detach(), torch.zeros(3))
