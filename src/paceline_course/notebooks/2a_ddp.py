@@ -616,7 +616,7 @@ for rank, here in enumerate(corners):
     ring.add_patch(FancyArrowPatch(here, there, arrowstyle="-|>", mutation_scale=15, **bent))
     ring.text(*here, rank, ha="center", va="center", bbox={"boxstyle": "circle", "fc": "#cfe3f1", "ec": BLUE})
 titles = [
-    "at first",
+    "start",
     "reduce-scatter 1",
     "reduce-scatter 2",
     "reduce-scatter 3",

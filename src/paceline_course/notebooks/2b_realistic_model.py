@@ -725,8 +725,8 @@ leave_group()
 
 # %%
 seen = run("torchrun --standalone --nproc-per-node=2 buffers.py", seconds=300)
-told = [line.split() for line in seen.splitlines() if ": parameters " in line]
-parameters, buffers = {words[3] for words in told}, {words[5] for words in told}
+rows = [line.split() for line in seen.splitlines() if ": parameters " in line]
+parameters, buffers = {words[3] for words in rows}, {words[5] for words in rows}
 print(f"On 2 ranks: {len(parameters)} set of parameters, {len(buffers)} sets of buffers.")
 assert (len(parameters), len(buffers)) == (1, 2), "DDP keeps parameters equal, but not the running statistics"
 
@@ -1064,7 +1064,7 @@ dropped_share = 100 * dropped_images / 1281167
 # contains the position in the epoch.
 #
 # Paceline sends the request along with the gradients' all-reduce. If any rank receives it, all ranks finish the same
-# step, save, and end with exit code 75, which means *run the same command again*. Section 9 kills such a run.
+# step, save, and end with exit code 75, which means *run the same command again*. Section 9 kills a run of Paceline.
 
 # %% [markdown] tags=["slide"]
 # ## 6 Throughput: how much faster are two processes?

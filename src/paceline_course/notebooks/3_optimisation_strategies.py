@@ -253,8 +253,8 @@ for kind, by_way in found.items():
         gaps[kind, name] = gap, error
         verdict = "more than chance" if abs(gap) > 3 * error else "may be chance"
         loss, on_test = (np.mean([getattr(each, what) for each in runs]) for what in ("train_loss", "test_accuracy"))
-        beside = "" if runs is small else f"{gap:+.1f} ± {error:.1f} points: {verdict}"
-        print(f"  {name:32} {loss:12.5f} {on_test:7.2f}   {beside}")
+        comparison = "" if runs is small else f"{gap:+.1f} ± {error:.1f} points: {verdict}"
+        print(f"  {name:32} {loss:12.5f} {on_test:7.2f}   {comparison}")
 
 noisy_runs = found["a fifth of the labels random"]
 print("Share of the random labels that it has learnt, on average:")
@@ -346,8 +346,8 @@ def scaled_rate(rate: float, reference_batch: int, batch: int, rule: str) -> flo
 # %%
 RULE = "optimizer.lr=0.05 optimizer.lr_scaling=linear optimizer.lr_reference_batch=16 schedule.warmup_from=unscaled"
 plan = run(f"paceline train digits batch.global_size=512 {RULE} --plan-only", quiet=True, seconds=300)
-told = ("lr_scaling", "warmup", "from the peak")
-print(*(line for line in plan.splitlines() if any(word in line for word in told)), sep="\n")
+shown = ("lr_scaling", "warmup", "from the peak")
+print(*(line for line in plan.splitlines() if any(word in line for word in shown)), sep="\n")
 
 # %% [markdown] tags=["slide"]
 # ## Where does the rule fail?

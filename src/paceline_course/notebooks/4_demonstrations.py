@@ -1195,8 +1195,8 @@ def what_it_says(action) -> str:
             action()
         except (AttributeError, OSError, RuntimeError, TypeError) as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    told = [each for each in caught if issubclass(each.category, (FutureWarning, DeprecationWarning))]
-    return f"{told[0].category.__name__}: {str(told[0].message).strip().splitlines()[0]}" if told else "nothing"
+    raised = [each for each in caught if issubclass(each.category, (FutureWarning, DeprecationWarning))]
+    return f"{raised[0].category.__name__}: {str(raised[0].message).strip().splitlines()[0]}" if raised else "nothing"
 
 
 old_and_new = {
