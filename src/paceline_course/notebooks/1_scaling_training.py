@@ -681,8 +681,8 @@ _ = run("paceline noise-scale digits --steps 20", seconds=300)
 published = {
     "MNIST (digits)": (20, 200),
     "SVHN (house numbers)": (50, 500),
-    "CIFAR-10 (pictures)": (300, 900),
-    "ImageNet (pictures)": (1_000, 15_000),
+    "CIFAR-10 (images)": (300, 900),
+    "ImageNet (images)": (1_000, 15_000),
     "Billion Word (text; tokens)": (700, 100_000),
     "Dota 1v1 (a game; frames)": (50_000, 3_000_000),
 }

@@ -388,7 +388,7 @@ print(f"model and batch on {device}: the mean over all pixels is now {model(batc
 # predict each by calculation before we count it.
 #
 # **Weights, gradients, optimizer state.** A number in `float32` takes 4 bytes. The lecture's second network is a
-# small convolutional network for CIFAR-10 (pictures of 32×32 pixels in colour); it has 120,078 parameters. On its
+# small convolutional network for CIFAR-10 (images of 32×32 pixels in colour); it has 120,078 parameters. On its
 # GPU the lecture printed, after `net.to(device)`,
 #
 #     (post net.to) GPU max_memory_allocated: 0.481792 MB
@@ -495,7 +495,7 @@ assert sum(kept.values()) > 50 * 4 * sum(numbers)
 
 # %% tags=["exercise"]
 numbers_kept = {
-    "the picture": 1 * 28 * 28,
+    "the image": 1 * 28 * 28,
     "after the encoder's first ReLU": ...,  # 16 channels
     "after the encoder's second ReLU": ...,  # 32 channels
     "the code": ...,
@@ -525,7 +525,7 @@ with exercise("4.4"):
 # %% tags=["answer"] jupyter={"source_hidden": true}
 # Answer
 numbers_kept = {
-    "the picture": 1 * 28 * 28,
+    "the image": 1 * 28 * 28,
     "after the encoder's first ReLU": 16 * 14 * 14,
     "after the encoder's second ReLU": 32 * 7 * 7,
     "the code": 64,
@@ -538,7 +538,7 @@ numbers_kept = {
 predicted = 4 * sum(numbers_kept.values())
 one_picture = torch.zeros(1, 1, 28, 28, device="meta")
 counted = kept_bytes(Autoencoder().to("meta"), one_picture, lambda output: F.mse_loss(output, one_picture))
-print(f"predicted {predicted:,} bytes for a picture, counted {sum(counted.values()):,}")
+print(f"predicted {predicted:,} bytes for an image, counted {sum(counted.values()):,}")
 assert sum(counted.values()) == predicted
 
 # %% [markdown]
@@ -835,7 +835,7 @@ print("(If your line has a dip, another program was running; run the timing agai
 # and how long does that take, even over a slow connection of 1 GB/s?
 
 # %%
-batch_bytes = 2 * 3 * 32 * 32 * 4 + 2 * 8  # two pictures in float32, two labels in int64
+batch_bytes = 2 * 3 * 32 * 32 * 4 + 2 * 8  # two images in float32, two labels in int64
 copy_seconds = batch_bytes / 1e9
 step_seconds = 2 / lecture[2][1]
 print(f"{batch_bytes:,} bytes take {copy_seconds * 1e6:.0f} µs at 1 GB/s: {copy_seconds / step_seconds:.1%} of a step")
@@ -998,7 +998,7 @@ from safetensors.torch import load_file
 held_out = read_pictures()[-297:]
 shown = held_out[[0, 1, 2, 3, 4, 5, 7, 9]]
 steps = [30, 60, 90, 150, 360]
-rows = {"held-out pictures": shown}
+rows = {"held-out images": shown}
 errors = {}
 for step in steps:
     model = Autoencoder()
@@ -1356,7 +1356,7 @@ print("\n".join(line for line in plan.splitlines() if line.strip().startswith(("
 # %% [markdown] tags=["slide"]
 # ## ImageNet in one hour
 #
-# - Goyal et al. 2017: ResNet-50, 90 epochs, 256 GPUs with 32 pictures each
+# - Goyal et al. 2017: ResNet-50, 90 epochs, 256 GPUs with 32 images each
 # - the learning rate grows with the batch, after a warm-up
 # - from 29 hours to one hour
 
