@@ -1,4 +1,4 @@
-"""What the notebooks of the course import: exercises that say whether they are done, commands run as in a shell."""
+"""The course. Its notebooks import the checks of exercises, commands run as in a shell, and the style of figures."""
 
 from paceline_course.exercises import exercise
 from paceline_course.figures import use_style

@@ -18,12 +18,12 @@ _NAMED = re.compile(r"""\bexercise\(\s*["']([^"']+)["']""")
 
 @dataclass(frozen=True)
 class Exercise:
-    """Where an exercise's cells stand in a notebook.
+    """Positions of an exercise's cells in a notebook.
 
     Attributes:
-        name: Such as ``2a.3``.
-        written: The cell in which a student writes.
-        check: The cell that says whether it is done.
+        name: Name, such as ``2a.3``.
+        written: The cell the student edits.
+        check: The cell that checks it.
         hint: The cell with a hint.
         answer: The cell with an answer.
     """
@@ -36,27 +36,27 @@ class Exercise:
 
 
 def read_notebook(path: Path) -> Any:
-    """Read a notebook, or one that is kept as text in percent format.
+    """Read a notebook: an ``.ipynb`` file, or a ``.py`` file in percent format.
 
     Args:
-        path: An ``.ipynb`` or ``.py`` file.
+        path: The file.
 
     Returns:
-        The ``NotebookNode`` of nbformat.
+        A ``NotebookNode`` of nbformat.
 
     Raises:
-        LabError: If there is no such file, or it is no notebook.
-        ModuleNotFoundError: Without jupytext, which the extra ``labs`` brings.
+        LabError: If the file cannot be read or is not a notebook.
+        ModuleNotFoundError: If jupytext is missing; the extra ``labs`` installs it.
     """
     import jupytext
     from nbformat import ValidationError
 
     if path.suffix not in SUFFIXES:
-        raise LabError(f"'{path}' is no notebook: its name must end in {' or '.join(SUFFIXES)}.")
+        raise LabError(f"'{path}' is not a notebook: its name must end in {' or '.join(SUFFIXES)}.")
     try:
         text = path.read_text(encoding="utf-8")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of cells without an id, which older notebooks have not
+            warnings.simplefilter("ignore")  # older notebooks have no cell ids
             notebook = jupytext.reads(text, fmt="ipynb" if path.suffix == ".ipynb" else "py:percent")
         for cell in notebook.cells:
             tags_of(cell)
@@ -66,52 +66,52 @@ def read_notebook(path: Path) -> Any:
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, ValidationError) as error:
         why = str(error).partition("\n")[0][:100]
         raise LabError(
-            f"'{path}' is no notebook ({type(error).__name__}: {why}). If it was one, undo the last change to it, or "
-            "start the lab again in another folder."
+            f"'{path}' is not a valid notebook ({type(error).__name__}: {why}). Undo your last change to it, or start "
+            "the lab again in another folder."
         ) from error
     return notebook
 
 
 def tags_of(cell: Any) -> frozenset[str]:
-    """The tags of a cell."""
+    """Return the tags of a cell."""
     tags = cell.metadata.get("tags", [])
     if not isinstance(tags, list):
-        raise TypeError(f"tags are a list, not {tags!r}")
+        raise TypeError(f"tags must be a list, not {tags!r}")
     return frozenset(map(str, tags))
 
 
 def names_in(cell: Any) -> list[str]:
-    """The exercises that a cell checks."""
+    """Return the names of the exercises that a cell checks."""
     return _NAMED.findall(cell.source)
 
 
 def exercises_of(notebook: Any, name: str) -> Iterator[Exercise]:
-    """Find the exercises of a lab as it is shipped.
+    """Find the exercises of a shipped lab.
 
     Args:
-        notebook: The lab's.
-        name: Its name, for messages.
+        notebook: The lab's notebook.
+        name: The lab's name, for messages.
 
     Raises:
-        LabError: If one is not followed by its check, hint and answer.
+        LabError: If an exercise is not followed by its check, hint and answer.
     """
     cells = notebook.cells
     parts = ("check", "hint", "answer")
-    told = [(at, part) for at, cell in enumerate(cells) for part in ("exercise", *parts) if part in tags_of(cell)]
-    for number in range(0, len(told), 4):
-        group = told[number : number + 4]
+    tagged = [(at, part) for at, cell in enumerate(cells) for part in ("exercise", *parts) if part in tags_of(cell)]
+    for number in range(0, len(tagged), 4):
+        group = tagged[number : number + 4]
         if [part for _, part in group] != ["exercise", *parts]:
             place = group[0][0] + 1
-            raise LabError(f"{name}: from cell {place} on an exercise should be followed by its {', '.join(parts)}.")
+            raise LabError(f"{name}: the exercise at cell {place} should be followed by its {', '.join(parts)}.")
         at, check, hint, answer = (place for place, _ in group)
         named = names_in(cells[check])
         if len(named) != 1:
-            raise LabError(f"{name}: cell {check + 1} checks {len(named)} exercises; it should be one.")
+            raise LabError(f"{name}: cell {check + 1} checks {len(named)} exercises; it should check one.")
         yield Exercise(named[0], at, check, hint, answer)
 
 
 def with_answers(notebook: Any, exercises: tuple[Exercise, ...]) -> Any:
-    """A copy of a lab in which every exercise is answered."""
+    """Return a copy of a lab's notebook with the answers in place of the exercises."""
     answered = copy.deepcopy(notebook)
     for exercise in exercises:
         answered.cells[exercise.written].source = notebook.cells[exercise.answer].source

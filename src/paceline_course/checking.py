@@ -1,4 +1,4 @@
-"""Check of a lab's exercises: the student's cells run with the checks as shipped."""
+"""Check the exercises of a lab: run the student's cells with the shipped checks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from paceline.errors import LabError
 from paceline_course.cells import names_in, read_notebook, tags_of
 from paceline_course.course import Lab
 from paceline_course.exercises import Verdict
-from paceline_course.scratch import Ended, run_apart, scratch_folder
+from paceline_course.scratch import ScratchResult, run_in_scratch, scratch_folder
 
 
 @dataclass
-class Written:
-    """What a student's notebook has for one exercise.
+class StudentCells:
+    """A student's cells for one exercise.
 
     Attributes:
-        setup: Set-up cells before it, since the exercise before.
-        cells: What is written: the exercise's cell, and those between it and its check.
+        setup: Set-up cells since the previous exercise's check.
+        cells: The exercise's cell, and those between it and its check.
     """
 
     setup: list[str] = field(default_factory=list)
@@ -30,49 +30,50 @@ class Written:
 
 
 def check_lab(lab: Lab, file: Path, *, seconds: float) -> list[Verdict]:
-    """Say of each exercise of a lab whether it is done.
+    """Check each exercise of a lab.
 
-    Only set-up cells, exercises and checks are run, in a process and a scratch folder of their own. After each check
-    comes the lab's answer, as in the notebook, so that an exercise does not depend on the ones before.
+    Only set-up cells, exercises, checks and answers run, in a separate process and a scratch folder. After each check
+    the lab's answer runs, as in the notebook, so an exercise does not depend on earlier ones.
 
     Args:
         lab: The lab.
         file: The student's notebook, or Python file in percent format.
-        seconds: How long all of it may take.
+        seconds: Timeout for all exercises together.
 
     Raises:
-        LabError: If the file is no notebook of this lab, or the lab's set-up does not run here.
+        LabError: If the file is not a notebook of this lab, or the lab's set-up fails.
     """
     if not lab.exercises:
         raise LabError(f"lab {lab.number} has no exercises to check.")
-    plan = list(_plan(lab, written_in(read_notebook(file), lab, file)))
+    plan = list(_plan(lab, student_cells(read_notebook(file), lab, file)))
     with scratch_folder() as folder:
-        lab.lay_out(folder / "work")
+        lab.copy_files(folder / "work")
         (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
         notes = folder / "notes.jsonl"
         notes.touch()
-        ended = run_apart("paceline_course.session", [str(folder / "plan.json"), str(notes)], folder, seconds=seconds)
-        return _verdicts(lab, plan, _read(notes), ended, seconds)
+        paths = [str(folder / "plan.json"), str(notes)]
+        result = run_in_scratch("paceline_course.session", paths, folder, seconds=seconds)
+        return _verdicts(lab, plan, _read(notes), result, seconds)
 
 
-def written_in(notebook: Any, lab: Lab, file: Path) -> dict[str, Written]:
-    """What a student wrote for each exercise.
+def student_cells(notebook: Any, lab: Lab, file: Path) -> dict[str, StudentCells]:
+    """Return a student's cells for each exercise.
 
-    An exercise is known by the check behind it, wherever it stands now.
+    An exercise is identified by the check that follows it, even if the student has moved it.
 
     Raises:
         LabError: If the notebook has no exercise of this lab.
     """
     names = [exercise.name for exercise in lab.exercises]
-    found: dict[str, Written] = {}
-    now, inside = Written(), False
+    found: dict[str, StudentCells] = {}
+    now, inside = StudentCells(), False
     for cell in notebook.cells:
         tags = tags_of(cell)
         if cell.cell_type != "code":
             continue
         if "check" in tags:
             found.update({name: now for name in names_in(cell) if name in names and name not in found})
-            now, inside = Written(), False
+            now, inside = StudentCells(), False
         elif "setup" in tags:
             now.setup.append(cell.source)
         elif "exercise" in tags or (inside and "answer" not in tags):
@@ -80,14 +81,14 @@ def written_in(notebook: Any, lab: Lab, file: Path) -> dict[str, Written]:
             inside = True
     if not found:
         raise LabError(
-            f"'{file}' has no exercise of lab {lab.number}, each of which is known by the check cell behind it; "
-            f"`paceline labs start {lab.number}` writes a notebook that has them."
+            f"'{file}' has no exercise of lab {lab.number}: an exercise is identified by the check cell after it. "
+            f"`paceline labs start {lab.number}` writes a notebook with all exercises."
         )
     return found
 
 
-def _plan(lab: Lab, written: dict[str, Written]) -> Iterator[dict[str, str]]:
-    """Cells to run, in order; the lab's own order counts, whatever the student has moved."""
+def _plan(lab: Lab, written: dict[str, StudentCells]) -> Iterator[dict[str, str]]:
+    """Yield the cells to run, in the lab's order even if the student has moved cells."""
     shipped = {cell.source for cell in lab.notebook.cells if "setup" in tags_of(cell)}
     begun = {exercise.written: exercise.name for exercise in lab.exercises if exercise.name in written}
     ended = {exercise.check: exercise for exercise in lab.exercises if exercise.name in written}
@@ -95,15 +96,15 @@ def _plan(lab: Lab, written: dict[str, Written]) -> Iterator[dict[str, str]]:
         if "setup" in tags_of(cell):
             yield {"kind": "setup", "exercise": "", "source": cell.source}
         if at in begun:
-            yield from _own(begun[at], written[begun[at]], shipped)
+            yield from _student_steps(begun[at], written[begun[at]], shipped)
         if at in ended:
             name, answer = ended[at].name, lab.notebook.cells[ended[at].answer]
             yield {"kind": "check", "exercise": name, "source": cell.source}
             yield {"kind": "answer", "exercise": name, "source": answer.source}
 
 
-def _own(name: str, own: Written, shipped: set[str]) -> Iterator[dict[str, str]]:
-    # As they are in the lab, they have run; what a student has changed or added comes on top.
+def _student_steps(name: str, own: StudentCells, shipped: set[str]) -> Iterator[dict[str, str]]:
+    # The shipped set-up cells have run already; only those that the student changed or added run here.
     for source in (each for each in own.setup if each not in shipped):
         yield {"kind": "own setup", "exercise": name, "source": source}
     for source in own.cells:
@@ -111,7 +112,7 @@ def _own(name: str, own: Written, shipped: set[str]) -> Iterator[dict[str, str]]
 
 
 def _read(notes: Path) -> dict[int, dict[str, Any]]:
-    """What is noted of each cell; the last line may be torn."""
+    """Return the latest note on each cell; the last line may be incomplete."""
     found: dict[int, dict[str, Any]] = {}
     for line in notes.read_text(encoding="utf-8").split("\n")[:-1]:
         note = json.loads(line)
@@ -120,15 +121,15 @@ def _read(notes: Path) -> dict[int, dict[str, Any]]:
 
 
 def _verdicts(
-    lab: Lab, plan: Sequence[dict[str, str]], notes: dict[int, dict[str, Any]], ended: Ended, seconds: float
+    lab: Lab, plan: Sequence[dict[str, str]], notes: dict[int, dict[str, Any]], ended: ScratchResult, seconds: float
 ) -> list[Verdict]:
     if not notes:
-        last = ended.complaints.splitlines()[-1] if ended.complaints else f"exit code {ended.code}"
+        last = ended.stderr.splitlines()[-1] if ended.stderr else f"exit code {ended.code}"
         install = ": pip install 'paceline[labs]'" if last.startswith("ModuleNotFoundError") else ""
         raise LabError(f"the checks of lab {lab.number} cannot be started ({last}){install}.")
     for position, note in notes.items():
         if note.get("error") and plan[position]["kind"] == "setup":
-            raise LabError(f"the set-up of lab {lab.number} does not run here: {note['error']}.")
+            raise LabError(f"the set-up of lab {lab.number} failed: {note['error']}.")
     stuck = plan[max(notes)] if ended.code != 0 else None
     if stuck is not None and stuck["kind"] == "setup":
         raise LabError(f"the set-up of lab {lab.number} {_why(ended, seconds)}.")
@@ -140,7 +141,7 @@ def _verdict(
 ) -> Verdict:
     steps = [position for position, step in enumerate(plan) if step["exercise"] == name]
     if not steps:
-        return Verdict(name, is_done=False, missing="its cell, or the check behind it, is missing from the notebook")
+        return Verdict(name, is_done=False, missing="its cell, or the check after it, is missing from the notebook")
     for position in steps:
         note = notes.get(position, {})
         said = [Verdict(**verdict) for verdict in note.get("verdicts", ()) if verdict["name"] == name]
@@ -150,21 +151,23 @@ def _verdict(
             return Verdict(name, is_done=False, missing=_explained(note["error"]))
     if stuck is not None and stuck["exercise"] == name:
         return Verdict(name, is_done=False, missing=f"it {why}")
-    before = f"{stuck['exercise']} {why}" if stuck is not None else "its check says nothing"
-    return Verdict(name, is_done=False, missing=f"not looked at, because {before}")
+    before = f"{stuck['exercise']} {why}" if stuck is not None else "its check gave no verdict"
+    return Verdict(name, is_done=False, missing=f"not checked, because {before}")
 
 
 def _explained(missing: str) -> str:
-    """Say what a name that is not there may come from: cells that are not run here."""
+    """Explain an undefined name: cells that define it may not run in a check."""
     if "NameError: " not in missing:
         return missing
-    return f"{missing} (here only set-up cells and the exercise's own are run: import and define in them what you need)"
+    return (
+        f"{missing} (only set-up cells and the exercise's own cells run here: import and define in them what you need)"
+    )
 
 
-def _why(ended: Ended, seconds: float) -> str:
-    """What stopped a process before its end, as a sentence goes on after its subject."""
+def _why(ended: ScratchResult, seconds: float) -> str:
+    """Return why a process ended early, as the part of a sentence after its subject."""
     if ended.code is None:
-        return f"was still running after {seconds:g} s: is there a loop that does not end? (--seconds gives more time)"
+        return f"was still running after {seconds:g} s: is there an infinite loop? (--seconds gives more time)"
     if ended.code < 0:
         return f"ended Python with {signal.Signals(-ended.code).name}"
     return f"ended Python with exit code {ended.code}"

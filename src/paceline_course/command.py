@@ -1,4 +1,4 @@
-"""`paceline labs`: the course, its exercises checked, its slides, and its assessment marked."""
+"""`paceline labs`: start labs, check exercises, make slides and mark the assessment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _lab_argument: Callable[[Any], Any] = click.argument("number", metavar="N")
 
 @click.group("labs")
 def command() -> None:
-    """A course in training on several devices, in notebooks that run on two cores and say which exercises are done.
+    """A course on training with several devices: notebooks that run on two CPU cores and check your exercises.
 
     \b
     Examples:
@@ -33,11 +33,11 @@ def command() -> None:
 
 
 def _started(file_name: str) -> list[Path]:
-    """Where a notebook is: here, or in a folder that is here."""
+    """Return the copies of a notebook in the current directory and its subfolders."""
     return [path for path in (Path(file_name), *sorted(Path().glob(f"*/{file_name}"))) if path.exists()]
 
 
-@command.command("list", short_help="What the labs are about, and how long each takes.")
+@command.command("list", short_help="List the labs: topic, duration, exercises.")
 @json_option
 def list_labs(as_json: bool) -> None:
     """List the labs in the order of the course."""
@@ -70,16 +70,16 @@ def list_labs(as_json: bool) -> None:
     print_table(("lab", "title", "minutes", "exercises", "started here"), rows, indent="")
 
 
-@command.command("start", short_help="Write the notebook of a lab, and open it.")
+@command.command("start", short_help="Write the notebook of a lab and open it.")
 @_lab_argument
 @click.argument("folder", type=LocalPath(file_okay=False), default=Path())
 @click.option("--no-open", is_flag=True, help="Do not open Jupyter.")
 @json_option
 def start(number: str, folder: Path, no_open: bool, as_json: bool) -> int:
-    """Write the notebook of lab N, and what it comes with, into FOLDER (default: here), and open it in Jupyter.
+    """Write the notebook of lab N and its files into FOLDER (default: the current directory), and open it in Jupyter.
 
-    Nothing is written over. Jupyter is opened on a terminal only, where it is installed; answers are folded away in
-    the notebook, below each exercise's hint.
+    No file is overwritten. Jupyter opens only on a terminal and if it is installed. In the notebook, each answer is
+    folded below the exercise's hint.
 
     \b
     Examples:
@@ -102,20 +102,20 @@ def start(number: str, folder: Path, no_open: bool, as_json: bool) -> int:
     return 0
 
 
-@command.command("check", short_help="Say which exercises of a lab are done.")
+@command.command("check", short_help="Check the exercises of a lab.")
 @_lab_argument
 @click.argument("file", type=LocalPath(dir_okay=False), required=False)
 @click.option(
-    "--seconds", type=FiniteRange(1, 3600), default=180, show_default=True, help="How long all exercises may take."
+    "--seconds", type=FiniteRange(1, 3600), default=180, show_default=True, help="Time limit for all exercises."
 )
 @json_option
 def check(number: str, file: Path | None, seconds: float, as_json: bool) -> int:
-    """Say which exercises of lab N are done in FILE (default: the lab's notebook here).
+    """Check which exercises of lab N are done in FILE (default: the lab's notebook in the current directory).
 
-    FILE is a notebook, or a Python file in jupytext's percent format. Only set-up cells, exercises and checks are run,
-    in a scratch folder; the checks are those of the course, whatever the file has. Save the notebook first.
+    FILE is a notebook, or a Python file in jupytext's percent format. Only set-up cells, exercises and checks run, in
+    a temporary folder. The checks are always the course's own, even if FILE changes them. Save the notebook first.
 
-    Exit code 0 when all are done, else 1.
+    Exit code 0 if all are done, else 1.
 
     \b
     Examples:
@@ -130,9 +130,9 @@ def check(number: str, file: Path | None, seconds: float, as_json: bool) -> int:
         file = Path(lab.file_name)
         if not file.exists():
             found = _started(lab.file_name)
-            yours = f"name yours: `paceline labs check {lab.number} {found[0] if found else 'FILE'}`"
-            writes = "" if found else f"`paceline labs start {lab.number}` writes it; or "
-            raise LabError(f"there is no {file} here: {writes}{yours}.")
+            yours = f"name your notebook: `paceline labs check {lab.number} {found[0] if found else 'FILE'}`"
+            writes = "" if found else f"create it with `paceline labs start {lab.number}`, or "
+            raise LabError(f"there is no {file} here; {writes}{yours}.")
     verdicts = check_lab(lab, file, seconds=seconds)
     done = sum(each.is_done for each in verdicts)
     code = concluded(passed=done == len(verdicts))
@@ -153,17 +153,17 @@ def check(number: str, file: Path | None, seconds: float, as_json: bool) -> int:
     type=LocalPath(dir_okay=False),
     required=True,
     metavar="FILE",
-    help="What to write: Marp Markdown (.md), or a page that opens offline (.html), which Marp CLI makes.",
+    help="File to write: Marp Markdown (.md), or an offline HTML page (.html), which needs Marp CLI.",
 )
-@click.option("--marp", type=LocalPath(), metavar="PATH", help="Marp CLI, where it is not called marp.")
+@click.option("--marp", type=LocalPath(), metavar="PATH", help="Path of Marp CLI (default: marp).")
 @click.option(
-    "--seconds", type=FiniteRange(1, 7200), default=900, show_default=True, help="How long running the lab may take."
+    "--seconds", type=FiniteRange(1, 7200), default=900, show_default=True, help="Time limit for running the lab."
 )
 @json_option
 def slides(number: str, output: Path, marp: Path | None, seconds: float, as_json: bool) -> int:
-    """Make the slides of lab N, in one file with all figures.
+    """Make the slides of lab N: one file with all figures.
 
-    The lab is run from top to bottom for its figures, in a scratch folder, which takes as long as it takes.
+    For the figures, the whole lab is run in a temporary folder. This can take minutes.
 
     \b
     Examples:
@@ -176,14 +176,14 @@ def slides(number: str, output: Path, marp: Path | None, seconds: float, as_json
 
     lab = find_lab(number)
     if output.suffix not in (".md", ".html"):
-        raise LabError(f"'{output}' should end in .md or .html.")
+        raise LabError(f"'{output}' must end in .md or .html.")
     if not output.parent.is_dir():
-        raise LabError(f"there is no folder '{output.parent}' to write '{output.name}' to.")
+        raise LabError(f"there is no folder '{output.parent}' for '{output.name}'.")
     refuse_odd_outputs(output)
     program = find_marp(marp) if output.suffix == ".html" else None
     executed = execute(lab.notebook, lab, seconds=seconds)
     if executed.error:
-        raise LabError(f"lab {lab.number} does not run here: {executed.error}.")
+        raise LabError(f"lab {lab.number} failed: {executed.error}.")
     text = slides_of(executed.notebook, lab.title)
     try:
         output.write_text(text if program is None else to_html(text, program), encoding="utf-8")
@@ -196,16 +196,16 @@ def slides(number: str, output: Path, marp: Path | None, seconds: float, as_json
     return 0
 
 
-@command.command("grade", short_help="Mark a program of the assessment by what it does.")
+@command.command("grade", short_help="Run and mark a program of the assessment.")
 @click.argument("file", type=LocalPath(dir_okay=False))
 @json_option
 def grade(file: Path, as_json: bool) -> int:
-    """Mark FILE, a training program as the assessment asks for, by what it does with 1, 2 and 3 processes.
+    """Mark FILE, a training program for the assessment, by running it with 1, 2 and 3 processes.
 
-    FILE is copied into a scratch folder, alone, so all of the program is in this one file. It runs within limits of
-    time, memory and processes. Each lost point has its reason.
+    The whole program must be in FILE: only this file is copied into a temporary folder. It runs within limits of
+    time, memory and processes. The result gives a reason for each lost point.
 
-    Exit code 0 when it passes, else 1.
+    Exit code 0 if it passes, else 1.
 
     \b
     Examples:
@@ -213,21 +213,21 @@ def grade(file: Path, as_json: bool) -> int:
       paceline labs grade training.py --json > marks.json
     """
     if not file.is_file():
-        raise LabError(f"there is no file '{file}'; name the program that you wrote for the assessment.")
+        raise LabError(f"there is no file '{file}'; name your program for the assessment.")
     from paceline_course.grading import grade as mark
 
-    marks = mark(file, tell=lambda line: echo(line, err=True))
+    marks = mark(file, on_progress=lambda line: echo(line, err=True))
     code = concluded(passed=marks.passed)
     if as_json:
         print_json({"file": str(file), **marks.to_json()})
         return code
     rows = [(one.title, f"{one.points:g}", f"{one.most:g}") for one in marks.criteria]
-    print_table(("criterion", "points", "of"), [*rows, ("all", f"{marks.points:g}", f"{marks.most:g}")], indent="")
-    said: dict[str, list[str]] = {}  # what is said of several is said once
+    print_table(("criterion", "points", "of"), [*rows, ("total", f"{marks.points:g}", f"{marks.most:g}")], indent="")
+    titles_by_text: dict[str, list[str]] = {}  # print a reason that several criteria share once
     for one in marks.criteria:
         for text in filter(None, (one.reason, one.note)):
-            said.setdefault(text, []).append(one.title)
-    for text, titles in said.items():
+            titles_by_text.setdefault(text, []).append(one.title)
+    for text, titles in titles_by_text.items():
         echo(f"\n{'; '.join(titles)}: {text}")
     echo("\nPassed." if marks.passed else "\nNot passed.")
     return code

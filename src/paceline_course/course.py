@@ -1,4 +1,4 @@
-"""The labs: names, places and topics."""
+"""The labs: names, files and topics."""
 
 from __future__ import annotations
 
@@ -22,93 +22,93 @@ _DURATION = re.compile(rf"\b(\d+|{'|'.join(_WORDS)})( and a half)?\s(minute|hour
 _CELL = re.compile(r"^# %%(?: (.*))?$", re.MULTILINE)
 _TAGS = re.compile(r"tags=(\[.*?\])")
 _ANSWER = "reference"
-_BEGINNING = 6  # cells in which a lab says how long it takes
+_INTRODUCTION = 6  # first cells, one of which states the duration
 
 
 @dataclass(frozen=True)
 class Lab:
-    """One notebook of the course, kept as text.
+    """One notebook of the course, stored as text.
 
     Attributes:
-        path: Its file.
+        path: The notebook's file.
     """
 
     path: Path
 
     @property
     def number(self) -> str:
-        """As students type it: ``2a``."""
+        """The lab's number, such as ``2a``."""
         return self.path.stem.partition("_")[0]
 
     @property
     def name(self) -> str:
-        """What comes after the number: ``ddp``."""
+        """The file name after the number, such as ``ddp``."""
         return self.path.stem.partition("_")[2]
 
     @property
     def order(self) -> tuple[int, str]:
-        """Where it stands in the course."""
+        """Sort key: the position in the course."""
         match = re.fullmatch(r"(\d+)([a-z]?)", self.number)
-        assert match is not None  # only such files are taken for labs
+        assert match is not None  # all_labs() accepts only such file names
         return int(match[1]), match[2]
 
     @property
     def file_name(self) -> str:
-        """What a student's notebook of it is called."""
+        """File name of a student's notebook."""
         return f"{self.path.stem}.ipynb"
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """What it comes with: the files in the folder of its name, if there is one, but for an answer to look up."""
-        beside = self.path.parent / self.name
-        return tuple(sorted(path for path in beside.glob("*") if path.is_file() and path.stem != _ANSWER))
+        """Files that belong to the lab: those in the folder with its name, without the reference answer."""
+        files = (self.path.parent / self.name).glob("*")
+        return tuple(sorted(path for path in files if path.is_file() and path.stem != _ANSWER))
 
-    def lay_out(self, folder: Path) -> None:
-        """Copy what it comes with into a folder."""
+    def copy_files(self, folder: Path) -> None:
+        """Copy the lab's files into a folder."""
         for path in self.files:
             shutil.copy(path, folder / path.name)
 
     @cached_property
     def notebook(self) -> Any:
-        """Its cells, as nbformat has them; to be read only."""
+        """The notebook in nbformat's form; do not change it."""
         return read_notebook(self.path)
 
     @cached_property
     def outline(self) -> Any:
-        """Its cells without the library of notebooks: kind, tags and text, enough to tell what it is about."""
+        """The cells' type, tags and text, parsed without nbformat and jupytext."""
         _, *cells = _CELL.split(self.path.read_text(encoding="utf-8"))
-        return SimpleNamespace(cells=list(map(_outlined, cells[::2], cells[1::2])))
+        return SimpleNamespace(cells=list(map(_outline_cell, cells[::2], cells[1::2])))
 
     @property
     def title(self) -> str:
-        """Its first heading, without the number."""
+        """The first heading, without the lab's number."""
         texts = [cell.source for cell in self.outline.cells if cell.cell_type == "markdown"]
         match = next((found for text in texts if (found := _HEADING.search(text))), None)
         return match[1] if match else self.name.replace("_", " ")
 
     @property
     def minutes(self) -> int | None:
-        """How long it takes to work through, as it says in its beginning; None if it does not say."""
-        cells = [cell for cell in self.outline.cells[:_BEGINNING] if cell.cell_type == "markdown"]
+        """Duration that the introduction states, in minutes; None if it states none."""
+        cells = [cell for cell in self.outline.cells[:_INTRODUCTION] if cell.cell_type == "markdown"]
         return max((found for cell in cells for found in _durations(cell.source)), default=None)
 
     @cached_property
     def exercises(self) -> tuple[Exercise, ...]:
-        """Its exercises, in order."""
+        """The exercises, in order."""
         return tuple(exercises_of(self.notebook, self.path.name))
 
     @property
     def exercise_names(self) -> list[str]:
-        """Such as ``2a.3``, in order."""
+        """The exercises' names, such as ``2a.3``, in order."""
         return [each.name for each in exercises_of(self.outline, self.path.name)]
 
     @property
     def slides(self) -> int:
-        """How many slides it has: Markdown begins each."""
+        """Number of slides; each begins with a Markdown cell."""
         return sum("slide" in tags_of(cell) and cell.cell_type == "markdown" for cell in self.outline.cells)
 
 
-def _outlined(options: str | None, text: str) -> SimpleNamespace:
+def _outline_cell(options: str | None, text: str) -> SimpleNamespace:
     is_markdown = (options or "").startswith("[markdown]")
     tags = _TAGS.search(options or "")
     source = re.sub("^# ?", "", text, flags=re.MULTILINE) if is_markdown else text
@@ -120,7 +120,7 @@ def _outlined(options: str | None, text: str) -> SimpleNamespace:
 
 
 def _durations(text: str) -> Iterator[int]:
-    """Minutes that a text speaks of."""
+    """Yield all durations that a text mentions, in minutes."""
     for match in _DURATION.finditer(" ".join(text.split())):
         count = _WORDS.get(match[1].lower()) or int(match[1])
         half = 0.5 if match[2] or match[4] else 0
@@ -131,22 +131,22 @@ def course_folder() -> Path:
     """Return the folder of the course's notebooks.
 
     Raises:
-        LabError: If it is missing.
+        LabError: If there are no notebooks.
     """
     folder = Path(__file__).with_name("notebooks")
     if not any(folder.glob("*_*.py")):
-        raise LabError(f"the labs are missing: there are none in {folder}. Install Paceline again.")
+        raise LabError(f"the labs are missing: {folder} contains none. Reinstall Paceline.")
     return folder
 
 
 def all_labs() -> tuple[Lab, ...]:
-    """Every lab, in the order of the course."""
+    """Return all labs, in the order of the course."""
     labs = [Lab(path) for path in course_folder().iterdir() if _FILE.fullmatch(path.name)]
     return tuple(sorted(labs, key=lambda lab: lab.order))
 
 
 def find_lab(number: str) -> Lab:
-    """The lab of a number, or of a name.
+    """Return the lab with a number or name.
 
     Raises:
         LabError: If there is none.

@@ -1,4 +1,4 @@
-"""Run a whole notebook from top to bottom, in a process of its own: ``python -m paceline_course.execution``."""
+"""Run a whole notebook in a separate process: ``python -m paceline_course.execution``."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any
 from paceline.errors import LabError
 from paceline_course.cells import read_notebook
 from paceline_course.course import Lab
-from paceline_course.scratch import run_apart, scratch_folder
+from paceline_course.scratch import run_in_scratch, scratch_folder
 
 _KERNEL = "paceline-labs"
 
 
 @dataclass(frozen=True)
 class Executed:
-    """A notebook after its run.
+    """An executed notebook.
 
     Attributes:
-        notebook: With its outputs, as nbformat has it.
-        error: What stopped it: the cell and its error; empty if it came to its end.
-        processor_seconds: Of all its processes together.
-        wall_seconds: By the clock.
+        notebook: The notebook with its outputs, in nbformat's form.
+        error: The cell that failed and its error; empty if all cells ran.
+        processor_seconds: CPU time of all its processes.
+        wall_seconds: Elapsed time.
     """
 
     notebook: Any
@@ -36,36 +36,37 @@ class Executed:
 
 
 def execute(notebook: Any, lab: Lab, *, seconds: float) -> Executed:
-    """Run a notebook of a lab in a scratch folder, by a kernel of this Python.
+    """Run a lab's notebook in a scratch folder, with a kernel of this Python.
 
     Args:
-        notebook: As nbformat has it; it stays as it is.
-        lab: Which lab it is of, for the files that come with it.
-        seconds: After so long it and all it started are ended.
+        notebook: The notebook in nbformat's form; it is not changed.
+        lab: The lab, for the files that belong to it.
+        seconds: Timeout, after which the notebook and all its processes are ended.
 
     Raises:
-        LabError: If it takes longer, or no kernel can be started.
-        ModuleNotFoundError: Without nbclient, which the extra ``labs`` brings.
+        LabError: If it times out, or no kernel can be started.
+        ModuleNotFoundError: If nbclient is missing; the extra ``labs`` installs it.
     """
-    import nbclient  # noqa: F401  # where it is missing is told here, not in another process
+    import nbclient  # noqa: F401  # report a missing library here, not in the child process
     import nbformat
 
     with scratch_folder() as folder:
-        lab.lay_out(folder / "work")
+        lab.copy_files(folder / "work")
         before, after, facts = (folder / name for name in ("before.ipynb", "after.ipynb", "facts.json"))
         nbformat.write(notebook, before)
-        _name_kernel(folder / "jupyter" / "data")
-        ended = run_apart("paceline_course.execution", [str(before), str(after), str(facts)], folder, seconds=seconds)
-        if ended.code is None:
+        _write_kernel_spec(folder / "jupyter" / "data")
+        paths = [str(before), str(after), str(facts)]
+        result = run_in_scratch("paceline_course.execution", paths, folder, seconds=seconds)
+        if result.code is None:
             raise LabError(f"lab {lab.number} was still running after {seconds:g} s, and was ended.")
         if not facts.exists():
-            last = ended.complaints.splitlines()[-1:] or [f"exit code {ended.code}"]
+            last = result.stderr.splitlines()[-1:] or [f"exit code {result.code}"]
             raise LabError(f"lab {lab.number} cannot be run here ({last[0]}).")
         return Executed(read_notebook(after), **json.loads(facts.read_text(encoding="utf-8")))
 
 
-def _name_kernel(data: Path) -> None:
-    """Let a kernel be this Python, whatever kernels are installed for whichever other."""
+def _write_kernel_spec(data: Path) -> None:
+    """Define a kernel that is this Python, whatever other kernels are installed."""
     folder = data / "kernels" / _KERNEL
     folder.mkdir(parents=True)
     argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -74,7 +75,7 @@ def _name_kernel(data: Path) -> None:
 
 
 def main(before: Path, after: Path, facts: Path) -> None:
-    """Run a notebook file, and write it with its outputs, and what is to be said of the run."""
+    """Run a notebook file; write it with its outputs, and the error and times of the run."""
     import nbformat
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, DeadKernelError
@@ -90,12 +91,12 @@ def main(before: Path, after: Path, facts: Path) -> None:
     wall = time.monotonic() - begun
     spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     nbformat.write(notebook, after)
-    said = {
+    measured = {
         "error": error,
         "processor_seconds": sum(each.ru_utime + each.ru_stime for each in spent),
         "wall_seconds": wall,
     }
-    facts.write_text(json.dumps(said), encoding="utf-8")
+    facts.write_text(json.dumps(measured), encoding="utf-8")
 
 
 def _first_error(notebook: Any) -> str:

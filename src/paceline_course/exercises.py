@@ -1,4 +1,4 @@
-"""Exercises of a notebook: whether each is done, and what is missing."""
+"""Checks of exercises: whether each is done, and what is missing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the check of an exercise found.
+    """Result of an exercise's check.
 
     Attributes:
-        name: Of the exercise, such as ``2a.3``.
+        name: The exercise's name, such as ``2a.3``.
         is_done: Whether every check passed.
         missing: What is still missing, in one sentence; empty if it is done.
     """
@@ -25,19 +25,19 @@ class Verdict:
         return f"{self.name}  done" if self.is_done else f"{self.name}  not yet: {self.missing}"
 
 
-# The latest of each exercise in this process, for `paceline labs check`.
+# The latest verdict on each exercise in this process, for `paceline labs check`.
 VERDICTS: dict[str, Verdict] = {}
 
 
 @contextmanager
 def exercise(name: str) -> Iterator[None]:
-    """Run checks of an exercise, say what came of them, and let the notebook go on either way.
+    """Run the checks of an exercise and print the verdict; the notebook continues either way.
 
-    A check is an ``assert`` with a message for the student. What a cell that was not filled in does (``...`` used as a
-    number, ``NotImplementedError``) counts as not done; an error of another kind is told with its type.
+    A check is an ``assert`` with a message for the student. Any other exception counts as not done too:
+    ``NotImplementedError`` means that nothing is written yet, and the message of any other names its type.
 
     Args:
-        name: Number of the lab, a dot, number of the exercise: ``2a.3``.
+        name: The lab's number, a dot and the exercise's number: ``2a.3``.
     """
     try:
         yield
@@ -45,7 +45,7 @@ def exercise(name: str) -> Iterator[None]:
         verdict = Verdict(name, is_done=False, missing=str(error) or "a check failed")
     except NotImplementedError:
         verdict = Verdict(name, is_done=False, missing="nothing is written here yet")
-    except Exception as error:  # noqa: BLE001  # whatever a student's code raises is told, and the notebook goes on
+    except Exception as error:  # noqa: BLE001  # report whatever a student's code raises; the notebook continues
         verdict = Verdict(name, is_done=False, missing=f"{type(error).__name__}: {error}")
     else:
         verdict = Verdict(name, is_done=True)

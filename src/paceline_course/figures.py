@@ -1,13 +1,13 @@
-"""Style of the figures: the same in every lab, and distinct without colour vision."""
+"""Style of the figures: the same in every lab, with colours that colour-blind readers can tell apart."""
 
 from __future__ import annotations
 
-# Okabe and Ito, "Color Universal Design" (2008): told apart with every kind of colour vision.
+# Okabe and Ito, "Color Universal Design" (2008): distinct with every kind of colour vision.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 
 
 def use_style() -> None:
-    """Give matplotlib the look of the course: sizes that can be read on a slide, a light grid, no frame above."""
+    """Set the course's matplotlib style: sizes that are readable on a slide, a light grid, no top or right frame."""
     import matplotlib as mpl
     from cycler import cycler
 

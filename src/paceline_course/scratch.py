@@ -1,4 +1,4 @@
-"""Run the code of a notebook apart from the user's files, and end everything that it started."""
+"""Run notebook code away from the user's files, and end every process it started."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from paceline.processes import ProcessGroup, without_rank
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a command in a scratch folder ended.
+class ScratchResult:
+    """How a process in a scratch folder ended.
 
     Attributes:
-        code: Its exit code, negative after a signal; None if its time was up.
-        complaints: The end of its standard error.
+        code: Exit code, negative after a signal; None after a timeout.
+        stderr: The last 2000 characters of standard error.
     """
 
     code: int | None
-    complaints: str
+    stderr: str
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder that is gone afterwards, with a folder ``work`` in it for a notebook to run in."""
-    # A short name: paths of sockets in it have at most 107 characters.
+    """Create a temporary folder, with a subfolder ``work`` to run a notebook in."""
+    # The name is short because socket paths in it may have at most 107 characters.
     with tempfile.TemporaryDirectory(prefix="labs-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "work").mkdir()
@@ -38,18 +38,18 @@ def scratch_folder() -> Iterator[Path]:
         yield folder
 
 
-def run_apart(module: str, arguments: Sequence[str], folder: Path, *, seconds: float) -> Ended:
-    """Run a module of this Python in a scratch folder, until it ends or the time is up, and end all it started.
+def run_in_scratch(module: str, arguments: Sequence[str], folder: Path, *, seconds: float) -> ScratchResult:
+    """Run a Python module in a scratch folder until it ends or times out; then end every process it started.
 
-    What Jupyter, IPython and programs for temporary files write goes into the folder too, nothing into the user's home.
+    Configuration of Jupyter and IPython and temporary files stay in the folder too, not in the user's home.
 
     Args:
-        module: As after ``python -m``.
-        arguments: What follows.
-        folder: As :func:`scratch_folder` made it.
-        seconds: How long it may take.
+        module: The module, as for ``python -m``.
+        arguments: Its arguments.
+        folder: A folder from :func:`scratch_folder`.
+        seconds: Timeout.
     """
-    log = folder / "complaints"
+    log = folder / "stderr"
     with ProcessGroup() as group:
         child = group.start(
             [sys.executable, "-P", "-m", module, *arguments],
@@ -60,12 +60,12 @@ def run_apart(module: str, arguments: Sequence[str], folder: Path, *, seconds: f
             stderr=log,
         )
         code = None if group.wait(seconds).reason else child.code
-    return Ended(code, log.read_text(encoding="utf-8", errors="replace")[-2000:].strip())
+    return ScratchResult(code, log.read_text(encoding="utf-8", errors="replace")[-2000:].strip())
 
 
 def _environment(folder: Path) -> dict[str, str]:
     inherited = without_rank(os.environ)
-    # Relative to where this process is, and the other is elsewhere.
+    # Relative paths would be wrong in the child's working directory.
     paths = [os.path.abspath(path) for path in inherited.get("PYTHONPATH", "").split(os.pathsep) if path]
     programs = Path(sys.executable).parent
     return {

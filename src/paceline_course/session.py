@@ -1,6 +1,6 @@
-"""Run the cells of a check, in a process of its own: ``python -m paceline_course.session``.
+"""Run the cells of a check in a separate process: ``python -m paceline_course.session``.
 
-Not a Jupyter kernel: an IPython shell, which is there in a moment, and knows ``%%writefile`` as notebooks do.
+An IPython shell runs them, not a Jupyter kernel: it starts faster and also knows ``%%writefile``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from paceline_course.exercises import VERDICTS
 
 
 def main(plan: Path, notes: Path) -> None:
-    """Run cells in order, and append what came of each to a file.
+    """Run cells in order, and append the result of each to a file.
 
     Args:
-        plan: JSON: a list of ``{"kind", "exercise", "source"}``, as :mod:`paceline_course.checking` writes it.
-        notes: For each cell, a line ``{"begun": …}`` with its position, and another one when it has ended.
+        plan: JSON file: a list of ``{"kind", "exercise", "source"}`` from :mod:`paceline_course.checking`.
+        notes: Output file: for each cell a line ``{"begun": position}``, and a line ``{"ended": position, …}``.
     """
     shell = _shell()
-    sys.path.append("")  # what cells write into files can be imported, and replaces no library
-    failed: dict[str, str] = {}  # exercises whose own cells raised
+    sys.path.append("")  # modules that cells write can be imported but do not shadow libraries
+    failed: dict[str, str] = {}  # errors raised by students' cells, by exercise
     with notes.open("a", encoding="utf-8") as file, Path(os.devnull).open("w") as nowhere:
-        # What cells print is not for the terminal, and may have no end.
+        # Discard what cells print; there may be no end to it.
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
         for position, step in enumerate(json.loads(plan.read_text(encoding="utf-8"))):
@@ -48,14 +48,14 @@ def _shell() -> Any:
 
 
 def _run(shell: Any, source: str) -> str:
-    """Run a cell; return what it raised, in one line, or nothing."""
+    """Run a cell; return its error in one line, or an empty string."""
     result = shell.run_cell(source)
     error = result.error_before_exec or result.error_in_exec
     if error is None:
         return ""
     if isinstance(error, NotImplementedError):
         return "nothing is written here yet"
-    if isinstance(error, SyntaxError):  # its text ends in the name of a file that IPython has made up
+    if isinstance(error, SyntaxError):  # its text ends in a file name that IPython has made up
         return f"{type(error).__name__}: {error.msg}, line {error.lineno} of the cell"
     return " ".join(f"{type(error).__name__}: {error}".split())
 

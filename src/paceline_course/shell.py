@@ -1,4 +1,4 @@
-"""Commands such as torchrun in a notebook: their output is shown, and a failure raises an error."""
+"""Run commands such as torchrun from a notebook: show their output, and raise an error if they fail."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from paceline.processes import ProcessGroup
 
 
 class CommandError(Exception):
-    """A command failed, or took too long; the message holds its last lines."""
+    """A command failed or timed out; after a failure the message contains its last lines."""
 
 
 def run(command: str, *, seconds: float = 120, env: Mapping[str, str] | None = None, quiet: bool = False) -> str:
-    """Run a command in the current directory with one thread per process, print what it writes, and return it.
+    """Run a command in the current directory, with one thread per process; print its output and return it.
 
     ``python``, ``torchrun`` and ``paceline`` are those of this interpreter's environment.
 
     Args:
-        command: As one would type it: ``torchrun --standalone --nproc-per-node=2 hello.py``. No pipes.
-        seconds: After so long it and all it started are ended.
-        env: Environment variables besides those that are there.
-        quiet: Whether only the return value holds the output.
+        command: The command line, such as ``torchrun --standalone --nproc-per-node=2 hello.py``. No pipes.
+        seconds: Timeout, after which the command and all its processes are ended.
+        env: Additional environment variables.
+        quiet: Whether to return the output without printing it.
 
     Returns:
-        Standard output and standard error, as they came.
+        Standard output and standard error, interleaved.
 
     Raises:
-        CommandError: If the exit code is not 0, or the time is up.
+        CommandError: If the exit code is not 0, or the command times out.
     """
     variables = {
         **os.environ,
-        "OMP_NUM_THREADS": "1",  # several processes share few cores
+        "OMP_NUM_THREADS": "1",  # several processes share a few cores
         "PYTHONUNBUFFERED": "1",
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         **(env or {}),

@@ -1,4 +1,4 @@
-"""Slides from the cells tagged for them, as Marp Markdown that holds its figures."""
+"""Slides from the cells tagged ``slide``, as Marp Markdown with embedded figures."""
 
 from __future__ import annotations
 
@@ -33,31 +33,32 @@ style: |
 ---
 """
 _LINES_OF_OUTPUT = 12
-# Lines of Markdown that end by themselves (headings, tables, HTML, fences, quotes, formulas); lines that begin a block.
-_WHOLE = re.compile(r"\s*(#|\||<|>|```|~~~|\$\$)")
-_BLOCK = re.compile(rf"{_WHOLE.pattern}|\s*([-*+]|\d+[.)])\s")
+# Markdown lines that the next line never continues (headings, tables, HTML, fences, quotes, formulas); and lines that
+# begin a block.
+_SINGLE = re.compile(r"\s*(#|\||<|>|```|~~~|\$\$)")
+_BLOCK = re.compile(rf"{_SINGLE.pattern}|\s*([-*+]|\d+[.)])\s")
 _MARP = "marp"
-_PATIENCE_SECONDS = 180
-# Pictures of characters would be fetched from elsewhere; a line's end in the source is none on the slide.
+_TIMEOUT_SECONDS = 180
+# Emoji images would be loaded from the network; line breaks in the source are not line breaks on the slide.
 _CONFIGURATION = {"options": {"emoji": {"unicode": False, "shortcode": False}, "markdown": {"breaks": False}}}
 
 
 def slides_of(notebook: Any, title: str) -> str:
-    """Write the slides of an executed lab as Marp Markdown; its figures are data URIs in it.
+    """Return the slides of an executed lab as Marp Markdown, with figures as data URIs.
 
     Args:
         notebook: The executed notebook.
-        title: Of the lab.
+        title: The lab's title.
 
     Raises:
-        LabError: If no cell is meant for a slide.
+        LabError: If no cell has the tag ``slide``.
     """
     slides: list[list[str]] = []
     for cell in notebook.cells:
         if "slide" not in tags_of(cell):
             continue
         if cell.cell_type == "markdown":
-            slides.append([_without_wraps(cell.source.strip())])
+            slides.append([_unwrapped(cell.source.strip())])
         elif slides:
             slides[-1] += _outputs(cell)
     if not slides:
@@ -65,17 +66,17 @@ def slides_of(notebook: Any, title: str) -> str:
     return _HEAD.format(title=json.dumps(title)) + "\n\n---\n\n".join("\n\n".join(slide) for slide in slides) + "\n"
 
 
-def _without_wraps(text: str) -> str:
-    """Markdown with each paragraph and list item in one line, since Marp by itself shows each line's end as a break."""
+def _unwrapped(text: str) -> str:
+    """Join each paragraph and list item into one line: by default Marp shows every line end as a break."""
     lines: list[str] = []
-    fenced = may_go_on = False
+    fenced = may_continue = False
     for line in text.splitlines():
-        if may_go_on and line.strip() and not _BLOCK.match(line):
+        if may_continue and line.strip() and not _BLOCK.match(line):
             lines[-1] += f" {line.strip()}"
             continue
         lines.append(line)
         fenced ^= line.lstrip().startswith(("```", "~~~"))
-        may_go_on = not fenced and bool(line.strip()) and not _WHOLE.match(line)
+        may_continue = not fenced and bool(line.strip()) and not _SINGLE.match(line)
     return "\n".join(lines)
 
 
@@ -92,7 +93,7 @@ def _displayed(data: Any) -> Iterator[str]:
     if "image/png" in data:
         yield f"![](data:image/png;base64,{''.join(data['image/png'].split())})"
     elif "text/markdown" in data:
-        yield _without_wraps(data["text/markdown"].strip())
+        yield _unwrapped(data["text/markdown"].strip())
     elif "text/plain" in data:
         yield _fenced(data["text/plain"])
 
@@ -105,26 +106,26 @@ def _fenced(text: str) -> str:
     return "\n".join((f"{fence}text", *lines, fence))
 
 
-def find_marp(asked: Path | None) -> str:
-    """Marp CLI, which makes HTML of the slides.
+def find_marp(path: Path | None) -> str:
+    """Return the path of Marp CLI, which converts slides to HTML.
 
     Args:
-        asked: What the user names; else ``marp`` is searched for.
+        path: The program the user named; None to search PATH for ``marp``.
 
     Raises:
-        LabError: If it is not there.
+        LabError: If it is not found.
     """
-    found = shutil.which(str(asked) if asked is not None else _MARP)
+    found = shutil.which(str(path) if path is not None else _MARP)
     if found is None:
         raise LabError(
-            f"slides as HTML are made by Marp CLI, and there is no program '{asked or _MARP}'; install it with `npm "
-            "install --global @marp-team/marp-cli`, name it with --marp PATH, or write Markdown: --output slides.md."
+            f"HTML slides need Marp CLI, and there is no program '{path or _MARP}'; install it with `npm install "
+            "--global @marp-team/marp-cli`, name it with --marp PATH, or write Markdown: --output slides.md."
         )
     return found
 
 
 def to_html(markdown: str, marp: str) -> str:
-    """Make one HTML page of the slides, which loads nothing from elsewhere.
+    """Convert slides to one HTML page that needs no network.
 
     Raises:
         LabError: If Marp CLI fails.
@@ -143,11 +144,11 @@ def to_html(markdown: str, marp: str) -> str:
                 capture_output=True,
                 text=True,
                 check=False,
-                timeout=_PATIENCE_SECONDS,
+                timeout=_TIMEOUT_SECONDS,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise LabError(f"'{marp}' does not make slides ({error}); write Markdown: --output slides.md.") from error
+            raise LabError(f"'{marp}' made no slides ({error}); write Markdown: --output slides.md.") from error
         if done.returncode or not page.exists():
-            said = (done.stderr or done.stdout).strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-            raise LabError(f"'{marp}' does not make slides ({html.unescape(said[0])}); is it Marp CLI?")
+            message = (done.stderr or done.stdout).strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+            raise LabError(f"'{marp}' made no slides ({html.unescape(message[0])}); is it Marp CLI?")
         return page.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Copies of a lab for a student to work in."""
+"""Copy a lab for a student to work in."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from paceline_course.course import Lab
 
 
 def start_lab(lab: Lab, folder: Path) -> Path:
-    """Write the notebook of a lab, and the files it comes with, into a folder.
+    """Write a lab's notebook and files into a folder.
 
     Args:
         lab: The lab.
-        folder: Where to; it is made if it is not there. What is in it stays as it is.
+        folder: The folder; created if missing. Existing files are never overwritten.
 
     Returns:
-        The notebook.
+        The path of the notebook.
 
     Raises:
-        LabError: If one of these files is there already, or nothing can be written there.
+        LabError: If one of the files exists already, or the folder cannot be written.
     """
     import nbformat
 
-    there = [name for name in (lab.file_name, *(path.name for path in lab.files)) if (folder / name).exists()]
-    if there:
+    names = (lab.file_name, *(path.name for path in lab.files))
+    existing = [name for name in names if (folder / name).exists()]
+    if existing:
         raise LabError(
-            f"'{folder / there[0]}' is there already, and may hold your work: go on with it, or start anew in another "
-            f"folder, as in `paceline labs start {lab.number} again`."
+            f"'{folder / existing[0]}' exists already and may contain your work: continue with it, or start again in "
+            f"another folder, for example `paceline labs start {lab.number} again`."
         )
     text = nbformat.writes(for_student(lab.notebook))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lab.lay_out(folder)
+        lab.copy_files(folder)
         with (folder / lab.file_name).open("x", encoding="utf-8") as file:
             file.write(text)
     except OSError as error:
@@ -45,11 +46,11 @@ def start_lab(lab: Lab, folder: Path) -> Path:
 
 
 def for_student(notebook: Any) -> Any:
-    """A copy of a lab as a student opens it: answers folded away, nothing run yet."""
+    """Return a student's copy of a notebook: answers are folded, and nothing has run yet."""
     copied = copy.deepcopy(notebook)
-    copied.metadata.pop("jupytext", None)  # the notebook is the student's now, and has no text beside it
+    copied.metadata.pop("jupytext", None)  # the student's notebook is not paired with a text file
     for number, cell in enumerate(copied.cells):
-        cell["id"] = f"cell-{number:03}"  # the same notebook for all, whoever starts it
+        cell["id"] = f"cell-{number:03}"  # every student gets the same notebook
         if "answer" in tags_of(cell):
             cell.metadata.setdefault("jupyter", {})["source_hidden"] = True
         if cell.cell_type == "code":
@@ -58,5 +59,5 @@ def for_student(notebook: Any) -> Any:
 
 
 def can_open_jupyter() -> bool:
-    """Whether JupyterLab is installed beside this Python."""
+    """Return whether JupyterLab is installed for this Python."""
     return importlib.util.find_spec("jupyterlab") is not None

@@ -37,11 +37,13 @@ def test_a_lab_is_started_once_and_checked(paceline_here: Call, tmp_path: Path) 
     assert f"paceline labs check 1 mine/{notebook.name}" in begun.out
     assert f"jupyter lab mine/{notebook.name}" in begun.out
     before = notebook.read_bytes()
-    paceline_here("labs", "start", "1", "mine").refused("is there already, and may hold your work")
+    paceline_here("labs", "start", "1", "mine").refused("exists already and may contain your work")
     assert notebook.read_bytes() == before
     nothing = paceline_here("labs", "check", "1")
     assert nothing.code == 2
-    assert f"there is no {notebook.name} here: name yours: `paceline labs check 1 mine/{notebook.name}`" in nothing.err
+    assert (
+        f"is no {notebook.name} here; name your notebook: `paceline labs check 1 mine/{notebook.name}`" in nothing.err
+    )
     assert paceline_here("labs", "list", "--json").document[0]["started"]
     checked = paceline_here("labs", "check", "1", notebook).ended(1)
     assert checked.out.startswith("1.1  not yet: ")
@@ -59,10 +61,10 @@ def test_a_lab_is_started_once_and_checked(paceline_here: Call, tmp_path: Path) 
         (("slides", "77", "--output", "a.md"), "there is no lab '77'"),
         (("check", "1", "gone.ipynb"), "'gone.ipynb' cannot be read (No such file or directory)"),
         (("check", "1", "notes.txt"), "must end in .ipynb or .py"),
-        (("check", "1", "broken.ipynb"), "'broken.ipynb' is no notebook"),
+        (("check", "1", "broken.ipynb"), "'broken.ipynb' is not a valid notebook"),
         (("check", "1", "other.py"), "has no exercise of lab 1"),
         (("check", "1", "--seconds", "nan"), "not a finite number"),
-        (("slides", "1", "--output", "a.pdf"), "'a.pdf' should end in .md or .html"),
+        (("slides", "1", "--output", "a.pdf"), "'a.pdf' must end in .md or .html"),
         (("slides", "1", "--output", "a.html", "--marp", "/nowhere/marp"), "npm install --global @marp-team/marp-cli"),
         (("slides", "1", "--output", "gone/a.md"), "there is no folder 'gone'"),
         (("grade", "gone.py"), "there is no file 'gone.py'"),

@@ -51,7 +51,7 @@ def test_an_exercise_without_one_of_its_cells_is_refused(lab: Lab, missing: str)
 def test_what_is_no_notebook_is_a_sentence(tmp_path: Path, text: str) -> None:
     path = tmp_path / "broken.ipynb"
     path.write_text(text)
-    with pytest.raises(LabError, match=r"broken.ipynb' is no notebook \("):
+    with pytest.raises(LabError, match=r"broken.ipynb' is not a valid notebook \("):
         read_notebook(path)
 
 
@@ -61,7 +61,7 @@ def test_files_that_cannot_be_read_are_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(LabError, match=r"must end in .ipynb or .py"):
         read_notebook(tmp_path / "mine.txt")
     (tmp_path / "x.py").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(LabError, match="is no notebook"):
+    with pytest.raises(LabError, match="is not a valid notebook"):
         read_notebook(tmp_path / "x.py")
     (tmp_path / "folder.py").mkdir()
     with pytest.raises(LabError, match="cannot be read"):

@@ -58,12 +58,12 @@ def test_only_set_up_exercises_and_checks_are_run(lab: Lab, student: Student) ->
         ("def add(values):\n    return 7", r"the sum of \[1, 2, 3\] is not 7"),
         ("def add(values):\n    return values[9]", "IndexError: list index out of range"),
         ("def add(values):\nreturn 3", "IndentationError: expected an indented block.*, line 2 of the cell"),
-        ("def plus(values):\n    return 3", r"NameError: name 'add' is not defined \(here only .*\)"),
+        ("def plus(values):\n    return 3", r"NameError: name 'add' is not defined \(only set-up .*\)"),
         ("add = ...", "TypeError: 'ellipsis' object is not callable"),
         ("raise NotImplementedError", "nothing is written here yet"),
         ("import sys\nsys.exit(3)", "SystemExit: 3"),
         ("input('a number: ')", "(StdinNotImplementedError|EOFError).*"),
-        ("", r"NameError: name 'add' is not defined \(here only .*\)"),
+        ("", r"NameError: name 'add' is not defined \(only set-up .*\)"),
         ("%%no_such_magic\n1", ".+"),
     ],
 )
@@ -83,7 +83,7 @@ def test_what_is_missing_is_said(lab: Lab, student: Student, source: str, said: 
 )
 def test_an_exercise_that_ends_python_is_named(lab: Lab, student: Student, source: str, said: str) -> None:
     found = missing(lab, student({**RIGHT, "9b.1": source}))
-    assert found == {"9b.1": said, "9b.2": f"not looked at, because 9b.1{said.removeprefix('it')}"}
+    assert found == {"9b.1": said, "9b.2": f"not checked, because 9b.1{said.removeprefix('it')}"}
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_an_exercise_without_end_is_ended_with_all_it_started(lab: Lab, student:
     begun = time.monotonic()
     found = missing(lab, student({**RIGHT, "9b.2": source}), seconds=40)
     assert found["9b.1"] == ""
-    assert found["9b.2"].startswith("it was still running after 40 s: is there a loop that does not end?")
+    assert found["9b.2"].startswith("it was still running after 40 s: is there an infinite loop?")
     assert time.monotonic() - begun < 200
 
 
@@ -142,7 +142,7 @@ def test_an_exercise_that_was_deleted_is_told(lab: Lab, student: Student) -> Non
         del notebook.cells[lab.exercises[0].check]
 
     assert missing(lab, student(RIGHT, delete)) == {
-        "9b.1": "its cell, or the check behind it, is missing from the notebook",
+        "9b.1": "its cell, or the check after it, is missing from the notebook",
         "9b.2": "",
     }
 
@@ -158,7 +158,7 @@ def test_a_notebook_of_something_else_is_a_sentence(lab: Lab, student: Student) 
 def test_a_lab_whose_set_up_fails_is_a_sentence(lab: Lab, student: Student) -> None:
     path = student({})
     lab.notebook.cells[1].source = "import no_such_library"
-    with pytest.raises(LabError, match=r"set-up of lab 9b does not run here: ModuleNotFoundError: No module"):
+    with pytest.raises(LabError, match=r"set-up of lab 9b failed: ModuleNotFoundError: No module"):
         check_lab(lab, path, seconds=100)
 
 

@@ -72,5 +72,5 @@ def test_a_program_that_is_not_marp_is_a_sentence(tmp_path: Path) -> None:
     program = tmp_path / "marp"
     program.write_text("#!/bin/sh\necho 'what is --config-file?' >&2\nexit 3\n")
     program.chmod(0o755)
-    with pytest.raises(LabError, match=r"does not make slides \(what is --config-file\?\)"):
+    with pytest.raises(LabError, match=r"made no slides \(what is --config-file\?\)"):
         to_html("# One", find_marp(program))

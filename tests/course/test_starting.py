@@ -32,7 +32,7 @@ def test_the_notebook_is_written_with_answers_folded_and_what_it_comes_with(lab:
 @pytest.mark.parametrize("name", ["9b_sums.ipynb", "beside.txt"])
 def test_what_is_there_is_never_written_over(lab: Lab, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")
-    with pytest.raises(LabError, match=rf"{name}' is there already.*paceline labs start 9b again"):
+    with pytest.raises(LabError, match=rf"{name}' exists already.*paceline labs start 9b again"):
         start_lab(lab, tmp_path)
     assert (tmp_path / name).read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [name]

@@ -1,4 +1,4 @@
-"""The bare training loop that a program's throughput is compared with."""
+"""A bare training loop, the reference for a program's throughput."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline_course.assignment import build_model, training_set
 
 
 def main() -> None:
-    """Train for as many steps as the arguments ask for, and write nothing."""
+    """Train for the requested number of steps, and write nothing."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)

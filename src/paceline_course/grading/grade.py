@@ -1,4 +1,4 @@
-"""Grade of a student's program, which is run in a scratch directory several times and watched."""
+"""Grade a student's program: run it several times in a scratch directory and observe it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline_course.grading.supervise import Limits
 BASE_LR, WARMUP = 0.05, 6
 _PLAIN_EPOCHS, _PLAIN_BATCH = 3, 48
 _BATCHNORM_EPOCHS, _BATCHNORM_BATCH = 8, 50
-_STEPS_IN_EPOCH = 13  # of 48 samples: 578 = 12 x 48 + 2
+_STEPS_IN_EPOCH = 13  # 12 steps of 48 samples and one of 2
 _KILL_AT_STEP = _STEPS_IN_EPOCH + 5
 
 
@@ -33,12 +33,12 @@ class Trial:
     """One run of a grading.
 
     Attributes:
-        name: As criteria know it.
+        name: Name that criteria use.
         processes: World size.
-        directory: Its working directory; runs that have the same one go on from one another.
+        directory: Working directory; a run resumes from an earlier run with the same one.
         network: ``plain`` or ``batchnorm``.
-        kill_at_step: Before which step a rank is killed; None for never.
-        tear: Whether it is killed while it saves.
+        kill_at_step: Step before which all ranks are killed; None for never.
+        tear: Whether a rank is killed while it saves.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Trial:
 
     @property
     def is_bare(self) -> bool:
-        """Whether it is the bare loop that is run, rather than the program."""
+        """Whether this runs the bare loop instead of the program."""
         return self.name.startswith("pace")
 
 
@@ -68,7 +68,7 @@ TRIALS = (
 
 
 class Host:
-    """The process that starts runs; one can serve many gradings."""
+    """The process that starts runs; it can serve several gradings."""
 
     def __init__(self) -> None:
         environment = {
@@ -109,7 +109,7 @@ class Host:
         return outcome
 
     def close(self) -> None:
-        """End it, and whatever it may have left."""
+        """End the process and its children."""
         self._group.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -118,7 +118,7 @@ class Host:
 
 @contextmanager
 def hosting() -> Iterator[Host]:
-    """Have a host for several gradings."""
+    """Provide a host for several gradings."""
     host = Host()
     try:
         yield host
@@ -129,39 +129,39 @@ def hosting() -> Iterator[Host]:
 def grade(
     path: Path,
     *,
-    tell: Callable[[str], None] = lambda _: None,
+    on_progress: Callable[[str], None] = lambda _: None,
     limits: Limits | None = None,
     host: Host | None = None,
 ) -> Marks:
-    """Run a program of the assessment with 1, 2 and 3 processes, watch it, and mark what it does.
+    """Run a program of the assessment with 1, 2 and 3 processes, observe it, and mark what it does.
 
     Args:
-        path: The program, a Python file. It is copied; nothing is written beside it.
-        tell: Called with one short line as each run begins.
-        limits: What one run may use.
-        host: What starts the runs; one of its own if None.
+        path: The program, a Python file. It is copied; nothing is written to its folder.
+        on_progress: Called with one short line as each run begins.
+        limits: Resource limits of one run.
+        host: The host that starts the runs; None to start one for this grading.
 
     Returns:
-        Marks, of 100 points.
+        The marks, out of 100 points.
 
     Raises:
         PacelineError: If there is no such file, or it is a notebook.
     """
     if not path.is_file():
-        raise PacelineError(f"There is no file {path}; give the Python file of your training program.")
+        raise PacelineError(f"There is no file {path}; name the Python file of your training program.")
     if path.suffix == ".ipynb":
-        raise PacelineError(f"{path} is a notebook; give a Python file, as torchrun runs it.")
+        raise PacelineError(f"{path} is a notebook; name a Python file that torchrun can run.")
     begin, processor = time.monotonic(), _processor_seconds()
     with tempfile.TemporaryDirectory(prefix="paceline-grading-", ignore_cleanup_errors=True) as scratch:
         if host is None:
             with hosting() as host:
-                marks = _grade(path, Path(scratch).resolve(), tell, limits or Limits(), host)
+                marks = _grade(path, Path(scratch).resolve(), on_progress, limits or Limits(), host)
         else:
-            marks = _grade(path, Path(scratch).resolve(), tell, limits or Limits(), host)
+            marks = _grade(path, Path(scratch).resolve(), on_progress, limits or Limits(), host)
     return replace(marks, seconds=time.monotonic() - begin, processor_seconds=_processor_seconds() - processor)
 
 
-def _grade(path: Path, scratch: Path, tell: Callable[[str], None], limits: Limits, host: Host) -> Marks:
+def _grade(path: Path, scratch: Path, on_progress: Callable[[str], None], limits: Limits, host: Host) -> Marks:
     import torch
 
     from paceline_course.grading import on_run
@@ -174,26 +174,26 @@ def _grade(path: Path, scratch: Path, tell: Callable[[str], None], limits: Limit
     shutil.copyfile(path, program)
     runs: dict[str, Any] = {}
     for trial in TRIALS:
-        if not _is_worth_while(trial, runs):
+        if not _should_run(trial, runs):
             continue
-        tell(_announcement(trial))
-        runs[trial.name] = _try(trial, program, scratch, limits, host)
+        on_progress(_description(trial))
+        runs[trial.name] = _run_trial(trial, program, scratch, limits, host)
     found = Runs(runs)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a hundred tiny networks: more threads would only wait for one another
+    torch.set_num_threads(1)  # the networks are tiny: more threads would only wait for each other
     try:
         for name in on_run.AGAIN:
             if on_run.throughput(found).reason and "batchnorm" in found.complete("batchnorm"):
                 again = Trial(name, 2, name, network="batchnorm")
-                tell(f"{_announcement(again)}, for its pace once more")
-                runs[name] = _try(again, program, scratch, limits, host)
+                on_progress(f"{_description(again)}, to measure throughput again")
+                runs[name] = _run_trial(again, program, scratch, limits, host)
         return Marks(tuple(item.mark(found) for item in marking_sheet(Schedule(BASE_LR, WARMUP))))
     finally:
         torch.set_num_threads(threads)
 
 
-def _is_worth_while(trial: Trial, runs: dict[str, Any]) -> bool:
-    """Skip what would only fail again: a program that never ends is not run nine times."""
+def _should_run(trial: Trial, runs: dict[str, Any]) -> bool:
+    """Return False for runs that would only fail again: a program that never ends does not run nine times."""
     if any(run.ended_for and run.ended_for != "hang" for run in runs.values()):
         return False
     if trial.name in ("one", "two", "three"):
@@ -202,19 +202,19 @@ def _is_worth_while(trial: Trial, runs: dict[str, Any]) -> bool:
     return has_trained and (trial.directory != "killed" or runs["two"].is_complete)
 
 
-def _announcement(trial: Trial) -> str:
+def _description(trial: Trial) -> str:
     if trial.is_bare:
-        return "the bare loop, for its pace"
-    what = {"killed": ", killed", "resumed": ", started again, killed as it saves", "again": ", started again"}
+        return "the bare loop, to measure throughput"
+    what = {"killed": ", killed", "resumed": ", restarted, killed while saving", "again": ", restarted"}
     processes = "1 process" if trial.processes == 1 else f"{trial.processes} processes"
     return f"{processes}, network {trial.network}{what.get(trial.name, '')}"
 
 
-def _try(trial: Trial, program: Path, scratch: Path, limits: Limits, host: Host) -> Any:
+def _run_trial(trial: Trial, program: Path, scratch: Path, limits: Limits, host: Host) -> Any:
     from paceline_course.grading import baseline
     from paceline_course.grading.host import Launch
+    from paceline_course.grading.recorder import Watch
     from paceline_course.grading.runs import read_run
-    from paceline_course.grading.witness import Watch
 
     directory, notes = scratch / "runs" / trial.directory, scratch / "notes" / trial.name
     output = directory / "output"

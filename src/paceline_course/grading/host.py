@@ -1,8 +1,8 @@
-"""Start many short runs without importing torch for each rank: one process imports it once, and forks.
+"""Start many short runs quickly: one process imports torch once and forks each rank.
 
-``python -m paceline_course.grading.host`` reads a :class:`Launch` as a line of JSON, starts its ranks with the
-environment that torchrun would give them, watches over them, and answers with an :class:`Outcome`. It computes nothing
-itself, so that it has no threads when it forks.
+``python -m paceline_course.grading.host`` reads each :class:`Launch` as a line of JSON. It starts the ranks with the
+environment that torchrun would set, supervises them, and answers with an :class:`Outcome`. It computes nothing itself,
+so it has no threads when it forks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pathlib import Path
 
 import numpy as np
 
+from paceline_course.grading.recorder import Recorder, Watch
 from paceline_course.grading.supervise import Limits, Supervisor, adopt_orphans, end_children, end_group
-from paceline_course.grading.witness import Watch, Witness
 
 _POLL_SECONDS = 0.05
-# When a rank has failed, the others are given so long without anything to do.
+# Idle time allowed to the other ranks after one has failed.
 _GRACE_SECONDS = 1.0
 
 
@@ -40,12 +40,12 @@ class Launch:
     """One run of a program.
 
     Attributes:
-        program: Its file.
-        arguments: Of its command line.
+        program: The program's file.
+        arguments: Command-line arguments.
         processes: World size.
-        directory: Its working directory, in which its home and its temporary files are too.
-        watch: What its ranks are watched for.
-        limits: What it may use.
+        directory: Working directory; also the home and temporary directory.
+        watch: What to record and when to kill.
+        limits: Resource limits.
     """
 
     program: str
@@ -61,9 +61,9 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        exit_codes: Of each rank; negative for a signal.
-        ended_for: Why it had to be ended (``hang``, ``processor time``, ``processes``, ``time``); empty if it ended by
-            itself.
+        exit_codes: Exit code of each rank; negative after a signal.
+        ended_for: Limit for which it was ended (``hang``, ``processor time``, ``processes``, ``time``); empty if it
+            ended by itself.
     """
 
     exit_codes: tuple[int, ...]
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def run(launch: Launch) -> Outcome:
-    """Start the ranks, wait until all have ended, and leave nothing behind."""
+    """Start the ranks, wait until all have ended, and end all processes they started."""
     port = _free_port()
     pids = []
     for rank in range(launch.processes):
@@ -112,15 +112,15 @@ def _wait(pids: list[int], limits: Limits) -> Outcome:
                 codes[pid] = os.waitstatus_to_exitcode(status)
                 ended_for = ended_for or ("processor time" if codes[pid] == -signal.SIGXCPU else "")
                 if codes[pid] < 0:
-                    limits = Limits(**{**asdict(limits), "idle_seconds": 0.0})  # killed: no one will wait for it
+                    limits = Limits(**{**asdict(limits), "idle_seconds": 0.0})  # killed: do not wait for the others
                 elif codes[pid] > 0:
                     limits = Limits(**{**asdict(limits), "idle_seconds": min(limits.idle_seconds, _GRACE_SECONDS)})
                 supervisor.limits = limits
-        objection = supervisor.objection([pid for pid in left if pid not in codes])
-        if objection:
-            # After a failure, waiting for the one that failed is no hang.
+        violation = supervisor.violation([pid for pid in left if pid not in codes])
+        if violation:
+            # After a failure, waiting for the failed rank is not a hang.
             has_failed = any(codes.values())
-            ended_for = ended_for or ("" if has_failed and objection == "hang" else objection)
+            ended_for = ended_for or ("" if has_failed and violation == "hang" else violation)
             for pid in left:
                 if pid not in codes:
                     os.kill(pid, signal.SIGKILL)
@@ -131,20 +131,20 @@ def _wait(pids: list[int], limits: Limits) -> Outcome:
 
 def _be_rank(launch: Launch, rank: int, port: int) -> None:
     code = 97
-    leave = os._exit  # which the witness will watch
+    leave = os._exit  # the recorder replaces os._exit
     try:
         os.setsid()
         os.chdir(launch.directory)
         _redirect()
         os.environ.update(_environment(launch, rank, port))
-        tempfile.tempdir = None  # it may remember where temporary files were before the fork
+        tempfile.tempdir = None  # forget the temporary directory from before the fork
         _limit(launch.limits)
-        random.seed()  # as in processes that were not forked from one another; torch begins with the same seed in all
-        np.random.seed()  # noqa: NPY002  # it is this old generator that programs may use
-        witness = Witness(rank, launch.watch)
-        witness.install()
-        code = _run_program(launch, witness)
-    except BaseException:  # noqa: BLE001  # nothing may leave a forked process but by its end
+        random.seed()  # a new seed, as without a fork; torch starts with the same seed in every process
+        np.random.seed()  # noqa: NPY002  # programs may use this old generator
+        recorder = Recorder(rank, launch.watch)
+        recorder.install()
+        code = _run_program(launch, recorder)
+    except BaseException:  # noqa: BLE001  # no exception may continue past the fork
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -152,7 +152,7 @@ def _be_rank(launch: Launch, rank: int, port: int) -> None:
         leave(code)
 
 
-def _run_program(launch: Launch, witness: Witness) -> int:
+def _run_program(launch: Launch, recorder: Recorder) -> int:
     sys.argv = [launch.program, *launch.arguments]
     sys.path.insert(0, str(Path(launch.program).parent))
     code, message = 0, ""
@@ -162,15 +162,15 @@ def _run_program(launch: Launch, witness: Witness) -> int:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         if isinstance(leaving.code, str):
             sys.stderr.write(leaving.code + "\n")
-    except BaseException as error:  # noqa: BLE001  # whatever a student's program raises is told
+    except BaseException as error:  # noqa: BLE001  # report whatever a student's program raises
         traceback.print_exc()
         code, message = 1, f"{type(error).__name__}: {error}".splitlines()[0][:300]
     if message:
-        witness.note_end(code, message)  # what follows may never end
-    # As an interpreter ends: threads are waited for, then comes what was registered for the exit.
-    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no other name for it
-    atexit._run_exitfuncs()  # noqa: SLF001  # there is no other name for it
-    witness.note_end(code, message)
+        recorder.note_end(code, message)  # the next lines may never return
+    # End as an interpreter does: wait for threads, then call the functions registered with atexit.
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public name
+    atexit._run_exitfuncs()  # noqa: SLF001  # there is no public name
+    recorder.note_end(code, message)
     return code & 0xFF
 
 
@@ -208,7 +208,7 @@ def _redirect() -> None:
 
 def _limit(limits: Limits) -> None:
     seconds = int(limits.processor_seconds) + 1
-    _lower(resource.RLIMIT_CPU, seconds, seconds + 5)  # SIGXCPU, which says why; at the second, SIGKILL
+    _lower(resource.RLIMIT_CPU, seconds, seconds + 5)  # first SIGXCPU, which shows the reason; later SIGKILL
     _lower(resource.RLIMIT_FSIZE, limits.file_bytes)
     _lower(resource.RLIMIT_CORE, 0)
     statm = Path("/proc/self/statm")
@@ -226,7 +226,7 @@ def _lower(what: int, value: int, last: int | None = None) -> None:
 
 
 def _free_port() -> int:
-    """One that is free, and below those that a socket gets which asks for any: it is bound again only later."""
+    """Return a free port below the ephemeral range, so that no other socket gets it before the program binds it."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with contextlib.suppress(OSError), socket.socket() as listener:
@@ -235,7 +235,7 @@ def _free_port() -> int:
 
 
 def _preload() -> None:
-    """Import what a program will need, and read the data, once."""
+    """Import the modules that programs need and read the data, once."""
     import torch._dynamo
     import torch.nn.parallel
     import torch.utils.data.distributed

@@ -1,4 +1,4 @@
-"""Criteria of a run: how it ends, resumes and writes, which samples it takes, its learning rate and its speed."""
+"""Criteria about a run: how it ends, resumes and writes, its samples, its learning rate and its speed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paceline_course.assignment import TRAINING_SAMPLES
 from paceline_course.grading.runs import End, Finding, Run, Runs, Vector, listing, on_several, with_processes
 
 _WHY = {
-    "hang": "hung: for seconds no rank did anything, each waiting for another",
-    "processor time": "did not end: it used up the processor time that it may have",
-    "processes": "started more processes than it may",
-    "time": "did not end in the time that it may have",
+    "hang": "hung: no rank did anything for seconds, each waiting for another",
+    "processor time": "did not end: it exceeded the limit of processor time",
+    "processes": "started more processes than allowed",
+    "time": "did not end within the time limit",
 }
-# In what gloo says.
+# Words in gloo's error messages.
 _LOST_CONTACT = ("closed by peer", "reset by peer", "Broken pipe", "gloo")
 _OF_FILES = ("FileNotFoundError", "FileExistsError", "OSError", "RuntimeError", "SafetensorError")
 _RESULT = 1e-5
@@ -30,7 +30,7 @@ def ends(runs: Runs) -> Finding:
     for name in ("one", "two", "three", "batchnorm"):
         run = runs.get(name)
         if run is None:
-            return Finding("Not all runs were made, since the others had failed already.")
+            return Finding("Some runs were skipped because earlier ones had failed.")
         if run.ended_for:
             return Finding(f"The run {with_processes(run)} {_WHY.get(run.ended_for, run.ended_for)}.")
         failure = _failure(run)
@@ -39,12 +39,12 @@ def ends(runs: Runs) -> Finding:
         killed = [rank for rank, member in enumerate(run.ranks) if member.end is None]
         if killed:
             return Finding(
-                f"The run {with_processes(run)} broke off on ranks {listing(killed)}{_by_signal(run, killed)}: "
-                f"{run.last_words.rstrip('.') or 'it said nothing'}."
+                f"The run {with_processes(run)} stopped early on ranks {listing(killed)}{_by_signal(run, killed)}: "
+                f"{run.last_line.rstrip('.') or 'it printed nothing'}."
             )
         counts = [len(member.steps) for member in run.ranks]
         if not all(counts):
-            return Finding(f"The run {with_processes(run)} ended without a step of an optimizer on every rank.")
+            return Finding(f"In the run {with_processes(run)}, not every rank made an optimizer step.")
         if len(set(counts)) > 1:
             return Finding(f"The run {with_processes(run)} ended after {listing(counts)} steps on its ranks.")
     return Finding()
@@ -60,14 +60,14 @@ def clean_exit(runs: Runs) -> Finding:
         if any(rank.end is not None and rank.end.has_process_group for rank in run.ranks):
             return Finding(f"The run {with_processes(run)} ended without destroy_process_group().")
     if not runs.complete("two", "three"):
-        return Finding("This could not be seen: no run with 2 or 3 processes trained to its end.")
+        return Finding("This could not be checked: no run with 2 or 3 processes finished training.")
     return Finding()
 
 
 def one_writer(runs: Runs) -> Finding:
     """Check that only one rank writes to the output directory."""
 
-    for name in ("two", "three"):  # also where that is what made the program fail
+    for name in ("two", "three"):  # also if this made the program fail
         tried = runs.get(name)
         writers = _writers(tried) if tried is not None else {}
         if tried is not None and len(writers) > 1:
@@ -90,89 +90,91 @@ def resume(runs: Runs) -> Finding:
     """Check that a run killed in its second epoch resumes from the first's checkpoint, to the same weights."""
     whole, resumed = runs.complete("two").get("two"), runs.get("resumed")
     if whole is None or resumed is None:
-        return Finding("This could not be seen: the run with 2 processes did not train to its end.")
+        return Finding("This could not be checked: the run with 2 processes did not finish training.")
     if not resumed.steps:
-        return Finding(f"Started again after a kill, it made no step: {resumed.last_words or 'it said nothing'}.")
+        return Finding(f"Restarted after a kill, it made no step: {resumed.last_line or 'it printed nothing'}.")
     first = whole.epoch_steps(1).start
     begun = resumed.ranks[0].steps[0]
     if _is_same(begun.weights, whole.ranks[0].steps[0].weights):
-        return Finding("Started again after a kill, it began with new weights: no checkpoint was taken up.")
+        return Finding("Restarted after a kill, it began with new weights: no checkpoint was loaded.")
     if not _is_same(begun.weights, whole.ranks[0].steps[first].weights):
-        return Finding("Started again after a kill, it began with weights that it did not have after its first epoch.")
+        return Finding("Restarted after a kill, it began with weights other than those after its first epoch.")
     for later in range(min(resumed.steps, whole.steps - first)):
         for rank in range(whole.processes):
             again, before = resumed.ranks[rank].steps[later], whole.ranks[rank].steps[first + later]
             if sorted(again.samples) != sorted(before.samples):
                 return Finding(
-                    f"Step {first + later}, made after a kill, had other samples than without: "
-                    "the place in the data was not restored."
+                    f"Step {first + later}, after a kill, used other samples than without a kill: "
+                    "the position in the data was not restored."
                 )
             if abs(again.learning_rate - before.learning_rate) > 1e-3 * before.learning_rate:
                 return Finding(
-                    f"Step {first + later}, made after a kill, had a learning rate of {again.learning_rate:.4g} "
+                    f"Step {first + later}, after a kill, had a learning rate of {again.learning_rate:.4g} "
                     f"instead of {before.learning_rate:.4g}."
                 )
             if not _is_same(again.weights, before.weights):
                 return Finding(
-                    f"After a kill, weights are others from step {first + later} on, though samples are the same: "
-                    "something that the optimizer needs was not in the checkpoint, or not the same on all ranks."
+                    f"The weights after a kill differ from step {first + later} on, although the samples are the same: "
+                    "something the optimizer needs was not in the checkpoint, or differed between ranks."
                 )
-    reason = _another_end(whole, runs.complete("again").get("again"))
+    reason = _difference_at_end(whole, runs.complete("again").get("again"))
     return Finding(reason, seen={"steps compared": min(resumed.steps, whole.steps - first)})
 
 
 def atomic(runs: Runs) -> Finding:
-    """Check that a whole checkpoint remains when a rank is killed while it writes the next."""
+    """Check that a complete checkpoint remains when a rank is killed while it writes the next one."""
     whole, resumed, again = runs.get("two"), runs.get("resumed"), runs.get("again")
     if whole is None or resumed is None or not resumed.steps:
-        return Finding("This could not be seen: the program did not go on after a kill.")
+        return Finding("This could not be checked: the program did not resume after a kill.")
     if _is_same(resumed.ranks[0].steps[0].weights, whole.ranks[0].steps[0].weights):
-        return Finding("This could not be seen: after a kill, the program began anew.")
+        return Finding("This could not be checked: after a kill, the program started from the beginning.")
     if not any(code < 0 for code in resumed.exit_codes):
-        return Finding("After it was started again, no checkpoint was seen to be written with torch.save or save_file.")
+        return Finding("After the restart, it wrote no checkpoint with torch.save or save_file.")
     if again is None or not again.steps:
-        words = again.last_words if again is not None else ""
+        words = again.last_line if again is not None else ""
         return Finding(
-            f"Killed while it wrote a checkpoint, which was left half written, it could not start again: "
-            f"{(words or 'it said nothing').rstrip('.')}. Write beside it and rename."
+            f"Killed while writing a checkpoint, which was left half written, it could not start again: "
+            f"{(words or 'it printed nothing').rstrip('.')}. Write to another file, then rename it."
         )
     if not _is_same(again.ranks[0].steps[0].weights, resumed.ranks[0].steps[0].weights):
-        return Finding("Killed while it wrote a checkpoint, it did not start again from the one before.")
+        return Finding("Killed while writing a checkpoint, it did not resume from the previous one.")
     return Finding()
 
 
 def inside(runs: Runs) -> Finding:
-    """Check that it writes only in its own directory."""
+    """Check that it writes only to its own directory."""
     paths = [path for run in runs.by_name.values() for rank in run.ranks for path in rank.refused]
-    return Finding(f"It tried to write to {listing(sorted(set(paths)))}, and was not let.") if paths else Finding()
+    return Finding(f"It tried to write outside its directory: {listing(sorted(set(paths)))}.") if paths else Finding()
 
 
 def _failure(run: Run) -> str:
-    """Say what went wrong first: that a rank lost contact to another tells only that the other had gone."""
+    """Describe the first failure; that a rank lost contact only means that another rank had ended."""
     messages = {rank: member.end.message for rank, member in enumerate(run.ranks) if member.end and member.end.message}
     telling = {rank: text for rank, text in messages.items() if not any(word in text for word in _LOST_CONTACT)}
     for rank, text in telling.items():
         writers = _writers(run)
-        # Files that are gone, or not whole, because another rank has written, renamed or removed them meanwhile.
+        # Files that are missing or incomplete because another rank has written, renamed or removed them meanwhile.
         together = text.startswith(_OF_FILES) and rank in writers and len(writers) > 1
         why = f"; ranks {listing(list(writers))} write the same files" if together else ""
         return f"failed on rank {rank} with {text.rstrip(': .')}{why}"
     return (
-        "failed: ranks lost one another, for they did not make the same exchanges in the same order" if messages else ""
+        "failed: ranks lost contact because they did not call the same collectives in the same order"
+        if messages
+        else ""
     )
 
 
-def _another_end(whole: Run, again: Run | None) -> str:
-    """Say how the run that was started last ended otherwise than the one that was never killed."""
+def _difference_at_end(whole: Run, again: Run | None) -> str:
+    """Describe how the end of the last restarted run differs from that of the run that was never killed."""
     first = whole.epoch_steps(1).start
     wanted = whole.steps - first
     if again is None or not _is_same(again.ranks[0].steps[0].weights, whole.ranks[0].steps[first].weights):
-        return ""  # which is for `atomic` to tell
+        return ""  # `atomic` reports this
     if again.steps != wanted:
-        return f"Started again after a kill, it made {again.steps} more steps; {wanted} were left."
+        return f"Restarted after a kill, it made {again.steps} more steps; {wanted} were left."
     ends = [run.ranks[0].end for run in (whole, again)]
     if any(not _is_same(first, second) for first, second in zip(*map(_weights, ends), strict=True)):
-        return "Started again after a kill, it did not end with the weights that it has without one."
+        return "Restarted after a kill, it ended with other weights than without the kill."
     epochs = {record.get("epoch") for record in again.log}
     missing = [epoch for epoch in range(again.epochs) if epoch not in epochs]
     return f"After a kill, the log has no line for epoch {listing(missing)}." if missing else ""
@@ -203,9 +205,7 @@ def once(run: Run) -> Finding:
         where = f"In epoch {epoch} {with_processes(run)}"
         foreign = sum(count for sample, count in used.items() if sample < 0)
         if foreign:
-            return Finding(
-                f"{where}, {foreign} rows were trained on that are not samples of the training set as it is."
-            )
+            return Finding(f"{where}, {foreign} rows in the training batches are not samples of the training set.")
         missing = [sample for sample in range(TRAINING_SAMPLES) if not used[sample]]
         repeated = sorted(sample for sample, count in used.items() if count > 1)
         if missing and repeated:
@@ -219,7 +219,7 @@ def once(run: Run) -> Finding:
 
 @on_several
 def disjoint(run: Run) -> Finding:
-    """Check that ranks divide an epoch's samples. A few that are repeated to fill up are left to `once`."""
+    """Check that ranks divide an epoch's samples; `once` reports a few samples repeated as padding."""
     for epoch in range(run.epochs):
         used = [{s for step in run.epoch_steps(epoch) for s in rank.steps[step].samples} for rank in run.ranks]
         for second in range(run.processes):
@@ -252,18 +252,18 @@ def order(run: Run) -> Finding:
     return Finding()
 
 
-BASE_BATCH = 32  # the batch that the base learning rate suits
+BASE_BATCH = 32  # the batch size that the base learning rate is for
 _RELATIVE = 1e-3
-_SHARE_OF_PACE = 0.5
-# Measured twice, the same loop's pace differs by that much even on a quiet machine.
+_MINIMUM_SHARE = 0.5
+# Two measurements of the same loop's throughput differ by this factor even on a quiet machine.
 _LEAST_NOISE = 1.25
-# Runs that are made only where the first measurement was too slow, for that may be somebody else's doing.
+# Runs made only if the first measurement was too slow: another process may have caused that.
 AGAIN = ("batchnorm-2", "batchnorm-3")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the runs were asked for.
+    """The requested learning rate schedule.
 
     Attributes:
         base_lr: Learning rate for a batch of 32.
@@ -274,7 +274,7 @@ class Schedule:
     warmup: int
 
     def peak(self, batch: int) -> float:
-        """Return the learning rate that suits a batch."""
+        """Return the full learning rate for a batch size."""
         return self.base_lr * batch / BASE_BATCH
 
 
@@ -289,13 +289,13 @@ def scaled(run: Run, schedule: Schedule) -> Finding:
             if abs(found - expected) <= _RELATIVE * expected < abs(later - expected):
                 return Finding(
                     f"At step {step} {with_processes(run)} the learning rate of rank {rank} is {later:.4g}; "
-                    f"after the warm-up it stays {expected:.4g}.",
+                    f"after the warm-up it should stay at {expected:.4g}.",
                     seen={"learning rate": later, "expected": expected},
                 )
     if not abs(found - expected) <= _RELATIVE * expected:
         return Finding(
             f"After the warm-up {with_processes(run)} the learning rate is {found:.4g}; for a global batch of "
-            f"{run.batch} it is {schedule.base_lr:g} x {run.batch} / {BASE_BATCH} = {expected:.4g}.",
+            f"{run.batch} it should be {schedule.base_lr:g} x {run.batch} / {BASE_BATCH} = {expected:.4g}.",
             seen={"learning rate": found, "expected": expected},
         )
     return Finding(seen={"learning rate": found})
@@ -303,7 +303,7 @@ def scaled(run: Run, schedule: Schedule) -> Finding:
 
 @on_several
 def warmup(run: Run, schedule: Schedule) -> Finding:
-    """Check that the learning rate rises evenly over the first steps, to whatever it reaches, right or not."""
+    """Check that the learning rate rises linearly over the first steps; `scaled` checks the rate it reaches."""
     peak = _peak(run, schedule)
     for step in range(min(schedule.warmup, run.steps)):
         expected = (step + 1) / schedule.warmup
@@ -317,48 +317,46 @@ def warmup(run: Run, schedule: Schedule) -> Finding:
 
 
 def throughput(runs: Runs) -> Finding:
-    """Check that steps are at least half as fast as a bare loop's. Not judged on a machine too noisy to tell."""
+    """Check that steps are at least half as fast as a bare loop's; not judged if the machine is too noisy."""
     programs = runs.complete("batchnorm", *AGAIN)
     if "batchnorm" not in programs:
-        return Finding("This could not be seen: the run of the network with BatchNorm was not trained to its end.")
+        return Finding("This could not be checked: the run of the network with BatchNorm did not finish training.")
     loops = runs.complete("pace-before", "pace-after")
     if len(loops) < 2:
         return Finding(note="The bare loop could not be measured, so throughput was not judged.")
     times = [[_step_seconds(run) for run in found.values()] for found in (programs, loops)]
-    return judge_pace(times[0], times[1], crowding=os.getloadavg()[0] / (os.cpu_count() or 1))
+    return judge_throughput(times[0], times[1], load=os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
-def judge_pace(programs: Sequence[float], loops: Sequence[float], *, crowding: float = 0.0) -> Finding:
-    """Compare the times of a step of a program with those of the bare loop, in seconds, each measured once or more.
+def judge_throughput(programs: Sequence[float], loops: Sequence[float], *, load: float = 0.0) -> Finding:
+    """Compare a program's step times with the bare loop's, in seconds; each was measured once or more.
 
     Args:
-        programs: Of the program; the best counts.
-        loops: Of the bare loop; their mean counts.
-        crowding: How many processes there are for each core, which the other may have been spared by chance.
+        programs: Step times of the program; the best counts.
+        loops: Step times of the bare loop; their mean counts.
+        load: Runnable processes per core, which may have slowed only one of the two.
     """
     program, loop = min(programs), sum(loops) / len(loops)
-    share, noise = loop / program, max(max(loops) / min(loops), crowding, _LEAST_NOISE)
+    share, noise = loop / program, max(max(loops) / min(loops), load, _LEAST_NOISE)
     seen = {"step seconds": list(programs), "bare loop": list(loops), "share": share}
-    if share >= _SHARE_OF_PACE:
+    if share >= _MINIMUM_SHARE:
         return Finding(seen=seen)
-    if share * noise >= _SHARE_OF_PACE:
-        return Finding(
-            note="The machine was too busy to tell these throughputs apart, so this was not judged.", seen=seen
-        )
+    if share * noise >= _MINIMUM_SHARE:
+        return Finding(note="Throughput was not judged: the machine was too busy to measure it.", seen=seen)
     return Finding(
         f"A step takes {1000 * program:.1f} ms, and {1000 * loop:.1f} ms in a bare loop: "
-        f"{share:.0%} of its throughput, where {_SHARE_OF_PACE:.0%} are asked for.",
+        f"{share:.0%} of its throughput; at least {_MINIMUM_SHARE:.0%} is required.",
         seen=seen,
     )
 
 
 def _peak(run: Run, schedule: Schedule) -> float:
-    """Return the learning rate after the warm-up; every rank should have the same."""
+    """Return the learning rate after the warm-up: of all ranks, the one furthest from the expected rate."""
     rates = [rank.steps[min(schedule.warmup + 1, run.steps - 1)].learning_rate for rank in run.ranks]
     return max(rates, key=lambda rate: abs(rate - schedule.peak(run.batch)))
 
 
 def _step_seconds(run: Run) -> float:
-    """Return what the faster quarter of steps stay below: another program's turn on the processor delays the others."""
+    """Return the first quartile of the step times: other programs on the machine delay the slower steps."""
     times = np.array([step.seconds for step in run.ranks[0].steps])
     return float(np.quantile(np.diff(times), 0.25)) if len(times) > 1 else float("inf")

@@ -1,4 +1,4 @@
-"""Criteria of training: gradients, weights, and the figures that a program reports."""
+"""Criteria about training: gradients, weights, and the values that a program reports."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from paceline_course.grading.runs import (
     with_processes,
 )
 
-# Ranks that do the same arithmetic have the same bits; other orders of adding float32 differ by far less than this.
+# Ranks that do the same arithmetic agree bit by bit; adding float32 in another order changes far less than this.
 _SAME = 1e-6
 _RESULT = 1e-5
 _GRADIENT = 1e-3  # relative, of the norm
 _MOMENTUM = 0.9
-_ROUNDING = 2e-7  # relative, of float32 weights that are added to
-_STEP = 2e-4  # relative, of the norm; float32 itself is a tenth of it
+_ROUNDING = 2e-7  # relative, of float32 weights after an addition
+_STEP = 2e-4  # relative, of the norm; rounding of float32 causes a tenth of it
 
 
 @on_several
@@ -45,7 +45,7 @@ def one_process(runs: Runs) -> Finding:
     """Check that several processes give the result of one process with the same global batch."""
     alone = runs.complete("one").get("one")
     if alone is None:
-        return Finding("This could not be seen: the run with 1 process did not train to its end.")
+        return Finding("This could not be checked: the run with 1 process did not finish training.")
     return _as_one_process(runs, _final(alone, 0))
 
 
@@ -58,12 +58,12 @@ def _as_one_process(run: Run, wanted: Vector) -> Finding:
 
 
 def explain_gradient(found: Vector, expected: Vector, before: Vector | None, processes: int) -> str:
-    """Say how a gradient differs from what it should be; empty if it does not.
+    """Describe how a gradient differs from the expected one; empty if it does not.
 
     Args:
-        found: What the optimizer was given.
+        found: The gradient that the optimizer received.
         expected: The gradient of the mean loss over the global batch.
-        before: What the optimizer was given at the step before, if any.
+        before: The gradient that the optimizer received in the previous step, if any.
         processes: World size.
     """
     size = float(np.linalg.norm(expected)) + 1e-12
@@ -72,7 +72,7 @@ def explain_gradient(found: Vector, expected: Vector, before: Vector | None, pro
     if not found.any():
         return "are all zero"
     if before is not None and np.linalg.norm(found - before - expected) <= _GRADIENT * size:
-        return "still hold those of the step before: they were not cleared"
+        return "still contain those of the previous step: they were not cleared"
     ratio = float(found @ expected) / size**2
     if np.linalg.norm(found - ratio * expected) > _GRADIENT * size * max(1.0, abs(ratio)):
         apart = float(np.linalg.norm(found - expected)) / size
@@ -109,7 +109,7 @@ def gradient(run: Run) -> Finding:
 
 @on_several
 def optimizer(run: Run) -> Finding:
-    """Check that each step changes weights as SGD with momentum 0.9, given its gradients and its learning rate."""
+    """Check that each step changes the weights as SGD with momentum 0.9 does with its gradients and learning rate."""
     steps = run.ranks[0].steps
     velocity = np.zeros(len(steps[0].weights))
     for number, (step, after) in enumerate(pairwise(steps)):
@@ -118,8 +118,8 @@ def optimizer(run: Run) -> Finding:
         apart, size = float(np.linalg.norm(found - expected)), float(np.linalg.norm(expected)) + 1e-12
         if not apart <= _STEP * size + _ROUNDING * float(np.linalg.norm(step.weights)):
             return Finding(
-                f"Step {number} {with_processes(run)}, of {step.optimizer or 'the optimizer'}, changed weights "
-                f"otherwise than SGD with momentum {_MOMENTUM} would: the change is another by {apart / size:.2%}.",
+                f"Step {number} {with_processes(run)}, by {step.optimizer or 'the optimizer'}, did not change weights "
+                f"as SGD with momentum {_MOMENTUM} does: the changes differ by {apart / size:.2%}.",
                 seen={"relative difference": apart / size},
             )
     return Finding()
@@ -130,27 +130,25 @@ def _where(run: Run, step: int, found: list[Vector]) -> str:
         return "; ranks have different gradients, so they were not combined"
     sizes = [len(member.steps[step].samples) for member in run.ranks]
     if step and len(set(sizes)) > 1 and sum(sizes) < run.batch:
-        return (
-            f"; its batch is smaller, with shares of {' and '.join(map(str, sizes))} samples, which count by their size"
-        )
+        return f"; this batch is smaller: shares of {' and '.join(map(str, sizes))} samples must be weighted by size"
     return ""
 
 
 @on_several
 def same_weights(run: Run) -> Finding:
-    """Check that all ranks end with the same weights, and that these are in the file."""
+    """Check that all ranks end with the same weights, and that the file contains them."""
     finding = _same_on_ranks(run, [_final(run, rank) for rank in range(run.processes)], "at the end")
     if finding.reason:
         return finding
     saved = flat_state(run.weights)
     if saved is None:
         return Finding(
-            f"There is no weights.safetensors {with_processes(run)} that holds the network's weights by their names."
+            f"The run {with_processes(run)} left no weights.safetensors that contains the network's weights by name."
         )
     gap = _gap(saved, _final(run, 0))
     if gap > _SAME:
         return Finding(
-            f"weights.safetensors {with_processes(run)} differs by up to {gap:.2g} from what the ranks ended with."
+            f"weights.safetensors {with_processes(run)} differs by up to {gap:.2g} from the ranks' final weights."
         )
     return Finding(seen={"largest difference": gap})
 
@@ -177,31 +175,29 @@ def _gap(first: Vector, second: Vector) -> float:
     return float(np.nan_to_num(difference, nan=np.inf).max(initial=0.0))
 
 
-TARGET_ACCURACY = 90.0  # percent; the reference reaches 95 and more
+TARGET_ACCURACY = 90.0  # percent; the reference reaches at least 95
 _LOSS = 1e-4
-_NO_LOG = "there is no log.jsonl in the directory of --output"
+_NO_LOG = "there is no log.jsonl in the --output directory"
 _HALF_A_SAMPLE = 50 / VALIDATION_SAMPLES
 
 
 def validation(runs: Runs) -> Finding:
-    """Check that each validation sample is counted once, and that the logged accuracy is that of these weights."""
+    """Check that each validation sample is counted once, and that the logged accuracy is that of the weights."""
     every = runs.complete("one", "two", "three")
     if not runs.complete("two", "three"):
-        return Finding("This could not be seen: no run with 2 or 3 processes trained to its end.")
+        return Finding("This could not be checked: no run with 2 or 3 processes finished training.")
     findings = [_validation(run) for run in every.values()]
     return next((finding for finding in findings if finding.reason), findings[-1])
 
 
 def batchnorm(runs: Runs) -> Finding:
-    """Check that BatchNorm's statistics are the same on all ranks when it counts."""
+    """Check that BatchNorm's statistics are the same on all ranks in validation and in the file."""
     run = runs.complete("batchnorm").get("batchnorm")
     if run is None:
-        return Finding("This could not be seen: the run of the network with BatchNorm was not trained to its end.")
+        return Finding("This could not be checked: the run of the network with BatchNorm did not finish training.")
     for rank, member in enumerate(run.ranks):
         if any(seen.training for seen in member.validations):
-            return Finding(
-                f"Rank {rank} validated in training mode, in which BatchNorm takes its statistics from the batch."
-            )
+            return Finding(f"Rank {rank} validated in training mode, where BatchNorm uses the statistics of the batch.")
     found = [_last_statistics(member.validations) for member in run.ranks]
     present = [(rank, vector) for rank, vector in enumerate(found) if vector is not None]
     for rank, vector in present[1:]:
@@ -209,29 +205,27 @@ def batchnorm(runs: Runs) -> Finding:
         if gap > 1e-6:
             return Finding(
                 f"The means and variances of BatchNorm on rank {rank} differ by up to {gap:.2g} from those of rank "
-                f"{present[0][0]} in the last validation: each rank used what it had seen itself."
+                f"{present[0][0]} in the last validation: each rank used its own statistics."
             )
     saved = accuracy_of_state(run.weights)
     if saved is None:
-        return Finding(
-            "The network with BatchNorm was not saved as weights.safetensors, with its weights by their names."
-        )
+        return Finding("The network with BatchNorm was not saved in weights.safetensors, with its weights by name.")
     logged = _logged(run, run.epochs - 1, "validation_accuracy")
-    # Where logged accuracies are wrong anyway, they say nothing of BatchNorm.
+    # If logged accuracies are wrong without BatchNorm too, the difference is not BatchNorm's.
     if (logged is None or not abs(saved - logged) <= _HALF_A_SAMPLE) and not validation(runs).reason:
         return Finding(
-            f"The saved network has an accuracy of {_percent(saved)}; the last in the log is {_percent(logged)}."
+            f"The saved network has an accuracy of {_percent(saved)}; the last one logged is {_percent(logged)}."
         )
     return Finding()
 
 
 def accuracy(runs: Runs) -> Finding:
-    """Check that the network with BatchNorm reaches the target."""
+    """Check that the network with BatchNorm reaches the target accuracy."""
     run = runs.get("batchnorm")
     found = accuracy_of_state(run.weights) if run is not None and run.weights else None
     if found is None or found < TARGET_ACCURACY:
         has = "none was saved" if found is None else f"the saved one has {_percent(found)}"
-        reason = f"The target of the network with BatchNorm is {TARGET_ACCURACY:g} % on the validation set, and {has}."
+        reason = f"The target accuracy with BatchNorm is {TARGET_ACCURACY:g} % on the validation set, and {has}."
         return Finding(reason, seen={"accuracy": found})
     return Finding(seen={"accuracy": found})
 
@@ -272,7 +266,7 @@ def _validation(run: Run) -> Finding:
         repeated = sorted(sample for sample, count in counts.items() if count > 1)
         if missing:
             return Finding(
-                f"{where}, {missing} of {VALIDATION_SAMPLES} samples of the validation set were not looked at."
+                f"{where}, {missing} of {VALIDATION_SAMPLES} samples of the validation set were not evaluated."
             )
         if repeated:
             return Finding(
@@ -281,7 +275,7 @@ def _validation(run: Run) -> Finding:
         found = _logged(run, epoch, "validation_accuracy")
         weights = run.ranks[0].steps[end].weights if end < run.steps else _end_weights(run)
         expected = None if weights is None else accuracy_of_vector(weights)
-        if found is None or expected is None or not abs(found - expected) <= _HALF_A_SAMPLE:  # nan is not true either
+        if found is None or expected is None or not abs(found - expected) <= _HALF_A_SAMPLE:  # catches nan too
             says = f"the log says {_percent(found)}" if run.log else _NO_LOG
             return Finding(f"{where}, {says}; with these weights the accuracy is {_percent(expected)}.")
     return Finding(seen={"samples counted": VALIDATION_SAMPLES})
@@ -296,7 +290,7 @@ def validation_shared(run: Run) -> Finding:
         return Finding(f"{with_processes(run).capitalize()}, ranks without any sample to validate: {listing(idle)}.")
     if max(looked) > 1.5 * sum(looked) / len(looked):
         return Finding(
-            f"{with_processes(run).capitalize()}, ranks validated {listing(looked)} samples: not a fair share each."
+            f"{with_processes(run).capitalize()}, ranks validated {listing(looked)} samples: the shares are unequal."
         )
     return Finding()
 

@@ -1,4 +1,4 @@
-"""Runs of a grading: what the ranks did, what they should have computed, and what a criterion may find."""
+"""Records of graded runs, the values they should have computed, and findings of criteria."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ Vector = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of one rank, as it was about to be made.
+    """One optimizer step of one rank, recorded just before the update.
 
     Attributes:
-        samples: Trained on since the step before; -1 for a row that is in no set, -2 - v for sample v of the validation
-            set.
-        learning_rate: Of the optimizer's first group.
+        samples: Samples used since the previous step: -1 for an unknown row, -2 - v for sample v of the validation set.
+        learning_rate: Learning rate of the optimizer's first group.
         weights: All weights before the step, flat.
         gradients: All gradients, flat.
-        seconds: When, on a clock that all ranks share.
-        optimizer: Its name and settings, as one would write them.
+        seconds: Time of the step, on a clock that all ranks share.
+        optimizer: Name and settings of the optimizer, such as ``SGD(momentum=0.9)``.
     """
 
     samples: tuple[int, ...]
@@ -45,14 +44,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Validation:
-    """Samples of the validation set that went through the network of one rank.
+    """A forward pass of one rank on validation samples.
 
     Attributes:
-        step: Steps made before.
-        samples: Numbers in the validation set.
+        step: Number of optimizer steps before it.
+        samples: Indices in the validation set.
         training: Whether the network was in training mode.
         statistics: Means and variances of BatchNorm, flat.
-        unknown: Rows that were in no set.
+        unknown: Number of rows that are in neither set.
     """
 
     step: int
@@ -67,10 +66,10 @@ class End:
     """How the program ended on one rank, unless it was killed.
 
     Attributes:
-        code: Its exit code.
-        message: Of the exception that ended it; empty if none did.
-        has_process_group: Whether there still was a process group.
-        weights: What the network held, flat; None if none was built.
+        code: Exit code.
+        message: Message of the exception that ended it; empty if none did.
+        has_process_group: Whether the process group still existed.
+        weights: The network's weights, flat; None if no network was built.
     """
 
     code: int
@@ -81,7 +80,7 @@ class End:
 
 @dataclass(frozen=True)
 class Rank:
-    """All that one rank did."""
+    """The record of one rank."""
 
     steps: tuple[Step, ...] = ()
     validations: tuple[Validation, ...] = ()
@@ -92,17 +91,17 @@ class Rank:
 
 @dataclass(frozen=True)
 class Run:
-    """All that is known of one run.
+    """The record of one run.
 
     Attributes:
-        ranks: In order.
-        epochs: Asked for.
-        batch: Samples of a step, over all ranks, asked for.
-        exit_codes: Of each rank; negative for a signal.
-        ended_for: Why it had to be ended; empty if it ended by itself.
-        log: What it wrote, a record for each epoch.
-        weights: What it saved, by name.
-        last_words: The last line of its output.
+        ranks: The ranks, in order.
+        epochs: Requested number of epochs.
+        batch: Requested global batch size.
+        exit_codes: Exit code of each rank; negative after a signal.
+        ended_for: Limit for which it was ended; empty if it ended by itself.
+        log: Records of its log, one for each epoch.
+        weights: Saved weights, by name.
+        last_line: The last line of its output.
     """
 
     ranks: tuple[Rank, ...]
@@ -112,7 +111,7 @@ class Run:
     ended_for: str = ""
     log: tuple[Mapping[str, Any], ...] = ()
     weights: Mapping[str, Vector] = field(default_factory=dict)
-    last_words: str = ""
+    last_line: str = ""
 
     @property
     def processes(self) -> int:
@@ -121,7 +120,7 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all ranks ended by themselves, with whatever exit code, after equally many steps, at least one."""
+        """Whether all ranks ended by themselves, without an exception, after the same number of steps, at least one."""
         counts = {len(rank.steps) for rank in self.ranks}
         has_ended = all(rank.end is not None for rank in self.ranks) and not self.ended_for
         has_raised = any(rank.end.message for rank in self.ranks if rank.end is not None)
@@ -129,24 +128,24 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Steps that every rank made."""
+        """Number of steps that every rank made."""
         return min(len(rank.steps) for rank in self.ranks)
 
     @property
     def steps_in_epoch(self) -> int:
-        """Steps of one epoch: as many as it takes, unless the epochs that were made are equally long."""
+        """Steps per epoch: the steps made divided by the epochs if that is whole, else the expected number."""
         whole, over = divmod(self.steps, self.epochs)
         return -(-TRAINING_SAMPLES // self.batch) if over or not whole else whole
 
     def epoch_steps(self, epoch: int) -> range:
-        """Return the steps of an epoch, both from 0; the last takes what is over, and there may be none."""
+        """Return the steps of an epoch, both counted from 0; the last epoch has all remaining steps."""
         begin = min(epoch * self.steps_in_epoch, self.steps)
         is_last = epoch == self.epochs - 1
         return range(begin, self.steps if is_last else min(begin + self.steps_in_epoch, self.steps))
 
 
 def read_run(folder: Path, output: Path, *, epochs: int, batch: int, **outcome: Any) -> Run:
-    """Read what was noted in a folder and what a program wrote in its output directory."""
+    """Read the recorded events in a folder, and the files in the program's output directory."""
     exit_codes = tuple(outcome["exit_codes"])
     return Run(
         ranks=tuple(_read_rank(folder, rank) for rank in range(len(exit_codes))),
@@ -156,7 +155,7 @@ def read_run(folder: Path, output: Path, *, epochs: int, batch: int, **outcome: 
         ended_for=outcome["ended_for"],
         log=_read_log(output / "log.jsonl"),
         weights=_read_weights(output / "weights.safetensors"),
-        last_words=_last_line(output.parent / "output.txt"),
+        last_line=_last_line(output.parent / "output.txt"),
     )
 
 
@@ -201,7 +200,7 @@ def _read_rank(folder: Path, rank: int) -> Rank:
 
 def _events(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines() if path.exists() else []
-    # The last one may be half written, where a run was killed.
+    # The last line may be incomplete if the run was killed.
     return [load_json(line) for line in lines if line.endswith("}")]
 
 
@@ -228,18 +227,18 @@ def _last_line(path: Path) -> str:
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
 
 
-class UnseenError(Exception):
-    """What a criterion looks at is not there; the message says why, as it goes on after a colon."""
+class NotObservedError(Exception):
+    """A criterion cannot be checked; the message says why, as the part of a sentence after a colon."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one criterion found.
+    """Result of one criterion.
 
     Attributes:
-        reason: Why points are lost; empty if none is.
-        note: What the student should know anyway.
-        seen: The values that it was decided by.
+        reason: Why points are lost; empty if none are.
+        note: Information for the student that costs no points.
+        seen: The values on which the decision is based.
     """
 
     reason: str = ""
@@ -249,21 +248,21 @@ class Finding:
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of one grading; those that were not made are not there.
+    """The runs of one grading, without those that were skipped.
 
     Attributes:
-        by_name: ``one``, ``two``, ``three`` (with so many processes), ``batchnorm``, ``killed``, ``resumed`` (killed as
-            it saved), ``again``, ``pace-before`` and ``pace-after`` (the bare loop).
+        by_name: ``one``, ``two``, ``three`` (numbers of processes), ``batchnorm``, ``killed``, ``resumed`` (killed
+            while saving), ``again``, ``pace-before`` and ``pace-after`` (the bare loop).
     """
 
     by_name: Mapping[str, Run]
 
     def get(self, name: str) -> Run | None:
-        """Return a run that was made, complete or not."""
+        """Return a run, complete or not; None if it was skipped."""
         return self.by_name.get(name)
 
     def complete(self, *names: str) -> dict[str, Run]:
-        """Return those of some runs that ended by themselves."""
+        """Return those of the named runs that are complete."""
         found = {name: self.by_name[name] for name in names if name in self.by_name}
         return {name: run for name, run in found.items() if run.is_complete}
 
@@ -272,13 +271,13 @@ P = ParamSpec("P")
 
 
 def on_several(check: Callable[Concatenate[Run, P], Finding]) -> Callable[Concatenate[Runs, P], Finding]:
-    """Turn a check of one run into one of the runs with 2 and 3 processes, of which the first complaint counts."""
+    """Apply a check to the runs with 2 and 3 processes, and return the first finding with a reason."""
 
     @functools.wraps(check)
     def found(runs: Runs, /, *args: P.args, **kwargs: P.kwargs) -> Finding:
         complete = runs.complete("two", "three")
         if not complete:
-            return Finding("This could not be seen: no run with 2 or 3 processes trained to its end.")
+            return Finding("This could not be checked: no run with 2 or 3 processes finished training.")
         findings = [check(run, *args, **kwargs) for run in complete.values()]
         return next((finding for finding in findings if finding.reason), findings[0])
 
@@ -286,13 +285,13 @@ def on_several(check: Callable[Concatenate[Run, P], Finding]) -> Callable[Concat
 
 
 def listing(values: Sequence[Any], most: int = 4) -> str:
-    """Write a few values for a sentence: ``3, 5, 8, … (12 in all)``."""
+    """Format values for a sentence: ``3, 5, 8, 9, … (12 in all)``."""
     text = ", ".join(str(value) for value in values[:most])
     return text if len(values) <= most else f"{text}, … ({len(values)} in all)"
 
 
 def with_processes(run: Run) -> str:
-    """Write how many processes a run had: ``with 1 process``, ``with 2 processes``."""
+    """Return ``with 1 process``, ``with 2 processes`` and so on."""
     return f"with {run.processes} process{'' if run.processes == 1 else 'es'}"
 
 
@@ -303,11 +302,11 @@ def mean_loss_and_gradient(shares: Shares) -> tuple[float, Vector]:
     """Return the mean loss over all samples of a global batch, and its gradient, for the network ``plain``.
 
     Args:
-        shares: The weights of each rank, flat, and the samples of the training set that it took.
+        shares: For each rank, its weights (flat) and its samples of the training set.
 
     Raises:
-        ValueError: If there is no sample at all.
-        UnseenError: If these are weights of another network.
+        ValueError: If there are no samples.
+        NotObservedError: If the weights are those of another network.
     """
     count = sum(len(samples) for _, samples in shares)
     if count == 0:
@@ -334,14 +333,14 @@ def step_shares(run: Run, step: int) -> list[tuple[Vector, list[int]]]:
 
 
 def accuracy_of_vector(weights: Vector) -> float:
-    """Return the accuracy in percent on the validation set of the network ``plain`` with these weights."""
+    """Return the validation accuracy, in percent, of the network ``plain`` with these weights."""
     network = _network(len(weights))
     vector_to_parameters(torch.from_numpy(weights.copy()), network.parameters())
     return _accuracy(network)
 
 
 def accuracy_of_state(state: Mapping[str, Vector]) -> float | None:
-    """Return the accuracy in percent on the validation set of saved weights; None if they fit neither network."""
+    """Return the validation accuracy, in percent, of saved weights; None if they fit neither network."""
     network = build_model("batchnorm" if any("running_mean" in name for name in state) else "plain")
     try:
         network.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in state.items()})
@@ -361,9 +360,9 @@ def flat_state(state: Mapping[str, Vector]) -> Vector | None:
 
 def _network(weights: int) -> nn.Module:
     network = build_model("plain")
-    asked = sum(parameter.numel() for parameter in network.parameters())
-    if asked != weights:
-        raise UnseenError(f"the network that was trained has {weights} weights, and the one asked for has {asked}")
+    expected = sum(parameter.numel() for parameter in network.parameters())
+    if expected != weights:
+        raise NotObservedError(f"the trained network has {weights} weights; the assignment's has {expected}")
     return network
 
 

@@ -13,28 +13,28 @@
 # %% [markdown] tags=["slide"]
 # # Lab 1: Scaling training
 #
-# Why does one device not suffice, and what does a larger batch really buy?
+# Why is one device not enough, and what do you gain from a larger batch?
 
 # %% [markdown]
 # **After this lab you can**
 #
-# - work out how long a training takes, from three numbers;
-# - say what stochastic gradient descent does with a batch, and how noisy its gradients are;
-# - tell *samples per second* from *time to a result*, and measure both;
-# - find where the time of a training step goes;
-# - predict from small training sets what a larger one will bring;
-# - say what the speed-up and the efficiency of several devices are, and what limits them.
+# - calculate how long a training run takes, from three numbers;
+# - explain what stochastic gradient descent does with a batch, and how noisy its gradients are;
+# - distinguish *samples per second* from *time to a result*, and measure both;
+# - find where the time of a training step is spent;
+# - predict the error with a large training set from small ones;
+# - define the speed-up and the efficiency of several devices, and explain what limits them.
 #
 # **You need** Python, the basics of PyTorch (tensors, `nn.Module`, `loss.backward()`), derivatives, logarithms, mean
 # and standard deviation. No other lab comes before this one.
 #
-# **Time** about 75 minutes. There are six exercises of at most five minutes each. A check below each says whether it
-# is done. A hint and an answer are folded away below the check (a click on the line with the dots opens an answer);
-# whatever follows works with the answer, so you can always go on. Once the answer's cell has run, the check would
-# look at the answer: so run your own cell again before you repeat a check.
+# **Time** about 75 minutes. There are six exercises of at most five minutes each. The check below each exercise says
+# whether it is done. Below the check, a hint and an answer are folded (click the line with the dots to open an
+# answer). Later cells use the answer, so you can always continue. Once the answer's cell has run, the check tests the
+# answer: run your own cell again before you repeat a check.
 #
-# Run the cells from top to bottom. All of them together take one to two minutes on two processor cores that have
-# nothing else to do. A cell with `run(…)` starts a command, and shows what it wrote when it has ended.
+# Run the cells from top to bottom. Together they take one to two minutes on two idle processor cores. A cell with
+# `run(…)` runs a command and shows its output when it has finished.
 
 # %% tags=["setup"]
 import json
@@ -51,7 +51,7 @@ from torch import nn
 from paceline_course import exercise, run, use_style
 
 use_style()
-torch.set_num_threads(1)  # the network below is too small to be worth sharing between cores
+torch.set_num_threads(1)  # the network below is too small for several threads
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 print(f"PyTorch {torch.__version__} on {device}")
 
@@ -67,21 +67,21 @@ def plain_ticks(*axes: Axis) -> None:
 # %% [markdown]
 # ## 1. Why more than one device?
 #
-# A few words first. A neural network has **weights**, numbers that training adjusts. The **loss** says how wrong its
-# answers are; training makes it small. A **sample** is one example to learn from: an image with its label, say. Going
-# once through all samples of the training set is an **epoch**. **Throughput** is how many samples a machine trains on
-# per second. A **device** is what computes: a processor (CPU), or a graphics processor (GPU), which does very many
-# small calculations at once.
+# First, some terms. A neural network has **weights**, numbers that training adjusts. The **loss** measures how wrong
+# its answers are; training reduces it. A **sample** is one example to learn from, such as an image with its label.
+# One pass through all samples of the training set is an **epoch**. **Throughput** is the number of samples a machine
+# trains on per second. A **device** does the computing: a processor (CPU), or a graphics processor (GPU), which does
+# very many small calculations at once.
 #
-# ImageNet, the picture collection that much of the field measured itself by, has 1,281,167 training images; 90 epochs
-# are a usual training. How long is that?
+# ImageNet, for many years the most used image benchmark, has 1,281,167 training images. A typical training run has 90
+# epochs. How long does that take?
 #
-# **Exercise 1.1.** Write the time of a training in hours.
+# **Exercise 1.1.** Write a function that returns the training time in hours.
 
 
 # %% tags=["exercise"]
 def training_hours(epochs: float, samples: int, throughput: float) -> float:
-    """Hours for so many epochs over so many samples, at so many samples per second."""
+    """Return the hours for `epochs` passes over `samples` samples; the throughput is in samples per second."""
     raise NotImplementedError  # yours to write
 
 
@@ -98,7 +98,8 @@ with exercise("1.1"):
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# All samples together, <code>epochs * samples</code>, divided by the throughput, are seconds. An hour has 3,600.
+# The number of all samples, <code>epochs * samples</code>, divided by the throughput, is the time in seconds. An hour
+# has 3,600 seconds.
 #
 # </details>
 
@@ -110,11 +111,11 @@ def training_hours(epochs: float, samples: int, throughput: float) -> float:
 
 
 # %% [markdown]
-# *Learnt: time = epochs × samples / throughput. Keep this formula; the whole course turns on it.*
+# *Learnt: time = epochs × samples / throughput. Remember this formula; the whole course is based on it.*
 #
-# Now with numbers that were published. NVIDIA measured ResNet-50, a network for images, on its own machines: V100 (a
-# GPU of 2017) and A100 (2020). TF32 rounds numbers of 32 bits before it multiplies them; "mixed precision" does most
-# of the arithmetic with numbers of 16 bits. Both are faster.
+# Now use it with published numbers. NVIDIA measured ResNet-50, a network for images, on its own machines, with V100
+# GPUs (2017) and A100 GPUs (2020). TF32 rounds 32-bit numbers before multiplying them; "mixed precision" does most of
+# the arithmetic with 16-bit numbers. Both are faster than full 32-bit arithmetic.
 
 # %%
 IMAGENET = 1_281_167
@@ -131,18 +132,18 @@ for machine, images_per_second in RESNET50.items():
     print(f"{machine:<25}{hours:6.1f} hours for 90 epochs of ImageNet")
 
 # %% [markdown]
-# The same README gives about 92, 36 and 14 hours for the first three, with the time for validation (scoring images
-# that were held out) included: our formula, which counts training only, gives a little less each time, as it should.
+# The same README gives about 92, 36 and 14 hours for the first three. These times include validation (scoring
+# held-out images). Our formula counts only training, so it correctly gives a little less each time.
 #
-# And what did other trainings take? The next figure counts **GPU-hours**: one GPU for one hour.
+# How long did other training runs take? The next figure shows **GPU-hours**: one GPU-hour is one GPU for one hour.
 
 # %% [markdown] tags=["slide"]
 # ## One device is not enough
 #
 # - Devices became faster: the same ResNet-50 takes a fraction of the time.
-# - What is trained grew faster still: the computing that goes into milestone systems has doubled about every six
-#   months since 2010 (Sevilla et al. 2022).
-# - What one device cannot do in time, many must do together.
+# - Models grew even faster: since 2010, the computation to train milestone systems has doubled about every six months
+#   (Sevilla et al. 2022).
+# - When one device is too slow, many must work together.
 
 # %% tags=["slide"]
 trainings = {
@@ -155,7 +156,7 @@ trainings = {
 }
 figure, axes = plt.subplots(figsize=(7.5, 3.2))
 axes.barh(list(trainings), list(trainings.values()), color=["C0", "C0", "C0", "C1"])
-axes.set(xscale="log", xlim=(1, 1e7), xlabel="GPU-hours", title="One training, on one device")
+axes.set(xscale="log", xlim=(1, 1e7), xlabel="GPU-hours", title="One training run, on one device")
 axes.invert_yaxis()
 axes.grid(visible=False, axis="y")
 for name, hours in {"a day": 24, "a year": 24 * 365, "a century": 24 * 36_500}.items():
@@ -166,21 +167,20 @@ years = trainings["Llama 3 8B, 2024\n(H100)"] / 24 / 365
 print(f"Llama 3 8B on a single H100: {years:.0f} years.")
 
 # %% [markdown]
-# There is a second, homelier reason: **people**. A training whose answer comes after four days can be tried ninety
-# times a year; one whose answer comes in an hour can be tried before lunch, and again after it. Short times to an
-# answer are what makes a group productive.
+# There is a second, practical reason: **people**. If a training run takes four days, you can try about ninety ideas a
+# year. If it takes an hour, you can try one before lunch and another one after it. Short training times make a group
+# productive.
 #
-# How can several devices share one training? The answer of this course, **data parallelism**, is to share out the
-# samples of each batch. To see when that pays, and when it does not, we must know what a batch does. So we start
-# small.
+# How can several devices share one training run? This course uses **data parallelism**: each device takes a part of
+# the samples of each batch. To see when this pays off, we must know what the batch size changes. So we start small.
 
 # %% [markdown]
 # ## 2. Gradient descent, and stochastic gradient descent
 #
-# The smallest network there is: a straight line. It has two weights, slope and intercept; its loss is the mean
-# squared error over 256 points. The **gradient** of the loss says in which direction it rises most steeply, so
-# training walks against it: `weights -= learning_rate * gradient`. One such update is a **step** (or iteration); the
-# **learning rate** is how far it goes.
+# The simplest model is a straight line. It has two weights, slope and intercept; its loss is the mean squared error
+# over 256 points. The **gradient** points in the direction in which the loss rises most steeply, so training moves
+# the weights in the opposite direction: `weights -= learning_rate * gradient`. One such update is a **step** (or
+# iteration); the **learning rate** sets its size.
 
 # %% tags=["setup"]
 generator = torch.Generator().manual_seed(0)
@@ -194,13 +194,13 @@ def mean_squared_error(weights: torch.Tensor, x: torch.Tensor, y: torch.Tensor) 
 
 
 # %% [markdown]
-# **Exercise 1.2.** Write the gradient of this loss by hand (no autograd): the two derivatives, by slope and by
-# intercept.
+# **Exercise 1.2.** Write the gradient of this loss by hand (no autograd): the two derivatives, with respect to slope
+# and intercept.
 
 
 # %% tags=["exercise"]
 def gradient(weights: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return [d loss / d slope, d loss / d intercept] over the samples given."""
+    """Return [d loss / d slope, d loss / d intercept] for the given samples."""
     raise NotImplementedError  # yours to write
 
 
@@ -223,8 +223,8 @@ with exercise("1.2"):
 # <details><summary>Hint</summary>
 #
 # With <code>residual = weights[0] * x + weights[1] - y</code> the loss is the mean of <code>residual ** 2</code>. Its
-# derivative by the intercept is the mean of <code>2 * residual</code>; by the slope, the chain rule gives one more
-# factor.
+# derivative with respect to the intercept is the mean of <code>2 * residual</code>. For the slope, the chain rule
+# adds one more factor.
 #
 # </details>
 
@@ -237,11 +237,11 @@ def gradient(weights: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.T
 
 
 # %% [markdown]
-# *Learnt: the gradient of a mean is the mean of the samples' gradients. It can be taken over any samples you like.*
+# *Learnt: the gradient of a mean is the mean of the samples' gradients. You can compute it over any set of samples.*
 #
-# And that is the whole idea of **stochastic gradient descent** (SGD). *Gradient descent* takes the gradient over all
-# samples, and makes one step per epoch. SGD takes it over a few samples drawn at random, a **batch** (or mini-batch),
-# and makes a step at once. Each of its steps goes a little astray; but it makes many for the price of one.
+# This is the whole idea of **stochastic gradient descent** (SGD). *Gradient descent* computes the gradient over all
+# samples and makes one step per epoch. SGD computes it over a few random samples, a **batch** (or mini-batch), and
+# makes a step immediately. Each of its steps is less exact, but it makes many steps for the cost of one.
 
 
 # %%
@@ -263,9 +263,9 @@ samples_per_step = {"all 256": 256, "8": 8, "1": 1}
 # %% [markdown] tags=["slide"]
 # ## Many rough steps beat one exact step
 #
-# - Gradient descent walks smoothly down, once per epoch.
-# - SGD makes a step per batch: rougher, but many per epoch.
-# - With a constant learning rate, its noise never quite lets it settle.
+# - Gradient descent makes one smooth step per epoch.
+# - SGD makes one rough step per batch: many per epoch.
+# - With a constant learning rate, the noise keeps SGD from settling exactly at the minimum.
 
 # %% tags=["slide"]
 best = torch.linalg.lstsq(torch.stack([x, torch.ones_like(x)], 1), y).solution
@@ -286,7 +286,7 @@ left.set(xlabel="slope", ylabel="intercept", title="Paths over the loss")
 left.legend(title="batch", fontsize=9, loc="lower left")
 right.axvline(256, color="black", linewidth=1, linestyle=":")
 right.text(270, float(excess.max()), "one epoch", fontsize=9)
-right.set(xlabel="samples seen", ylabel="loss above its minimum", title="What an epoch buys")
+right.set(xlabel="samples seen", ylabel="loss above its minimum", title="Progress in one epoch")
 plt.show()
 
 
@@ -294,26 +294,26 @@ def excess_after_epoch(name: str) -> float:
     return float(mean_squared_error(paths[name][256 // samples_per_step[name]], x, y) - least)
 
 
-print("Above the lowest loss after one epoch:")
+print("Loss above its minimum after one epoch:")
 for name in paths:
     print(f"batch {name}: {excess_after_epoch(name):.3f}")
 assert excess_after_epoch("8") < excess_after_epoch("all 256") / 4
 
 # %% [markdown]
-# (On the left, the path of 8 stops after one epoch, 32 steps, so that you see it beside 32 steps of gradient descent,
-# which took 32 epochs.) How rough is a step? Take the gradient by the slope at one place, over many batches drawn at
-# random, and look at how far it scatters: its standard deviation.
+# (On the left, the path for batch 8 stops after one epoch, which is 32 steps. You can compare it with 32 steps of
+# gradient descent, which took 32 epochs.) How rough is a step? Compute the derivative with respect to the slope at
+# one point, for many random batches, and look at its standard deviation.
 #
-# **Exercise 1.3.** Predict before you measure. A batch of 100 in place of a single sample: how many times smaller is
-# the standard deviation of its gradient? Write the number; the check then measures it.
+# **Exercise 1.3.** Predict before you measure. With a batch of 100 instead of a single sample, how many times smaller
+# is the standard deviation of the gradient? Write the number; the check then measures it.
 
 # %% tags=["setup"]
-# The derivative by the slope of each sample's own loss, at slope 0 and intercept 0.
+# The derivative of each sample's own loss with respect to the slope, at slope 0 and intercept 0.
 slope_gradients = -2 * y * x
 
 
 def gradient_noise(batch: int, draws: int = 4_000) -> float:
-    """Standard deviation of the mean gradient of a batch, drawn with replacement so many times."""
+    """Return the standard deviation of a batch's mean gradient, over `draws` batches drawn with replacement."""
     order = torch.Generator().manual_seed(batch)
     batches = torch.randint(len(x), (draws, batch), generator=order)
     return float(slope_gradients[batches].mean(dim=1).std())
@@ -329,13 +329,13 @@ with exercise("1.3"):
     assert times_less_noise > 1, "how many times *smaller* is it? A number above 1"
     measured = gradient_noise(1) / gradient_noise(100)
     close = 0.8 < times_less_noise / measured < 1.25
-    assert close, f"you predicted {times_less_noise:g} times less, and measured is {measured:.1f} times: why?"
+    assert close, f"you predicted {times_less_noise:g} times less, but the measured factor is {measured:.1f}: why?"
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
 # The gradient of a batch is a mean of B independent draws. The variance of a mean is the variance of one draw divided
-# by B; the standard deviation is the root of the variance.
+# by B. The standard deviation is the square root of the variance.
 #
 # </details>
 
@@ -344,9 +344,9 @@ with exercise("1.3"):
 times_less_noise = 10
 
 # %% [markdown] tags=["slide"]
-# ## A larger batch is less noisy, at a price
+# ## A larger batch is less noisy, at a cost
 #
-# The noise of a batch's gradient falls as 1 / √B: half the noise costs four times the samples.
+# The noise of a batch's gradient is proportional to 1 / √B: half the noise needs four times the samples.
 
 # %% tags=["slide"]
 batches = 2 ** np.arange(0, 11, 2)
@@ -363,19 +363,19 @@ print(f"Fitted exponent {exponent:.3f}; theory says -0.5, that is 1 / sqrt(B).")
 assert abs(exponent + 0.5) < 0.05
 
 # %% [markdown]
-# Both axes are logarithmic (each mark is a multiple of the one before), so a power of B is a straight line, and its
+# Both axes are logarithmic (each tick is a multiple of the previous one). So a power of B is a straight line, and its
 # slope is the exponent.
 #
-# *Learnt: a batch of 100 costs a hundred samples and is only ten times less noisy. Larger batches have a price.*
+# *Learnt: a batch of 100 costs a hundred samples, but is only ten times less noisy. Larger batches have a cost.*
 #
-# If larger batches pay so poorly, why does anyone use them? Because of the machine.
+# If larger batches gain so little, why does anyone use them? Because of the hardware.
 
 # %% [markdown]
 # ## 3. What a larger batch does to speed
 #
-# Our training set from here on: 8 × 8 pictures of handwritten digits that come with scikit-learn. The network has two
-# layers; the loss is cross-entropy, the usual one for telling classes apart (0 is perfect; guessing among ten digits
-# gives ln 10, about 2.3). We train on 1,024 of the 1,797 pictures.
+# From here on, our training set is scikit-learn's handwritten digits, images of 8 × 8 pixels. The network has two
+# layers. The loss is cross-entropy, the usual loss for classification (0 is perfect; guessing among ten digits gives
+# ln 10, about 2.3). We train on 1,024 of the 1,797 images.
 
 # %% tags=["setup"]
 pixels, labels = load_digits(return_X_y=True)
@@ -387,7 +387,7 @@ train_pixels, train_labels = pixels[shuffled[:SAMPLES]], labels[shuffled[:SAMPLE
 
 
 def new_network(seed: int) -> nn.Module:
-    """A network whose first weights depend on the seed only."""
+    """Return a network whose initial weights depend only on the seed."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
 
@@ -401,15 +401,15 @@ def step(network: nn.Module, optimizer: torch.optim.Optimizer, pixels: torch.Ten
 
 
 def now() -> float:
-    """Seconds. A GPU works on while Python goes ahead, so wait for it before looking at the clock."""
+    """Return the time in seconds. A GPU runs asynchronously, so wait for it before reading the clock."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 # %% [markdown]
-# How long does a step take? We time forty steps of each batch size and keep the median (the one in the middle), which
-# a moment's disturbance on your machine does not move.
+# How long does a step take? We time forty steps of each batch size and keep the median (the middle value). A short
+# disturbance on your machine does not change it.
 
 
 # %%
@@ -431,19 +431,19 @@ for batch, seconds in zip(sizes, step_seconds, strict=True):
 assert step_seconds[3] < 40 * step_seconds[0]  # 64 samples at once; far less than 40 on a quiet machine
 
 # %% [markdown]
-# A step with 64 samples takes nowhere near 64 times as long as a step with one. Why? Each step has a **fixed cost**
-# that does not depend on the batch: Python calls PyTorch, PyTorch looks up what to run, every weight is updated once.
-# Besides, each sample costs some arithmetic. The simplest model of this is a straight line:
+# A step with 64 samples takes far less than 64 times as long as a step with one. Why? Each step has a **fixed cost**
+# that does not depend on the batch: Python calls PyTorch, PyTorch selects the operations to run, and every weight is
+# updated once. In addition, each sample costs some arithmetic. The simplest model of this is a straight line:
 #
 # > t(B) = a + b · B
 #
-# **Exercise 1.4.** Fit this line: return `a` (seconds per step) and `b` (seconds per sample). The times differ a
-# great deal, so weigh each by one over itself, so that small ones count as much as large ones.
+# **Exercise 1.4.** Fit this line: return `a` (seconds per step) and `b` (seconds per sample). The times differ
+# greatly, so weight each time by its reciprocal; then small times count as much as large ones.
 
 
 # %% tags=["exercise"]
 def fixed_and_per_sample(batches: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    """Return (a, b) of the line seconds = a + b * batches, each point weighed by 1 / seconds."""
+    """Return (a, b) of the line seconds = a + b * batches, with each point weighted by 1 / seconds."""
     raise NotImplementedError  # yours to write
 
 
@@ -457,7 +457,7 @@ with exercise("1.4"):
     assert np.isclose(b, 2e-6), f"on a line with b = 2e-6 you find b = {b:.2g}"
     of_batches = np.array([1.0, 2.0, 4.0, 1000.0, 2000.0])
     a, b = fixed_and_per_sample(of_batches, (3e-4 + 2e-6 * of_batches) * np.array([1, 1, 1, 1, 1.3]))
-    assert 2.7e-4 < a < 3.3e-4, "one large time that is off spoils the small ones: weigh with w=1 / seconds"
+    assert 2.7e-4 < a < 3.3e-4, "one wrong large time spoils the fit of the small ones: use the weights w=1 / seconds"
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
@@ -500,28 +500,29 @@ plt.show()
 print(f"Fixed cost a = {a * 1e6:.0f} µs per step, b = {b * 1e6:.2f} µs per sample.")
 if b > 0:
     print(f"At B = a / b = {a / b:.0f} the fixed cost is half of the step.")
-    print(f"Throughput cannot pass 1 / b = {1 / b:,.0f} samples per second.")
+    print(f"Throughput cannot exceed 1 / b = {1 / b:,.0f} samples per second.")
 else:
-    print("The cost of a sample is too small to measure: this device could take far larger batches.")
+    print("The cost of a sample is too small to measure: this device can handle far larger batches.")
 
 # %% [markdown]
-# *Learnt: throughput is B / (a + b B). Far below B = a / b it grows in proportion to the batch, since a step costs
-# the same anyway; far above it no longer grows.* Where that bend lies differs from machine to machine and from
-# network to network: a wide device with many units needs a large batch to be kept busy, which is why large devices
-# call for large batches, and many devices together for larger ones still.
+# *Learnt: throughput is B / (a + b B). Far below B = a / b it grows in proportion to the batch, because a step takes
+# about the same time anyway. Far above it, throughput no longer grows.* The position of this bend depends on the
+# machine and the network. A device with many parallel units needs a large batch to be fully used, and many devices
+# together need an even larger one.
 
 # %% [markdown] tags=["slide"]
 # ## More samples per second: is that faster training?
 #
 # "The larger the batch, the faster the training" is often said.
 #
-# Let us race: the same network, the same samples, batches from 4 to 1,024, until the training loss is 0.1.
+# We let batch sizes race: the same network, the same samples, batches from 4 to 1,024, until the training loss is
+# 0.1.
 #
-# **Place your bet: which batch size arrives first?**
+# **Guess: which batch size reaches it first?**
 
 # %% [markdown]
-# Every batch size may choose its learning rate from the same list, as large batches stand larger rates (lab 3 has the
-# rules for it): whichever needs the fewest epochs, in the middle of three trials with different first weights.
+# Large batches tolerate larger learning rates (lab 3 explains the rules). So each batch size uses the best rate of
+# the same list: the one that needs the fewest epochs, by the median of three trials with different initial weights.
 
 
 # %%
@@ -529,7 +530,7 @@ TARGET = 0.1
 
 
 def race(batch: int, learning_rate: float, seed: int) -> list[tuple[float, float]]:
-    """Train to the target: (seconds so far, loss on all training samples) after each epoch."""
+    """Train until the loss reaches TARGET; return (seconds so far, training loss) after each epoch."""
     network = new_network(seed)
     optimizer = torch.optim.SGD(network.parameters(), lr=learning_rate)
     order = torch.Generator().manual_seed(seed)
@@ -556,23 +557,23 @@ for batch in (4, 16, 64, 256, 1024):
     trials = {}
     for rate in (0.2, 0.4, 0.8, 1.6):
         courses = sorted((race(batch, rate, seed) for seed in range(3)), key=epochs_needed)
-        trials[rate] = courses[1]  # the one in the middle of three
+        trials[rate] = courses[1]  # the median of three
     rate = min(trials, key=lambda rate: epochs_needed(trials[rate]))
     winners[batch] = trials[rate]
     seconds, _ = winners[batch][-1]
     epochs = len(winners[batch])
     steps = epochs * SAMPLES // batch
     print(f"batch {batch:>5}: rate {rate:g}, {steps:>4} steps, {epochs:>3} epochs, {seconds:.3f} s")
-    assert epochs_needed(winners[batch]) < float("inf"), "each batch size arrives with one rate at least"
+    assert epochs_needed(winners[batch]) < float("inf"), "each batch size reaches the target with at least one rate"
 
 # %% [markdown] tags=["slide"]
 # ## Throughput is not time to a result
 #
 # time = **epochs** × samples / **throughput**
 #
-# - A larger batch raises the throughput, until the device is full.
-# - It also raises the epochs that are needed, as there are fewer steps in each.
-# - "A larger batch is faster" is true of samples per second only.
+# - A larger batch raises the throughput until the device is fully used.
+# - It also needs more epochs, because each epoch has fewer steps.
+# - "A larger batch is faster" is true only for samples per second.
 
 # %% tags=["slide"]
 figure, (first, second, third) = plt.subplots(1, 3, figsize=(11, 3.8))
@@ -595,7 +596,7 @@ plt.show()
 # %%
 fullest = max(throughput, key=lambda batch: throughput[batch])
 quickest = min(winners, key=lambda batch: winners[batch][-1][0])
-print(f"Most samples per second: batch {fullest}. First at the target: batch {quickest}.")
+print(f"Most samples per second: batch {fullest}. First to reach the target: batch {quickest}.")
 more_samples = throughput[1024] / throughput[16]
 more_epochs = len(winners[1024]) / len(winners[16])
 sooner = winners[16][-1][0] / winners[1024][-1][0]
@@ -606,40 +607,41 @@ assert more_epochs > 4, "a batch 64 times as large needs far more epochs"
 assert sooner < more_samples / 4, "the time to the target gains far less than the throughput does"
 
 # %% [markdown]
-# (Each step of the race also picks its samples at random, so its throughput is lower than where we timed the step
-# alone.) Did you win your bet? Run the race again and the winner may change, as neighbours are close and your machine
-# has other things to do. What does not change: the batch with the most samples per second pays for them with epochs.
+# (Each step of the race also selects its samples, so its throughput is lower than in the timing above.) Was your
+# guess right? Run the race again and the winner may change, because neighbouring batch sizes are close and other
+# programs also use your machine. One result does not change: the batch with the most samples per second needs more
+# epochs.
 
 # %% [markdown]
 # ### The critical batch size
 #
-# Look at the lines of the race once more, at steps and at samples (epochs). From small batches to middling ones the
-# steps fall nearly in proportion, and the epochs hardly rise: larger batches are all but free. In the end the steps
-# hardly fall any more, and every further sample is wasted. The bend between the two is the **critical batch size**.
-# McCandlish et al. (2018) found one law for both halves,
+# Look again at the steps and epochs that the race printed. From small to medium batches, the steps fall almost in
+# proportion and the epochs hardly rise: larger batches are almost free. For the largest batches, the steps hardly
+# fall any more, and the additional samples are wasted. The transition is the **critical batch size**. McCandlish et
+# al. (2018) found one law for both parts,
 #
 # > steps = S · (1 + C / B),   samples = S · (B + C),
 #
-# with S the fewest steps there can be and C the critical batch size. At B = C one needs twice the fewest steps and
-# twice the fewest samples. (We look at the loss once per epoch only, so the points of the small batches, which need
-# few epochs, are coarse.)
+# where S is the minimum number of steps and C the critical batch size. At B = C, training needs twice the minimum
+# number of steps and twice the minimum number of samples. (We measure the loss only once per epoch, so the points for
+# small batches, which need few epochs, are coarse.)
 
 # %%
 raced = np.array(list(winners))
 needed_steps = np.array([len(winners[batch]) * SAMPLES / batch for batch in winners])
-# The law is a line in 1 / B. A relative error counts alike at each batch, as in exercise 1.4.
+# The law is a line in 1 / B. Relative errors count equally at each batch size, as in exercise 1.4.
 slope, fewest = np.polyfit(1 / raced, needed_steps, 1, w=1 / needed_steps)
 critical = slope / fewest
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
 line = np.geomspace(4, 1024, 100)
 left.loglog(raced, needed_steps, "o", markersize=8, label="measured")
 left.loglog(line, fewest * (1 + critical / line), label="law, fitted")
-left.set(xlabel="batch size B", ylabel="steps to the target", title="Steps fall, then no more")
+left.set(xlabel="batch size B", ylabel="steps to the target", title="Steps fall, then level off")
 left.legend()
 right.loglog(raced, needed_steps * raced, "o", markersize=8)
 right.loglog(line, fewest * (line + critical))
 right.axvline(critical, color="black", linewidth=1, linestyle=":", label="critical batch")
-right.set(xlabel="batch size B", ylabel="samples to the target", title="Samples stay, then rise")
+right.set(xlabel="batch size B", ylabel="samples to the target", title="Samples stay constant, then rise")
 plain_ticks(left.yaxis, right.yaxis)
 right.legend()
 plt.show()
@@ -650,37 +652,37 @@ assert needed_steps[0] > 1.5 * needed_steps[1], "below the critical batch size, 
 assert needed_steps[-2] < 3 * needed_steps[-1], "above it, four times the batch saves far less than three quarters"
 
 # %% [markdown]
-# Must one run a race to know? Not quite. Exercise 1.3 showed what limits a small batch: noise. Where the noise of a
-# gradient is much larger than the gradient itself, averaging over more samples helps; where it is much smaller, there
-# is nothing left to average away. The **gradient noise scale** is the batch size at which the two are alike. It needs
-# gradients only, no training, and is a rough guide to the critical batch size. Paceline measures it for its own
-# recipe `digits` (a small network for images, on the same pictures, at its first weights):
+# Can you find it without a race? Roughly. Exercise 1.3 showed what limits a small batch: noise. If the noise of a
+# gradient is much larger than the gradient itself, averaging over more samples helps. If it is much smaller, more
+# averaging gains nothing. The **gradient noise scale** is the batch size at which the two are equal. It needs only
+# gradients, no training, and is a rough guide to the critical batch size. Paceline measures it for its recipe
+# `digits` (a small network on the same images, with its initial weights):
 
 # %%
 _ = run("paceline noise-scale digits --steps 20", seconds=300)
 
 # %% [markdown]
-# It prints a **range** for the critical batch size, and a wide one. That is honest: the two agree only in their order
-# of magnitude, and the noise scale changes while the training goes on (these are fresh weights). Never let anyone
-# sell you *the* best batch size as one number. The line "at 64 samples" puts the noise scale into the law, as C; the
-# line on the linear rate belongs to lab 3.
+# It prints a wide **range** for the critical batch size. This is intentional: noise scale and critical batch size
+# agree only in their order of magnitude, and the noise scale changes during training (these are initial weights). Do
+# not trust anyone who gives *the* best batch size as one number. The line "at 64 samples" uses the noise scale as C
+# in the law; lab 3 explains the line on the linear rate.
 #
 # Other tasks have other critical batch sizes:
 
 # %% [markdown] tags=["slide"]
-# ## Which batch still pays?
+# ## How large a batch still pays off?
 #
 # - Below the **critical batch size**, a larger batch saves steps, almost for free.
 # - Above it, a larger batch wastes samples.
-# - In the paper it grows with the difficulty of the task, and while training goes on.
+# - In the paper it grows with the difficulty of the task and during training.
 
 # %% tags=["slide"]
 # McCandlish et al. 2018 (arXiv:1812.06162), table 1: at the start, and averaged over the training.
 published = {
     "MNIST (digits)": (20, 200),
     "SVHN (house numbers)": (50, 500),
-    "CIFAR-10 (pictures)": (300, 900),
-    "ImageNet (pictures)": (1_000, 15_000),
+    "CIFAR-10 (images)": (300, 900),
+    "ImageNet (images)": (1_000, 15_000),
     "Billion Word (text; tokens)": (700, 100_000),
     "Dota 1v1 (a game; frames)": (50_000, 3_000_000),
 }
@@ -696,10 +698,10 @@ axes.legend(fontsize=9)
 plt.show()
 
 # %% [markdown]
-# The harder the task, the larger the batch that still pays, the paper found. That is good news for those who need
-# many devices: the long trainings are those that can be shared out. Goyal et al. (2017) showed how far it goes on
-# ImageNet: with the learning rate scaled to the batch, and warmed up (raised step by step at the beginning),
-# ResNet-50 kept its accuracy up to batches of about 8,000 pictures.
+# The paper found that harder tasks can use larger batches. This is good news if you need many devices: long training
+# runs are the ones that can be distributed. Goyal et al. (2017) showed the limit on ImageNet. With the learning rate
+# scaled to the batch and warmed up (raised gradually at the beginning), ResNet-50 kept its accuracy up to batches of
+# about 8,000 images.
 
 # %%
 # Goyal et al. 2017 (arXiv:1706.02677): error in percent after 90 epochs, and its deviation.
@@ -713,25 +715,25 @@ axes.set(xlabel="batch size", ylabel="error, %", title="ResNet-50, 90 epochs eac
 plt.show()
 
 # %% [markdown]
-# Here the epochs were held fixed, and the price of too large a batch shows as error. Lab 3 is about that.
+# Here the number of epochs was fixed, so too large a batch increases the error. Lab 3 covers this.
 
 # %% [markdown]
-# ## 4. Where does the time of a step go?
+# ## 4. Where is the time of a step spent?
 #
 # A step (an **iteration**) of a real training has more parts than our little function:
 #
 # | part | what happens |
 # |---|---|
 # | data | the next batch is read, decoded and put together |
-# | copy | it goes to the device (`h2d`, "host to device") |
+# | copy | the batch is copied to the device (`h2d`, "host to device") |
 # | forward | the network computes its answers and the loss |
 # | backward | the gradient of every weight is computed |
-# | communication | several devices average their gradients: nothing yet, with one |
+# | communication | several devices average their gradients (nothing with one device) |
 # | update | the optimizer changes the weights |
-# | the rest | a running average of the weights (`ema`), records (`logging`), Python itself (`host`) |
+# | other | a running average of the weights (`ema`), records (`logging`), Python itself (`host`) |
 #
-# Paceline writes down how long each part took, for every run. Let us train its recipe `digits` for three epochs, and
-# ask. ("Top-1 accuracy" is the share of the held-out pictures whose digit is told rightly.)
+# Paceline records the time of each part in every run. Let us train its recipe `digits` for three epochs and look at
+# the report. ("Top-1 accuracy" is the share of held-out images that are classified correctly.)
 
 # %%
 _ = run("paceline train digits train.duration='3 epochs' --run-dir runs/lab1", seconds=300)
@@ -760,32 +762,31 @@ plt.show()
 assert abs(sum(shares.values()) - 100) < 5, "the parts make up the step"
 
 # %% [markdown]
-# **To think about.** Suppose `data_wait` were half of the step. Would a second GPU help? What would?
+# **Question.** Suppose `data_wait` were half of the step. Would a second GPU help? What would?
 #
 # <details><summary>Answer</summary>
 #
-# A second GPU that waits for the same data would wait all the same. First let the data come faster (more reading
-# processes, smaller pictures, a packed data set); then look again. Always ask where the time goes before you buy
-# anything.
+# No: a second GPU would wait for the same data. First make the data faster (more reading processes, smaller images, a
+# packed data set), then measure again. Always find out where the time is spent before you buy anything.
 #
 # </details>
 
 # %% [markdown]
-# ## 5. Learning curves: what will more data bring?
+# ## 5. Learning curves: how much does more data help?
 #
-# Long trainings exist because there is so much data. Does more of it help? A **learning curve** shows the error on
-# **held-out** samples (which were not trained on) against the number of training samples. Hestness et al. (2017)
-# measured such curves for translation, language models, images and speech, and describe three parts: too little data,
-# a power law, and a level that more data does not pass.
+# Training takes long because there is so much data. Does more data help? A **learning curve** shows the error on
+# **held-out** samples (not used for training) against the number of training samples. Hestness et al. (2017) measured
+# such curves for translation, language models, images and speech. They describe three parts: too little data, a power
+# law, and a level below which more data does not reduce the error.
 
 # %% [markdown] tags=["slide"]
 # ## The power law
 #
-# In the middle, error = a · nᵇ: on logarithmic axes a straight line, whose slope b is below 0.
+# In the middle, error = a · nᵇ: a straight line on logarithmic axes, with a negative slope b.
 #
 # - Hestness et al. (2017) found b between −0.07 and −0.35 in their four fields.
 # - To halve the error takes 2^(−1/b) times the data.
-# - A few small trainings tell what a large data set will bring.
+# - A few small training runs predict the error with a large data set.
 
 # %% tags=["slide"]
 sketch = np.geomspace(1, 1e6, 300)
@@ -810,8 +811,8 @@ for slope in (-0.35, -0.07):
 
 # %% [markdown]
 # Try it. Hold out 797 of the digits for measuring; train on 31 to 250 of the others; extend the line to 1,000; then
-# train on 1,000 and look. Small sets scatter a great deal, so each point is the mean of several trials, each with
-# other held-out pictures, other training pictures and other first weights.
+# train on 1,000 and compare. Results with small sets vary greatly, so each point is the mean of several trials. Each
+# trial has different held-out images, training images and initial weights.
 #
 # **Exercise 1.5.** Fit the line on logarithmic axes, and extend it.
 
@@ -835,8 +836,7 @@ with exercise("1.5"):
 # <details><summary>Hint</summary>
 #
 # The logarithm of <code>a * n ** b</code> is <code>log(a) + b * log(n)</code>, a line in <code>log(n)</code>. Fit it
-# by
-# <code>np.polyfit(np.log(samples), np.log(errors), 1)</code>, put in <code>np.log(more)</code>, and take
+# with <code>np.polyfit(np.log(samples), np.log(errors), 1)</code>, evaluate it at <code>np.log(more)</code>, and take
 # <code>np.exp</code>.
 #
 # </details>
@@ -851,7 +851,7 @@ def extrapolate(samples: np.ndarray, errors: np.ndarray, more: float) -> tuple[f
 
 # %%
 def held_out_error(samples: int, seed: int, steps: int = 600) -> float:
-    """Percent of 797 held-out digits told wrongly after a training on so many."""
+    """Return the percentage of 797 held-out digits misclassified after training on `samples` others."""
     order = torch.Generator().manual_seed(seed)
     shuffled = torch.randperm(len(pixels), generator=order)
     held_out, training = shuffled[:797], shuffled[797 : 797 + samples]
@@ -869,15 +869,16 @@ TRIALS = 6
 small = np.array([31, 62, 125, 250])
 errors = np.array([[held_out_error(int(count), seed) for seed in range(TRIALS)] for count in small])
 slope, predicted = extrapolate(small, errors.mean(axis=1), more=1_000)
-print(f"b = {slope:.2f}. Predicted for 1,000 samples: {predicted:.1f} % wrong.")
+print(f"b = {slope:.2f}. Predicted error for 1,000 samples: {predicted:.1f} %.")
 
 # %% [markdown]
-# Write down whether you believe it: will the measurement be better or worse? Then run the next cell.
+# Do you believe the prediction? Write down whether the measured error will be lower or higher. Then run the next
+# cell.
 
 # %% [markdown] tags=["slide"]
 # ## Predict, then measure
 #
-# Four small trainings, a line, and the training that it foretells.
+# Four small training runs, a fitted line, and the larger run that it predicts.
 
 # %% tags=["slide"]
 found = np.array([held_out_error(1_000, seed) for seed in range(TRIALS)])
@@ -895,31 +896,31 @@ axes.legend()
 plt.show()
 print(f"Predicted {predicted:.2f} %, measured {found.mean():.2f} %:", end=" ")
 print(f"the prediction is off by {predicted / found.mean() - 1:+.0%}.")
-print(f"{TRIALS} trials at 1,000 samples: from {found.min():.2f} to {found.max():.2f} %.")
+print(f"{TRIALS} trials with 1,000 samples: from {found.min():.2f} to {found.max():.2f} %.")
 assert slope < -0.35, "steeper than the paper's lines"
 assert 0.5 < predicted / found.mean() < 2
 
 # %% [markdown]
-# *Learnt: four small trainings foretell a larger one, if it stays on the line. Show a prediction beside its
-# measurement.*
+# *Learnt: four small training runs predict a larger one if it follows the same line. Always show a prediction next to
+# its measurement.*
 #
-# What such a small set **can** show: that there is a line, and how to use it. What it **cannot**: where the line ends
-# (we do not have ten times the data to see it level off), whether its slope holds for other tasks (this one is easy,
-# and its line steeper than those of the paper's four fields), or tell apart slopes that differ little (see how far
-# the trials scatter). And one network of one size was trained for the same number of steps each time; the paper chose
-# the best model for each amount. Finally, our held-out pictures were drawn at random, so people who wrote them also
-# wrote training pictures; those of new writers may be harder.
+# Such a small data set **can** show that there is a line, and how to use it. It **cannot** show where the line ends:
+# we do not have ten times the data to see it level off. It cannot show whether the slope holds for other tasks: this
+# one is easy, and its line is steeper than those of the paper's four fields. And it cannot distinguish slopes that
+# differ little: see how much the trials vary. There are other limits. We trained one network of one size for the same
+# number of steps each time; the paper chose the best model for each amount of data. Our held-out images were drawn at
+# random, so their writers also wrote training images; images from new writers may be harder.
 
 # %% [markdown]
 # ## 6. What several devices can do, and what limits them
 #
-# Now put it together. Time to a result is epochs × samples / throughput. Data parallelism raises the **throughput**:
-# it cuts each batch into parts, one for each device.
+# Now we combine these results. The time to a result is epochs × samples / throughput. Data parallelism raises the
+# **throughput**: it splits each batch into parts, one for each device.
 
 # %% [markdown] tags=["slide"]
 # ## Data parallelism
 #
-# Share out the samples of a batch; average the gradients; make the same update everywhere.
+# Split the samples of a batch; average the gradients; make the same update everywhere.
 
 # %% tags=["slide"]
 figure, axes = plt.subplots(figsize=(9, 3.6))
@@ -952,29 +953,29 @@ plt.show()
 
 # %% [markdown]
 # As you saw, the gradient of a mean is the mean of the gradients. So four devices with a quarter of the batch each
-# make **the same step** as one device with the whole batch, up to rounding; only, each has a quarter of the
-# arithmetic. Then they must agree on the mean, which means sending gradients to one another at every step (all-reduce
-# is the name for it; lab 2a builds one). This has a price, and so:
+# make **the same step** as one device with the whole batch, up to rounding, and each does only a quarter of the
+# arithmetic. Then they must compute the mean of their gradients, so they send gradients to each other in every step
+# (this is called an all-reduce; you build one in lab 2a). This communication takes time, so we define:
 #
-# - the **speed-up** on N devices is the time on one, divided by the time on N;
+# - the **speed-up** on N devices is the time on one device divided by the time on N;
 # - the **efficiency** is the speed-up divided by N: 100 % would be perfect.
 #
-# What keeps it below 100 %? Whatever does not become shorter with more devices. If a share s of the time stays as it
-# is, and the rest is shared out among N devices, then the time that was 1 becomes s + (1 − s) / N. This is **Amdahl's
-# law** (1967).
+# What keeps it below 100 %? All work that does not become faster with more devices. If a share s of the time stays
+# the same and the rest is divided among N devices, then a time of 1 becomes s + (1 − s) / N. This is **Amdahl's law**
+# (1967).
 #
-# **Exercise 1.6.** Write Amdahl's law. Before you run the check: what is the most that s = 5 % ever allows?
+# **Exercise 1.6.** Write Amdahl's law. Before you run the check: what is the largest possible speed-up with s = 5 %?
 
 
 # %% tags=["exercise"]
 def speed_up(devices: float, serial: float) -> float:
-    """The speed-up where the share `serial` (0 to 1) of the time does not become shorter."""
+    """Return the speed-up if the share `serial` (0 to 1) of the time does not become shorter."""
     raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
 with exercise("1.6"):
-    assert speed_up(8, 0.0) != 1 / 8, "this is the time that is left: the speed-up is one over it"
+    assert speed_up(8, 0.0) != 1 / 8, "this is the remaining time: the speed-up is one divided by it"
     assert np.isclose(speed_up(8, 0.0), 8), "with nothing serial, 8 devices are 8 times as fast"
     assert np.isclose(speed_up(8, 1.0), 1), "with everything serial, 8 devices are as fast as one"
     assert np.isclose(speed_up(2, 0.5), 4 / 3), "half of it serial, 2 devices: 1 / (0.5 + 0.25) is 1.33"
@@ -983,7 +984,7 @@ with exercise("1.6"):
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# One over the time that is left: <code>serial + (1 - serial) / devices</code>.
+# One divided by the remaining time, <code>serial + (1 - serial) / devices</code>.
 #
 # </details>
 
@@ -995,16 +996,16 @@ def speed_up(devices: float, serial: float) -> float:
 
 
 # %% [markdown]
-# *Learnt: what is not shared out decides in the end, however small it is.*
+# *Learnt: with enough devices, the serial part limits the speed-up, however small it is.*
 #
-# NVIDIA's figures from the beginning give the speed-up on eight A100. Which share s would explain it?
+# NVIDIA's numbers from the beginning give the speed-up on eight A100 GPUs. Which share s would explain it?
 
 # %% [markdown] tags=["slide"]
 # ## Speed-up and efficiency
 #
 # - speed-up = time on one device / time on N
 # - efficiency = speed-up / N
-# - Amdahl: speed-up = 1 / (s + (1 − s) / N), with s the share that is not shared out
+# - Amdahl: speed-up = 1 / (s + (1 − s) / N), where s is the serial share
 
 # %% tags=["slide"]
 eight = RESNET50["8 A100, mixed precision"] / RESNET50["1 A100, mixed precision"]
@@ -1028,32 +1029,32 @@ print(f"So 256 such devices would give {many:.0f}, with an efficiency of {many /
 assert np.isclose(speed_up(8, serial), eight)
 
 # %% [markdown]
-# Do not take the right half of this picture too seriously. Amdahl's law speaks of one fixed piece of work. In
-# practice one gives each device as many samples as before, so the batch grows with the devices, and the fixed part
-# matters less: Goyal et al. (2017) report an efficiency of about 90 % going from 8 to 256 GPUs, with a batch of
-# 8,192. But then section 3 strikes: **a larger batch may need more epochs.** Only the time to a result counts, and it
-# has both in it.
+# Do not take the right half of this figure too seriously. Amdahl's law assumes a fixed amount of work. In practice,
+# each device usually gets as many samples as before. The batch then grows with the number of devices, and the fixed
+# part matters less: Goyal et al. (2017) report an efficiency of about 90 % from 8 to 256 GPUs, with a batch of 8,192.
+# But section 3 applies: **a larger batch may need more epochs.** Only the time to a result counts, and it includes
+# both effects.
 
 # %% [markdown] tags=["slide"]
 # ## What to remember
 #
 # 1. Time = epochs × samples / throughput.
-# 2. SGD: many rough steps. The noise of a batch falls as 1 / √B only.
-# 3. Throughput rises with the batch, then flattens; epochs rise beyond the critical batch size.
-# 4. Measure where a step's time goes before you change anything.
-# 5. Small trainings foretell larger ones; what is not shared out limits the speed-up.
+# 2. SGD makes many rough steps. The noise of a batch falls only as 1 / √B.
+# 3. Throughput rises with the batch, then levels off; beyond the critical batch size, training needs more epochs.
+# 4. Measure where the time of a step is spent before you change anything.
+# 5. Small training runs predict larger ones; the serial part limits the speed-up.
 
 # %% [markdown]
-# **With real runs**, these commands do what you did by hand:
+# **For real runs**, these commands do what you did by hand:
 #
 # | question | command |
 # |---|---|
-# | where does the time of my steps go? | `paceline report RUN --timing` |
-# | how large a batch still pays? | `paceline noise-scale RECIPE` |
-# | and measured? | `paceline sweep-batch RECIPE --batch-sizes … --to METRIC=VALUE` |
+# | where is the time of my steps spent? | `paceline report RUN --timing` |
+# | how large a batch still pays off? | `paceline noise-scale RECIPE` |
+# | the same, measured by training | `paceline sweep-batch RECIPE --batch-sizes … --to METRIC=VALUE` |
 # | how fast is it at each batch size? | `paceline bench RECIPE --batch-sizes …` |
-# | what would more devices bring? | `paceline scale RECIPE --world-sizes 1,2,4` |
-# | how many do I need by Friday? | `paceline plan RECIPE --deadline 72h` |
+# | how much faster are more devices? | `paceline scale RECIPE --world-sizes 1,2,4` |
+# | how many devices do I need to finish in three days? | `paceline plan RECIPE --deadline 72h` |
 #
 # **Further reading**
 #
@@ -1068,4 +1069,4 @@ assert np.isclose(speed_up(8, serial), eight)
 # - Meta: *Llama 3 model card*, 2024.
 # - Amdahl: *Validity of the single processor approach to achieving large scale computing capabilities*, AFIPS 1967.
 #
-# **Next:** lab 2a builds data parallelism from its parts: processes that send each other gradients.
+# **Next:** in lab 2a you build data parallelism from its parts: processes that send gradients to each other.

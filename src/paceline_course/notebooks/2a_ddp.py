@@ -13,21 +13,21 @@
 # %% [markdown] tags=["slide"]
 # # Lab 2a: Data parallelism, step by step
 #
-# Several processes train one network, each with a part of every batch.
+# Several processes train one network, each on a part of every batch.
 #
-# What must they tell one another, what does it cost, and what goes wrong without a message?
+# What must they communicate, what does it cost, and what fails without an error message?
 
 # %% [markdown]
 # **After this lab you can**
 #
-# - start a group of processes, and say what rank, local rank and world size are;
-# - average gradients over processes by hand, and prove that the result is the training of one process;
-# - say what an all-reduce costs, from the latency and the bandwidth of the machine before you;
+# - start a group of processes, and explain rank, local rank and world size;
+# - average gradients over processes by hand, and prove that the result equals training in one process;
+# - calculate the cost of an all-reduce from the latency and the bandwidth of your machine;
 # - use `DistributedDataParallel` and `DistributedSampler`, and know the traps that give no error message;
-# - evaluate exactly with any number of processes, and find out which process hangs.
+# - evaluate exactly with any number of processes, and find the process that hangs.
 #
 # **You need to know** Python, and how a network is trained with PyTorch: model, loss, `backward()`, optimizer step,
-# batch, epoch. Lab 1 says why one trains with more than one device, and what a larger batch changes.
+# batch, epoch. Lab 1 explains why to train with more than one device, and what a larger batch changes.
 #
 # **It takes** about two hours. There are six exercises of five minutes. The notebook itself runs in a few minutes on
 # two processor cores; no graphics processor (GPU) is needed. Run the cells from top to bottom: some of them write
@@ -54,8 +54,8 @@ BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 # ## 1. Who takes part
 #
 # - **process**: a running program with its own memory; one per device
-# - **rank**: its number among all; **world size**: how many there are
-# - **local rank**: its number on its **node**, one computer
+# - **rank**: the number of a process; **world size**: the number of processes
+# - **local rank**: its number on its **node** (a computer)
 
 
 # %% tags=["slide"] jupyter={"source_hidden": true}
@@ -83,17 +83,17 @@ axis.set_title("Two nodes with two devices each")
 plt.show()
 
 # %% [markdown]
-# The processes that can talk to one another are a **process group**. A **launcher**, here `torchrun`, starts them and
-# gives each its numbers; the local rank says which device of the node is its own.
+# A **process group** is a set of processes that can communicate. A **launcher**, here `torchrun`, starts them and
+# gives each its numbers. The local rank tells a process which device of the node to use.
 #
-# The launcher hands the numbers over in environment variables: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, and `MASTER_ADDR`
-# with `MASTER_PORT`, the place where the processes meet for the first time. `init_process_group` reads them.
+# The launcher passes the numbers in environment variables: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, and `MASTER_ADDR` and
+# `MASTER_PORT`, the address where the processes first connect. `init_process_group` reads them.
 #
-# Messages travel through a **backend**: NCCL between NVIDIA GPUs, gloo between processors (CPUs). The little file
-# below chooses: NCCL if every process of this machine gets a GPU of its own, else gloo. All scripts of this lab begin
-# with its `join`, and end with its `leave`: all wait for one another, then each ends at once. (Gloo works with threads
-# of its own, and such a thread can bring down a Python that ends in the usual way.) A cell that begins with
-# `%%writefile` does not run what follows; it writes it into a file.
+# A **backend** transfers the messages: NCCL between NVIDIA GPUs, gloo between CPUs. The file below chooses NCCL if
+# there is a GPU for every process on this machine, else gloo. All scripts of this lab begin with its `join` and end
+# with its `leave`: all processes wait for each other, then each exits immediately. (Gloo runs background threads,
+# which can crash Python during a normal exit.) A cell that begins with `%%writefile` does not run the code below; it
+# writes it to a file.
 
 # %% tags=["setup"]
 # %%writefile group.py
@@ -109,7 +109,7 @@ import torch.distributed as dist
 
 
 def join(seconds: float = 60, cpu: bool = False) -> tuple[int, int, torch.device]:
-    """Return rank, world size and device; a message that nobody answers fails after so many seconds."""
+    """Return rank, world size and device; communication fails after `seconds` without an answer."""
     local_rank = int(os.environ["LOCAL_RANK"])
     gpu_each = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]) and not cpu
     if gpu_each:
@@ -120,18 +120,18 @@ def join(seconds: float = 60, cpu: bool = False) -> tuple[int, int, torch.device
 
 
 def leave() -> NoReturn:
-    """Wait for all ranks, leave the group, and end this process, with success."""
-    dist.barrier()  # nobody goes while another still waits for its message
+    """Wait for all ranks, leave the group, and end this process with exit code 0."""
+    dist.barrier()  # no rank leaves while another still waits for its message
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # at once: threads of gloo that are still there can abort a Python that ends by itself
+    os._exit(0)  # exit immediately: gloo's threads can crash a normal exit
 
 
 # %% [markdown]
-# The smallest program for two processes. Every process runs the **same file**; `if rank == 0` is the only thing that
-# makes them differ. `send` and `recv` (receive) are a message from one process to one other, **point to point**: the
-# receiver must offer a tensor of the right shape, and waits until it is filled. `barrier` waits until every process
-# has come there; here it puts the lines into order.
+# Here is the smallest program for two processes. Every process runs the **same file**; only `if rank == 0` makes them
+# differ. `send` and `recv` (receive) transfer a message from one process to another, **point to point**: the receiver
+# must provide a tensor of the right shape, and waits until it is filled. `barrier` waits until every process has
+# reached it; here it orders the printed lines.
 
 # %%
 # %%writefile hello.py
@@ -161,8 +161,8 @@ hello = run("torchrun --standalone --nproc-per-node=2 hello.py", seconds=300)
 assert "rank 1 received [3.0, 4.0] from rank 0" in hello
 
 # %% [markdown]
-# `--standalone` says that all processes are on this machine, `--nproc-per-node` how many. On two machines one would
-# type the same command on both, with `--nnodes=2` and the address of a meeting place; lab 2b does that.
+# `--standalone` means that all processes are on this machine; `--nproc-per-node` sets their number. On two machines
+# you run the same command on both, with `--nnodes=2` and the address of one of them; lab 2b does that.
 
 # %% [markdown] tags=["slide"]
 # ## 2. One step of data parallelism
@@ -175,12 +175,12 @@ assert "rank 1 received [3.0, 4.0] from rank 0" in hello
 # The mean over equal parts is the mean over the whole batch. So this is *one* training, not several.
 
 # %% [markdown]
-# A network small enough to see every number through: 10 inputs, 10 hidden units, 5 outputs, as in PyTorch's own first
-# example of data parallelism. Forty samples are one batch.
+# We use a very small network: 10 inputs, 10 hidden units and 5 outputs, as in PyTorch's first example of data
+# parallelism. One batch has forty samples.
 
 # %% tags=["setup"]
 # %%writefile toy.py
-"""A toy network, forty samples for it to learn from, and what a rank's part of them is."""
+"""A toy network, forty samples to learn from, and a rank's part of them."""
 
 import torch
 from torch import nn
@@ -226,8 +226,8 @@ def weights(model: nn.Module) -> torch.Tensor:
 
 
 # %% [markdown]
-# First by hand, with nothing but `send` and `recv`: rank 0 collects the gradients of all others, averages them, and
-# sends the mean back.
+# First we do it by hand, with only `send` and `recv`: rank 0 collects the gradients of all other ranks, averages
+# them, and sends the mean back.
 
 # %%
 # %%writefile at_rank_0.py
@@ -253,17 +253,16 @@ def average_at_rank_0(model: nn.Module) -> None:
 
 
 # %% [markdown]
-# It works, and it makes rank 0 the bottleneck: with *p* ranks, *p − 1* messages come in and *p − 1* go out, all at
-# the same process, while the others wait. A **collective** is an operation that all ranks of a group call together,
-# and that spreads the work over them. `dist.all_reduce(tensor)` replaces the tensor on *every* rank by the sum over
-# all ranks.
+# This works, but rank 0 is the bottleneck: with *p* ranks it receives *p − 1* messages and sends *p − 1*, while the
+# others wait. A **collective** is an operation that all ranks of a group call together and that distributes the work
+# among them. `dist.all_reduce(tensor)` replaces the tensor on *every* rank by the sum over all ranks.
 #
 # **Exercise 2a.1.** Write `average_gradients` with `dist.all_reduce`. Edit the cell, run it (it writes
 # `averaging.py`), then run the check, which starts two processes with it.
 
 # %% tags=["setup"]
 # %%writefile judge.py
-"""Runs what a student wrote on every rank; the notebook reads the lines that begin with PROBLEM."""
+"""Run a student's code on every rank; the notebook reads the lines that begin with PROBLEM."""
 
 import os
 import sys
@@ -277,14 +276,14 @@ import torch.distributed as dist
 def judged() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # whatever it is, the student is to read it
+    except Exception as error:  # noqa: BLE001  # show the student any error
         text = str(error).splitlines() or [type(error).__name__]
         said = text[0] if isinstance(error, AssertionError) else f"{type(error).__name__}: {text[0]}"
         if "Timed out" in said:
-            said = "it waited in vain for a message from another rank: does each rank send what its neighbour receives?"
-        sys.stdout.write(f"PROBLEM on rank {dist.get_rank()}: {said}\n")  # one call, so that lines of ranks do not mix
+            said = "it timed out waiting for a message from another rank: does every rank call the same operations?"
+        sys.stdout.write(f"PROBLEM on rank {dist.get_rank()}: {said}\n")  # one call, so that ranks' lines do not mix
     sys.stdout.flush()
-    os._exit(0)  # without `leave()`: a rank that met a problem is not waited for, and waits for no other
+    os._exit(0)  # not `leave()`: after a problem, ranks must not wait for each other
 
 
 # %% tags=["setup"]
@@ -310,15 +309,15 @@ with judged():
             f"a gradient is the sum over the ranks, {found:g}, not the mean, {expected:g}"
         )
         assert torch.all(parameter.grad == expected), (
-            f"a gradient is {found:g}, where the mean over the ranks is {expected:g}"
+            f"a gradient is {found:g}, but the mean over the ranks is {expected:g}"
         )
 
 
 # %% tags=["setup"]
 def check_on_ranks(script: str, written_in: str, processes: int = 2) -> str:
-    """Start a check on several ranks and return what it prints; the first problem that a rank met is told."""
+    """Run a check on several ranks and return its output; fail with the first problem that a rank reports."""
     if "raise NotImplementedError" in Path(written_in).read_text():
-        raise NotImplementedError  # the exercise says "not yet"
+        raise NotImplementedError  # reported as "not yet"
     output = run(f"torchrun --standalone --nproc-per-node={processes} {script}", quiet=True, seconds=300)
     problems = [line for line in output.splitlines() if line.startswith("PROBLEM ")]
     assert not problems, problems[0].removeprefix("PROBLEM ")
@@ -344,8 +343,8 @@ with exercise("2a.1"):
 # <details><summary>Hint</summary>
 #
 # Two lines in a loop over <code>model.parameters()</code>: all-reduce <code>parameter.grad</code>, which gives the
-# sum, then divide it in place by <code>dist.get_world_size()</code>. <code>x = x / 2</code> would make a new tensor
-# and leave the gradient as it is; <code>x /= 2</code> changes it.
+# sum, then divide it in place by <code>dist.get_world_size()</code>. <code>x = x / 2</code> would create a new tensor
+# and not change the gradient; <code>x /= 2</code> changes it.
 #
 # </details>
 
@@ -364,15 +363,16 @@ def average_gradients(model: nn.Module) -> None:
 
 
 # %% [markdown]
-# *What you learnt: one collective and one division are all that data parallelism adds to a training step.*
+# *Learnt: data parallelism adds only one collective and one division to a training step.*
 #
-# Now the proof. The script below trains the toy for 40 steps in five ways, and compares the weights at the end:
+# Now the proof. The script below trains the toy network in five ways, for 40 steps unless stated otherwise, and
+# compares the final weights:
 #
 # 1. one process, the whole batch;
-# 2. one process, the same two halves one after the other, their gradients averaged;
+# 2. one process, the same two halves one after the other, with averaged gradients;
 # 3. two ranks, averaging at rank 0;
-# 4. two ranks, averaging with `average_gradients` (the answer's, which has been written over yours);
-# 5. two ranks, averaging in the same way, but each began with **its own** random weights (150 steps).
+# 4. two ranks, averaging with `average_gradients` (the answer's version, which has overwritten yours);
+# 5. two ranks, averaging in the same way, but each starts from **its own** random weights (150 steps).
 
 # %%
 # %%writefile by_hand.py
@@ -415,7 +415,7 @@ def same_halves() -> torch.Tensor:
 
 
 def apart(model: torch.nn.Module) -> float:
-    """The largest difference of a weight from rank 0's."""
+    """Return the largest difference between a weight and rank 0's."""
     theirs = weights(model)
     dist.broadcast(theirs, src=0)
     difference = (weights(model) - theirs).abs().max()
@@ -424,7 +424,7 @@ def apart(model: torch.nn.Module) -> float:
 
 
 def on_ranks(average, seed: int, steps: int = STEPS) -> tuple[torch.Tensor, list[float], list[float]]:
-    """Train; return the weights, and for each step the loss over all samples and the distance of the replicas."""
+    """Train; return the weights, and for each step the loss over all samples and the difference between ranks."""
     model = ToyModel(seed).to(device)
     losses, distances = [], []
     for _ in range(steps):
@@ -463,52 +463,54 @@ assert by_hand["differences"]["at rank 0"] == by_hand["differences"]["all-reduce
 
 # %% [markdown]
 # Two ranks and one process have trained the same network. The last digits may differ between the whole batch and its
-# halves, because computers round, and a sum rounded in another order ends in other digits. With the *same* halves the
-# order is the same too, and so are the bits. (With more than two ranks an all-reduce may add in an order of its own.)
+# halves: floating-point sums are rounded, and another order of addition gives other last digits. With the *same*
+# halves the order is the same too, and so are the bits. (With more than two ranks, an all-reduce may add in a
+# different order.)
 #
-# All parts had the same size. If they have not, the mean of the parts' means is **not** the mean of the whole: rank 0
-# with 3 samples and rank 1 with 1 would each count one half. *Question: what should each rank send then?*
+# Here all parts had the same size. With unequal parts, the mean of the parts' means is **not** the mean of the whole
+# batch: rank 0 with 3 samples and rank 1 with 1 sample would each count one half. *Question: what should each rank
+# send then?*
 #
 # <details><summary>Answer</summary>
 #
-# The sum of its samples' gradients, and how many samples it had. The summed gradients are divided by the summed
+# The sum of its samples' gradients, and the number of its samples. Then divide the summed gradients by the summed
 # number.
 #
 # </details>
 #
-# And the fifth way?
+# What happened in the fifth way?
 
 # %% [markdown] tags=["slide"]
-# ### If the first weights differ
+# ### If the initial weights differ
 #
-# A difference at the beginning **never goes away**. No error is raised.
+# An initial difference **never goes away**. No error is raised.
 #
 # So rank 0 first sends its weights to all: `dist.broadcast(tensor, src=0)`
 
 # %% tags=["slide"]
 figure, (apart, training) = plt.subplots(1, 2, figsize=(10, 3.8))
 for name, colour, label in (
-    ("own_start", ORANGE, "each its own first weights"),
-    ("same_start", BLUE, "the same first weights"),
+    ("own_start", ORANGE, "different initial weights"),
+    ("same_start", BLUE, "the same initial weights"),
 ):
     losses, distances = by_hand[name]
     apart.plot(distances, color=colour, label=label)
     training.plot(losses, color=colour, label=label)
-apart.set(xlabel="step", ylabel="largest difference of a weight", title="Between the ranks", ylim=(-0.05, None))
-training.set(xlabel="step", ylabel="loss over all samples", title="Their training", ylim=(0, None))
+apart.set(xlabel="step", ylabel="largest difference of a weight", title="Difference between ranks", ylim=(-0.05, None))
+training.set(xlabel="step", ylabel="loss over all samples", title="Training loss", ylim=(0, None))
 apart.legend(loc="center right")
 plt.show()
 
 # %%
 (own_losses, own_distances), (same_losses, same_distances) = by_hand["own_start"], by_hand["same_start"]
-print(f"last loss: {same_losses[-1]:.3f} from the same first weights, {own_losses[-1]:.3f} from different ones")
+print(f"last loss: {same_losses[-1]:.3f} with the same initial weights, {own_losses[-1]:.3f} with different ones")
 assert max(same_distances) == 0
 assert min(own_distances) > 0.1
 assert own_losses[-1] > 1.2 * same_losses[-1]
 
 # %% [markdown]
-# Both ranks subtract the same mean gradient, so what is between their weights stays. And each replica is pulled by
-# gradients that are half another network's: the training suffers, although the loss falls at first.
+# Both ranks subtract the same mean gradient, so the difference between their weights stays. Half of each averaged
+# gradient comes from another network, so training suffers, although the loss falls at first.
 
 # %% [markdown] tags=["slide"]
 # ## 3. The ring: no rank is a bottleneck
@@ -519,20 +521,19 @@ assert own_losses[-1] > 1.2 * same_losses[-1]
 # - **All-gather**, *p − 1* steps: complete chunks travel and are copied.
 
 # %% [markdown]
-# The *p* ranks sit in a ring. After the first half each rank has one complete chunk, after the second half all of
-# them.
+# The *p* ranks form a ring. After the first half each rank has one complete chunk, after the second half all of them.
 #
-# In the first step rank *r* sends chunk *r*, so it receives chunk *r − 1* from its left neighbour, and adds it to its
-# own. What it has just added to is what it sends next. All indices are modulo *p*: to the left of rank 0 sits rank *p
-# − 1*.
+# In the first step rank *r* sends chunk *r*. It receives chunk *r − 1* from its left neighbour and adds it to its
+# own. In the next step it sends the chunk that it has just updated. All indices are modulo *p*: the left neighbour of
+# rank 0 is rank *p − 1*.
 #
 # **Exercise 2a.2.** Which chunk does a rank send in each step? Write both functions; each is one line. The check
-# follows every contribution around a ring of 2, 3, 4 and 7 ranks, without starting any process.
+# simulates rings of 2, 3, 4 and 7 ranks without starting any process.
 
 
 # %% tags=["setup"]
 def follow_ring(world_size: int) -> list[np.ndarray]:
-    """Count each rank's numbers in a chunk after each step: [rank that holds it, chunk, origin]."""
+    """Simulate the ring; after each step, count each rank's contributions: [rank with the chunk, chunk, origin]."""
     written = runpy.run_path("ring_chunks.py")
     held = np.zeros((world_size, world_size, world_size), dtype=int)
     for rank in range(world_size):
@@ -572,15 +573,15 @@ with exercise("2a.2"):
         complete = np.all(halfway == 1, axis=2).any(axis=0)
         nowhere = f"after {ranks - 1} steps of reduce-scatter, chunk {int(np.argmin(complete))} is complete on no rank"
         assert complete.all(), f"with {ranks} ranks, {nowhere}"
-        assert np.all(end == 1), f"with {ranks} ranks, some rank ends without all sums: look at all_gather_chunk"
+        assert np.all(end == 1), f"with {ranks} ranks, some rank ends without all sums: check all_gather_chunk"
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# Step 0 sends chunk <i>r</i>. What rank <i>r</i> adds to in step 0 is what its left neighbour sent, chunk <i>r</i> −
-# 1: that is what it sends in step 1. After <i>p</i> − 1 steps, rank <i>r</i> has added to chunk <i>r</i> − (<i>p</i>
-# − 1), which is <i>r</i> + 1 modulo <i>p</i>, and it is complete: it begins the all-gather with that one. Python's
-# <code>%</code> is never negative: <code>-1 % 4</code> is 3.
+# In step 0, rank <i>r</i> sends chunk <i>r</i> and adds to chunk <i>r</i> − 1, which it received from its left
+# neighbour. It sends that chunk in step 1. After <i>p</i> − 1 steps, rank <i>r</i> has completed chunk <i>r</i> −
+# (<i>p</i> − 1), which is <i>r</i> + 1 modulo <i>p</i>. It sends this chunk first in the all-gather. Python's
+# <code>%</code> with a positive divisor is never negative: <code>-1 % 4</code> is 3.
 #
 # </details>
 
@@ -599,8 +600,7 @@ def all_gather_chunk(rank: int, step: int, world_size: int) -> int:
 
 
 # %% [markdown]
-# *What you learnt: in every step every rank sends one chunk and receives one; no link is idle, and none carries more
-# than another.*
+# *Learnt: in every step every rank sends one chunk and receives one; all links are used equally.*
 
 # %% tags=["slide"] jupyter={"source_hidden": true}
 ring_of_4 = follow_ring(4)
@@ -616,7 +616,7 @@ for rank, here in enumerate(corners):
     ring.add_patch(FancyArrowPatch(here, there, arrowstyle="-|>", mutation_scale=15, **bent))
     ring.text(*here, rank, ha="center", va="center", bbox={"boxstyle": "circle", "fc": "#cfe3f1", "ec": BLUE})
 titles = [
-    "at first",
+    "start",
     "reduce-scatter 1",
     "reduce-scatter 2",
     "reduce-scatter 3",
@@ -646,10 +646,11 @@ plt.show()
 # The ring's second term hardly grows with *p*: more ranks, smaller chunks. Its first term does.
 
 # %% [markdown]
-# (The ring's formula is that of Patarasuk and Yuan, 2009, who also show that no all-reduce can send fewer bytes;
-# `paceline scale` reckons with it. The one for rank 0 just counts its messages.) The ring for real, with the chunks of
-# `ring_chunks.py`: four ranks, against `dist.all_reduce`. Then two of them measure how long an all-reduce takes on
-# this machine for tensors of 1 KB to 4 MB. This script stays on the CPU: it is about messages.
+# (The ring's formula is from Patarasuk and Yuan, 2009, who also show that no all-reduce can send fewer bytes;
+# `paceline scale` uses it. The formula for rank 0 counts its messages.) The next script runs the ring with the chunks
+# of `ring_chunks.py` on four ranks, and compares the result with `dist.all_reduce`. Then two ranks measure how long
+# an all-reduce takes on this machine for tensors of 1 KB to 4 MB. The script runs on the CPU, because it only
+# measures communication.
 
 # %%
 # %%writefile ring.py
@@ -672,9 +673,9 @@ def ring_all_reduce(tensor: torch.Tensor) -> int:
     for chunk_of in (reduce_scatter_chunk, all_gather_chunk):
         for step in range(world_size - 1):
             mine = chunks[chunk_of(rank, step, world_size)]
-            place = chunks[chunk_of(left, step, world_size)]  # where the left neighbour's belongs
+            place = chunks[chunk_of(left, step, world_size)]  # for the chunk from the left neighbour
             received = torch.empty_like(place)
-            sending = dist.isend(mine, right)  # begins to send, and does not wait
+            sending = dist.isend(mine, right)  # starts sending without waiting
             dist.recv(received, left)
             sending.wait()
             sent += mine.nbytes
@@ -701,7 +702,7 @@ def at_rank_0(tensor: torch.Tensor) -> None:
 
 
 def seconds(action, tensor: torch.Tensor, repeats: int = 15) -> float:
-    """The quickest of several times: the one that other programs disturbed least."""
+    """Return the shortest of several times, which other programs disturbed least."""
     times = []
     for _ in range(repeats):
         dist.barrier(pair)
@@ -716,7 +717,7 @@ numbers = torch.arange(1000.0) * (rank + 1)
 expected = numbers.clone()
 dist.all_reduce(expected)
 sent = ring_all_reduce(numbers)
-assert torch.equal(numbers, expected), "the ring gave another sum than dist.all_reduce"
+assert torch.equal(numbers, expected), "the ring's sum differs from that of dist.all_reduce"
 
 if rank < 2:
     tensors = [torch.zeros(2**power) for power in range(8, 21, 2)]
@@ -738,28 +739,25 @@ measured = json.loads(Path("ring.json").read_text())
 p, tensor_bytes = measured["p"], measured["tensor_bytes"]
 print(f"{p} ranks, a tensor of {tensor_bytes} bytes: every rank sent {measured['sent_bytes']} bytes,")
 print(f"by the formula 2 (p - 1) / p x {tensor_bytes} = {2 * (p - 1) / p * tensor_bytes:.0f}.")
-print(f"Collecting at rank 0, that rank would send and receive {2 * (p - 1) * tensor_bytes} bytes.")
+print(f"When averaging at rank 0, that rank would send and receive {2 * (p - 1) * tensor_bytes} bytes.")
 assert measured["sent_bytes"] == 2 * (p - 1) * tensor_bytes // p
 
 # %% [markdown]
-# With two ranks the ring's formula is *2 · latency + n / bandwidth*: a straight line over *n*. So a line through the
-# measured times gives both numbers. It is fitted so that errors count relative to each time; else the largest tensor
-# would decide alone.
+# With two ranks the ring's formula is *2 · latency + n / bandwidth*: a straight line in *n*. So a line fitted to the
+# measured times gives both numbers. The fit uses relative errors; otherwise only the largest tensor would matter.
 
 # %%
 from scipy.optimize import nnls
 
 sizes, times = np.array(measured["bytes"], dtype=float), np.array(measured["all_reduce"])
 (latency, per_byte), _ = nnls(np.stack([2 / times, sizes / times], axis=1), np.ones_like(times))
-per_byte = max(per_byte, 1e-15)  # a machine so busy that no line fits
+per_byte = max(per_byte, 1e-15)  # the fit may give 0 on a busy machine
 fitted = 2 * latency + sizes * per_byte
 print(f"this machine, two ranks over gloo: latency {1e6 * latency:.0f} us, bandwidth {1e-9 / per_byte:.2f} GB/s;")
-print(f"the line misses the measured times by {100 * np.median(np.abs(fitted / times - 1)):.0f} % (median).")
+print(f"the line differs from the measured times by {100 * np.median(np.abs(fitted / times - 1)):.0f} % (median).")
 by_rank_0 = np.array(measured["at_rank_0"])
 predicted = 2 * (latency + sizes * per_byte)
-print(
-    f"What it predicts for collecting at rank 0 misses by {100 * np.median(np.abs(predicted / by_rank_0 - 1)):.0f} %."
-)
+print(f"Its prediction for averaging at rank 0 is off by {100 * np.median(np.abs(predicted / by_rank_0 - 1)):.0f} %.")
 
 
 # %% tags=["slide"]
@@ -785,7 +783,7 @@ for n, style in ((100e6, "-"), (10e3, ":")):
         devices, 1e3 * at_rank_0_seconds(n, devices), style, color=ORANGE, lw=5, alpha=0.5, label=f"at rank 0, {name}"
     )
     growth.loglog(devices, 1e3 * ring_seconds(n, devices), style, color=BLUE, label=f"ring, {name}")
-growth.set(xlabel="ranks p", ylabel="milliseconds", title="Predicted, if every link were like it")
+growth.set(xlabel="ranks p", ylabel="milliseconds", title="Predicted, if every link were like this")
 growth.set_xticks(devices, labels=devices)
 growth.minorticks_off()
 growth.legend(fontsize=9)
@@ -799,34 +797,34 @@ ratio = at_rank_0_seconds(100e6, np.array(64)) / ring_seconds(100e6, np.array(64
 print(f"100 MB of gradients over 64 such ranks: by the formulas the ring is {ratio:.0f} times as fast as rank 0 alone.")
 
 # %% [markdown]
-# With two ranks there is little to gain; the difference comes with more of them. The prediction for rank 0 need not
-# be good: part of what the line calls latency is not the wire. A collective is queued, carried out by a thread of its
-# own, and waited for; a plain `send` is not. That is worth remembering for every model of cost: it holds for what it
-# was fitted to.
+# With two ranks there is little to gain; the difference grows with more ranks. The prediction for rank 0 may be
+# inaccurate, because part of the fitted latency is not network time. A collective is queued and runs in a separate
+# thread; a plain `send` does not. Remember this for every cost model: it is valid only for the operation it was
+# fitted to.
 #
-# Look at the dotted lines too: for a *small* tensor latency is all there is, and a ring has as many steps as the
-# naive way. So many small tensors are bad, and few large ones are good. That is the reason for what comes next.
-# (Libraries use trees instead of rings where latency rules.)
+# Look at the dotted lines too: for a *small* tensor only latency matters, and a ring has as many steps as averaging
+# at rank 0. So a few large tensors are better than many small ones. The next section uses this. (Where latency
+# dominates, libraries use trees instead of rings.)
 
 # %% [markdown] tags=["slide"]
 # ## 4. DistributedDataParallel
 #
 # `DDP(model)` does what you did by hand, and more:
 #
-# - **at construction** it broadcasts rank 0's weights, and *buffers*: what else a network keeps;
+# - **at construction** it broadcasts rank 0's weights and *buffers* (other tensors of the network);
 # - it packs gradients into **buckets**: few large messages;
-# - it sends a bucket **while backward still computes** the layers before it.
+# - it sends a bucket **while the backward pass still computes** the earlier layers.
 
 # %% [markdown]
-# Backward begins at the last layer, so the last layers' gradients are ready first, and can travel while the first
-# layers' are still being computed. This is called **overlap**. A *communication hook* is a function that DDP calls
-# with each full bucket; ours does what DDP would do by itself, and notes the time. So we see what was sent and when,
-# and can count. (On the CPU, also where there are GPUs: there, work runs later than it is called, and a plain clock
-# says nothing about it.)
+# The backward pass begins at the last layer. So the last layers' gradients are ready first, and can be sent while
+# those of the first layers are still being computed. This is called **overlap**. A *communication hook* is a function
+# that DDP calls with each full bucket. Ours does what DDP does by default and records the time, so we see what was
+# sent and when. (We use the CPU even if there are GPUs: a GPU runs its work asynchronously, so a plain clock could
+# not time it.)
 
 # %% tags=["setup"]
 # %%writefile watched.py
-"""DDP as it is, with a record of every bucket that it sends."""
+"""DDP with a record of every bucket that it sends."""
 
 import time
 
@@ -838,7 +836,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def watched(model: nn.Module, device: torch.device, bucket_cap_mb: float = 25) -> tuple[nn.Module, list[dict]]:
-    """Wrap a model; the list grows by an entry for each bucket that is all-reduced."""
+    """Wrap a model; the list gets an entry for each bucket that is all-reduced."""
     messages: list[dict] = []
 
     def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -877,7 +875,7 @@ found = {}
 
 
 def apart(model: nn.Module) -> float:
-    """The largest difference of a weight from rank 0's."""
+    """Return the largest difference between a weight and rank 0's."""
     theirs = weights(model)
     dist.broadcast(theirs, src=0)
     difference = (weights(model) - theirs).abs().max()
@@ -907,7 +905,7 @@ found["accumulation"] = {
     "bytes": sum(message["bytes"] for message in messages),
 }
 
-# 3. When the buckets of a larger network travel.
+# 3. When the buckets of a larger network are sent.
 layers = [layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.ReLU())]
 ddp, messages = watched(nn.Sequential(*layers).to(device), device, bucket_cap_mb=2)
 ready: dict[str, float] = {}
@@ -915,7 +913,7 @@ for number, layer in enumerate(layers[::2], start=1):
     note = partial(lambda name, _: ready.update({name: time.perf_counter()}), f"layer {number}")
     layer.weight.register_post_accumulate_grad_hook(note)
 batch = torch.randn(256, 512, device=device)
-for _ in range(4):  # DDP sorts its buckets after the first backward, by the order in which gradients came
+for _ in range(4):  # after the first backward pass, DDP orders its buckets by when gradients became ready
     messages.clear()
     loss = ddp(batch).square().mean()
     dist.barrier()
@@ -966,55 +964,55 @@ labels = ["backward (layer)"] + [
 ]
 axis.axvline(1e3 * timeline["end"], color="black", linestyle="--", linewidth=1)
 axis.set(
-    yticks=range(len(labels)), yticklabels=labels, xlabel="milliseconds since backward began (dashed: it returned)"
+    yticks=range(len(labels)), yticklabels=labels, xlabel="milliseconds since the backward pass began (dashed: its end)"
 )
 axis.invert_yaxis()
-axis.set_title("One backward pass of rank 0, as it was measured")
+axis.set_title("One backward pass of rank 0, measured")
 plt.show()
 
 # %%
 last_gradient = max(timeline["layers"].values())
 early = sum(bucket["start"] < last_gradient for bucket in buckets)
-print(f"{early} of {len(buckets)} buckets set off before the last gradient was there.")
+print(f"{early} of {len(buckets)} buckets were sent before the last gradient was ready.")
 assert early >= 1
 
 # %% [markdown]
-# The size of a bucket (`bucket_cap_mb`, 25 MB unless set) is a compromise: small ones set off earlier, large ones pay
-# the latency less often. The last bucket has nothing left to hide behind. On two cores computing and sending share
-# the cores, so do not expect overlap to gain much here.
+# The size of a bucket (`bucket_cap_mb`, default 25 MB) is a compromise: small buckets can be sent earlier, large ones
+# pay the latency less often. Nothing is left to overlap with the last bucket. Here computing and sending share two
+# cores, so do not expect much gain from overlap.
 #
-# DDP averages **gradients only**. What a network keeps in *buffers*, such as the running mean and variance of
-# BatchNorm (a layer that normalises by the statistics of its batch), is computed by every rank from its own part; DDP
-# merely copies rank 0's buffers to all before each forward pass.
+# DDP averages **only gradients**. *Buffers*, such as the running mean and variance of BatchNorm (a layer that
+# normalises with the statistics of its batch), are computed by every rank from its own part. DDP only copies rank 0's
+# buffers to all ranks before each forward pass.
 
 # %% [markdown] tags=["slide"]
 # ### Several backward passes for one step
 #
-# **Micro-batches**: a rank's part in pieces that fit into memory.
+# **Micro-batches**: a rank's part, split into pieces that fit into memory.
 #
 # **Accumulation**: add up their gradients, then take one optimizer step.
 #
-# How often do the ranks communicate, if the loop just calls `backward()` for each?
+# How often do the ranks communicate if the loop calls `backward()` for each micro-batch?
 
 # %% [markdown]
-# That loop, with a counter that decides when to step, stands in reference trainers that many have copied. The second
-# part of `ddp.py` is it, and we counted:
+# Widely copied reference trainers have this loop, with a counter that decides when to step. The second part of
+# `ddp.py` is such a loop, and it counted the all-reduces:
 
 # %% tags=["slide"]
 naive = seen["accumulation"]
 count = naive["all_reduces"]
 print(f"{naive['micro_batches']} micro-batches, one optimizer step: {count} all-reduces, {naive['bytes']} bytes.")
-print(f"Gradients: those of the whole batch, to {naive['difference']:.0e}.")
+print(f"The gradients differ from those of the whole batch by at most {naive['difference']:.0e}.")
 assert naive["difference"] < 1e-6
 assert naive["all_reduces"] == naive["micro_batches"]
 
 # %% [markdown]
-# DDP cannot know which backward pass is the last of a step, so it averages after each. The result is right, and the
-# communication is wasted. `with ddp.no_sync():` tells it to only add up. What counts is that the **forward** pass is
-# inside: that is where DDP decides.
+# DDP cannot know which backward pass is the last of a step, so it averages after each one. The result is right, but
+# most of the communication is wasted. Inside `with ddp.no_sync():` it only accumulates. The **forward** pass must be
+# inside too, because DDP decides there.
 #
 # **Exercise 2a.3.** Write `accumulate` so that gradients are averaged over the ranks once, and are the mean over all
-# micro-batches, which have the same size.
+# micro-batches. All micro-batches have the same size.
 
 # %% tags=["setup"]
 # %%writefile check_accumulate.py
@@ -1041,10 +1039,10 @@ with judged():
     dist.barrier()
     assert len(messages) > 0, "the gradients were not averaged over the ranks: the last backward pass must do it"
     assert len(messages) == 1, (
-        f"{len(messages)} all-reduces for 4 micro-batches, where one is enough: is the forward pass in no_sync too?"
+        f"{len(messages)} all-reduces for 4 micro-batches, but one is enough: is the forward pass in no_sync too?"
     )
     assert order == ["forward", "backward"] * 4, (
-        f"take one micro-batch after the other, forward and backward, so that only one is in memory; yours: {order}"
+        f"take one micro-batch after the other, forward then backward, so that only one is in memory; yours: {order}"
     )
     for found, expected in zip(ddp.module.parameters(), whole.parameters(), strict=True):
         assert found.grad is not None, "a parameter has no gradient"
@@ -1069,7 +1067,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def accumulate(ddp: DistributedDataParallel, micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Leave the mean gradient of `mse_loss(ddp(x), y)` over all micro-batches and ranks, with one all-reduce."""
+    """Compute the mean gradient of `mse_loss(ddp(x), y)` over all micro-batches and ranks, with one all-reduce."""
     raise NotImplementedError  # yours to write
 
 
@@ -1096,7 +1094,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def accumulate(ddp: DistributedDataParallel, micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Leave the mean gradient of `mse_loss(ddp(x), y)` over all micro-batches and ranks, with one all-reduce."""
+    """Compute the mean gradient of `mse_loss(ddp(x), y)` over all micro-batches and ranks, with one all-reduce."""
     for number, (x, y) in enumerate(micro_batches, start=1):
         is_last = number == len(micro_batches)
         with nullcontext() if is_last else ddp.no_sync():
@@ -1105,7 +1103,7 @@ def accumulate(ddp: DistributedDataParallel, micro_batches: list[tuple[torch.Ten
 
 
 # %% [markdown]
-# With `no_sync`, and the answer above:
+# Now count the all-reduces of the answer, which uses `no_sync`:
 
 # %%
 counted = check_on_ranks("check_accumulate.py", "accumulate.py")
@@ -1113,25 +1111,25 @@ print(counted)
 assert counted.startswith("1 all-reduce")
 
 # %% [markdown]
-# *What you learnt: once per optimizer step is enough for everything that belongs to a step: averaging gradients, the
-# learning rate's schedule, and a moving average of the weights, if there is one.*
+# *Learnt: do everything that belongs to a step once per optimizer step: averaging gradients, updating the learning
+# rate, and updating a moving average of the weights.*
 #
 # ### "Build DDP on a side stream"?
 #
 # Some training scripts construct DDP inside `with torch.cuda.stream(side)` and call it an optimisation, "DDP with
-# overlap". It is none: overlap is what the buckets give, on any stream. A *stream* is a queue of work for a GPU, and
-# a *CUDA graph* is a recording of such work that can be played again. PyTorch's documentation (notes, "CUDA
-# semantics", section "CUDA Graphs", *Usage with DistributedDataParallel*) asks for the side stream in one case: when
-# a whole backward pass with DDP is to be **recorded** into a CUDA graph, together with at least 11 warm-up steps.
-# Without recording, leave it out. It exists on GPUs only, so there is no experiment here.
+# overlap". It is not: the buckets give overlap, on any stream. A *stream* is a queue of work for a GPU, and a *CUDA
+# graph* is a recording of such work that can be replayed. PyTorch's documentation (notes, "CUDA semantics", section
+# "CUDA Graphs", *Usage with DistributedDataParallel*) requires the side stream in one case: to **record** a whole
+# backward pass with DDP in a CUDA graph, after at least 11 warm-up steps. Otherwise, leave it out. Streams exist only
+# on GPUs, so there is no experiment here.
 
 # %% [markdown] tags=["slide"]
-# ## 5. Who gets which samples
+# ## 5. Which rank gets which samples
 #
-# `DistributedSampler` deals out indices to ranks. Two traps:
+# `DistributedSampler` distributes indices to ranks. It has two traps:
 #
 # - without `sampler.set_epoch(epoch)` every epoch has **the same order**;
-# - where division leaves a rest it **pads**: some samples are dealt twice.
+# - if the samples do not divide evenly it **pads**: some samples are used twice.
 
 # %%
 ten = range(10)
@@ -1148,7 +1146,7 @@ assert orders["with set_epoch"][0] != orders["with set_epoch"][1]
 
 # %% tags=["setup"]
 def dealt(samples: int, world_size: int, **options: bool) -> list[list[int]]:
-    """The indices that each rank gets."""
+    """Return the indices that each rank gets."""
     data = range(samples)
     return [list(DistributedSampler(data, world_size, rank, shuffle=False, **options)) for rank in range(world_size)]
 
@@ -1170,24 +1168,24 @@ for axis, drop_last in zip(axes, (False, True), strict=True):
     axis.set(xlim=(0, 3), ylim=(4, -0.1), xticks=[], yticks=np.arange(4) + 0.46)
     axis.set_yticklabels([f"rank {rank}" for rank in range(4)])
     axis.set_title(
-        f"drop_last=True leaves out {left_out}" if drop_last else "as it is: orange = dealt twice", fontsize=11
+        f"drop_last=True leaves out {left_out}" if drop_last else "default: orange = used twice", fontsize=11
     )
     axis.grid(visible=False)
 figure.suptitle("Ten samples for four ranks")
 plt.show()
 
 # %% [markdown]
-# All ranks must have the same number of batches, or one of them waits for ever (section 7). So a sampler either pads
-# or drops. In training, with another order in every epoch, a few repeats are a blemish. In evaluation they make the
-# answer wrong.
+# All ranks must have the same number of batches, or one of them waits forever (section 7). So a sampler either pads
+# or drops samples. In training, with a different order in every epoch, a few repeats do little harm. In evaluation
+# they make the result wrong.
 #
-# **Exercise 2a.4.** Before you try: how many samples are dealt a second time? Write it as a function of the two
-# numbers.
+# **Exercise 2a.4.** Predict before you measure: how many samples are used a second time? Write it as a function of
+# the number of samples and the world size.
 
 
 # %% tags=["exercise"]
 def dealt_twice(samples: int, world_size: int) -> int:
-    """How many indices DistributedSampler adds, over all ranks, if it does not drop."""
+    """Return how many indices DistributedSampler adds, over all ranks, with drop_last=False."""
     raise NotImplementedError  # yours to write
 
 
@@ -1203,8 +1201,8 @@ with exercise("2a.4"):
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# Every rank gets the same number, rounded up. How many are missing to the next multiple of the world size? <code>-10
-# % 4</code> is 2.
+# Every rank gets the same number of samples, rounded up. How many are missing to the next multiple of the world size?
+# <code>-10 % 4</code> is 2.
 #
 # </details>
 
@@ -1216,19 +1214,19 @@ def dealt_twice(samples: int, world_size: int) -> int:
 
 
 # %% [markdown]
-# *What you learnt: padding adds up to one sample less than the world size, and says nothing.*
+# *Learnt: padding silently adds up to (world size − 1) samples.*
 
 # %% [markdown] tags=["slide"]
-# ### The price: one network, evaluated on more and more ranks
+# ### The effect: one network, evaluated on more and more ranks
 #
-# 1. padded parts, the mean of the ranks' accuracies
-# 2. parts without padding, the mean of the ranks' accuracies
+# 1. padded parts, mean of the ranks' accuracies
+# 2. parts without padding, mean of the ranks' accuracies
 # 3. **sums and counts**: all correct answers, divided by all samples
 
 # %% [markdown]
 # The images are scikit-learn's handwritten digits, 8 × 8 pixels; the classifier is a single linear layer, trained
-# once. Only its **evaluation** is spread over ranks. The first way is the usual one: let `DistributedSampler` pad,
-# and all-reduce the mean.
+# once. Only its **evaluation** is distributed over ranks. The first way is the usual one: `DistributedSampler` pads,
+# and the means are averaged with an all-reduce.
 
 # %%
 from sklearn.datasets import load_digits
@@ -1279,22 +1277,21 @@ assert abs(padded[0] - exact) < 1e-6
 assert wrong > len(padded) // 2
 
 # %% [markdown]
-# Which of these would you report? The orange and the pink one change when nothing but the number of processes
-# changes.
+# Which of these would you report? The orange and pink curves change although only the number of processes changes.
 #
-# **Exercise 2a.5.** Write both halves of an exact evaluation: what a rank contributes, and what becomes of all
-# contributions. Some ranks may have no sample at all: `is_correct[rank::world_size]` is empty then, while `chunk` gives
-# fewer parts than there are ranks.
+# **Exercise 2a.5.** Write both parts of an exact evaluation: a rank's contribution, and the accuracy from the sum of
+# all contributions. Some ranks may have no samples: `is_correct[rank::world_size]` is empty then, whereas `chunk`
+# would return fewer parts than there are ranks.
 
 
 # %% tags=["exercise"]
 def contribution(is_correct: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """Two numbers, in a tensor, that may be added up over the ranks: from this rank's part, without padding."""
+    """Return a tensor of two numbers that can be summed over ranks, from this rank's part without padding."""
     raise NotImplementedError  # yours to write
 
 
 def accuracy(total: torch.Tensor) -> float:
-    """Accuracy in per cent, from the sum of all ranks' contributions."""
+    """Return the accuracy in percent, from the sum of all ranks' contributions."""
     raise NotImplementedError  # yours to write
 
 
@@ -1311,19 +1308,19 @@ with exercise("2a.5"):
         expected = 100 * answers.double().mean().item()
         assert any(abs(each - len(answers)) < 1e-6 for each in total.tolist()), (
             f"the ranks' numbers add up to {total.tolist()}, and neither is {len(answers)}, the number of images: "
-            "does each rank take its own part only, and add up counts?"
+            "does each rank take only its own part, and return counts?"
         )
-        assert not np.isnan(found), "a rank without any sample must contribute zeros, not a mean of nothing"
-        assert abs(found - expected / 100) > 1e-3, "the accuracy is to be in per cent"
+        assert not np.isnan(found), "a rank without samples must contribute zeros, not a mean of nothing"
+        assert abs(found - expected / 100) > 1e-3, "return the accuracy in percent"
         assert abs(found - expected) < 1e-3, (
-            f"with {ranks} ranks the accuracy is {found:.3f} %, where it should be {expected:.3f} %"
+            f"with {ranks} ranks the accuracy is {found:.3f} %, but it should be {expected:.3f} %"
         )
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# A rank's part is <code>is_correct[rank::world_size]</code>. Two numbers that may be added: how many of them are
-# correct, and how many there are. A mean may not be added.
+# A rank's part is <code>is_correct[rank::world_size]</code>. Two numbers that can be summed: how many are correct,
+# and how many there are. Means cannot be summed.
 #
 # </details>
 
@@ -1348,8 +1345,8 @@ print(f"sums and counts on 1 to 64 ranks: from {min(by_world_size):.2f} to {max(
 assert max(by_world_size) == min(by_world_size)
 
 # %% [markdown]
-# *What you learnt: add up sums and counts, divide once, at the end.* The same holds for the loss that you print while
-# training. Keep two numbers on the device, and reduce them only when a line is due:
+# *Learnt: sum totals and counts over ranks, and divide once, at the end.* The same is true for the loss that you
+# print during training. Keep two numbers on the device, and reduce them only when you print a line:
 #
 # ```python
 # totals = torch.zeros(2, device=device)          # sum of losses, number of samples
@@ -1357,34 +1354,35 @@ assert max(by_world_size) == min(by_world_size)
 #     ...
 #     totals += torch.stack([loss.detach() * len(x), torch.tensor(float(len(x)), device=device)])
 #     if step % log_every == 0:                   # the same steps on every rank
-#         dist.all_reduce(totals)                 # every rank calls it …
-#         if rank == 0:                           # … and one prints
+#         dist.all_reduce(totals)                 # every rank calls it
+#         if rank == 0:                           # only one rank prints
 #             print(f"step {step}: loss {(totals[0] / totals[1]).item():.4f}")
 #         totals.zero_()
 # ```
 #
-# An all-reduce, and `.item()`, which waits until the device has finished, in *every* step would slow down what they
-# measure.
+# Do not do this in *every* step: the all-reduce, and `.item()`, which waits for the device, would slow down the
+# training that you measure.
 
 # %% [markdown] tags=["slide"]
-# ## 6. Seeds: who draws which random numbers
+# ## 6. Seeds: which worker draws which random numbers
 #
 # Often copied, "so that no two workers draw the same numbers":
 #
 # `np.random.seed(seed + local_rank + worker_id)`
 #
-# 8 ranks with 5 workers each are 40 workers. How many seeds?
+# 8 ranks with 5 workers each are 40 workers. How many different seeds do they get?
 
 # %% [markdown]
-# *Augmentation* varies training images at random. The images are read by *workers*: processes beside each rank, each
-# with random numbers of its own.
+# *Augmentation* varies training images at random. *Workers* read the images: additional processes of each rank, each
+# with its own random numbers.
 #
-# **Exercise 2a.6.** Predict it: how many different values has `seed + local_rank + worker_id`? Both count from 0.
+# **Exercise 2a.6.** Predict: how many different values does `seed + local_rank + worker_id` have? Both numbers start
+# at 0.
 
 
 # %% tags=["exercise"]
 def different_seeds(ranks: int, workers: int) -> int:
-    """How many different seeds the workers of one node get."""
+    """Return how many different seeds the workers of one node get."""
     raise NotImplementedError  # yours to write
 
 
@@ -1400,7 +1398,7 @@ with exercise("2a.6"):
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# What is the smallest sum of the two numbers, and what the largest? Does every whole number between them occur?
+# What is the smallest and the largest sum of the two numbers? Does every integer between them occur?
 #
 # </details>
 
@@ -1428,20 +1426,20 @@ assert len(np.unique(seeds)) == different_seeds(8, 5) == len(first_draws) == 12
 nodes = [(node, local_rank, worker) for node in range(4) for local_rank in range(8) for worker in range(5)]
 given = {42 + local_rank + worker for _, local_rank, worker in nodes}
 print(f"4 nodes: {len(nodes)} workers, {len(given)} different seeds.")
-print("local_rank begins at 0 again on every node, so whole nodes draw the same numbers.")
+print("local_rank starts at 0 on every node, so all nodes draw the same numbers.")
 same = [np.random.RandomState(42 + local + worker).randint(0, 5, 4).tolist() for local, worker in ((3, 0), (0, 3))]
-print(f"places of the first random crops, local rank 3 worker 0: {same[0]}; local rank 0 worker 3: {same[1]}")
+print(f"positions of the first random crops: {same[0]} (local rank 3, worker 0), {same[1]} (local rank 0, worker 3)")
 assert same[0] == same[1]
 
 # %% [markdown]
-# *What you learnt: a sum of indices is not an index.* `seed + rank · workers + worker_id`, with the *global* rank,
-# would give every worker its own seed within an epoch. But then what an image looks like depends on which worker
-# reads it: with another number of workers or ranks it is another training, and a run that is resumed in the middle of
-# an epoch does not know what had been drawn.
+# *Learnt: a sum of indices is not unique.* `seed + rank · workers + worker_id`, with the *global* rank, gives every
+# worker its own seed within an epoch. But then the augmentation of an image depends on the worker that reads it. With
+# a different number of workers or ranks, the training differs, and a run that resumes in the middle of an epoch does
+# not know which numbers have been drawn.
 #
-# Better: random numbers that are a **function of (seed, epoch, sample id)**. A *counter-based generator* computes the
-# numbers that belong to a key directly, with no state to carry (Salmon et al., 2011). Paceline draws augmentation so.
-# Whoever reads sample 1234 in epoch 3, alone or among others, gets the same:
+# It is better to make random numbers a **function of (seed, epoch, sample id)**. A *counter-based generator* computes
+# the numbers for a key directly, without any state (Salmon et al., 2011). Paceline does this for augmentation. Any
+# process that reads sample 1234 in epoch 3, alone or with others, gets the same numbers:
 
 # %%
 from paceline.data.random_draws import uniforms
@@ -1458,17 +1456,18 @@ assert not np.array_equal(alone, next_epoch)
 # %% [markdown] tags=["slide"]
 # ## 7. When a rank skips a collective
 #
-# Every rank must call **the same collectives in the same order**. Else:
+# Every rank must call **the same collectives in the same order**. Otherwise:
 #
-# - a rank waits until a timeout ends it (gloo's is 30 minutes, unless set);
-# - or its call is paired with **another** one: no error, wrong numbers.
+# - a rank waits until a timeout (default for gloo: 30 minutes);
+# - or its call is matched with a **different** one: no error, wrong numbers.
 #
-# `if rank == 0: validate()` does it, and so does one batch more on one rank.
+# Two common causes: `if rank == 0: validate()`, and one more batch on one rank.
 
 # %% [markdown]
-# (If there is an all-reduce in `validate`.) Both at once, safely, with a timeout of five seconds. Rank 0 has three
-# batches, rank 1 has two. Each all-reduces the loss after every batch, and the number of correct answers at the end.
-# Then they look for the culprit with `monitored_barrier`, a barrier of gloo that says who has not come.
+# (The first is a cause if `validate` contains an all-reduce.) The next script shows both effects, with a timeout of
+# five seconds. Rank 0 has three batches, rank 1 has two. Each all-reduces the loss after every batch, and the number
+# of correct answers at the end. Then rank 0 looks for the missing rank with `monitored_barrier`, a barrier of gloo
+# that names the ranks that have not reached it.
 
 # %%
 # %%writefile uneven.py
@@ -1498,7 +1497,7 @@ if rank == 0:
         dist.monitored_barrier(watch, timeout=timedelta(seconds=1))
     except RuntimeError as error:
         print(f"rank {rank}: {str(error).splitlines()[0]}")
-leave()  # it begins with a barrier: there rank 1 stands meanwhile
+leave()  # begins with a barrier, where rank 1 is waiting
 
 # %%
 uneven = run("torchrun --standalone --nproc-per-node=2 uneven.py", seconds=300)
@@ -1508,27 +1507,27 @@ assert "Rank 1 failed to pass monitoredBarrier" in uneven
 
 # %% [markdown]
 # Read rank 1's line again. Its count was added to rank 0's third **loss**, because both are tensors of one number. It
-# got a wrong answer and no error.
+# got a wrong result without an error.
 #
-# How to find such a thing:
+# How to find such an error:
 #
-# - a short timeout (`init_process_group(timeout=…)`), and each rank's last line of log;
-# - `monitored_barrier` at places in doubt (gloo), or `TORCH_DISTRIBUTED_DEBUG=DETAIL`, which makes ranks compare each
-#   collective before they begin it, and is slow;
-# - `py-spy dump --pid …` (a program to install: `pip install py-spy`), which shows where a Python process stands,
-#   without stopping it. The rank that is *not* in a collective is the culprit;
-# - Paceline watches its ranks, and names the one that the others wait for, with host, step, and the line of code
-#   (`parallel.timeout`, guide "When it hangs").
+# - set a short timeout (`init_process_group(timeout=…)`), and compare the last log line of each rank;
+# - call `monitored_barrier` at suspicious places (gloo), or set `TORCH_DISTRIBUTED_DEBUG=DETAIL`: ranks then compare
+#   each collective before they start it, which is slow;
+# - run `py-spy dump --pid …` (install it with `pip install py-spy`), which shows the stack of a running Python
+#   process. The rank that is *not* in a collective is the cause;
+# - Paceline monitors its ranks and names the one that the others wait for, with host, step and line of code
+#   (`parallel.timeout`; guide *Several hosts*, section *Hanging runs*).
 #
-# How to avoid it: give every rank the same number of batches, decide *what to do* from values that all ranks share,
-# and never call a collective under `if rank == 0`.
+# How to avoid it: give every rank the same number of batches, make decisions from values that all ranks share, and
+# never call a collective under `if rank == 0`.
 
 # %% [markdown] tags=["slide"]
-# ## 8. The same, as a tool
+# ## 8. The same with Paceline
 #
-# - `paceline train digits --processes 2` does all of this lab
+# - `paceline train digits --processes 2` does everything from this lab
 # - `paceline audit` proves that each sample was used once per epoch
-# - `paceline evaluate`, with one process, must find what two found
+# - `paceline evaluate`, with one process, must give the same accuracy as two
 
 # %% [markdown]
 # Each rank keeps a **ledger**: a list of the samples it has used. The audit reads the ledgers of all ranks, and
@@ -1547,7 +1546,7 @@ alone = json.loads(run("paceline evaluate runs/two --json", quiet=True, seconds=
 together = json.loads(Path("runs/two/summary.json").read_text())["metrics"]
 print(f"top-1 accuracy, evaluated by two processes: {together['top1_accuracy']:.4f} %")
 print(f"                evaluated by one process:   {alone['top1_accuracy']:.4f} %")
-assert abs(alone["top1_accuracy"] - together["top1_accuracy"]) < 0.3  # one image, if a tie is rounded otherwise
+assert abs(alone["top1_accuracy"] - together["top1_accuracy"]) < 0.3  # one image, if rounding changes a tie
 
 # %%
 from paceline.records.ledger import read_ledger
@@ -1564,34 +1563,34 @@ print(
 assert len(different) == sum(map(len, used)) == plan["train_samples"]
 
 # %% [markdown]
-# | in this lab | in that run |
+# | in this lab | in Paceline's run |
 # |---|---|
-# | weights broadcast, gradients averaged in buckets | torch's DDP |
-# | micro-batches, one all-reduce per step | `no_sync` on all but the last; `batch.micro_size` cuts them |
+# | weights broadcast, gradients averaged in buckets | PyTorch's DDP |
+# | micro-batches, one all-reduce per step | `no_sync` on all but the last; `batch.micro_size` sets their size |
 # | the batch does not grow with the world size | `batch.global_size` counts the samples of *all* ranks |
-# | another order in every epoch, each sample once | functions of (seed, epoch, step); the ledger proves it |
-# | a last batch that is smaller | shared out too, each sample with the same weight |
+# | a different order in every epoch, each sample once | functions of (seed, epoch, step); the ledger proves it |
+# | a smaller last batch | distributed too, each sample with the same weight |
 # | random numbers | keyed by (seed, epoch, sample id) |
 # | exact evaluation | sums and counts, each sample once |
-# | log from one rank, no waiting in between | sums on the device, reduced when a line is due |
-# | a rank that hangs | named, and the run ends; the same command goes on from the last checkpoint |
+# | log from one rank, no waiting in every step | sums on the device, reduced only when a line is logged |
+# | a rank that hangs | named, and the run ends; the same command resumes from the last checkpoint |
 #
-# And `paceline prove RECIPE` checks such things for a recipe of your own.
+# `paceline prove RECIPE` checks these properties for your own recipe.
 
 # %% [markdown] tags=["slide"]
 # ## To remember
 #
-# - Same weights at first, averaged gradients, same step: then *p* ranks are one training.
-# - A ring sends about *2n* bytes per rank, at any *p*; latency is what grows.
+# - With the same initial weights, averaged gradients and the same step, *p* ranks train one network.
+# - A ring sends about *2n* bytes per rank for any *p*; only the latency grows.
 # - DDP: broadcast, buckets, overlap. `no_sync` for all micro-batches but the last.
-# - `set_epoch`; beware of padding; sums and counts, divided once.
-# - All ranks, the same collectives, the same order.
+# - Call `set_epoch`. Avoid padding in evaluation. Sum totals and counts, then divide once.
+# - All ranks call the same collectives in the same order.
 
 # %% [markdown]
 # ## Further reading
 #
 # - S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020, arXiv:2006.15704:
-#   why DDP is as it is.
+#   the design of DDP.
 # - P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", Journal of Parallel
 #   and Distributed Computing 69(2), 2009: the ring.
 # - A. Sergeev, M. Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018,

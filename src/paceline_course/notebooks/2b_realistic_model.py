@@ -13,26 +13,26 @@
 # %% [markdown] tags=["slide"]
 # # Lab 2b: A more realistic model
 #
-# From a loop that trains to a run one can rely on: validation, checkpoints, throughput, memory, several machines.
+# From a training loop to a reliable run: validation, checkpoints, throughput, memory, several machines.
 
 # %% [markdown]
 # After this lab you can
 #
-# - turn a one-process training script into a DDP script, and say why each changed line changed;
-# - tell what batch normalisation does on several ranks, and when that matters;
-# - write a checkpoint from which a killed run goes on as if nothing had happened;
-# - measure throughput, and say what a second process brought;
-# - predict the memory that DDP and FSDP need on each rank, and start the same script on several machines.
+# - turn a one-process training script into a DDP script, and explain each changed line;
+# - explain what batch normalisation does on several ranks, and when it matters;
+# - write a checkpoint from which a killed run resumes with the same result;
+# - measure throughput, and the gain from a second process;
+# - predict the memory that DDP and FSDP need on each rank, and run the same script on several machines.
 #
 # **You need** labs 1 and 2a: process, rank, world size, `torchrun`, all-reduce, `DistributedDataParallel` (DDP), and
-# that DDP averages gradients. Of PyTorch: modules, optimizers, `state_dict()`.
+# that DDP averages gradients. From PyTorch: modules, optimizers, `state_dict()`.
 #
-# **Time**: about 90 minutes with the exercises. Everything runs on two processor cores, in a few minutes if they have
-# nothing else to do. GPUs are used where there is one for each process.
+# **Time**: about 90 minutes with the exercises. Everything runs on two processor cores, in a few minutes if they are
+# otherwise idle. GPUs are used if there is one for each process.
 #
-# **Data**: scikit-learn's handwritten digits, which come with the course. If you have CIFAR-10 or Fashion-MNIST, name
-# their folder in the environment variable `PACELINE_LABS_DATA` before you start Jupyter. On a processor the lab takes
-# as many images of them as there are digits; CIFAR's have sixteen times the pixels, so it takes much longer.
+# **Data**: scikit-learn's handwritten digits, which come with the course. If you have CIFAR-10 or Fashion-MNIST, set
+# the environment variable `PACELINE_LABS_DATA` to its folder before you start Jupyter. On a CPU the lab uses as many
+# images as there are digits. CIFAR-10 images have sixteen times the pixels, so it takes much longer.
 
 # %% tags=["setup"]
 import json
@@ -56,22 +56,22 @@ torch.set_num_threads(1)  # as in every process below, so that times can be comp
 # %% [markdown] tags=["slide"]
 # ## 1 The network: WideResNet
 #
-# - A *residual block* adds its input to its result, so that gradients reach early layers.
-# - A *wide* one has more channels in place of more layers: fewer, larger products suit parallel hardware.
+# - A *residual block* adds its input to its output, so that gradients reach early layers.
+# - A *wide* network has more channels instead of more layers: fewer, larger matrix products suit parallel hardware.
 #
 # Zagoruyko and Komodakis, *Wide Residual Networks*, 2016, arXiv:1605.07146
 
 # %% [markdown]
-# The next cell writes a module that the notebook and all scripts share: the data, the network and a few small tools.
-# Read `Block` and `WideResNet`; come back to the tools when they are used.
+# The next cell writes a module that the notebook and all scripts share: the data, the network and a few small
+# functions. Read `Block` and `WideResNet` now, and the other functions when they are used.
 #
-# Two of the tools are *functions of the position*: `order(epoch, …)` gives the same order whenever it is asked, and
-# `shifted(images, draws)` moves images by what a generator says that the caller has seeded. Section 5 shows what that
-# is good for.
+# Two of them depend only on the position in training: `order(epoch, …)` always returns the same order for an epoch,
+# and `shifted(images, draws)` shifts images with random numbers from a generator that the caller has seeded. Section
+# 5 shows why this is useful.
 
 # %%
 # %%writefile realistic.py
-"""Lab 2b: data, network and the small tools that the notebook and its scripts share."""
+"""Lab 2b: data, network and functions that the notebook and its scripts share."""
 
 import hashlib
 import os
@@ -93,7 +93,7 @@ torch.backends.cudnn.deterministic = True  # on GPUs too: the same run gives the
 
 
 def named_data():
-    """The data set that lies in the folder PACELINE_LABS_DATA, or the digits, as a recipe's section `data`."""
+    """Return the data set in the folder PACELINE_LABS_DATA, or the digits, as a recipe's section `data`."""
     folder = os.environ.get("PACELINE_LABS_DATA")
     if not folder:
         return Data(dataset="digits")
@@ -102,14 +102,14 @@ def named_data():
             open_dataset(Data(dataset=name, path=folder))
             return Data(dataset=name, path=folder)
     raise FileNotFoundError(
-        f"PACELINE_LABS_DATA={folder} holds neither CIFAR-10 nor Fashion-MNIST; name their folder, or unset it."
+        f"PACELINE_LABS_DATA={folder} contains neither CIFAR-10 nor Fashion-MNIST; correct it or unset it."
     )
 
 
 def load_data(device):
-    """Training images and labels, held-out images and labels: tensors on the device, images normalised."""
+    """Return training images and labels, held-out images and labels: tensors on the device, images normalised."""
     dataset = open_dataset(named_data())
-    most_train, most_held_out = (50_000, 10_000) if device.type == "cuda" else (1438, 359)  # what a CPU does in seconds
+    most_train, most_held_out = (50_000, 10_000) if device.type == "cuda" else (1438, 359)  # takes seconds on a CPU
 
     def tensors(source, most):
         chosen = torch.randperm(len(source.labels), generator=torch.Generator().manual_seed(SEED))[:most].tolist()
@@ -121,7 +121,7 @@ def load_data(device):
 
 
 def device_and_backend():
-    """Under torchrun: a GPU for each process, if there are enough, and NCCL; else the CPU and gloo."""
+    """Return a GPU for this process and NCCL if there are enough GPUs, else the CPU and gloo; needs torchrun."""
     local_rank, local_world = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if torch.cuda.device_count() < local_world:
         return torch.device("cpu"), "gloo"
@@ -130,7 +130,7 @@ def device_and_backend():
 
 
 def leave_group():
-    """Leave the group of processes and end this one at once: gloo's threads can abort an interpreter that ends."""
+    """Leave the process group and exit immediately: gloo's threads can crash a normal exit."""
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
@@ -138,7 +138,7 @@ def leave_group():
 
 
 class Block(nn.Module):
-    """Normalise, activate, convolve, twice; and a shortcut around both."""
+    """Twice normalise, activate and convolve, with a shortcut around both."""
 
     def __init__(self, inputs, outputs, stride):
         super().__init__()
@@ -166,19 +166,19 @@ class WideResNet(nn.Module):
                 layers.append(Block(inputs, wide[stage + 1], stride=2 if stage and block == 0 else 1))
         self.features = nn.Sequential(*layers, nn.BatchNorm2d(wide[3]), nn.ReLU())
         self.classify = nn.Linear(wide[3], num_classes)
-        self.to(memory_format=torch.channels_last)  # the layout that convolutions compute fastest in
+        self.to(memory_format=torch.channels_last)  # the fastest layout for convolutions
 
     def forward(self, x):
         return self.classify(self.features(x).mean(dim=(2, 3)))
 
 
 def order(epoch, samples):
-    """The order of an epoch's samples: a function of the seed and the epoch, and of nothing else."""
+    """Return the order of an epoch's samples; it depends only on the seed and the epoch."""
     return torch.randperm(samples, generator=torch.Generator().manual_seed(1000 * SEED + epoch))
 
 
 def shifted(images, draws):
-    """Augmentation: each image moved by up to one pixel, as the random generator `draws` says."""
+    """Augment: shift each image by up to one pixel, with random numbers from the generator `draws`."""
     count, _, height, width = images.shape
     down, right = torch.randint(3, (2, count, 1, 1), generator=draws)
     rows, columns = down + torch.arange(height).view(-1, 1), right + torch.arange(width)
@@ -188,7 +188,7 @@ def shifted(images, draws):
 
 @torch.no_grad()
 def sums(network, images, labels):
-    """Summed loss, right answers and number of images: three numbers that may be added up over processes."""
+    """Return summed loss, correct answers and number of images: three numbers that can be summed over processes."""
     network.eval()
     total = torch.zeros(3, dtype=torch.float64, device=images.device)
     for x, y in zip(images.split(256), labels.split(256), strict=True):
@@ -200,13 +200,13 @@ def sums(network, images, labels):
 
 
 def digest(state):
-    """A fingerprint of named tensors, such as network.state_dict(): equal only if every bit is equal."""
+    """Return a fingerprint of named tensors, such as network.state_dict(): equal only if every bit is equal."""
     content = (state[name].detach().cpu().contiguous().numpy().tobytes() for name in sorted(state))
     return hashlib.sha256(b"".join(content)).hexdigest()[:16]
 
 
 def save(state, path):
-    """Write a checkpoint so that under its name there is always a whole one: write beside it, then rename."""
+    """Write a checkpoint so that the file is always complete: write another file, then rename it."""
     torch.save(state, f"{path}.partial")
     os.replace(f"{path}.partial", path)
 
@@ -218,7 +218,7 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 images, labels, held_out, answers = load_data(device)
 network = WideResNet(in_channels=images.shape[1])
 PARAMETERS = sum(weight.numel() for weight in network.parameters())
-STEPS = len(images) // GLOBAL_BATCH  # of an epoch; the incomplete last batch is left out
+STEPS = len(images) // GLOBAL_BATCH  # per epoch; the incomplete last batch is dropped
 print(
     f"{named_data().dataset}: {len(images):,} training images of {tuple(images.shape[1:])}, {len(held_out):,} held out."
 )
@@ -246,18 +246,18 @@ for i, (kind, (channels, height, width)) in enumerate([*stages, ("Mean, linear",
         curve = {"arrowstyle": "->", "connectionstyle": "arc3,rad=-0.6", "color": "#d55e00"}
         axes.annotate("", (2 * i + 0.55, 1.25), (2 * i - 0.55, 1.25), arrowprops=curve)
         axes.text(2 * i, 1.78, "shortcut", ha="center", color="#d55e00", fontsize=10)
-axes.set(xlim=(-1, 2 * len(stages) + 1), ylim=(0, 2.1), title="The network, and the shape of what leaves each part")
+axes.set(xlim=(-1, 2 * len(stages) + 1), ylim=(0, 2.1), title="The network, and the output shape of each part")
 axes.axis("off")
 plt.show()
 
 # %% [markdown]
 # ## 2 One process
 #
-# First the training as one would write it for one device. Its loop counts *steps* from the first to the last; epoch
-# and position in the epoch follow from the step. The optimizer has momentum, and weight decay, which pulls weights
-# towards zero; the learning rate falls along half a cosine. Every ten steps, and after each epoch, it saves a
-# checkpoint; if one is there at the start, it goes on from it. `save()` and what it saves are the subject of section
-# 5. (`die_at` ends the process in the middle, for section 5 as well.)
+# We start with training on one device. The loop counts *steps* over the whole training; epoch and position in the
+# epoch follow from the step. The optimizer has momentum, and weight decay, which pulls weights towards zero; the
+# learning rate follows half a cosine. Every ten steps and after each epoch, the script saves a checkpoint. If there
+# is a checkpoint at the start, it resumes from it. Section 5 explains `save()` and the contents of the checkpoint.
+# (`die_at` kills the process during training, also for section 5.)
 
 # %%
 # %%writefile train_one.py
@@ -292,7 +292,7 @@ def main(checkpoint, die_at=None):
     network = WideResNet(in_channels=images.shape[1]).to(device)
     model = network
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, weight_decay=5e-4)
-    steps = len(images) // GLOBAL_BATCH  # of an epoch
+    steps = len(images) // GLOBAL_BATCH  # per epoch
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * steps)
     begin, history = 0, []
     if os.path.exists(checkpoint):
@@ -304,7 +304,7 @@ def main(checkpoint, die_at=None):
 
     for step in range(begin, EPOCHS * steps):
         if step == die_at:
-            os.kill(os.getpid(), 9)  # SIGKILL: no warning, no last word
+            os.kill(os.getpid(), 9)  # SIGKILL: the process cannot react
         epoch, position = divmod(step, steps)
         if position == 0 or step == begin:
             start, first = time.perf_counter(), step
@@ -335,30 +335,30 @@ from train_one import main
 main("one.pt")
 
 # %% [markdown] tags=["slide"]
-# ## 3 Several processes: eight places
+# ## 3 Several processes: eight changes
 #
 # 1. join the group, take a device
 # 2. wrap the network in DDP
 # 3. take a share of the batch
-# 4. random numbers of one's own
-# 5. the same running statistics for all
-# 6. validation: a share each, sums added up
+# 4. use its own random numbers
+# 5. use the same running statistics on all ranks
+# 6. validate a share on each rank, then add the sums
 # 7. one rank reports
-# 8. one rank writes; all have read
+# 8. one rank writes; all ranks read
 
 # %% [markdown]
-# The *global batch* is what one optimizer step sees on all ranks together; the *batch per rank* is a rank's share of
-# it. Here the global batch stays at 64, whatever the number of ranks, and so does the learning rate: then one rank
-# and two do the same training, only faster. (Whoever keeps the batch per rank instead makes the global batch grow
-# with the ranks. That is another training, with another best learning rate; see lab 3.)
+# The *global batch* is the set of samples of one optimizer step on all ranks together; the *batch per rank* is a
+# rank's share of it. Here the global batch stays at 64 for any number of ranks, and the learning rate stays the same
+# too. So two ranks do the same training as one, only faster. (With a constant batch per rank, the global batch grows
+# with the number of ranks. Then the training is different and needs a different learning rate; see lab 3.)
 #
-# **Exercise 2b.1.** Place 3. Every rank knows the `batch`, the list of the step's samples. Which of them are this
-# rank's? All must be taken, none twice, also where the number of ranks does not divide the batch. One line.
+# **Exercise 2b.1.** Change 3. Every rank knows the `batch`, the indices of the step's samples. Return those of this
+# rank. Every sample must be used exactly once, also if the number of ranks does not divide the batch. One line.
 
 
 # %% tags=["exercise"]
 def share(batch: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """The samples of `batch` that `rank` of `world` ranks computes."""
+    """Return the samples of `batch` for `rank`, one of `world` ranks."""
     raise NotImplementedError  # yours to write
 
 
@@ -373,7 +373,7 @@ with exercise("2b.1"):
         assert len(taken.unique()) == len(taken), f"with {world} ranks some samples are taken twice"
         assert sorted(taken.tolist()) == batch.tolist(), "the shares hold other samples than the batch"
         assert max(sizes) - min(sizes) <= 1, (
-            f"with {world} ranks the shares have {sizes} samples: the largest holds all up"
+            f"with {world} ranks the shares have {sizes} samples: all ranks wait for the largest share"
         )
 
 # %% [markdown] tags=["hint"]
@@ -391,29 +391,30 @@ def share(batch: torch.Tensor, rank: int, world: int) -> torch.Tensor:
 
 
 # %% [markdown]
-# **Learnt:** if all ranks know the order of the samples, the ranks' shares are a matter of slicing. (DDP weights all
-# ranks alike when it averages gradients, so shares of unequal size would be another mean. Paceline refuses a batch
-# that does not divide; here 2 divides 64.)
+# **Learnt:** if all ranks know the order of the samples, a slice gives each rank's share. (DDP gives all ranks the
+# same weight when it averages gradients, so shares of unequal size would give a different mean. Paceline rejects a
+# global batch that the ranks do not divide; here 2 divides 64.)
 #
-# **Exercise 2b.2.** Place 6. Each rank has counted its right answers and its held-out images; 359 images do not
-# divide by two, so the counts differ. What is the accuracy, in percent? `per_rank` has one row for each rank: right
-# answers, images.
+# **Exercise 2b.2.** Change 6. Each rank has counted its correct answers and its held-out images; 359 is odd, so the
+# counts differ. What is the accuracy, in percent? `per_rank` has one row for each rank: correct answers, images.
 
 
 # %% tags=["exercise"]
 def accuracy(per_rank: torch.Tensor) -> float:
-    """Percent of all images that were answered rightly; `per_rank` is ranks x (right, images)."""
+    """Return the percentage of correctly classified images; `per_rank` is ranks x (correct, images)."""
     raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
 with exercise("2b.2"):
-    assert abs(accuracy(torch.tensor([[90.0, 100.0], [80.0, 100.0]])) - 85) < 1e-4, "170 of 200 are right: that is 85 %"
+    assert abs(accuracy(torch.tensor([[90.0, 100.0], [80.0, 100.0]])) - 85) < 1e-4, (
+        "170 of 200 are correct: that is 85 %"
+    )
     uneven = accuracy(torch.tensor([[100.0, 100.0], [0.0, 1.0]]))
     assert abs(uneven - 50) > 1e-4, (
-        "100 of 101 are right, which is 99.01 %, and the mean of the ranks' accuracies says 50 %"
+        "100 of 101 are correct, which is 99.01 %; the mean of the ranks' accuracies would be 50 %"
     )
-    assert abs(uneven - 100 * 100 / 101) < 1e-4, f"100 of 101 are right, which is 99.01 %, and this says {uneven:.2f}"
+    assert abs(uneven - 100 * 100 / 101) < 1e-4, f"100 of 101 are correct, which is 99.01 %, not {uneven:.2f} %"
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
@@ -431,9 +432,9 @@ def accuracy(per_rank: torch.Tensor) -> float:
 
 
 # %% [markdown]
-# **Learnt:** sums and counts may be added up over ranks; means may not. Nothing is padded, so no image counts twice.
+# **Learnt:** sums and counts can be added over ranks; means cannot. Nothing is padded, so no image counts twice.
 #
-# Here is the whole script. Find the eight numbers in its comments.
+# Here is the whole script. Its comments number the eight changes.
 
 # %%
 # %%writefile train_ddp.py
@@ -466,15 +467,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main(checkpoint, die_at=None):
-    device, backend = device_and_backend()  # 1. a device for this process, and the group of all
+    device, backend = device_and_backend()  # 1. join the group, with a device for this process
     dist.init_process_group(backend)
     rank, world = dist.get_rank(), dist.get_world_size()
     images, labels, held_out, answers = load_data(device)
     torch.manual_seed(SEED)
     network = WideResNet(in_channels=images.shape[1]).to(device)
-    model = DistributedDataParallel(network)  # 2. rank 0's first weights for all; gradients averaged in backward()
+    model = DistributedDataParallel(network)  # 2. initial weights from rank 0; backward() averages gradients
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, weight_decay=5e-4)
-    steps = len(images) // GLOBAL_BATCH  # of an epoch
+    steps = len(images) // GLOBAL_BATCH  # per epoch
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * steps)
     begin, history = 0, []
     if os.path.exists(checkpoint):
@@ -486,13 +487,13 @@ def main(checkpoint, die_at=None):
 
     for step in range(begin, EPOCHS * steps):
         if step == die_at and rank == world - 1:
-            os.kill(os.getpid(), 9)  # SIGKILL: no warning, no last word
+            os.kill(os.getpid(), 9)  # SIGKILL: the process cannot react
         epoch, position = divmod(step, steps)
         if position == 0 or step == begin:
             start, first = time.perf_counter(), step
         batch = order(epoch, len(images))[GLOBAL_BATCH * position : GLOBAL_BATCH * (position + 1)]
         batch = batch[rank::world]  # 3. this rank's share of the global batch
-        draws = torch.Generator().manual_seed(1000 * step + rank)  # 4. random numbers of its own
+        draws = torch.Generator().manual_seed(1000 * step + rank)  # 4. its own random numbers
         loss = F.cross_entropy(model(shifted(images[batch], draws)), labels[batch])
         optimizer.zero_grad()
         loss.backward()
@@ -501,13 +502,13 @@ def main(checkpoint, die_at=None):
         if position == steps - 1:
             rate = (step + 1 - first) * GLOBAL_BATCH / (time.perf_counter() - start)
             for buffer in network.buffers():
-                dist.broadcast(buffer, src=0)  # 5. all score the same network: running statistics of rank 0
-            total = sums(network, held_out[rank::world], answers[rank::world])  # 6. a share of the held-out images,
-            dist.all_reduce(total)  # and their sums added up
+                dist.broadcast(buffer, src=0)  # 5. all ranks validate the same network, with rank 0's statistics
+            total = sums(network, held_out[rank::world], answers[rank::world])  # 6. a share of the held-out images;
+            dist.all_reduce(total)  # then add the sums
             history.append({"loss": (total[0] / total[2]).item(), "accuracy": (100 * total[1] / total[2]).item()})
             if rank == 0:  # 7. one rank reports
                 print(f"epoch {epoch + 1}: accuracy {history[-1]['accuracy']:.2f} %, {rate:,.0f} images/s", flush=True)
-        if rank == 0 and ((step + 1) % SAVE_EVERY == 0 or position == steps - 1):  # 8. one rank writes, all have read
+        if rank == 0 and ((step + 1) % SAVE_EVERY == 0 or position == steps - 1):  # 8. one rank writes, all ranks read
             state = {"network": network.state_dict(), "optimizer": optimizer.state_dict()}
             save({**state, "schedule": schedule.state_dict(), "step": step + 1, "history": history}, checkpoint)
     for buffer in network.buffers():
@@ -520,7 +521,7 @@ if __name__ == "__main__":
     main(sys.argv[1], *map(int, sys.argv[2:]))
 
 # %% [markdown]
-# What is new, and what went:
+# The changes from `train_one.py` to `train_ddp.py`:
 
 # %% jupyter={"source_hidden": true}
 import difflib
@@ -536,7 +537,8 @@ styled = [
     f'<div style="background: {colours[c[0]]}">{text or "&nbsp;"}</div>' for c, text in zip(changes, shown, strict=True)
 ]
 display(HTML(f'<pre style="font: 85%/1.3 monospace">{"".join(styled)}</pre>'))
-print(f"{sum(c[0] == '-' for c in changes)} lines went and {sum(c[0] == '+' for c in changes)} came, of {len(old)}.")
+removed, added = (sum(c[0] == sign for c in changes) for sign in "-+")
+print(f"{removed} of {len(old)} lines removed, {added} added.")
 
 # %%
 seen = run("torchrun --standalone --nproc-per-node=2 train_ddp.py two.pt", seconds=300)
@@ -554,23 +556,23 @@ left.legend()
 plt.show()
 last_one, last_two = (state["history"][-1]["accuracy"] for state in (one, two))
 print(
-    f"At the end {last_one:.1f} % with one process and {last_two:.1f} % with two, by the same samples at the same rate."
+    f"Final accuracy: {last_one:.1f} % with one process, {last_two:.1f} % with two (same samples, same learning rate)."
 )
 assert min(last_one, last_two) > (85 if named_data().dataset == "digits" else 15), "both must have learnt something"
 
 # %% [markdown]
-# The curves are alike, but they are not the same curve. Two things differ: each rank draws its own shifts (place 4),
-# and each rank normalises its own share of the batch. The second is worth a section.
+# The curves are similar but not equal. Two things differ: each rank draws its own shifts (change 4), and each rank
+# normalises its own share of the batch. The next section is about the second difference.
 
 # %% [markdown] tags=["slide"]
 # ## 4 Batch normalisation across ranks
 #
 # *Batch normalisation* (BatchNorm) subtracts from every channel its mean over the batch, and divides by its standard
-# deviation. Under DDP "the batch" is what the rank has: **local statistics**.
+# deviation. Under DDP, "the batch" is the rank's share: **local statistics**.
 
 # %% [markdown]
-# So the network that is trained depends on the batch per rank. How much? We compute the gradient of one batch of 64,
-# once as a whole and once as DDP would with 2, 4, … ranks: each share by itself, gradients averaged.
+# So the trained network depends on the batch per rank. How much? We compute the gradient of one batch of 64, first as
+# a whole, then as DDP would with 2, 4, … ranks: each share separately, with averaged gradients.
 
 # %%
 torch.manual_seed(0)
@@ -579,7 +581,7 @@ batch = order(0, len(images))[:GLOBAL_BATCH]
 
 
 def gradient(network: nn.Module, ranks: int) -> torch.Tensor:
-    """What DDP computes with so many ranks, here one after the other: the mean of the gradients of the shares."""
+    """Compute what DDP would with so many ranks, one after the other: the mean of the shares' gradients."""
     network.zero_grad()
     for rank in range(ranks):
         mine = batch[rank::ranks]
@@ -588,13 +590,13 @@ def gradient(network: nn.Module, ranks: int) -> torch.Tensor:
 
 
 def difference(network: nn.Module, ranks: int) -> float:
-    """How far that is from the gradient of the whole batch, in per cent of its length."""
+    """Return the distance from the gradient of the whole batch, in percent of its norm."""
     whole = gradient(network, 1)
     return (100 * (gradient(network, ranks) - whole).norm() / whole.norm()).item()
 
 
 def without_norm(network: nn.Module) -> nn.Module:
-    """A copy whose BatchNorm layers pass everything on as it is."""
+    """Return a copy without BatchNorm layers."""
     network = deepcopy(network)
     for module in list(network.modules()):
         for name, child in module.named_children():
@@ -616,31 +618,32 @@ for shift, values, name in ((-0.2, with_norm, "with BatchNorm"), (0.2, plain, "w
 axes.set_xticks(places, [f"{count} ranks,\n{GLOBAL_BATCH // count} images each" for count in ranks])
 axes.set(
     ylabel="difference from the gradient\nof the whole batch, %",
-    title="A batch of 64, shared out",
+    title="A batch of 64, split over ranks",
     ylim=(0, 1.15 * max(with_norm)),
 )
 axes.legend(loc="upper left")
 plt.show()
-assert max(plain) < 0.1 < min(with_norm), "only BatchNorm tells shares from a whole"
-assert with_norm[0] < with_norm[-1], "the smaller the shares, the more"
+assert max(plain) < 0.1 < min(with_norm), "only BatchNorm makes the shares differ from the whole batch"
+assert with_norm[0] < with_norm[-1], "smaller shares differ more"
 
 # %% [markdown]
-# Without BatchNorm the mean over the shares is the gradient of the whole batch, but for rounding. With it, the fewer
-# images a rank has, the noisier its statistics. Goyal et al. (*Accurate, Large Minibatch SGD*, 2017,
-# arXiv:1706.02677) keep 32 images per GPU, and local statistics, on purpose: so the loss stays the same function
-# whatever the number of GPUs. Wu and He (*Group Normalization*, 2018, arXiv:1803.08494) show how the error grows as
-# the batch per GPU falls below that. With a few images per rank, as in object detection, one wants statistics of the
-# global batch.
+# Without BatchNorm, the mean over the shares equals the gradient of the whole batch, up to rounding. With BatchNorm,
+# statistics are noisier if a rank has fewer images. Goyal et al. (*Accurate, Large Minibatch SGD*, 2017,
+# arXiv:1706.02677) deliberately keep 32 images per GPU and local statistics, so that the loss function does not
+# depend on the number of GPUs. Wu and He (*Group Normalization*, 2018, arXiv:1803.08494) show how the error grows
+# with smaller batches per GPU. With only a few images per rank, as in object detection, use statistics of the global
+# batch.
 #
-# That is what `nn.SyncBatchNorm` does: ranks add up what the mean and the variance need, and all use the same two.
+# `nn.SyncBatchNorm` does this: the ranks add the sums that the mean and the variance need, and all use the same mean
+# and variance.
 #
-# **Exercise 2b.3.** Each rank has of its values: their number, their sum, and the sum of their squares. What are the
+# **Exercise 2b.3.** Each rank has the number of its values, their sum, and the sum of their squares. What are the
 # mean and the variance of all values together? `per_rank` has these three in columns.
 
 
 # %% tags=["exercise"]
 def pooled(per_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and variance (divided by the number) of all ranks' values; `per_rank` is ranks x (number, sum, squares)."""
+    """Return mean and (biased) variance of all ranks' values; `per_rank` is ranks x (number, sum, sum of squares)."""
     raise NotImplementedError  # yours to write
 
 
@@ -654,9 +657,9 @@ with exercise("2b.3"):
     mean, variance = pooled(table)
     whole = torch.cat(values)
     assert not torch.allclose(variance, torch.stack([v.var(correction=0) for v in values]).mean()), (
-        "the mean of the ranks' variances leaves out that their means differ"
+        "the mean of the ranks' variances ignores that their means differ"
     )
-    assert torch.allclose(mean, whole.mean()), f"the mean of all values is {whole.mean():.3f}, and this says {mean:.3f}"
+    assert torch.allclose(mean, whole.mean()), f"the mean of all values is {whole.mean():.3f}, not {mean:.3f}"
     assert torch.allclose(variance, whole.var(correction=0)), (
         f"the variance is {whole.var(correction=0):.3f}, not {variance:.3f}"
     )
@@ -664,7 +667,7 @@ with exercise("2b.3"):
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# The variance is the mean of the squares less the square of the mean.
+# The variance is the mean of the squares minus the square of the mean.
 #
 # </details>
 
@@ -678,18 +681,18 @@ def pooled(per_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 # %% [markdown]
-# **Learnt:** a synchronised BatchNorm costs one small all-reduce for each layer and pass, of sums and not of means.
+# **Learnt:** a synchronised BatchNorm costs one small all-reduce of sums per layer and pass.
 
 # %% [markdown]
-# **Buffers.** BatchNorm keeps a running mean and variance for scoring. They are *buffers*: part of `state_dict()`,
-# but without gradient, so DDP does not average them. What it does do: at the beginning of each forward pass it sends
-# rank 0's buffers to all (`broadcast_buffers=True`). After the pass they differ again. Whoever scores then scores
-# another network on every rank, and that is why place 5 is there. Here are five steps without it, and a last line that
-# tries PyTorch's `SyncBatchNorm`.
+# **Buffers.** BatchNorm keeps a running mean and variance for evaluation. They are *buffers*: part of `state_dict()`,
+# but without gradients, so DDP does not average them. Instead, at the beginning of each forward pass, DDP sends rank
+# 0's buffers to all ranks (`broadcast_buffers=True`). After the pass they differ again, so each rank would evaluate a
+# different network; change 5 prevents this. The next script makes five steps without it, and at the end tries
+# PyTorch's `SyncBatchNorm`.
 
 # %%
 # %%writefile buffers.py
-"""Five steps with DDP; then each rank tells what it holds."""
+"""Make five steps with DDP; then print fingerprints of each rank's parameters and buffers."""
 
 import torch
 import torch.distributed as dist
@@ -722,15 +725,15 @@ leave_group()
 
 # %%
 seen = run("torchrun --standalone --nproc-per-node=2 buffers.py", seconds=300)
-told = [line.split() for line in seen.splitlines() if ": parameters " in line]
-parameters, buffers = {words[3] for words in told}, {words[5] for words in told}
+rows = [line.split() for line in seen.splitlines() if ": parameters " in line]
+parameters, buffers = {words[3] for words in rows}, {words[5] for words in rows}
 print(f"On 2 ranks: {len(parameters)} set of parameters, {len(buffers)} sets of buffers.")
-assert (len(parameters), len(buffers)) == (1, 2), "DDP keeps parameters equal, and not the running statistics"
+assert (len(parameters), len(buffers)) == (1, 2), "DDP keeps parameters equal, but not the running statistics"
 
 # %% [markdown] tags=["slide"]
-# ## 5 Checkpoints: what must be in one?
+# ## 5 What must a checkpoint contain?
 #
-# A resumed run should do what the undisturbed one would have done. Whatever the next step depends on must be
+# A resumed run should give the same result as an uninterrupted one. Everything that the next step depends on must be
 #
 # - **saved**, or
 # - a **function of the position**, which is saved.
@@ -738,18 +741,18 @@ assert (len(parameters), len(buffers)) == (1, 2), "DDP keeps parameters equal, a
 # A widely copied reference trainer saves: epoch, best metric, model, optimizer, moving average. Is that enough?
 
 # %% [markdown]
-# The trainer meant is NVIDIA's for convolutional networks (*DeepLearningExamples*, PyTorch/Classification/ConvNets).
-# We build a small run with everything that a run of today has, in one process: momentum in the optimizer, a moving
-# average of the weights (*EMA*, exponential moving average, which is often what gets scored), a learning rate that
-# changes in every step, shuffled data, and augmentation by torch's global random numbers. Then we stop it in the
-# middle of its second epoch, and go on with one thing or another left out.
+# The trainer is NVIDIA's for convolutional networks (*DeepLearningExamples*, PyTorch/Classification/ConvNets). We
+# build a small run in one process with typical features: momentum in the optimizer, a moving average of the weights
+# (*EMA*, exponential moving average, which is often the network that is evaluated), a learning rate that changes in
+# every step, shuffled data, and augmentation with torch's global random numbers. Then we stop it during its second
+# epoch, and resume it with parts of the checkpoint left out.
 
 # %%
 LAST, STOP = 2 * STEPS + STEPS // 2, STEPS + STEPS // 3
 
 
 class Run:
-    """A training that can be stopped, saved and gone on with."""
+    """A training run that can be stopped, saved and resumed."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
@@ -785,7 +788,7 @@ class Run:
         )
 
     def restore(self, state: dict) -> None:
-        """Take over what `state` has; what it lacks stays as at a start."""
+        """Restore what `state` contains; everything else keeps its initial value."""
         self.network.load_state_dict(state["model"])
         self.average.load_state_dict(state["average"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -800,18 +803,18 @@ def flat(network: nn.Module) -> torch.Tensor:
     return torch.cat([weight.detach().flatten() for weight in network.parameters()])
 
 
-undisturbed = Run()
-undisturbed.train(STOP)
-saved = undisturbed.state()
-undisturbed.train(LAST - STOP)
-target = flat(undisturbed.network)
+uninterrupted = Run()
+uninterrupted.train(STOP)
+saved = uninterrupted.state()
+uninterrupted.train(LAST - STOP)
+target = flat(uninterrupted.network)
 
 left_out = {
-    "all saved": (),
-    "without the LR's position": ("schedule",),
+    "everything saved": (),
+    "without the schedule's position": ("schedule",),
     "without the random state": ("random state",),
     "without the position in the data": ("position",),
-    "the reference's list": ("schedule", "random state", "position"),
+    "the reference trainer's list": ("schedule", "random state", "position"),
 }
 off = {}
 for name, missing in left_out.items():
@@ -823,43 +826,44 @@ for name, missing in left_out.items():
 # %% tags=["slide"] jupyter={"source_hidden": true}
 figure, axes = plt.subplots(figsize=(8, 3))
 bars = axes.barh(list(off), list(off.values()), color=["#009e73"] + 3 * ["#d55e00"] + ["#0072b2"])
-axes.bar_label(bars, ["equal to the bit" if value == 0 else f"{value:.1f} %" for value in off.values()], padding=4)
+axes.bar_label(bars, ["bit-identical" if value == 0 else f"{value:.1f} %" for value in off.values()], padding=4)
 axes.invert_yaxis()
-axes.set(xlim=(0, 1.25 * max(off.values())), xlabel="difference from the undisturbed run's weights, % of their length")
+axes.set(xlim=(0, 1.25 * max(off.values())), xlabel="difference from the uninterrupted run's weights, % of their norm")
 axes.set_title(f"Stopped after {STOP} steps, resumed, {LAST - STOP} steps later")
 plt.show()
-assert off.pop("all saved") == 0, "with everything saved the resumed run is the undisturbed one"
-assert min(off.values()) > 0.1, "each thing left out leads elsewhere"
+assert off.pop("everything saved") == 0, "with everything saved, the resumed run equals the uninterrupted one"
+assert min(off.values()) > 0.1, "everything left out changes the result"
 
 # %% [markdown]
-# With everything saved the weights are equal to the bit; each thing left out leads elsewhere. Nothing fails and no
-# message is printed, which is why such a bug lives long. More that the list lacks: the loss scale of fp16 training,
-# the counter of early stopping, and with several ranks the random state *of each rank*.
+# With everything saved, the weights are bit-identical; anything left out changes the result. There is no error and no
+# message, so such bugs stay unnoticed for a long time. The list also lacks the loss scale of fp16 training, the
+# counter of early stopping, and, with several ranks, the random state *of each rank*.
 #
-# There are two remedies. Save it, as above. Or make it a function of the position, as `train_ddp.py` does: order and
-# shifts come from generators that are seeded by epoch, step and rank, so there is no random state to save, and the
-# position in the data is the step. The second is shorter, and there is less to forget.
+# There are two solutions. You can save everything, as above. Or you can compute it from the position, as
+# `train_ddp.py` does: generators seeded with epoch, step and rank give the order and the shifts, so there is no
+# random state to save, and the position in the data is the step. The second solution is shorter, and there is less to
+# forget.
 #
-# ### Writing it
+# ### Writing a checkpoint
 #
-# A process can be killed while it writes. If it writes over the only checkpoint, both are gone. So write another file
-# and *rename* it: a rename within a file system is atomic, that is, others see the old file or the new one, never a
-# half. (After a power cut the rename may have reached the disk before the content; Paceline flushes the file first,
-# with `os.fsync`.)
+# A process can be killed while it writes. If it overwrites the only checkpoint, both the old and the new one are
+# lost. So write another file and *rename* it: a rename within a file system is atomic, so other processes see either
+# the old file or the new one, never a part. (In a power failure, the rename may reach the disk before the content.
+# Paceline therefore flushes the file first, with `os.fsync`.)
 #
-# **Exercise 2b.4.** Write `save_checkpoint`: only rank 0 writes, and under `path` there is a whole file at any
-# moment. Three or four lines.
+# **Exercise 2b.4.** Write `save_checkpoint`: only rank 0 writes, and the file at `path` is complete at any moment.
+# Three or four lines.
 
 
 # %% tags=["exercise"]
 def save_checkpoint(state: dict, path: str, rank: int) -> None:
-    """Write `state` to `path` from rank 0; an older file there stays whole until the new one is."""
+    """Write `state` to `path` from rank 0; an older file there stays intact until the new one is complete."""
     raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
 class Failing:
-    """Stands for a kill in the middle of writing: it cannot be written."""
+    """Simulates a kill during writing: it cannot be pickled."""
 
     def __reduce__(self):
         raise RuntimeError("killed")
@@ -868,28 +872,26 @@ class Failing:
 with exercise("2b.4"):
     Path("tried.pt").unlink(missing_ok=True)
     save_checkpoint({"step": 1}, "tried.pt", rank=1)
-    assert not Path("tried.pt").exists(), "rank 1 has written; two ranks that write one file spoil it"
+    assert not Path("tried.pt").exists(), "rank 1 has written a file; two ranks that write the same file corrupt it"
     save_checkpoint({"step": 1}, "tried.pt", rank=0)
-    assert Path("tried.pt").exists(), "rank 0 has written nothing under the path"
+    assert Path("tried.pt").exists(), "rank 0 has written no file at the path"
     with suppress(RuntimeError):
         save_checkpoint({"step": 2, "weights": torch.zeros(100_000), "rest": Failing()}, "tried.pt", rank=0)
     try:
         assert torch.load("tried.pt", weights_only=True) == {"step": 1}, (
-            "after a failed save the old checkpoint must be there"
+            "after a failed save the old checkpoint must still be there"
         )
     except Exception as error:
         raise AssertionError(
-            "a save that was cut off has spoilt the older checkpoint: write beside it, then rename"
+            "an interrupted save has damaged the old checkpoint: write another file, then rename it"
         ) from error
     save_checkpoint({"step": 3}, "tried.pt", rank=0)
-    assert torch.load("tried.pt", weights_only=True) == {"step": 3}, (
-        "the second checkpoint must take the first one's place"
-    )
+    assert torch.load("tried.pt", weights_only=True) == {"step": 3}, "the second checkpoint must replace the first one"
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# <code>torch.save</code> to another name in the same folder, then <code>os.replace(that, path)</code>.
+# Use <code>torch.save</code> with another name in the same folder, then <code>os.replace(other, path)</code>.
 #
 # </details>
 
@@ -904,15 +906,17 @@ def save_checkpoint(state: dict, path: str, rank: int) -> None:
 
 
 # %% [markdown]
-# **Learnt:** one rank writes, since all have the same weights; all ranks read, so that all begin alike.
+# **Learnt:** one rank writes, because all have the same weights; all ranks read, so that all start from the same
+# state.
 #
-# Now the test that counts.
+# Now the real test.
 
 # %% [markdown] tags=["slide"]
-# ## Killing it
+# ## Killing the run
 #
-# Rank 1 sends itself SIGKILL at a step of our choice. No program can catch it: no last word, no clean-up. torchrun
-# notices, ends rank 0 and fails. The same command then goes on, and must end where the undisturbed run did.
+# Rank 1 sends itself SIGKILL at a chosen step. No program can catch this signal, so there is no clean-up. torchrun
+# notices, ends rank 0 and fails. Then the same command resumes the run, which must end with the same weights as the
+# uninterrupted run.
 
 # %% tags=["slide"]
 from paceline_course.shell import CommandError
@@ -922,27 +926,28 @@ try:
     run(f"torchrun --standalone --nproc-per-node=2 train_ddp.py killed.pt {die_at}", seconds=300, quiet=True)
 except CommandError:
     reached = torch.load("killed.pt", weights_only=True)["step"]
-    print(f"Killed at step {die_at}; the newest checkpoint is of step {reached}: {die_at - reached} steps to do again.")
+    print(f"Killed at step {die_at}; the latest checkpoint is of step {reached}: {die_at - reached} steps to repeat.")
 seen = run("torchrun --standalone --nproc-per-node=2 train_ddp.py killed.pt", seconds=300, quiet=True)
 resumed, whole = (torch.load(name, weights_only=True) for name in ("killed.pt", "two.pt"))
 equal = all(torch.equal(resumed["network"][key], whole["network"][key]) for key in whole["network"])
-print(f"Killed and resumed against undisturbed: {'equal to the bit' if equal else 'different'}.")
+print(f"Killed and resumed, compared with uninterrupted: {'bit-identical' if equal else 'different'}.")
 assert equal
 
 # %% [markdown] tags=["slide"]
-# ## Being asked to stop
+# ## Stopping on request
 #
-# Batch systems, and machines that are cheap because they may be taken away, send SIGTERM first, a request to end, and
-# SIGKILL some time later. The reference trainer sets a flag when *rank 0* receives SIGTERM; when it next looks at the
-# flag, it leaves the epoch and saves *go on with the next epoch*.
+# Batch systems and preemptible (spot) machines first send SIGTERM, a request to stop, and SIGKILL some time later.
+# The reference trainer sets a flag when *rank 0* receives SIGTERM. When it next checks the flag, it leaves the epoch
+# and saves a checkpoint that resumes at the *next epoch*.
 
 # %% [markdown]
-# All ranks ask rank 0 for the flag every 20 steps; the other ranks ignore the signal. Here is that logic without a
-# network: it only counts how often each sample is used. We look at the flag every 5 steps, since our epochs are short.
+# All ranks get the flag from rank 0 every 20 steps; the other ranks ignore the signal. The next script has this logic
+# without a network: it only counts how often each sample is used. It checks the flag every 5 steps, because our
+# epochs are short.
 
 # %%
 # %%writefile sigterm.py
-"""Two ranks that stop on SIGTERM as the reference does, and go on. They count samples; nothing is trained."""
+"""Stop two ranks on SIGTERM as the reference trainer does, then resume. Count samples; train nothing."""
 
 import json
 import os
@@ -952,7 +957,7 @@ import torch
 import torch.distributed as dist
 from realistic import GLOBAL_BATCH, leave_group, order
 
-EPOCHS, SAMPLES, ASK_EVERY = 3, 1438, 5
+EPOCHS, SAMPLES, CHECK_EVERY = 3, 1438, 5
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -963,7 +968,7 @@ def note(number, frame):
     requests.append(number)
 
 
-signal.signal(signal.SIGTERM, note if rank == 0 else signal.SIG_IGN)  # the reference listens on rank 0 only
+signal.signal(signal.SIGTERM, note if rank == 0 else signal.SIG_IGN)  # the reference handles it on rank 0 only
 
 
 def is_interrupted():
@@ -972,26 +977,26 @@ def is_interrupted():
     return flag.item()
 
 
-def train(begin, uses, told=None):
-    """From epoch `begin` on; rank `told` gets SIGTERM in step 7 of epoch 1. Returns the epoch to go on with."""
+def train(begin, uses, signalled=None):
+    """Train from epoch `begin`; rank `signalled` gets SIGTERM in step 7 of epoch 1. Return the epoch to resume at."""
     for epoch in range(begin, EPOCHS):
         for step, batch in enumerate(order(epoch, SAMPLES).split(GLOBAL_BATCH)):
-            if (epoch, step, rank) == (1, 7, told):
+            if (epoch, step, rank) == (1, 7, signalled):
                 os.kill(os.getpid(), signal.SIGTERM)
             uses[epoch, batch[rank::world]] += 1
-            if (step + 1) % ASK_EVERY == 0 and is_interrupted():
-                return epoch + 1  # this is what its checkpoint says
+            if (step + 1) % CHECK_EVERY == 0 and is_interrupted():
+                return epoch + 1  # the checkpoint records the next epoch
     return EPOCHS
 
 
 results = []
-for told in (0, 1):
+for signalled in (0, 1):
     uses = torch.zeros(EPOCHS, SAMPLES, dtype=torch.int64)
-    stopped = train(0, uses, told)
+    stopped = train(0, uses, signalled)
     requests.clear()
     train(stopped, uses)  # the same command again
     dist.all_reduce(uses)
-    results.append({"told": told, "stopped": stopped < EPOCHS, "used": uses.sum(dim=1).tolist()})
+    results.append({"signalled": signalled, "stopped": stopped < EPOCHS, "used": uses.sum(dim=1).tolist()})
 if rank == 0:
     with open("sigterm.json", "w") as file:
         json.dump(results, file)
@@ -1012,20 +1017,20 @@ figure, axes = plt.subplots(figsize=(7.5, 2.8))
 epochs = torch.arange(3)
 for shift, result, name in (
     (-0.2, to_rank_0, "SIGTERM to rank 0: stops, drops the rest"),
-    (0.2, to_rank_1, "SIGTERM to rank 1: not heard"),
+    (0.2, to_rank_1, "SIGTERM to rank 1: ignored"),
 ):
     bars = axes.bar(epochs + shift, [100 * used / 1438 for used in result["used"]], width=0.4, label=name)
     axes.bar_label(bars, fmt="%.0f %%", fontsize=9)
 axes.set_xticks(epochs, [f"epoch {epoch + 1}" for epoch in range(3)])
 axes.set(ylabel="samples used, %", ylim=(0, 165), yticks=(0, 50, 100))
-axes.set_title("A SIGTERM flag, as the reference has it")
+axes.set_title("A SIGTERM flag, as in the reference trainer")
 axes.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]
-# **Exercise 2b.5.** ImageNet has 1,281,167 training images; with a global batch of 256 an epoch is some 5,004 steps.
-# SIGTERM reaches rank 0 during step 1,003, and the flag is looked at after every 20 steps. How many images does the
-# reference drop, and what share of the epoch is that?
+# **Exercise 2b.5.** ImageNet has 1,281,167 training images; with a global batch of 256 an epoch has about 5,004
+# steps. SIGTERM reaches rank 0 during step 1,003, and the flag is checked after every 20 steps. How many images does
+# the reference trainer drop, and what share of the epoch is that?
 
 
 # %% tags=["exercise"]
@@ -1036,9 +1041,9 @@ dropped_share = ...  # in percent
 with exercise("2b.5"):
     assert dropped_images is not ..., "nothing is written here yet"
     assert dropped_share is not ..., "the images are there, the share is missing"
-    assert dropped_images != 1281167 - 1003 * 256, "it goes on until the next time that it looks, after step 1,020"
+    assert dropped_images != 1281167 - 1003 * 256, "it continues until the next check of the flag, after step 1,020"
     assert abs(dropped_images - 1020047) <= 256, (
-        f"after step 1,020 it has used 1,020 x 256 images, so {dropped_images:,} is not it"
+        f"after step 1,020 it has used 1,020 x 256 images, so it does not drop {dropped_images:,}"
     )
     assert abs(dropped_share - 79.6) < 0.1, "the share is in percent of 1,281,167"
 
@@ -1055,25 +1060,25 @@ dropped_images = 1281167 - 1020 * 256
 dropped_share = 100 * dropped_images / 1281167
 
 # %% [markdown]
-# **Learnt:** a stop is safe only if any rank may hear it, all agree on the step, and the checkpoint says where in the
-# epoch it is.
+# **Learnt:** a stop is safe only if any rank can receive the request, all ranks agree on the step, and the checkpoint
+# contains the position in the epoch.
 #
-# In Paceline the request rides on the gradient's all-reduce: whichever rank hears it, all finish the same step, save,
-# and end with exit code 75, which means *run the same command again*. Section 9 kills such a run.
+# Paceline sends the request along with the gradients' all-reduce. If any rank receives it, all ranks finish the same
+# step, save, and end with exit code 75, which means *run the same command again*. Section 9 kills a run of Paceline.
 
 # %% [markdown] tags=["slide"]
-# ## 6 Throughput: what did the second process bring?
+# ## 6 Throughput: how much faster are two processes?
 #
-# - Leave out the first steps: memory is allocated, kernels are chosen.
+# - Leave out the first steps, which allocate memory and choose kernels.
 # - Take the median of several steps, not their sum.
-# - Compare like with like: as many threads in every process, the same batch.
-# - **Speed-up** = rate of N / rate of 1. **Efficiency** = speed-up / N.
+# - Compare equal conditions: the same number of threads in every process, the same batch.
+# - **Speed-up** = throughput of N processes / throughput of 1. **Efficiency** = speed-up / N.
 
 # %% [markdown]
-# Two processes on one machine share more than a network: caches, memory bandwidth, sometimes the clock. So we measure
-# four things in one start, so that all see the same machine: one rank alone while the other waits; both at once
-# without a word between them; both with DDP, a batch of 64 each (*weak scaling*: the global batch grows with the
-# ranks); and both with DDP, 32 each (*strong scaling*: the global batch stays).
+# Two processes on one machine share more than a network: caches, memory bandwidth, sometimes the clock frequency. So
+# we measure four cases in one run, under the same conditions: one rank alone while the other waits; both at the same
+# time without communication; both with DDP, a batch of 64 each (*weak scaling*: the global batch grows with the
+# ranks); and both with DDP, 32 each (*strong scaling*: the global batch stays the same).
 
 # %%
 # %%writefile throughput.py
@@ -1101,7 +1106,7 @@ def step_seconds(model, images, labels):
         optimizer.step()
         optimizer.zero_grad()
         if images.is_cuda:
-            torch.cuda.synchronize()  # a GPU works on after its calls have returned
+            torch.cuda.synchronize()  # GPU calls return before the work is done
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[WARM_UP:])
 
@@ -1143,17 +1148,17 @@ for name, rate in rates.items():
     )
 
 # %% [markdown]
-# How to read it: from *alone* to *side by side* nothing is communicated. What is lost there is what the two take from
-# each other (and what other programs take from both). From there to *DDP, 64 each* is the price of the all-reduce and
-# of waiting for the slower rank. *DDP, 32 each* pays the same all-reduce for half the work. Run the cell again and
-# see how far the numbers move; on a machine that others use they move a lot.
+# How to read the results: *alone* and *side by side* have no communication, so the difference shows what the two
+# processes take from each other (and what other programs take from both). The difference to *DDP, 64 each* is the
+# cost of the all-reduce and of waiting for the slower rank. *DDP, 32 each* has the same all-reduce for half the work.
+# Run the cell again to see how much the numbers vary; on a shared machine they vary a lot.
 #
-# If one process of two had two threads and the other one, the faster would wait in every all-reduce. And if *one*
-# process had used both cores, comparing it with two processes of one thread each would compare 2 cores with 2: say
-# which you did.
+# If one of two processes had two threads and the other had one, the faster process would wait in every all-reduce. If
+# the *single* process had used both cores, you would compare two cores with two cores. Always state the number of
+# threads.
 #
-# What did theory say? `paceline scale` starts from the time of one process and adds what the links cost, which it
-# measures here.
+# What does theory predict? `paceline scale` starts from the time of one process and adds the cost of communication,
+# which it measures here.
 
 # %%
 source = named_data()
@@ -1193,43 +1198,43 @@ print(
 )
 
 # %% [markdown]
-# A prediction is worth its measurement. Where they differ much, ask what the model leaves out: here it takes for
-# granted that a core computes as fast when its neighbour is busy, and that half a batch takes half the time.
+# Always compare a prediction with a measurement. If they differ greatly, ask what the model ignores. This one assumes
+# that a core is as fast when its neighbour is busy, and that half a batch takes half the time.
 
 # %% [markdown] tags=["slide"]
 # ## 7 A network that does not fit: FSDP
 #
-# DDP holds everything on every rank. **FSDP** (fully sharded data parallel) cuts parameters, gradients and optimizer
-# state into one *shard* for each rank, and puts a layer's parameters together just before they are needed.
+# DDP keeps everything on every rank. **FSDP** (fully sharded data parallel) splits parameters, gradients and
+# optimizer state into one *shard* for each rank, and gathers a layer's parameters just before they are needed.
 #
-# Activations are not sharded: they depend on the batch per rank, as before.
+# Activations are not sharded: they depend on the batch per rank, as with DDP.
 
 # %% [markdown]
-# The idea is ZeRO's (Rajbhandari et al., *ZeRO*, 2020, arXiv:1910.02054); PyTorch's present form is `fully_shard`.
-# The optimizer is Adam's variant AdamW here, which keeps two numbers for each parameter: an average of the gradients,
-# and one of their squares. In fp32 a number has 4 bytes.
+# The idea comes from ZeRO (Rajbhandari et al., *ZeRO*, 2020, arXiv:1910.02054); PyTorch's current implementation is
+# `fully_shard`. Here the optimizer is AdamW, a variant of Adam. It keeps two numbers for each parameter: an average
+# of the gradients, and one of their squares. A number in fp32 has 4 bytes.
 #
-# **Exercise 2b.6.** Predict before you measure: how many bytes of parameters, gradients and AdamW state, together,
-# does each rank hold between two steps, under DDP and under FSDP?
+# **Exercise 2b.6.** Predict before you measure: how many bytes of parameters, gradients and AdamW state in total does
+# each rank store between two steps, with DDP and with FSDP?
 
 
 # %% tags=["exercise"]
 def bytes_per_rank(parameters: int, world: int, *, sharded: bool) -> float:
-    """Bytes of parameters, gradients and AdamW's state on one of `world` ranks, all in fp32."""
+    """Return the bytes of parameters, gradients and AdamW state on one of `world` ranks, all in fp32."""
     raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
 with exercise("2b.6"):
     whole = bytes_per_rank(1000, 4, sharded=False)
-    assert whole != 8000, "that is parameters and gradients; AdamW keeps two more numbers for each parameter"
+    assert whole != 8000, "this counts only parameters and gradients; AdamW keeps two more numbers for each parameter"
     assert whole == 16000, f"four numbers of 4 bytes for each of 1,000 parameters are 16,000 bytes, not {whole}"
-    assert bytes_per_rank(1000, 4, sharded=True) == 4000, "of 4 ranks each holds a quarter, of everything"
+    assert bytes_per_rank(1000, 4, sharded=True) == 4000, "each of 4 ranks stores a quarter of everything"
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# Parameter, gradient, and AdamW's two: four numbers. Sharded, a rank has a part of each.
+# Parameter, gradient, and AdamW's two: four numbers. With sharding, a rank stores a part of each.
 #
 # </details>
 
@@ -1241,13 +1246,13 @@ def bytes_per_rank(parameters: int, world: int, *, sharded: bool) -> float:
 
 
 # %% [markdown]
-# Now count. The script trains the same network with both, on the same images, and adds up what each rank holds. It
-# counts the messages of a step too: *all-gather* puts shards together on every rank; *reduce-scatter* adds up, and
+# Now count. The script trains the same network with both, on the same images, and adds up the bytes on each rank. It
+# also counts the collectives of a step: *all-gather* assembles the shards on every rank; *reduce-scatter* adds up and
 # leaves each rank its shard of the sum.
 
 # %%
 # %%writefile memory.py
-"""What each rank holds under DDP and under FSDP, and what a step sends. Rank 0 writes memory.json."""
+"""Count the bytes on each rank with DDP and with FSDP, and a step's collectives. Rank 0 writes memory.json."""
 
 import json
 import warnings
@@ -1261,8 +1266,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # about changing the output in place: we do not
-warnings.filterwarnings("ignore", message="Grad strides do not match")  # a matter of speed
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # warns of in-place changes, which we do not make
+warnings.filterwarnings("ignore", message="Grad strides do not match")  # concerns only speed
 
 
 def wrapped(network, kind):
@@ -1271,12 +1276,12 @@ def wrapped(network, kind):
     mesh = init_device_mesh(device.type, (world,))
     for layer in network.features:
         if isinstance(layer, Block):
-            fully_shard(layer, mesh=mesh)  # each block by itself: only one at a time is put together
-    return fully_shard(network, mesh=mesh)  # and what is left
+            fully_shard(layer, mesh=mesh)  # each block separately: only one is gathered at a time
+    return fully_shard(network, mesh=mesh)  # the remaining layers
 
 
 def held(tensors):
-    """Bytes of them that lie on this rank."""
+    """Return the bytes of the tensors that are stored on this rank."""
     mine = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in mine)
 
@@ -1290,7 +1295,7 @@ found = {}
 for kind in ("DDP", "FSDP"):
     torch.manual_seed(0)
     network = WideResNet(in_channels=images.shape[1]).to(device, memory_format=torch.contiguous_format)
-    model = wrapped(network, kind)  # FSDP wants weights in torch's first layout
+    model = wrapped(network, kind)  # FSDP needs contiguous weights
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(3):
@@ -1323,7 +1328,7 @@ totals = {kind: [sum(rank[part] for part in parts) for rank in found[kind]] for 
 for kind, sharded in (("DDP", False), ("FSDP", True)):
     expected = bytes_per_rank(PARAMETERS, 2, sharded=sharded)
     measured = " and ".join(f"{total:,}" for total in totals[kind])
-    print(f"{kind:4s} predicted {expected:10,.0f} bytes on each rank; held {measured}")
+    print(f"{kind:4s} predicted {expected:10,.0f} bytes on each rank; measured {measured}")
     assert all(abs(total / expected - 1) < 0.02 for total in totals[kind]), "predicted and measured bytes must agree"
 gap = max(
     abs(a - b)
@@ -1343,7 +1348,7 @@ for part in (*parts, "buffers"):
     bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
 axes.bar_label(axes.containers[-1], [f"{height:.2f} MiB" for height in bottom])
 axes.set(
-    ylabel="MiB held between two steps",
+    ylabel="MiB stored between two steps",
     ylim=(0, 1.2 * max(bottom)),
     title="Replicated and sharded, counted on two ranks",
 )
@@ -1351,19 +1356,19 @@ axes.legend(loc="upper right")
 plt.show()
 
 # %% [markdown]
-# The few bytes that predicted and held differ by are AdamW's step counters, one for each parameter tensor, which
-# every rank has, and shards that do not divide evenly. (Rank 0 gets the larger piece where a tensor's first dimension
-# does not divide by the ranks.)
+# Predicted and measured bytes differ slightly for two reasons. AdamW has a step counter for each parameter tensor, on
+# every rank. And shards may be uneven: rank 0 gets the larger piece if a tensor's first dimension is not divisible by
+# the number of ranks.
 #
-# To add up N bytes on p ranks and give all the sum, a ring all-reduce sends 2 (p - 1)/p x N bytes per rank (lab 2a): a
-# reduce-scatter and an all-gather of (p - 1)/p x N each. FSDP gathers parameters for the forward pass, again for the
-# backward pass, since it lets go of them in between, and scatters gradients: three times (p - 1)/p x N. That is **1.5
-# times** DDP's traffic (Rajbhandari et al. 2020, section 7.2.2).
+# For N bytes on p ranks, a ring all-reduce sends 2 (p - 1)/p x N bytes per rank (lab 2a): a reduce-scatter and an
+# all-gather of (p - 1)/p x N each. FSDP gathers parameters for the forward pass, frees them, gathers them again for
+# the backward pass, and reduce-scatters the gradients: three times (p - 1)/p x N. This is **1.5 times** DDP's traffic
+# (Rajbhandari et al. 2020, section 7.2.2).
 
 # %% [markdown] tags=["slide"]
 # ## DDP and FSDP: the lecture's table
 #
-# With the numbers of this network, counted on two ranks:
+# With the values of this network, counted on two ranks:
 
 # %% tags=["slide"] jupyter={"source_hidden": true}
 weights = {kind: found[kind][0]["parameters"] / 2**20 for kind in found}
@@ -1385,13 +1390,14 @@ display(
 )
 
 # %% [markdown]
-# *Up to*, since the last part put together in the forward pass is not let go of: the backward pass needs it at once.
-# DDP's broadcasts are BatchNorm's buffers, its all-reduces the gradients, in buckets.
+# The table says *up to* because FSDP does not free the last part gathered in the forward pass: the backward pass
+# needs it immediately. DDP's broadcasts are for BatchNorm's buffers, its all-reduces for the gradients, in buckets.
 #
-# When does a network not fit? This one does, anywhere. Take GPT-3's size of 6.7 billion parameters (Brown et al.,
-# *Language Models are Few-Shot Learners*, 2020, arXiv:2005.14165), trained with Adam in mixed precision (16-bit
-# numbers in the passes, fp32 in the optimizer): 2 bytes for a weight, 2 for its gradient, 12 for the optimizer's fp32
-# copy and its two averages (ZeRO, section 3.1). Stage 0 of ZeRO is DDP; stage 3 shards everything, as FSDP does.
+# When does a network not fit? This one fits anywhere. Consider the GPT-3 variant with 6.7 billion parameters (Brown
+# et al., *Language Models are Few-Shot Learners*, 2020, arXiv:2005.14165), trained with Adam in mixed precision
+# (16-bit numbers in the passes, fp32 in the optimizer). Each parameter takes 2 bytes for the weight, 2 for its
+# gradient, and 12 for the optimizer's fp32 copy and its two averages (ZeRO, section 3.1). Stage 0 of ZeRO corresponds
+# to DDP; stage 3 shards everything, like FSDP.
 
 # %% [markdown] tags=["slide"]
 # ## When does a network not fit?
@@ -1417,25 +1423,26 @@ axes.set(xlabel="devices", ylabel="GiB per device", title="6.7 billion parameter
 axes.legend(loc="center right")
 plt.show()
 print(
-    f"DDP needs {needed[0][0]:.0f} GiB on each device, however many there are. "
-    f"Sharded, {fits} devices of 80 GiB are the fewest of these that hold it."
+    f"DDP needs {needed[0][0]:.0f} GiB on each device, for any number of devices. "
+    f"With sharding, it fits on {fits} devices of 80 GiB, but on none of the smaller numbers shown."
 )
 
 # %% [markdown]
-# Activations and the parts put together come on top. `paceline estimate gpt-7b --device h100 --processes 8` reckons
-# with them, without a GPU (it takes a while; try it), and says whether DDP fits, or FSDP, and with which batch.
+# Activations and gathered parameters need additional memory. `paceline estimate gpt-7b --device h100 --processes 8`
+# includes them, without a GPU (it takes a while; try it). It says whether DDP or FSDP fits, and with which batch.
 
 # %% [markdown] tags=["slide"]
 # ## 8 One script, several machines
 #
-# - On each machine (*node*) runs one torchrun, its *agent*; it starts that node's ranks.
-# - All agents meet at one address, the *rendezvous*, and agree on ranks and world size.
+# - One torchrun, the *agent*, runs on each machine (*node*) and starts its ranks.
+# - All agents connect to one address, the *rendezvous*, and agree on ranks and world size.
 # - `RANK` counts over all nodes, `LOCAL_RANK` from 0 on each.
-# - In the script nothing changes.
+# - The script does not change.
 
 # %% [markdown]
-# We have one machine, so two agents on it play two nodes: the same commands, only that the address is `localhost`.
-# First a script that tells who it is. It needs no torch: torchrun says everything by environment variables.
+# We have one machine, so two agents on it simulate two nodes: the commands are the same, but the address is
+# `localhost`. The first script prints its ranks. It needs no torch, because torchrun sets them as environment
+# variables.
 
 # %%
 # %%writefile who.py
@@ -1451,10 +1458,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def on_two_nodes(processes: int, script: str) -> str:
-    """Run the script with one agent for each of two nodes, as two people would in two terminals; what both printed."""
+    """Run the script with one agent for each of two nodes, as in two terminals; return the output of both."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]  # one that is free
+        port = probe.getsockname()[1]  # a free port
     place = f"--rdzv-backend=static --rdzv-endpoint=localhost:{port}"
     commands = [
         f"torchrun --nnodes=2 --node-rank={node} --nproc-per-node={processes} {place} {script}" for node in range(2)
@@ -1474,8 +1481,8 @@ print("\n".join(lines))
 assert len(lines) == 4
 
 # %% [markdown]
-# Two ranks have the local rank 0. So a seed made of `seed + local_rank` repeats on every node, and a file that "local
-# rank 0" writes is written by every node: use the rank for both. Only the choice of a GPU goes by local rank.
+# Two ranks have the local rank 0. So the seed `seed + local_rank` repeats on every node, and a file written by "local
+# rank 0" is written by every node: use the rank for both. Use the local rank only to choose a GPU.
 #
 # Now the training script, unchanged, with one process on each "node":
 
@@ -1484,23 +1491,23 @@ seen = on_two_nodes(1, "train_ddp.py nodes.pt")
 print("\n".join(line for line in seen.splitlines() if ": " in line and line.startswith(("epoch", "rank"))))
 nodes, whole = (torch.load(name, weights_only=True)["network"] for name in ("nodes.pt", "two.pt"))
 equal = all(torch.equal(nodes[key], whole[key]) for key in whole)
-print(f"Two nodes of one process against one node of two: {'equal to the bit' if equal else 'different'}.")
+print(f"Two nodes with one process each, compared with one node with two: {'bit-identical' if equal else 'different'}.")
 assert equal
 
 # %% [markdown]
-# Same world size, same shares, same sums: the same bits. On real machines three things come on top: the checkpoint
-# must lie on a file system that all nodes share, or each node needs the data and rank 0's file to go on from; the
-# endpoint is the first node's name and an open port; and the network between nodes is slower than what lies within
-# one. With root on Linux, two network namespaces come closer to it than this does (`docs/guide/several-hosts.md`
-# tells what was tried so).
+# The same world size gives the same shares, the same sums and the same bits. Real machines differ in three ways. The
+# checkpoint must be on a shared file system, or each node needs a copy of rank 0's file to resume. The endpoint is
+# the first node's name and an open port. And the network between nodes is slower than communication within a node. On
+# Linux with root, two network namespaces are a more realistic test (`docs/guide/several-hosts.md` says what was
+# tested).
 
 # %% [markdown] tags=["slide"]
 # ## 9 The same, with one command
 #
 # `paceline train wide.yaml --processes 2`
 #
-# The loop, shares, exact validation, checkpoints, throughput: the recipe names the network of this notebook. We kill
-# the run in its first epochs with SIGKILL, all ranks at once, and let **one** process go on. With `parallel.exact`
+# Paceline provides the loop, shares, exact validation, checkpoints and throughput; the recipe names this notebook's
+# network. We kill all ranks with SIGKILL in the first epochs and resume with **one** process. With `parallel.exact`
 # the bits do not depend on the number of processes.
 
 # %%
@@ -1519,33 +1526,33 @@ wanted = [
     "parallel.exact=true",
     "parallel.logical_ranks=2",
 ]
-undisturbed = paceline.train("wide.yaml", overrides=wanted, run_dir="runs/undisturbed", quiet=True)
+uninterrupted = paceline.train("wide.yaml", overrides=wanted, run_dir="runs/uninterrupted", quiet=True)
 
 words = [sys.executable, "-m", "paceline", "train", "wide.yaml", "--run-dir", "runs/killed", "--processes", "2"]
 with open("killed.log", "w") as log:
     launcher = subprocess.Popen([*words, *wanted], stdout=log, stderr=log)
 while launcher.poll() is None and not list(Path("runs/killed/checkpoints").glob("step-*")):
     time.sleep(0.02)
-with suppress(psutil.NoSuchProcess):  # it may have ended by itself
+with suppress(psutil.NoSuchProcess):  # it may already have ended
     for process in psutil.Process(launcher.pid).children(recursive=True):
         process.send_signal(signal.SIGKILL)
 launcher.wait()
 print(*[line for line in Path("killed.log").read_text().splitlines() if "SIGKILL" in line], sep="\n")
 left = sorted(path.name for path in Path("runs/killed/checkpoints").glob("step-*"))
-print(f"Checkpoints it left: {', '.join(left)}")
+print(f"Checkpoints of the killed run: {', '.join(left)}")
 assert left
 
 # %% tags=["slide"]
 resumed = paceline.train(
     "wide.yaml", overrides=wanted, run_dir="runs/killed", quiet=True
-)  # the same, here, in one process
-for name, result in (("undisturbed", undisturbed), ("killed, resumed", resumed)):
+)  # the same run, now in one process
+for name, result in (("uninterrupted", uninterrupted), ("killed, resumed", resumed)):
     accurate = result.metrics["top1_accuracy"]
     print(f"{name:16s} weights_sha256 {result.summary.weights_sha256[:24]}…  accuracy {accurate:.2f} %")
-assert undisturbed.summary.weights_sha256 == resumed.summary.weights_sha256
+assert uninterrupted.summary.weights_sha256 == resumed.summary.weights_sha256
 
 # %% [markdown]
-# The ledger, a list of the samples of every step, proves that each was used once per epoch, the kill included:
+# The ledger, a list of the samples of every step, proves that each sample was used once per epoch, despite the kill:
 
 # %%
 seen = run("paceline audit runs/killed", seconds=300)
@@ -1553,11 +1560,12 @@ seen = run("paceline audit runs/killed", seconds=300)
 # %% [markdown] tags=["slide"]
 # ## What to remember
 #
-# 1. DDP changes eight places; bugs sit in validation, random numbers, and who writes.
-# 2. BatchNorm's statistics are local, its buffers rank 0's.
-# 3. A checkpoint holds what the next step depends on, unless it is a function of the position. Test by killing.
-# 4. Throughput: without warm-up, with the same threads.
-# 5. FSDP divides what a rank holds, for half as much traffic again.
+# 1. DDP needs eight changes; typical bugs are in validation, random numbers and writing files.
+# 2. BatchNorm's statistics are local; DDP broadcasts rank 0's buffers.
+# 3. A checkpoint contains everything the next step depends on and cannot compute from the position. Test it with a
+#    kill.
+# 4. Measure throughput without warm-up steps and with the same number of threads.
+# 5. FSDP divides the stored state among ranks, for 1.5 times the traffic.
 
 # %% [markdown]
 # ### Further reading
@@ -1570,4 +1578,5 @@ seen = run("paceline audit runs/killed", seconds=300)
 # - S. Rajbhandari et al.: *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, 2020,
 #   arXiv:1910.02054
 # - Y. Zhao et al.: *PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel*, 2023, arXiv:2304.11277
-# - Of Paceline's guide: *Stop and resume*, *Several processes*, *Several hosts*, *Memory*, *Scale and plan*
+# - Paceline's guide: *Stop and resume*, *Several GPUs and processes*, *Several hosts*, *Memory: will it fit?*,
+#   *Predict speed*

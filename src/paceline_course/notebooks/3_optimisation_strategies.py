@@ -13,26 +13,25 @@
 # %% [markdown] tags=["slide"]
 # # Lab 3: Optimisation strategies for large batches
 #
-# Many devices want a large batch. What does a large batch want?
+# Many devices need a large batch. What does a large batch need?
 #
-# * measure a generalisation gap, and say whether it is more than chance
-# * scale a learning rate, and know where the rule ends
-# * warm up, LARS, ghost batch norm, training longer
-# * look at a minimum: sharp or flat, and what that does not mean
+# * measure a generalisation gap, and decide whether it is more than chance
+# * scale a learning rate, and know the limits of the rule
+# * use warm-up, LARS, ghost batch norm and longer training
+# * measure whether a minimum is sharp or flat, and know what this does not prove
 
 # %% [markdown]
 # **You should know** how a training loop in PyTorch works, and what a batch, an epoch and a learning rate are (Lab
-# 1). Several processes (Labs 2a and 2b) are not needed here: a global batch is the same batch, however many devices
-# share it.
+# 1). You do not need several processes (Labs 2a and 2b): a global batch is the same for any number of devices.
 #
-# **Time:** about 90 minutes with six exercises. Everything here is small enough for two processor cores; the cell
-# that takes longest says so.
+# **Time:** about 90 minutes with six exercises. Everything is small enough for two processor cores; the text
+# announces the longest cell.
 #
-# Words that are used throughout: an *update* (or *step*) is one change of the weights. The *global batch* is the
-# number of samples in one update, over all devices. With *momentum* `m` an update goes along a running sum of
-# gradients, in which each older one counts `m` times less: where they agree, it goes `1 / (1 - m)` times as far. A
-# *seed* decides the first weights and the order of samples: two runs that differ in nothing else show what chance
-# does.
+# Terms used in this lab: an *update* (or *step*) is one change of the weights. The *global batch* is the number of
+# samples in one update, over all devices. With *momentum* `m`, an update follows a running sum of gradients, in which
+# each older gradient is multiplied by `m` once more. If the gradients agree, the update is `1 / (1 - m)` times as
+# long. A *seed* determines the initial weights and the order of samples: two runs that differ only in the seed show
+# the effect of chance.
 
 # %% tags=["setup"]
 import copy
@@ -55,19 +54,19 @@ import paceline
 from paceline_course import exercise, run, use_style
 
 use_style()
-torch.set_num_threads(1)  # these networks are so small that more threads would only wait for one another
+torch.set_num_threads(1)  # the networks are tiny: more threads would only wait for each other
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-warnings.filterwarnings("ignore", message="IProgress not found")  # of tqdm, which a library imports
+warnings.filterwarnings("ignore", message="IProgress not found")  # from tqdm, which a library imports
 SEEDS = range(5)
 
 # %% [markdown]
 # ## The problem: 512 digits to learn from
 #
 # Scikit-learn's handwritten digits: 1797 images of 8x8 pixels. We train on 512 of them and test on the other 1285. At
-# an accuracy of 95 % that many images have a standard error of 0.6 points: with others, all our accuracies would move
-# by about as much. But all ways are tested on the same ones, and it is differences between ways that we look at; the
-# spread over seeds, below, says how far chance in the *training* moves those. The network is a small
-# *MLP* (multi-layer perceptron): two hidden layers of 128 numbers, each followed by a ReLU, `max(0, x)`.
+# an accuracy of 95 %, this number of test images gives a standard error of 0.6 points: other test images would change
+# all our accuracies by about that much. But we compare accuracies on the same test images; the spread over seeds,
+# below, shows how much chance in the *training* changes them. The network is a small *MLP* (multi-layer perceptron):
+# two hidden layers of 128 units, each followed by a ReLU, `max(0, x)`.
 
 # %% tags=["setup"]
 digits = load_digits()
@@ -131,24 +130,24 @@ def train(
 # %% [markdown] tags=["slide"]
 # ## Fewer updates
 #
-# An epoch is every sample once. With a batch of `B` an epoch of `N` samples has `N / B` updates, rounded up.
+# An epoch uses every sample once. With a batch of `B`, an epoch of `N` samples has `N / B` updates, rounded up.
 #
-# **A batch sixteen times as large takes sixteen times fewer updates in as many epochs.** That is why it is fast, and
-# the first reason why it may end worse.
+# **A batch sixteen times as large makes sixteen times fewer updates in the same number of epochs.** So it is faster,
+# but it may also end with a worse result.
 
 # %% [markdown]
-# **Exercise 3.1.** Write how many updates a training has, and for how many epochs another batch must train to get as
-# many. An incomplete batch at the end of an epoch is an update too.
+# **Exercise 3.1.** Write two functions: the number of updates in a training run, and the number of epochs that
+# another batch size needs for that many updates. An incomplete batch at the end of an epoch is an update too.
 
 
 # %% tags=["exercise"]
 def updates(samples: int, batch: int, epochs: int) -> int:
-    """Updates in so many epochs."""
+    """Return the number of updates in `epochs` epochs."""
     raise NotImplementedError  # yours to write
 
 
 def epochs_for(wanted: int, samples: int, batch: int) -> int:
-    """The fewest whole epochs that have at least so many updates."""
+    """Return the smallest number of whole epochs with at least `wanted` updates."""
     raise NotImplementedError  # yours to write
 
 
@@ -164,7 +163,7 @@ with exercise("3.1"):
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# <code>math.ceil(samples / batch)</code> are the updates of one epoch. Both answers follow from it; the second needs
+# One epoch has <code>math.ceil(samples / batch)</code> updates. Both answers follow from this; the second needs
 # <code>math.ceil</code> once more.
 #
 # </details>
@@ -181,27 +180,27 @@ def epochs_for(wanted: int, samples: int, batch: int) -> int:
 
 
 # %% [markdown]
-# **What was learnt:** batch and epochs fix the number of updates; whoever compares batches must say which of them was
-# held.
+# **Learnt:** batch and epochs determine the number of updates. When you compare batch sizes, say whether you kept the
+# epochs or the updates the same.
 
 # %% [markdown] tags=["slide"]
 # ## Is there a gap, and how large?
 #
-# Batch 16 against batch 256, five seeds each, at the same learning rate; 512 digits, first with right labels, then
-# with a fifth of them random. Each dot is a seed, each bar the mean of five.
+# Batch 16 against batch 256, five seeds each, at the same learning rate; 512 digits, first with correct labels, then
+# with a fifth of the labels random. Each dot is a seed, each bar the mean of five.
 
 # %% [markdown]
-# *Generalisation gap* has two meanings. Keskar et al. (2017) mean **test accuracy with a small batch less that with a
-# large batch**; so do we in this section. Others, and the column `gap` that `paceline landscape` prints, mean
-# training accuracy less test accuracy.
+# *Generalisation gap* has two meanings. Keskar et al. (2017) mean **test accuracy with a small batch minus that with
+# a large batch**; so do we in this section. Others, and the column `gap` of `paceline landscape`, mean training
+# accuracy minus test accuracy.
 #
 # We train in three ways, all at the same learning rate, with five seeds each: a batch of 16 for 30 epochs; a batch of
-# 256 for **as many epochs**; a batch of 256 for **as many updates**. Then the same again with *noisy labels*: a fifth
-# of the training labels are replaced by random ones, as when labels come from a hurried crowd. Test labels stay
-# right.
+# 256 for **the same number of epochs**; a batch of 256 for **the same number of updates**. Then we repeat this with
+# *noisy labels*: a fifth of the training labels are replaced by random ones, as if people had labelled the images
+# carelessly. The test labels stay correct.
 #
-# **Before you run it, write down your guess:** which of the two batches is better on the noisy labels at as many
-# epochs?
+# **Before you run it, write down your guess:** which of the two batch sizes is better on the noisy labels after the
+# same number of epochs?
 
 # %%
 chance = torch.Generator().manual_seed(1)
@@ -211,12 +210,12 @@ noisy_labels[wrong] = torch.randint(0, 10, (int(wrong.sum()),), generator=chance
 
 EPOCHS, RATE = 30, 0.05
 few, many = updates(SAMPLES, 256, EPOCHS), updates(SAMPLES, 16, EPOCHS)
-ways = {"batch 16": (16, many), "batch 256,\nas many epochs": (256, few), "batch 256,\nas many updates": (256, many)}
+ways = {"batch 16": (16, many), "batch 256,\nsame epochs": (256, few), "batch 256,\nsame updates": (256, many)}
 found: dict[str, dict[str, list[Run]]] = {
     kind: {
         way: [train(batch, [RATE] * count, seed, labels=y) for seed in SEEDS] for way, (batch, count) in ways.items()
     }
-    for kind, y in (("right labels", train_labels), ("a fifth of the labels random", noisy_labels))
+    for kind, y in (("correct labels", train_labels), ("a fifth of the labels random", noisy_labels))
 }
 
 # %% tags=["slide"]
@@ -232,14 +231,14 @@ plt.show()
 
 
 # %% [markdown]
-# Is a difference more than chance? The *standard error* of a difference of two means says by how much it would move
-# if we took other seeds: the root of `s1²/n + s2²/n`, where `s` is the standard deviation over `n` seeds. A
-# difference below three of them may well be chance with so few seeds.
+# Is a difference more than chance? The *standard error* of a difference of two means tells how much it would vary
+# with other seeds: the square root of `s1²/n + s2²/n`, where `s` is the standard deviation over `n` seeds. With so
+# few seeds, a difference below three standard errors may well be chance.
 
 
 # %%
 def difference(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """First less second, and the standard error of that."""
+    """Return the difference of the means, first minus second, and its standard error."""
     error = math.sqrt(np.var(first, ddof=1) / len(first) + np.var(second, ddof=1) / len(second))
     return float(np.mean(first) - np.mean(second)), error
 
@@ -254,35 +253,34 @@ for kind, by_way in found.items():
         gaps[kind, name] = gap, error
         verdict = "more than chance" if abs(gap) > 3 * error else "may be chance"
         loss, on_test = (np.mean([getattr(each, what) for each in runs]) for what in ("train_loss", "test_accuracy"))
-        beside = "" if runs is small else f"{gap:+.1f} ± {error:.1f} points: {verdict}"
-        print(f"  {name:32} {loss:12.5f} {on_test:7.2f}   {beside}")
+        comparison = "" if runs is small else f"{gap:+.1f} ± {error:.1f} points: {verdict}"
+        print(f"  {name:32} {loss:12.5f} {on_test:7.2f}   {comparison}")
 
 noisy_runs = found["a fifth of the labels random"]
-print("Of the random labels it has learnt, on average:")
+print("Share of the random labels that it has learnt, on average:")
 for way, runs in noisy_runs.items():
     learnt = np.mean([accuracy(each.network, train_images[wrong], noisy_labels[wrong]) for each in runs])
     print(f"  {way.replace(chr(10), ' '):32} {learnt:5.1f} %")
 
-assert gaps["right labels", "batch 256, as many epochs"][0] > 1, "as many epochs: the large batch is worse"
-assert abs(gaps["right labels", "batch 256, as many updates"][0]) < 2, "as many updates: most of it is gone"
-assert gaps["a fifth of the labels random", "batch 256, as many epochs"][0] < -4, "with noisy labels it is better"
+assert gaps["correct labels", "batch 256, same epochs"][0] > 1, "same epochs: the large batch is worse"
+assert abs(gaps["correct labels", "batch 256, same updates"][0]) < 2, "same updates: most of the gap is gone"
+assert gaps["a fifth of the labels random", "batch 256, same epochs"][0] < -4, "with noisy labels it is better"
 
 # %% [markdown] tags=["slide"]
-# ## What the dots say
+# ## What the results show
 #
-# * right labels, as many **epochs**: the large batch is worse. Its training loss says why: it has not come down as
-#   far.
-# * right labels, as many **updates**: most of that is gone. "May be chance" is not "nothing": whether a rest is left,
-#   more seeds would tell.
-# * noisy labels, as many epochs: the large batch is **better**. It stopped before it had learnt the wrong labels.
+# * correct labels, same **epochs**: the large batch is worse. The reason is its higher training loss.
+# * correct labels, same **updates**: most of the gap is gone. "May be chance" does not mean zero: only more seeds can
+#   show a remaining gap.
+# * noisy labels, same epochs: the large batch is **better**. It stopped before it had learnt the wrong labels.
 #
-# One number for "the gap" of a batch size does not exist.
+# A batch size does not have one single "gap".
 
 # %% [markdown]
-# That the gap comes from too few updates is the claim of Hoffer, Hubara and Soudry, *Train longer, generalize better*
-# (2017, arXiv:1705.08741). Keskar et al. (*On large-batch training for deep learning*, 2017, arXiv:1609.04836, Table
-# 2) trained six networks until the loss would not fall any more, with batches of 256 and of a tenth of the data, and
-# found that a gap was left:
+# Hoffer, Hubara and Soudry (*Train longer, generalize better*, 2017, arXiv:1705.08741) claim that too few updates
+# cause the gap. Keskar et al. (*On large-batch training for deep learning*, 2017, arXiv:1609.04836, Table 2) trained
+# six networks until the loss no longer fell, with batches of 256 and of a tenth of the data. They found that a gap
+# remained:
 #
 # | network | train %, small | train %, large | test %, small | test %, large | gap in points |
 # |---|---|---|---|---|---|
@@ -293,33 +291,33 @@ assert gaps["a fifth of the labels random", "batch 256, as many epochs"][0] < -4
 # | C3 (shallow convolutions, CIFAR-100) | 99.56 | 99.88 | 49.58 | 46.45 | 3.13 |
 # | C4 (deep convolutions, CIFAR-100) | 99.10 | 99.57 | 63.08 | 57.81 | 5.27 |
 #
-# Both can be right: sets, networks, optimizers (Keskar's was Adam) and rates differ. In our own set-up
-# most of the gap came from too few updates; whether a part of another origin is left, five seeds are too few to say.
-# (With `SEEDS = range(20)` you can find out.)
+# Both can be right: data sets, networks, optimizers (Keskar et al. used Adam) and learning rates differ. In our
+# experiment, too few updates caused most of the gap. Five seeds are too few to show whether another cause
+# contributes. (With `SEEDS = range(20)` you can find out.)
 
 # %% [markdown] tags=["slide"]
 # ## The learning rate grows with the batch: two rules
 #
 # `k` times the batch:
 #
-# * **linear**: rate times `k`. One update with the mean of `k` gradients, `k` times as long, goes about as far as `k`
-#   small ones, *if the gradient changes little on the way* (Goyal et al. 2017).
-# * **square root**: rate times `√k`. It keeps the random part of an update as large as before: the mean of `k`
-#   gradients has `√k` times less noise (Krizhevsky 2014).
+# * **linear**: multiply the rate by `k`. One update with the mean of `k` gradients, `k` times as long, is about equal
+#   to `k` small ones, *if the gradient changes little in between* (Goyal et al. 2017).
+# * **square root**: multiply the rate by `√k`. This keeps the noise of an update constant: the mean of `k` gradients
+#   has `√k` times less noise (Krizhevsky 2014).
 
 # %% [markdown]
-# **Exercise 3.2.** Write the rules.
+# **Exercise 3.2.** Implement the rules.
 
 
 # %% tags=["exercise"]
 def scaled_rate(rate: float, reference_batch: int, batch: int, rule: str) -> float:
-    """The learning rate for ``batch``, where ``rate`` is meant for ``reference_batch``; rule: none, sqrt or linear."""
+    """Return the learning rate for ``batch``; ``rate`` is for ``reference_batch``. Rules: none, sqrt, linear."""
     raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
 with exercise("3.2"):
-    assert scaled_rate(0.1, 256, 8192, "none") == 0.1, "without a rule the rate stays"
+    assert scaled_rate(0.1, 256, 8192, "none") == 0.1, "without a rule the rate stays the same"
     assert math.isclose(scaled_rate(0.1, 256, 8192, "linear"), 3.2), "8192 is 32 times 256: Goyal's 3.2"
     assert math.isclose(scaled_rate(0.1, 256, 8192, "sqrt"), 0.1 * math.sqrt(32)), "the root of the ratio of batches"
     assert math.isclose(scaled_rate(0.1, 256, 64, "linear"), 0.025), "a smaller batch takes a smaller rate"
@@ -327,7 +325,7 @@ with exercise("3.2"):
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# The ratio is <code>batch / reference_batch</code>. The rules are its powers 0, 1/2 and 1.
+# The ratio is <code>batch / reference_batch</code>. The rules multiply the rate by its power 0, 1/2 or 1.
 #
 # </details>
 
@@ -339,23 +337,22 @@ def scaled_rate(rate: float, reference_batch: int, batch: int, rule: str) -> flo
 
 
 # %% [markdown]
-# **What was learnt:** a rule is a power of the ratio of two batches; without the batch that a rate was meant for, a
-# rate says nothing.
+# **Learnt:** a rule is a power of the ratio of two batch sizes. A learning rate has no meaning without the batch size
+# it is for.
 #
-# In Paceline a rate is absolute until a rule is asked for, and the plan prints both numbers. Here is a plan for
-# `digits`; nothing is trained:
+# In Paceline a learning rate is absolute unless you set a rule; then the plan prints both rates. Here is a plan for
+# `digits`, without training:
 
 # %%
 RULE = "optimizer.lr=0.05 optimizer.lr_scaling=linear optimizer.lr_reference_batch=16 schedule.warmup_from=unscaled"
 plan = run(f"paceline train digits batch.global_size=512 {RULE} --plan-only", quiet=True, seconds=300)
-told = ("lr_scaling", "warmup", "from the peak")
-print(*(line for line in plan.splitlines() if any(word in line for word in told)), sep="\n")
+shown = ("lr_scaling", "warmup", "from the peak")
+print(*(line for line in plan.splitlines() if any(word in line for word in shown)), sep="\n")
 
 # %% [markdown] tags=["slide"]
-# ## Where does the rule end?
+# ## Where does the rule fail?
 #
-# From a batch of 16 up to all 512 samples, 30 epochs each, from a modest rate of 0.025 at 16, with momentum 0.9. Four
-# seeds.
+# Batches from 16 to all 512 samples, 30 epochs each, with momentum 0.9. The rate is 0.025 at batch 16. Four seeds.
 
 # %%
 BATCHES, RULES, BASE = (16, 32, 64, 128, 256, 512), ("none", "sqrt", "linear"), 0.025
@@ -397,7 +394,7 @@ means = {rule: [float(np.mean(scores)) for scores in by_rule[rule]] for rule in 
 for place, batch in enumerate(BATCHES):
     best = max(RULES, key=lambda rule: means[rule][place])
     row = ", ".join(f"{rule} {means[rule][place]:.1f} %" for rule in RULES)
-    print(f"batch {batch:3}: {row}" + ("" if batch == 16 else f"   best here: {best}"))
+    print(f"batch {batch:3}: {row}" + ("" if batch == 16 else f"   best: {best}"))
 
 linear_errors = [100 - mean for mean in means["linear"]]
 lowest_at = int(np.argmin(linear_errors))
@@ -406,30 +403,31 @@ for batch, error in list(zip(BATCHES, linear_errors, strict=True))[lowest_at + 1
     print(f"  batch {batch:3}: {error - linear_errors[lowest_at]:+.1f} points")
 
 at_128, at_512 = BATCHES.index(128), BATCHES.index(512)
-assert means["linear"][at_128] > means["none"][at_128] + 0.5, "eight times: the linear rule helps"
-assert means["sqrt"][at_512] > means["linear"][at_512] + 20, "32 times: linear has broken down"
+assert means["linear"][at_128] > means["none"][at_128] + 0.5, "at 8 times the batch, the linear rule helps"
+assert means["sqrt"][at_512] > means["linear"][at_512] + 20, "at 32 times the batch, the linear rule fails"
 
 # %% [markdown]
-# So the rule "double the batch, double the rate" has a limit on our problem too, and quite another one than on
-# ImageNet. A lecture that says *"beyond batch size 8k, classification error starts increasing"* tells what happened
-# to **one set with one recipe**: ResNet-50 on ImageNet for 90 epochs with momentum SGD. With LARS, which comes below,
-# You et al. (2017) report ResNet-50 on the same set at 32k without loss of accuracy. On our digits the linear rule's
-# error rises at far smaller batches, as the last lines say: a little at first, like Goyal's beyond 8k, and at 512 the
-# training fails. Why?
+# So the rule "double the batch, double the rate" has a limit on our problem too, but a very different one than on
+# ImageNet. A lecture that says *"beyond batch size 8k, classification error starts increasing"* describes **one data
+# set with one recipe**: ResNet-50 on ImageNet for 90 epochs with momentum SGD. With LARS (explained below), You et
+# al. (2017) report ResNet-50 on the same data set with a batch of 32k without loss of accuracy. On our digits, the
+# error with the linear rule rises at far smaller batches, as the last lines show. It rises a little at first, as in
+# Goyal et al. beyond 8k, and at 512 the training fails. Why?
 
 # %% [markdown] tags=["slide"]
 # ## The reason: the noise of the gradient
 #
-# A batch's gradient is the true gradient `G` plus noise; the noise shrinks with the batch.
+# A batch's gradient is the true gradient `G` plus noise; a larger batch has less noise.
 #
 # `noise scale = (variance of one sample's gradient) / |G|²`, in samples.
 #
-# The rate that gains most in one update is about `ε_max / (1 + noise scale / batch)`, with `ε_max` for an endless
-# batch: **linear** while the batch is far smaller, **flat** when it is far larger (McCandlish et al. 2018).
+# The best rate for one update is about `ε_max / (1 + noise scale / batch)`, where `ε_max` is the best rate for an
+# infinite batch. It is **linear** if the batch is much smaller than the noise scale, and **constant** if it is much
+# larger (McCandlish et al. 2018).
 
 # %% [markdown]
-# Let us measure that flat part directly. For each batch we take 40 updates without momentum at each of nine rates,
-# and note which rate has brought the training loss lowest.
+# Let us measure this directly. For each batch size we make 40 updates without momentum at each of nine rates, and
+# select the rate with the lowest final training loss.
 
 # %%
 SIZES = (4, 8, 16, 32, 64, 128, 256, 512)
@@ -443,9 +441,9 @@ for batch in SIZES:
 
 
 # %% [markdown]
-# And the noise scale itself, for the same network, from the gradient of every single sample: `vmap` computes all 512
-# of them at once. The mean of noisy gradients is longer than the true gradient, by the variance over their number;
-# that is taken off.
+# Next, the noise scale of the same network, from the gradients of all single samples: `vmap` computes all 512 at
+# once. The squared norm of the mean gradient exceeds that of the true gradient by the variance divided by the number
+# of samples, so we subtract this.
 
 
 # %%
@@ -465,11 +463,11 @@ def noise_scale(network: nn.Module) -> float:
 torch.manual_seed(0)
 fresh_noise = noise_scale(mlp().to(device))
 after = {count: noise_scale(train(64, [0.1] * count, 0).network) for count in (10, 40, 160)}
-print(f"noise scale with fresh weights: {fresh_noise:.3g} samples")
+print(f"noise scale with initial weights: {fresh_noise:.3g} samples")
 for count, scale in after.items():
-    told = f"{scale:.3g} samples" if math.isfinite(scale) else "too large to measure: noise hides the mean gradient"
-    print(f"after {count:3} updates: {told}")
-assert min(after[160], 1e6) > fresh_noise, "in the long run the noise scale grows"
+    text = f"{scale:.3g} samples" if math.isfinite(scale) else "too large to measure: noise hides the mean gradient"
+    print(f"after {count:3} updates: {text}")
+assert min(after[160], 1e6) > fresh_noise, "in the long term the noise scale grows"
 
 # %% tags=["slide"]
 figure, axis = plt.subplots(figsize=(7.5, 3.8))
@@ -485,23 +483,25 @@ axis.set_title(f"The batch grew {SIZES[-1] // SIZES[0]} times, the best rate {lo
 axis.set_xticks(SIZES, [str(each) for each in SIZES])
 axis.minorticks_off()
 axis.legend()
-print(f"Noise scale: {fitted:.0f} samples by the best rates of 40 updates,")
-print(f"{fresh_noise:.0f} samples by the gradients of fresh weights.")
+print(f"Noise scale: {fitted:.0f} samples from the best rates of 40 updates,")
+print(f"{fresh_noise:.0f} samples from the gradients with initial weights.")
 assert lowest[-1] / lowest[0] < SIZES[-1] / SIZES[0] / 4, "the best rate grows far less than the batch"
 
 # %% [markdown]
-# The two numbers agree in their order of magnitude at best, and more is not promised: the law assumes a loss that is
-# curved alike in all directions. It is still enough to know *before trying* that 8k is no universal number.
+# At best, the two numbers agree in their order of magnitude. You cannot expect more, because the law assumes a loss
+# with the same curvature in all directions. But it is enough to know *before training* that 8k is not a universal
+# limit.
 #
-# Nor is it where the linear rule ended in the 30 epochs above: there, the rule served at batches beyond this noise
-# scale. The two experiments differ. Those trainings had momentum of 0.9, with which a rate goes ten times as far; they
-# were long, and the noise scale grows on the way; and they were judged by test accuracy, not by the lowest training
-# loss after 40 updates. At 512, all samples, there is no noise left at all: what throws that run out is a rate too high
-# for the *curvature* of the loss, the subject of the next section. So take the noise scale for a warning of where the
-# rule begins to give less than it promises, within a factor of ten or so, and try.
+# The noise scale is also not the limit of the linear rule in the 30 epochs above: there, the rule still worked at
+# batches larger than this noise scale. The two experiments differ. Those runs had momentum 0.9, which makes updates
+# up to ten times as long. They were long, and the noise scale grows during training. And we judged them by test
+# accuracy, not by training loss after 40 updates. At 512, a batch has all samples, so there is no noise: that run
+# fails because the rate is too high for the *curvature* of the loss, the topic of the next section. So use the noise
+# scale as a warning: it shows, within a factor of about ten, where the linear rule starts to gain less. Then measure.
 #
 # McCandlish et al. (*An empirical model of large-batch training*, 2018, arXiv:1812.06162, Table 1) measured the
-# *critical batch*, with which a training takes twice the fewest updates and twice the fewest samples:
+# *critical batch*: with it, training needs twice the minimum number of updates and twice the minimum number of
+# samples:
 #
 # | task | critical batch at the start | on average |
 # |---|---|---|
@@ -512,37 +512,38 @@ assert lowest[-1] / lowest[0] < SIZES[-1] / SIZES[0] / 4, "the best rate grows f
 # | Billion Word (tokens) | 700 | 100000 |
 # | Dota 5v5 | not measured | above 8 million (estimated) |
 #
-# From 20 to millions, and larger on average than at the start. Paceline measures it for any recipe, without training:
+# The values range from 20 to millions, and are larger on average than at the start. Paceline estimates it for any
+# recipe, without training:
 
 # %%
 print(run("paceline noise-scale digits --steps 10", quiet=True, seconds=300))
 
 # %% [markdown]
-# In a real run, `telemetry.noise_scale="10 steps"` writes it into the step records at no extra pass, and where a
-# linear rule has raised the rate beyond what the noise bears, the run says so. `paceline sweep-batch` measures
-# updates and samples to a target by training, several seeds each.
+# In a real run, `telemetry.noise_scale="10 steps"` writes it to the step records without extra passes. The run warns
+# you if a linear rule has raised the rate too far for this noise. `paceline sweep-batch` measures updates and samples
+# to a target by training with several seeds.
 #
-# In the long run the noise scale **grows during training**, since the true gradient shrinks; ours may fall at first.
-# So one may begin with a small batch and enlarge it, instead of lowering the rate: a *batch-size schedule* (Smith et
-# al. 2018, *Don't decay the learning rate, increase the batch size*, arXiv:1711.00489). In Paceline that is the key
-# `batch.growth`.
+# In the long term the noise scale **grows during training**, because the true gradient shrinks; ours may fall at
+# first. So instead of lowering the rate, you can start with a small batch and increase it: a *batch-size schedule*
+# (Smith et al. 2018, *Don't decay the learning rate, increase the batch size*, arXiv:1711.00489). In Paceline, use
+# the key `batch.growth`.
 
 # %% [markdown] tags=["slide"]
 # ## Warm-up
 #
-# At the first steps weights are random and the loss is most steeply curved. A rate that is right later may be too
-# high now.
+# In the first steps the weights are random and the loss has its highest curvature. A rate that is right later may be
+# too high at the start.
 #
-# **Gradual warm-up** (Goyal et al. 2017): begin at the rate of the small batch, and rise by equal parts to the large
-# one over the first epochs.
+# **Gradual warm-up** (Goyal et al. 2017): start with the rate for the small batch, and raise it linearly to the full
+# rate over the first epochs.
 #
 # ImageNet, ResNet-50, batch 8192 (their Table 1), validation error: no warm-up 24.84 %, constant warm-up 25.88 %,
 # gradual 23.74 %; batch 256: 23.60 %.
 
 # %% [markdown]
-# **Exercise 3.3.** Write the warm-up as a function of the step alone. Nothing is counted or remembered, so that a run
-# which is resumed at step 1000 has the rate of step 1000. Step 0 has `first`; step `warmup_steps` is the first with
-# `peak`, which then stays.
+# **Exercise 3.3.** Write the warm-up as a function that depends only on the step. It must not count or store
+# anything, so that a run resumed at step 1000 has the rate of step 1000. Step 0 has the rate `first`; step
+# `warmup_steps` and all later ones have `peak`.
 
 
 # %% tags=["exercise"]
@@ -561,13 +562,13 @@ with exercise("3.3"):
     assert math.isclose(warmup_rate(0, 0.1, 3.2, 0), 3.2), "a warm-up of no steps must not divide by zero"
     theirs_rate = LearningRate(name="constant", peak=3.2, total_steps=40, warmup_steps=10, first=0.1)
     same = all(math.isclose(warmup_rate(step, 0.1, 3.2, 10), theirs_rate(step)) for step in range(40))
-    assert same, "not Paceline's schedule"
+    assert same, "the rates differ from those of Paceline's schedule"
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# Before <code>warmup_steps</code> a share <code>step / warmup_steps</code> of the way from <code>first</code> to
-# <code>peak</code> is done. Deal with later steps first, and a warm-up of 0 steps is dealt with too.
+# Before <code>warmup_steps</code>, the rate has moved a share <code>step / warmup_steps</code> of the way from
+# <code>first</code> to <code>peak</code>. Handle later steps first; this also handles a warm-up of 0 steps.
 #
 # </details>
 
@@ -581,14 +582,14 @@ def warmup_rate(step: int, first: float, peak: float, warmup_steps: int) -> floa
 
 
 # %% [markdown]
-# **What was learnt:** a schedule that is a pure function of the step needs no state, and cannot be resumed wrongly.
+# **Learnt:** a schedule that is a pure function of the step has no state, so it always resumes correctly.
 #
-# Does it save a run? Take a network whose loss is steep in the beginning: three hidden layers, with first weights
-# twice as large as they should be. The batch is 256, the rate 0.15, with and without a warm-up over the first 30 % of
-# updates. How steep? We need the *top eigenvalue of the Hessian*: the Hessian is the matrix of second derivatives,
-# and its largest eigenvalue is the curvature along the most curved direction. *Power iteration* finds it: multiply
-# any vector by the matrix again and again, and its direction turns towards that one. A product with the Hessian is
-# the derivative of (gradient times vector), so that the matrix is never written down.
+# Can warm-up prevent a run from failing? We take a network with a steep loss at the start: three hidden layers, with
+# initial weights twice as large as they should be. The batch is 256 and the rate 0.15, with and without a warm-up
+# over the first 30 % of updates. To measure the steepness, we need the *top eigenvalue of the Hessian*. The Hessian
+# is the matrix of second derivatives, and its largest eigenvalue is the curvature in the most curved direction.
+# *Power iteration* finds it: if you multiply any vector by the matrix repeatedly, it turns towards that direction. A
+# product with the Hessian is the derivative of (gradient times vector), so we never need the matrix itself.
 
 
 # %% tags=["setup"]
@@ -612,8 +613,8 @@ def steep() -> nn.Sequential:
     network = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(64, 10))
     for layer in network:
         if isinstance(layer, nn.Linear):
-            nn.init.kaiming_normal_(layer.weight)  # keeps the size of activations from layer to layer under ReLU ...
-            layer.weight.data.mul_(2)  # ... which this does not
+            nn.init.kaiming_normal_(layer.weight)  # with ReLU, keeps activations the same size in all layers
+            layer.weight.data.mul_(2)  # makes them too large on purpose
             nn.init.zeros_(layer.bias)
     return network
 
@@ -622,7 +623,7 @@ HIGH, COUNT = 0.15, 120
 warmed = [warmup_rate(step, HIGH / 36, HIGH, 36) for step in range(COUNT)]
 without = [train(256, [HIGH] * COUNT, seed, make=steep) for seed in SEEDS]
 with_it = [train(256, warmed, seed, make=steep) for seed in SEEDS]
-lost = [sum(not each.train_loss < 1 for each in runs) for runs in (without, with_it)]  # NaN is not below 1 either
+lost = [sum(not each.train_loss < 1 for each in runs) for runs in (without, with_it)]  # counts NaN as lost too
 
 torch.manual_seed(0)
 steepness = {0: top_eigenvalue(steep().to(device))}
@@ -638,27 +639,29 @@ left.set(yscale="log", xlabel="update", ylabel="loss of the batch", title="Five 
 left.legend()
 right.plot(list(steepness), list(steepness.values()), "o-", label="top eigenvalue")
 right.plot(range(36), [2 * (1 + 0.9) / each for each in warmed[:36]], "--", label="2 (1 + m) / rate, the bound")
-right.set(yscale="log", xlabel="update of the warm-up", ylabel="curvature", title="It flattens while the rate rises")
+right.set(
+    yscale="log", xlabel="update of the warm-up", ylabel="curvature", title="Curvature falls while the rate rises"
+)
 right.legend()
 plt.show()
 
 # %%
-print(f"Without warm-up {lost[0]} of {len(SEEDS)} runs were lost, with it {lost[1]}.")
+print(f"Without warm-up {lost[0]} of {len(SEEDS)} runs failed, with warm-up {lost[1]}.")
 print(f"The top eigenvalue fell from {steepness[0]:.3g} to {steepness[36]:.3g};")
-print(f"the bound for a rate of {HIGH} is {2 * 1.9 / HIGH:.3g}, by a rule of thumb that the text below explains.")
-assert lost[0] >= lost[1] + 2, "the warm-up saves runs"
+print(f"the bound for a rate of {HIGH} is {2 * 1.9 / HIGH:.3g} (the text below explains this rule of thumb).")
+assert lost[0] >= lost[1] + 2, "the warm-up prevents failures"
 assert steepness[36] < steepness[0] / 3, "the loss is less curved after the warm-up"
 
 # %% [markdown]
-# A run that is lost may stay at a loss of about 2.3, which is `log(10)`: it guesses. The usual cause is that updates
-# have thrown the weights so far that ReLUs give 0 for every image, and then no gradient brings them back.
+# A failed run may stay at a loss of about 2.3, which is `log(10)`: it guesses. Usually, large updates have moved the
+# weights so far that the ReLUs output 0 for every image. Then there is no gradient to move them back.
 #
-# Why a bound? Along a direction of curvature λ, a step of plain gradient descent multiplies the distance to the
-# bottom by `1 - rate · λ`. Beyond `rate = 2 / λ` each step lands farther out than the last. With momentum `m` the
-# bound is `2 (1 + m) / λ`, for a loss that is exactly quadratic; here it says where trouble begins, no more.
+# Why is there a bound? In a direction of curvature λ, a step of plain gradient descent multiplies the distance to the
+# minimum by `1 - rate · λ`. If the rate exceeds `2 / λ`, each step moves farther away from the minimum. With momentum
+# `m` the bound is `2 (1 + m) / λ`, for an exactly quadratic loss. Here it shows only roughly where problems begin.
 #
-# **Warm-up is no cure for a rate that is too high for good.** Here is the linear rule at a batch of 512 on the
-# ordinary network again, with a warm-up over 20 % of its updates:
+# **Warm-up does not help if the rate is too high for the whole training.** Here is the linear rule at a batch of 512
+# on the ordinary network again, with a warm-up over 20 % of its updates:
 
 # %%
 total = updates(SAMPLES, 512, EPOCHS)
@@ -669,52 +672,52 @@ still = [
 ]
 cold = np.mean(by_rule["linear"][-1])
 print(f"Rate {peak:g}, batch 512: test accuracy {cold:.1f} % without warm-up, {np.mean(still):.1f} % with it.")
-assert np.mean(still) < 80, "warm-up does not save this one"
+assert np.mean(still) < 80, "warm-up does not help here"
 
 # %% [markdown] tags=["slide"]
 # ## LARS and LAMB: a rate for each layer
 #
-# The length of a layer's gradient beside the length of its weights differs from layer to layer. One rate that is safe
-# for all is slow for most.
+# The ratio of gradient norm to weight norm differs from layer to layer. A single rate that is safe for all layers is
+# slow for most.
 #
-# **LARS** (You et al. 2017): each layer's step is a fixed share `η` of its weights' length,
+# **LARS** (You et al. 2017): each layer's step is a fixed share `η` of its weight norm,
 #
 # `layer rate = η · ‖w‖ / (‖g‖ + β ‖w‖)`,
 #
-# with the gradient `g` and the weight decay `β`. **LAMB** (You et al. 2019) does the same to Adam's update.
+# with the gradient `g` and the weight decay `β`. **LAMB** (You et al. 2019) does the same with Adam's update.
 
 # %% [markdown]
-# The weight decay pulls weights towards zero. The layer rate multiplies the schedule's rate.
+# Weight decay pulls weights towards zero. The layer rate is multiplied by the schedule's rate.
 #
-# **Exercise 3.4.** Write the layer rate. `‖·‖` is the square root of the sum of squares. A layer whose weights or
-# gradient are all zero has no direction or no length to compare with: its layer rate is 1.
+# **Exercise 3.4.** Write the layer rate. `‖·‖` is the square root of the sum of squares. If the weights or the
+# gradient of a layer are all zero, its layer rate is 1.
 
 
 # %% tags=["exercise"]
 def lars_rate(weights: Tensor, gradient: Tensor, weight_decay: float, trust: float = 0.001) -> float:
-    """What LARS multiplies the learning rate of this layer with; ``trust`` is η."""
+    """Return the factor by which LARS multiplies this layer's learning rate; ``trust`` is η."""
     raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
-from timm.optim import Lars  # what Paceline takes for optimizer.name=lars
+from timm.optim import Lars  # used by Paceline for optimizer.name=lars
 
 with exercise("3.4"):
     w, g = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 0.5])
     assert math.isclose(lars_rate(w, g, 0.0), 0.01, rel_tol=1e-5), "0.001 · 5 / 0.5 without decay: norms, not sums"
-    assert math.isclose(lars_rate(w, g, 0.1), 0.005, rel_tol=1e-5), "the decay adds β ‖w‖ = 0.5 below the line"
-    assert lars_rate(torch.zeros(2), g, 0.1) == 1, "weights that are all zero could never leave it: the layer rate is 1"
+    assert math.isclose(lars_rate(w, g, 0.1), 0.005, rel_tol=1e-5), "the decay adds β ‖w‖ = 0.5 to the denominator"
+    assert lars_rate(torch.zeros(2), g, 0.1) == 1, "with a rate of 0, zero weights would stay zero: the layer rate is 1"
     assert lars_rate(w, torch.zeros(2), 0.0) == 1, "no gradient, no decay: 1, and no division by zero"
     layer = nn.Parameter(w.clone())
     layer.grad = g.clone()
     Lars([layer], lr=2.0, weight_decay=0.1, trust_coeff=0.001).step()
     mine = w - 2.0 * lars_rate(w, g, 0.1) * (g + 0.1 * w)
-    assert torch.allclose(layer.detach(), mine, atol=1e-5), "one step of timm's Lars is another"
+    assert torch.allclose(layer.detach(), mine, atol=1e-5), "one step of timm's Lars gives other weights"
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# <code>weights.norm().item()</code> is the length. Return 1.0 if one of the two lengths is 0.
+# <code>weights.norm().item()</code> is the norm. Return 1.0 if one of the two norms is 0.
 #
 # </details>
 
@@ -730,7 +733,7 @@ def lars_rate(weights: Tensor, gradient: Tensor, weight_decay: float, trust: flo
 
 # %%
 torch.manual_seed(0)
-looked_at = {"fresh": mlp().to(device), "after 20 updates": train(256, [0.1] * 20, 0).network}
+looked_at = {"initial": mlp().to(device), "after 20 updates": train(256, [0.1] * 20, 0).network}
 for when, network in looked_at.items():
     network.zero_grad()
     F.cross_entropy(network(train_images), train_labels).backward()
@@ -739,23 +742,23 @@ for when, network in looked_at.items():
     print(f"{'':17} the highest is {max(layer_rates) / min(layer_rates):.1f} times the lowest")
 
 # %% [markdown]
-# **What was learnt:** LARS makes a step's length a share of the layer's own length, so that the size of the gradient
-# drops out. Biases and normalisation layers get no layer rate, nor do layers without weight decay. As the lengths of
-# steps no longer depend on the gradient's, its learning rate is a number of another kind: 8 below is not "high".
+# **Learnt:** LARS makes the norm of a step a share of the layer's weight norm, so it no longer depends on the
+# gradient norm. Biases, normalisation layers and layers without weight decay have no layer rate. LARS's learning
+# rates cannot be compared with SGD's: the 8 below is not "high".
 
 # %% [markdown] tags=["slide"]
-# ## All of it at once, in Paceline
+# ## Everything combined, with Paceline
 #
-# A small convolutional network with BatchNorm, batch 32 against 256. Each way is a few overrides. New among them:
+# A small convolutional network with BatchNorm, batch 32 against 256. Each method is a few overrides. Two are new:
 #
-# * **training longer** (Hoffer et al. 2017): as many updates, not as many epochs
-# * **ghost BatchNorm** (same paper): statistics over groups of 32 samples, whatever the batch
+# * **training longer** (Hoffer et al. 2017): the same number of updates, not epochs
+# * **ghost BatchNorm** (same paper): statistics over groups of 32 samples, for any batch size
 
 # %% [markdown]
-# *BatchNorm* shifts and scales each layer's activations to mean 0 and variance 1 over the batch. Its statistics are
-# noisier over few samples, and that noise may itself help to generalise; with ghosts a large batch keeps it.
+# *BatchNorm* shifts and scales each layer's activations to mean 0 and variance 1 over the batch. With few samples its
+# statistics are noisier, and this noise may help generalisation. Ghost BatchNorm keeps the noise in a large batch.
 #
-# Three seeds each, as many epochs first. `paceline.train` is the same path as the command.
+# We train with three seeds each, first for the same number of epochs. `paceline.train` does the same as the command.
 
 # %%
 SMALLER = {"model.options": {"width": 8, "stages": 2}, "data.augment.crop": "none", "train.duration": "8 epochs"}
@@ -766,17 +769,17 @@ LARGE = {"batch.global_size": 256}
 WARMUP = {"schedule.warmup": "20%"}
 LINEAR = {"optimizer.lr_scaling": "linear", "optimizer.lr_reference_batch": 32} | WARMUP
 ROOT = {"optimizer.lr_scaling": "sqrt", "optimizer.lr_reference_batch": 32}
-DECAY = {"optimizer.weight_decay": 5e-4}  # LARS scales only the layers that decay
+DECAY = {"optimizer.weight_decay": 5e-4}  # LARS scales only layers with weight decay
 LARS = {"optimizer.name": "lars", "optimizer.lr": 8.0, "optimizer.nesterov": False} | DECAY | WARMUP
 GHOSTS = {"model.ghost_batch_norm": 32}
 
 RUNS = Path("lab3-runs")
-shutil.rmtree(RUNS, ignore_errors=True)  # of an earlier time through this notebook
+shutil.rmtree(RUNS, ignore_errors=True)  # from an earlier run of this notebook
 kit: dict[str, list[float]] = {}
 
 
 def thrice(name: str, changes: dict) -> None:
-    """Train with three seeds, and keep the accuracies."""
+    """Train with three seeds and store the accuracies."""
     kit[name] = []
     for seed in range(3):
         asked = KIT | changes | {"seed": seed}
@@ -791,8 +794,8 @@ thrice("large-lars", LARGE | LARS)
 thrice("large-ghosts", LARGE | GHOSTS)
 
 # %% [markdown]
-# Now as many updates. That is eight times as many samples, and the longest cell of the lab: training longer has its
-# price.
+# Now we train for the same number of updates. This takes eight times as many samples, so this is the longest cell of
+# the lab: training longer has a cost.
 
 # %%
 LONGER = {"train.duration": f"{updates(1438, 32, 8)} steps"}  # the recipe trains on 1438 images
@@ -811,41 +814,41 @@ plt.show()
 
 # %%
 image = 100 / 359  # one test image, in points
-print(f"One test image is {image:.2f} points. In the median, beside the small batch:")
+print(f"One test image is {image:.2f} points. Difference of the medians from the small batch:")
 for name, scores in kit.items():
     apart = np.median(kit["small"]) - np.median(scores)
     overlap = max(scores) >= min(kit["small"]) and min(scores) <= max(kit["small"])
     seeds = "the seeds overlap" if overlap else "the seeds do not overlap"
     if name != "small":
         print(f"  {name:26} {0 - apart:+.2f} points, {round(abs(apart) / image)} images; {seeds}")
-assert np.median(kit["small"]) >= np.median(kit["large"]), "as many epochs, same rate: the large batch is no better"
+assert np.median(kit["small"]) >= np.median(kit["large"]), "same epochs, same rate: the large batch is no better"
 
 # %% [markdown]
-# Read such a table with care: where seeds overlap, three of them show nothing. And where they do not, ask what else
-# differs: `large-lars` has a weight decay, a warm-up and no Nesterov momentum besides its rule, and its rate of 8 was
-# chosen from five in an earlier study of these digits, while for the other ways nothing was tuned. The same
-# comparison with 20 epochs is among the results that Paceline keeps (`docs/guide/batch-size.md`): there, too,
-# training longer came closest to the small batch, and ghost BatchNorm by itself changed nothing that three seeds
-# would show.
+# Be careful with such a table: where the seeds overlap, three of them show nothing. Where they do not overlap, ask
+# what else differs. `large-lars` also has a weight decay, a warm-up and no Nesterov momentum, and its rate of 8 was
+# the best of five in an earlier study of these digits; the other methods were not tuned. `docs/guide/batch-size.md`
+# has the same comparison with 20 epochs. There, too, training longer came closest to the small batch, and ghost
+# BatchNorm alone made no difference that three seeds could show.
 
 # %% [markdown] tags=["slide"]
 # ## Sharp and flat minima
 #
-# Keskar et al. (2017) say *why* large batches generalise worse: they end in **sharp minima**, where a small move of
-# the weights raises the loss much.
+# Keskar et al. (2017) explain *why* large batches generalise worse: they end in **sharp minima**, where a small
+# change of the weights raises the loss a lot.
 #
-# The test loss is a slightly moved training loss, so the story goes, and in a sharp valley a slight move costs much.
+# The argument: the test loss is a slightly shifted training loss, and near a sharp minimum a small shift raises the
+# loss a lot.
 
 # %% [markdown]
-# We look at three of the runs above: the small batch, the large batch with as many epochs, and the same large batch
-# with as many updates. *Keskar's sharpness* is by how many percent the loss (plus one) can rise in a small box around
-# the weights, each weight moved by no more than 0.001 of its size plus 0.001. The *slice* moves all weights along one
-# random direction, of which more below.
+# We examine three of the runs above: the small batch, the large batch with the same number of epochs, and the large
+# batch with the same number of updates. *Keskar's sharpness* is the largest rise of the loss in a small box around
+# the weights, in percent of (loss + 1). In the box, each weight changes by at most 0.001 of its size plus 0.001. The
+# *slice* moves all weights along one random direction, explained below.
 
 
 # %%
 def landscape(runs: str, options: str, name: str) -> list[dict]:
-    """What `paceline landscape` says of each run; it also writes a page, landscape.html, to look at."""
+    """Return the results of `paceline landscape` for each run; it also writes a page, landscape.html."""
     run(f"paceline landscape {runs} {options} --output {RUNS / name}", quiet=True, seconds=300)
     return json.loads((RUNS / name / "landscape.json").read_text())["runs"]
 
@@ -861,7 +864,7 @@ figure, (slices, numbers) = plt.subplots(1, 2, figsize=(10, 3.8), width_ratios=(
 for number, (name, each) in enumerate(zip(NAMES, looked, strict=True)):
     slices.plot(each["curve"]["positions"], each["curve"]["values"]["loss"], label=name)
     numbers.bar(np.arange(2) + 0.27 * number, [sharpness[number], eigenvalues[number]], width=0.25)
-slices.set(xlabel="along a random direction", ylabel="training loss", title="A slice through three ends")
+slices.set(xlabel="along a random direction", ylabel="training loss", title="A slice through three minima")
 slices.legend()
 numbers.set(yscale="log", title="Two measures")
 numbers.set_xticks(np.arange(2) + 0.27, ["sharpness\n(Keskar, %)", "top\neigenvalue"])
@@ -872,43 +875,43 @@ for name, sharp, top, each in zip(NAMES, sharpness, eigenvalues, looked, strict=
     loss = each["results"]["train"]["loss"]
     print(f"{name:18} sharpness {sharp:8.3g} %   top eigenvalue {top:8.3g}   training loss {loss:8.3g}")
 times = eigenvalues[2] / eigenvalues[0]
-print(f"Trained on, batch 256 has {times:.2g} times the top eigenvalue of batch 32. (One seed each.)")
-assert eigenvalues[1] > 2 * eigenvalues[0], "with as many epochs the large batch is sharper"
-assert eigenvalues[2] < eigenvalues[1] / 2, "a large batch that trains on is flatter"
+print(f"After longer training, batch 256 has {times:.2g} times the top eigenvalue of batch 32. (One seed each.)")
+assert eigenvalues[1] > 2 * eigenvalues[0], "with the same number of epochs the large batch is sharper"
+assert eigenvalues[2] < eigenvalues[1] / 2, "after longer training the large batch is flatter"
 
 # %% [markdown]
-# With as many epochs the large batch is sharper, as the paper says. But look at the training losses: it has not come
-# down as far, and cross-entropy is flat in every direction where all samples are fitted. The same batch, trained on,
-# is flatter than it was. Is it then as flat as the small batch? The last line compares them, at losses that are
-# much nearer to one another. In the longer comparison of `docs/guide/batch-size.md`, with three seeds, it stayed
-# sharper on each of them; with the root rule and ghosts in addition it ended flatter than the small batch, and was no
-# better on test images for it. So the number of updates explains a part of the sharpness, not all of it.
+# With the same number of epochs the large batch is sharper, as the paper says. But look at the training losses: the
+# loss of the large batch is higher, and cross-entropy becomes flat in every direction once all samples are fitted.
+# After longer training, the large batch is flatter. Is it then as flat as the small batch? The last line compares
+# them at more similar losses. In the longer comparison in `docs/guide/batch-size.md`, with three seeds, the large
+# batch stayed sharper with every seed. With the square root rule and ghost BatchNorm in addition, it ended flatter
+# than the small batch, but was no better on test images. So the number of updates explains a part of the sharpness,
+# not all of it.
 #
-# Look at the picture too. Does the slice say what the numbers say? It need not: it shows one direction of tens of
-# thousands and goes far, while the numbers ask for the *worst* direction, close by. What is steep close by can be low
-# far out.
+# Look at the figure too. Does the slice agree with the numbers? It may not: it shows one of tens of thousands of
+# directions, far from the minimum, while the numbers describe the *worst* direction near the minimum. A loss that is
+# steep near the minimum can still be low far away.
 
 # %% [markdown] tags=["slide"]
-# ## Sharp is not a property of the function
+# ## Sharpness is not a property of the function
 #
 # ReLU lets positive numbers through: `relu(a·x) = a · relu(x)` for `a > 0`.
 #
-# So multiply a layer's weights and biases by `a`, and divide the next layer's weights by `a`. **Every output stays
-# what it was. The sharpness does not** (Dinh et al. 2017, *Sharp minima can generalize for deep nets*).
+# So multiply a layer's weights and biases by `a`, and divide the next layer's weights by `a`. **The outputs do not
+# change, but the sharpness does** (Dinh et al. 2017, *Sharp minima can generalize for deep nets*).
 
 # %% tags=["setup"]
 trained = train(16, [0.05] * 480, 0).network
 
 # %% [markdown]
-# **Exercise 3.5.** Do that to the two hidden layers of our MLP: `network[1]`, `network[3]` and `network[5]` are its
-# `nn.Linear` layers. Multiply the first by `a`, and undo it in the second. Change the copy, not the network that was
-# given.
+# **Exercise 3.5.** Do this with the two hidden layers of our MLP: `network[1]`, `network[3]` and `network[5]` are its
+# `nn.Linear` layers. Multiply the first by `a`, and undo this in the second. Change the copy, not the given network.
 
 
 # %% tags=["exercise"]
 @torch.no_grad()
 def rescaled(network: nn.Sequential, a: float) -> nn.Sequential:
-    """A network that computes the same function with other weights."""
+    """Return a network that computes the same function with other weights."""
     network = copy.deepcopy(network)
     raise NotImplementedError  # yours to write
 
@@ -917,7 +920,7 @@ def rescaled(network: nn.Sequential, a: float) -> nn.Sequential:
 with exercise("3.5"):
     given, before = copy.deepcopy(trained), trained[1].weight.detach()
     changed = rescaled(given, 10.0)
-    assert torch.equal(given[1].weight, before), "the network that was given has changed; work on the copy"
+    assert torch.equal(given[1].weight, before), "the given network has changed; change only the copy"
     assert torch.allclose(changed[1].weight, 10 * before), "the first layer's weights must be ten times as large"
     same = torch.allclose(changed(test_images), trained(test_images), atol=1e-3)
     assert same, "outputs have changed: multiply the first layer's bias too, divide only the weight of the second"
@@ -925,8 +928,9 @@ with exercise("3.5"):
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# The output of a layer is <code>weight · x + bias</code>: to make it <code>a</code> times as large, both grow. The
-# second layer's bias is added after the division, so it stays. <code>tensor.mul_(a)</code> changes a tensor in place.
+# The output of a layer is <code>weight · x + bias</code>: to make it <code>a</code> times as large, multiply both by
+# <code>a</code>. The second layer's bias is added after the division, so it stays the same.
+# <code>tensor.mul_(a)</code> changes a tensor in place.
 #
 # </details>
 
@@ -958,32 +962,33 @@ assert max(curvatures) > 10 * min(curvatures)
 assert max(scores) - min(scores) < 0.3
 
 # %% [markdown]
-# **What was learnt:** the same function can be as sharp as one likes. Sharpness compares networks only where their
-# weights came about in the same way and their losses are alike; it proves nothing about generalisation by itself.
+# **Learnt:** the same function can be arbitrarily sharp. You can compare the sharpness of two networks only if they
+# were trained in the same way to similar losses. Sharpness alone proves nothing about generalisation.
 #
 # ## Loss landscapes by hand
 #
-# Pictures of loss landscapes walk from the trained weights `w` along random directions: `loss(w + t·d)`. If `d` is
-# any random vector, a network with larger weights looks flatter, since a step of one length means less to it. Li et
-# al. (2018, arXiv:1712.09913) therefore scale `d`: a *filter* is all the weights that lead to one output of a layer
-# (a row of a linear layer's matrix, an output channel of a convolution).
+# Plots of loss landscapes move from the trained weights `w` along random directions: `loss(w + t·d)`. If `d` is an
+# arbitrary random vector, a network with larger weights looks flatter, because the same step is a smaller relative
+# change. Li et al. (2018, arXiv:1712.09913) therefore scale `d` for each filter. A *filter* is all the weights that
+# lead to one output of a layer (a row of a linear layer's matrix, an output channel of a convolution).
 
 # %% [markdown] tags=["slide"]
 # ## Filter-normalised directions
 #
-# Draw a random `d`. For each filter: `d_f ← d_f · ‖w_f‖ / ‖d_f‖`. Biases and the parameters of norms do not move.
+# Draw a random `d`. For each filter: `d_f ← d_f · ‖w_f‖ / ‖d_f‖`. Biases and the parameters of normalisation layers
+# do not move.
 #
-# At `t = 1` each filter has moved by its own length. What rescaling does to the weights it now does to the direction
-# as well.
+# At `t = 1` each filter has moved by its own norm. If you rescale the weights, the direction is rescaled in the same
+# way.
 
 # %% [markdown]
-# **Exercise 3.6.** Write it for one parameter, whatever its shape: a linear layer's is `[outputs, inputs]`, a
-# convolution's `[outputs, inputs, height, width]`, a bias has one axis only and gets zeros.
+# **Exercise 3.6.** Write it for one parameter of any shape. A linear layer's weight is `[outputs, inputs]`, a
+# convolution's is `[outputs, inputs, height, width]`. A bias has only one axis and gets zeros.
 
 
 # %% tags=["exercise"]
 def filter_normalised(direction: Tensor, weights: Tensor) -> Tensor:
-    """The direction, with each filter as long as that of the weights; zeros for parameters of one axis."""
+    """Return the direction with each filter scaled to the norm of the weights' filter; zeros for one axis."""
     raise NotImplementedError  # yours to write
 
 
@@ -996,19 +1001,23 @@ with exercise("3.6"):
     scaled = filter_normalised(d, w)
     assert scaled.shape == w.shape, "the direction keeps its shape"
     lengths, wanted = scaled.flatten(1).norm(dim=1), w.flatten(1).norm(dim=1)
-    assert torch.allclose(lengths, wanted), "each output's filter must have the length of the weights' filter"
+    assert torch.allclose(lengths, wanted), "each output's filter must have the norm of the weights' filter"
     assert not filter_normalised(torch.randn(5), torch.randn(5)).any(), "biases do not move: zeros"
     linear = filter_normalised(torch.ones(4, 3), torch.full((4, 3), 2.0))
     assert linear.shape == (4, 3), "it must work for a linear layer's [outputs, inputs] too"
-    assert torch.allclose(linear, torch.full((4, 3), 2.0)), "a row of ones beside a row of twos must become twos"
+    assert torch.allclose(linear, torch.full((4, 3), 2.0)), (
+        "for a weight row of twos, a direction row of ones must become twos"
+    )
     paceline_says = measures.filter_normalised(d.flatten(), w.flatten(), {"layer": w.shape})
-    assert torch.allclose(scaled.flatten(), paceline_says, atol=1e-5), "only lengths change, not a filter's direction"
+    assert torch.allclose(scaled.flatten(), paceline_says, atol=1e-5), (
+        "only the norm of a filter may change, not its direction"
+    )
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# <code>weights.flatten(1).norm(dim=1)</code> are the lengths of all filters, one per output. To multiply a tensor of
-# four axes with them, they need the shape <code>[outputs, 1, 1, 1]</code>: <code>.view(-1, *[1] * (weights.dim() -
+# <code>weights.flatten(1).norm(dim=1)</code> gives the norms of all filters, one per output. To multiply a tensor
+# of four axes by them, they need the shape <code>[outputs, 1, 1, 1]</code>: <code>.view(-1, *[1] * (weights.dim() -
 # 1))</code>.
 #
 # </details>
@@ -1024,16 +1033,16 @@ def filter_normalised(direction: Tensor, weights: Tensor) -> Tensor:
 
 
 # %% [markdown]
-# **What was learnt:** a direction's length has a meaning only beside that of the weights.
+# **Learnt:** the norm of a direction has a meaning only relative to that of the weights.
 #
-# First, Dinh's networks again. Along a plain random direction the same function shows three different valleys; along
-# a filter-normalised one, one and the same:
+# First, we plot Dinh's networks again. Along a plain random direction, the same function shows three different
+# curves; along a filter-normalised direction, the three curves are identical:
 
 
 # %%
 @torch.no_grad()
 def loss_at(network: nn.Module, moves: Sequence[Sequence[Tensor]], at: Sequence[float], x: Tensor, y: Tensor) -> float:
-    """The loss where the weights are moved by so much of each direction."""
+    """Return the loss after moving the weights by `at` along each direction."""
     moved = copy.deepcopy(network)
     for direction, share in zip(moves, at, strict=True):
         for each, step in zip(moved.parameters(), direction, strict=True):
@@ -1057,10 +1066,10 @@ plain.set(title="a plain random direction", xlabel="t", ylabel="training loss", 
 normalised.set(title="filter-normalised", xlabel="t", ylabel="training loss", yscale="log")
 plain.legend()
 normalised.legend()
-assert np.allclose(curves[0], curves[2], rtol=1e-2, atol=1e-4), "the same function looks the same"
+assert np.allclose(curves[0], curves[2], rtol=1e-2, atol=1e-4), "the same function gives the same curve"
 
 # %% [markdown]
-# Now a run of Paceline, with a network of our own. It is in a file, so that commands find it too:
+# Now we train our own network with Paceline. It is in a file, so that commands can import it too:
 
 # %%
 # %%writefile lab3_network.py
@@ -1081,12 +1090,12 @@ def make(num_classes: int, in_channels: int) -> nn.Module:
 # %%
 OWN = KIT | {"model.name": "lab3_network:make", "model.options": {}, "optimizer.lr": 0.05, "batch.global_size": 32}
 paceline.train("digits", overrides=OWN, run_dir=RUNS / "own", quiet=True)
-# The run names our file, and opening a run never runs code unless one says so: --trust-code.
+# The run refers to our file; Paceline runs code named by a run only with --trust-code.
 (theirs,) = landscape(f"{RUNS}/own", "--trust-code --samples all --measure curve,surface --grid 15", "own-landscape")
 
 # %% [markdown]
-# And by hand. We need the run's weights, the images it was trained on, and the same two random vectors: Paceline's
-# are functions of a seed and a number.
+# And now by hand. We need the run's weights, its training images, and the same two random vectors: Paceline computes
+# them from a seed and a number.
 
 # %%
 from lab3_network import make
@@ -1097,7 +1106,7 @@ from paceline.data.image.sets.digits import MEAN, STD
 
 own = make(10, 1)
 own.load_state_dict(load_file(next((RUNS / "own" / "checkpoints").glob("step-*/model.safetensors"))))
-ids, _ = stratified_split(digits.target, 0.2)  # the fifth that the recipe holds out is always the same
+ids, _ = stratified_split(digits.target, 0.2)  # the recipe always holds out the same fifth
 x = (torch.tensor(digits.images[ids], dtype=torch.float32) / 16 - MEAN[0]) / STD[0]
 y = torch.tensor(digits.target[ids])
 
@@ -1129,33 +1138,34 @@ for axis, values, title in (
     axis.set(title=title, aspect="equal", xlabel="first direction", ylabel="second")
 apart = max(abs(mine / other - 1) for mine, other in zip(curve, theirs["curve"]["values"]["loss"], strict=True))
 print(f"Largest relative difference of the two curves: {apart:.1e}")
-assert apart < 1e-2, "by hand and by Paceline must be one curve"
+assert apart < 1e-2, "the curve by hand must equal Paceline's"
 
 # %% [markdown]
-# Two directions out of thousands show what is *typical* around the weights, not the steepest way out: that is what
-# sharpness and the top eigenvalue are for. A smooth bowl in such a picture is no proof of a flat minimum.
+# Two directions out of thousands show what is *typical* around the weights, not the steepest direction; sharpness and
+# the top eigenvalue measure that. A smooth bowl in such a plot does not prove that a minimum is flat.
 
 # %% [markdown] tags=["slide"]
 # ## What to remember
 #
-# 1. In as many epochs a larger batch takes fewer updates. Compare at both, with several seeds.
-# 2. The linear rule holds far below the noise scale; beyond, it gives less and less. "8k" belongs to one recipe.
-# 3. Warm-up helps over a steep beginning; it does not cure a rate that is too high for good.
+# 1. A larger batch makes fewer updates per epoch. Compare with the same epochs and the same updates, with several
+#    seeds.
+# 2. The linear rule is valid far below the noise scale. "8k" is the limit of one recipe.
+# 3. Warm-up helps with high curvature at the start, not with a rate that is always too high.
 # 4. LARS and LAMB give each layer a step in proportion to its weights.
-# 5. Sharpness depends on scale and on how far training came: compare like with like.
+# 5. Sharpness depends on the weights' scale and the training loss: compare only similar networks.
 
 # %% [markdown]
 # ## For your own runs
 #
 # | question | command or key |
 # |---|---|
-# | how large a batch pays? | `paceline noise-scale RECIPE`, `paceline sweep-batch RECIPE`, `telemetry.noise_scale` |
+# | how large a batch? | `paceline noise-scale RECIPE`, `paceline sweep-batch RECIPE`, `telemetry.noise_scale` |
 # | which rate? | `paceline find-lr RECIPE`; `optimizer.lr_scaling`, `optimizer.lr_reference_batch` |
 # | warm-up | `schedule.warmup`, `schedule.warmup_from=unscaled` |
-# | layer by layer | `optimizer.name=lars` or `lamb`, with a weight decay |
+# | a rate for each layer | `optimizer.name=lars` or `lamb`, with a weight decay |
 # | training longer | `train.duration="7000 steps"` |
 # | ghost BatchNorm, growing batch | `model.ghost_batch_norm`, `batch.growth` |
-# | sharp or flat, and the gap | `paceline landscape RUN RUN` |
+# | sharpness and generalisation gap | `paceline landscape RUN RUN` |
 #
 # ## Further reading
 #

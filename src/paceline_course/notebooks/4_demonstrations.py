@@ -14,29 +14,29 @@
 # # Lab 4: The lecture's demonstrations
 #
 # - Tensors and modules on devices, and the error when they are not on the same one
-# - What a training step keeps in memory, and why
+# - What a training step stores in memory, and why
 # - CPU against GPU, by batch size
-# - What makes a step wait
+# - Why a step waits
 # - DDP or FSDP, and ImageNet in one hour
 
 # %% [markdown]
-# **What you will be able to do**
+# **After this lab you can**
 #
 # - move tensors and modules between devices, and read the message when two of them are not on the same one;
-# - predict the memory of a training step by its four causes, and count it without a GPU;
-# - say from a few measurements where a GPU begins to pay, and how far such a line may be trusted;
-# - find what makes a step wait, and replace calls that PyTorch has retired;
-# - decide between DDP and FSDP, and do the arithmetic of "ImageNet in one hour".
+# - predict the four parts of a training step's memory, and count them without a GPU;
+# - estimate from a few measurements from which batch size a GPU is faster, and how reliable such a fitted line is;
+# - find the causes of waiting in a step, and replace calls that PyTorch has deprecated or removed;
+# - choose between DDP and FSDP, and do the calculation for "ImageNet in one hour".
 #
-# **What you need to know before.** Python, and a training loop in PyTorch: forward pass, loss, backward pass,
-# optimizer step. Labs 1 and 2a for the words *batch*, *process*, *rank* and *DDP*; all others are explained here.
+# **You need** Python, and a training loop in PyTorch: forward pass, loss, backward pass, optimizer step. Labs 1 and
+# 2a explain the terms *batch*, *process*, *rank* and *DDP*; this lab explains all others.
 #
-# **Time.** About 90 minutes with the exercises. The notebook itself needs one to two minutes of processor time. No
-# GPU is needed; where there is one, it is used.
+# **Time.** About 90 minutes with the exercises. The notebook itself needs one to two minutes of processor time. You
+# do not need a GPU; if there is one, the notebook uses it.
 #
 # Most of this lab follows lecture 19 of Data C182 at Berkeley (Eric Kim, *Accelerating and scaling DNN training*,
 # autumn 2024), called *the lecture* below, and a slide deck of the French computing centre IDRIS (*Deep Learning
-# Optimisé*), called *the deck*. We run what they show, and we check what they say: not all of it stands up.
+# Optimisé*), called *the deck*. We run their examples and check their statements; not all of them are correct.
 
 # %% tags=["setup"]
 import json
@@ -60,57 +60,55 @@ use_style()
 torch.manual_seed(0)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 cores = torch.get_num_threads()
-torch.set_num_threads(1)  # steady times, also on a machine with other work
+torch.set_num_threads(1)  # for stable times, also on a busy machine
 
 # %%
 print(f"PyTorch {torch.__version__}, {cores} threads for the CPU, device of this notebook: {device}")
 
 # %% [markdown] tags=["slide"]
-# ## A tensor lies on one device
+# ## A tensor is on one device
 #
-# - `torch.zeros(2, 3, device=device)` is made there
-# - `x.to(device)` returns a copy there, and leaves `x` where it was
+# - `torch.zeros(2, 3, device=device)` creates a tensor on the device
+# - `x.to(device)` returns a copy on the device; `x` does not move
 # - an operation on two tensors needs both on the same device
 
 # %% [markdown]
 # ## 1 Tensors and devices
 #
-# Every tensor lies on a *device*: in the machine's main memory (`cpu`), or in the memory of a GPU (`cuda:0`,
-# `cuda:1`, …). So that this lab works on every machine, we use a third one, which every PyTorch has: `meta`. A
-# tensor there has a shape, a type and a device, but no numbers: operations on it work out shapes and compute
-# nothing.
+# Every tensor is on a *device*: in the machine's main memory (`cpu`), or in the memory of a GPU (`cuda:0`, `cuda:1`,
+# …). This lab must work on every machine, so we use a third device that every PyTorch has: `meta`. A tensor on it has
+# a shape, a type and a device, but no data: operations only determine shapes.
 
 # %%
 second = device if device.type == "cuda" else torch.device("meta")
 
-made_there = torch.zeros(2, 4, device=second)  # no copy: it is made where it shall be
+made_there = torch.zeros(2, 4, device=second)  # created on the device, without a copy
 on_cpu = torch.ones(2, 4)
 copied = on_cpu.to(second)
 
 print(f"made there: {made_there.device},   copied: {copied.device},   the original: {on_cpu.device}")
 
 # %% [markdown]
-# When is `.to` a copy? Only if something has to change. If the tensor is there already, you get *the same tensor*
-# back, and a change of one is a change of the other. The same holds for tensors made from a NumPy array: they share
-# its memory.
+# When does `.to` copy? Only if the device or type changes. If the tensor is already on the device, you get *the same
+# tensor* back: a change to one changes the other. Tensors made from a NumPy array also share its memory.
 
 # %%
 same = on_cpu.to("cpu")
 always_a_copy = on_cpu.to("cpu", copy=True)
 same[0, 0] = 7
-print(f"`.to` a device where it is already: the same object? {same is on_cpu}; it shows {on_cpu[0, 0]:g}")
-print(f"with copy=True: the same object? {always_a_copy is on_cpu}; it shows {always_a_copy[0, 0]:g}")
+print(f"`.to` the tensor's own device: the same object? {same is on_cpu}; its value is {on_cpu[0, 0]:g}")
+print(f"with copy=True: the same object? {always_a_copy is on_cpu}; its value is {always_a_copy[0, 0]:g}")
 
 array = np.zeros(3)
 shared = torch.from_numpy(array)
 array[0] = 5
-print(f"a tensor from an array follows it: {shared.tolist()}")
+print(f"a tensor from an array changes with it: {shared.tolist()}")
 assert same is on_cpu
 assert always_a_copy[0, 0] == 1
 assert shared[0] == 5
 
 # %% [markdown]
-# And now the mistake that everybody makes once: one operation, two devices.
+# Now a common mistake: one operation on tensors from two devices.
 
 # %% tags=["slide"]
 try:
@@ -121,22 +119,22 @@ print(f"RuntimeError: {message}")
 assert "device" in message
 
 # %% [markdown]
-# How to read it: it names the two devices. One of them is where your model is, as a rule; the other is that of the
-# tensor that you forgot to move. PyTorch never moves it for you, because a hidden copy in every step would be slow,
-# and nobody would see why.
+# The message names the two devices. Usually one is your model's device, and the other is the device of a tensor that
+# you forgot to move. PyTorch does not move it for you, because a hidden copy in every step would be slow and hard to
+# find.
 #
-# The lecture's own message, of a GPU, was "Expected all tensors to be on the same device, but found at least two
-# devices, cuda:0 and cpu!". (On `meta` not every operation looks as carefully as this one: some go on, with numbers
-# that mean nothing. It is for shapes, never for results.)
+# The lecture's own message, with a GPU, was "Expected all tensors to be on the same device, but found at least two
+# devices, cuda:0 and cpu!". (On `meta`, not every operation checks devices as this one does; some continue with
+# meaningless values. Use `meta` only for shapes, never for results.)
 #
-# **Exercise 4.1.** A batch is seldom one tensor. Write `to_device`, which takes a tensor, or a `dict`, `list` or
-# `tuple` of such things, however deep, and returns the same with every tensor on `device`. What is no tensor stays
-# as it is.
+# **Exercise 4.1.** A batch is rarely a single tensor. Write `to_device`. It takes a tensor, or a `dict`, `list` or
+# `tuple` of such values with any nesting, and returns the same structure with every tensor on `device`. Other values
+# stay unchanged.
 
 
 # %% tags=["exercise"]
 def to_device(batch, device):
-    """The same structure, every tensor of it on ``device``."""
+    """Return the same structure with every tensor on ``device``."""
     raise NotImplementedError  # yours to write
 
 
@@ -155,15 +153,16 @@ with exercise("4.1"):
     assert all(each.device == meta for each in moved["boxes"]), "tensors in a list are not on the new device"
     assert isinstance(moved["size"], tuple), "a tuple should come back as a tuple"
     assert moved["size"][1].device == meta, "a tensor in a tuple is not on the new device"
-    assert moved["size"][0] == 28, "a number should stay as it is"
-    assert moved["id"] == "a", "a string should stay as it is"
-    assert given["pictures"].device.type == "cpu", "the batch that was given should not be changed"
+    assert moved["size"][0] == 28, "a number should stay unchanged"
+    assert moved["id"] == "a", "a string should stay unchanged"
+    assert given["pictures"].device.type == "cpu", "the given batch should not be changed"
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# Three cases with <code>isinstance</code>, each a line: a tensor is moved; a dict becomes a dict of moved values; a
-# list or tuple becomes <code>type(batch)(… for each in batch)</code>. Call the function itself for what is inside.
+# Three cases with <code>isinstance</code>, one line each: move a tensor; make a dict of moved values from a dict;
+# make <code>type(batch)(… for each in batch)</code> from a list or tuple. Call the function itself for the values
+# inside.
 #
 # </details>
 
@@ -181,27 +180,27 @@ def to_device(batch, device):
 
 
 # %% [markdown]
-# *What was learnt:* one function, called once where the batch enters the step, is all the device code that a
-# training loop needs. (For named tuples and data classes a real one has two more cases.)
+# *Learnt:* a training loop needs only one function for devices, called once at the start of each step. (A real one
+# also handles named tuples and data classes.)
 
 # %% [markdown] tags=["slide"]
-# ## `module.to(device)` moves what the module knows of
+# ## `module.to(device)` moves parameters and buffers
 #
 # - parameters: yes
 # - buffers (`register_buffer`): yes
-# - a tensor that is a plain attribute: **no**
+# - a tensor in a plain attribute: **no**
 
 # %% [markdown]
 # ## 2 Modules
 #
-# `module.to(device)` moves a whole network. Unlike a tensor's, it changes the module *itself*, and returns it. Here
-# is the lecture's network, an *autoencoder*: the encoder squeezes a picture of 28×28 pixels into 64 numbers (the
-# *code*), and the decoder draws it again from them. It goes into a file, since a training will import it later (the
-# rest of the file is explained in section 5).
+# `module.to(device)` moves a whole network. Unlike `.to` of a tensor, it changes the module *itself* and returns it.
+# Here is the lecture's network, an *autoencoder*: the encoder compresses an image of 28×28 pixels into 64 numbers
+# (the *code*), and the decoder reconstructs the image from them. We write it to a file, because a training run
+# imports it later (section 5 explains the rest of the file).
 
 # %%
 # %%writefile autoencoding.py
-"""The lecture's autoencoder, and a task for Paceline: pictures in, the same pictures out."""
+"""The lecture's autoencoder, and a task for Paceline: reconstruct images."""
 
 import torch
 import torch.nn.functional as F
@@ -240,7 +239,7 @@ class Autoencoder(nn.Module):
 
 
 def read_pictures():
-    """All digits as floats in [0, 1], [1797, 1, 28, 28]."""
+    """Return all digits as floats in [0, 1], with shape [1797, 1, 28, 28]."""
     pixels = torch.from_numpy(read_digits().images).permute(0, 3, 1, 2) / 255
     return F.interpolate(pixels, size=28, mode="bilinear")
 
@@ -250,7 +249,7 @@ class Autoencoding(paceline.Task):
     metrics = (Metric(name="loss"), Metric(name="unexplained", of="squared_error", per="squares", scale=100.0))
 
     def data_facts(self, world):
-        """How many pictures there are to train with; the last ones are held out."""
+        """Return the numbers of training and evaluation images; the last images are held out."""
         self.pictures = read_pictures()
         return DataFacts(train_samples=len(self.pictures) - HELD_OUT, evaluation_samples=HELD_OUT)
 
@@ -258,7 +257,7 @@ class Autoencoding(paceline.Task):
         return SimplePipeline(self.read, evaluation_samples=HELD_OUT, placement=placement, name="digit")
 
     def read(self, part, training):
-        """What is shown and what is wanted: the same."""
+        """Return inputs and targets, which are the same images."""
         first = 0 if training else len(self.pictures) - HELD_OUT
         pictures = self.pictures[torch.tensor(part.ids) + first]
         return pictures, pictures
@@ -270,7 +269,7 @@ class Autoencoding(paceline.Task):
         return F.mse_loss(model(batch.inputs).float(), batch.targets)
 
     def score(self, model, batch):
-        """One value for each picture: its loss, and what the metric `unexplained` divides."""
+        """Return values for each image: its loss, and the two values whose ratio is `unexplained`."""
         error = (model(batch.inputs).float() - batch.targets).square().flatten(1)
         squares = batch.targets.square().flatten(1).sum(dim=1)
         return {"loss": error.mean(dim=1), "squared_error": error.sum(dim=1), "squares": squares}
@@ -295,9 +294,9 @@ assert returned is autoencoder
 assert {each.device.type for each in autoencoder.state_dict().values()} == {second.type}
 
 # %% [markdown]
-# The lecture's conclusion is that `model.to` copies all *parameters*. It also moves *buffers*: tensors that belong
-# to the module's state but are not trained, such as BatchNorm's running mean. But a tensor that is only an
-# attribute stays behind.
+# The lecture concludes that `model.to` copies all *parameters*. It also moves *buffers*: tensors that belong to the
+# module's state but are not trained, such as BatchNorm's running mean. But it does not move a tensor in a plain
+# attribute.
 
 # %%
 norm = nn.BatchNorm2d(4)
@@ -310,13 +309,13 @@ assert norm.running_mean.is_meta
 assert not norm.note.is_meta
 
 # %% [markdown]
-# **Exercise 4.2.** This module works on the CPU and fails on every other device, and its mean is missing in every
-# checkpoint. Mend it with one line in `__init__`.
+# **Exercise 4.2.** This module works on the CPU but fails on every other device, and its mean is missing from
+# checkpoints. Fix it with one line in `__init__`.
 
 
 # %% tags=["exercise"]
 class Centre(nn.Module):
-    """Takes the mean picture away."""
+    """Subtracts the mean image."""
 
     def __init__(self, mean: torch.Tensor):
         super().__init__()
@@ -331,14 +330,16 @@ with exercise("4.2"):
     centre = Centre(torch.full((2, 2), 3.0))
     assert torch.equal(centre(torch.full((1, 2, 2), 5.0)), torch.full((1, 2, 2), 2.0)), "forward should still subtract"
     assert not list(centre.parameters()), "the mean is not trained: it should be a buffer, not a parameter"
-    assert "mean" in centre.state_dict(), "the mean is not in the state_dict, so no checkpoint has it: register it"
+    assert "mean" in centre.state_dict(), (
+        "the mean is not in the state_dict, so checkpoints do not contain it: register it"
+    )
     assert centre.to("meta").mean.is_meta, "the mean stayed on the CPU when the module moved"
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# <code>self.register_buffer(name, tensor)</code> takes the place of the assignment; afterwards
-# <code>self.name</code> is the tensor, as before.
+# <code>self.register_buffer(name, tensor)</code> replaces the assignment; afterwards <code>self.name</code> is the
+# tensor, as before.
 #
 # </details>
 
@@ -346,7 +347,7 @@ with exercise("4.2"):
 # %% tags=["answer"] jupyter={"source_hidden": true}
 # Answer
 class Centre(nn.Module):
-    """Takes the mean picture away."""
+    """Subtracts the mean image."""
 
     def __init__(self, mean: torch.Tensor):
         super().__init__()
@@ -357,16 +358,16 @@ class Centre(nn.Module):
 
 
 # %% [markdown]
-# *What was learnt:* a module moves, saves and loads what it knows of: parameters and buffers.
+# *Learnt:* a module moves, saves and loads its parameters and buffers, nothing else.
 #
-# The lecture's two changes that take a training to a GPU are then two lines, and they are harmless on a CPU. This
-# is called *device-agnostic* code:
+# So training on a GPU needs only the lecture's two changes, one line each. They also work on a CPU. This is called
+# *device-agnostic* code:
 
 # %%
 model = Centre(torch.full((1, 28, 28), 0.3)).to(device)  # change 1: the model, once
 
 batch = {"pictures": torch.rand(8, 1, 28, 28), "labels": torch.arange(8)}
-batch = to_device(batch, device)  # change 2: what goes in, in every step
+batch = to_device(batch, device)  # change 2: the batch, in every step
 
 print(f"model and batch on {device}: the mean over all pixels is now {model(batch['pictures']).mean():.2f}")
 
@@ -374,26 +375,26 @@ print(f"model and batch on {device}: the mean over all pixels is now {model(batc
 # ## Four uses of memory
 #
 # - **weights**: the parameters
-# - **gradients**: one number for each
-# - **optimizer state**: SGD none, momentum one, Adam two for each
-# - **activations**: what the forward pass keeps for the backward pass
+# - **gradients**: one number per weight
+# - **optimizer state**: SGD none, momentum one, Adam two numbers per weight
+# - **activations**: tensors that the forward pass keeps for the backward pass
 #
 # The first three do not depend on the batch. The fourth grows with it.
 
 # %% [markdown]
 # ## 3 Memory by cause
 #
-# A GPU's memory is small and does not swap: what does not fit ends the run. The lecture names four uses, and we
-# shall predict each by arithmetic before we count it.
+# A GPU has little memory and does not swap: a run that does not fit fails. The lecture names four uses of memory. We
+# predict each by calculation before we count it.
 #
 # **Weights, gradients, optimizer state.** A number in `float32` takes 4 bytes. The lecture's second network is a
-# small convolutional network for CIFAR-10 (pictures of 32×32 pixels in colour); it has 120,078 parameters. On its
+# small convolutional network for CIFAR-10 (images of 32×32 pixels in colour); it has 120,078 parameters. On its
 # GPU the lecture printed, after `net.to(device)`,
 #
 #     (post net.to) GPU max_memory_allocated: 0.481792 MB
 #
-# which is a little more than 4 bytes for each parameter. The reason: PyTorch's allocator on a GPU hands out memory
-# in blocks, and rounds each *tensor* up to a multiple of 512 bytes.
+# This is slightly more than 4 bytes per parameter. The reason: on a GPU, PyTorch's allocator provides memory in
+# blocks and rounds each *tensor* up to a multiple of 512 bytes.
 
 # %%
 network = lecture_net(10)
@@ -403,25 +404,25 @@ print(f"parameters: {sum(numbers):,}   bytes without rounding: {4 * sum(numbers)
 assert sum(numbers) == 120_078
 
 # %% [markdown]
-# **Exercise 4.3.** Write `allocated_bytes`: what such an allocator counts for `float32` tensors of these sizes.
-# Then see whether you get the lecture's figure, to the byte.
+# **Exercise 4.3.** Write `allocated_bytes`: the bytes that such an allocator counts for `float32` tensors of these
+# sizes. Compare your result with the lecture's figure, which it should match exactly.
 
 
 # %% tags=["exercise"]
 def allocated_bytes(numbers: list[int]) -> int:
-    """Bytes handed out for tensors with so many numbers each: every tensor rounded up to a multiple of 512 bytes."""
+    """Return the bytes for tensors with these counts of numbers, each tensor rounded up to a multiple of 512 bytes."""
     raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
 with exercise("4.3"):
-    assert allocated_bytes([1]) == 512, "one number takes 4 bytes, and is handed a block of 512"
+    assert allocated_bytes([1]) == 512, "one number takes 4 bytes, but gets a block of 512"
     assert allocated_bytes([128]) == 512, "128 numbers fill a block of 512 bytes exactly: nothing is added"
     assert allocated_bytes([129, 1]) == 1536, (
-        "each tensor is rounded by itself: 129 numbers take two blocks, 1 takes one"
+        "each tensor is rounded separately: 129 numbers take two blocks, 1 number takes one"
     )
     found = allocated_bytes([each.numel() for each in lecture_net(10).parameters()])
-    assert found == 481_792, f"of the lecture's network it should be 481,792, and is {found:,}"
+    assert found == 481_792, f"for the lecture's network it should be 481,792, not {found:,}"
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
@@ -443,27 +444,27 @@ assert allocated_bytes(numbers) == 481_792
 
 
 # %% [markdown]
-# *What was learnt:* memory is arithmetic. Gradients take the same again, an optimizer's state nothing (plain SGD),
-# the same (momentum) or twice the same (Adam): 8 to 16 bytes for each parameter in all.
+# *Learnt:* you can calculate memory. Gradients take as much as the weights. Optimizer state takes nothing (plain
+# SGD), as much as the weights (momentum) or twice as much (Adam). The total is 8 to 16 bytes per parameter.
 #
 # **Activations.** To compute a gradient, most operations need their own input or output again. So the forward pass
-# keeps these tensors until the backward pass has used them. PyTorch lets us look: it calls two functions of ours
-# (*saved-tensor hooks*) whenever such a tensor is kept and used again. We count the bytes of each piece of memory
-# once, and leave out the weights.
+# keeps these tensors until the backward pass has used them. With *saved-tensor hooks*, PyTorch calls one function of
+# ours when it stores such a tensor and another when it uses it. We count the bytes of each piece of memory once,
+# without the weights.
 #
-# On the `meta` device this needs no GPU, no time and no memory, since shapes are all we want to know.
+# On the `meta` device this needs no GPU and almost no time or memory, because we need only shapes.
 
 
 # %% tags=["setup"]
 def kept_bytes(model: nn.Module, inputs: torch.Tensor, loss) -> dict[str, int]:
-    """Bytes that a forward pass keeps for the backward pass, by shape and type of the tensor."""
+    """Return the bytes that a forward pass keeps for the backward pass, by shape and type of the tensor."""
     weights = {id(each.untyped_storage()) for each in model.parameters()}
     storages, kept = {}, {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if id(storage) not in weights and id(storage) not in storages:
-            storages[id(storage)] = storage  # held, so that its id stays its own
+            storages[id(storage)] = storage  # keep it alive so that its id stays unique
             name = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
             kept[name] = kept.get(name, 0) + storage.nbytes()
         return tensor
@@ -482,19 +483,19 @@ for name, size in sorted(kept.items(), key=lambda item: -item[1])[:5]:
     print(f"  {size / 1e6:6.2f} MB  {name}")
 share = max(kept.values()) / sum(kept.values())
 print(f"  {sum(kept.values()) / 1e6:6.2f} MB  in all, {sum(kept.values()) / (4 * sum(numbers)):.0f} times the weights")
-print(f"The output of the first ReLU alone is {share:.0%}; max-pooling keeps positions as int64, 8 bytes each.")
+print(f"The output of the first ReLU alone takes {share:.0%}; max-pooling stores positions as int64, 8 bytes each.")
 assert sum(kept.values()) > 50 * 4 * sum(numbers)
 
 # %% [markdown]
-# **Exercise 4.4.** Now predict the same for the autoencoder: how many *numbers* are kept for one picture? It is a
-# convolution, a ReLU, a convolution, and so on. A convolution keeps its input, a ReLU its output (which *is* the
-# next convolution's input, so it counts once), the sigmoid its output, and the mean squared error its two inputs
-# (the output and the picture, both counted already). Fill in channels × height × width; each convolution with
-# stride 2 halves height and width, each transposed one doubles them.
+# **Exercise 4.4.** Now predict this for the autoencoder: how many *numbers* are kept for one image? The layers are a
+# convolution, a ReLU, a convolution, and so on. A convolution keeps its input. A ReLU keeps its output, which *is*
+# the next convolution's input, so it counts once. The sigmoid keeps its output, and the mean squared error its two
+# inputs (the output and the image, both counted already). Fill in channels × height × width. Each convolution with
+# stride 2 halves height and width; each transposed convolution with stride 2 doubles them.
 
 # %% tags=["exercise"]
 numbers_kept = {
-    "the picture": 1 * 28 * 28,
+    "the image": 1 * 28 * 28,
     "after the encoder's first ReLU": ...,  # 16 channels
     "after the encoder's second ReLU": ...,  # 32 channels
     "the code": ...,
@@ -506,25 +507,25 @@ numbers_kept = {
 # %% tags=["check"]
 with exercise("4.4"):
     missing = [name for name, value in numbers_kept.items() if value is ...]
-    assert not missing, f"still to fill in: {', '.join(missing)}"
+    assert not missing, f"not filled in yet: {', '.join(missing)}"
     right = {"encoder's first": 16 * 14**2, "encoder's second": 32 * 7**2, "the code": 64}
     right |= {"decoder's first": 32 * 7**2, "decoder's second": 16 * 14**2, "sigmoid": 28**2}
     for part, value in right.items():
         name = next(each for each in numbers_kept if part in each)
-        assert numbers_kept[name] == value, f"{name}: {numbers_kept[name]:,} is not channels × height × width there"
+        assert numbers_kept[name] == value, f"{name}: {numbers_kept[name]:,} is not its channels × height × width"
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# Heights and widths are 28, 14, 7, 1 on the way in, and 7, 14, 28 on the way out. The last convolution of the
-# encoder covers the whole 7×7 and leaves 64 channels of one number.
+# Heights and widths are 28, 14, 7, 1 in the encoder, and 7, 14, 28 in the decoder. The last convolution of the
+# encoder covers the whole 7×7 and outputs 64 channels of one number.
 #
 # </details>
 
 # %% tags=["answer"] jupyter={"source_hidden": true}
 # Answer
 numbers_kept = {
-    "the picture": 1 * 28 * 28,
+    "the image": 1 * 28 * 28,
     "after the encoder's first ReLU": 16 * 14 * 14,
     "after the encoder's second ReLU": 32 * 7 * 7,
     "the code": 64,
@@ -537,16 +538,16 @@ numbers_kept = {
 predicted = 4 * sum(numbers_kept.values())
 one_picture = torch.zeros(1, 1, 28, 28, device="meta")
 counted = kept_bytes(Autoencoder().to("meta"), one_picture, lambda output: F.mse_loss(output, one_picture))
-print(f"predicted {predicted:,} bytes for a picture, counted {sum(counted.values()):,}")
+print(f"predicted {predicted:,} bytes for an image, counted {sum(counted.values()):,}")
 assert sum(counted.values()) == predicted
 
 # %% [markdown]
-# *What was learnt:* activations are a sum over feature maps: channels × height × width × 4 bytes, times the batch.
+# *Learnt:* activations are a sum over feature maps: channels × height × width × 4 bytes, times the batch size.
 
 
 # %% tags=["slide"]
 def causes(model: nn.Module, kept_by_picture: int, batch: int) -> dict[str, int]:
-    """Bytes by cause with Adam."""
+    """Return bytes by cause, with Adam."""
     weights = 4 * sum(each.numel() for each in model.parameters())
     fixed = {"weights": weights, "gradients": weights, "optimizer state (Adam)": 2 * weights}
     return {**fixed, "activations": kept_by_picture * batch}
@@ -568,18 +569,18 @@ plt.show()
 
 # %%
 fixed = sum(causes(Autoencoder(), predicted, 0).values())
-print(f"Autoencoder: {fixed / 1e6:.2f} MB for any batch, and {predicted / 1e3:.1f} kB for each picture:")
-print(f"activations overtake the rest at a batch of {fixed / predicted:.0f}.")
+print(f"Autoencoder: {fixed / 1e6:.2f} MB for any batch, and {predicted / 1e3:.1f} kB for each image:")
+print(f"activations exceed the rest from a batch of {fixed / predicted:.0f} on.")
 
 # %% [markdown]
-# The picture says which remedy helps. If activations are the problem, a smaller batch, or *activation
-# checkpointing*, gives memory back. If the other three are, as in large language models, a smaller batch changes
-# nothing, and the state must be spread over several GPUs (FSDP, section 8).
+# The figure shows which remedy helps. If activations need most of the memory, use a smaller batch or *activation
+# checkpointing*. If the other three do, as in large language models, a smaller batch does not help: distribute them
+# over several GPUs (FSDP, section 8).
 #
 # ### A step, operation by operation
 #
-# We can also watch memory through a whole step. The class below sees every operation that PyTorch does, notes each
-# new piece of memory, and is told when it is freed.
+# We can also observe memory during a whole step. The class below intercepts every PyTorch operation, records each new
+# piece of memory, and is notified when it is freed.
 
 
 # %%
@@ -588,7 +589,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of all tensors that were made inside and still live, after each operation."""
+    """Records the bytes of all tensors created inside and still alive, after each operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -611,7 +612,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def watch_step(model: nn.Module, inputs: torch.Tensor, loss) -> list[int]:
-    """Bytes after each operation of a forward and a backward pass."""
+    """Return the bytes after each operation of a forward and a backward pass."""
     with LiveBytes() as memory:
         loss(model(inputs)).backward()
     model.zero_grad()
@@ -623,13 +624,13 @@ history = watch_step(lecture_net(10).to("meta"), pictures, lambda output: F.cros
 # %% [markdown] tags=["slide"]
 # ## Activation checkpointing
 #
-# - keeps only the borders between groups of layers
-# - computes a group again when the backward pass gets there
-# - less memory for one more forward pass
-# - of *n* equal layers, √*n* groups are best (Chen et al. 2016)
+# - keeps only the activations between groups of layers
+# - recomputes a group when the backward pass reaches it
+# - saves memory, costs one more forward pass
+# - for *n* equal layers, √*n* groups are best (Chen et al. 2016)
 
 # %% [markdown]
-# Here are sixteen equal layers in four groups, beside the lecture's network with its first three layers done so.
+# We try it with sixteen equal layers in four groups, and with the first three layers of the lecture's network.
 
 # %% tags=["slide"]
 from torch.utils.checkpoint import checkpoint
@@ -641,7 +642,7 @@ plain = watch_step(stack, maps, torch.sum)
 
 
 class Again(nn.Module):
-    """Layers whose activations are not kept, but computed again in the backward pass."""
+    """Layers whose activations are not kept but recomputed in the backward pass."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
@@ -659,39 +660,38 @@ grouped = nn.Sequential(Again(whole[:3]), *whole[3:]).to("meta")
 again = watch_step(grouped, pictures, lambda output: F.cross_entropy(output, labels))
 
 figure, axes = plt.subplots(1, 2, figsize=(10, 4))
-uneven = (("all kept", history), ("first three layers computed again", again))
-equal = (("all kept", plain), ("four groups computed again", saved))
+uneven = (("all kept", history), ("first three layers recomputed", again))
+equal = (("all kept", plain), ("four groups recomputed", saved))
 for axis, title, curves in zip(axes, ("Convolutional network", "Sixteen equal layers"), (uneven, equal), strict=True):
     for label, curve in curves:
         axis.plot(np.array(curve) / 1e6, label=label)
     axis.set(title=title, xlabel="operation of the step", ylim=(0, 1.3 * max(curves[0][1]) / 1e6))
     axis.legend(fontsize=9, loc="upper right")
-axes[0].set_ylabel("MB of tensors made in the step")
+axes[0].set_ylabel("MB of tensors created in the step")
 plt.show()
 
 # %%
 print(f"sixteen layers: a peak of {max(plain) / 1e6:.1f} MB, in four groups {max(saved) / 1e6:.1f} MB")
-print(f"convolutional network: a peak of {max(history) / 1e6:.1f} MB, in part again {max(again) / 1e6:.1f} MB")
+print(f"convolutional network: a peak of {max(history) / 1e6:.1f} MB, with recomputation {max(again) / 1e6:.1f} MB")
 assert max(saved) < 0.65 * max(plain)
 assert max(again) > 0.9 * max(history)
 
 # %% [markdown]
-# It helps sixteen equal layers, and does nothing for the network on the left: a single layer makes its peak, and
-# when that layer is computed again, the peak is there again. Where the peak lies decides what helps. So look before
-# you choose.
+# It helps with sixteen equal layers, but not with the network on the left. There, a single layer causes the peak, and
+# recomputing that layer causes the peak again. The position of the peak determines what helps, so find it first.
 #
-# ### The instrument: `paceline estimate`
+# ### The tool: `paceline estimate`
 #
-# `paceline estimate` does a recipe's own step on tensors without numbers, as we did, and counts in addition what a
-# GPU's libraries take for themselves. We can hold it against the lecture, which printed the peak of its training
-# with a batch of 64: 96.306688 MB. The shipped recipe `cifar10_lecture` is that training. The slides show a GeForce
-# RTX 3080 Ti as the lecturer's GPU; the nearest one that Paceline knows is the RTX 3090, of the same generation:
+# `paceline estimate` runs a step of a recipe on tensors without data, as we did, and also counts the memory of a
+# GPU's libraries. We can compare it with the lecture, which printed a peak of 96.306688 MB for training with a batch
+# of 64. The shipped recipe `cifar10_lecture` is this training. According to the slides, the lecturer's GPU was a
+# GeForce RTX 3080 Ti. The closest GPU in Paceline's table is the RTX 3090, of the same generation:
 
 # %%
 document = run("paceline estimate cifar10_lecture --device rtx3090 --json", quiet=True, seconds=300)
 peak = json.loads(document)["peak"]
 figures = {
-    "counted above, tensors of the step only": max(history),
+    "counted above, only tensors of the step": max(history),
     "predicted by `paceline estimate`": peak["allocated_bytes"],
     "printed in the lecture, on its own GPU": 96_306_688,
 }
@@ -704,18 +704,19 @@ if device.type == "cuda":
         inputs, targets = torch.rand(64, 3, 32, 32, device=device), torch.randint(10, (64,), device=device)
         F.cross_entropy(on_gpu(inputs), targets).backward()
         momentum.step()
-    figures["measured here, on yours"] = torch.cuda.max_memory_allocated()
+    figures["measured here, on your GPU"] = torch.cuda.max_memory_allocated()
 for name, size in figures.items():
     print(f"{name:40} {size / 1e6:6.1f} MB")
 print(f"the prediction is {peak['allocated_bytes'] / 96_306_688 - 1:+.1%} off; by cause, in MB:")
 print({cause: round(size / 1e6, 2) for cause, size in peak["causes"].items() if size > 1e5})
 
 # %% [markdown]
-# *Temporary* are gradients of activations on their way through the network, *workspace* is what the libraries that
-# compute products hold. Neither is among the lecture's four uses, and here they make the larger part of the peak.
+# *Temporary* memory contains gradients of activations during the backward pass; *workspace* is the memory of the
+# libraries for matrix products. Neither is among the lecture's four uses, and here they are the larger part of the
+# peak.
 #
-# And this is how it looks as a report, for the autoencoder on a GPU that you need not have. The recipe is the file
-# that section 5 trains:
+# Here is the same as a report, for the autoencoder on an H100, which you do not need to have. Section 5 trains this
+# recipe:
 
 # %%
 recipe = """\
@@ -734,12 +735,12 @@ report = run("paceline estimate autoencoding.yaml --device h100", quiet=True, se
 print(report.split("Largest micro-batch on known GPUs")[0].rstrip())
 
 # %% [markdown]
-# **Question.** Gradients are as large as weights. Why do they take almost nothing at the autoencoder's peak?
+# **Question.** Gradients are as large as weights. Why do they take almost no memory at the autoencoder's peak?
 #
 # <details><summary>Answer</summary>
 #
-# The peak lies early in the backward pass, which makes the gradients of the weights layer by layer, from the last
-# to the first. At that moment hardly any are there yet; when all are there, the activations are gone.
+# The peak is early in the backward pass, which computes the gradients of the weights layer by layer, from the last to
+# the first. At the peak, hardly any gradients exist yet. When all of them exist, the activations have been freed.
 #
 # </details>
 
@@ -752,14 +753,13 @@ print(report.split("Largest micro-batch on known GPUs")[0].rstrip())
 # | 4 | 1350 | 1633 |
 # | 2 | 860 | 937 |
 #
-# "The CPU doesn't always outperform the GPU!", the slide says. Look again: in which rows does it?
+# The slide says: "The CPU doesn't always outperform the GPU!" Look again: in which rows is the CPU faster?
 
 # %% [markdown]
 # ## 4 CPU against GPU, by batch size
 #
-# The lecture trained its small convolutional network on CIFAR-10 for an epoch, with two processes that read data,
-# and printed the table above (Data C182, lecture 19; reading is part of the figures). First, what does the table
-# say?
+# The lecture trained its small convolutional network on CIFAR-10 for an epoch, with two loader processes, and printed
+# the table above (Data C182, lecture 19; the figures include data loading). First, what does the table show?
 
 # %%
 lecture = {64: (1474, 5369), 4: (1350, 1633), 2: (860, 937)}  # images a second of CPU and GPU
@@ -769,18 +769,18 @@ for size, (cpu, gpu) in lecture.items():
 assert all(gpu > cpu for cpu, gpu in lecture.values())
 
 # %% [markdown]
-# The GPU is ahead in **every** row. The sentence on the slide was probably meant the other way round ("the GPU
-# doesn't always outperform the CPU"), and the table does not show that either. What it does show is worth more: the
-# advantage falls with the batch, from 3.6 to 1.1.
+# The GPU is faster in **every** row. The sentence on the slide was probably meant the other way round ("the GPU
+# doesn't always outperform the CPU"), but the table does not show that either. It shows something more useful: the
+# advantage falls with the batch size, from 3.6 to 1.1.
 #
-# Now on your machine: the same network and optimizer, on random pictures that lie on the device already, so that
-# nothing but computing is timed. Note the two lines that make such a timing honest. The first steps are not timed,
-# since they make memory and choose kernels; and a GPU is asked to finish before each look at the clock.
+# Now we measure on your machine: the same network and optimizer, with random images that are already on the device,
+# so that we time only computation. Two details make the timing reliable. We do not time the first steps, because they
+# allocate memory and choose kernels. And we wait for a GPU to finish before reading the clock.
 
 
 # %%
 def seconds_per_step(batch: int, device: torch.device, rounds: int = 3) -> float:
-    """The fastest of some rounds, each of several training steps."""
+    """Return the seconds per step of the fastest round; each round has several training steps."""
     network = lecture_net(10).to(device)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.001, momentum=0.9)
     pictures = torch.rand(batch, 3, 32, 32, device=device)
@@ -794,13 +794,13 @@ def seconds_per_step(batch: int, device: torch.device, rounds: int = 3) -> float
             F.cross_entropy(network(pictures), labels).backward()
             optimizer.step()
         if device.type == "cuda":
-            torch.cuda.synchronize()  # the queue is empty: now the clock may be read
+            torch.cuda.synchronize()  # wait until the GPU has finished
         times.append((time.perf_counter() - start) / steps)
     return min(times[1:])  # the first round was the warm-up
 
 
 sizes = [2, 4, 16, 64]
-torch.set_num_threads(cores)  # all that the CPU has, against the GPU
+torch.set_num_threads(cores)  # use all CPU threads for the comparison with the GPU
 mine = {"CPU": {size: seconds_per_step(size, torch.device("cpu")) for size in sizes}}
 if device.type == "cuda":
     mine["GPU"] = {size: seconds_per_step(size, device) for size in sizes}
@@ -826,16 +826,16 @@ axes[1].bar([str(size) for size in sorted(ratios)], [ratios[size] for size in so
 axes[1].axhline(1, color="black", linewidth=1)
 axes[1].set(title="The lecture: GPU over CPU", xlabel="batch size", ylabel="times as fast")
 plt.show()
-print("The lecture's figures are of other machines, and include reading: compare slopes, not heights.")
-print("(Where your own line has a dip, something else was running; run the timing again.)")
+print("The lecture's figures are from other machines and include data loading: compare slopes, not heights.")
+print("(If your line has a dip, another program was running; run the timing again.)")
 
 # %% [markdown]
-# **Why does the advantage fall?** The lecture says: with a small batch most of the time goes into communication
-# between CPU and GPU. We can check that with its own numbers. How many bytes go to the GPU for a batch of 2, and
-# how long can that take, even over a slow connection of 1 GB/s?
+# **Why does the advantage fall?** The lecture says: with a small batch, most of the time is spent on communication
+# between CPU and GPU. We can check this with its own numbers. How many bytes are sent to the GPU for a batch of 2,
+# and how long does that take, even over a slow connection of 1 GB/s?
 
 # %%
-batch_bytes = 2 * 3 * 32 * 32 * 4 + 2 * 8  # two pictures in float32, two labels in int64
+batch_bytes = 2 * 3 * 32 * 32 * 4 + 2 * 8  # two images in float32, two labels in int64
 copy_seconds = batch_bytes / 1e9
 step_seconds = 2 / lecture[2][1]
 print(f"{batch_bytes:,} bytes take {copy_seconds * 1e6:.0f} µs at 1 GB/s: {copy_seconds / step_seconds:.1%} of a step")
@@ -853,13 +853,14 @@ print(f"operations in forward and backward pass: {operations[2]} with a batch of
 assert operations[2] == operations[64]
 
 # %% [markdown]
-# So it is not the amount of data. There must be a **fixed cost for each step**, whatever the batch. Candidates are
-# Python itself, the processes that read, handing the batch over, and starting each operation, of which there are as
-# many for 2 pictures as for 64; the table does not tell them apart. The time of a step is then a line,
+# So the amount of data is not the reason. There must be a **fixed cost per step** that does not depend on the batch
+# size. Possible causes are Python itself, the loader processes, passing the batch to the GPU, and starting each
+# operation (their number is the same for 2 images and for 64). The table does not distinguish them. The time of a
+# step is then a line,
 #
 # `t(B) = a + b · B`
 #
-# with the fixed cost *a* and the cost *b* of a picture.
+# with the fixed cost *a* and the cost *b* per image.
 
 # %%
 batch_sizes = np.array(sorted(lecture))
@@ -877,40 +878,41 @@ for name, times in milliseconds.items():
     all_three = f"{through_all[name][0]:.2f} + {through_all[name][1]:.3f} B ms, at most {error:.2%} off"
     print(f"{name}, all three: t = {all_three};  2 and 4: t = {offset:.2f} + {slope:.3f} B ms")
     few, many = np.diff(times) / np.diff(batch_sizes)
-    print(f"     each further picture costs {few:.2f} ms from 2 to 4, {many:.2f} ms from 4 to 64")
-assert np.diff(milliseconds["CPU"] / batch_sizes).max() < 0, "a picture costs the less, the larger the batch"
+    print(f"     each additional image costs {few:.2f} ms from 2 to 4, {many:.2f} ms from 4 to 64")
+assert np.diff(milliseconds["CPU"] / batch_sizes).max() < 0, "the average cost of an image falls with the batch size"
 
 # %% [markdown]
-# The GPU's three figures lie on a line almost exactly. The CPU's do not: each *further* picture costs it about twice
-# as much from 4 to 64 as from 2 to 4. (On average a picture still costs the less, the larger the batch is.) Each of
-# them is a single figure with a scatter of its own, which the table does not tell, so one of them may just be off.
+# The GPU's three times are almost exactly on a line. The CPU's are not: each *additional* image costs about twice as
+# much from 4 to 64 as from 2 to 4. (The average cost per image still falls with the batch size.) Each time is a
+# single measurement with an unknown error, so one of them may simply be inaccurate.
 #
-# Compare the fixed costs *a* through batches 2 and 4, too: the CPU's is nearly as large as the GPU's, though it hands
-# nothing over. So most of it must be what both share. What sets the GPU apart in this table is its small *b*.
+# Also compare the fixed costs *a* of the lines through batches 2 and 4: the CPU's is nearly as large as the GPU's,
+# although it transfers nothing. So most of the fixed cost must be common to both. The GPU's advantage in this table
+# is its small *b*.
 #
-# **Exercise 4.5.** At which batch do two such lines meet? Below it the CPU would win.
+# **Exercise 4.5.** At which batch size do two such lines intersect? Below it the CPU would be faster.
 
 
 # %% tags=["exercise"]
 def crossover(cpu: tuple[float, float], gpu: tuple[float, float]) -> float:
-    """The batch at which a_cpu + b_cpu B = a_gpu + b_gpu B, for lines given as (a, b)."""
+    """Return the batch size B where a_cpu + b_cpu B = a_gpu + b_gpu B; each line is given as (a, b)."""
     raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
 with exercise("4.5"):
     found = crossover((1.0, 2.0), (5.0, 1.0))
-    assert abs(found - 4.0) < 1e-9, f"1 + 2 B and 5 + B meet at B = 4 (both are 9), and not at {found:g}"
+    assert abs(found - 4.0) < 1e-9, f"1 + 2 B and 5 + B intersect at B = 4 (both are 9), not at {found:g}"
     found = crossover((0.5, 0.5), (2.0, 0.25))
-    assert abs(found - 6.0) < 1e-9, f"0.5 + 0.5 B and 2 + 0.25 B meet at B = 6 (both are 3.5), and not at {found:g}"
+    assert abs(found - 6.0) < 1e-9, f"0.5 + 0.5 B and 2 + 0.25 B intersect at B = 6 (both are 3.5), not at {found:g}"
     assert abs(crossover((1.0, 2.0), (2.0, 1.6)) - 2.5) < 1e-9, (
-        "1 + 2 B and 2 + 1.6 B meet at B = 2.5: not a whole number"
+        "1 + 2 B and 2 + 1.6 B intersect at B = 2.5: do not round"
     )
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# Bring both terms with B to one side: (b_cpu − b_gpu) B = a_gpu − a_cpu.
+# Move both terms with B to one side: (b_cpu − b_gpu) B = a_gpu − a_cpu.
 #
 # </details>
 
@@ -922,10 +924,10 @@ def crossover(cpu: tuple[float, float], gpu: tuple[float, float]) -> float:
 
 
 # %% [markdown] tags=["slide"]
-# ## Where would the CPU win?
+# ## Where would the CPU be faster?
 #
-# - a step takes `a + b · B`: a fixed cost, and a cost for each picture
-# - the lecture's figures, with two lines through them: two answers
+# - a step takes `a + b · B`: a fixed cost, and a cost per image
+# - two ways to fit a line to the lecture's figures give two answers
 
 # %% tags=["slide"]
 figure, axes = plt.subplots(1, 2, figsize=(10, 4))
@@ -938,7 +940,7 @@ for axis, (title, lines) in zip(
         axis.plot(batch_sizes[:2], milliseconds[name][:2], "o", color=color, label=f"{name}, lecture")
     meet = crossover(lines["CPU"], lines["GPU"])
     axis.axvline(meet, color="black", linestyle=":", linewidth=1.5)
-    axis.set(title=f"{title}: they meet at {meet:.1f}", xlabel="batch size", ylim=(0, 6))
+    axis.set(title=f"{title}: intersection at {meet:.1f}", xlabel="batch size", ylim=(0, 6))
 axes[0].set_ylabel("ms for a step")
 axes[0].legend(fontsize=9)
 plt.show()
@@ -946,49 +948,49 @@ plt.show()
 # %%
 for title, lines in (("all three", through_all), ("the two smallest", through_small)):
     print(f"through {title}: crossover at {crossover(lines['CPU'], lines['GPU']):.1f} images")
-print(f"measured at 2 images: CPU {lecture[2][0]}, GPU {lecture[2][1]} images/s: the GPU is ahead there")
-print(f"Wanted for the CPU to win with a batch of 1: a step in less than {sum(through_small['GPU']):.2f} ms;")
-print(f"its line says {sum(through_small['CPU']):.2f} ms.")
+print(f"measured at 2 images: CPU {lecture[2][0]}, GPU {lecture[2][1]} images/s: the GPU is faster")
+print(f"To be faster with a batch of 1, the CPU must take less than {sum(through_small['GPU']):.2f} ms per step;")
+print(f"its line predicts {sum(through_small['CPU']):.2f} ms.")
 assert crossover(through_small["CPU"], through_small["GPU"]) < 1 < crossover(through_all["CPU"], through_all["GPU"])
 
 # %% [markdown]
-# *What was learnt:* two answers, and they differ. The line through all three puts the crossover just above 2
-# images, but it does not fit, and the table itself contradicts it: at 2 images the GPU is ahead. The line through
-# the two smallest batches puts it below one image, so that on that machine and with that network the CPU would
-# never win; that is an **extrapolation**, below everything that was measured. What may be said: near one or two
-# images the two are about equal there.
+# *Learnt:* the two answers differ. The lines through all three batch sizes intersect just above 2 images. But the
+# CPU's line does not fit, and the table contradicts the result: at 2 images the GPU is faster. The lines through the
+# two smallest batch sizes intersect below one image, so on that machine and with that network the CPU would never be
+# faster. This is an **extrapolation** below all measurements. You can only conclude that the two are about equal near
+# one or two images.
 #
-# For the CPU to win, its whole step must take less than the GPU's whole step. The smaller the network and the batch,
-# the more of the GPU's step is its fixed cost. That is what the slide's rules of thumb (a model and a batch that are
-# large enough) are about.
+# The CPU is faster only if its whole step takes less time than the GPU's. With a smaller network and a smaller batch,
+# the fixed cost is a larger part of the GPU's step. This explains the slide's rules of thumb (use a large enough
+# model and batch).
 #
-# For real runs, `paceline bench cifar10_lecture data.path=… --devices cpu,cuda --batch-sizes 64,4,2 --parts
-# together` makes the table, with intervals.
+# For real runs, `paceline bench cifar10_lecture data.path=… --devices cpu,cuda --batch-sizes 64,4,2 --parts together`
+# prints such a table with confidence intervals.
 
 # %% [markdown] tags=["slide"]
 # ## Train the autoencoder
 #
-# A *task* says what is learned: data, network, loss, metrics. The loop is Paceline's.
+# A *task* defines data, network, loss and metrics. Paceline provides the loop.
 #
 # `paceline train autoencoding.yaml`
 
 # %% [markdown]
-# ## 5 The autoencoder learns to draw
+# ## 5 Train the autoencoder
 #
-# In `autoencoding.py` above, the class `Autoencoding` is all that Paceline needs to train the lecture's autoencoder
-# on scikit-learn's digits: how many pictures there are, how a batch of them is read, the network, the loss, and a
-# score for each held-out picture. The metric *unexplained* is the squared error over the squares of the pixels, in
-# percent: 100 for an empty page.
+# The class `Autoencoding` in `autoencoding.py` above is all that Paceline needs to train the lecture's autoencoder on
+# scikit-learn's digits. It defines the number of images, how to read a batch, the network, the loss, and a score for
+# each held-out image. The metric *unexplained* is the squared error divided by the sum of squared pixels, in percent:
+# 100 for a blank image.
 #
-# The devices of sections 1 and 2 do not occur in it: the loop moves the model and the batches, wherever it runs.
+# It does not mention devices: the loop moves the model and the batches.
 
 # %%
 run("paceline train autoencoding.yaml --run-dir runs/autoencoder --processes 1 parallel.threads=1", seconds=300)
 events = [json.loads(line) for line in Path("runs/autoencoder/events.jsonl").read_text().splitlines()]
 
 # %% [markdown]
-# A *checkpoint* was saved every 30 steps. Its weights are a safetensors file, which any program may read, so we can
-# look at what the network drew at each of them. These pictures were held out: it never trained on them.
+# The run saved a *checkpoint* every 30 steps. Its weights are in a safetensors file, which any program can read. So
+# we can see how the network reconstructed images at each checkpoint. These images were held out from training.
 
 # %% tags=["slide"]
 from safetensors.torch import load_file
@@ -996,7 +998,7 @@ from safetensors.torch import load_file
 held_out = read_pictures()[-297:]
 shown = held_out[[0, 1, 2, 3, 4, 5, 7, 9]]
 steps = [30, 60, 90, 150, 360]
-rows = {"held-out pictures": shown}
+rows = {"held-out images": shown}
 errors = {}
 for step in steps:
     model = Autoencoder()
@@ -1016,11 +1018,9 @@ plt.show()
 # %%
 scores = [each for each in events if each["event"] == "evaluation"]
 figure, axis = plt.subplots()
-axis.plot(
-    [each["step"] for each in scores], [each["unexplained"] for each in scores], "o-", label="as the run logged it"
-)
+axis.plot([each["step"] for each in scores], [each["unexplained"] for each in scores], "o-", label="logged by the run")
 axis.plot(steps, [100 * errors[step].item() for step in steps], "s", color="C1", label="computed here from checkpoints")
-axis.set(title="How much of a held-out picture is not drawn", xlabel="step", ylabel="% unexplained", ylim=0)
+axis.set(title="Unexplained part of the held-out images", xlabel="step", ylabel="% unexplained", ylim=0)
 axis.legend()
 plt.show()
 
@@ -1030,31 +1030,30 @@ assert logged[360] < 5 < logged[30]
 assert all(abs(100 * errors[step].item() - logged[step]) < 0.5 for step in steps)
 
 # %% [markdown]
-# The two agree: what the run logged is what its checkpoint does. 784 pixels went through 64 numbers and came out
-# again. Do not be too impressed: scikit-learn's digits have 8×8 pixels, and were stretched to the 28×28 that the
-# lecture's network wants. So each of these pictures holds 64 numbers to begin with, and our figures show a network that
-# learns, not how well it compresses.
+# The two agree: the logged values match the checkpoints. The network reconstructs 784 pixels from 64 numbers. But
+# note that scikit-learn's digits have 8×8 pixels, which we enlarged to the 28×28 of the lecture's network. So each
+# image contains only 64 independent numbers. The figures show that the network learns, not how well it compresses.
 
 # %% [markdown] tags=["slide"]
 # ## "Avoid synchronisation"
 #
-# - A GPU works off a queue that Python fills.
-# - `.item()`, `print(tensor)` and `if tensor:` need a *value*: Python waits until the queue is empty.
-# - Then the GPU waits for Python to fill it again.
+# - A GPU processes a queue that Python fills.
+# - `.item()`, `print(tensor)` and `if tensor:` need a *value*, so Python waits until the queue is empty.
+# - Then the GPU waits until Python fills it again.
 
 # %% [markdown]
-# ## 6 What makes a step wait
+# ## 6 Why a step waits
 #
 # The deck's list of good practice says: avoid unnecessary synchronisation between CPU and GPU. Some training loops
-# (NVIDIA's published one for ConvNets, among others) do the contrary in each step: a `torch.cuda.synchronize()`,
-# and a loss that is read for the log. First, the idea. Operations on a GPU go into a *queue*: Python only hands
-# them over, and goes on. The drawing is a **model**, with numbers chosen for the drawing, and not a measurement:
-# handing a step over takes Python 2 units, and doing it takes the GPU 3.
+# (for example NVIDIA's published one for ConvNets) do the opposite in each step: they call `torch.cuda.synchronize()`
+# and read the loss for the log. First, the idea. Operations on a GPU are put into a *queue*; Python does not wait for
+# them. The figure shows a **model** with chosen numbers, not a measurement: in each step, Python takes 2 units to
+# queue the work, and the GPU takes 3 units to do it.
 
 
 # %%
 def timeline(steps: int, host: float, work: float, wait: bool) -> tuple[list, list]:
-    """When Python hands steps over and when the GPU does them, as (start, duration)."""
+    """Return when Python queues each step and when the GPU runs it, as lists of (start, duration)."""
     handed, done = [], []
     python = gpu = 0.0
     for _ in range(steps):
@@ -1079,13 +1078,16 @@ for axis, wait in zip(axes, (False, True), strict=True):
         axis.text(b + length / 2, 0.5, index, ha="center", va="center", color="white")
     axis.set_yticks([0.5, 1.5], ["GPU", "Python"])
     end = done[-1][0] + done[-1][1]
-    axis.set_title(f"{'A value is read in every step' if wait else 'Nobody asks'}: six steps take {end:g}", loc="left")
+    axis.set_title(
+        f"{'A value is read in every step' if wait else 'No value is read'}: six steps take {end:g}", loc="left"
+    )
 axes[1].set_xlabel("time, in units of the model")
 plt.show()
 
 # %% [markdown]
-# Now a measurement on your machine. The same 20 steps, once with `.item()` in each of them and once with sums that
-# stay on the device and are read at the end; in turns, so that whatever slows the machine slows both.
+# Now we measure on your machine. We run the same 20 steps in two ways: with `.item()` in each step, and with a sum
+# that stays on the device and is read at the end. We alternate between the two, so that other programs slow both
+# equally.
 
 
 # %%
@@ -1114,20 +1116,20 @@ labels = torch.randint(10, (16,), device=device)
 seconds_of_steps(read_each=True, steps=5)
 pairs = [(seconds_of_steps(read_each=True), seconds_of_steps(read_each=False)) for _ in range(7)]
 ratio = sorted(first / second for first, second in pairs)
-spread = f"middle of 7; from {ratio[0]:.3f} to {ratio[-1]:.3f}"
+spread = f"median of 7; from {ratio[0]:.3f} to {ratio[-1]:.3f}"
 print(f"on {device}, with .item() in each step / without: {ratio[3]:.3f} ({spread})")
 if device.type == "cpu":
-    print("A CPU has no queue: an operation is finished before the next line of Python runs. So reading")
-    print("a number costs little here, beside the spread from pair to pair. The same code on a GPU waits.")
+    print("A CPU has no queue: an operation finishes before the next line of Python runs. So reading a")
+    print("number costs little here, compared with the variation between pairs. On a GPU this code waits.")
 
 # %% [markdown]
-# What can be told on every machine is **how often** a loop asks for a value. PyTorch has one operation for it,
-# which we can count:
+# On every machine we can measure **how often** a loop reads a value. PyTorch has one operation for this, which we can
+# count:
 
 
 # %%
 class HostReads(TorchDispatchMode):
-    """Counts how often a value of a tensor is asked for by Python."""
+    """Counts how often Python reads the value of a tensor."""
 
     reads = 0
 
@@ -1154,18 +1156,18 @@ for name, count in reads.items():
 assert list(reads.values()) == [21, 1, 1, 1]
 
 # %% [markdown]
-# Paceline's loop keeps sums on the device and reads them when a line of the log is due (`telemetry.log_every`). On
-# a GPU its phases are timed by events in the queue, not by stopping it. In the run of section 5:
+# Paceline's loop keeps sums on the device and reads them only when it logs a line (`telemetry.log_every`). On a GPU
+# it times its phases with events in the queue, without stopping it. In the run of section 5:
 
 # %%
 records = [each for each in events if each["event"] == "step"]
 each = records[-1]["step"] // len(records)
 print(f"{records[-1]['step']} steps, {len(records)} records: one in {each} steps\n")
 run("paceline report runs/autoencoder --timing", seconds=300)
-assert len(records) == 39  # and those of steps 1, 2 and 5
+assert len(records) == 39  # every tenth step, and steps 1, 2 and 5
 
 # %% [markdown] tags=["slide"]
-# ## Calls that have been retired
+# ## Deprecated calls
 #
 # | the deck, NVIDIA's trainer | today |
 # |---|---|
@@ -1174,10 +1176,10 @@ assert len(records) == 39  # and those of steps 1, 2 and 5
 # | `python -m torch.distributed.launch` | `torchrun` |
 
 # %% [markdown]
-# ## 7 What is dated: retired calls, divisibility, MLPerf
+# ## 7 What is outdated: deprecated calls, divisibility, MLPerf
 #
-# Slides live longer than libraries. What does *your* PyTorch say to the calls of the deck and of NVIDIA's published
-# trainer?
+# Slides are used longer than library versions. How does *your* PyTorch respond to the calls from the deck and from
+# NVIDIA's published trainer?
 
 
 # %%
@@ -1186,15 +1188,15 @@ def fused_gelu(x: torch.Tensor) -> torch.Tensor:  # as in the deck
 
 
 def what_it_says(action) -> str:
-    """The first warning or error of a call, in one line."""
+    """Return the first warning or error of a call, in one line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             action()
         except (AttributeError, OSError, RuntimeError, TypeError) as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    told = [each for each in caught if issubclass(each.category, (FutureWarning, DeprecationWarning))]
-    return f"{told[0].category.__name__}: {str(told[0].message).strip().splitlines()[0]}" if told else "nothing"
+    raised = [each for each in caught if issubclass(each.category, (FutureWarning, DeprecationWarning))]
+    return f"{raised[0].category.__name__}: {str(raised[0].message).strip().splitlines()[0]}" if raised else "nothing"
 
 
 old_and_new = {
@@ -1207,7 +1209,7 @@ for name, action in old_and_new.items():
     print(f"{name:30} {what_it_says(action)}")
 
 x = torch.linspace(-3, 3, 100)
-print(f"\nthe deck's GELU beside F.gelu: at most {(fused_gelu(x) - F.gelu(x)).abs().max():.1e} apart")
+print(f"\nthe deck's GELU and F.gelu differ by at most {(fused_gelu(x) - F.gelu(x)).abs().max():.1e}")
 assert torch.allclose(fused_gelu(x), F.gelu(x), atol=1e-4)
 
 # %%
@@ -1224,32 +1226,32 @@ for command in (
     print(f"$ {command}")
     try:
         said = run(command, quiet=True, seconds=300)
-    except CommandError as error:  # a later PyTorch may have removed it
+    except CommandError as error:  # a later version of PyTorch may have removed it
         said = str(error).splitlines()[-1]
     for line in said.splitlines():
         if line.startswith("rank") or any(each in line for each in ("deprecated", "Use torchrun", "No module")):
             print(line.split("Warning: ")[-1])
 
 # %% [markdown]
-# The fused GELU shows a second thing: what had to be written by hand is one library call today (`F.gelu`), and for
-# all else there is `torch.compile`. In Paceline the same choices are keys of the recipe: `train.precision`,
+# The fused GELU also shows that hand-written code is often one library call today (`F.gelu`); for everything else
+# there is `torch.compile`. In Paceline, these choices are recipe keys and options: `train.precision`,
 # `model.compile`, and `--processes` or torchrun.
 
 # %% [markdown] tags=["slide"]
 # ## Sizes that 8 does not divide
 #
-# - *Tensor Cores*, a GPU's units for products, work on *tiles*, of 128×128 numbers for example
-# - what hangs over the last tile is computed and thrown away
-# - the deck's lists were written for older libraries: a prediction, until it is measured
+# - *Tensor Cores*, a GPU's units for matrix products, process *tiles*, for example of 128×128 numbers
+# - the unused part of the last tile is computed and discarded
+# - the deck's lists are for older libraries: treat them as a prediction until you measure
 
 # %% [markdown]
-# The deck lists numbers that should divide the sizes of a layer. They are 16 bytes (at least) and 128 bytes (best,
-# on an A100) in numbers of each type:
+# The deck lists numbers that should divide the sizes of a layer. They correspond to 16 bytes (minimum) and 128 bytes
+# (best, on an A100) of each number type:
 
 # %%
 from paceline_advisor.formulas.network import alignment_bytes_multiple, best_tiling, tile_overhead
 
-print("a dimension should be a multiple of     at least   best (A100)")
+print("a dimension should be a multiple of      minimum  best (A100)")
 for name, size in (("TF32 (4 bytes)", 4), ("FP16, BF16 (2 bytes)", 2), ("INT8 (1 byte)", 1)):
     print(f"{name:38}  {alignment_bytes_multiple(size):8} {alignment_bytes_multiple(size, 128):10}")
 
@@ -1257,25 +1259,22 @@ for name, size in (("TF32 (4 bytes)", 4), ("FP16, BF16 (2 bytes)", 2), ("INT8 (1
 widths = np.arange(16, 641, 4)
 figure, axes = plt.subplots(1, 2, figsize=(10, 4))
 axes[0].plot(widths, [128 * math.ceil(width / 128) for width in widths], drawstyle="steps-mid", label="computed")
-axes[0].plot(widths, widths, "--", color="grey", linewidth=1.5, label="asked for")
-axes[0].set(title="Tiles of 128 columns", xlabel="columns asked for", ylabel="columns computed")
+axes[0].plot(widths, widths, "--", color="grey", linewidth=1.5, label="needed")
+axes[0].set(title="Tiles of 128 columns", xlabel="columns needed", ylabel="columns computed")
 axes[0].legend()
 axes[1].plot(widths, [100 * best_tiling(4096, int(width), 1024, 108).waste for width in widths], color="C1")
-axes[1].set(title="Predicted waste, best tiling, 108 units", xlabel="columns asked for", ylabel="% of the work", ylim=0)
+axes[1].set(title="Predicted waste, best tiling, 108 units", xlabel="columns needed", ylabel="% of the work", ylim=0)
 plt.show()
 
 # %%
-print(
-    f"257 columns instead of 256: {257 / 256 - 1:.2%} more asked for, {tile_overhead(256, 257) - 1:.0%} more computed"
-)
-print("(256 rows, tiles of 128×128; the right-hand figure has 4096 rows, and takes the best of eight kinds of tile.)")
+print(f"257 columns instead of 256: {257 / 256 - 1:.2%} more needed, {tile_overhead(256, 257) - 1:.0%} more computed")
+print("(256 rows, tiles of 128×128; the right-hand figure has 4096 rows and the best of eight tile sizes.)")
 assert math.isclose(tile_overhead(256, 257), 1.494, abs_tol=0.01)
 
 # %% [markdown]
-# Read it as a **prediction**. The lists were written for older libraries; newer ones pad odd sizes themselves, have
-# more kinds of tiles, and let several units share one. What a shape really costs can only be measured, on the GPU
-# in question (`paceline doctor RECIPE --measure`). What Paceline predicts of a network, layer by layer, it says
-# without one:
+# This is a **prediction**. The lists were written for older libraries; newer ones pad odd sizes themselves, have more
+# tile sizes, and can split a product between several units. To know what a shape really costs, measure it on your GPU
+# (`paceline doctor RECIPE --measure`). Without a GPU, Paceline predicts the waste of each layer:
 
 # %%
 report = run(
@@ -1287,36 +1286,35 @@ report = run(
 print(report[report.index("products whose tiles") :])
 
 # %% [markdown]
-# Two different things stand here. The **table** is about tiles: a product of an *m* × *k* and a *k* × *n* matrix is cut
-# into tiles, and the units take them in *waves*, all units at once. Where layer 3 has only 16 columns, which 8 divides,
-# and a tile 64, three quarters of each tile are thrown away; the rest of its waste is units that find no tile to work
-# on. (*wgrad* is the gradient of the weights; *better n*, a number of columns that would waste less.) The **last
-# lines** are about the multiple of 8: layers of 84 and 10 outputs, and 3 channels of colour, are none. The whole
-# network is so small that all this hardly matters; *lost ms* says what there is to gain at most.
+# The output has two parts. The **table** is about tiles: a product of an *m* × *k* and a *k* × *n* matrix is split
+# into tiles, and the units process them in *waves*, all units at once. Layer 3 has only 16 columns (a multiple of 8),
+# but a tile has 64, so three quarters of each tile are discarded. The rest of its waste is idle units without a tile.
+# (*wgrad* is the gradient of the weights; *better n* is a number of columns with less waste.) The **last lines** are
+# about multiples of 8: layers with 84 and 10 outputs and the 3 colour channels are not multiples. The network is so
+# small that this hardly matters; *lost ms* is the largest possible gain.
 #
 # ### MLPerf
 #
-# The deck presents MLPerf's ResNet-50 as the industry's benchmark of training: its rule set ended with Training
-# 4.0.0, so there are no new results to compare with. `paceline mlperf RUN` writes a log in its format, which the
-# published checker reads; such a log is not an MLPerf result, since only MLCommons publishes those, after review.
+# The deck presents MLPerf's ResNet-50 as the industry's training benchmark. This benchmark ended with Training 4.0.0,
+# so there are no new results to compare with. `paceline mlperf RUN` writes a log in MLPerf's format, which the
+# published checker accepts. Such a log is not an MLPerf result: only MLCommons publishes results, after review.
 
 # %% [markdown] tags=["slide"]
 # ## DDP or FSDP?
 #
-# - **DDP**: every GPU holds all weights, gradients and optimizer state. Only gradients travel.
-# - **FSDP**: each GPU holds a part. Weights travel, too.
+# - **DDP**: every GPU stores all weights, gradients and optimizer state. Only gradients are sent.
+# - **FSDP**: each GPU stores a part. Weights are sent too.
 #
-# Take DDP while a replica leaves room for activations; FSDP when it does not. `parallel.strategy: auto` decides by
-# that.
+# Use DDP if a replica leaves memory for activations, else FSDP. `parallel.strategy: auto` applies this rule.
 
 # %% [markdown]
 # ## 8 A tour: many GPUs
 #
-# The lecture ends with two strategies and a famous example. *DDP* (lab 2a) gives every GPU a *replica*, a whole
-# copy of weights, gradients and optimizer state. *FSDP* (lab 2b) spreads them. Its table says: DDP if the model
-# fits comfortably, FSDP if it must or if a larger batch is wanted. Paceline's `parallel.strategy: auto` makes
-# "comfortably" a number: DDP as long as a replica takes at most 70 % of a GPU's memory, since the rest is wanted
-# for activations. With AdamW in `float32` a replica takes 16 bytes for each parameter (section 3).
+# The lecture ends with two strategies and a famous example. *DDP* (lab 2a) gives every GPU a *replica*, a complete
+# copy of weights, gradients and optimizer state. *FSDP* (lab 2b) distributes them. The lecture's table recommends DDP
+# if the model fits comfortably, and FSDP if it does not or if you want a larger batch. Paceline's `parallel.strategy:
+# auto` defines "comfortably" as a number: it uses DDP if a replica takes at most 70 % of a GPU's memory, because
+# activations need the rest. With AdamW in `float32`, a replica takes 16 bytes per parameter (section 3).
 
 # %% tags=["slide"]
 from paceline_advisor.formulas.network import training_state_bytes
@@ -1338,7 +1336,7 @@ axis.set(
     xscale="log",
     yscale="log",
     xlabel="parameters",
-    ylabel="GB of a replica (AdamW)",
+    ylabel="GB per replica (AdamW)",
     title="Below a line: DDP. Above it: FSDP",
 )
 plt.show()
@@ -1348,8 +1346,8 @@ for name, gigabytes in gpus.items():
     print(f"{name}: DDP up to {0.7 * gigabytes * 1e9 / training_state_bytes(1, states=2) / 1e9:.1f} billion parameters")
 
 # %% [markdown]
-# The plan of a run says which strategy it takes, and why. `--plan-only` trains nothing; here two processes would
-# share this machine:
+# The plan of a run shows its strategy and the reason. `--plan-only` does not train; here two processes would share
+# this machine:
 
 # %%
 plan = run("paceline train autoencoding.yaml --processes 2 --plan-only parallel.device=cpu", quiet=True, seconds=300)
@@ -1358,19 +1356,19 @@ print("\n".join(line for line in plan.splitlines() if line.strip().startswith(("
 # %% [markdown] tags=["slide"]
 # ## ImageNet in one hour
 #
-# - Goyal et al. 2017: ResNet-50, 90 epochs, 256 GPUs with 32 pictures each
+# - Goyal et al. 2017: ResNet-50, 90 epochs, 256 GPUs with 32 images each
 # - the learning rate grows with the batch, after a warm-up
-# - 29 hours became one
+# - from 29 hours to one hour
 
 # %% [markdown]
-# Goyal et al. (2017) trained ResNet-50 on ImageNet (1,281,167 pictures, 90 epochs) with 256 GPUs, 32 pictures on
-# each. Before, it had taken 29 hours, as NVIDIA's developer site reported at the time. We take these for the time
-# of 8 GPUs, since the paper's abstract compares with 8: its *scaling efficiency*, the speed-up over the number of
-# times as many GPUs, is about 90 % from 8 to 256. The rule for the learning rate, the *linear scaling rule*, starts
-# from 0.1 for a batch of 256 (labs 1 and 3 look at when it holds).
+# Goyal et al. (2017) trained ResNet-50 on ImageNet (1,281,167 images, 90 epochs) with 256 GPUs, 32 images on each.
+# Before, it had taken 29 hours, as NVIDIA's developer site reported at the time. We assume that this is the time with
+# 8 GPUs, because the paper's abstract compares with 8. From 8 to 256 GPUs, its *scaling efficiency* (speed-up divided
+# by the factor of GPUs) is about 90 %. The *linear scaling rule* for the learning rate starts from 0.1 for a batch of
+# 256 (labs 1 and 3 show when it is valid).
 #
-# **Exercise 4.6.** Do the arithmetic: the global batch, the learning rate, the number of optimizer steps (each
-# epoch's last step takes what is left), and the hours.
+# **Exercise 4.6.** Calculate the global batch, the learning rate, the number of optimizer steps (each epoch's last
+# step takes the remaining images), and the hours.
 
 # %% tags=["exercise"]
 global_batch = ...
@@ -1380,7 +1378,7 @@ hours = ...
 
 # %% tags=["check"]
 with exercise("4.6"):
-    assert global_batch == 8192, "the global batch is what all GPUs take together in a step: 256 times 32"
+    assert global_batch == 8192, "the global batch is the images of all GPUs in a step: 256 times 32"
     assert math.isclose(learning_rate, 3.2, rel_tol=1e-6), "linear: 0.1 times the new batch over the old one"
     assert optimizer_steps == 90 * 157, "90 epochs of math.ceil(1281167 / 8192) steps"
     assert math.isclose(hours, 29 / (32 * 0.9), rel_tol=0.01), "32 times as many GPUs at 90 % are 28.8 times as fast"
@@ -1388,8 +1386,8 @@ with exercise("4.6"):
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# <code>global_batch = 256 * 32</code>; the rate grows as the batch does, from 256; the steps of an epoch are
-# rounded up; the speed-up is 256 / 8 times the efficiency.
+# <code>global_batch = 256 * 32</code>; the rate grows in proportion to the batch, from 256; the steps of an epoch
+# are rounded up; the speed-up is 256 / 8 times the efficiency.
 #
 # </details>
 
@@ -1403,15 +1401,15 @@ hours = 29 / (256 / 8 * 0.9)
 # %%
 print(f"batch {global_batch:,}, rate {learning_rate:.1f}, {optimizer_steps:,} steps, {hours:.2f} hours")
 rate = 90 * 1_281_167 / hours / 3600
-print(f"That is {hours * 3600 / optimizer_steps:.3f} s for a step, and {rate:,.0f} pictures a second.")
+print(f"That is {hours * 3600 / optimizer_steps:.3f} s per step, and {rate:,.0f} images per second.")
 
 # %% [markdown]
-# *What was learnt:* the headline is three multiplications. The work was to keep the accuracy: 23.74 % error with
-# 8,192 against 23.60 % with 256 (Goyal et al., table 3a), by the linear rule and a *warm-up* (the rate rises
-# gradually in the first epochs).
+# *Learnt:* the headline is a simple calculation. The difficulty was to keep the accuracy: 23.74 % error with a batch
+# of 8,192, compared with 23.60 % with 256 (Goyal et al., table 3a). They achieved this with the linear rule and a
+# *warm-up* (the rate rises gradually in the first epochs).
 #
-# `paceline scale` predicts such a table from one GPU's figure and what is known of the network between the GPUs. We
-# give it the throughput of one of the eight GPUs that those 29 hours stand for, and hold its prediction against the
+# `paceline scale` predicts such a table from one GPU's throughput and the properties of the network between the GPUs.
+# We give it the throughput of one GPU that corresponds to 29 hours on eight GPUs, and compare its prediction with the
 # paper.
 
 # %%
@@ -1429,8 +1427,8 @@ efficiency = {end: [100 * each / for_each[""][0] for each in values] for end, va
 axis.plot(counts, efficiency[""], "o-", label="predicted, with its range")
 axis.fill_between(counts, efficiency["_low"], efficiency["_high"], alpha=0.2)
 axis.plot(256, 90, "s", markersize=9, label="published: about 90 %")
-axis.set(title="ResNet-50 on ImageNet, 32 pictures on each GPU", xlabel="GPUs", xscale="log", ylim=(0, 115))
-axis.set_ylabel("efficiency in %, from 8 GPUs")
+axis.set(title="ResNet-50 on ImageNet, 32 images on each GPU", xlabel="GPUs", xscale="log", ylim=(0, 115))
+axis.set_ylabel("efficiency in %, relative to 8 GPUs")
 axis.set_xticks(counts, counts)
 axis.minorticks_off()
 axis.legend(loc="lower left")
@@ -1438,31 +1436,31 @@ plt.show()
 
 # %%
 print(f"From 8 to 256 GPUs: predicted {gain:.1f} times as fast, an efficiency of {gain / 32:.0%}.")
-print("Published: about 90 %. The range above is mostly that of one GPU's figure, which all rows share;")
-print(f"of the loss between 8 and 256 GPUs, about 10 %, the prediction foretells {1 - gain / 32:.0%}.")
+print("Published: about 90 %. The range comes mostly from one GPU's throughput, which all rows share.")
+print(f"Loss of efficiency from 8 to 256 GPUs: published about 10 %, predicted {1 - gain / 32:.0%}.")
 low, high = (1_281_167 * 90 / 3600 / ddp[256][f"samples_per_second_{end}"] for end in ("high", "low"))
-print(f"Predicted for 256 GPUs: {ddp[256]['hours']:.2f} hours, with its range from {low:.2f} to {high:.2f}.")
+print(f"Predicted for 256 GPUs: {ddp[256]['hours']:.2f} hours, with a range from {low:.2f} to {high:.2f}.")
 assert low < hours < high
 
 # %% [markdown] tags=["slide"]
 # ## What to remember
 #
-# - Move the model once and every batch; buffers travel with the model, plain attributes do not.
-# - Weights, gradients and optimizer state are fixed; activations grow with the batch.
-# - A step costs a + b·B. Small batches pay for *a*.
-# - Ask the device for values seldom.
-# - A prediction stands beside a measurement, or is called a prediction.
+# - Move the model once, and each batch in every step. Buffers move with the model, plain attributes do not.
+# - Weights, gradients and optimizer state have a fixed size; activations grow with the batch.
+# - A step costs a + b·B. With small batches, the fixed cost *a* dominates.
+# - Read values from the device rarely.
+# - Compare a prediction with a measurement, or mark it as a prediction.
 
 # %% [markdown]
-# ## Which command does this for real runs
+# ## Commands for real runs
 #
 # | question | command |
 # |---|---|
-# | does it fit, and what takes the memory? | `paceline estimate RECIPE --device h100` |
+# | does it fit, and what uses the memory? | `paceline estimate RECIPE --device h100` |
 # | CPU or GPU, which batch? | `paceline bench RECIPE --devices cpu,cuda --batch-sizes 64,4,2` |
-# | does my code make the step wait? | `paceline doctor RECIPE` |
-# | where did the time go? | `paceline report RUN --timing` |
-# | which shapes waste a GPU? | `paceline roofline RECIPE --device a100` |
+# | does my code make steps wait? | `paceline doctor RECIPE` |
+# | where was the time spent? | `paceline report RUN --timing` |
+# | which shapes waste GPU time? | `paceline roofline RECIPE --device a100` |
 # | DDP or FSDP? | `paceline train RECIPE --processes 8 --plan-only` |
 # | how many GPUs for one hour? | `paceline plan RECIPE --cluster NAME --deadline 1h`, `paceline scale RECIPE` |
 #
@@ -1472,8 +1470,8 @@ assert low < hours < high
 #   demonstrations of this lab.
 # - Tianqi Chen, Bing Xu, Chiyuan Zhang, Carlos Guestrin, *Training deep nets with sublinear memory cost*, 2016,
 #   arXiv:1604.06174: activation checkpointing.
-# - Samyam Rajbhandari, Jeff Rasley, Olatunji Ruwase, Yuxiong He, *ZeRO: memory optimizations toward training
-#   trillion parameter models*, 2019, arXiv:1910.02054: what takes memory, and how to spread it, which FSDP does.
+# - Samyam Rajbhandari, Jeff Rasley, Olatunji Ruwase, Yuxiong He, *ZeRO: memory optimizations toward training trillion
+#   parameter models*, 2019, arXiv:1910.02054: the uses of memory, and how to distribute it, as FSDP does.
 # - Priya Goyal and others, *Accurate, large minibatch SGD: training ImageNet in 1 hour*, 2017, arXiv:1706.02677.
 # - Szymon Migacz, *PyTorch performance tuning guide* (NVIDIA; among PyTorch's tutorials): the deck's list, kept up
 #   to date.

@@ -13,20 +13,20 @@
 # %% [markdown] tags=["slide"]
 # # Lab 5: The assessment
 #
-# Write a training program for any number of processes. It is run, watched and marked by what it does.
+# Write a training program for any number of processes. The grader runs it, observes it, and marks what it does.
 
 # %% [markdown]
 # **After this lab you can**
 #
 # - write a complete data-parallel training program whose result does not depend on the number of processes,
-# - tell from a log whether a training was right, and what was wrong,
-# - choose batch, learning rate and warm-up for a number of processes, with figures to show for it.
+# - see from a log whether a training run was correct, and what was wrong,
+# - choose batch, learning rate and warm-up for a number of processes, based on measurements.
 #
 # **You should know** labs 1 (batches and learning curves), 2a (ranks, all-reduce, `DistributedDataParallel`), 2b
 # (checkpoints, BatchNorm over several processes) and 3 (learning-rate scaling and warm-up).
 #
-# **It takes about two hours and a half:** half an hour for the exercises of this notebook, which prepare the hard
-# parts, and two hours for the program. Nothing here needs a GPU.
+# **It takes about two and a half hours:** half an hour for this notebook's exercises, which prepare the difficult
+# parts, and two hours for the program. You do not need a GPU.
 
 # %% tags=["setup"]
 import json
@@ -49,44 +49,44 @@ torch.set_num_threads(1)  # the network is tiny
 #
 # `torchrun --nproc-per-node=N train.py --output DIR --epochs E --batch B --base-lr L --warmup W --network plain`
 #
-# - `B` is the **global** batch: samples of a step over all ranks.
-# - The same weights come out for every `N`.
+# - `B` is the **global** batch: the samples of a step over all ranks.
+# - The final weights are the same for every `N`.
 # - `DIR` gets `log.jsonl`, `weights.safetensors` and a checkpoint.
-# - Killed and started again, it goes on.
+# - After a kill, the same command resumes.
 
 # %% [markdown]
-# In full, and this is all of it:
+# These are all the requirements:
 #
 # 1. **Data and network** come from `paceline_course.assignment`: `training_set()`, `validation_set()` and
 #    `build_model(network)`. Feed the images to the network as they are.
-# 2. **Each epoch uses each training sample exactly once**, over all ranks together, in an order that no other epoch
-#    has. The last batch of an epoch is smaller, and is used too.
-# 3. **Each step** takes the gradient of the mean loss over the global batch, with an optimizer of `torch.optim`, SGD
-#    with momentum 0.9. All ranks begin, and end, with the same weights; they are those that one process would get, to
-#    within 1e-5.
-# 4. **The learning rate** `L` suits a batch of 32 and is scaled linearly with the global batch: `L * B / 32`. It is
-#    warmed up linearly over `W` steps: step 0 has `1 / W` of it, step `W - 1` all of it, and so have all later steps.
-# 5. **Validation** after each epoch counts each validation sample once, and every rank takes a share.
-# 6. **BatchNorm** (`--network batchnorm`) normalises what its own rank sees: `SyncBatchNorm` would need GPUs. Its
-#    running statistics must be the same on all ranks when you validate, and when you save. How you see to that is up
-#    to you.
-# 7. **One rank writes**, into `DIR` only: after each epoch a line of `log.jsonl`, `{"epoch": 0, "train_loss": …,
-#    "validation_accuracy": …}` (epochs from 0, the mean over all samples in nats, percent), and a checkpoint; at the
-#    end `weights.safetensors` with `network.state_dict()`.
-# 8. **Killed at any moment**, also while it writes a checkpoint, and started again with the same arguments, it goes
-#    on after the last whole checkpoint, to the same result. Write checkpoints with `torch.save` or safetensors'
-#    `save_file`. (A line of the log may then be there twice.)
-# 9. **In the end** the process group is destroyed and the exit code is 0, however unevenly the sizes divide.
+# 2. **Each epoch uses each training sample exactly once**, over all ranks together, in a different order in each
+#    epoch. The last, smaller batch of an epoch is used too.
+# 3. **Each step** uses the gradient of the mean loss over the global batch, and an optimizer of `torch.optim`: SGD
+#    with momentum 0.9. All ranks start with the same weights and end with the same weights. The final weights equal
+#    those of one process to within 1e-5.
+# 4. **The learning rate** `L` is for a batch of 32 and is scaled linearly with the global batch: `L * B / 32`. It is
+#    warmed up linearly over `W` steps: step 0 has `1 / W` of it; step `W - 1` and all later steps have the full rate.
+# 5. **Validation** after each epoch counts each validation sample once, and every rank evaluates a share.
+# 6. **BatchNorm** (`--network batchnorm`) normalises each rank's own share, because `SyncBatchNorm` needs GPUs. Its
+#    running statistics must be the same on all ranks when you validate and when you save. You may choose how.
+# 7. **Only one rank writes**, and only to `DIR`. After each epoch it writes a checkpoint and a line of `log.jsonl`,
+#    `{"epoch": 0, "train_loss": …, "validation_accuracy": …}` (epochs from 0; the mean loss over all samples, in
+#    nats; percent). At the end it writes `weights.safetensors` with `network.state_dict()`.
+# 8. **The program survives a kill at any moment**, also while it writes a checkpoint. Started again with the same
+#    arguments, it resumes from the last complete checkpoint and ends with the same result. Write checkpoints with
+#    `torch.save` or safetensors' `save_file`. (After a kill, the log may contain a line twice.)
+# 9. **At the end** the program destroys the process group and exits with code 0, also if sizes do not divide evenly.
 #
-# All of it is in one file. `skeleton.py` beside this notebook has the arguments and the functions with what each must
-# do. Its names and arguments are yours to change: rank and world size, which the exercises below pass to a function,
-# come from `dist` there. (*Nats*: a loss in natural logarithms, as `F.cross_entropy` gives it.)
+# The whole program is in one file. `skeleton.py`, next to this notebook, has the arguments and the functions, and
+# says what each function must do. You may change its names and parameters. In the exercises below, functions get rank
+# and world size as arguments; in the skeleton, get them from `dist`. (*Nats* are the unit of a loss with natural
+# logarithms, as in `F.cross_entropy`.)
 
 # %% [markdown] tags=["slide"]
-# ## Numbers that divide into nothing
+# ## Sizes that do not divide
 #
-# 578 training samples in batches of 48: twelve whole ones and one of 2. With three ranks, one of them has nothing to
-# do in the last step. It must take part all the same.
+# 578 training samples in batches of 48: twelve full batches and one of 2. With three ranks, one rank has no samples
+# in the last step. It must still take part.
 
 # %% tags=["slide"]
 images, labels = training_set().tensors
@@ -112,12 +112,12 @@ plt.show()
 
 # %% [markdown]
 # **Exercise 5.1. Shares.** Each sample of a batch belongs to exactly one rank, and the sizes of the shares differ by
-# one at most. Write the function that gives a rank its share.
+# at most one. Write the function that returns a rank's share.
 
 
 # %% tags=["exercise"]
 def share_of(samples: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    """The part of some sample numbers that a rank takes."""
+    """Return the share of the samples that belongs to a rank."""
     raise NotImplementedError  # yours to write
 
 
@@ -129,7 +129,7 @@ with exercise("5.1"):
             together = sorted(torch.cat(parts).tolist())
             absent, twice = len(set(range(size)) - set(together)), len(together) - len(set(together))
             assert together == list(range(size)), (
-                f"of {size} samples over {ranks} ranks, {absent} are left out, {twice} repeated"
+                f"with {size} samples and {ranks} ranks, {absent} samples are missing, {twice} repeated"
             )
             longest, shortest = max(map(len, parts)), min(map(len, parts))
             assert longest - shortest <= 1, f"{size} samples over {ranks} ranks: shares of {longest} and {shortest}"
@@ -137,7 +137,7 @@ with exercise("5.1"):
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# A slice with a step: every <code>world_size</code>-th sample, beginning with a different one on each rank.
+# A slice with a step: every <code>world_size</code>-th sample, starting at a different one on each rank.
 #
 # </details>
 
@@ -149,22 +149,22 @@ def share_of(samples: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
 
 
 # %% [markdown]
-# *Learnt: `DistributedSampler` repeats samples to make shares equal. A slice does not, and then shares differ in size.*
+# *Learnt: `DistributedSampler` repeats samples to make shares equal. A slice does not, so shares may differ in size.*
 
 # %% [markdown] tags=["slide"]
 # ## Shares that differ in size
 #
-# `DistributedDataParallel` adds the gradients of all ranks and divides by their number. The mean over the batch
-# divides by the number of *samples*. These are the same only while all shares are equally large.
+# `DistributedDataParallel` adds the gradients of all ranks and divides by the number of ranks. The mean over the
+# batch divides by the number of *samples*. The two agree only if all shares have the same size.
 
 # %% [markdown]
-# **Exercise 5.2. The loss to call `backward` on.** A rank has the *sum* of the losses of its share. By what must it
+# **Exercise 5.2. The loss for `backward`.** A rank has the *sum* of the losses of its share. By which factor must it
 # multiply this sum, so that after DDP's averaging the gradient is that of the mean loss over the global batch?
 
 
 # %% tags=["exercise"]
 def loss_factor(global_batch: int, world_size: int) -> float:
-    """What a rank multiplies the sum of its losses by; `global_batch` counts the samples of all ranks."""
+    """Return the factor for the sum of a rank's losses; `global_batch` is the number of samples on all ranks."""
     raise NotImplementedError  # yours to write
 
 
@@ -175,13 +175,13 @@ with exercise("5.2"):
         sums = [part.sum() * loss_factor(sum(shares), len(shares)) for part in gradients.split(shares)]
         averaged = sum(sums) / len(shares)  # what DDP does
         assert torch.allclose(torch.as_tensor(averaged), gradients.mean()), (
-            f"shares of {shares}: DDP makes {float(averaged):.3f} of it, and the mean is {float(gradients.mean()):.3f}"
+            f"shares of {shares}: after DDP it is {float(averaged):.3f}, but the mean is {float(gradients.mean()):.3f}"
         )
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# DDP divides by <code>world_size</code>, which nobody asked for: undo it. Then divide by what the mean divides by.
+# DDP divides by <code>world_size</code>: undo this. Then divide by the number of samples, as the mean does.
 #
 # </details>
 
@@ -193,8 +193,8 @@ def loss_factor(global_batch: int, world_size: int) -> float:
 
 
 # %% [markdown]
-# Is it so with real processes? Three of them take the last batch of the epoch, with shares of 1, 1 and 0 samples,
-# once with your factor and once in the usual way, with the mean over each rank's own share.
+# Let us test this with real processes. Three of them compute the last batch of the epoch, with shares of 1, 1 and 0
+# samples: once with your factor, and once in the usual way, with the mean over each rank's own share.
 
 # %%
 _ = Path("factor.json").write_text(json.dumps(loss_factor(2, 3)))
@@ -221,7 +221,7 @@ with open("factor.json") as file:
 
 
 def flat_gradient(model, samples, weight):
-    """The gradient of the summed loss of some samples times a weight, as one vector."""
+    """Return the gradient of the samples' summed loss times a weight, as one vector."""
     model.zero_grad()
     (F.cross_entropy(model(images[samples]), labels[samples], reduction="sum") * weight).backward()
     return torch.cat([weights.grad.reshape(-1) for weights in model.parameters()])
@@ -241,7 +241,7 @@ if rank == 0:
         json.dump(ratios, file)
 dist.barrier()
 dist.destroy_process_group()
-os._exit(0)  # at once, as in lab 2a: threads of gloo can abort a Python that ends by itself
+os._exit(0)  # exit immediately, as in lab 2a: gloo's threads can crash a normal exit
 
 # %%
 run("torchrun --standalone --nproc-per-node=3 last_batch.py", quiet=True)
@@ -252,30 +252,31 @@ assert abs(ratios["your factor"] - 1) < 1e-4
 assert abs(ratios["the mean of each share"] - 2 / 3) < 1e-4
 
 # %% [markdown]
-# *Learnt: a rank with an empty share runs forward and backward on nothing, and adds zero. If it left the step out,
-# the others would wait for it; if shares counted alike, the last step of each epoch would be too small.*
+# *Learnt: a rank with an empty share runs the forward and backward passes on an empty batch and contributes zero. If
+# it skipped the step, the others would wait for it. If all shares had the same weight, the last step of each epoch
+# would be wrong.*
 
 # %% [markdown] tags=["slide"]
 # ## The learning rate
 #
-# `L` suits a batch of 32. A batch of `B` takes fewer steps and, by the linear scaling rule, larger ones: `L * B /
-# 32`. The first `W` steps lead up to it (Goyal et al., 2017).
+# `L` is for a batch of 32. A batch of `B` makes fewer steps and, by the linear scaling rule, larger ones: `L * B /
+# 32`. The first `W` steps warm up to this rate (Goyal et al., 2017).
 
 # %% [markdown]
-# **Exercise 5.3. The learning rate of a step.** Step 0 has `1 / W` of the full learning rate, step `W - 1` and all
-# later ones have all of it.
+# **Exercise 5.3. The learning rate of a step.** Step 0 has `1 / W` of the full learning rate; step `W - 1` and all
+# later steps have the full rate.
 
 
 # %% tags=["exercise"]
 def learning_rate(step: int, base_lr: float, batch: int, warmup: int) -> float:
-    """The learning rate of a step, from 0, for a global batch."""
+    """Return the learning rate of a step (counted from 0) for a global batch."""
     raise NotImplementedError  # yours to write
 
 
 # %% tags=["check"]
 with exercise("5.3"):
     full = learning_rate(1000, 0.05, 64, 6)
-    assert abs(full - 0.1) < 1e-9, f"0.05 suits a batch of 32, and a batch of 64 has {full:g}"
+    assert abs(full - 0.1) < 1e-9, f"0.05 is for a batch of 32, so a batch of 64 needs 0.1, not {full:g}"
     rising = [learning_rate(step, 0.05, 64, 5) for step in range(7)]
     wanted = [0.02, 0.04, 0.06, 0.08, 0.1, 0.1, 0.1]
     shown = [float(f"{rate:.4g}") for rate in rising]
@@ -286,7 +287,7 @@ with exercise("5.3"):
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# <code>min(1, …)</code> of a line that is <code>1 / warmup</code> at step 0.
+# Use <code>min(1, …)</code> with a line that is <code>1 / warmup</code> at step 0.
 #
 # </details>
 
@@ -307,24 +308,24 @@ ax.legend(loc="center right")
 plt.show()
 
 # %% [markdown]
-# *Learnt: neither the number of processes nor the share of a rank is in the formula. Only the global batch is.*
+# *Learnt: the formula contains only the global batch, not the number of processes or the share of a rank.*
 
 # %% [markdown] tags=["slide"]
 # ## Reading logs
 #
-# A program that ends is not yet a program that is right. What does its log say?
+# A program that finishes is not necessarily correct. What does its log show?
 
 # %% [markdown]
-# The next cell trains the plain network of the assessment in this process, with a global batch of 256, as eight ranks
-# with 32 samples each would: a right program gives the same result for any number of processes. It is then trained
-# with two faults.
+# The next cells train the plain network of the assessment in one process with a global batch of 256. This equals
+# eight ranks with 32 samples each, because a correct program gives the same result for any number of processes. Two
+# of the three runs contain an error.
 
 # %% tags=["setup"]
 validation_images, validation_labels = validation_set().tensors
 
 
 def train(batch, base_lr=0.1, warmup=6, epochs=12, seed=0, ranks_scale=1.0, scaled=True, until=100.0):
-    """Train the plain network, at most until an accuracy, and return the records of its log."""
+    """Train the plain network, at most until it reaches an accuracy, and return the records of its log."""
     torch.manual_seed(seed)
     network = build_model("plain")
     optimizer = torch.optim.SGD(network.parameters(), lr=1.0, momentum=0.9)
@@ -338,7 +339,7 @@ def train(batch, base_lr=0.1, warmup=6, epochs=12, seed=0, ranks_scale=1.0, scal
             optimizer.param_groups[0]["lr"] = rate
             loss = F.cross_entropy(network(images[samples]), labels[samples])
             optimizer.zero_grad()
-            (loss * ranks_scale).backward()  # 8 for gradients that eight ranks added up
+            (loss * ranks_scale).backward()  # a factor of 8 simulates summed gradients of eight ranks
             optimizer.step()
             total += loss.item() * len(samples)
             step += 1
@@ -366,25 +367,25 @@ middle = {name: log[5]["train_loss"] for name, log in logs.items()}
 assert middle["B"] > 1.5 * middle["A"] > 2 * middle["C"]
 
 # %% [markdown]
-# **Exercise 5.4. What went wrong?** One program is right (`"right"`), one did not scale its learning rate with the
-# batch (`"not scaled"`), and one added up the gradients of eight ranks instead of averaging them (`"summed"`). Which
-# log is whose?
+# **Exercise 5.4. What went wrong?** One program is correct (`"right"`), one did not scale its learning rate with the
+# batch (`"not scaled"`), and one summed the gradients of eight ranks instead of averaging them (`"summed"`). Which
+# log belongs to which program?
 
 # %% tags=["exercise"]
 whose = {"A": ..., "B": ..., "C": ...}
 
 # %% tags=["check"]
 with exercise("5.4"):
-    assert ... not in whose.values(), "say for each log whose it is"
-    assert set(whose.values()) == {"right", "not scaled", "summed"}, "each of the three words stands for one log"
-    assert whose["B"] == "summed", "gradients that are eight times as large make steps that are eight times too large"
-    assert whose == {"A": "not scaled", "B": "summed", "C": "right"}, "steps that are too small make a slow beginning"
+    assert ... not in whose.values(), "assign a program to each log"
+    assert set(whose.values()) == {"right", "not scaled", "summed"}, "use each of the three values once"
+    assert whose["B"] == "summed", "gradients eight times as large make steps eight times too large"
+    assert whose == {"A": "not scaled", "B": "summed", "C": "right"}, "with too small steps, training starts slowly"
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# Steps that are eight times too large, steps that are eight times too small: which of them does harm, and which is
-# slow?
+# Some steps are eight times too large, others eight times too small. Which of them prevent good training, and which
+# only slow it down?
 #
 # </details>
 
@@ -393,18 +394,18 @@ with exercise("5.4"):
 whose = {"A": "not scaled", "B": "summed", "C": "right"}
 
 # %% [markdown]
-# *Learnt: too small a learning rate looks like patience, too large a one like bad luck. Neither is seen in the last
-# accuracy alone.*
+# *Learnt: too small a learning rate only looks slow, and too large a one looks like bad luck. The final accuracy
+# alone shows neither.*
 
 # %% [markdown] tags=["slide"]
-# ## An accuracy that cannot be
+# ## An impossible accuracy
 #
-# 301 samples can be right or wrong, and each counts once. So only 302 accuracies are possible.
+# Each of 301 samples is right or wrong and counts once. So only 302 different accuracies are possible.
 
 # %% [markdown]
-# **Exercise 5.5. How many samples were counted?** These accuracies were logged by a program with 8 ranks, whose
-# sampler filled up the shares to the same size. Of how many samples, 301 or a few more, are they whole parts? Find
-# the smallest number that suits all of them.
+# **Exercise 5.5. How many samples were counted?** A program with 8 ranks logged these accuracies; its sampler padded
+# the shares to the same size. Find the smallest number of samples, from 301 on, for which every accuracy is a whole
+# number of correct samples.
 
 # %% tags=["setup"]
 logged_accuracies = [100 * correct / 304 for correct in (77, 181, 239, 263, 271)]
@@ -417,14 +418,14 @@ with exercise("5.5"):
     assert samples_counted is not ..., "try 301, 302, … in a loop"
     parts = [accuracy / 100 * samples_counted for accuracy in logged_accuracies]
     assert all(abs(part - round(part)) < 1e-6 for part in parts), (
-        f"of {samples_counted} samples, {parts[0]:.3f} would be right in the first epoch"
+        f"with {samples_counted} samples, {parts[0]:.3f} would be correct in the first epoch"
     )
-    assert samples_counted == 304, f"{samples_counted} suits, and a smaller number does too"
+    assert samples_counted == 304, f"{samples_counted} is possible, but a smaller number is too"
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# <code>accuracy / 100 * n</code> has to be a whole number, to within rounding, for every accuracy of the list.
+# <code>accuracy / 100 * n</code> must be a whole number, except for rounding, for every accuracy in the list.
 #
 # </details>
 
@@ -439,18 +440,18 @@ padding = samples_counted - len(validation_set())
 print(f"{samples_counted} = 8 x {samples_counted // 8} samples were counted, {padding} of them twice.")
 
 # %% [markdown]
-# *Learnt: sums and counts are added up over ranks, and divided once. Then there is nothing to fill up.*
+# *Learnt: add sums and counts over ranks, and divide once. Then no padding is needed.*
 
 # %% [markdown] tags=["slide"]
 # ## Choosing the batch
 #
-# A larger batch needs fewer steps, up to a point. A step takes longer the more samples a rank has, and has a price of
-# its own: the exchange of gradients. What counts is the time to the target.
+# A larger batch needs fewer steps, up to a point. A step takes longer if a rank has more samples, and it has a fixed
+# cost: the all-reduce of gradients. The time to the target is decisive.
 
 # %% [markdown]
-# Take a machine with 8 processes on which a step takes 2 ms for the exchange and 0.25 ms for each sample of a rank's
-# share. (This is an example: on yours, `paceline bench` and `paceline scale` measure it.) The next cell counts the
-# steps to 85 % accuracy, with three seeds each, since one may be lucky.
+# Suppose that a machine runs 8 processes, and a step takes 2 ms for the all-reduce and 0.25 ms for each sample of a
+# rank's share. (This is an example; `paceline bench` and `paceline scale` measure it on your machine.) The next cells
+# count the steps to 85 % accuracy, with three seeds each, because a single seed may be lucky.
 
 # %% tags=["setup"]
 TARGET = 85.0
@@ -461,7 +462,7 @@ def step_seconds(batch, processes=8):
 
 
 def steps_to_target(batch, base_lr, warmup, seeds=(0, 1, 2)):
-    """The steps of the slowest of three seeds; infinite if one does not arrive within 25 epochs."""
+    """Return the steps of the slowest of three seeds; infinity if one misses the target within 25 epochs."""
     found = []
     for seed in seeds:
         last = train(batch, base_lr, warmup, epochs=25, seed=seed, until=TARGET)[-1]
@@ -487,12 +488,14 @@ ax.set_title(f"Time to {TARGET:g} %, the slowest of 3 seeds, 8 processes")
 ax.legend()
 plt.show()
 lost = [f"a batch of {batch} with {rate}" for (batch, rate), seconds in table.items() if seconds == float("inf")]
-text = f"The quickest of these takes **{best:.2f} s**. Not every seed arrived (a gap) for: {'; '.join(lost) or 'none'}."
+text = (
+    f"The fastest takes **{best:.2f} s**. Not every seed reached the target (a gap) for: {'; '.join(lost) or 'none'}."
+)
 display(Markdown(text))
 
 # %% [markdown]
-# **Exercise 5.6. Your choice.** Choose batch, base learning rate and warm-up, so that all three seeds arrive in at
-# most 1.3 times the best time of the table. Say first, from the figure, where you would look.
+# **Exercise 5.6. Your choice.** Choose batch, base learning rate and warm-up so that all three seeds reach the target
+# in at most 1.3 times the best time of the figure. First decide from the figure where to look.
 
 # %% tags=["exercise"]
 choice = {"batch": ..., "base_lr": ..., "warmup": ...}
@@ -501,13 +504,13 @@ choice = {"batch": ..., "base_lr": ..., "warmup": ...}
 with exercise("5.6"):
     assert ... not in choice.values(), "choose all three"
     taken = steps_to_target(**choice) * step_seconds(choice["batch"])
-    assert taken < float("inf"), "with one of three seeds the target was not reached within 25 epochs"
-    assert taken <= 1.3 * best, f"it takes {taken:.2f} s, and the best of the table {best:.2f} s"
+    assert taken < float("inf"), "one of the three seeds did not reach the target within 25 epochs"
+    assert taken <= 1.3 * best, f"it takes {taken:.2f} s; the best in the figure takes {best:.2f} s"
 
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>
 #
-# The figure has the answer for a warm-up of 6: the lowest point.
+# The lowest point of the figure is an answer, with a warm-up of 6.
 #
 # </details>
 
@@ -520,18 +523,18 @@ choice = {"batch": batch, "base_lr": base_lr, "warmup": 6}
 print(f"batch of {choice['batch']}, base learning rate {choice['base_lr']}, warm-up of {choice['warmup']} steps")
 
 # %% [markdown]
-# *Learnt: the best batch is that of a machine and a target. The steps belong to the task, the seconds of a step to
-# the machine.*
+# *Learnt: the best batch depends on the machine and the target. The task determines the number of steps, the machine
+# the seconds per step.*
 
 # %% [markdown] tags=["slide"]
 # ## How it is marked
 #
-# `paceline labs grade train.py` runs it with 1, 2 and 3 processes, kills it twice, and watches what each rank does.
-# Nothing is read, and nothing is written but in a scratch directory. 100 points, 70 to pass, and a reason for each
-# lost point.
+# `paceline labs grade train.py` runs your program with 1, 2 and 3 processes, kills it twice, and observes what each
+# rank does. It does not read the source, and the program can write only to a temporary directory. You need 70 of 100
+# points to pass, and get a reason for each lost point.
 
 # %% [markdown]
-# To see what it says, here is a program that does not do much: each rank trains on everything, by itself.
+# To see an example, we grade a program that does very little: each rank trains on all samples, without communication.
 
 # %%
 # %%writefile alone.py
@@ -583,31 +586,31 @@ for one in marks.lost[:8]:
 # 1. Open `skeleton.py` and fill in its functions, from the top.
 # 2. Run it: `torchrun --standalone --nproc-per-node=2 skeleton.py --output out`
 # 3. Mark it: `paceline labs grade skeleton.py`
-# 4. Read the first reason, mend that, and mark it again, as often as you like.
+# 4. Read the first reason, fix it, and mark it again, as often as you like.
 
 # %% [markdown]
-# In this order it is easiest: first one process that trains and logs; then two, with the same result; then three;
-# then checkpoints; then `--network batchnorm`. If it hangs, one rank waits for an exchange that another does not
-# make: print the rank and the step before each.
+# The easiest order is: first one process that trains and logs; then two, with the same result; then three; then
+# checkpoints; then `--network batchnorm`. If it hangs, one rank waits in a collective that another rank does not
+# call: print the rank and the step before each collective.
 #
-# The same things decide real runs, and Paceline's own trainer keeps them: `paceline train digits --processes 2`
-# trains, `paceline audit RUN` proves from its ledger that each sample was used once, and `paceline drill RECIPE`
-# kills it and looks whether it goes on.
+# Real runs need the same properties, and Paceline's own trainer has them. `paceline train digits --processes 2`
+# trains. `paceline audit RUN` proves from the run's ledger that each sample was used once. `paceline drill RECIPE`
+# kills runs and checks that they resume.
 
 # %% [markdown] tags=["slide"]
 # ## What to remember
 #
-# - The global batch decides; the number of processes must not.
-# - Sums and counts over ranks, divided once.
-# - Every rank takes part in every exchange, with an empty share too.
-# - A checkpoint is whole or not there, and has all that the next step needs.
-# - Believe a log only if you could have found it wrong.
+# - The result depends on the global batch, not on the number of processes.
+# - Add sums and counts over ranks, then divide once.
+# - Every rank takes part in every collective, even with an empty share.
+# - A checkpoint is either complete or absent, and contains everything that the next step needs.
+# - Trust a log only if you have checked how it could be wrong.
 
 # %% [markdown]
 # **Further reading**
 #
 # - P. Goyal et al., *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, 2017, arXiv:1706.02677: linear
-#   scaling, warm-up, and in its section 3 the pitfalls that this assessment looks for.
+#   scaling, warm-up, and, in section 3, the pitfalls that this assessment checks.
 # - S. Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, 2020, arXiv:2006.15704:
 #   what `DistributedDataParallel` does, and why.
 # - C. Shallue et al., *Measuring the Effects of Data Parallelism on Neural Network Training*, 2018, arXiv:1811.03600:

@@ -1,4 +1,4 @@
-"""Made-up witnesses: what a right program would have done, computed here, to be changed by each test."""
+"""Made-up records: what a right program would have done, computed here, to be changed by each test."""
 
 from __future__ import annotations
 

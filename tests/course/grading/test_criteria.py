@@ -12,7 +12,7 @@ import pytest
 
 from paceline_course.grading import on_run, on_training
 from paceline_course.grading.marks import marking_sheet
-from paceline_course.grading.on_run import Schedule, judge_pace
+from paceline_course.grading.on_run import Schedule, judge_throughput
 from paceline_course.grading.runs import End, Step
 
 SCHEDULE = Schedule(base_lr=0.05, warmup=3)
@@ -134,7 +134,7 @@ def test_gradients_that_were_not_cleared(only: Any, right: Any, changed: Any) ->
     def kept(rank: int, number: int, step: Step) -> Step:
         return replace(step, gradients=step.gradients + before[0].gradients) if number == 1 else step
 
-    assert "step 1 with 2 processes still hold" in on_training.gradient(only(two=changed(right(2), kept))).reason
+    assert "step 1 with 2 processes still contain" in on_training.gradient(only(two=changed(right(2), kept))).reason
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_steps_of_another_optimizer(
     other = changed(two, lambda rank, number, step: replace(step, weights=weights[number], optimizer="SGD()"))
     reason = on_training.optimizer(only(two=other)).reason
     assert (reason == "") is is_right, reason
-    assert is_right or "of SGD(), changed weights otherwise than SGD with momentum 0.9" in reason
+    assert is_right or "by SGD(), did not change weights as SGD with momentum 0.9 does" in reason
 
 
 def test_a_network_of_another_size_and_an_error_of_the_grader_are_told(only: Any, right: Any, changed: Any) -> None:
@@ -160,9 +160,7 @@ def test_a_network_of_another_size_and_an_error_of_the_grader_are_told(only: Any
     )
     items = {item.name: item for item in marking_sheet(SCHEDULE)}
     said = items["gradient"].mark(only(two=larger)).reason
-    assert (
-        said == "This could not be seen: the network that was trained has 2520 weights, and the one asked for has 2410."
-    )
+    assert said == "This could not be checked: the trained network has 2520 weights; the assignment's has 2410."
     broken = replace(items["gradient"], find=lambda runs: 1 / 0)
     assert "ZeroDivisionError" in broken.mark(only()).reason
 
@@ -256,13 +254,13 @@ def test_validation_of_one_rank(only: Any, right: Any, rank_changed: Any) -> Non
 def test_statistics_of_batchnorm(only: Any, right: Any, rank_changed: Any) -> None:
     two = right(2)
     assert on_training.batchnorm(only(batchnorm=two)).reason == ""
-    assert "not trained to its end" in on_training.batchnorm(only()).reason
+    assert "did not finish training" in on_training.batchnorm(only()).reason
     last = two.ranks[1].validations[-1]
     other = replace(last, statistics=last.statistics + np.float32(0.5))
     local = rank_changed(two, 1, validations=(*two.ranks[1].validations[:-1], other))
     assert "on rank 1 differ by up to 0.5" in on_training.batchnorm(only(batchnorm=local)).reason
     silent = replace(two, log=())
-    assert "the last in the log is no number" in on_training.batchnorm(only(batchnorm=silent)).reason
+    assert "the last one logged is no number" in on_training.batchnorm(only(batchnorm=silent)).reason
     assert on_training.batchnorm(only(batchnorm=silent, two=silent)).reason == "", "no log at all has its own line"
     mode = rank_changed(two, 1, validations=(replace(last, training=True),))
     assert "training mode" in on_training.batchnorm(only(batchnorm=mode)).reason
@@ -295,15 +293,15 @@ def test_the_learning_rate(change: Any, scaled: str, warmed: str, only: Any, rig
 
 
 def test_pace() -> None:
-    assert judge_pace([0.010], [0.006, 0.006]).reason == ""
-    assert "30% of its throughput" in judge_pace([0.010], [0.003, 0.003]).reason
-    busy = judge_pace([0.010], [0.002, 0.004])
+    assert judge_throughput([0.010], [0.006, 0.006]).reason == ""
+    assert "30% of its throughput" in judge_throughput([0.010], [0.003, 0.003]).reason
+    busy = judge_throughput([0.010], [0.002, 0.004])
     assert (busy.reason, "too busy" in busy.note) == ("", True)
-    assert judge_pace([0.010, 0.004], [0.003, 0.003]).reason == "", "the better of two measurements counts"
-    assert "2% of" in judge_pace([0.2], [0.003, 0.006]).reason, "no noise explains that"
-    assert "too busy" in judge_pace([0.016], [0.0026, 0.0026], crowding=4.0).note
-    assert "too busy" in judge_pace([0.0078], [0.0039, 0.0037]).note, "49 % and 50 % cannot be told apart"
-    assert judge_pace([0.2], [0.003, 0.003], crowding=4.0).reason
+    assert judge_throughput([0.010, 0.004], [0.003, 0.003]).reason == "", "the better of two measurements counts"
+    assert "2% of" in judge_throughput([0.2], [0.003, 0.006]).reason, "no noise explains that"
+    assert "too busy" in judge_throughput([0.016], [0.0026, 0.0026], load=4.0).note
+    assert "too busy" in judge_throughput([0.0078], [0.0039, 0.0037]).note, "49 % and 50 % cannot be told apart"
+    assert judge_throughput([0.2], [0.003, 0.003], load=4.0).reason
 
 
 # -- endings
@@ -324,9 +322,9 @@ def test_how_runs_end(only: Any, right: Any, rank_changed: Any) -> None:
         return on_run.ends(only(batchnorm=right(2), three=three)).reason
 
     assert "rank 2 with ValueError: too few" in failing("RuntimeError: closed by peer", "", "ValueError: too few.")
-    assert "did not make the same exchanges" in failing("RuntimeError: Connection closed by peer")
+    assert "did not call the same collectives" in failing("RuntimeError: Connection closed by peer")
     gone = rank_changed(right(3), 1, end=None)
-    assert "broke off on ranks 1" in on_run.ends(only(batchnorm=right(2), three=gone)).reason
+    assert "stopped early on ranks 1" in on_run.ends(only(batchnorm=right(2), three=gone)).reason
     shorter = rank_changed(right(3), 1, steps=right(3).ranks[1].steps[:-1])
     assert "after 8, 7, 8 steps" in on_run.ends(only(batchnorm=right(2), three=shorter)).reason
 
@@ -362,8 +360,8 @@ def test_going_on_after_a_kill(only: Any, right: Any, changed: Any, rank_changed
         return on_run.resume(only(resumed=run)).reason
 
     assert resume(after(4)) == ""
-    assert "no checkpoint was taken up" in resume(after(0))
-    assert "did not have after its first epoch" in resume(after(2))
+    assert "no checkpoint was loaded" in resume(after(0))
+    assert "other than those after its first epoch" in resume(after(2))
     assert "made no step" in resume(after(8))
 
     def drifting(rank: int, number: int, step: Step) -> Step:
@@ -380,6 +378,6 @@ def test_going_on_after_a_kill(only: Any, right: Any, changed: Any, rank_changed
 
     assert atomic(after(4)) == ""
     assert "could not start again" in atomic(after(8))
-    assert "from the one before" in atomic(after(0))
-    assert "began anew" in atomic(after(0), after(0))
-    assert "no checkpoint was seen" in atomic(after(4), replace(after(4), exit_codes=(0, 0)))
+    assert "from the previous one" in atomic(after(0))
+    assert "started from the beginning" in atomic(after(0), after(0))
+    assert "wrote no checkpoint" in atomic(after(4), replace(after(4), exit_codes=(0, 0)))

@@ -20,19 +20,19 @@ IDLE = "import time; time.sleep(600)"
 
 def watch(code: str, limits: Limits, until: Callable[[str], bool], seconds: float = 60) -> str:
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    supervisor, begin, objection = Supervisor(limits), time.monotonic(), ""
+    supervisor, begin, violation = Supervisor(limits), time.monotonic(), ""
     try:
-        while not until(objection) and time.monotonic() - begin < seconds:
+        while not until(violation) and time.monotonic() - begin < seconds:
             time.sleep(0.05)
-            objection = supervisor.objection([process.pid])
+            violation = supervisor.violation([process.pid])
     finally:
         end_group(process.pid)
         process.wait()
-    return objection
+    return violation
 
 
 def test_waiting_is_a_hang() -> None:
-    assert watch(IDLE, Limits(idle_seconds=1, look_seconds=0.1), bool) == "hang"
+    assert watch(IDLE, Limits(idle_seconds=1, poll_seconds=0.1), bool) == "hang"
 
 
 def test_waking_now_and_then_is_a_hang_too() -> None:
@@ -42,27 +42,27 @@ def test_waking_now_and_then_is_a_hang_too() -> None:
         "while True:\n    time.sleep(0.5)\n    end = time.process_time() + 0.002\n"
         "    while time.process_time() < end:\n        pass\n"
     )
-    assert watch(code, Limits(idle_seconds=2, look_seconds=0.1), bool) == "hang"
+    assert watch(code, Limits(idle_seconds=2, poll_seconds=0.1), bool) == "hang"
 
 
 def test_a_little_work_in_every_second_is_no_hang() -> None:
     code = "import time\nwhile True:\n    time.sleep(0.2)\n    sum(range(3_000_000))\n"
-    limits = Limits(idle_seconds=2, look_seconds=0.1, processor_seconds=1)
+    limits = Limits(idle_seconds=2, poll_seconds=0.1, processor_seconds=1)
     assert watch(code, limits, bool) == "processor time"
 
 
 def test_work_is_not_a_hang_until_it_has_had_its_time() -> None:
-    limits = Limits(idle_seconds=0.5, processor_seconds=2, look_seconds=0.1)
+    limits = Limits(idle_seconds=0.5, processor_seconds=2, poll_seconds=0.1)
     assert watch(BUSY, limits, bool) == "processor time"
 
 
 def test_too_many_processes() -> None:
     code = "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        break\ntime.sleep(600)"
-    assert watch(code, Limits(processes=4, look_seconds=0.05, idle_seconds=30), bool) == "processes"
+    assert watch(code, Limits(processes=4, poll_seconds=0.05, idle_seconds=30), bool) == "processes"
 
 
 def test_the_clock_ends_what_nothing_else_does() -> None:
-    assert watch(BUSY, Limits(seconds=0.5, look_seconds=0.1), bool) == "time"
+    assert watch(BUSY, Limits(seconds=0.5, poll_seconds=0.1), bool) == "time"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="adopting orphans is Linux's")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline_course.grading.witness import written_paths
+from paceline_course.grading.recorder import written_paths
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The reference answer to the assessment: data-parallel training on any number of processes, with one result.
+"""The reference answer to the assessment: data-parallel training with the same result on any number of processes.
 
 torchrun --standalone --nproc-per-node=2 reference.py --output out
 """
@@ -25,28 +25,28 @@ SEED = 0
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output", type=Path, required=True, help="directory for all that is written")
+    parser.add_argument("--output", type=Path, required=True, help="directory for all output files")
     parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=48, help="samples in a step, over all ranks")
-    parser.add_argument("--base-lr", type=float, default=0.05, help="learning rate that suits a batch of 32")
+    parser.add_argument("--batch", type=int, default=48, help="samples per step, over all ranks")
+    parser.add_argument("--base-lr", type=float, default=0.05, help="learning rate for a batch of 32")
     parser.add_argument("--warmup", type=int, default=6, help="steps until the full learning rate")
     parser.add_argument("--network", choices=["plain", "batchnorm"], default="plain")
     return parser.parse_args()
 
 
 def global_batches(epoch: int, samples: int, batch: int) -> list[Tensor]:
-    """The sample numbers of each step of an epoch: the same list on every rank, another one each epoch."""
+    """Return the sample indices of each step of an epoch: the same on every rank, different in each epoch."""
     generator = torch.Generator().manual_seed(SEED * 100_003 + epoch)
     return list(torch.randperm(samples, generator=generator).split(batch))
 
 
 def share_of(samples: Tensor) -> Tensor:
-    """Every world_size-th of some samples: each belongs to one rank. In a small batch a share can be empty."""
+    """Return every world_size-th sample, so that each belongs to one rank. A share of a small batch can be empty."""
     return samples[dist.get_rank() :: dist.get_world_size()]
 
 
 def learning_rate(step: int, args: argparse.Namespace) -> float:
-    """The linear scaling rule, after Goyal et al. (2017), with a linear warm-up; steps count from 0."""
+    """Return the rate of the linear scaling rule (Goyal et al. 2017) with linear warm-up; steps count from 0."""
     return args.base_lr * args.batch / 32 * min(1.0, (step + 1) / args.warmup)
 
 
@@ -62,7 +62,7 @@ def train_epoch(epoch: int, model: nn.Module, optimizer: torch.optim.Optimizer, 
             group["lr"] = learning_rate(epoch * len(batches) + index, args)
         loss_sum = F.cross_entropy(model(images[share]), labels[share], reduction="sum")
         optimizer.zero_grad()
-        # DDP divides by the number of ranks. The mean is over all samples of the batch, and shares differ in size.
+        # DDP divides by the number of ranks, but the mean divides by the number of samples, and shares differ in size.
         (loss_sum * dist.get_world_size() / len(batch)).backward()
         optimizer.step()
         total_loss += loss_sum.detach()
@@ -71,9 +71,9 @@ def train_epoch(epoch: int, model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def share_statistics(network: nn.Module) -> None:
-    """Give every rank what BatchNorm has seen on rank 0.
+    """Copy rank 0's BatchNorm statistics to every rank.
 
-    DDP does so before each training step. After the last one ranks differ again, since each normalises its own share.
+    DDP does this before each training step. After the last step they differ again: each rank normalises its own share.
     """
     for buffer in network.buffers():
         dist.broadcast(buffer, src=0)
@@ -81,7 +81,7 @@ def share_statistics(network: nn.Module) -> None:
 
 @torch.no_grad()
 def validate(network: nn.Module, data: TensorDataset) -> float:
-    """The accuracy in percent: correct answers and samples are counted over all ranks, and divided once."""
+    """Return the accuracy in percent: count correct answers and samples over all ranks, then divide once."""
     images, labels = data.tensors
     share = share_of(torch.arange(len(images)))
     network.eval()
@@ -92,7 +92,7 @@ def validate(network: nn.Module, data: TensorDataset) -> float:
 
 
 def save_checkpoint(path: Path, network: nn.Module, optimizer: torch.optim.Optimizer, epochs_done: int) -> None:
-    """Write beside the checkpoint and rename: whoever looks sees the old one or the new one, whole."""
+    """Write another file and rename it, so that the checkpoint is always complete, either the old or the new one."""
     state = {"network": network.state_dict(), "optimizer": optimizer.state_dict(), "epochs_done": epochs_done}
     unfinished = path.with_suffix(".unfinished")
     torch.save(state, unfinished)
@@ -100,7 +100,7 @@ def save_checkpoint(path: Path, network: nn.Module, optimizer: torch.optim.Optim
 
 
 def load_checkpoint(path: Path, network: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Take up the checkpoint, if there is one, on every rank, and return how many epochs are done."""
+    """Load the checkpoint, if there is one, on every rank, and return the number of finished epochs."""
     if not path.exists():
         return 0
     state = torch.load(path, weights_only=True)

@@ -1,11 +1,11 @@
-"""Record of what one rank of a program does, by what it calls and not by how it is written.
+"""Record what one rank of a program does, from its calls and not from its source.
 
-It stands between the program and torch: networks that the assignment builds tell what goes through them, every
-optimizer tells its steps, and what is written to files is seen by Python's audit events. Rows of a batch are recognised
-by their content, so that data may be read, shuffled and batched in whatever way a student likes.
+Hooks record the inputs of networks built by the assignment and the steps of every optimizer. Python's audit events
+record which files are written. Rows of a batch are recognised by their content, so a student may read, shuffle and
+batch the data in any way.
 
-Two files: a line of JSON for each event, and float32 vectors (weights, gradients, statistics), which events name by
-their place. Both are written at once, since a run may be killed at any moment.
+There are two files: a line of JSON for each event, and float32 vectors (weights, gradients, statistics) to which events
+refer by offset. Both are written immediately, because a run may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from paceline_course import assignment
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# Audit events whose first so many arguments are paths that are changed.
+# Audit events, and how many of their first arguments are paths that they change.
 _PATHS = {
     "os.chmod": 1,
     "os.chown": 1,
@@ -44,14 +44,14 @@ _PATHS = {
     "os.utime": 1,
     "shutil.rmtree": 1,
 }
-# A link changes where its new name stands, not what it points to.
+# Creating a link changes the folder of its new name, not its target.
 _LINKS = ("os.link", "os.symlink")
 _NOWHERE = ("/dev/", "/proc/self/")
-_SHARED_MEMORY = "/dev/shm"  # which is named to be refused: what is there stays
+_SHARED_MEMORY = "/dev/shm"  # refused: files there outlive the run
 
 
 def is_new_content(args: tuple[Any, ...]) -> bool:
-    """Return whether the arguments of an audit event ``open`` say that what was in the file, if any, goes."""
+    """Return whether the arguments of an audit event ``open`` replace the content of a file or create one."""
     path, mode, flags = args
     if not isinstance(path, str | bytes | os.PathLike) or os.path.isdir(path):
         return False
@@ -59,7 +59,7 @@ def is_new_content(args: tuple[Any, ...]) -> bool:
 
 
 def written_paths(event: str, args: tuple[Any, ...]) -> list[str]:
-    """Return the paths that an audit event (see :func:`sys.audit`) is about to change; most change none."""
+    """Return the paths that an audit event (see :func:`sys.audit`) is about to change; for most events none."""
     if event == "open":
         path, mode, flags = args
         is_writing = any(letter in mode for letter in "wax+") if isinstance(mode, str) else bool(flags & _WRITING)
@@ -68,7 +68,7 @@ def written_paths(event: str, args: tuple[Any, ...]) -> list[str]:
         paths = [args[1]]
     else:
         paths = list(args[: _PATHS.get(event, 0)])
-    # A number is a file that is open already.
+    # A number refers to a file that is already open.
     names = [os.fsdecode(path) for path in paths if isinstance(path, str | bytes | os.PathLike)]
     return [name for name in names if not _is_nowhere(name)]
 
@@ -83,14 +83,14 @@ UNKNOWN = -1  # a row that is in neither set; sample v of the validation set is 
 
 @dataclass(frozen=True)
 class Watch:
-    """What to look for in one rank.
+    """What to record of a run, and when to kill it.
 
     Attributes:
-        folder: Where the notes of all ranks go.
-        scratch: The only directory that the program may write in.
-        output: Inside of it, what the program was told to write in.
-        kill_at_step: Before which step, from 0, the rank is killed; None for never.
-        tear: Whether the first file that a rank saves is left half written, and the rank killed.
+        folder: Folder for the records of all ranks.
+        scratch: The only directory that the program may write to.
+        output: The program's output directory, inside ``scratch``.
+        kill_at_step: Step, from 0, before which the rank is killed; None for never.
+        tear: Whether to leave the first file that a rank saves after a step half written, and kill the rank.
     """
 
     folder: str
@@ -101,8 +101,8 @@ class Watch:
 
 
 @dataclass
-class Witness:
-    """Notes of one rank."""
+class Recorder:
+    """Records the events of one rank."""
 
     rank: int
     watch: Watch
@@ -111,7 +111,7 @@ class Witness:
     networks: list[nn.Module] = field(default_factory=list)
     trained: nn.Module | None = None
     _place: int = 0
-    _unwritten: bytes = b""  # saved to memory so far, where a file is to be torn
+    _unwritten: bytes = b""  # checkpoint saved to memory, not yet written to a file
 
     def __post_init__(self) -> None:
         stem = Path(self.watch.folder, f"rank-{self.rank}")
@@ -120,24 +120,24 @@ class Witness:
         self._vectors = os.open(stem.with_suffix(".bin"), flags)
         self._samples = _samples_by_content()
 
-    def __deepcopy__(self, _: Any) -> Witness:
-        return self  # a network that is copied keeps its hooks, and there is one witness
+    def __deepcopy__(self, _: Any) -> Recorder:
+        return self  # a copied network keeps its hooks, which refer to this recorder
 
     def install(self) -> None:
-        """Begin to watch this process; there is no way back."""
+        """Start recording this process; this cannot be undone."""
         assignment.OBSERVERS.append(self._watch_network)
         register_optimizer_step_pre_hook(self._before_step)
         torch.save = self._saving(torch.save, 1)
         safetensors.torch.save_file = self._saving(safetensors.torch.save_file, 1)
         sys.addaudithook(self._audit)
-        os._exit = self._leaving(os._exit)  # as programs call it that have done with their threads
+        os._exit = self._leaving(os._exit)  # some programs call it to end despite running threads
 
     def note(self, event: str, **values: Any) -> None:
-        """Write down an event."""
+        """Record an event."""
         os.write(self._events, (json.dumps({"event": event, **values}) + "\n").encode())
 
     def note_end(self, code: int, message: str = "") -> None:
-        """Write down how the program ended, and what its ranks hold then."""
+        """Record how the program ended, and the weights it had then."""
         network = self.trained or (self.networks[-1] if self.networks else None)
         self.note(
             "end",
@@ -152,7 +152,7 @@ class Witness:
         watched = os.getpid()
 
         def noted(status: int) -> NoReturn:
-            if os.getpid() == watched:  # and not a process that it has forked
+            if os.getpid() == watched:  # not in a process that the program forked
                 self.note_end(status)
             leave(status)
 
@@ -244,7 +244,7 @@ class Witness:
         try:
             file.flush()
             descriptor = file.fileno()
-        except (AttributeError, OSError):  # in memory: the file that it goes into is torn as it is opened
+        except (AttributeError, OSError):  # saved to memory: _audit() tears the file when it is opened
             self._unwritten = file.getvalue() if isinstance(file, io.BytesIO) else b""
             return
         os.ftruncate(descriptor, os.fstat(descriptor).st_size // 2)
@@ -258,7 +258,7 @@ class Witness:
         for path in written_paths(event, args):
             if not _is_inside(path, self.watch.scratch):
                 self.note("refused", path=os.path.abspath(path))
-                raise PermissionError(f"A program that is graded writes in its own directory only, not to {path}.")
+                raise PermissionError(f"A graded program may write only to its own directory, not to {path}.")
             if event == "open":
                 self._note_written(path)
 
@@ -269,9 +269,11 @@ class Witness:
 
 def _describe(optimizer: torch.optim.Optimizer) -> str:
     group = optimizer.param_groups[0]
-    told = [f"{name}={group[name]}" for name in ("momentum", "dampening", "weight_decay", "betas") if group.get(name)]
-    told += [name for name in ("nesterov", "maximize") if group.get(name)]
-    return f"{type(optimizer).__name__}({', '.join(told)})"
+    options = [
+        f"{name}={group[name]}" for name in ("momentum", "dampening", "weight_decay", "betas") if group.get(name)
+    ]
+    options += [name for name in ("nesterov", "maximize") if group.get(name)]
+    return f"{type(optimizer).__name__}({', '.join(options)})"
 
 
 def _samples_by_content() -> dict[bytes, int]:
@@ -283,7 +285,7 @@ def _samples_by_content() -> dict[bytes, int]:
 
 def _rows(batch: Tensor) -> list[bytes]:
     if not batch.numel():
-        return []  # rows of nothing cannot be laid flat
+        return []  # reshape(n, -1) fails on empty tensors
     values: NDArray[Any] = batch.detach().cpu().reshape(len(batch), -1).contiguous().numpy()
     return [row.tobytes() for row in values]
 
