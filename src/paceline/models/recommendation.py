@@ -1,7 +1,7 @@
 """Networks for click data by their recipe names: DLRM (Naumov et al. 2019), and the size of its tables.
 
 Numeric features go through a bottom MLP and categories through embedding tables; the pairwise dot products and the
-bottom MLP's output go through a top MLP.
+bottom MLP's output, or all features through cross layers, go through a top MLP.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,29 @@ from paceline.recipe.schema import Recipe
 from paceline.units import format_bytes
 
 
+class LowRankCross(nn.Module):
+    """Low-rank cross layers of DCN-V2 (Wang et al. 2020): each is ``x = x0 * (W (V x) + b) + x``."""
+
+    def __init__(self, width: int, *, layers: int, rank: int) -> None:
+        """Build layers for features of this width; ``V`` is [rank, width] and ``W`` is [width, rank]."""
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, rank, bias=False), nn.Linear(rank, width)) for _ in range(layers)
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the crossed features of ``features``, both [N, width]."""
+        crossed = features
+        for layer in self.layers:
+            crossed = features * layer(crossed) + crossed
+        return crossed
+
+
 class Dlrm(nn.Module):
-    """Deep learning recommendation model.
+    """Deep learning recommendation model; with ``interaction="cross"`` it is MLPerf's DLRM-DCNv2.
 
     Weights are initialised as in the authors' program: a layer's weights are normal with variance 2 / (inputs +
-    outputs), its biases with 1 / outputs; a table is uniform within sqrt(1 / rows).
+    outputs), its biases with 1 / outputs (0 in cross layers); a table is uniform within sqrt(1 / rows).
 
     Attributes:
         tables: One embedding bag for each categorical feature.
@@ -41,6 +60,9 @@ class Dlrm(nn.Module):
         bottom: Sequence[int] = (512, 256, 64),
         top: Sequence[int] = (512, 256),
         sparse: bool = False,
+        interaction: Literal["dot", "cross"] = "dot",
+        cross_layers: int = 3,
+        cross_rank: int = 64,
     ) -> None:
         """Build the network.
 
@@ -51,15 +73,29 @@ class Dlrm(nn.Module):
             bottom: Widths of the bottom MLP's hidden layers.
             top: Widths of the top MLP's hidden layers.
             sparse: Whether tables have sparse gradients, covering only the rows that a batch uses.
+            interaction: How features are combined: by pairwise dot products, or by low-rank cross layers.
+            cross_layers: Number of cross layers.
+            cross_rank: Rank of their matrices.
+
+        Raises:
+            ValueError: If there are no cross layers, or their rank is less than 1.
         """
         super().__init__()
+        if min(cross_layers, cross_rank) < 1:
+            raise ValueError(f"cross_layers={cross_layers} and cross_rank={cross_rank} must be at least 1")
         self.bottom = _perceptron([dense_features, *bottom, embedding], ends_with_relu=True)
         self.tables = nn.ModuleList(nn.EmbeddingBag(rows, embedding, mode="sum", sparse=sparse) for rows in table_rows)
         features = 1 + len(table_rows)
-        pairs = torch.tril_indices(features, features, offset=-1)
-        # Flat indices, since a single gather along one axis is fast on every back-end.
-        self.register_buffer("pairs", pairs[0] * features + pairs[1], persistent=False)
-        self.top = _perceptron([embedding + pairs.shape[1], *top, 1], ends_with_relu=False)
+        if interaction == "cross":
+            width = features * embedding
+            self.cross = LowRankCross(width, layers=cross_layers, rank=cross_rank)
+        else:
+            pairs = torch.tril_indices(features, features, offset=-1)
+            width = embedding + pairs.shape[1]
+            # Flat indices, since a single gather along one axis is fast on every back-end.
+            self.register_buffer("pairs", pairs[0] * features + pairs[1], persistent=False)
+        self.interaction = interaction
+        self.top = _perceptron([width, *top, 1], ends_with_relu=False)
         self._begin()
 
     def forward(self, dense: Tensor, categories: Tensor) -> Tensor:
@@ -72,9 +108,13 @@ class Dlrm(nn.Module):
         mixed = self.bottom(dense)
         looked_up = [table(categories[:, index : index + 1]) for index, table in enumerate(self.tables)]
         features = torch.stack([mixed, *(each.to(mixed.dtype) for each in looked_up)], dim=1)
-        products = torch.bmm(features, features.transpose(1, 2)).flatten(1)
-        pairs: Tensor = self.pairs  # type: ignore[assignment]  # torch types a buffer as tensor or module
-        answer: Tensor = self.top(torch.cat([mixed, products.index_select(1, pairs)], dim=1))
+        if self.interaction == "cross":
+            combined = self.cross(features.flatten(1))
+        else:
+            products = torch.bmm(features, features.transpose(1, 2)).flatten(1)
+            pairs: Tensor = self.pairs  # type: ignore[assignment]  # torch types a buffer as tensor or module
+            combined = torch.cat([mixed, products.index_select(1, pairs)], dim=1)
+        answer: Tensor = self.top(combined)
         return answer.squeeze(1)
 
     def no_weight_decay(self) -> tuple[str, ...]:
@@ -83,10 +123,12 @@ class Dlrm(nn.Module):
 
     @torch.no_grad()
     def _begin(self) -> None:
-        for layer in self.modules():
+        for name, layer in self.named_modules():
             if isinstance(layer, nn.Linear):
                 layer.weight.normal_(0.0, math.sqrt(2 / (layer.in_features + layer.out_features)))
-                layer.bias.normal_(0.0, math.sqrt(1 / layer.out_features))
+                if layer.bias is not None:
+                    spread = 0.0 if name.startswith("cross") else math.sqrt(1 / layer.out_features)
+                    layer.bias.normal_(0.0, spread)
             elif isinstance(layer, nn.EmbeddingBag):
                 bound = math.sqrt(1 / layer.num_embeddings)
                 layer.weight.uniform_(-bound, bound)
@@ -112,11 +154,17 @@ def build_click_model(model: Model, *, dense_features: int, table_rows: Sequence
         table_rows: Rows of each categorical feature's table.
 
     Raises:
-        ModelError: If the name is unknown, or the factory does not accept the options.
+        ModelError: If the name is unknown, the factory does not accept the options, or one has no effect.
     """
     factory = named_factory(model, CLICK_MODELS)
     if factory is None:
         raise unknown_model(model, "network for click data", CLICK_MODELS)
+    if factory is Dlrm and model.options.get("interaction", "dot") == "dot":
+        for name in ("cross_layers", "cross_rank"):
+            if name in model.options:
+                raise ModelError(
+                    f"model.options.{name} has no effect without cross layers; leave it out, or set interaction=cross."
+                )
     try:
         return call_factory(model, factory, dense_features=dense_features, table_rows=tuple(table_rows))
     except RuntimeError as error:  # torch's errors for impossible sizes

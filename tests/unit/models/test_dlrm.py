@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.errors import ModelError
 from paceline.models.recommendation import Dlrm, build_click_model, describe_tables
@@ -20,8 +21,12 @@ def small(**options: object) -> Dlrm:
     return found
 
 
+def drawn(samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(samples, 3), torch.randint(0, 10, (samples, 2))
+
+
 def test_it_computes_what_the_paper_says() -> None:
-    network, dense, categories = small(), torch.randn(7, 3), torch.randint(0, 10, (7, 2))
+    network, dense, categories = small(), *drawn(7)
     for sample in range(7):
         rows = [network.tables[table].weight[categories[sample, table]] for table in (0, 1)]
         vectors = [network.bottom(dense[sample]), *rows]
@@ -30,6 +35,43 @@ def test_it_computes_what_the_paper_says() -> None:
         found = network(dense, categories)[sample]
         torch.testing.assert_close(found, expected.squeeze())
     assert not any("pairs" in name for name in network.state_dict())
+
+
+def test_cross_layers_against_plain_torch() -> None:
+    network, dense, categories = small(interaction="cross", cross_layers=2, cross_rank=3), *drawn(7)
+    with torch.no_grad():  # biases begin at zero, where a missing one would not show
+        for bias in (each[1].bias for each in network.cross.layers):
+            bias.normal_()
+    rows = [network.tables[table].weight[categories[:, table]] for table in (0, 1)]
+    x0 = x = torch.cat([network.bottom(dense), *rows], dim=1)
+    for down, up in network.cross.layers:
+        x = x0 * torch.einsum("wr,rv,nv->nw", up.weight, down.weight, x) + x0 * up.bias + x
+    expected, found = network.top(x).squeeze(1), network(dense, categories)
+    torch.testing.assert_close(found, expected)
+    parameters = list(network.parameters())
+    for one, two in zip(
+        torch.autograd.grad(found.sum(), parameters), torch.autograd.grad(expected.sum(), parameters), strict=True
+    ):
+        torch.testing.assert_close(one, two)
+
+
+def test_how_cross_layers_begin() -> None:
+    torch.manual_seed(0)
+    down, up = Dlrm(13, (10,) * 7, interaction="cross", cross_rank=64).cross.layers[0]
+    assert down.weight.shape == (64, 8 * 16)
+    for each in (down, up):
+        assert each.weight.std().item() == pytest.approx((2 / (64 + 128)) ** 0.5, rel=0.05)
+    assert down.bias is None
+    assert not up.bias.any()
+
+
+def test_arithmetic_of_cross_layers() -> None:
+    network, (dense, categories) = small(interaction="cross", cross_layers=2, cross_rank=3), drawn(7)
+    with FlopCounterMode(display=False) as counter:
+        network(dense, categories)
+    width = 3 * 4
+    products = 3 * 5 + 5 * 4 + 2 * (2 * width * 3) + width * 6 + 6
+    assert counter.get_total_flops() == 2 * 7 * products
 
 
 def test_how_weights_begin() -> None:
@@ -63,6 +105,9 @@ def test_gradients_of_tables(sparse: bool) -> None:
         (Model(name="dlrm", pretrained=True), "no published weights"),
         (Model(name="dlrm", options={"bottom": "wide"}), "dlrm needs bottom as a list of whole numbers"),
         (Model(name="dlrm", options={"embedding": -1}), "do not fit"),
+        (Model(name="dlrm", options={"interaction": "crss"}), "needs interaction as 'dot' or 'cross'"),
+        (Model(name="dlrm", options={"cross_rank": 8}), "cross_rank has no effect without cross layers"),
+        (Model(name="dlrm", options={"interaction": "cross", "cross_layers": 0}), "must be at least 1"),
         (Model(name="torch.nn:no_such"), "has no 'no_such'"),
     ],
 )
