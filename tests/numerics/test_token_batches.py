@@ -16,7 +16,7 @@ from calls import Call
 import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.data.batch import Batch
-from paceline.data.order import StepGeometry
+from paceline.data.order import StepGeometry, epoch_order
 from paceline.report.audit import audit_run
 from paceline.tasks.language_modeling import LanguageModeling
 from paceline.world import World
@@ -191,6 +191,27 @@ def test_the_largest_micro_batch_comes_first_and_leaves_no_trace(train: Call) ->
         patched.setattr("paceline.trainer.warmup.claim_memory", lambda run: None)
         plain = train("plain", overrides, asked=task(double=False))
     assert plain.summary.weights_sha256 == result.summary.weights_sha256
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_a_batch_that_does_not_fit_fails_before_the_first_step(
+    train: Call, runs: Path, tmp_path: Path, balance: bool
+) -> None:
+    longest = epoch_order(3, 0, 250)[240]
+    for split, count in (("train", 250), ("val", 4)):
+        (tmp_path / split).mkdir()
+        for number in range(count):
+            (tmp_path / split / f"{number:03}.txt").write_text("x" * (60 if number == longest else 5))
+
+    def limited(batch: Batch) -> None:
+        if batch.inputs["tokens"].shape[1] > 32:
+            raise torch.OutOfMemoryError(f"step {batch.slice.step}")
+
+    overrides = {"data.path": str(tmp_path), "data.text.rows": "single", "data.text.context": 64}
+    overrides |= {"batch.balance": balance, "batch.global_size": 1, "train.duration": "1 epoch"}
+    with pytest.raises(torch.OutOfMemoryError, match="step 240"):
+        train("run", overrides, asked=task(seen=limited, double=False))
+    assert '"event":"step"' not in (runs / "run" / "events.jsonl").read_text().replace(" ", "")
 
 
 @pytest.mark.parametrize("rows", ["single", "packed"])

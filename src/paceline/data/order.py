@@ -153,19 +153,39 @@ class StepGeometry:
         )
 
     def costliest(self, first: int, last: int) -> Costliest | None:
-        """Return the largest micro-batch of steps ``first`` to ``last`` (excluded), among the first 200 of them.
+        """Return the largest micro-batch of steps ``first`` to ``last`` (excluded).
+
+        Of the steps after the first 200, only those with the longest sample or largest picture of the first two epochs
+        are considered.
 
         None if there are no such steps, or all micro-batches are equal: samples have no lengths or a fixed padded
         length.
         """
         if self.sizes is None and (self.lengths is None or not self.lengths.is_ragged):
             return None
+        steps = [*range(first, min(last, first + _LOOKED_AT))]
+        if last > first + _LOOKED_AT:
+            epoch = self.epochs.place(first)[0]
+            # A resumed run may have passed this epoch's longest sample.
+            begun = (each for each in (epoch, epoch + 1) if self.epochs.first_step(each) < last)
+            steps += [step for each in begun if first <= (step := self._step_of_longest(each)) < last]
         found = (
             Costliest(positions=cost, step=step, logical_rank=rank)
-            for step in range(first, min(last, first + _LOOKED_AT))
+            for step in steps
             for rank, cost in enumerate(self._areas(step) if self.lengths is None else self._costs(step, self.lengths))
         )
         return max(found, default=None)
+
+    def _step_of_longest(self, epoch: int) -> int:
+        """Return the step that has the epoch's longest sample, or its largest picture."""
+        ids = self._ids(self._order(epoch))
+        if self.lengths is not None:
+            costs = self.lengths.tokens[ids]
+        else:
+            assert self.sizes is not None
+            costs = self.sizes[ids].prod(axis=1)
+        size = self.epochs.phase_of_epoch(epoch).global_batch_size
+        return self.epochs.first_step(epoch) + int(costs.argmax()) // size
 
     def _areas(self, step: int) -> list[int]:
         """Return the padded pixels in each logical rank's micro-batch: its largest height times its largest width."""

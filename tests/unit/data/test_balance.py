@@ -47,6 +47,30 @@ def tokens_by_step(shape: StepGeometry, epoch: int = 0) -> list[int]:
     return [int(shape.lengths.tokens[shape.slices(step, World())[0].ids].sum()) for step in steps]
 
 
+@pytest.mark.parametrize("balanced", [True, False])
+def test_the_largest_micro_batch_of_a_long_run_has_the_longest_sample(balanced: bool) -> None:
+    tokens = np.full(4000, 10)
+    tokens[7] = 500
+    shape = steps_of(SampleLengths(tokens=tokens), 4, 1, balanced=balanced)
+
+    def step_with_it(epoch: int) -> int:
+        steps = range(epoch * 1000, epoch * 1000 + 1000)
+        return next(step for step in steps if 7 in shape.slices(step, World())[0].ids)
+
+    first, second, third = map(step_with_it, range(3))
+    assert first >= 200, "it is not among the first steps"
+    largest = shape.costliest(0, 3000)
+    assert largest is not None
+    assert largest.positions == 4 * 500
+    assert largest.step in (first, second)
+    after = shape.costliest(first + 1, 3000)
+    assert after is not None
+    assert after.step in (second, third), "a resumed run meets it in a later epoch"
+    before = shape.costliest(0, first)
+    assert before is not None
+    assert before.positions == 4 * 10, "the run ends before it"
+
+
 # --------------------------------------------------------------------------------------------------- epochs
 
 
