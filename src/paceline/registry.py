@@ -39,7 +39,10 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     "optimizers": {name: rule.reference for name, rule in RULES.items()},
     "schedules": {
         name: f"{_SHAPES}:{name}"
-        for name in ("constant", "step", "linear", "cosine", "polynomial", "exponential", "one_cycle", "trapezoid")
+        for name in (
+            *("constant", "step", "linear", "cosine", "cyclic"),
+            *("polynomial", "exponential", "one_cycle", "trapezoid"),
+        )
     },
     "losses": {
         "cross_entropy": "torch.nn:CrossEntropyLoss",

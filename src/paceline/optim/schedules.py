@@ -24,6 +24,11 @@ def cosine(rate: LearningRate, step: int) -> float:
     return rate.towards_end(fall("cosine", x))
 
 
+def cyclic(rate: LearningRate, step: int) -> float:
+    """Fall linearly from the peak to the end value and rise back, in each period (Smith 2017)."""
+    return rate.towards_end(abs(1 - 2 * rate.place_in_period(step - rate.warmup_steps)))
+
+
 def polynomial(rate: LearningRate, step: int) -> float:
     """Decay as a power of the remaining fraction of the run."""
     return rate.towards_end((1 - rate.progress(step)) ** rate.power)

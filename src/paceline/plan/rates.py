@@ -199,6 +199,7 @@ class LearningRate:
     * linear: ``peak + (end - peak) * x``
     * cosine: ``end + (peak - end) * (1 + cos(pi * x)) / 2`` (Loshchilov and Hutter 2016); with a period, ``x`` runs
       from 0 to 1 over each period, and each is ``period_factor`` times as long as the one before
+    * cyclic: ``end + (peak - end) * abs(1 - 2 * x)``, where ``x`` runs from 0 to 1 over each period (Smith 2017)
     * polynomial: ``end + (peak - end) * (1 - x) ** power``
     * exponential: ``peak * gamma ** (t / period)``, or without a period ``peak * (end / peak) ** x``
     * step: ``peak * gamma ** n``, where ``n`` is the number of milestones passed, or of whole periods in ``t``

@@ -56,16 +56,17 @@ class Schedule:
     """The learning rate and other scheduled settings: pure functions, with no state to save."""
 
     name: Annotated[str, Names(tuple(built_in("schedules")), "schedules")] = "cosine"
-    """Shape after the warm-up: `constant`, `step`, `linear`, `cosine`, `polynomial`, `exponential`, `one_cycle` or
-    `trapezoid`; a name that an installed package registers, or your own `package.module:shape`. `step` falls at
-    milestones; `cosine` may restart (Loshchilov and Hutter 2016); `one_cycle` rises through its warm-up and falls to
-    the end (Smith and Topin 2017); `trapezoid` stays at the peak and falls during `decay` (Zhai et al. 2021)."""
+    """Shape after the warm-up: `constant`, `step`, `linear`, `cosine`, `cyclic`, `polynomial`, `exponential`,
+    `one_cycle` or `trapezoid`; a name that an installed package registers, or your own `package.module:shape`. `step`
+    falls at milestones; `cosine` may restart (Loshchilov and Hutter 2016); `cyclic` falls to `end_lr` and rises to the
+    peak again in each period (Smith 2017); `one_cycle` rises through its warm-up and falls to the end (Smith and Topin
+    2017); `trapezoid` stays at the peak and falls during `decay` (Zhai et al. 2021)."""
     warmup: Length = Duration(0, "steps")
     """Length of the initial rise to the peak (Goyal et al. 2017)."""
     warmup_shape: Annotated[
         Literal["linear", "exponential", "constant"],
         _WARMED_UP,
-        Applies("name", ("constant", "step", "linear", "cosine", "polynomial", "exponential", "trapezoid")),
+        Applies("name", ("constant", "step", "linear", "cosine", "cyclic", "polynomial", "exponential", "trapezoid")),
     ] = "linear"
     """Shape of the rise; `constant` stays at `warmup_from` (He et al. 2015)."""
     warmup_from: Annotated[Auto | Literal["unscaled"] | Fraction, _WARMED_UP] = "auto"
@@ -73,14 +74,15 @@ class Schedule:
     2017); `auto`: the first step of a linear rise from zero, and 1/25 for `one_cycle`."""
     end_lr: Annotated[
         NonNegativeFloat,
-        Applies("name", ("linear", "cosine", "polynomial", "exponential", "one_cycle", "trapezoid")),
+        Applies("name", ("linear", "cosine", "cyclic", "polynomial", "exponential", "one_cycle", "trapezoid")),
     ] = 0.0
-    """Learning rate at the run's end, and at the end of each of a cosine's periods; absolute."""
+    """Learning rate at the run's end, at the end of each of a cosine's periods, and in the middle of a cycle; absolute.
+    """
     milestones: Annotated[tuple[Length, ...], Applies("name", ("step",))] = ()
     """When the rate falls, counted from the start of the run."""
-    period: Annotated[Length | None, Off, Applies("name", ("step", "cosine", "exponential"))] = None
+    period: Annotated[Length | None, Off, Applies("name", ("step", "cosine", "cyclic", "exponential"))] = None
     """Counted from the end of the warm-up: the rate falls by `gamma` at the end of each (`step`) or over each
-    (`exponential`), or starts again from the peak (`cosine`)."""
+    (`exponential`), starts again from the peak (`cosine`), or falls and rises (`cyclic`)."""
     period_factor: Annotated[PositiveFloat, Field(ge=1), Applies("name", ("cosine",))] = 1.0
     """Length of each period relative to the one before."""
     gamma: Annotated[PositiveFloat, Applies("name", ("step", "exponential"))] = 0.1
@@ -101,8 +103,9 @@ class Schedule:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.name == "step" and not self.milestones and self.period is None:
-            raise ValueError("found name=step without milestones or period, but a step schedule needs one of them")
+        needed = {"step": "milestones or period", "cyclic": "period"}.get(self.name)
+        if needed and not self.milestones and self.period is None:
+            raise ValueError(f"found name={self.name} without {needed}, which it needs")
         if self.name == "step" and self.milestones and self.period is not None:
             raise ValueError("found both milestones and period, but a step schedule takes one of them")
         if self.name == "exponential" and self.period is None and self.end_lr == 0:

@@ -73,6 +73,14 @@ OF_TORCH: dict[str, Callable[[], tuple[LearningRate, list[float]]]] = {
     "longer and longer restarts": lambda: like(
         rate("cosine", 200, period=7, period_factor=3.0), lr.CosineAnnealingWarmRestarts, T_0=7, T_mult=3, eta_min=END
     ),
+    "cycles": lambda: like(
+        rate("cyclic", 200, 15, first=END, period=30),
+        lr.CyclicLR,
+        base_lr=END,
+        max_lr=PEAK,
+        step_size_up=15,
+        cycle_momentum=False,
+    ),
     "one restart": lambda: like(rate("cosine", 200, period=200), lr.CosineAnnealingWarmRestarts, T_0=200, eta_min=END),
     "warmup 2": lambda: like(rate("cosine", 99, 2), lr.LinearLR, 2, start_factor=1 / 2, total_iters=1),
     "warmup": lambda: like(rate("cosine", 99, 30), lr.LinearLR, 30, start_factor=1 / 30, total_iters=29),
@@ -214,6 +222,7 @@ def test_momentum_and_weight_decay_move(name: str) -> None:
 MISTAKES = {
     "without milestones or period": {"schedule.name": "step"},
     "takes one of them": {"schedule.name": "step", "schedule.milestones": ["3 steps"], "schedule.period": "2 steps"},
+    "name=cyclic without period": {"schedule.name": "cyclic"},
     "neither period nor end_lr": {"schedule.name": "exponential"},
     "set it, for example to '30%'": {"schedule.name": "one_cycle"},
     "longer than the run's": {"schedule.name": "trapezoid", "schedule.warmup": "60%", "schedule.decay": "80%"},
