@@ -38,3 +38,22 @@ def test_weights_that_fit_are_accepted_and_a_run_that_goes_on_needs_none(
     gone = "model.initialize_from=gone.safetensors"
     shutil.copytree(finished, tmp_path / "run")
     assert paceline_here("train", "digits", *tiny, gone, "--plan-only", "--run-dir", "run").code == 0
+
+
+def test_without_checkpoints_one_is_saved_at_the_end_and_said(
+    tmp_path: Path, paceline_here: Call, tiny: tuple[str, ...]
+) -> None:
+    asked = ("train", "digits", *tiny, "checkpoint.every=off", "checkpoint.keep_best=false")
+    assert (
+        "off: only at the end, on a stop request and for the best" in paceline_here(*asked, "--plan-only").ended(0).out
+    )
+    done = paceline_here(*asked, "--run-dir", "run").ended(0)
+    [saved] = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert f"of step {int(saved.name[5:])}, saved as the run ended (checkpoint.every=off)" in done.out
+
+
+def test_a_back_end_that_is_not_here_is_refused(paceline_here: Call, tiny: tuple[str, ...]) -> None:
+    asked = ("train", "digits", *tiny, "parallel.device=cpu", "parallel.backend=nccl")
+    said = "has gloo for cpu; use one of them, or parallel.backend=auto"
+    paceline_here(*asked, "--processes", "2", "--plan-only").refused(said)
+    paceline_here(*asked, "--run-dir", "run").refused(said)

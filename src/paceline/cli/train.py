@@ -183,11 +183,11 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
         if as_json:
             print_json({"run_dir": str(result.run_dir), **result.summary.to_json()})
         else:
-            _show_result(result, names_code=bool(named_code(loaded.recipe)))
+            _show_result(result, loaded.recipe)
     return code
 
 
-def _show_result(result: TrainResult, *, names_code: bool) -> None:
+def _show_result(result: TrainResult, recipe: Recipe) -> None:
     summary, run_dir = result.summary, result.run_dir
     if result.was_complete:
         echo(f"The run in {run_dir} is complete ({format_count(summary.step)} steps): nothing to do.")
@@ -195,10 +195,13 @@ def _show_result(result: TrainResult, *, names_code: bool) -> None:
         echo(f"To train it longer, give a longer train.duration, for example {longer}.")
     echo()
     echo(f"{summary.status.capitalize()} after {format_count(summary.step)} steps, epoch {summary.epoch}")
-    plan, trust = {}, " --trust-code" * names_code
+    plan, trust = {}, " --trust-code" * bool(named_code(recipe))
     with contextlib.suppress(PacelineError):
         plan = read_plan(RunDirectory(run_dir))
-    print_pairs(_figures(result, plan))
+    figures = _figures(result, plan)
+    if recipe.checkpoint.every is None:
+        figures["checkpoint"] = f"of step {summary.step}, saved as the run ended (checkpoint.every=off)"
+    print_pairs(figures)
     echo()
     if warning := summary.details.get("warning"):
         echo(f"paceline: warning: {warning}", err=True)
@@ -310,6 +313,8 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         checkpoint = f"every {format_seconds(plan.checkpoint_every_seconds)}"
     elif "checkpoint.every" in plan.reasons:
         checkpoint = "auto: by the clock"
+    elif plan.checkpoint_every_steps is None:
+        checkpoint = "off: only at the end, on a stop request and for the best evaluation (checkpoint.keep_best)"
     whole = batch(plan.global_batch_size, plan.accumulation_steps)
     if plan.step_sizes[0] < plan.global_batch_size:
         whole += f", cut to {counted(plan.step_sizes[0], 'sample')}"

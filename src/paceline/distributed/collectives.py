@@ -209,8 +209,8 @@ class Collectives:
             torch.distributed.barrier()
 
 
-def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600) -> Collectives:
-    """Form the process group of this world: NCCL for CUDA devices, gloo for the CPU, XCCL for XPU.
+def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600, backend: str = "auto") -> Collectives:
+    """Form the process group of this world.
 
     An existing group is used unchanged.
 
@@ -218,6 +218,7 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600) 
         launch: This process's rank, the world size and the rendezvous.
         device: The device of the tensors to exchange.
         timeout_seconds: How long to wait for the others, here and in every collective.
+        backend: Name of torch's back-end; ``auto``: NCCL for CUDA devices, gloo for the CPU, XCCL for XPU.
 
     Raises:
         LaunchError: If the processes cannot connect, or the existing group has another size.
@@ -237,7 +238,7 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600) 
                 # A URL, or the store of torchrun's agent.
                 store = None if launch.store is None else agents_store(launch.store, world, timeout=timeout)
                 torch.distributed.init_process_group(
-                    torch.distributed.get_default_backend_for_device(device),
+                    torch.distributed.get_default_backend_for_device(device) if backend == "auto" else backend,
                     init_method=launch.rendezvous if store is None else None,
                     store=store,
                     rank=world.rank,

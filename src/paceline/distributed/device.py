@@ -77,6 +77,30 @@ def device_index(world: World, visible: int, *, bound_by_slurm: bool) -> int:
     return world.local_rank
 
 
+# Devices whose tensors each back-end of torch.distributed exchanges.
+_BACKENDS = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",), "ucc": ("cpu", "cuda"), "xccl": ("xpu",)}
+
+
+def check_communication(asked: str, device: torch.device) -> None:
+    """Check that ``parallel.backend`` is available for this device.
+
+    Raises:
+        RecipeError: If it is not; names those that are.
+    """
+    if asked == "auto":
+        return
+    here = [
+        name
+        for name, devices in _BACKENDS.items()
+        if device.type in devices and torch.distributed.is_backend_available(name)
+    ]
+    if asked not in here:
+        raise RecipeError(
+            f"parallel.backend={asked}: torch {torch.__version__} on this machine has {' and '.join(here)} for "
+            f"{device.type}; use one of them, or parallel.backend=auto."
+        )
+
+
 def reserve_deterministic_workspace() -> None:
     """Make cuBLAS deterministic; this works only before the process first uses a CUDA device.
 

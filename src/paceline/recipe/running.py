@@ -29,6 +29,7 @@ _EVALUATED = Needs(("evaluate.every",), "nothing is evaluated (evaluate.every=of
 _HELD_OUT = Needs(("held-out samples",), "nothing is evaluated (no samples are held out)")
 _BUCKETS_OF_DDP = Needs(("ddp",), "{strategy} has no buckets")
 _BUCKETS = Needs(("ddp", "fsdp"), "{strategy} has no buckets")
+_COMMUNICATES = Needs(("ddp", "fsdp", "parallel.exact"), "{strategy} does not communicate")
 _GRAPH_OF_DDP = Needs(("ddp",), "{strategy} does not use DDP's graph")
 _SPREAD = Needs(
     ("fsdp", "a strategy that was asked for"),
@@ -78,9 +79,8 @@ class Checkpoint:
     """When the run's state is saved, and how many checkpoints are kept."""
 
     every: Annotated[Interval | None, Off] = Duration(1, "epochs")
-    """Steps or time between checkpoints, `auto`: time from the cost of a save and `mtbf`, or `off`; the end of the
-    run and
-    a requested stop are always saved, and the best evaluation unless `keep_best` is off."""
+    """Steps or time between checkpoints, `auto`: time from the cost of a save and `mtbf`, or `off`. Even with `off`,
+    the end of the run and a requested stop are saved, and the best evaluation unless `keep_best` is off."""
     mtbf: Annotated[Time, Applies("every", ("auto",))] = TimeSpan(24, "hours")
     """Mean time between failures of the whole job; `auto` uses it in Young's formula."""
     keep: PositiveInt = 2
@@ -115,6 +115,10 @@ class Parallel:
     """Free the other processes' weights after each forward pass, and gather them again for the backward pass."""
     gather_dtype: Annotated[Literal["fp32", "bf16"], _OF_FSDP, _SPREAD] = "fp32"
     """Data type in which `fsdp` gathers weights and computes; the weights themselves stay fp32."""
+    backend: Annotated[Auto | Literal["gloo", "nccl", "ucc", "xccl"], _COMMUNICATES] = "auto"
+    """Library of torch.distributed through which processes communicate; `auto`: NCCL for `cuda`, XCCL for `xpu`, gloo
+    for `cpu`. gloo on GPUs is slow, but tells a fault of NCCL from one of the network. UCC needs a torch built with it.
+    """
     exact: Switch = False
     """Bit-identical results for any number of processes that divides `logical_ranks`, even if a resume changes it."""
     logical_ranks: Auto | PositiveInt = "auto"

@@ -28,7 +28,12 @@ from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.preflight import Findings, Loading, look_at_machine
 from paceline.distributed.affinity import OwnCores, bind, choose_cores
-from paceline.distributed.device import choose_device, describe_machine, reserve_deterministic_workspace
+from paceline.distributed.device import (
+    check_communication,
+    choose_device,
+    describe_machine,
+    reserve_deterministic_workspace,
+)
 from paceline.distributed.sharding import check_sharded
 from paceline.errors import CheckpointError, DataError, ModelError, PacelineError, RecipeError, did_you_mean
 from paceline.metrics.accumulator import Metric
@@ -120,6 +125,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     # A task may have a default loss other than the recipe's.
     recipe = replace(recipe, train=replace(recipe.train, loss=task.recipe.train.loss))
     device = choose_device(recipe.parallel.device, world)
+    check_communication(recipe.parallel.backend, device)
     check_trackers(recipe.telemetry.trackers)
     cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
     make_plan = planner(recipe, task, describe_machine(device, cores, processes=world.local_world_size), world)

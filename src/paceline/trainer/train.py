@@ -20,7 +20,7 @@ from paceline.checkpoint.weights import check_target
 from paceline.data.pipeline import Placement
 from paceline.distributed.affinity import affinity_restored, choose_cores
 from paceline.distributed.collectives import Collectives, join, leave
-from paceline.distributed.device import choose_device, describe_machine
+from paceline.distributed.device import check_communication, choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
 from paceline.distributed.waiting import EndedBySignals
 from paceline.errors import CheckpointError, DataError, LaunchError, PacelineError, RunDirectoryError, TrainingError
@@ -158,6 +158,7 @@ def plan_only(
     launch = read_launch(os.environ)
     world = launch.world if world_size is None else World(world_size=world_size, local_world_size=world_size)
     device = choose_device(recipe.parallel.device, world)
+    check_communication(recipe.parallel.backend, device)
     task = build_task(preparation.without_initial_weights(recipe))
     source = recipe.model.initialize_from
     if (
@@ -272,7 +273,8 @@ def _opened(
         stack.callback(prepared.pipeline.close)
 
         # All processes together: the same run, in the same directory.
-        collectives = join(launch, prepared.device, timeout_seconds=prepared.recipe.parallel.timeout.seconds)
+        parallel = prepared.recipe.parallel
+        collectives = join(launch, prepared.device, timeout_seconds=parallel.timeout.seconds, backend=parallel.backend)
         # Not after an error: destroying the group may wait for peers, and the error must be reported first.
         stack.push(lambda error, *_: None if error else leave())
         waiting = stack.enter_context(contextlib.closing(EndedBySignals(world)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +12,16 @@ from torch import nn
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import (
     available_devices,
+    check_communication,
     choose_device,
     describe_machine,
     reserve_deterministic_workspace,
 )
-from paceline.distributed.environment import read_launch
+from paceline.distributed.environment import Launch, read_launch
 from paceline.distributed.strategy import ControlFlags, MicroBatch, SingleProcess
-from paceline.errors import DataError, RecipeError
+from paceline.errors import DataError, LaunchError, RecipeError
+from paceline.recipe.load import load_recipe
+from paceline.trainer.train import plan_only
 from paceline.world import World
 
 CPU = torch.device("cpu")
@@ -90,3 +94,27 @@ def test_a_device_that_is_not_there_is_refused_with_the_reason(kind: str) -> Non
     with pytest.raises(RecipeError) as caught:
         choose_device(kind, World())
     assert str(caught.value) == f"parallel.device={kind}: {reason}; use parallel.device=auto or one of: cpu."
+
+
+def test_a_back_end_of_this_torch_is_taken_and_others_are_refused_with_what_is_here() -> None:
+    for backend in ("auto", "gloo"):
+        check_communication(backend, CPU)
+    for backend in ("nccl", "xccl"):
+        with pytest.raises(RecipeError, match=rf"parallel.backend={backend}: .* on this machine has gloo.* for cpu"):
+            check_communication(backend, CPU)
+
+
+@pytest.mark.parametrize(("asked", "formed"), [("auto", "gloo"), ("ucc", "ucc")])
+def test_the_group_is_formed_with_the_back_end(asked: str, formed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(backend: str, **_: object) -> None:
+        raise ValueError(f"it would be {backend}")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    launch = Launch(World(world_size=2, local_world_size=2), "file:///nowhere", "paceline")
+    with pytest.raises(LaunchError, match=f"it would be {formed}"):
+        join(launch, CPU, backend=asked)
+
+
+def test_one_process_has_no_back_end(tiny_recipe: Path) -> None:
+    asked = load_recipe(tiny_recipe, ["parallel.backend=gloo"])
+    assert plan_only(asked).unused["parallel.backend"] == "one process does not communicate"
