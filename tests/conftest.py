@@ -28,6 +28,7 @@ from hypothesis import settings
 # Neither the tests nor the benchmarks are packages.
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
 import fork_server
+from hub_server import HubServer
 
 # A busy machine is no reason to fail: what is too slow is found by its own tests.
 settings.register_profile("paceline", deadline=None)
@@ -348,6 +349,22 @@ def runs() -> Iterator[Path]:
     """A folder for run directories; in memory where there is such a place, as a tiny run is mostly fsync."""
     with _folder_for_runs() as folder:
         yield folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A hub without repositories, and an empty cache."""
+    from huggingface_hub import constants
+
+    server = HubServer()
+    template = server.endpoint + constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    yield server
+    server.close()
 
 
 @contextmanager

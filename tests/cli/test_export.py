@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 from calls import Call
+from hub_server import HubServer
+
+from paceline.models.build import build_model
+from paceline.recipe.model import Model
 
 
 def test_what_is_written_is_said(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
@@ -27,3 +31,42 @@ def test_what_is_written_is_said(paceline_here: Call, finished: Path, tmp_path: 
     said = paceline_here("export", finished, "--quantize", "bf16", "--output", "new/b.safetensors", "--json").document
     assert said["bytes"] == (tmp_path / "new" / "b.safetensors").stat().st_size
     assert said["format"] == "safetensors"
+
+
+@pytest.fixture
+def of_timm(tmp_path: Path, paceline_here: Call, tiny: tuple[str, ...]) -> Path:
+    """A run of one of timm's networks."""
+    paceline_here("train", "digits", *tiny, "model.name=test_resnet", "model.options=null", "--run-dir", "run").ended(0)
+    return tmp_path / "run"
+
+
+def test_an_export_is_listed_and_then_pushed(
+    hub: HubServer, of_timm: Path, paceline_here: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("export", of_timm, "--format", "timm", "--push", "me/digits")
+    paceline_here(*asked, "--yes").refused("in the environment variable HF_TOKEN")
+    monkeypatch.setenv("HF_TOKEN", "hf_planted-token")
+    done = paceline_here(*asked).ended(0)
+    names = ["README.md", "config.json", "model.safetensors"]
+    assert [line.split(": ")[0] for line in done.out.splitlines()[:3]] == names
+    assert "Nothing was uploaded: add --yes" in done.out
+    assert not hub.requests
+    said = paceline_here(*asked, "--yes", "--json").document
+    assert said["uploaded"]
+    sent = hub.files["models/me/digits"]
+    assert said["files"] == {name: len(content) for name, content in sent.items()}
+    assert hub.private == {"me/digits": True}
+    assert hub.tokens == {"Bearer hf_planted-token"}
+    network = build_model(Model(name="hf-hub:me/digits", pretrained=True), num_classes=10, in_channels=1)
+    assert type(network).__name__ == "ResNet"
+    again = paceline_here("export", "hf://me/digits", "--format", "timm", "--output", "again").ended(0)
+    assert "timm matches the network" in again.out
+    hub.close()
+    failed = paceline_here(*asked, "--yes").refused("cannot upload to me/digits")
+    assert "hf_planted-token" not in failed.err
+
+
+def test_where_an_export_goes(finished: Path, paceline_here: Call) -> None:
+    paceline_here("export", finished).refused("--output PATH, or --push OWNER/NAME")
+    for words in (("--yes",), ("--push", "a/b")):
+        assert paceline_here("export", finished, "--output", "a.safetensors", *words).code == 2

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from paceline.command import Best, Log, Overrides, Shape, Target, TrustCode, Weights, command
+from paceline.errors import PacelineError
 from paceline.pages.shown import Document, Result, Shown
+from paceline.units import format_bytes
 
 if TYPE_CHECKING:
     from paceline.inference.export import Exported
@@ -25,9 +28,13 @@ class Export:
 
     --quantize int8 uses some of the run's images; overrides give their current path.
 
+    --push uploads the result to the Hugging Face hub, in the environment's HF_TOKEN's name; without --yes it only lists
+    the files. A missing repository is created as a private one.
+
     Examples:
       paceline export runs/photos --output photos.safetensors
       paceline export runs/photos --best --format timm --output photos-resnet50
+      paceline export runs/photos --format timm --push me/photos-resnet50
       paceline export runs/photos --format onnx --output photos.onnx
       paceline export runs/photos data.path=photos --format onnx --quantize int8 --output small.onnx
     """
@@ -41,10 +48,16 @@ class Export:
         "(extra onnx); torch-export: a .pt2 program.",
     ] = "safetensors"
     output: Annotated[
-        Path,
-        Shape(required=True),
+        Path | None,
+        Shape(without=("push",)),
         "The file or hub folder to write; missing parent folders are created.",
-    ]
+    ] = None
+    push: Annotated[
+        str | None,
+        Shape(metavar="OWNER/NAME"),
+        "Upload to this model repository of the Hugging Face hub, instead of --output.",
+    ] = None
+    yes: Annotated[bool, Shape(only="push"), "Do upload; without it --push lists the files and their sizes."] = False
     quantize: Annotated[
         Literal["int8", "bf16"] | None,
         "int8: ONNX with 8-bit integers, a quarter of the size, compared with fp32 on held-out images; bf16: half "
@@ -55,16 +68,46 @@ class Export:
     trust_code: TrustCode = False
 
     def run(self, _: Log) -> Result:
-        """Write the weights."""
+        """Write the weights to a file or folder, or upload them."""
+        if self.push is not None:
+            document, lines = self._pushed(self.push)
+        elif self.output is not None:
+            document, lines = self._written(self.output)
+        else:
+            raise PacelineError("export needs a place for the weights: --output PATH, or --push OWNER/NAME.")
+        return Document(document=document, shown=Shown(blocks=lines))
+
+    def _pushed(self, repository: str) -> tuple[dict[str, Any], list[str]]:
+        from paceline.inference.export import FORMATS
+        from paceline.storage.hub import check_token, upload
+
+        if self.yes:
+            check_token()
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / "upload"
+            document, (_, *lines) = self._written(
+                folder if self.form == "timm" else folder / f"model{FORMATS[self.form]}"
+            )
+            files = {each.name: each.stat().st_size for each in sorted(folder.iterdir())}
+            lines = [f"{name}: {format_bytes(size)}" for name, size in files.items()] + lines
+            if self.yes:
+                lines.append(f"uploaded to {upload(folder, repository)}")
+            else:
+                lines.append(f"Nothing was uploaded: add --yes to upload these files to {repository}.")
+        return document | {"output": repository, "files": files, "uploaded": self.yes}, lines
+
+    def _written(self, output: Path) -> tuple[dict[str, Any], list[str]]:
+        """Write the weights; return the facts, and lines about the output and about its comparison."""
         from paceline.inference.export import ExportRequest, export
 
-        written = export(ExportRequest(**vars(self)))
+        asked = {key: value for key, value in vars(self).items() if key not in ("output", "push", "yes")}
+        written = export(ExportRequest(output=output, **asked))
         size = written.size_bytes / 2**20
         tensors = f"{len(written.saved.plain)} tensors of the {written.saved.weights} weights, {size:.1f} MiB"
-        lines = [f"{self.output}: {tensors}{f' in {self.quantize}' if self.quantize else ''}"]
+        lines = [f"{output}: {tensors}{f' in {self.quantize}' if self.quantize else ''}"]
         lines += [f"  {line}" for line in _checks(written, self.form)]
         document: dict[str, Any] = {
-            "output": str(self.output),
+            "output": str(output),
             "format": self.form,
             "weights": written.saved.weights,
             "bytes": written.size_bytes,
@@ -73,7 +116,7 @@ class Export:
         if (trial := written.trial) is not None:
             document |= {"top1_accuracy_fp32": trial.before, "top1_accuracy": trial.after, "samples": trial.images}
             document["calibration_samples"] = trial.calibration_images
-        return Document(document=document, shown=Shown(blocks=lines))
+        return document, lines
 
 
 def _checks(written: Exported, form: str) -> list[str]:

@@ -17,6 +17,8 @@ from paceline.checkpoint.hub_folder import CONFIG, UNNAMED, WEIGHTS
 from paceline.checkpoint.weights import ROUNDED, SavedWeights, weights_sha256
 from paceline.errors import ModelError, RunDirectoryError
 from paceline.inference.exportable import Exportable
+from paceline.models.build import HUB, hub_network
+from paceline.recipe.model import Model
 from paceline.records.reader import NO_METRICS, read_environment, read_events
 from paceline.records.run_directory import RunDirectory
 from paceline.units import metric_unit
@@ -44,8 +46,12 @@ def write_hub_folder(
     """
     import timm
 
-    asked = str(exportable.saved.described("recipe").get("model", {}).get("name", "small_resnet"))
+    model = exportable.saved.described("recipe").get("model", {})
+    asked, options = str(model.get("name", "small_resnet")), dict(model.get("options", {}))
     name = asked.partition(".")[0]
+    if asked.startswith(HUB):
+        _, name, from_hub = hub_network(Model(name=asked))
+        options = from_hub | options
     is_timms = type(exportable.network).__module__.startswith("timm.") and timm.is_model(name)
     if exportable.kind != "images" or not is_timms:
         raise ModelError(
@@ -53,7 +59,7 @@ def write_hub_folder(
             f"--format safetensors, onnx or torch-export."
         )
     folder.mkdir()
-    (folder / CONFIG).write_text(json.dumps(hub_config(exportable, name), indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(hub_config(exportable, name, options), indent=2) + "\n", encoding="utf-8")
     write_weights(folder / WEIGHTS)
     try:
         network: Any = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
@@ -65,10 +71,10 @@ def write_hub_folder(
     return difference
 
 
-def hub_config(exportable: Exportable, name: str) -> dict[str, Any]:
-    """Build ``config.json`` in timm's format: the network, its classes and the preprocessing."""
+def hub_config(exportable: Exportable, name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Build ``config.json`` in timm's format: the network's name and options, its classes and the preprocessing."""
     network: Any = exportable.network
-    data, recipe = exportable.saved.described("data"), exportable.saved.described("recipe")
+    data = exportable.saved.described("data")
     known = dict(network.pretrained_cfg)
     side, channels = int(data["image_size"]), int(data["channels"])
     shown_side = int(data.get("evaluation_size", side))
@@ -86,7 +92,6 @@ def hub_config(exportable: Exportable, name: str) -> dict[str, Any]:
     }
     if shown_side != side:
         config |= {"test_input_size": [channels, shown_side, shown_side], "test_crop_pct": crop_share(data, shown_side)}
-    options = dict(recipe.get("model", {}).get("options", {}))
     if known.get("fixed_input_size") and "img_size" not in options:
         # Otherwise timm would build the network for the image size.
         options["img_size"] = list(network.patch_embed.img_size) if hasattr(network, "patch_embed") else side

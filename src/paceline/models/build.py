@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from itertools import chain
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -20,8 +22,11 @@ from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
 from paceline.models.speed_net import speed_net
 from paceline.models.transfer import calm_classifier
+from paceline.plain_json import load_json
 from paceline.recipe.imports.timm import InputSettings
-from paceline.recipe.model import Model
+from paceline.recipe.model import OPENING_OPTIONS, Model
+from paceline.storage.addresses import parse_address
+from paceline.storage.hub import hub_copy
 
 OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_resnet": small_resnet,
@@ -29,6 +34,8 @@ OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "lecture_net": lecture_net,
 }
 _TORCHVISION = "torchvision:"
+HUB = "hf-hub:"
+_HUB_CONFIG = "config.json"
 _HUB_SECONDS = 3.0  # a slower answer from the hub is treated as none
 # File names of weights on the hub, most common first.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetensors", "open_clip_pytorch_model.bin")
@@ -154,19 +161,25 @@ def parameter_count(network: nn.Module) -> int:
 def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
     import timm
 
-    if not timm.is_model(model.name):
-        more = "It is small_resnet, a timm name, torchvision:NAME or package.module:factory; `paceline models PATTERN` "
+    name = model.name
+    if name.startswith(HUB):
+        name = f"local-dir:{hub_network(model)[0]}"
+    elif not timm.is_model(name):
+        more = (
+            "It is small_resnet, a timm name, hf-hub:OWNER/NAME, torchvision:NAME or package.module:factory; `paceline "
+            "models PATTERN` "
+        )
         raise unknown_model(model, "model", [*OWN_MODELS, *timm.list_models()], f"{more}lists them.")
     if unset := [name for name, value in model.options.items() if value is None]:
         raise ModelError(
             f"model.options.{unset[0]}=null has no effect: timm leaves out options without a value; give one, or "
             "leave it out."
         )
-    if model.pretrained and (why := why_no_weights(model.name)):
+    if model.pretrained and name == model.name and (why := why_no_weights(name)):
         raise no_weights(model, why)
     try:
         network: nn.Module = timm.create_model(
-            model.name,
+            name,
             pretrained=model.pretrained,
             num_classes=num_classes,
             in_chans=in_channels,
@@ -185,6 +198,42 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
     if model.pretrained and num_classes != getattr(network, "pretrained_cfg", {}).get("num_classes"):
         calm_classifier(network)
     return network
+
+
+def hub_network(model: Model) -> tuple[Path, str, dict[str, Any]]:
+    """Return the local copy of ``model.name=hf-hub:OWNER/NAME``, and its network's name in timm and options.
+
+    The library's cache is used before the hub. Only config.json is fetched, and model.safetensors for
+    ``model.pretrained``.
+
+    Raises:
+        StorageError: If it is in neither.
+        ModelError: If it is not a network of timm, or has no such weights.
+    """
+    import timm
+
+    files = [_HUB_CONFIG, _WEIGHTS[0]] if model.pretrained else [_HUB_CONFIG]
+    address = parse_address(f"hf://{model.name.removeprefix(HUB)}", key="model.name")
+    folder = hub_copy(address, lambda line: sys.stderr.write(f"{line}\n"), files=files)
+    if missing := [each for each in files if not (folder / each).is_file()]:
+        raise ModelError(
+            f"model.name={model.name} has no {missing[0]}; only networks in timm's layout can be read, with their "
+            "weights as safetensors."
+        )
+    try:
+        config = load_json((folder / _HUB_CONFIG).read_bytes())
+        name, options = str(config["architecture"]), dict(config.get("model_args") or {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"model.name={model.name}: its {_HUB_CONFIG} is not in timm's format ({type(error).__name__}: {error})."
+        ) from error
+    if not timm.is_model(name):
+        raise ModelError(f"model.name={model.name}: its network '{name}' is not in this timm ({timm.__version__}).")
+    if opening := sorted(OPENING_OPTIONS & options.keys()):
+        raise ModelError(
+            f"model.name={model.name}: model_args of its {_HUB_CONFIG} has {opening[0]}, which opens files."
+        )
+    return folder, name, options
 
 
 def _torchvision(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:

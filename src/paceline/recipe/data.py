@@ -359,7 +359,7 @@ class Data:
     path: Annotated[LocalPath | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Path of the data; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt; of a `mixture`, the folder with
-    its sets."""
+    its sets. Or an address: `s3://BUCKET/PATH`, `hf://datasets/OWNER/NAME`."""
     mixture: Annotated[_Ratios, Applies("dataset", DatasetsUsing("mixture"))] = Field(default_factory=dict)
     """The sets of a `mixture` and their ratios: `{photos: 3, more.csv: 1}` takes three samples of `photos` for each of
     `more.csv`. A set is a folder of class folders or a table of images in `path`. Classes of the same name are one

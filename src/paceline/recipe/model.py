@@ -64,9 +64,9 @@ class Model:
     """Which network is trained."""
 
     name: str = "small_resnet"
-    """`small_resnet`, `speed_net`, a timm name, `torchvision:NAME`, for language models `gpt`, `bert`,
-    `transformers:NAME` (an architecture of Hugging Face Transformers: gpt2, bert, llama, …) or `transformers:FOLDER`
-    (with a config.json), or `package.module:factory`."""
+    """`small_resnet`, `speed_net`, a timm name, `hf-hub:OWNER/NAME` (a network of timm on the Hugging Face hub),
+    `torchvision:NAME`, for language models `gpt`, `bert`, `transformers:NAME` (an architecture of Hugging Face
+    Transformers: gpt2, bert, llama, …) or `transformers:FOLDER` (with a config.json), or `package.module:factory`."""
     # Earlier versions stored it as false with every run.
     pretrained: Annotated[Switch, Applies("initialize_from", (None,), also_off=False)] = False
     """Start from the library's published weights."""

@@ -24,6 +24,7 @@ _LIBRARIES = {
     "https": ("aiohttp", "http"),
     "file": ("fsspec", "http"),
 }
+_PROTOCOLS = (*_LIBRARIES, "hf")  # the Hugging Face hub's library comes with timm
 _HIDDEN = "***"
 _FORM = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _USER = re.compile(r"(://)[^\s'\"]+@")
@@ -64,7 +65,7 @@ class Address:
     @property
     def can_write(self) -> bool:
         """Whether files can be written there."""
-        return self.protocol not in ("http", "https")
+        return self.protocol not in ("http", "https", "hf")
 
 
 def is_address(text: object) -> bool:
@@ -87,10 +88,10 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
     if found is None:
         raise StorageError(f"{key}={without_secrets(text)} is not an address such as s3://bucket/path.")
     protocol, place = found[1].lower(), found[2].rstrip("/")
-    if protocol not in _LIBRARIES:
+    if protocol not in _PROTOCOLS:
         raise StorageError(
             f"{key}={without_secrets(text)} begins with {protocol}://, which is not supported; addresses begin with "
-            f"{', '.join(f'{each}://' for each in _LIBRARIES)}."
+            f"{', '.join(f'{each}://' for each in _PROTOCOLS)}."
         )
     _refuse_credentials(protocol, place, key)
     if not place.strip("/") or (protocol == "file" and not place.startswith("/")):

@@ -23,6 +23,7 @@ from pathlib import Path
 from paceline.errors import StorageError
 from paceline.plain_json import load_json
 from paceline.storage.addresses import Address, is_address, parse_address
+from paceline.storage.hub import hub_copy
 from paceline.storage.remote import Remote, RemoteFile, Retries, fingerprint, run_at_once
 from paceline.units import format_bytes
 
@@ -290,6 +291,8 @@ def local_copy(
     """
     found = parse_address(address, key=key)
     tell = say or _to_standard_error
+    if found.protocol == "hf":
+        return hub_copy(found, tell)
     if cache is not None:
         return cache.copy_of(Remote(found, Retries(told=tell)), tell)
     if str(found) not in _copied:

@@ -41,8 +41,8 @@ def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> t
     if files is None:
         raise DataError(
             f"{str(path)!r} is not a local Hugging Face dataset: expected a folder that save_to_disk wrote, or parquet "
-            "files. One from the hub is saved with "
-            "`datasets.load_dataset(NAME).save_to_disk(FOLDER)`."
+            "files. One from the hub is data.path=hf://datasets/OWNER/NAME, if it is stored as parquet; another is "
+            "saved with `datasets.load_dataset(NAME).save_to_disk(FOLDER)`."
         )
     train, held_out, why = choose_splits(files)
     documents: dict[str, Documents] = {}

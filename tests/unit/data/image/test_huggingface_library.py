@@ -88,8 +88,8 @@ def test_parquet_as_on_the_hub(tmp_path: Path, whole: Any, kind: str, files: lis
 def test_a_name_on_the_hub_is_no_folder(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
-        match=r"If 'cats/dogs' is its name on the hub, it is not fetched while training; it is saved with "
-        r"`datasets.load_dataset\('cats/dogs'\).save_to_disk\('FOLDER'\)` in Python, where there is a network",
+        match=r"data\.path=hf://datasets/cats/dogs, if it is stored as parquet; another is saved with "
+        r"`datasets.load_dataset\('cats/dogs'\).save_to_disk\('FOLDER'\)` in Python",
     ):
         opened(tmp_path / "cats" / "dogs")
 

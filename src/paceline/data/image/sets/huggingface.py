@@ -162,12 +162,10 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
 def _not_there(path: Path) -> DataError:
     """Return the error for a missing dataset; paths, including hub names, are absolute by now."""
     said = f"{str(path)!r} is not a local Hugging Face dataset: expected a folder written by save_to_disk"
-    name, hub = "NAME", "One from the hub"
+    name = "OWNER/NAME"
     if not path.exists():
         name = path.name if path.parent == Path.cwd() else f"{path.parent.name}/{path.name}"
-        hub = f"If {name!r} is its name on the hub, it is not fetched while training; it"
     return DataError(
-        f"{said}, or one of parquet files. {hub} is saved with "
-        f"`datasets.load_dataset({name!r}).save_to_disk('FOLDER')` in Python, where there is a "
-        "network; then set data.path=FOLDER."
+        f"{said}, or one of parquet files. One from the hub is data.path=hf://datasets/{name}, if it is stored as "
+        f"parquet; another is saved with `datasets.load_dataset({name!r}).save_to_disk('FOLDER')` in Python."
     )

@@ -1,0 +1,104 @@
+"""Repositories of the Hugging Face hub: copies in its library's own cache, and uploads.
+
+A copy is looked for in the cache first, and there a run keeps working without a network.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from paceline.errors import StorageError
+from paceline.storage.addresses import Address
+from paceline.storage.remote import describe
+
+_FORM = re.compile(r"(datasets/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.+))?")
+
+
+def hub_copy(address: Address, say: Callable[[str], object], *, files: Collection[str] = ()) -> Path:
+    """Return the local copy of a repository on the hub, or of a path in it; download only what the cache lacks.
+
+    What is complete in the cache is used without asking the hub for a newer version.
+
+    Args:
+        address: ``hf://OWNER/NAME`` for a model, ``hf://datasets/OWNER/NAME`` for a data set; ``@REVISION`` and a path
+            may follow.
+        say: Receives a line before a download.
+        files: The only files needed, as far as the repository has them; all if empty.
+
+    Raises:
+        StorageError: If the address is not of this form, or is neither in the cache nor available from the hub.
+    """
+    from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    found = _FORM.fullmatch(address.place)
+    if found is None:
+        raise StorageError(
+            f"{address} is not an address on the Hugging Face hub, which is hf://OWNER/NAME for a model or "
+            "hf://datasets/OWNER/NAME for a data set."
+        )
+    kind, (repository, revision, path) = "dataset" if found[1] else "model", found.groups()[1:]
+    wanted = [path, f"{path}/*"] if path else list(files) or None
+
+    def snapshot(*, cached: bool) -> Path:
+        folder = snapshot_download(
+            repository, repo_type=kind, revision=revision, allow_patterns=wanted, local_files_only=cached
+        )
+        return Path(folder) / (path or "")
+
+    try:
+        copy = snapshot(cached=True)
+        if not files:  # whether all are there is known from the listing alone
+            get_cached_repo_tree(repository, repo_type=kind, revision=revision)
+        if all((copy / each).is_file() for each in files) and copy.exists():
+            return copy
+    except (LocalEntryNotFoundError, CachedRepoTreeNotFoundError, ValueError):
+        pass
+    say(f"looking for {address} on the Hugging Face hub …")
+    try:
+        copy = snapshot(cached=False)
+    except Exception as error:  # noqa: BLE001  # the library and its client have errors of their own
+        why = describe(error)[:300]
+        if isinstance(error, RepositoryNotFoundError):
+            why = "there is none of this name, or it is private and HF_TOKEN does not allow it"
+            why += "" if found[1] else f"; a data set's address is hf://datasets/{address.place}"
+        elif isinstance(error, LocalEntryNotFoundError):
+            why = "the hub cannot be reached, and the cache has no complete copy"
+        raise StorageError(f"cannot read {address} ({why}); the cache is {constants.HF_HUB_CACHE}.") from None
+    if not copy.exists():
+        raise StorageError(f"{address}: the repository has no '{path}'; check the path.")
+    return copy
+
+
+def check_token() -> str:
+    """Return the environment's token for the hub.
+
+    Raises:
+        StorageError: If there is none.
+    """
+    token = os.environ.get("HF_TOKEN")
+    if not token:
+        raise StorageError(
+            "an upload to the Hugging Face hub needs a token that may write, in the environment variable HF_TOKEN."
+        )
+    return token
+
+
+def upload(folder: Path, repository: str) -> str:
+    """Upload a folder in one commit to a model repository, created as a private one if missing; return its address.
+
+    Raises:
+        StorageError: If the hub refuses it or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=check_token(), library_name="paceline")
+    try:
+        created = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload weights with Paceline")
+    except Exception as error:  # noqa: BLE001  # the library and its client have errors of their own
+        raise StorageError(f"cannot upload to {repository}: {describe(error)[:300]}.") from None
+    return str(created)

@@ -1,0 +1,171 @@
+"""The Hugging Face hub, in the person of a stand-in server: the cache comes first, and what is missing is said."""
+
+from __future__ import annotations
+
+import json
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from hub_server import HubServer
+from PIL import Image
+
+import paceline
+from paceline.errors import ModelError, StorageError
+from paceline.models.build import build_model
+from paceline.recipe.model import Model
+from paceline.storage.addresses import parse_address
+from paceline.storage.cache import local_copy
+from paceline.storage.hub import hub_copy
+
+NET = "hf-hub:me/net"
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What timm writes for the hub."""
+    folder = tmp_path_factory.mktemp("published")
+    torch.manual_seed(1)
+    network = timm.create_model("test_vit", num_classes=5, global_pool="avg", class_token=False)
+    timm.models.save_for_hf(
+        network, folder, safe_serialization=True, model_args={"global_pool": "avg", "class_token": False}
+    )
+    return {each.name: each.read_bytes() for each in folder.iterdir() if each.suffix in (".json", ".safetensors")}
+
+
+def built(name: str = NET, *, classes: int = 5, **more: Any) -> torch.nn.Module:
+    return build_model(Model(name=name, **more), num_classes=classes, in_channels=3)
+
+
+def test_a_network_from_the_hub(hub: HubServer, published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.files["models/me/net"] = published | {"pytorch_model.bin": b"never opened"}
+    network = built()
+    assert network.global_pool == "avg", "its options are the folder's"
+    assert not any("safetensors" in each for each in hub.requests), "weights are not fetched for their shapes"
+    weights = built(pretrained=True).state_dict()
+    wanted = timm.create_model("test_vit", num_classes=5, global_pool="avg", class_token=False)
+    assert weights.keys() == wanted.state_dict().keys()
+    from safetensors.torch import load
+
+    for name, tensor in load(published["model.safetensors"]).items():
+        assert torch.equal(weights[name], tensor), name
+    assert not any(".bin" in each for each in hub.requests)
+    hub.close()
+    hub.requests.clear()
+    for name, tensor in built(pretrained=True).state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+    assert built(pretrained=True, classes=7).get_classifier().out_features == 7
+    assert not hub.requests, "what is in the cache is not asked for again"
+
+
+def test_what_cannot_be_had_is_said_in_a_line(hub: HubServer, published: dict[str, bytes]) -> None:
+    with pytest.raises(StorageError, match=r"hf://me/net \(there is none of this name, or it is private") as caught:
+        built()
+    assert "\n" not in str(caught.value)
+    hub.files["models/me/net"] = {**published, "pytorch_model.bin": b""}
+    del hub.files["models/me/net"]["model.safetensors"]
+    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
+        built(pretrained=True)
+    config = json.loads(published["config.json"])
+    for changed, said in (
+        ({"architecture": "no_such"}, "'no_such' is not in this timm"),
+        ({"model_args": {"checkpoint_path": "/etc/passwd"}}, "checkpoint_path, which opens files"),
+        ({"architecture": None, "model_args": 3}, "not in timm's format"),
+    ):
+        hub.files["models/me/other"] = {"config.json": json.dumps(config | changed).encode()}
+        with pytest.raises(ModelError, match=said):
+            built(f"hf-hub:me/other@{hub.commit('models/me/other')}")
+    with pytest.raises(StorageError, match=r"hf://net is not an address on the Hugging Face hub"):
+        built("hf-hub:net")
+
+
+def test_without_a_network(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    hub.close()
+    with pytest.raises(StorageError, match="the hub cannot be reached, and the cache has no complete copy"):
+        built()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(StorageError, match="the hub cannot be reached, and the cache has no complete copy"):
+        built()
+
+
+def pictures(count: int) -> dict[str, bytes]:
+    """Two classes of pictures in parquet files, as data sets on the hub are stored."""
+    datasets = pytest.importorskip("datasets", reason="the extra dev (datasets) is not installed")
+    draws = np.random.default_rng(0)
+    rows: dict[str, list[Any]] = {"image": [], "label": []}
+    for number in range(count):
+        stored = BytesIO()
+        pixels = draws.integers(0, 100, (8, 8, 3)) + 100 * (number % 2)
+        Image.fromarray(pixels.astype(np.uint8)).save(stored, "PNG")
+        rows["image"].append({"bytes": stored.getvalue(), "path": f"{number}.png"})
+        rows["label"].append(number % 2)
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["dark", "light"])})
+    found = {"README.md": b"A data set.", ".gitattributes": b""}
+    for split, chosen in (("train", slice(0, -10)), ("validation", slice(-10, None))):
+        stored = BytesIO()
+        part = {name: column[chosen] for name, column in rows.items()}
+        datasets.Dataset.from_dict(part, features=kinds).to_parquet(stored)
+        found[f"data/{split}-00000-of-00001.parquet"] = stored.getvalue()
+    return found
+
+
+RECIPE = [
+    "model.name=small_resnet",
+    "data.dataset=huggingface",
+    "data.image_size=8",
+    "model.options.width=4",
+    "batch.global_size=10",
+]
+
+
+def test_a_run_on_a_data_set_by_its_name(hub: HubServer, runs: Path) -> None:
+    hub.files["datasets/me/greys"] = pictures(50)
+    asked = [*RECIPE, "data.path=hf://datasets/me/greys", "train.duration=1 epoch", "parallel.device=cpu"]
+    first = paceline.train("image_folder", overrides=asked, run_dir=runs / "first", quiet=True)
+    plan = json.loads((first.run_dir / "plan.json").read_text())
+    assert (plan["train_samples"], plan["evaluation_samples"]) == (40, 10)
+    assert json.loads(json.dumps(plan["data"]))["dataset"] == "huggingface"
+    hub.close()
+    again = paceline.train("image_folder", overrides=asked, run_dir=runs / "again", quiet=True)
+    assert again.summary.weights_sha256 == first.summary.weights_sha256
+
+
+def test_a_data_set_is_used_when_all_of_it_is_there(hub: HubServer) -> None:
+    hub.files["datasets/me/set"] = {"a/1.txt": b"one", "a/2.txt": b"two", "b.txt": b"three"}
+    said: list[str] = []
+    part = local_copy("hf://datasets/me/set/a", say=said.append)
+    assert sorted(each.name for each in part.iterdir()) == ["1.txt", "2.txt"]
+    assert said == ["looking for hf://datasets/me/set/a on the Hugging Face hub …"]
+    commit = hub.commit("datasets/me/set")
+    whole = local_copy(f"hf://datasets/me/set@{commit}", say=said.append)
+    assert (whole / "b.txt").read_bytes() == b"three"
+    (whole / "a" / "2.txt").unlink()
+    assert (local_copy("hf://datasets/me/set", say=said.append) / "a" / "2.txt").read_bytes() == b"two"
+    (whole / "a" / "2.txt").unlink()
+    hub.close()
+    with pytest.raises(StorageError, match="the cache has no complete copy"):
+        local_copy("hf://datasets/me/set", say=said.append)
+    for address, why in (
+        ("hf://me/set", "a data set's address is hf://datasets/me/set"),
+        ("hf://datasets/me/none", "there is none of this name"),
+    ):
+        server = HubServer()
+        with pytest.MonkeyPatch.context() as patched:
+            from huggingface_hub import constants
+
+            patched.setattr(constants, "ENDPOINT", server.endpoint)
+            with pytest.raises(StorageError, match=why):
+                hub_copy(parse_address(address), said.append)
+        server.close()
+
+
+def test_a_path_that_a_repository_does_not_have(hub: HubServer) -> None:
+    hub.files["datasets/me/set"] = {"b.txt": b"three"}
+    with pytest.raises(StorageError, match="has no 'a'"):
+        hub_copy(parse_address("hf://datasets/me/set/a"), lambda _: None)
