@@ -253,7 +253,7 @@ def _opened(
     loaded: LoadedRecipe, options: Options, launch: Launch, started: float
 ) -> Iterator[tuple[LoadedRecipe, OpenedRun]]:
     """Prepare a run, join its processes and open its directory; the context releases all of them in reverse order."""
-    recipe, world = loaded.recipe, launch.world
+    recipe, parallel, world = loaded.recipe, loaded.recipe.parallel, launch.world
     display = options.display if options.display and world.is_first else Display()
 
     # Each process separately: every mistake that a recipe can contain.
@@ -273,7 +273,6 @@ def _opened(
         stack.callback(prepared.pipeline.close)
 
         # All processes together: the same run, in the same directory.
-        parallel = prepared.recipe.parallel
         collectives = join(launch, prepared.device, timeout_seconds=parallel.timeout.seconds, backend=parallel.backend)
         # Not after an error: destroying the group may wait for peers, and the error must be reported first.
         stack.push(lambda error, *_: None if error else leave())
