@@ -10,7 +10,6 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,7 @@ class LowRankCross(nn.Module):
 
 
 class Dlrm(nn.Module):
-    """Deep learning recommendation model; with ``interaction="cross"`` it is MLPerf's DLRM-DCNv2.
+    """Deep learning recommendation model; with cross layers it is MLPerf's DLRM-DCNv2.
 
     Weights are initialised as in the authors' program: a layer's weights are normal with variance 2 / (inputs +
     outputs), its biases with 1 / outputs (0 in cross layers); a table is uniform within sqrt(1 / rows).
@@ -60,8 +59,7 @@ class Dlrm(nn.Module):
         bottom: Sequence[int] = (512, 256, 64),
         top: Sequence[int] = (512, 256),
         sparse: bool = False,
-        interaction: Literal["dot", "cross"] = "dot",
-        cross_layers: int = 3,
+        cross_layers: int = 0,
         cross_rank: int = 64,
     ) -> None:
         """Build the network.
@@ -73,28 +71,26 @@ class Dlrm(nn.Module):
             bottom: Widths of the bottom MLP's hidden layers.
             top: Widths of the top MLP's hidden layers.
             sparse: Whether tables have sparse gradients, covering only the rows that a batch uses.
-            interaction: How features are combined: by pairwise dot products, or by low-rank cross layers.
-            cross_layers: Number of cross layers.
+            cross_layers: Number of low-rank cross layers, which combine the features instead of dot products; 0: none.
             cross_rank: Rank of their matrices.
 
         Raises:
-            ValueError: If there are no cross layers, or their rank is less than 1.
+            ValueError: If the number of cross layers is negative, or their rank is less than 1.
         """
         super().__init__()
-        if min(cross_layers, cross_rank) < 1:
-            raise ValueError(f"cross_layers={cross_layers} and cross_rank={cross_rank} must be at least 1")
+        if cross_layers < 0 or cross_rank < 1:
+            raise ValueError(f"cross_layers={cross_layers} is below 0, or cross_rank={cross_rank} is below 1")
         self.bottom = _perceptron([dense_features, *bottom, embedding], ends_with_relu=True)
         self.tables = nn.ModuleList(nn.EmbeddingBag(rows, embedding, mode="sum", sparse=sparse) for rows in table_rows)
         features = 1 + len(table_rows)
-        if interaction == "cross":
+        self.cross = LowRankCross(features * embedding, layers=cross_layers, rank=cross_rank) if cross_layers else None
+        if self.cross is not None:
             width = features * embedding
-            self.cross = LowRankCross(width, layers=cross_layers, rank=cross_rank)
         else:
             pairs = torch.tril_indices(features, features, offset=-1)
             width = embedding + pairs.shape[1]
             # Flat indices, since a single gather along one axis is fast on every back-end.
             self.register_buffer("pairs", pairs[0] * features + pairs[1], persistent=False)
-        self.interaction = interaction
         self.top = _perceptron([width, *top, 1], ends_with_relu=False)
         self._begin()
 
@@ -108,7 +104,7 @@ class Dlrm(nn.Module):
         mixed = self.bottom(dense)
         looked_up = [table(categories[:, index : index + 1]) for index, table in enumerate(self.tables)]
         features = torch.stack([mixed, *(each.to(mixed.dtype) for each in looked_up)], dim=1)
-        if self.interaction == "cross":
+        if self.cross is not None:
             combined = self.cross(features.flatten(1))
         else:
             products = torch.bmm(features, features.transpose(1, 2)).flatten(1)
@@ -159,12 +155,10 @@ def build_click_model(model: Model, *, dense_features: int, table_rows: Sequence
     factory = named_factory(model, CLICK_MODELS)
     if factory is None:
         raise unknown_model(model, "network for click data", CLICK_MODELS)
-    if factory is Dlrm and model.options.get("interaction", "dot") == "dot":
-        for name in ("cross_layers", "cross_rank"):
-            if name in model.options:
-                raise ModelError(
-                    f"model.options.{name} has no effect without cross layers; leave it out, or set interaction=cross."
-                )
+    if factory is Dlrm and "cross_rank" in model.options and not model.options.get("cross_layers"):
+        raise ModelError(
+            "model.options.cross_rank has no effect without cross layers; leave it out, or set cross_layers."
+        )
     try:
         return call_factory(model, factory, dense_features=dense_features, table_rows=tuple(table_rows))
     except RuntimeError as error:  # torch's errors for impossible sizes

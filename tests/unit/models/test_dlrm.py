@@ -38,7 +38,7 @@ def test_it_computes_what_the_paper_says() -> None:
 
 
 def test_cross_layers_against_plain_torch() -> None:
-    network, dense, categories = small(interaction="cross", cross_layers=2, cross_rank=3), *drawn(7)
+    network, dense, categories = small(cross_layers=2, cross_rank=3), *drawn(7)
     with torch.no_grad():  # biases begin at zero, where a missing one would not show
         for bias in (each[1].bias for each in network.cross.layers):
             bias.normal_()
@@ -57,7 +57,7 @@ def test_cross_layers_against_plain_torch() -> None:
 
 def test_how_cross_layers_begin() -> None:
     torch.manual_seed(0)
-    down, up = Dlrm(13, (10,) * 7, interaction="cross", cross_rank=64).cross.layers[0]
+    down, up = Dlrm(13, (10,) * 7, cross_layers=3).cross.layers[0]
     assert down.weight.shape == (64, 8 * 16)
     for each in (down, up):
         assert each.weight.std().item() == pytest.approx((2 / (64 + 128)) ** 0.5, rel=0.05)
@@ -66,7 +66,7 @@ def test_how_cross_layers_begin() -> None:
 
 
 def test_arithmetic_of_cross_layers() -> None:
-    network, (dense, categories) = small(interaction="cross", cross_layers=2, cross_rank=3), drawn(7)
+    network, (dense, categories) = small(cross_layers=2, cross_rank=3), drawn(7)
     with FlopCounterMode(display=False) as counter:
         network(dense, categories)
     width = 3 * 4
@@ -105,9 +105,8 @@ def test_gradients_of_tables(sparse: bool) -> None:
         (Model(name="dlrm", pretrained=True), "no published weights"),
         (Model(name="dlrm", options={"bottom": "wide"}), "dlrm needs bottom as a list of whole numbers"),
         (Model(name="dlrm", options={"embedding": -1}), "do not fit"),
-        (Model(name="dlrm", options={"interaction": "crss"}), "needs interaction as 'dot' or 'cross'"),
         (Model(name="dlrm", options={"cross_rank": 8}), "cross_rank has no effect without cross layers"),
-        (Model(name="dlrm", options={"interaction": "cross", "cross_layers": 0}), "must be at least 1"),
+        (Model(name="dlrm", options={"cross_layers": 2, "cross_rank": 0}), "cross_rank=0 is below 1"),
         (Model(name="torch.nn:no_such"), "has no 'no_such'"),
     ],
 )
