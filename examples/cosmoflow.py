@@ -27,8 +27,8 @@ from paceline.recipe.unused import all_but
 
 TRAIN, HELD_OUT = 512, 128
 SIDE = 24  # cells along each axis of a universe
-GALAXIES = 2.0  # mean number in a cell
-PARAMETERS = {"slope": (-2.5, -0.5), "smooth_cells": (0.4, 1.2), "clustering": (0.5, 1.5)}  # ranges
+GALAXIES = 4.0  # mean number in a cell
+PARAMETERS = {"slope": (-3.0, 0.0), "smooth_cells": (0.4, 1.6), "clustering": (0.5, 1.5)}  # ranges
 
 
 def universe(number: int) -> tuple[Tensor, Tensor]:
@@ -99,8 +99,8 @@ class Universes(paceline.Task):
         return dict(zip(PARAMETERS, model(batch.inputs).float().unbind(1), strict=True))
 
 
-OVERRIDES = """train.duration="12 epochs" batch.global_size=16 optimizer.name=adamw optimizer.lr=0.001
-    schedule.name=cosine schedule.warmup="5%" evaluate.every="4 epochs" evaluate.batch_size=16
+OVERRIDES = """train.duration="20 epochs" batch.global_size=16 optimizer.name=adamw optimizer.lr=0.001
+    schedule.name=cosine schedule.warmup="5%" evaluate.every="10 epochs" evaluate.batch_size=16
     parallel.device=cpu parallel.threads=1"""
 
 if __name__ == "__main__":
@@ -109,4 +109,4 @@ if __name__ == "__main__":
         result = paceline.train("digits", overrides=asked, run_dir=f"{folder}/run", task=Universes, quiet=True)
     mae = result.metrics["mae"]
     print(f"mean absolute error {mae:.3f} after {result.summary.step} steps; guessing the middle has 0.5")
-    assert mae < 0.2, f"expected less than 0.2, found {mae:.3f}"
+    assert mae < 0.22, f"expected less than 0.22, found {mae:.3f}"

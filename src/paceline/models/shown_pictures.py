@@ -32,6 +32,10 @@ class ShownPictures(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvis
         self.pastes_masks = True
         self.fixed_size = self.networks_size
 
+    def torch_choice(self, k: tuple[int, ...]) -> int:
+        """Return the one short side, which torchvision would draw."""
+        return k[0]
+
     def resize(self, image: Tensor, target: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor] | None]:
         """Resize a picture [C, H, W] and its objects, if it is held out or the network has a fixed size."""
         resized: tuple[Tensor, dict[str, Tensor] | None]

@@ -209,7 +209,7 @@ class Segmentation(Task):
         return {"shares": counts / counts.sum(dim=1, keepdim=True).clamp(min=1)}
 
     def shown(self, batch: Batch) -> list[tuple[Tensor, str]]:
-        """Return the first three channels with mask overlays, the first class transparent, each with its class names."""
+        """Return the first three channels under masks, the first class transparent, each with its class names."""
         mean, std = (torch.tensor(each)[:, None, None] for each in self.scale)
         names, found = self.dataset.classes, []
         for image, labels in zip(batch.inputs.cpu(), batch.targets.cpu(), strict=True):
