@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
-from torchvision.models.segmentation.deeplabv3 import ASPP
 
 import paceline
 from paceline.data.masks.pipeline import MaskDataset
@@ -88,7 +87,7 @@ def weather(data: Data) -> MaskDataset:
 
 
 class DeepLabV3Plus(nn.Module):
-    """Dilated convolutions of several widths on coarse features, joined with fine ones (Chen et al. 2018)."""
+    """Convolutions of several dilations on coarse features, joined with fine features (Chen et al. 2018)."""
 
     def __init__(self, num_classes: int, in_channels: int, *, width: int = 16) -> None:
         super().__init__()
@@ -96,21 +95,22 @@ class DeepLabV3Plus(nn.Module):
         self.coarse = nn.Sequential(
             _convolution(width, 2 * width, stride=2), _convolution(2 * width, 4 * width, stride=2)
         )
-        self.context = ASPP(4 * width, [2, 4], 2 * width)
-        self.joined = nn.Sequential(_convolution(3 * width, 2 * width), nn.Conv2d(2 * width, num_classes, 1))
+        self.context = nn.ModuleList(_convolution(4 * width, width, dilation=each) for each in (1, 2, 4))
+        self.joined = nn.Sequential(_convolution(4 * width, 2 * width), nn.Conv2d(2 * width, num_classes, 1))
 
     def forward(self, maps: Tensor) -> Tensor:
         """Map float [N, channels, H, W] to logits [N, classes, H, W]."""
         fine = self.fine(maps)
-        context = interpolate(self.context(self.coarse(fine)), fine.shape[-2:], mode="bilinear")
+        coarse = self.coarse(fine)
+        context = torch.cat([each(coarse) for each in self.context], dim=1)
+        context = interpolate(context, fine.shape[-2:], mode="bilinear")
         logits: Tensor = interpolate(self.joined(torch.cat((fine, context), dim=1)), maps.shape[-2:], mode="bilinear")
         return logits
 
 
-def _convolution(narrow: int, wide: int, stride: int = 1) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(narrow, wide, 3, stride, padding=1, bias=False), nn.BatchNorm2d(wide), nn.ReLU(inplace=True)
-    )
+def _convolution(narrow: int, wide: int, *, stride: int = 1, dilation: int = 1) -> nn.Sequential:
+    convolution = nn.Conv2d(narrow, wide, 3, stride, padding=dilation, dilation=dilation, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(wide), nn.ReLU(inplace=True))
 
 
 OVERRIDES = f"""data.dataset=deepcam:weather model.name=deepcam:DeepLabV3Plus "model.options={{width: 16}}"

@@ -307,6 +307,8 @@ def test_images_may_have_any_number_of_channels(train: Make, runs: Path) -> None
     changes = {"data.dataset": f"{__name__}:five_bands", "data.detection": None, "train.duration": "30 steps"}
     result = train("bands", changes | {"optimizer.lr": 0.03, "evaluate.every": "30 steps"})
     assert result.metrics["miou"] > 90  # which the first three channels do not tell
+    again = evaluate_target(EvaluationRequest(target=result.run_dir, trust_code=True))
+    assert again.metrics["miou"] == result.metrics["miou"]
     pixels = np.zeros((16, 16, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(runs / "grey.png")
     answer = command(result.run_dir, runs / "grey.png", "--trust-code")
