@@ -1,6 +1,6 @@
 """A 3D U-Net finds organs and tumours in volumes, as in MLPerf's benchmark on the kidney scans of KiTS19.
 
-MONAI has the network, the loss, the Dice coefficient and the sliding window; volumes are generated: a bright ball
+MONAI has the network, the loss and the sliding window; volumes are generated: a bright ball
 with a darker one in it, and noise. Training shows random patches, evaluation whole volumes. On the command line the
 class is `task=unet3d:OrganAndTumour`.
 
@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 try:
     from monai.inferers import sliding_window_inference
     from monai.losses import DiceCELoss
-    from monai.metrics import compute_dice
     from monai.networks.nets import UNet
 except ImportError:
     print("This example needs MONAI: pip install monai")
@@ -41,7 +41,7 @@ BACKGROUND, ORGAN, TUMOUR = range(3)
 
 
 def volume(number: int) -> tuple[Tensor, Tensor]:
-    """Return intensities, float [1, SIDE, SIDE, SIDE], and the class of each voxel, int64 of the same shape."""
+    """Return intensities, float [1, SIDE, SIDE, SIDE], and classes, float [3, SIDE, SIDE, SIDE], 1 where it is one."""
     draws = np.random.default_rng(number)
     voxels = np.stack(np.meshgrid(*[np.arange(SIDE)] * 3, indexing="ij"))
     radius = draws.uniform(7, 11)
@@ -52,7 +52,7 @@ def volume(number: int) -> tuple[Tensor, Tensor]:
     for label, middle, size in ((ORGAN, centre, radius), (TUMOUR, inner, draws.uniform(0.35, 0.5) * radius)):
         classes[((voxels - middle[:, None, None, None]) ** 2).sum(axis=0) <= size**2] = label
     brightness = np.array([0.0, 1.5, 0.7])[classes] + draws.normal(scale=0.5, size=classes.shape)
-    return torch.from_numpy(brightness).float()[None], torch.from_numpy(classes)[None]
+    return torch.from_numpy(brightness).float()[None], F.one_hot(torch.from_numpy(classes)).movedim(-1, 0).float()
 
 
 class OrganAndTumour(paceline.Task):
@@ -68,7 +68,7 @@ class OrganAndTumour(paceline.Task):
 
     def __init__(self, recipe: Any) -> None:
         super().__init__(recipe)
-        self.criterion = DiceCELoss(to_onehot_y=True, softmax=True, include_background=False)
+        self.criterion = DiceCELoss(softmax=True, include_background=False)
 
     def data_facts(self, world: Any) -> DataFacts:
         """All volumes; the last ones are held out."""
@@ -89,11 +89,11 @@ class OrganAndTumour(paceline.Task):
         shown = []
         for sample, draws in zip(part.ids, uniforms(self.recipe.seed, part.epoch, part.ids, 6), strict=True):
             z, y, x = (int(draw * (SIDE - PATCH + 1)) for draw in draws[:3])
-            mirrored = [2 + axis for axis in range(3) if draws[3 + axis] < 0.5]
-            both = torch.stack((self.images[sample], self.classes[sample].float()))
-            shown.append(both[:, :, z : z + PATCH, y : y + PATCH, x : x + PATCH].flip(mirrored))
-        images, classes = torch.stack(shown).unbind(1)
-        return images, classes.long()
+            mirrored = [1 + axis for axis in range(3) if draws[3 + axis] < 0.5]
+            both = torch.cat((self.images[sample], self.classes[sample]))
+            shown.append(both[:, z : z + PATCH, y : y + PATCH, x : x + PATCH].flip(mirrored))
+        images, classes = torch.stack(shown).split((1, 3), dim=1)
+        return images, classes
 
     def build_model(self) -> nn.Module:
         """A U-Net of three stages, with residual units and instance norm; one output for each class."""
@@ -109,7 +109,9 @@ class OrganAndTumour(paceline.Task):
         rows = []
         for image, classes in zip(batch.inputs.split(1), batch.targets.split(1), strict=True):
             logits = sliding_window_inference(image, PATCH, sw_batch_size=1, predictor=model, overlap=0.5).float()
-            organ, tumour = compute_dice(logits.argmax(dim=1, keepdim=True), classes, num_classes=3)[0, 1:]
+            found = F.one_hot(logits.argmax(dim=1), 3).movedim(-1, 1)
+            sums = [each.sum(dim=(0, 2, 3, 4)) for each in (found * classes, found, classes)]
+            _, organ, tumour = 2 * sums[0] / (sums[1] + sums[2])
             rows.append(torch.stack((self.criterion(logits, classes), (organ + tumour) / 2, organ, tumour)))
         return dict(zip(("loss", "dice", "organ_dice", "tumour_dice"), torch.stack(rows).unbind(1), strict=True))
 
