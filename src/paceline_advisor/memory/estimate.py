@@ -14,7 +14,7 @@ from paceline.cli.options import choose_processes
 from paceline.command import Log
 from paceline.devices import DEVICES, find_device
 from paceline.distributed.device import choose_device, describe_machine
-from paceline.errors import ModelError, PacelineError, RecipeError
+from paceline.errors import PacelineError, RecipeError
 from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.plan import MachineFacts, Plan
@@ -419,7 +419,7 @@ def estimate_memory(
         now = job.plan.micro_batch_size
         # Sizes around the requested one, each twice the previous.
         sizes = sorted({max(1, now * 2**power // 2**_HALVINGS) for power in range(_HALVINGS + _DOUBLINGS + 1)})
-        sizes = sizes if sizes[0] == now or _runs(steps, sizes[0]) else sizes[1:]
+        sizes = [each for each in sizes if each == now or not steps.refuses(each)]
         kernels = unknown_kernels(step.network) if machine.device == "cpu" else ""
         found = MemoryEstimate(
             recipe=loaded.name,
@@ -503,15 +503,6 @@ def _fits(job: Job, machine: MachineFacts, largest: int | None) -> Iterator[Fit]
         else:
             most = job.largest(device.memory_bytes, roughly=True)
         yield Fit(device=device.name, memory=device.memory_bytes, largest=most)
-
-
-def _runs(steps: Steps, micro_batch: int) -> bool:
-    """Whether the network can be trained on so few samples, which BatchNorm refuses where a map has one pixel."""
-    try:
-        steps(micro_batch)
-    except ModelError:
-        return False
-    return True
 
 
 def _spread(job: Job, ways: int, memory: int | None) -> Saving:

@@ -122,7 +122,7 @@ def test_sizes_that_a_network_refuses_are_left_out() -> None:
     """Its last maps have one pixel each, and BatchNorm does not train on a single value per channel."""
     changes = {"data.detection.short_sides": "off", "batch.global_size": 4, "model.options": {}}
     recipe = load_recipe("shapes-maskrcnn", changes | {"model.name": "torchvision:ssdlite320_mobilenet_v3_large"})
-    assert [each.micro_batch for each in estimate_memory(recipe, "cpu").sizes] == [2, 4, 8, 16]
+    assert [each.micro_batch for each in estimate_memory(recipe, "cpu").sizes] == [2, 4]
 
 
 def test_what_is_needed_at_least_is_what_fits() -> None:
