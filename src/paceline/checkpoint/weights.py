@@ -115,9 +115,10 @@ def checked_description(key: str, text: str) -> dict[str, Any]:
     # A custom task, which has a colon in its name, may describe its data in its own format.
     task = entry.get("task")
     is_ours = not isinstance(task, str) or ":" not in task or task.startswith("paceline.")
+    rules = _RULES | ({"channels": _SIZE_RULE} if "labels_pixels" in entry else {})
     for name, value in entry.items() if key == "data" and is_ours else ():
-        if name in _RULES and not _RULES[name][0](value):
-            raise ValueError(f"found {name}={str(value)[:80]}, but it must be {_RULES[name][1]}")
+        if name in rules and not rules[name][0](value):
+            raise ValueError(f"found {name}={str(value)[:80]}, but it must be {rules[name][1]}")
         if name in ("mean", "std") and len(value) not in (1, entry.get("channels", len(value))):
             raise ValueError(f"found {len(value)} numbers as {name}, but there are {entry['channels']} channels")
         scales = [entry.get(each) or [] for each in ("target_mean", "target_std")]

@@ -205,10 +205,10 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
         pixels = SegmentationPredictor(saved, _CPU, trust_code=trust_code)
         kind, network = "pixels", pixels.network
         says = (
-            f"RGB, float32: resize the longer side to {pixels.size} pixels ({data['interpolation']}, antialiased) and "
-            f"pad at the right and below; {_normalised(data)}"
+            f"{'RGB' if pixels.channels == 3 else 'all channels'}, float32: resize the longer side to {pixels.size} "
+            f"pixels ({data['interpolation']}, antialiased) and pad at the right and below; {_normalised(data)}"
         )
-        inputs = [Input("images", ("batch", 3, pixels.size, pixels.size), None, says)]
+        inputs = [Input("images", ("batch", pixels.channels, pixels.size, pixels.size), None, says)]
     elif "tokenizer" in data:
         kind, network = "tokens", TextPredictor(saved, _CPU, trust_code=trust_code).network
         vocabulary, longest["length"] = int(data["vocabulary"]), int(data["context"])

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from paceline.checkpoint.weights import SavedWeights, check_scale, load_trained
 from paceline.data.boxes.pipeline import as_tensor
-from paceline.data.image.decode import Pixels, decode
+from paceline.data.image.decode import BrokenImageError, Pixels, decode
 from paceline.data.masks.pipeline import IGNORED, LabelMap, fill_of, fitted, fitted_size
 from paceline.data.pipeline import Normalize, Placement
 from paceline.inference.answers import NOT_FINITE, Answer, ImagePredictor
@@ -63,9 +63,9 @@ class SegmentationPredictor(ImagePredictor):
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
         data = saved.described("data")
         check_scale(data, str(saved.path))
-        self.classes = tuple(data["class_names"])
+        self.classes, self.channels = tuple(data["class_names"]), int(data["channels"])
         model = trusted_recipe(saved, trust_code=trust_code).model
-        network = build_segmenter(model, num_classes=len(self.classes))
+        network = build_segmenter(model, num_classes=len(self.classes), in_channels=self.channels)
         load_trained(network, saved)
         self.network: nn.Module = LogitsOnly(network).to(device).eval()
         self.size = int(data["evaluation_size"])
@@ -80,6 +80,8 @@ class SegmentationPredictor(ImagePredictor):
         Raises:
             BrokenImageError: If it cannot be read.
         """
+        if self.channels != 3:
+            raise BrokenImageError("", f"image files have 3 channels, but the network takes {self.channels}")
         return decode(content, 3)
 
     @torch.inference_mode()

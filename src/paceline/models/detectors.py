@@ -180,8 +180,9 @@ OWN_DETECTORS: dict[str, Callable[..., nn.Module]] = {
 }
 
 TORCHVISION = "torchvision:"
-# Those that accept pictures of any size. SSDs need a fixed size, and keypoint networks have other targets.
-_FAMILIES = ("fasterrcnn", "maskrcnn", "retinanet", "fcos")
+_FAMILIES = ("fasterrcnn", "maskrcnn", "retinanet", "fcos", "ssd")  # keypoint networks have other targets
+# Other weights than the newest, where a network's preprocessing fits only those.
+_BACKBONE_WEIGHTS = {"ssd300_vgg16": "IMAGENET1K_FEATURES"}
 _SIZES = ("min_size", "max_size")
 _WHOLE = 512  # in pixels, a multiple of every pyramid level's stride
 
@@ -214,12 +215,19 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
     if not hasattr(network, "transform"):
         raise ModelError(
             f"model.name={model.name} gave a {type(network).__name__}, which is not a torchvision detector "
-            f"(GeneralizedRCNN, RetinaNet, FCOS)."
+            f"(GeneralizedRCNN, RetinaNet, FCOS, SSD)."
         )
     _refuse_unknown(model, network)
+    own: Any = network.transform
+    if own.fixed_size is not None and boxes.short_sides is not None:
+        width, height = own.fixed_size
+        raise ModelError(
+            f"model.name={model.name} resizes each picture to {width}x{height} pixels, so data.detection.short_sides "
+            "must be off."
+        )
     from paceline.models.shown_pictures import ShownPictures
 
-    network.transform = ShownPictures(network.transform, boxes)
+    network.transform = ShownPictures(own, boxes)
     _settle_scales(network)
     return network
 
@@ -250,10 +258,11 @@ def build_published(model: Model, classes: int) -> nn.Module:
 
     # torchvision publishes whole networks for COCO's classes and backbones for ImageNet's; training starts from the
     # latter.
-    backbone = "DEFAULT" if model.pretrained else None
+    name = model.name.removeprefix(TORCHVISION)
+    backbone = _BACKBONE_WEIGHTS.get(name, "DEFAULT") if model.pretrained else None
     sizes = {"weights": None, "weights_backbone": backbone, "num_classes": classes}
     try:
-        network: nn.Module = get_model(model.name.removeprefix(TORCHVISION), **sizes, **model.options)
+        network: nn.Module = get_model(name, **sizes, **model.options)
     except (TypeError, ValueError) as error:
         raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
     except (OSError, RuntimeError) as error:

@@ -9,8 +9,8 @@ so a step's tensors have the number and sizes of training.
 - The heads train on ``box_batch_size_per_image`` proposals per picture, ``box_positive_fraction`` of them on objects;
   masks train on the latter. Half of them are pooled from the finest pyramid level, half of the rest from the next, and
   so on, for levels whose boxes fit into the picture.
-- RetinaNet and FCOS train boxes on :data:`ANCHORS_OF_AN_OBJECT` anchors per object (measured for RetinaNet on the data
-  set `shapes`), and classes on all anchors.
+- RetinaNet, FCOS and SSD train boxes on :data:`ANCHORS_OF_AN_OBJECT` anchors per object (measured for RetinaNet on the
+  data set `shapes`), and classes on all anchors.
 - In evaluation, ``box_detections_per_img`` objects are found in each picture.
 
 Other components, such as custom backbones or heads, get no replacements: their computation must not depend on data.
@@ -114,8 +114,9 @@ def fake_detections(*networks: nn.Module) -> FakeDetections | None:
         return None
     from torchvision.models.detection import FCOS, RetinaNet
     from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
+    from torchvision.models.detection.ssd import SSD
 
-    if not all(isinstance(each, GeneralizedRCNN | RetinaNet | FCOS) for each in networks):
+    if not all(isinstance(each, GeneralizedRCNN | RetinaNet | FCOS | SSD) for each in networks):
         return None
     fakes = FakeDetections()
     for network in networks:
@@ -209,8 +210,9 @@ def _settle_heads(heads: Any, ask: Any) -> None:
 
 
 def _settle_one_stage(network: Any, ask: Any) -> None:
-    """Losses and detections of RetinaNet and FCOS."""
-    ask(network, "compute_loss", lambda *_: all_of)
+    """Losses and detections of RetinaNet, FCOS and SSD, whose loss is not its head's."""
+    is_ssd = not hasattr(network.head, "compute_loss")
+    ask(network, "compute_loss", lambda targets, *_: _foreground(targets) if is_ssd else all_of)
     for owner in (network.head, getattr(network.head, "regression_head", None)):
         if hasattr(owner, "compute_loss"):
             ask(owner, "compute_loss", lambda targets, *_: _foreground(targets))

@@ -90,7 +90,7 @@ def _published() -> list[str]:
     return found
 
 
-def build_segmenter(model: Model, *, num_classes: int) -> nn.Module:
+def build_segmenter(model: Model, *, num_classes: int, in_channels: int = 3) -> nn.Module:
     """Build the recipe's network.
 
     Raises:
@@ -98,7 +98,7 @@ def build_segmenter(model: Model, *, num_classes: int) -> nn.Module:
             not available.
     """
     if factory := named_factory(model, OWN_SEGMENTERS):
-        return call_factory(model, factory, num_classes=num_classes, in_channels=3)
+        return call_factory(model, factory, num_classes=num_classes, in_channels=in_channels)
     name = model.name.removeprefix(TORCHVISION)
     known = _published()
     if not model.name.startswith(TORCHVISION) or name not in known:

@@ -16,7 +16,7 @@ from paceline.data.boxes.coco import open_coco
 from paceline.data.boxes.generated import REFERENCE, open_shapes, stand_in
 from paceline.data.image.datasets import MOST_IMAGES, content_of_files
 from paceline.data.masks.folder import open_masks
-from paceline.data.masks.pipeline import IGNORED, MaskDataset, MaskPipeline, MaskView, from_objects
+from paceline.data.masks.pipeline import IGNORED, IMAGENET_MEAN, MaskDataset, MaskPipeline, MaskView, from_objects
 from paceline.data.pipeline import Normalize, Pipeline, Placement, reading_threads
 from paceline.errors import ModelError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
@@ -49,8 +49,6 @@ _USED = (
 _AUXILIARY = 0.4  # weight of the auxiliary output, as in torchvision's training script
 _SMOOTHING = 1.0  # pixels added in the Dice coefficient
 _USUAL_SIZE = 256
-# ImageNet statistics, which published backbones expect.
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Segmentation(Task):
@@ -84,11 +82,13 @@ class Segmentation(Task):
     @property
     def scale(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation used to normalise images."""
-        data = self.recipe.data
-        mean, std = _MEAN if data.mean == "auto" else data.mean, _STD if data.std == "auto" else data.std
+        data, found = self.recipe.data, self.dataset
+        mean, std = found.mean if data.mean == "auto" else data.mean, found.std if data.std == "auto" else data.std
         for key, numbers in (("mean", mean), ("std", std)):
-            if len(numbers) != 3:
-                raise RecipeError(f"data.{key} has {len(numbers)} numbers, but images have 3 channels: give 3.")
+            if len(numbers) != (channels := len(found.mean)):
+                raise RecipeError(
+                    f"data.{key} has {len(numbers)} numbers, but images have {channels} channels: give {channels}."
+                )
         return mean, std
 
     def data_facts(self, world: World) -> DataFacts:
@@ -121,7 +121,7 @@ class Segmentation(Task):
                 "digest": found.digest,
                 **({} if content is None else {"content_digest": content}),
                 "classes": len(found.classes),
-                "channels": 3,
+                "channels": len(found.mean),
                 "image_size": size,
                 "evaluation_size": evaluation_size,
                 "mean": list(mean),
@@ -134,7 +134,9 @@ class Segmentation(Task):
                 if found.name == "shapes"
                 else "the task's own choice",
                 "data.evaluation_size": "as data.image_size",
-                **dict.fromkeys(("data.mean", "data.std"), "ImageNet's"),
+                **dict.fromkeys(
+                    ("data.mean", "data.std"), "ImageNet's" if found.mean == IMAGENET_MEAN else "the data's"
+                ),
                 **({"data.validation": found.split} if found.split else {}),
                 **({"data.content_digest": told} if told else {}),
             },
@@ -170,13 +172,14 @@ class Segmentation(Task):
 
     def build_model(self) -> nn.Module:
         """Build the recipe's network, with one output per class."""
-        return build_segmenter(self.recipe.model, num_classes=len(self.dataset.classes))
+        found = self.dataset
+        return build_segmenter(self.recipe.model, num_classes=len(found.classes), in_channels=len(found.mean))
 
     def check_network(self, network: nn.Module) -> None:
         """Check that the network accepts both image sizes and returns a score per pixel and class."""
-        name, classes = self.recipe.model.name, len(self.dataset.classes)
+        name, classes, channels = self.recipe.model.name, len(self.dataset.classes), len(self.dataset.mean)
         for size in sorted(set(self.sizes)):
-            found = pixel_logits(check_takes(network, size, channels=3, name=name))
+            found = pixel_logits(check_takes(network, size, channels=channels, name=name))
             if (wanted := (1, classes, size, size)) != getattr(found, "shape", None):
                 shape = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
                 raise ModelError(
@@ -206,11 +209,11 @@ class Segmentation(Task):
         return {"shares": counts / counts.sum(dim=1, keepdim=True).clamp(min=1)}
 
     def shown(self, batch: Batch) -> list[tuple[Tensor, str]]:
-        """Return the images with mask overlays, the first class transparent, each with its class names."""
+        """Return the first three channels under masks, the first class transparent, each with its class names."""
         mean, std = (torch.tensor(each)[:, None, None] for each in self.scale)
         names, found = self.dataset.classes, []
         for image, labels in zip(batch.inputs.cpu(), batch.targets.cpu(), strict=True):
-            picture = (255 * (image * std + mean)).round().clamp(0, 255).to(torch.uint8)
+            picture = (255 * (image * std + mean)).round().clamp(0, 255).to(torch.uint8)[:3]
             there = [int(each) for each in labels.unique() if each != IGNORED]
             coloured = [each for each in there if each]
             picture = drawn(picture, coloured, masks=labels == torch.tensor(coloured)[:, None, None])

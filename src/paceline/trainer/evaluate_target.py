@@ -344,6 +344,8 @@ def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     }
     if recipe.data.image_size not in ("auto", seen.get("image_size")):
         as_seen.pop("evaluation_size", None)  # it follows the requested size
+    if "labels_pixels" in seen:
+        as_seen.pop("channels", None)  # the data set has them all
     if recipe.train.precision == "auto" and "precision" in saved.metadata:
         recipe = stored_recipe(to_tree(recipe), str(saved.path), {"train.precision": saved.metadata["precision"]})
     return replace(recipe, distillation=taught, data=replace(recipe.data, **as_seen))

@@ -419,6 +419,7 @@ def estimate_memory(
         now = job.plan.micro_batch_size
         # Sizes around the requested one, each twice the previous.
         sizes = sorted({max(1, now * 2**power // 2**_HALVINGS) for power in range(_HALVINGS + _DOUBLINGS + 1)})
+        sizes = [each for each in sizes if each == now or not steps.refuses(each)]
         kernels = unknown_kernels(step.network) if machine.device == "cpu" else ""
         found = MemoryEstimate(
             recipe=loaded.name,

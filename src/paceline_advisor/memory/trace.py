@@ -255,6 +255,7 @@ class Steps:
         self._small, self._large, self.again = small, large, again
         self.is_scaled = one_by_one
         self.is_linear = small.shape == large.shape
+        self._refused: set[int] = set()
         self._done: dict[int, StepTrace] = {small.micro_batch: small, large.micro_batch: large}
 
     @property
@@ -267,10 +268,15 @@ class Steps:
         if micro_batch in self._done:
             return self._done[micro_batch]
         if self.is_scaled and micro_batch >= _SMALLEST:
-            others = [each for each in self._done.values() if each.micro_batch >= _SMALLEST]
-            return _scaled(min(others, key=lambda each: abs(each.micro_batch - micro_batch)), micro_batch)
+            return self._like_others(micro_batch)
         if not self.is_linear:
-            self._done[micro_batch] = self.again(micro_batch)
+            try:
+                self._done[micro_batch] = self.again(micro_batch)
+            except ModelError:
+                if not self.is_scaled:
+                    raise
+                self._refused.add(micro_batch)
+                self._done[micro_batch] = self._like_others(micro_batch)
             return self._done[micro_batch]
         first, second = self._small, self._large
         share = (micro_batch - first.micro_batch) / (second.micro_batch - first.micro_batch)
@@ -280,6 +286,15 @@ class Steps:
         )
         self._done[micro_batch] = replace(first, micro_batch=micro_batch, allocations=allocations)
         return self._done[micro_batch]
+
+    def refuses(self, micro_batch: int) -> bool:
+        """Whether a detector cannot be trained on one picture, as BatchNorm needs two values of each channel."""
+        self(micro_batch)
+        return micro_batch in self._refused
+
+    def _like_others(self, micro_batch: int) -> StepTrace:
+        others = [each for each in self._done.values() if each.micro_batch >= _SMALLEST]
+        return _scaled(min(others, key=lambda each: abs(each.micro_batch - micro_batch)), micro_batch)
 
     def confirm(self, micro_batch: int) -> bool:
         """Run the step of a size, and use it from now on; return whether it matches the extrapolation."""

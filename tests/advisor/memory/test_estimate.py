@@ -117,6 +117,14 @@ def test_more_samples_need_more_and_16_bits_less() -> None:
     assert saving.needed == pytest.approx(halves.least, rel=0.005)  # looked for with another memory in mind, or none
 
 
+@pytest.mark.thorough
+def test_sizes_that_a_network_refuses_are_left_out() -> None:
+    """Its last maps have one pixel each, and BatchNorm does not train on a single value per channel."""
+    changes = {"data.detection.short_sides": "off", "batch.global_size": 4, "model.options": {}}
+    recipe = load_recipe("shapes-maskrcnn", changes | {"model.name": "torchvision:ssdlite320_mobilenet_v3_large"})
+    assert [each.micro_batch for each in estimate_memory(recipe, "cpu").sizes] == [2, 4]
+
+
 def test_what_is_needed_at_least_is_what_fits() -> None:
     """One more MiB or less of a device decides, and not what the allocator would take if it could."""
     recipe = load_recipe("synthetic", {"model.name": "small_resnet", "data.image_size": 32, "batch.global_size": 64})

@@ -41,6 +41,12 @@ def recipe_of(model: str, options: dict[str, Any] | None = None, **more: Any) ->
         pytest.param("small_maskrcnn", FINDS_ENOUGH, 0.05, marks=pytest.mark.thorough),
         ("small_fasterrcnn", FINDS_ENOUGH, 0.05),
         pytest.param("small_retinanet", {"score_thresh": 0.0, "nms_thresh": 1.0}, 0.05, marks=pytest.mark.thorough),
+        pytest.param(
+            "torchvision:ssdlite320_mobilenet_v3_large",
+            {"score_thresh": 0.0, "nms_thresh": 1.0},
+            0.05,
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_a_step_takes_what_a_real_one_does(model: str, options: dict[str, Any], tolerance: float) -> None:

@@ -21,7 +21,7 @@ from paceline.data.image.decode import BrokenImageError
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
-from paceline.errors import PacelineError
+from paceline.errors import ModelError, PacelineError
 from paceline.inference import detection
 from paceline.inference.detection import DetectionPredictor
 from paceline.inference.predict import open_predictor
@@ -260,7 +260,8 @@ def test_coco_s_files_are_trained_on_and_a_broken_one_is_left_out(train: Make, c
         ({"data.dataset": "digits"}, "is not a BoxDataset"),
         ({"data.dataset": "coco"}, "needs data.path"),
         ({"model.name": "small_maskrcn"}, "Did you mean"),
-        ({"model.name": "torchvision:ssd300_vgg16", "model.options": {}}, "unknown detector"),
+        ({"model.name": "torchvision:keypointrcnn_resnet50_fpn", "model.options": {}}, "unknown detector"),
+        ({"model.name": "torchvision:ssdlite320_mobilenet_v3_large", "model.options": {}}, "short_sides must be off"),
         ({"model.options": {"min_size": 30}}, "data.detection.short_sides"),
         ({"model.options": {"widht": 8}}, "is unknown to"),
         ({"model.options": {"width": 12}}, "multiple of 8"),
@@ -289,6 +290,23 @@ def test_torchvision_s_detectors_are_built_with_their_options(task: Make) -> Non
     (batch, *_) = batches(made, training=True)
     assert torch.isfinite(made.loss(network.train(), batch))
     assert network.eval()([torch.zeros(3, 50, 70)])[0]["boxes"].shape[1] == 4
+
+
+def test_an_ssd_starts_from_the_backbone_that_fits_its_preprocessing(
+    task: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pixels are scaled to 0 to 255, as the weights converted from Caffe expect, and no newer ones."""
+    asked: list[str] = []
+
+    def refuse(url: str, **_: Any) -> None:
+        asked.append(url)
+        raise OSError("no network")
+
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", refuse)
+    sizes = {"data.detection.short_sides": "off", "data.detection.long_side": None, "model.options": {}}
+    with pytest.raises(ModelError, match="no network"):
+        task({"model.name": "torchvision:ssd300_vgg16", "model.pretrained": True, **sizes}).build_model()
+    assert "vgg16_features" in asked[0]
 
 
 @pytest.mark.parametrize("name", ["small_maskrcnn", "small_retinanet"])

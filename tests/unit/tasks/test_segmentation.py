@@ -24,7 +24,7 @@ from paceline.cli.evaluate import Evaluate, _of_one
 from paceline.cli.predict import Predict
 from paceline.data.batch import Batch
 from paceline.data.masks.folder import read_mask
-from paceline.data.masks.pipeline import IGNORED
+from paceline.data.masks.pipeline import IGNORED, MaskDataset
 from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleSlice
 from paceline.errors import PacelineError
@@ -276,6 +276,45 @@ def test_a_network_of_torchvision_s_is_trained(train: Make) -> None:
     asked |= {"data.image_size": 32, "evaluate.every": "1 steps", "train.ema": "off", "telemetry.report": False}
     metrics = train("lraspp", asked).summary.metrics
     assert np.isfinite([metrics["loss"], metrics["miou"]]).all()
+
+
+class FiveBands:
+    """Noise in five channels, of which the last one shows the class."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def read(self, sample: int) -> Any:
+        draws = np.random.default_rng(sample)
+        labels = np.kron(draws.integers(0, 2, (4, 4)), np.ones((4, 4))).astype(np.uint8)
+        image = draws.integers(0, 256, (16, 16, 5), dtype=np.uint8)
+        image[..., 4] = 200 * labels
+        return image, labels
+
+    def path(self, sample: int) -> str:
+        return f"bands {sample}"
+
+
+def five_bands(data: Any) -> MaskDataset:
+    """A data set of one's own with five channels."""
+    scale = {"mean": (0.5, 0.5, 0.5, 0.5, 0.4), "std": (0.3,) * 5}
+    return MaskDataset(
+        name="bands", train=FiveBands(), validation=FiveBands(), classes=("no", "yes"), digest="1", **scale
+    )
+
+
+def test_images_may_have_any_number_of_channels(train: Make, runs: Path) -> None:
+    changes = {"data.dataset": f"{__name__}:five_bands", "data.detection": None, "train.duration": "30 steps"}
+    result = train("bands", changes | {"optimizer.lr": 0.03, "evaluate.every": "30 steps"})
+    assert result.metrics["miou"] > 90  # which the first three channels do not tell
+    again = evaluate_target(EvaluationRequest(target=result.run_dir, trust_code=True))
+    assert again.metrics["miou"] == result.metrics["miou"]
+    pixels = np.zeros((16, 16, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(runs / "grey.png")
+    answer = command(result.run_dir, runs / "grey.png", "--trust-code")
+    assert "image files have 3 channels, but the network takes 5" in answer.output
+    with pytest.raises(PacelineError, match=r"data\.std has 3 numbers, but images have 5 channels: give 5"):
+        train("refused", changes | {"data.std": [0.5, 0.5, 0.5]})
 
 
 @pytest.fixture(scope="module")

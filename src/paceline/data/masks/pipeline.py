@@ -1,6 +1,6 @@
 """Batches of images with label maps, which give the class of each pixel.
 
-A batch's inputs are float [N, 3, S, S], normalised, and its targets uint8 [N, S, S]: class indices, ``IGNORED`` for
+A batch's inputs are float [N, C, S, S], normalised, and its targets uint8 [N, S, S]: class indices, ``IGNORED`` for
 pixels without a target. Image and label map get the same crop, flip and size, keyed by (seed, epoch, sample id).
 """
 
@@ -30,6 +30,8 @@ from paceline.recipe.data import Augment
 IGNORED = 255
 """Value of pixels that are ignored in training and evaluation."""
 
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
 LabelMap = NDArray[np.uint8]
 """The class of each pixel, [H, W]."""
 
@@ -40,7 +42,7 @@ class MaskSource(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, sample: int) -> tuple[Image, LabelMap]:
-        """Return the image, uint8 [H, W, 3], and its label map.
+        """Return the image, uint8 [H, W, C], and its label map.
 
         Raises:
             BrokenImageError: If one of them cannot be read, or they differ in size.
@@ -61,7 +63,11 @@ class MaskDataset:
         train: Training images.
         validation: Held-out images.
         classes: Class names, by index.
-        digest: Identifies the data. files: Paths of all files; empty for synthetic images.
+        digest: Identifies the data.
+        mean: Mean of each channel, in [0, 1]; its length is the number of channels. By default ImageNet's, which
+            published backbones expect.
+        std: Standard deviation of each channel.
+        files: Paths of all files; empty for synthetic images.
         split: Origin of the held-out images, for people.
         is_split_off: Whether they were split off the training images.
         left_out: Unused data, one sentence per kind.
@@ -72,6 +78,8 @@ class MaskDataset:
     validation: MaskSource
     classes: tuple[str, ...]
     digest: str
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
     files: tuple[str, ...] = ()
     split: str = ""
     is_split_off: bool = False
@@ -173,7 +181,7 @@ class MaskView:
         return None if self.augment is None else draw(self.augment, self.seed, part.epoch, part.variation_keys)
 
     def __call__(self, image: Image, labels: LabelMap, drawn: Draws | None) -> tuple[Tensor, Tensor]:
-        """Return uint8 [3, S, S] and [S, S]; ``drawn`` holds the sample's row."""
+        """Return uint8 [C, S, S] and [S, S]; ``drawn`` holds the sample's row."""
         pixels = torch.from_numpy(np.array(image.transpose(2, 0, 1), order="C"))
         classes = torch.from_numpy(np.array(labels))[None]
         both = ((pixels, fill_of(self.mean), self.interpolation), (classes, [IGNORED], "nearest-exact"))
@@ -235,7 +243,7 @@ class MaskPipeline(SimplePipeline):
 
         found, ids, broken = read_whole(part, read)
         if not found:
-            nothing = torch.empty((0, 4, size, size), dtype=torch.uint8)
-            return Batch(nothing[:, :3], nothing[:, 3], ids, part, broken)
+            nothing = torch.empty((0, len(view.mean) + 1, size, size), dtype=torch.uint8)
+            return Batch(nothing[:, :-1], nothing[:, -1], ids, part, broken)
         inputs, targets = (torch.stack(each) for each in zip(*found, strict=True))
         return Batch(inputs, targets, ids, part, broken)
