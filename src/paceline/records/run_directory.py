@@ -67,6 +67,7 @@ class RunDirectory:
         examples: Some samples of the last evaluation, with their predictions.
         details: Details of the last evaluation, if samples do not have one label each.
         first_batch: Samples of the first training batch as the network saw them.
+        figures: Pictures that the task drew of the last evaluation's model.
         tensorboard: The folder of TensorBoard files.
         report: The HTML report.
         mlperf_log: The log in MLPerf's format.
@@ -89,6 +90,7 @@ class RunDirectory:
     examples = _Place("evaluation/examples.json")
     details = _Place("evaluation/details.json")
     first_batch = _Place("first_batch.json")
+    figures = _Place("evaluation/figures.json")
     tensorboard = _Place("tensorboard")
     report = _Place("report.html")
     mlperf_log = _Place("mlperf/result_0.txt")
@@ -96,7 +98,7 @@ class RunDirectory:
     @property
     def evaluation_files(self) -> tuple[Path, ...]:
         """All files of the last evaluation."""
-        return self.confusion, self.examples, self.details
+        return self.confusion, self.examples, self.details, self.figures
 
     def tracked(self, tracker: str) -> Path:
         """The run's name in trackers."""

@@ -262,6 +262,17 @@ class Task(ABC):
         found = self.pictures(batch.inputs)
         return [] if found is None else [(each, "") for each in found]
 
+    def figures(self, model: Model) -> list[tuple[torch.Tensor, str]]:
+        """Return pictures of an evaluated model, such as samples that it generates, for the report; none by default.
+
+        Called after each evaluation on the first process, with torch's random state seeded by the recipe, and not for
+        sharded networks, which answer only to all processes together.
+
+        Returns:
+            Pictures, uint8 [C, H, W], with captions.
+        """
+        return []
+
 
 def build_task(recipe: Recipe) -> Task:
     """Build the task that a recipe names; data at an address are first copied to this host.

@@ -224,8 +224,8 @@ def write_kept(directory: RunDirectory, kept: Kept, where: dict[str, Any]) -> No
     Raises:
         RunDirectoryError: If the disk fails.
     """
-    documents = (kept.confusion, kept.examples, kept.details)
-    for path, document in zip(directory.evaluation_files, documents, strict=True):
+    documents = kept.confusion, kept.examples, kept.details
+    for path, document in zip((directory.confusion, directory.examples, directory.details), documents, strict=True):
         if document is None:
             path.unlink(missing_ok=True)
             continue

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from paceline.checkpoint.weights import weights_sha256
 from paceline.data.batch import Batch, BrokenSample, chosen
@@ -18,13 +21,14 @@ from paceline.records.reader import Summary
 from paceline.records.run_directory import encode_json, write_text
 from paceline.telemetry.memory import peak_memory_bytes
 from paceline.telemetry.meter import PHASES
-from paceline.trainer.evaluate import Evaluation, write_kept
+from paceline.trainer.evaluate import Evaluation, evaluation_mode, write_kept
 from paceline.trainer.forecast import ReadAhead
 from paceline.trainer.mirroring import report_mirror
 from paceline.trainer.noise import linear_rule_warning
 from paceline.trainer.nonfinite import check_loss, divergence
 from paceline.trainer.recorder import find_slowest, over_ranks
 from paceline.trainer.run import Run
+from paceline.trainer.warmup import random_states_kept
 from paceline.units import counted
 
 # Samples of the first batch shown in the report.
@@ -112,6 +116,7 @@ def write_evaluation(run: Run, evaluation: Evaluation, *, seconds: float) -> Non
             )
         )
     _write_kept(run, evaluation)
+    _keep_figures(run)
     report_broken(run, list(evaluation.broken), training=False)
     run.recorder.flush()
 
@@ -230,16 +235,41 @@ def keep_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     try:
         inputs, targets = (chosen(each, rows, of=of) for each in (first.inputs, first.targets))
         shown = run.task.shown(replace(first, inputs=inputs, targets=targets, ids=first.ids[: len(rows)]))
-        pictures = [
-            {
-                "image": as_png(thumbnails(picture[None])[0].permute(1, 2, 0).cpu().numpy()),
-                "caption": caption,
-                "name": utf8(run.pipeline.sample_name(sample, training=True)),
-            }
-            for (picture, caption), sample in zip(shown, first.ids.tolist(), strict=False)
-        ]
-        if pictures:
-            write_text(run.directory.first_batch, encode_json({"examples": pictures}) + "\n")
+        names = [utf8(run.pipeline.sample_name(sample, training=True)) for sample in first.ids.tolist()]
+        _write_pictures(run.directory.first_batch, shown, names)
     except Exception as error:  # noqa: BLE001  # a run must not fail of being looked at
         run.display.message(f"The first batch is not shown in the report ({type(error).__name__}: {error}).")
     return ahead.again()
+
+
+def _keep_figures(run: Run) -> None:
+    """Keep the pictures that the task draws of the evaluated model, for the report, on the first process."""
+    if run.world.rank or run.strategy.is_sharded or not run.recipe.telemetry.report:
+        return
+    model = run.scored.get("ema", run.scored["model"])
+    try:
+        with (
+            evaluation_mode(run.models().values()),
+            random_states_kept(run.device),
+            torch.no_grad(),
+            run.precision.autocast(),
+        ):
+            torch.manual_seed(run.recipe.seed)
+            drawn = run.task.figures(run.task.evaluated(model))
+        _write_pictures(run.directory.figures, drawn, [caption for _, caption in drawn])
+    except Exception as error:  # noqa: BLE001  # a run must not fail of being looked at
+        run.display.message(f"The task's figures are not shown in the report ({type(error).__name__}: {error}).")
+
+
+def _write_pictures(path: Path, pictures: Sequence[tuple[torch.Tensor, str]], names: Sequence[str]) -> None:
+    found = [
+        {
+            "image": as_png(thumbnails(picture[None])[0].permute(1, 2, 0).cpu().numpy()),
+            "caption": caption,
+            "name": name,
+        }
+        for (picture, caption), name in zip(pictures, names, strict=False)
+    ]
+    if found:
+        path.parent.mkdir(exist_ok=True)
+        write_text(path, encode_json({"examples": found}) + "\n")

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -93,6 +93,13 @@ def _told(ratios: Sequence[float]) -> str:
     return f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} rounds)"
 
 
+def random_states_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Context that restores torch's random states of the CPU and this device afterwards."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device.index or 0], device_type=device.type)
+
+
 class GradientProbe:
     """Runs passes of one micro-batch without changing weights, buffers, gradients or random states."""
 
@@ -109,10 +116,11 @@ class GradientProbe:
         Args:
             reduces: Whether backward passes inside are reduced over processes.
         """
-        device = self.run.device
-        on_device: dict[str, Any] = {"devices": [device.index or 0], "device_type": device.type}
-        random_states = torch.random.fork_rng(**({"devices": []} if device.type == "cpu" else on_device))
-        with random_states, buffers_kept(self.run.network), ExitStack() if reduces else self._replicas.aside():
+        with (
+            random_states_kept(self.run.device),
+            buffers_kept(self.run.network),
+            ExitStack() if reduces else self._replicas.aside(),
+        ):
             yield
 
     def gradients(self, model: Callable[..., Any], *, autocast: bool = True) -> Gradients:

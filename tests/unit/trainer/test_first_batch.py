@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from paceline.tasks.image_classification import ImageClassification
@@ -77,3 +78,38 @@ def test_where_they_cannot_be_shown_or_written_the_run_trains_as_before(
     run = train_tiny("failing", SHOWN)
     assert run.summary.weights_sha256 == plain
     assert not (run.run_dir / "first_batch.json").exists()
+
+
+def drawn(model: Any) -> list[tuple[torch.Tensor, str]]:
+    """What a task draws: noise, and whether the model was in evaluation mode."""
+    assert not torch.is_grad_enabled()
+    noise = (torch.rand(1, 8, 8) * 255).to(torch.uint8)
+    return [(noise, f"training: {model.training}")]
+
+
+def test_a_task_draws_figures_after_each_evaluation(train_tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    often = {"evaluate.every": "2 steps", "train.ema": 0.9}
+    plain = train_tiny("plain", often).summary.weights_sha256
+    calls: list[Any] = []
+
+    def figures(_: Any, model: Any) -> list[tuple[torch.Tensor, str]]:
+        calls.append(model)
+        return drawn(model)
+
+    monkeypatch.setattr(ImageClassification, "figures", figures)
+    runs = [train_tiny(name, SHOWN | often) for name in ("run", "alike")]
+    assert len(calls) > 4
+    for run in runs:
+        assert run.summary.weights_sha256 == plain
+        found = json.loads((run.run_dir / "evaluation" / "figures.json").read_text())["examples"]
+        assert [each["caption"] for each in found] == ["training: False"]
+        assert "Drawn by the task" in (run.run_dir / "report.html").read_text()
+    first, second = ((run.run_dir / "evaluation" / "figures.json").read_bytes() for run in runs)
+    assert first == second, "their draws are the recipe's"
+
+
+def test_figures_that_fail_do_not_end_the_run(train_tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageClassification, "figures", lambda *_: [(torch.zeros(3), "no picture")])
+    run = train_tiny("run", SHOWN)
+    assert run.status == "completed"
+    assert not (run.run_dir / "evaluation" / "figures.json").exists()

@@ -24,6 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The only clock of a forecast; whoever works moves it on."""
     found = SimpleNamespace(now=0.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: found.now))
+    monkeypatch.setattr(module, "_SAVE_SECONDS_PER_BYTE", 0.0)
     return found
 
 
@@ -58,6 +59,17 @@ def test_it_counts_samples_steps_and_evaluations(timed_task: Make, train_tiny: M
     assert 0.5 < expected["expected_memory_bytes"] / result.summary.peak_memory_bytes < 1.5
     assert expected["message"].startswith("expected: about ")
     assert "48 steps and 5 evaluations" in expected["message"]
+
+
+def test_it_counts_saves(timed_task: Make, train_tiny: Make, events: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {}
+    for number, every in enumerate(("off", "24 steps", "12 steps")):
+        task = timed_task(0.01)  # resets what a byte takes
+        monkeypatch.setattr(module, "_SAVE_SECONDS_PER_BYTE", 1e-3)
+        run = train_tiny(f"run-{number}", LONG | {"checkpoint.every": every, "evaluate.every": "off"}, task=task)
+        seconds[every] = forecast_of(events(run.run_dir, "measurement"))["expected_seconds"]
+    two, four = (seconds[every] - seconds["off"] for every in ("24 steps", "12 steps"))
+    assert 1 < two == pytest.approx(four / 2)
 
 
 def test_what_a_gpu_sets_up_for_a_new_shape_is_not_counted(

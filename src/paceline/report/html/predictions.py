@@ -34,8 +34,10 @@ def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
             yield _thresholds(details, whose)
         if details is not None and "class_iou" in details:
             yield _overlaps(details, whose)
+        if figures := run.extra("evaluation/figures.json"):
+            yield _gallery(figures, f"{whose}Drawn by the task after the last evaluation")
         if first := run.extra("first_batch.json"):
-            yield _first_batch(first, whose)
+            yield _gallery(first, f"{whose}The first training batch, as the network sees it")
         if run.recipe.get("evaluate.keep_examples") == 0:
             yield Text(f"{whose}No predictions are kept: the recipe has `evaluate.keep_examples=0`.")
 
@@ -63,13 +65,12 @@ def _examples(examples: Mapping[str, Any], whose: str) -> Iterator[Block]:
         yield Gallery(pictures=right, caption=f"{whose}{len(right)} right answers", folded=True)
 
 
-def _first_batch(first: Mapping[str, Any], whose: str) -> Gallery:
-    """Show the first batch as the network sees it: resized, cropped, flipped, mixed."""
+def _gallery(kept: Mapping[str, Any], caption: str) -> Gallery:
     pictures = [
         Picture(data=each["image"], caption=each["caption"], alternative=f"{each['name']}: {each['caption']}")
-        for each in first["examples"]
+        for each in kept["examples"]
     ]
-    return Gallery(pictures=pictures, caption=f"{whose}The first training batch, as the network sees it")
+    return Gallery(pictures=pictures, caption=caption)
 
 
 def _confusion(confusion: Mapping[str, Any], whose: str) -> Iterator[Block]:
