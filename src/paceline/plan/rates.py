@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -95,12 +96,7 @@ def plan_schedule(recipe: Recipe, epochs: Epochs, total: int) -> Rates:
 
 
 def _noise_factors(recipe: Recipe, epochs: Epochs, total: int) -> Iterator[tuple[int, float]]:
-    """Yield the factor on the rate from each epoch with noise on, and then 1.
-
-    The numbers are those of timm's ``Scheduler._calculate_noise`` for the same seed.
-    """
-    import torch
-
+    """Yield the factor on the rate from each epoch with noise on, and then 1."""
     noise = recipe.schedule.noise
     if not noise.std:
         return
@@ -109,8 +105,8 @@ def _noise_factors(recipe: Recipe, epochs: Epochs, total: int) -> Iterator[tuple
     epoch = 0
     while (first := epochs.first_step(epoch)) < end:
         if first >= begin:
-            generator = torch.Generator().manual_seed((recipe.seed + epoch) % 2**63)
-            draws = (torch.randn(1, generator=generator).item() * noise.std for _ in count())
+            generator = random.Random(recipe.seed + epoch)
+            draws = (generator.gauss(0, noise.std) for _ in count())
             yield first, 1 + next(draw for draw in draws if abs(draw) < noise.limit)
         epoch += 1
     yield first, 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -260,25 +261,28 @@ def test_a_course_without_momentum_is_told_and_left_out() -> None:
     apply_settings(optimizer, build_schedules(recipe, plan).at(3))
 
 
-def test_noise_is_timms() -> None:
+def test_noise_is_drawn_for_each_epoch_as_by_timm() -> None:
     overrides = {
-        "seed": 3,
         "optimizer.lr": PEAK,
-        "schedule": {"name": "constant", "noise": {"std": 0.5, "limit": 0.4, "begin": "15%", "end": "15 epochs"}},
-        "train.duration": "20 epochs",
+        "schedule": {"name": "constant", "noise": {"std": 0.5, "limit": 0.4, "begin": "15%", "end": "150 epochs"}},
+        "train.duration": "200 epochs",
     }
     recipe, plan = planned(overrides, samples=25)  # three steps an epoch
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
-    noise = {"noise_range_t": [3, 15], "noise_pct": 0.4, "noise_std": 0.5, "noise_seed": 3}
-    theirs = StepLRScheduler(optimizer, decay_t=100, **noise)
-    schedules = build_schedules(recipe, plan)
-    for epoch in range(20):
+    theirs = StepLRScheduler(optimizer, decay_t=1000, noise_range_t=[30, 150], noise_pct=0.4, noise_std=0.5)
+    schedules, ours, timms = build_schedules(recipe, plan), [], []
+    for epoch in range(200):
         theirs.step(epoch)
-        expected = optimizer.param_groups[0]["lr"]
-        assert (expected != PEAK) == (3 <= epoch < 15)
-        for step in range(3 * epoch, 3 * epoch + 3):
-            assert math.isclose(schedules.at(0, step).learning_rate, expected, rel_tol=CLOSE)
-    assert {point.step: point.phase for point in plan.learning_rates}[9] == "noise begins"
+        timms.append(optimizer.param_groups[0]["lr"])
+        (rate,) = {schedules.at(0, step).learning_rate for step in range(3 * epoch, 3 * epoch + 3)}
+        ours.append(rate)
+    assert [rate == PEAK for rate in ours] == [rate == PEAK for rate in timms]
+    for rates in (ours, timms):
+        assert max(abs(rate / PEAK - 1) for rate in rates) < 0.4
+        assert statistics.stdev(rate / PEAK for rate in rates[30:150]) == pytest.approx(0.22, abs=0.04)
+    again, _ = planned({"seed": 1, **overrides}, samples=25)
+    assert build_schedules(again, planned({"seed": 1, **overrides}, samples=25)[1]).at(0, 100) != schedules.at(0, 100)
+    assert {point.step: point.phase for point in plan.learning_rates}[90] == "noise begins"
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "polynomial", "trapezoid", "one_cycle"])
