@@ -18,7 +18,7 @@ from paceline.inference.clicks import ClickPredictor
 from paceline.inference.labelling import Outputs
 from paceline.inference.predict import Predictor
 from paceline.inference.segmentation import SegmentationPredictor
-from paceline.inference.text import TextPredictor
+from paceline.inference.text import TextLabeller, TextPredictor
 from paceline.inference.trained import trained_task
 
 OUTPUT = "logits"
@@ -27,6 +27,7 @@ _MEAN_OVER_STD = 10_000.0  # above it, fp32 keeps fewer than three digits of the
 
 # By keys of the weights' description.
 _NOT_ONE_LABEL = {
+    "tokenizer": "is of text",
     "targets": "predicts numbers",
     "label_thresholds": "gives an image any number of labels",
     "labels_pixels": "labels pixels",
@@ -196,8 +197,8 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
         )
     if wanted == "timm" and (what := next((said for key, said in _NOT_ONE_LABEL.items() if key in data), None)):
         raise RecipeError(
-            f"{saved.path} {what}, and timm's folders are for one label; use --format safetensors, onnx or "
-            "torch-export."
+            f"{saved.path} {what}, and timm's folders are for one label of images; use --format safetensors, onnx "
+            "or torch-export; for text, transformers."
         )
     longest: dict[str, int] = {}
     outputs = None
@@ -210,10 +211,13 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
         )
         inputs = [Input("images", ("batch", 3, pixels.size, pixels.size), None, says)]
     elif "tokenizer" in data:
-        kind, network = "tokens", TextPredictor(saved, _CPU, trust_code=trust_code).network
+        is_classifier = "class_names" in data
+        open_network = TextLabeller if is_classifier else TextPredictor
+        kind, network = "tokens", open_network(saved, _CPU, trust_code=trust_code).network
         vocabulary, longest["length"] = int(data["vocabulary"]), int(data["context"])
         says = f"token ids in [0, {vocabulary}), int64, at most {longest['length']} in a row"
         inputs = [Input("tokens", ("batch", "length"), (vocabulary,), says)]
+        inputs += [Input("mask", ("batch", "length"), (2,), "1 for tokens, 0 for padding, int64")] * is_classifier
     elif "table_rows" in data:
         kind, network = "clicks", ClickPredictor(saved, _CPU, trust_code=trust_code).network
         rows, numbers = tuple(int(each) for each in data["table_rows"]), int(data["dense_features"])

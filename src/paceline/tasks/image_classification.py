@@ -50,12 +50,12 @@ from paceline.registry import load
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
-_CLASS_LOSSES, _NUMBER_LOSSES = ("cross_entropy", "focal"), ("mse", "l1", "huber")
+_CLASS_LOSSES, NUMBER_LOSSES = ("cross_entropy", "focal"), ("mse", "l1", "huber")
 Learned = Literal["class", "labels", "numbers"]
 _LOSSES: dict[Learned, str] = {
     "class": "cross_entropy or another loss of classes",
     "labels": "bce, asl or your own",
-    "numbers": ", ".join(_NUMBER_LOSSES),
+    "numbers": ", ".join(NUMBER_LOSSES),
 }
 
 
@@ -241,7 +241,7 @@ class ImageTask(Task):
 
     def _check_targets(self) -> None:
         loss, data = self.recipe.train.loss, self.recipe.data
-        is_of_others = (loss in _NUMBER_LOSSES) != (self.learns == "numbers") or loss == "cross_entropy_dice"
+        is_of_others = (loss in NUMBER_LOSSES) != (self.learns == "numbers") or loss == "cross_entropy_dice"
         if is_of_others or (self.learns == "labels" and loss in _CLASS_LOSSES):
             raise RecipeError(
                 f"train.loss={loss} is not a loss of task={self.recipe.task}; use {_LOSSES[self.learns]}."
@@ -352,7 +352,7 @@ class ImageClassification(ClassTask):
     def score(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
         """Return the loss without smoothing, and whether the label is the top or among the top k predictions."""
         logits = model(batch.inputs).float()
-        rank = _rank_of_target(logits, batch.targets)
+        rank = rank_of_target(logits, batch.targets)
         values = {
             "loss": F.cross_entropy(logits, batch.targets, reduction="none"),
             "top1_accuracy": rank < 1,
@@ -380,7 +380,7 @@ def _sizes_by_epoch(progressive: Progressive, image_size: int) -> dict[str, dict
     return {"image_size_from_epoch": {str(epoch): sizes[epoch] for epoch in changes}}
 
 
-def _rank_of_target(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def rank_of_target(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return how many classes rank before the target, [N]: higher scores, and equal scores with a lower index.
 
     So ties are not all counted as correct, and NaN scores count against the target.
