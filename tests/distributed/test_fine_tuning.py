@@ -70,14 +70,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def paceline_in(folder: Path, run: Call, run_here: Call, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call]:
-    """Run a command in the folder, alone in this process or in several others; returns how it ended, which is well."""
+    """Run a command in the folder, alone in this process or in several others; returns how it ended, with ``code``."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
 
-    def runner(*arguments: object, processes: int = 1) -> Any:
+    def runner(*arguments: object, processes: int = 1, code: int = 0) -> Any:
         if processes == 1:
-            return run_here(*arguments).ended(0)
-        return run(*arguments, "--processes", processes, where=folder).ended(0)
+            return run_here(*arguments).ended(code)
+        return run(*arguments, "--processes", processes, where=folder).ended(code)
 
     yield runner
     sys.modules.pop("double", None)
@@ -124,3 +124,26 @@ def test_exact_runs_have_the_same_bits_in_any_world(name: str, folder: Path, pac
     one, two = (summary(folder / f"{name}-{which}") for which in ("one", "two"))
     assert two["weights_sha256"] == one["weights_sha256"]
     assert two["metrics"] == one["metrics"]
+
+
+@pytest.mark.needs("peft", "transformers")
+@pytest.mark.thorough
+@pytest.mark.world_size(2)
+def test_sharded_adapters_learn_as_replicas_do(folder: Path, paceline_in: Call, summary: Call) -> None:
+    """GPT-2's layers are transposed and its output layer is tied; the run goes on where it was cut off."""
+    import torch
+
+    from paceline.checkpoint.weights import read_weights
+
+    asked = ("model.name=transformers:gpt2", "model.options={n_layer: 2, n_embd: 16, n_head: 2}")
+    asked += ("model.adapters.rank=2", "train.duration=6 steps", "optimizer.lr=0.1")
+    fsdp = (*asked, "parallel.strategy=fsdp")
+    cut = (*fsdp, "train.until=3 steps")
+    for name, given, code in (("ddp", asked, 0), ("fsdp", fsdp, 0), ("cut", cut, 75), ("cut", fsdp, 0)):
+        paceline_in("train", "chats.yaml", *given, "--run-dir", f"adapted-{name}", processes=2, code=code)
+    replicas, shards = (read_weights(folder / f"adapted-{name}").plain for name in ("ddp", "fsdp"))
+    assert replicas.keys() == shards.keys()
+    for key, value in replicas.items():
+        torch.testing.assert_close(shards[key], value, rtol=0, atol=1e-6, msg=key)
+    whole, resumed = (summary(folder / f"adapted-{name}") for name in ("fsdp", "cut"))
+    assert resumed["weights_sha256"] == whole["weights_sha256"]

@@ -174,7 +174,8 @@ def _answer_prompt(asked: Predict, prompt: str, device: torch.device, *, as_json
     if not predictor.is_masked:
         sampling = Sampling(top_k=asked.top_k, **asked.writing)
         ids = list(predictor.write(prompt, sampling))
-        text = predictor.tokenizer.decode([*predictor.tokenizer.encode(prompt).tolist(), *ids])
+        begin = [] if predictor.answers_chats else predictor.tokenizer.encode(prompt).tolist()
+        text = predictor.tokenizer.decode([*begin, *ids])
         if as_json:
             print_json({"prompt": prompt, "text": text, "written": len(ids), **dataclasses.asdict(sampling)})
         else:

@@ -27,7 +27,6 @@ _MEAN_OVER_STD = 10_000.0  # above it, fp32 keeps fewer than three digits of the
 
 # By keys of the weights' description.
 _NOT_ONE_LABEL = {
-    "tokenizer": "is of text",
     "targets": "predicts numbers",
     "label_thresholds": "gives an image any number of labels",
     "labels_pixels": "labels pixels",
@@ -197,8 +196,8 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
         )
     if wanted == "timm" and (what := next((said for key, said in _NOT_ONE_LABEL.items() if key in data), None)):
         raise RecipeError(
-            f"{saved.path} {what}, and timm's folders are for one label of images; use --format safetensors, onnx "
-            "or torch-export; for text, transformers."
+            f"{saved.path} {what}, and timm's folders are for one label; use --format safetensors, onnx or "
+            "torch-export."
         )
     longest: dict[str, int] = {}
     outputs = None

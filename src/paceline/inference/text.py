@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,6 +74,7 @@ class TextPredictor:
 
     Attributes:
         network: The network, in evaluation mode on the device.
+        answers_chats: Whether a prompt is a message of the user, and what follows the answer.
     """
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
@@ -82,21 +84,13 @@ class TextPredictor:
         self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
         self.is_masked: bool = data["objective"] == "masked"
         self._context: int = data["context"]
-        self._answers_chats: bool = data.get("messages", False)
+        self.answers_chats: bool = data.get("messages", False)
         self._device = device
-        recipe = trained_recipe(saved)
-        task = trained_task(saved, trust_code=trust_code)(recipe)
-        if not isinstance(task, LanguageModeling):
-            raise RecipeError(
-                f"the weights in {where} were trained with the task {recipe.task}, which does not generate text."
-            )
         nothing = encoded((), self.tokenizer)
-        task.dataset = TextDataset(
+        dataset = TextDataset(
             name=data["dataset"], train=nothing, validation=nothing, tokenizer=self.tokenizer, digest=data["digest"]
         )
-        network = task.build_model()
-        load_trained(network, saved)
-        self.network: nn.Module = network.to(device).eval()
+        self.network = _trained(saved, LanguageModeling, dataset, trust_code=trust_code).to(device)
 
     def write(self, prompt: str, sampling: Sampling) -> Iterator[int]:
         """Yield token ids that continue a prompt, until the document ends.
@@ -121,7 +115,7 @@ class TextPredictor:
 
     def _prompt(self, prompt: str) -> TokenIds:
         """Return a prompt's tokens; one to a network trained on chats is a message of the user."""
-        if self._answers_chats and isinstance(self.tokenizer, HuggingFaceTokenizer):
+        if self.answers_chats and isinstance(self.tokenizer, HuggingFaceTokenizer):
             asked = self.tokenizer.chat([{"role": "user", "content": prompt}], asks=True)
             return self.tokenizer.encode_chat(asked)[0]
         return self.tokenizer.encode(prompt)
@@ -193,11 +187,8 @@ class TextLabeller(ImagePredictor):
         self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
         self.classes = tuple(data["class_names"])
         self._context: int = data["context"]
-        task = trained_task(saved, trust_code=trust_code)(trained_recipe(saved))
-        if not isinstance(task, TextClassification):
-            raise RecipeError(f"the weights in {where} were trained with the task {task.recipe.task}, not on texts.")
         nothing, none = encoded((), self.tokenizer), np.empty(0, dtype=np.int64)
-        task.dataset = LabelledTexts(
+        dataset = LabelledTexts(
             name=data["dataset"],
             train=nothing,
             validation=nothing,
@@ -206,9 +197,7 @@ class TextLabeller(ImagePredictor):
             tokenizer=self.tokenizer,
             digest=data["digest"],
         )
-        network = task.build_model()
-        load_trained(network, saved)
-        self.network: nn.Module = network.to(device).eval()
+        self.network = _trained(saved, TextClassification, dataset, trust_code=trust_code).to(device)
 
     def prepare(self, content: bytes) -> TokenIds:
         """Return the tokens of a text, int64 [tokens]; BrokenImageError if it is not UTF-8, or empty."""
@@ -242,15 +231,29 @@ def texts_of(sources: Sequence[Path]) -> Iterator[PictureFile]:
     """
     for source in sources:
         refuse_odd_kinds(source)
+        is_json = has_ending(source.name, ("jsonl",))
         try:
             with source.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):
-                    text = line.rstrip(b"\r\n")
-                    if has_ending(source.name, ("jsonl",)):
-                        text = load_json(line)["text"].encode()
+                    text = load_json(line)["text"].encode() if is_json else line.rstrip(b"\r\n")
                     yield PictureFile(Path(f"{source}:{number}"), partial(bytes, text))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(f"'{source}' cannot be read as lines of text ({type(error).__name__}: {error}).") from error
+
+
+def _trained(
+    saved: SavedWeights, kind: type[LanguageModeling | TextClassification], dataset: Any, *, trust_code: bool
+) -> nn.Module:
+    """Return the network of saved weights, in evaluation mode; RecipeError if their task is of another kind."""
+    task = trained_task(saved, trust_code=trust_code)(trained_recipe(saved))
+    if not isinstance(task, kind):
+        raise RecipeError(
+            f"the weights in {saved.path} were trained with the task {task.recipe.task}; it is not a {kind.__name__}."
+        )
+    task.dataset = dataset
+    network = task.build_model()
+    load_trained(network, saved)
+    return network.eval()
 
 
 def _choose(scores: Tensor, sampling: Sampling, draws: torch.Generator) -> int:

@@ -73,15 +73,13 @@ def write_peft_folder(exportable: Exportable, folder: Path) -> float:
         raise RecipeError(f"{saved.path} has no low-rank adapters (model.adapters); use --format transformers.")
     from peft import LoraConfig, PeftModel
 
-    recipe = saved.described("recipe")
-    asked = recipe["model"]["adapters"]
-    heads = trained_layers(network)
-    tensors = {name.replace(".default.", "."): each for name, each in saved.state.items() if ".lora_" in name}
-    tensors = {name: each for name, each in tensors.items() if name.endswith(".weight")}
-    tensors |= {
-        f"{head}.{part}": saved.state[f"{head}.{part}"]
-        for head in heads
-        for part in network.get_submodule(head).state_dict()
+    model, heads = saved.described("recipe")["model"], trained_layers(exportable.network)
+    asked = model["adapters"]
+    mine = (*(f"{layer}.lora_" for layer in layers), *(f"{head}." for head in heads))
+    tensors = {
+        f"base_model.model.{name.replace('.default.', '.')}": each.contiguous()
+        for name, each in saved.state.items()
+        if name.startswith(mine) and not name.endswith(ADAPTER_PARTS[2])
     }
     folder.mkdir()
     LoraConfig(
@@ -92,13 +90,9 @@ def write_peft_folder(exportable: Exportable, folder: Path) -> float:
         fan_in_fan_out=any(f"{layer}{ADAPTER_PARTS[2]}" in saved.state for layer in layers),
         modules_to_save=heads or None,
         task_type="SEQ_CLS" if isinstance(exportable.network, SequenceClassifier) else "CAUSAL_LM",
-        base_model_name_or_path=recipe["model"]["name"].removeprefix("transformers:"),
+        base_model_name_or_path=model["name"].removeprefix("transformers:"),
     ).save_pretrained(str(folder))
-    write_tensor_file(
-        folder / _ADAPTERS,
-        {f"base_model.model.{name}": each.contiguous() for name, each in tensors.items()},
-        {"format": "pt"},
-    )
+    write_tensor_file(folder / _ADAPTERS, tensors, {"format": "pt"})
     base = {name.replace(".base_layer.", "."): each for name, each in saved.state.items() if ".lora_" not in name}
     network.load_state_dict(base)
     with warnings.catch_warnings():

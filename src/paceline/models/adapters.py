@@ -78,13 +78,16 @@ def trained_layers(network: nn.Module) -> list[str]:
 
 
 def head_names(network: nn.Module) -> list[str]:
-    """Return the names of the layers that get no adapters: a text classifier's new layers, or the last layer.
+    """Return the names of the layers that get no adapters: the last one; of a text classifier all that may be new.
 
     Raises:
         ModelError: If there are none.
     """
     last = classifier_name(network)
-    return classifier_layers(network) if isinstance(network, SequenceClassifier) else [last]
+    if not isinstance(network, SequenceClassifier):
+        return [last]
+    poolers = [name for name, each in network.named_modules() if "pooler" in name and isinstance(each, nn.Linear)]
+    return list(dict.fromkeys((*poolers, *classifier_layers(network))))
 
 
 def classifier_name(network: nn.Module) -> str:

@@ -50,12 +50,12 @@ from paceline.registry import load
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
-_CLASS_LOSSES, NUMBER_LOSSES = ("cross_entropy", "focal"), ("mse", "l1", "huber")
+_CLASS_LOSSES, _NUMBER_LOSSES = ("cross_entropy", "focal"), ("mse", "l1", "huber")
 Learned = Literal["class", "labels", "numbers"]
 _LOSSES: dict[Learned, str] = {
     "class": "cross_entropy or another loss of classes",
     "labels": "bce, asl or your own",
-    "numbers": ", ".join(NUMBER_LOSSES),
+    "numbers": ", ".join(_NUMBER_LOSSES),
 }
 
 
@@ -241,7 +241,7 @@ class ImageTask(Task):
 
     def _check_targets(self) -> None:
         loss, data = self.recipe.train.loss, self.recipe.data
-        is_of_others = (loss in NUMBER_LOSSES) != (self.learns == "numbers") or loss == "cross_entropy_dice"
+        is_of_others = (loss in _NUMBER_LOSSES) != (self.learns == "numbers") or loss == "cross_entropy_dice"
         if is_of_others or (self.learns == "labels" and loss in _CLASS_LOSSES):
             raise RecipeError(
                 f"train.loss={loss} is not a loss of task={self.recipe.task}; use {_LOSSES[self.learns]}."

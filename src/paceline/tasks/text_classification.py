@@ -18,13 +18,13 @@ from paceline.data.slices import SampleSlice
 from paceline.data.text.corpus import StoredCorpus
 from paceline.data.text.labelled import LabelledTexts, open_labelled
 from paceline.data.text.tokenizer import TokenIds, Tokenizer
-from paceline.errors import DataError, RecipeError
+from paceline.errors import DataError
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.models.language import build_text_classifier
 from paceline.plan import DataFacts
 from paceline.recipe.unused import all_but
-from paceline.tasks.image_classification import NUMBER_LOSSES, ClassificationLoss, rank_of_target
+from paceline.tasks.image_classification import ClassificationLoss, rank_of_target
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
@@ -52,9 +52,7 @@ class TextClassification(Task):
 
     def data_facts(self, world: World) -> DataFacts:
         """Open the texts."""
-        found, data, loss = self.dataset, self.recipe.data, self.recipe.train.loss
-        if loss in NUMBER_LOSSES or loss == "cross_entropy_dice":
-            raise RecipeError(f"train.loss={loss} is not a loss of classes; use cross_entropy, bce, focal or your own.")
+        found, data = self.dataset, self.recipe.data
         if len(found.train.lengths) == 0:
             raise DataError(f"data.dataset={found.name} has no text to learn from; check data.path.")
         why = "the task text_classification reads one text per sample"

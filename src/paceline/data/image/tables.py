@@ -38,7 +38,9 @@ def require_pyarrow() -> ModuleType:
     try:
         import pyarrow as pa
         import pyarrow.compute
+        import pyarrow.csv
         import pyarrow.ipc
+        import pyarrow.json
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(

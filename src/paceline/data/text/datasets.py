@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from paceline.data.text.corpus import (
     open_tokens,
     split_by_name,
 )
-from paceline.data.text.tables import arrow_rows, arrow_schema
+from paceline.data.text.tables import cells_of
 from paceline.data.text.tokenizer import ByteTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
@@ -57,10 +59,11 @@ def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> t
     documents: dict[str, Documents] = {}
     for split in (train, *(() if held_out is None else (held_out,))):
         documents[split] = []
-        for file in files.splits[split]:
-            _check_column(arrow_schema(file, is_parquet=files.is_parquet), column, file)
-        rows = (row for file in files.splits[split] for row in arrow_rows(file, [column], is_parquet=files.is_parquet))
-        for row, (text,) in enumerate(rows):
+        cells = (
+            cells_of(file, partial(_checked, column=column, file=file), is_parquet=files.is_parquet)[0]
+            for file in files.splits[split]
+        )
+        for row, text in enumerate(chain.from_iterable(cells)):
             if text:
                 documents[split].append((f"{split}[{row}]", text.removeprefix("\ufeff")))
             else:
@@ -68,7 +71,8 @@ def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> t
     return documents[train], None if held_out is None else documents[held_out], why
 
 
-def _check_column(schema: Any, column: str, file: Path) -> None:
+def _checked(schema: Any, column: str, file: Path) -> list[str]:
+    """Return the column, which must hold text."""
     arrow = require_pyarrow()
     if column not in schema.names:
         raise DataError(
@@ -78,6 +82,7 @@ def _check_column(schema: Any, column: str, file: Path) -> None:
     kind = schema.field(column).type
     if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
         raise DataError(f"{file}: the column {column!r} holds {kind}, not text; name another (data.text.column).")
+    return [column]
 
 
 _OTHER_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.tables import find_column, number_rows
-from paceline.data.text.corpus import StoredCorpus, split_by_name, stored
+from paceline.data.text.corpus import StoredCorpus, TextDataset, split_by_name, stored
 from paceline.data.text.datasets import python_documentation
 from paceline.data.text.tables import Row, TextTable, read_table
-from paceline.data.text.tokenizer import Tokenizer, open_tokenizer, text_digest
-from paceline.errors import DataError, did_you_mean
+from paceline.data.text.tokenizer import open_tokenizer, text_digest
+from paceline.errors import DataError
 from paceline.files import LeftOut
 from paceline.recipe.data import Data
 from paceline.registry import open_dataset
@@ -37,30 +37,16 @@ _FEWEST_WORDS = 8  # in a paragraph
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelledTexts:
+class LabelledTexts(TextDataset):
     """Texts in two splits, as tokens, each with a class.
 
     Attributes:
-        name: Name in the recipe.
-        train: Training texts, a document each.
-        validation: Held-out texts.
         labels: Class of each training text and of each held-out one, int64 [texts].
         classes: Class names.
-        tokenizer: The tokenizer used.
-        digest: Identifies the data.
-        reason: Origin of the held-out texts, if ``validation_fraction`` has no effect.
-        left_out: Unused data, one sentence per kind.
     """
 
-    name: str
-    train: StoredCorpus
-    validation: StoredCorpus
     labels: tuple[NDArray[np.int64], NDArray[np.int64]]
     classes: tuple[str, ...]
-    tokenizer: Tokenizer
-    digest: str
-    reason: str | None = None
-    left_out: tuple[str, ...] = ()
 
 
 def open_labelled(data: Data) -> LabelledTexts:
@@ -130,12 +116,8 @@ def _open_table(data: Data) -> LabelledTexts:
         nonlocal found
         label = find_column("label", data.label_column, columns, where, features)
         if data.text.column not in columns or label is None:
-            what = "label" if label is None else repr(data.text.column)
-            key = "data.label_column" if label is None else "data.text.column"
-            raise DataError(
-                f"{where} has no column {what} ({key}): it has {', '.join(columns)}."
-                f"{did_you_mean(data.text.column, columns)}"
-            )
+            key = f"data.text.column={data.text.column}" if label else f"data.label_column={data.label_column}"
+            raise DataError(f"{where} has no column for {key}: it has {', '.join(columns)}.")
         found = label
         return [data.text.column, label]
 

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.data.image.sets.csv import read_csv
 from paceline.data.image.sets.huggingface import HuggingFaceFiles, choose_splits, find_files
 from paceline.data.image.tables import find_column, mapped, parts_of, reading, require_pyarrow, splits_of_files
 from paceline.data.text.corpus import split_by_name
 from paceline.errors import DataError
-from paceline.escaping import text_of_cell
 from paceline.files import LeftOut, has_ending, refuse_odd_kinds, visible
-from paceline.plain_json import load_json
 from paceline.recipe.data import Data
 
-_ENDINGS = ("csv", "tsv", "tab", "jsonl")
+_LINES, _TSV = ("jsonl",), ("tsv", "tab")
+_ENDINGS = ("csv", *_TSV, *_LINES)
 _KINDS = "a .csv, .tsv, .jsonl or .parquet file, a folder of them, or a folder that save_to_disk wrote"
+_LARGEST_HEAD = 2**16
 
 Choose = Callable[[Sequence[str], Mapping[str, Any], str], Sequence[str]]
 """Chooses columns: called with all of them, Hugging Face's metadata of each, and the table's name for messages."""
 
 
 class Row(NamedTuple):
-    """The cells of the chosen columns, and the row's name: ``line 3 of 'train.csv'``."""
+    """The cells of the chosen columns, and the row's name: ``row 3 of 'train.csv'``, counted from 1."""
 
     name: str
     cells: tuple[Any, ...]
@@ -60,31 +59,31 @@ def read_table(data: Data, choose: Choose, left_out: LeftOut) -> TextTable:
     Raises:
         DataError: If there is no such table, or it cannot be read.
     """
-    if data.path is None:
-        raise DataError(f"data.dataset={data.dataset} needs data.path: {_KINDS}.")
-    root = Path(data.path).expanduser()
-    files = _plain_files(root, left_out) or find_files(root, left_out)
+    root = Path(data.path or "").expanduser()
+    files = None if data.path is None else _plain_files(root, left_out) or find_files(root, left_out)
     if files is None:
-        raise DataError(f"data.path={root} is not a table of text: give {_KINDS}.")
+        raise DataError(f"data.path={data.path} is not a table of text: data.dataset={data.dataset} takes {_KINDS}.")
     train, held_out, reason = choose_splits(files)
 
     def rows_of(split: str, split_column: str | None) -> tuple[list[Row], list[str] | None]:
-        rows, words = list[Row](), list[Any]()
+        rows, words = list[Row](), list[str]()
         for file in files.splits[split]:
-            names, read = _opened(file, is_parquet=files.is_parquet)
-            word = find_column("split", split_column, names, repr(str(file)))
-            chosen = choose(names, files.features, repr(str(file)))
-            for line, cells in read([*chosen, *([] if word is None else [word])]):
-                name = f"{split}[{len(rows)}]" if line is None else f"line {line} of {file.name!r}"
-                rows.append(Row(name, tuple(cells[: len(chosen)])))
-                words.append(str(cells[-1]) if word is not None else None)
-        return rows, None if None in words else words
+            where, has_words = repr(str(file)), False
+
+            def pick(schema: Any, where: str = where) -> list[str]:
+                nonlocal has_words
+                word = find_column("split", split_column, schema.names, where)
+                has_words = word is not None
+                return [*choose(schema.names, files.features, where), *([] if word is None else [word])]
+
+            for number, cells in enumerate(zip(*cells_of(file, pick, is_parquet=files.is_parquet), strict=True)):
+                rows.append(Row(f"row {number + 1} of {file.name!r}", cells[: len(cells) - has_words]))
+                words += [str(cells[-1])] * has_words
+        return rows, words or None
 
     if held_out is not None:
         return TextTable(rows_of(train, None)[0], rows_of(held_out, None)[0], reason, files.features)
     rows, words = rows_of(train, data.split_column)
-    if not rows:
-        raise DataError(f"data.path={root} has no rows.")
     parts = parts_of(words, len(rows), repr(str(root)))
     if parts.held_out is None:
         return TextTable(*split_by_name(rows, data.validation_fraction), None, files.features)
@@ -108,70 +107,35 @@ def _plain_files(root: Path, left_out: LeftOut) -> HuggingFaceFiles | None:
     return HuggingFaceFiles(root=root, splits=splits, is_parquet=False, features={}) if paths else None
 
 
-def _opened(file: Path, *, is_parquet: bool) -> tuple[Sequence[str], Callable[[Sequence[str]], Iterator[_Cells]]]:
-    """Return a table's column names, and a function that reads some of its columns."""
-    if not has_ending(file.name, _ENDINGS):
-        columns = arrow_schema(file, is_parquet=is_parquet).names
-        return columns, lambda names: ((None, cells) for cells in arrow_rows(file, names, is_parquet=is_parquet))
-    if has_ending(file.name, ("jsonl",)):
-        if not (records := list(_json_lines(file))):
-            raise DataError(f"{str(file)!r} has no rows; check data.path.")
-        return list(records[0][1]), lambda names: _cells_of(records, names, file)
-    header, rows, lines = read_csv(file)
+def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bool) -> list[list[Any]]:
+    """Return the cells of some columns of a CSV, JSON lines or parquet file, or an Arrow stream.
 
-    def read(names: Sequence[str]) -> Iterator[_Cells]:
-        places = [header.index(name) for name in names]
-        return ((line, [text_of_cell(row[at]) for at in places]) for line, row in zip(lines, rows, strict=True))
+    Args:
+        file: The file.
+        pick: Chooses columns from the table's schema, pyarrow's.
+        is_parquet: Whether a file without another known ending is a parquet file.
 
-    return header, read
-
-
-_Cells = tuple[int | None, Sequence[Any]]
-
-
-def _json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    refuse_odd_kinds(file)
-    try:
-        with file.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    record = load_json(line)
-                    if not isinstance(record, dict):
-                        raise ValueError(f"line {number} holds a {type(record).__name__}, not an object")
-                    yield number, record
-    except (OSError, ValueError) as error:
-        raise DataError(f"{str(file)!r} cannot be read as JSON lines ({error}): correct it.") from error
-
-
-def _cells_of(records: Sequence[tuple[int, dict[str, Any]]], names: Sequence[str], file: Path) -> Iterator[_Cells]:
-    for number, record in records:
-        if missing := [name for name in names if name not in record]:
-            raise DataError(f"line {number} of {str(file)!r} has no {missing[0]!r}, which line {records[0][0]} has.")
-        yield number, [record[name] for name in names]
-
-
-def arrow_schema(file: Path, *, is_parquet: bool) -> Any:
-    """Return the schema of a parquet file or an Arrow stream, in pyarrow's form."""
+    Raises:
+        DataError: If it cannot be read, or pyarrow is missing.
+    """
     arrow = require_pyarrow()
     refuse_odd_kinds(file)
     with reading(file), mapped(file) as content:
-        if is_parquet:
-            with arrow.parquet.ParquetFile(content) as opened:
-                return opened.schema_arrow
-        with arrow.ipc.open_stream(content) as stream:
-            return stream.schema
-
-
-def arrow_rows(file: Path, names: Sequence[str], *, is_parquet: bool) -> Iterator[tuple[Any, ...]]:
-    """Yield the cells of some columns of a parquet file or an Arrow stream, row by row."""
-    arrow = require_pyarrow()
-    with reading(file), mapped(file) as content:
-        if is_parquet:
-            with arrow.parquet.ParquetFile(content) as opened:
-                for batch in opened.iter_batches(columns=list(names)):
-                    yield from zip(*(batch.column(name).to_pylist() for name in names), strict=True)
+        if has_ending(file.name, _LINES):
+            # A line must fit into a block.
+            table = arrow.json.read_json(content, arrow.json.ReadOptions(block_size=max(2**20, content.size())))
+        elif has_ending(file.name, _ENDINGS):
+            head = content.read_at(min(_LARGEST_HEAD, content.size()), 0).partition(b"\n")[0].decode("utf-8-sig")
+            delimiter = "\t" if has_ending(file.name, _TSV) else max(",;\t", key=head.count)
+            parse = arrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+            names = arrow.csv.open_csv(content, parse_options=parse).schema.names
+            content.seek(0)
+            as_text = arrow.csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()))
+            table = arrow.csv.read_csv(content, parse_options=parse, convert_options=as_text)
+        elif is_parquet:
+            opened = arrow.parquet.ParquetFile(content)
+            table = opened.read(columns=list(pick(opened.schema_arrow)))
         else:
-            with arrow.ipc.open_stream(content) as stream:
-                for batch in stream:
-                    batch.validate(full=True)
-                    yield from zip(*(batch.column(name).to_pylist() for name in names), strict=True)
+            table = arrow.ipc.open_stream(content).read_all()
+        table.validate(full=True)
+        return [table.column(name).to_pylist() for name in pick(table.schema)]

@@ -111,7 +111,7 @@ def test_what_is_no_table_is_told(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_bytes(b"path,label\n\xff\xfe,\x00\n")
     with pytest.raises(DataError, match=r"it is not in UTF-8: .*; save it again in that encoding"):
         open_dataset(opened(tmp_path / "x.csv"))
-    unreadable = "cannot be read as a table"
+    unreadable = "cannot be read as a table of paths and labels"
     for name, said in (("x.csv", unreadable), ("missing.csv", unreadable), (".", "is a folder, not a file")):
         with pytest.raises(DataError, match=said):
             open_dataset(opened(tmp_path / name))

@@ -66,7 +66,7 @@ def test_the_number_of_targets_is_known_before_a_row_is_read(tmp_path: Path, tok
 
 def test_what_does_not_fit_is_cut_or_left_out_and_told(tmp_path: Path) -> None:
     found = opened(write_lines(tmp_path / "a.jsonl", PAIRS), context=4)
-    assert found.train.names == ["line 2 of 'a.jsonl'"]
+    assert found.train.names == ["row 2 of 'a.jsonl'"]
     assert found.train.lengths.tolist() == [5]
     assert {each.partition(":")[0] for each in found.left_out} == {
         "rows whose answer begins beyond data.text.context",
@@ -78,7 +78,7 @@ def test_what_does_not_fit_is_cut_or_left_out_and_told(tmp_path: Path) -> None:
     ("rows", "said"),
     [
         ([{"question": "a", "answer": "b"}], "expected messages, or prompt and answer"),
-        ([{"prompt": "a", "answer": None}], "line 1 of 'a.jsonl': prompt and answer must be texts"),
+        ([{"prompt": "a", "answer": None}], "row 1 of 'a.jsonl': prompt and answer must be texts"),
         ([{"messages": "hello"}], "messages must be a list"),
         ([{"messages": [{"role": "user", "content": "a"}]}], "no answer to learn from; rows without an answer: 1"),
     ],

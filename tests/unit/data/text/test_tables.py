@@ -97,7 +97,7 @@ def test_texts_are_cut_with_their_special_tokens(tmp_path: Path) -> None:
         ids = opened.train.read(number, 0, int(opened.train.lengths[number])).tolist()
         assert (ids[0], ids[-1]) == (2, 3)
         assert len(ids) == min(5, 2 + len(row["text"].split()))
-    assert any(each.startswith("rows without text: 1 left out (\"line 31 of 'a.jsonl'\")") for each in opened.left_out)
+    assert any(each.startswith("rows without text: 1 left out (\"row 31 of 'a.jsonl'\")") for each in opened.left_out)
     longer = sum(len(row["text"].split()) > 3 for row in ROWS)
     assert any(each.startswith(f"ends of texts beyond data.text.context: {longer} ") for each in opened.left_out)
 
@@ -105,14 +105,14 @@ def test_texts_are_cut_with_their_special_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "keys", "said"),
     [
-        ([{"text": "a", "kind": "x"}], {}, "no column label"),
-        ([{"body": "a", "label": "x"}], {}, "no column 'text' \\(data.text.column\\)"),
+        ([{"text": "a", "kind": "x"}], {}, "no column for data.label_column=auto"),
+        ([{"body": "a", "label": "x"}], {}, "no column for data.text.column=text"),
         ([{"text": "a", "label": "x"}], {"label_column": "lable"}, "no column 'lable' .* Did you mean"),
-        ([{"text": "a", "label": "x"}, {"text": "b", "label": None}], {}, "line 2 of 'a.jsonl' has no label"),
-        ([{"text": "a", "label": "x"}, {"text": "b"}], {}, "line 2 of .* has no 'label'"),
+        ([{"text": "a", "label": "x"}, {"text": "b", "label": None}], {}, "row 2 of 'a.jsonl' has no label"),
+        ([{"text": "a", "label": "x"}, {"text": "b"}], {}, "row 2 of 'a.jsonl' has no label"),
         ([{"text": "a", "label": "x"}], {}, "one class, 'x'"),
-        ([{"text": 3, "label": "x"}], {}, "line 1 of 'a.jsonl' has a text of type int"),
-        ([], {}, "no rows"),
+        ([{"text": 3, "label": "x"}], {}, "row 1 of 'a.jsonl' has a text of type int"),
+        ([], {}, "cannot be read"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, rows: list[dict[str, Any]], keys: dict[str, str], said: str) -> None:
@@ -124,11 +124,11 @@ def test_what_is_wrong_is_named(tmp_path: Path, rows: list[dict[str, Any]], keys
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a", "label": "x"}\n{"text": \n')
-    with pytest.raises(DataError, match="cannot be read as JSON lines"):
+    with pytest.raises(DataError, match="cannot be read"):
         found(path)
     with pytest.raises(DataError, match="is not a table of text"):
         found(tmp_path / "a.docx")
-    with pytest.raises(DataError, match=r"needs data\.path"):
+    with pytest.raises(DataError, match=r"data\.path=None is not a table of text"):
         open_labelled(Data(dataset="text_table"))
 
 

@@ -26,7 +26,7 @@ def open_csv(request: DatasetRequest) -> StoredImages:
         DataError: If it cannot be read, or a column, a label or a path is missing.
     """
     file = request.path
-    header, rows, lines = read_csv(file)
+    header, rows, lines = _read(file)
     columns = find_columns(request.data, header, repr(str(file)))
     image, labels = header.index(columns.image), [header.index(each) for each in columns.labels]
     splits = None if columns.split is None else [row[header.index(columns.split)] for row in rows]
@@ -47,12 +47,8 @@ def open_csv(request: DatasetRequest) -> StoredImages:
     )
 
 
-def read_csv(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
-    """Return a table's column names, its rows, and each row's line number.
-
-    Raises:
-        DataError: If it cannot be read, is empty, or a row has another number of fields.
-    """
+def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
+    """Return the header, the rows, and each row's line number."""
     refuse_odd_kinds(file)
     try:
         with open(file, encoding="utf-8-sig", newline="") as opened:
@@ -71,10 +67,11 @@ def read_csv(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
         if isinstance(error, UnicodeDecodeError):
             reason = f"it is not in UTF-8: {reason}; save it again in that encoding"
         raise DataError(
-            f"data.path is {str(file)!r}, which cannot be read as a table ({reason}): correct it, or the path."
+            f"data.path is {str(file)!r}, which cannot be read as a table of paths and labels ({reason}): correct it, "
+            "or the path."
         ) from None
     if not rows:
-        raise DataError(f"{str(file)!r} has no rows: expected a line of column names and one line for each sample.")
+        raise DataError(f"{str(file)!r} has no rows: expected a line of column names and one line for each image.")
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
         raise DataError(f"{str(file)!r} has two columns called {twice[0]!r}: rename one of them.")
