@@ -128,6 +128,8 @@ _PADS = ("[PAD]", "<pad>", "<|pad|>", "<|padding|>")
 _SPOKEN = {"begin": "bos", "end": "eos", "mask": "mask", "pad": "pad", "unknown": "unk"}
 _SAID = {key: f"{name}_token" for key, name in _SPOKEN.items()} | {"chat_template": "chat_template"}
 _TEMPLATE = "chat_template.jinja"
+# Templates that write today's date would change a run's data from day to day.
+_NO_CLOCK = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
 _LARGEST_BYTES = 2**28
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -212,7 +214,7 @@ class HuggingFaceTokenizer:
             names = {f"{name}_token": self._special[key] for key, name in _SPOKEN.items() if key in self._special}
             texts, _ = render_jinja_template(
                 [list(messages)],
-                chat_template=self._special["chat_template"],
+                chat_template=_NO_CLOCK + self._special["chat_template"],
                 add_generation_prompt=asks,
                 **names,
             )

@@ -12,6 +12,7 @@ from tiny_text import chats, tokenizer_folder, write_lines
 from paceline.data.text.corpus import TextDataset
 from paceline.data.text.datasets import open_text
 from paceline.data.text.pipeline import NOTHING, asked_count, packed_rows, read_row, single_rows
+from paceline.data.text.tokenizer import HuggingFaceTokenizer, open_tokenizer
 from paceline.errors import DataError
 from paceline.recipe.data import Data, Text
 
@@ -105,3 +106,13 @@ def test_a_template_that_rewrites_earlier_answers_is_refused(tmp_path: Path, tok
     (folder / "chat_template.jinja").write_text(last_only)
     with pytest.raises(DataError, match="one answer per row"):
         opened(write_lines(tmp_path / "a.jsonl", chats(2)[1:]), tokenizer=str(folder))
+
+
+def test_a_template_s_date_is_the_same_every_day(tmp_path: Path) -> None:
+    folder = tokenizer_folder(tmp_path / "dated")
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text("Today is {{ strftime_now('%d %b %Y') }}." + template)
+    tokenizer = open_tokenizer(str(folder))
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    asked = [{"role": "user", "content": "hello"}]
+    assert tokenizer.chat(asked, asks=True).startswith("Today is 26 Jul 2024.<|im_start|>user\nhello<|im_end|>\n")
