@@ -18,7 +18,6 @@ from paceline.data.slices import SampleSlice
 from paceline.data.text.corpus import StoredCorpus
 from paceline.data.text.labelled import LabelledTexts, open_labelled
 from paceline.data.text.tokenizer import TokenIds, Tokenizer
-from paceline.errors import DataError
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.models.language import build_text_classifier
@@ -53,8 +52,6 @@ class TextClassification(Task):
     def data_facts(self, world: World) -> DataFacts:
         """Open the texts."""
         found, data = self.dataset, self.recipe.data
-        if len(found.train.lengths) == 0:
-            raise DataError(f"data.dataset={found.name} has no text to learn from; check data.path.")
         why = "the task text_classification reads one text per sample"
         used = _USED + (_OF_TABLES if data.dataset == "text_table" else ())
         unused = all_but(used, why) | dict.fromkeys(("model.channels_last", "evaluate.top_k"), why)

@@ -71,27 +71,26 @@ def from_rows(data: Data, table: TextTable, left_out: LeftOut, label: str = "") 
         DataError: If a cell is not a text or a label, or there is only one class.
     """
     tokenizer, context = open_tokenizer(data.text.tokenizer), data.text.context
-    splits, labels = list[StoredCorpus](), list[Any]()
+    splits = list[StoredCorpus]()
     names, values = list[str](), list[Any]()
     for rows in (table.train, table.held_out):
         documents = []
         for name, (text, value) in rows:
             if not isinstance(text, str | None):
-                raise DataError(
-                    f"{name} has a text of type {type(text).__name__}; name a column of text (data.text.column)."
-                )
-            ids = tokenizer.encode_whole((text or "").removeprefix("\ufeff"), context + 1)
+                raise DataError(f"{name} has the text {text!r:.80}; name a column of text (data.text.column).")
+            ids = tokenizer.encode_whole(text or "", context)
             if not text or not len(ids):
                 left_out.add("rows without text", name)
                 continue
-            if len(ids) > context:
+            if len(ids) == context < len(tokenizer.encode_whole(text, context + 1)):
                 left_out.add("ends of texts beyond data.text.context", name)
-                ids = tokenizer.encode_whole(text, context)
             documents.append((name, ids))
             names.append(name)
             values.append(value)
         splits.append(stored(documents, tokenizer))
     begins = len(splits[0].lengths)
+    if not begins:
+        raise DataError("; ".join([f"data.path={data.path} has no text to learn from", *left_out.told()]) + ".")
     parts = [np.arange(begins), np.arange(begins, len(names))]
     where = str(data.path or data.dataset)
     classes, labels = number_rows(values, parts, names.__getitem__, where, table.features.get(label))

@@ -53,16 +53,17 @@ def test_only_answers_and_their_end_are_targets(tmp_path: Path) -> None:
     assert row.following.tolist() == [NOTHING] * 7 + [ord("4"), found.tokenizer.end, NOTHING]
 
 
+@pytest.mark.parametrize("rows", [chats(40), [{"prompt": "", "answer": "first"}, *PAIRS[:1]] * 9])
 @pytest.mark.parametrize("cut", [single_rows, lambda lengths, context: packed_rows(lengths, context, 0)])
-def test_the_number_of_targets_is_known_before_a_row_is_read(tmp_path: Path, tokenizer: Path, cut: Any) -> None:
-    found = opened(write_lines(tmp_path / "a.jsonl", chats(40)), tokenizer=str(tokenizer), context=48)
-    table = cut(found.train.lengths, 48)
-    targets = [(read_row(found.train, table, row).following != NOTHING).sum() for row in range(len(table))]
-    assert asked_count(found.train, table).tolist() == targets
+def test_the_number_of_targets_is_known_before_a_row_is_read(
+    tmp_path: Path, tokenizer: Path, cut: Any, rows: list[dict[str, Any]]
+) -> None:
+    found = opened(write_lines(tmp_path / "a.jsonl", rows), tokenizer=str(tokenizer), context=48)
+    corpus, table = found.train, cut(found.train.lengths, 48)
+    targets = [(read_row(corpus, table, row).following != NOTHING).sum() for row in range(len(table))]
+    assert asked_count(corpus, table).tolist() == targets
     assert min(targets) > 0
-    assert sum(targets) == sum(
-        int(found.train.is_asked(n, 1, int(size)).sum()) for n, size in enumerate(found.train.lengths)
-    )
+    assert sum(targets) == sum(int(corpus.is_asked(n, 1, int(size)).sum()) for n, size in enumerate(corpus.lengths))
 
 
 def test_what_does_not_fit_is_cut_or_left_out_and_told(tmp_path: Path) -> None:

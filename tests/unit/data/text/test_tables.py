@@ -111,7 +111,8 @@ def test_texts_are_cut_with_their_special_tokens(tmp_path: Path) -> None:
         ([{"text": "a", "label": "x"}, {"text": "b", "label": None}], {}, "row 2 of 'a.jsonl' has no label"),
         ([{"text": "a", "label": "x"}, {"text": "b"}], {}, "row 2 of 'a.jsonl' has no label"),
         ([{"text": "a", "label": "x"}], {}, "one class, 'x'"),
-        ([{"text": 3, "label": "x"}], {}, "row 1 of 'a.jsonl' has a text of type int"),
+        ([{"text": 3, "label": "x"}], {}, "row 1 of 'a.jsonl' has the text 3"),
+        ([{"text": "", "label": "x"}], {}, "has no text to learn from; rows without text: 1 left out"),
         ([], {}, "cannot be read"),
     ],
 )
