@@ -357,7 +357,7 @@ def _loaded(factory: Any, config: Any, model: Model) -> nn.Module:
             "choose another folder or model.options."
         )
     if new:
-        _LOG.warning("note: model.pretrained: %s are newly initialised", ", ".join(new))
+        _LOG.warning("note: model.pretrained: newly initialised: %s", ", ".join(new))
     loaded: nn.Module = network
     return loaded
 
