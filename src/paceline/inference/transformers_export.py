@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.checkpoint.format import write_tensor_file
 from paceline.checkpoint.hub_folder import CONFIG, WEIGHTS
@@ -115,9 +115,5 @@ def _plain(exportable: Exportable) -> Any:
     return plain
 
 
-def _called_with_names(network: nn.Module) -> Callable[..., Tensor]:
-    def call(tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        logits: Tensor = network(input_ids=tokens, attention_mask=mask).logits
-        return logits
-
-    return call
+def _called_with_names(network: Any) -> Callable[..., Tensor]:
+    return lambda tokens, mask=None: network(input_ids=tokens, attention_mask=mask).logits
