@@ -64,7 +64,7 @@ class Model:
     """Which network is trained."""
 
     name: str = "small_resnet"
-    """`small_resnet`, `speed_net`, a timm name, `torchvision:NAME`, for text `gpt`, `bert`,
+    """`small_resnet`, `speed_net`, a timm name, `torchvision:NAME`, for language models `gpt`, `bert`,
     `transformers:NAME` (an architecture of Hugging Face Transformers: gpt2, bert, llama, …) or `transformers:FOLDER`
     (with a config.json), or `package.module:factory`."""
     # Earlier versions stored it as false with every run.
