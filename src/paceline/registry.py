@@ -68,6 +68,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "image_regression": "paceline.tasks.image_regression:ImageRegression",
         "distillation": "paceline.tasks.distillation:Distillation",
         "language_modeling": "paceline.tasks.language_modeling:LanguageModeling",
+        "text_classification": "paceline.tasks.text_classification:TextClassification",
         "recommendation": "paceline.tasks.recommendation:Recommendation",
         "detection": "paceline.tasks.detection:Detection",
         "segmentation": "paceline.tasks.segmentation:Segmentation",

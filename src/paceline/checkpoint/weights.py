@@ -34,6 +34,8 @@ _GIVE = (
 )
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 _TRANSPOSED = ".lora_transposed"  # next to a layer whose weight is [in, out]
+ADAPTER_PARTS = (_DOWN, _UP, _TRANSPOSED)
+"""Ends of the names of an adapter's two matrices, and of the mark of a layer whose weight is transposed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,14 +309,13 @@ def without_adapters(state: Mapping[str, Tensor], rank: int, alpha: float, *, wh
     """
     if not abs(alpha) < 2**1000:
         raise CheckpointError(f"{where}: model.adapters.alpha={str(alpha)[:40]} of its recipe must be finite.")
-    ends = (_DOWN, _UP, _TRANSPOSED)
-    layers = {name.removesuffix(end) for name in state for end in ends if name.endswith(end)}
+    layers = {name.removesuffix(end) for name in state for end in ADAPTER_PARTS if name.endswith(end)}
     merged: dict[str, Tensor] = {}
     for name, tensor in state.items():
         layer, _, own = name.rpartition(_BASE)
         if layer in layers:
             merged[f"{layer}.{own}"] = tensor
-        elif not name.endswith(ends):
+        elif not name.endswith(ADAPTER_PARTS):
             merged[name] = tensor
     for layer in layers:
         names = [f"{layer}{end}" for end in (f"{_BASE}weight", _DOWN, _UP)]

@@ -42,10 +42,11 @@ class Export:
     target: Target
     overrides: Annotated[Overrides, Shape(metavar="[data.KEY=VALUE]...", argument=True)] = ()
     form: Annotated[
-        Literal["timm", "safetensors", "onnx", "torch-export"],
+        Literal["timm", "transformers", "peft", "safetensors", "onnx", "torch-export"],
         Shape(name="--format"),
-        "timm: a folder that timm.create_model and the Hugging Face hub open; onnx: one file, checked in ONNX Runtime "
-        "(extra onnx); torch-export: a .pt2 program.",
+        "timm: a folder that timm.create_model and the Hugging Face hub open; transformers: one that from_pretrained "
+        "opens; peft: low-rank adapters alone; onnx: one file, checked in ONNX Runtime (extra onnx); torch-export: a "
+        ".pt2 program.",
     ] = "safetensors"
     output: Annotated[
         Path | None,
@@ -123,7 +124,13 @@ def _checks(written: Exported, form: str) -> list[str]:
     """Describe the comparison in words."""
     lines = []
     if written.largest_difference is not None:
-        who = {"timm": "timm", "onnx": "ONNX Runtime", "torch-export": "the program, read back,"}[form]
+        who = {
+            "timm": "timm",
+            "transformers": "Transformers",
+            "peft": "peft",
+            "onnx": "ONNX Runtime",
+            "torch-export": "the program, read back,",
+        }[form]
         lines.append(f"{who} matches the network: largest difference {written.largest_difference:.1e} in the logits")
     trial = written.trial
     if trial is not None and trial.before is not None and trial.after is not None:

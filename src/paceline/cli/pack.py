@@ -202,8 +202,8 @@ def _packed(asked: Pack, destination: Path, log: Log) -> dict[str, Any]:
 
 
 def _packed_text(asked: Pack, destination: Path) -> Result:
-    from paceline.data.text.corpus import write_tokens
-    from paceline.data.text.datasets import check_some_text, folder_splits, python_documentation, split_by_name
+    from paceline.data.text.corpus import split_by_name, write_tokens
+    from paceline.data.text.datasets import check_some_text, folder_splits, python_documentation
     from paceline.data.text.tokenizer import open_tokenizer
 
     left_out = LeftOut()

@@ -53,7 +53,7 @@ class Predict:
     a score above 50 %, each with its box: left, top, right and bottom edge in pixels. A language model continues the
     prompt; one trained on masked tokens fills in each [MASK].
     Weights of a recommendation task take lines of samples (.tsv, .txt, .jsonl) and predict the click probability of
-    each.
+    each; a text classifier takes lines of text (.txt; .jsonl with the key text), or a prompt.
 
     Examples:
       paceline predict runs/photos new-photos
@@ -67,7 +67,9 @@ class Predict:
 
     target: Target
     sources: Annotated[tuple[Path, ...], Shape(metavar="[SOURCE...]", argument=True, path="local")] = ()
-    prompt: Annotated[str | None, Shape(metavar="TEXT"), "Text for a language model to continue or fill in."] = None
+    prompt: Annotated[
+        str | None, Shape(metavar="TEXT"), "Text for a language model to continue or fill in, or to classify."
+    ] = None
     tokens: Annotated[int | None, Ge(1), Shape(only="prompt"), "With --prompt: most to write (default: 200)."] = None
     temperature: Annotated[
         float | None,
@@ -155,14 +157,25 @@ class Predict:
 def _answer_prompt(asked: Predict, prompt: str, device: torch.device, *, as_json: bool) -> None:
     """Continue a prompt, or fill in its masked tokens."""
     from paceline.checkpoint.weights import read_weights
-    from paceline.inference.text import Sampling, TextPredictor
+    from paceline.inference.text import Sampling, TextLabeller, TextPredictor
 
     saved = read_weights(asked.target, asked.weights, best=asked.best)
+    if {"tokenizer", "class_names"} <= saved.described("data").keys():
+        for name in asked.writing:
+            refuse_idle(click.get_current_context(), name, "it is for text generation, and this model classifies texts")
+        labeller = TextLabeller(saved, device, trust_code=asked.trust_code)
+        (answer,) = labeller.answer([labeller.prepare(prompt.encode())], asked.top_k or labeller.usual_top_k)
+        if as_json:
+            print_json({"prompt": prompt, "labels": answer.labels, "probabilities": answer.probabilities})
+        else:
+            echo(answer.described())
+        return
     predictor = TextPredictor(saved, device, trust_code=asked.trust_code)
     if not predictor.is_masked:
         sampling = Sampling(top_k=asked.top_k, **asked.writing)
         ids = list(predictor.write(prompt, sampling))
-        text = predictor.tokenizer.decode([*predictor.tokenizer.encode(prompt).tolist(), *ids])
+        begin = [] if predictor.answers_chats else predictor.tokenizer.encode(prompt).tolist()
+        text = predictor.tokenizer.decode([*begin, *ids])
         if as_json:
             print_json({"prompt": prompt, "text": text, "written": len(ids), **dataclasses.asdict(sampling)})
         else:
@@ -207,6 +220,7 @@ def _answer_images(asked: Predict, device: torch.device, *, as_json: bool) -> in
         from paceline.inference.answers import BATCH, answers_ahead
         from paceline.inference.predict import open_predictor
         from paceline.inference.sources import STANDARD_INPUT, picture_from_standard_input, pictures_of
+        from paceline.inference.text import TextLabeller, texts_of
 
     output, batch_size = asked.output, asked.batch_size
     if asked.stdin_image and [str(each) for each in asked.sources] != [STANDARD_INPUT]:
@@ -218,6 +232,8 @@ def _answer_images(asked: Predict, device: torch.device, *, as_json: bool) -> in
     predictor = open_predictor(
         asked.target, weights=asked.weights, best=asked.best, trust_code=asked.trust_code, device=device
     )
+    if isinstance(predictor, TextLabeller):
+        pictures = texts_of(asked.sources)
     if asked.draw is not None and not predictor.draws:
         raise click.UsageError("--draw draws objects or pixel classes, and these weights predict neither.")
     if asked.top_k is not None and predictor.number_names:
@@ -240,7 +256,8 @@ def _answer_images(asked: Predict, device: torch.device, *, as_json: bool) -> in
     )
     with contextlib.closing(answers):
         if output is not None:
-            code = _to_file(answers, output, answer_file(output, predictor), left_out, as_json=as_json)
+            file = answer_file(output, predictor)
+            code = _to_file(answers, output, file, left_out, unit=predictor.unit, as_json=as_json)
         else:
             code = _to_screen(answers, as_json=as_json)
     for sentence in left_out.told():
@@ -289,9 +306,10 @@ def _to_file(
     writing: AbstractContextManager[AnswerWriter],
     left_out: LeftOut,
     *,
+    unit: str,
     as_json: bool,
 ) -> int:
-    """Write the predictions, and report images without one."""
+    """Write the predictions, and report samples without one."""
     from paceline.inference.answers import BATCH
 
     images, unreadable = 0, []
@@ -305,9 +323,9 @@ def _to_file(
             file.write(each.row() for each in batch)
     code = concluded(passed=not unreadable)
     if as_json:
-        told = {"images": images, "unreadable": unreadable, "left_out": left_out.told()}
+        told = {unit: images, "unreadable": unreadable, "left_out": left_out.told()}
         print_json({"output": str(output), **told})
     else:
         broken = f", {len(unreadable):,} of them unreadable" if unreadable else ""
-        echo(f"{images:,} images{broken}: {output}")
+        echo(f"{images:,} {unit}{broken}: {output}")
     return code

@@ -89,6 +89,10 @@ class Serve:
                 trust_code=self.trust_code,
             )
 
+            if predictor.unit != "images":
+                raise PacelineError(
+                    f"{self.target} is a model of {predictor.unit}, and serve takes images; use predict."
+                )
             if predictor.draws and not predictor.finds_boxes:
                 raise PacelineError(
                     f"{self.target} is a segmentation model, which cannot be served; use paceline predict --draw DIR."

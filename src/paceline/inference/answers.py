@@ -97,6 +97,7 @@ class ImagePredictor(ABC):
         finds_boxes: Whether predictions have boxes.
         draws: Whether predictions can be drawn.
         kind: Class of the predictions.
+        unit: Plural name of what is predicted.
     """
 
     classes: tuple[str, ...]
@@ -106,6 +107,7 @@ class ImagePredictor(ABC):
     finds_boxes = False
     draws = False
     kind: type[Answer] = Answer
+    unit = "images"
 
     _saved: SavedWeights
 

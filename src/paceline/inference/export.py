@@ -20,9 +20,17 @@ from paceline.inference.atomic_output import check_output, put_in_place
 from paceline.inference.export_onnx import Trial, calibration_images, need_onnx, quantised, write_onnx
 from paceline.inference.exportable import Exportable, InBfloat16, open_exportable, preprocessing, write_program
 from paceline.inference.hub_export import write_hub_folder
+from paceline.inference.transformers_export import write_peft_folder, write_transformers_folder
 from paceline.recipe.load import Overrides
 
-FORMATS = {"timm": "", "safetensors": ".safetensors", "onnx": ".onnx", "torch-export": ".pt2"}
+FORMATS = {
+    "timm": "",
+    "transformers": "",
+    "peft": "",
+    "safetensors": ".safetensors",
+    "onnx": ".onnx",
+    "torch-export": ".pt2",
+}
 """The formats with their file extensions; a hub folder has none."""
 QUANTIZED = {"int8": ("onnx",), "bf16": ("timm", "safetensors", "torch-export")}
 """Dtypes to which weights can be rounded, with the formats that support them."""
@@ -87,6 +95,8 @@ def export(request: ExportRequest) -> Exported:
     writers: Mapping[str, Callable[[ExportRequest, SavedWeights, Path], float | Trial | None]] = {
         "safetensors": _safetensors,
         "timm": _timm,
+        "transformers": _transformers,
+        "peft": _peft,
         "onnx": _onnx,
         "torch-export": _program,
     }
@@ -169,6 +179,16 @@ def _timm(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
     named = without_prefix(exportable.network.state_dict(), state)[0]
     write_weights = partial(_write_tensors, state=named, metadata=_metadata(saved, request))
     return write_hub_folder(exportable, path, run=request.target, write_weights=write_weights)
+
+
+def _transformers(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
+    exportable = open_exportable(saved, trust_code=request.trust_code, wanted="transformers")
+    write_weights = partial(_write_tensors, state=saved.plain, metadata=_metadata(saved, request))
+    return write_transformers_folder(exportable, path, write_weights)
+
+
+def _peft(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
+    return write_peft_folder(open_exportable(saved, trust_code=request.trust_code, wanted="peft"), path)
 
 
 def _onnx(request: ExportRequest, saved: SavedWeights, path: Path) -> float | Trial:

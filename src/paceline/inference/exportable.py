@@ -18,7 +18,7 @@ from paceline.inference.clicks import ClickPredictor
 from paceline.inference.labelling import Outputs
 from paceline.inference.predict import Predictor
 from paceline.inference.segmentation import SegmentationPredictor
-from paceline.inference.text import TextPredictor
+from paceline.inference.text import TextLabeller, TextPredictor
 from paceline.inference.trained import trained_task
 
 OUTPUT = "logits"
@@ -210,10 +210,13 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
         )
         inputs = [Input("images", ("batch", pixels.channels, pixels.size, pixels.size), None, says)]
     elif "tokenizer" in data:
-        kind, network = "tokens", TextPredictor(saved, _CPU, trust_code=trust_code).network
+        is_classifier = "class_names" in data
+        open_network = TextLabeller if is_classifier else TextPredictor
+        kind, network = "tokens", open_network(saved, _CPU, trust_code=trust_code).network
         vocabulary, longest["length"] = int(data["vocabulary"]), int(data["context"])
         says = f"token ids in [0, {vocabulary}), int64, at most {longest['length']} in a row"
         inputs = [Input("tokens", ("batch", "length"), (vocabulary,), says)]
+        inputs += [Input("mask", ("batch", "length"), (2,), "1 for tokens, 0 for padding, int64")] * is_classifier
     elif "table_rows" in data:
         kind, network = "clicks", ClickPredictor(saved, _CPU, trust_code=trust_code).network
         rows, numbers = tuple(int(each) for each in data["table_rows"]), int(data["dense_features"])

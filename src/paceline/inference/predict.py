@@ -19,6 +19,7 @@ from paceline.inference.answers import ImagePredictor
 from paceline.inference.detection import DetectionPredictor
 from paceline.inference.labelling import ImageLabeller, OnnxPredictor, Outputs, Shown
 from paceline.inference.segmentation import SegmentationPredictor
+from paceline.inference.text import TextLabeller
 from paceline.inference.trained import TaskMaker, trained_recipe, trained_task
 from paceline.models.build import check_takes
 from paceline.tasks.image_classification import CROPS, ImageTask, shown_for_crops
@@ -115,8 +116,8 @@ def load_predictor(
     """
     saved = read_weights(target, weights, best=best)
     described: dict[str, Any] = saved.described("data")
-    if "detects" in described or "labels_pixels" in described:
-        found = "a detector, which finds objects" if "detects" in described else "a segmentation network"
+    others = {"detects": "a detector", "labels_pixels": "a segmentation network", "tokenizer": "a network of text"}
+    if found := next((what for key, what in others.items() if key in described), None):
         raise DataError(f"{saved.path} holds {found} and does not classify images; use paceline predict.")
     return Predictor(saved, device or torch.device("cpu"), task or trained_task(saved, trust_code=trust_code))
 
@@ -124,7 +125,7 @@ def load_predictor(
 def open_predictor(
     target: Path, *, weights: str = "auto", best: bool = False, trust_code: bool = False, device: torch.device
 ) -> ImagePredictor:
-    """Load weights that label images or pixels, or detect objects; arguments as for :func:`load_predictor`.
+    """Load weights that label images, pixels or texts, or detect objects; arguments as for :func:`load_predictor`.
 
     The target may also be an ONNX file from ``paceline export --format onnx``.
     """
@@ -139,4 +140,6 @@ def open_predictor(
         return DetectionPredictor(saved, device, trust_code=trust_code)
     if "labels_pixels" in saved.described("data"):
         return SegmentationPredictor(saved, device, trust_code=trust_code)
+    if "tokenizer" in saved.described("data"):
+        return TextLabeller(saved, device, trust_code=trust_code)
     return Predictor(saved, device, trained_task(saved, trust_code=trust_code))

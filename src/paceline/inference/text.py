@@ -1,20 +1,31 @@
-"""Text generation and masked-token prediction with a trained language model."""
+"""Text generation and masked-token prediction with a trained language model, and classes of texts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights import SavedWeights, load_trained
+from paceline.data.image.decode import BrokenImageError
 from paceline.data.text.corpus import TextDataset, encoded
-from paceline.data.text.tokenizer import MASK_WORDS, Tokenizer, tokenizer_from
+from paceline.data.text.labelled import LabelledTexts
+from paceline.data.text.tokenizer import MASK_WORDS, HuggingFaceTokenizer, TokenIds, Tokenizer, tokenizer_from
 from paceline.errors import DataError, NotFiniteError, RecipeError
-from paceline.inference.answers import NOT_FINITE
+from paceline.files import has_ending, refuse_odd_kinds
+from paceline.inference.answers import NOT_FINITE, Answer, ImagePredictor
+from paceline.inference.sources import PictureFile
 from paceline.inference.trained import trained_recipe, trained_task
+from paceline.plain_json import load_json
 from paceline.tasks.language_modeling import LanguageModeling
+from paceline.tasks.text_classification import TextClassification, padded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,29 +74,23 @@ class TextPredictor:
 
     Attributes:
         network: The network, in evaluation mode on the device.
+        answers_chats: Whether a prompt is a message of the user, and what follows the answer.
     """
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
         data, where = saved.described("data"), str(saved.path)
-        if "tokenizer" not in data:
+        if not {"tokenizer", "objective"} <= data.keys():
             raise RecipeError(f"the weights in {where} are not a language model and take no prompt; give files.")
         self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
         self.is_masked: bool = data["objective"] == "masked"
         self._context: int = data["context"]
+        self.answers_chats: bool = data.get("messages", False)
         self._device = device
-        recipe = trained_recipe(saved)
-        task = trained_task(saved, trust_code=trust_code)(recipe)
-        if not isinstance(task, LanguageModeling):
-            raise RecipeError(
-                f"the weights in {where} were trained with the task {recipe.task}, which does not generate text."
-            )
         nothing = encoded((), self.tokenizer)
-        task.dataset = TextDataset(
+        dataset = TextDataset(
             name=data["dataset"], train=nothing, validation=nothing, tokenizer=self.tokenizer, digest=data["digest"]
         )
-        network = task.build_model()
-        load_trained(network, saved)
-        self.network: nn.Module = network.to(device).eval()
+        self.network = _trained(saved, LanguageModeling, dataset, trust_code=trust_code).to(device)
 
     def write(self, prompt: str, sampling: Sampling) -> Iterator[int]:
         """Yield token ids that continue a prompt, until the document ends.
@@ -100,13 +105,20 @@ class TextPredictor:
             )
         draws = torch.Generator().manual_seed(sampling.seed)
         # Without a prompt, start a document: after the end token of a previous one.
-        ids = self.tokenizer.encode(prompt).tolist() or [self.tokenizer.end]
+        ids = self._prompt(prompt).tolist() or [self.tokenizer.end]
         for _ in range(sampling.tokens):
             following = _choose(self._scores(ids[-self._context :], [-1])[0], sampling, draws)
             if following == self.tokenizer.end:
                 return
             ids.append(following)
             yield following
+
+    def _prompt(self, prompt: str) -> TokenIds:
+        """Return a prompt's tokens; one to a network trained on chats is a message of the user."""
+        if self.answers_chats and isinstance(self.tokenizer, HuggingFaceTokenizer):
+            asked = self.tokenizer.chat([{"role": "user", "content": prompt}], asks=True)
+            return self.tokenizer.encode_chat(asked)[0]
+        return self.tokenizer.encode(prompt)
 
     def fill(self, prompt: str, *, top_k: int = 3) -> Filled:
         """Predict each ``[MASK]`` or ``<mask>``.
@@ -150,6 +162,98 @@ class TextPredictor:
         if not bool(logits.softmax(dim=1).isfinite().all()):
             raise NotFiniteError(f"{NOT_FINITE}.")
         return logits
+
+
+class TextLabeller(ImagePredictor):
+    """A trained text classifier with its tokenizer; needs only the weights file.
+
+    Args:
+        saved: The weights; their file holds the tokenizer and describes the network.
+        device: Device.
+        trust_code: Whether to import code named in the weights' recipe.
+
+    Raises:
+        RecipeError: If they are not a text classifier's.
+
+    Attributes:
+        network: The network, in evaluation mode on the device.
+    """
+
+    unit = "texts"
+
+    def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
+        data, where = saved.described("data"), str(saved.path)
+        self._saved, self._device = saved, device
+        self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
+        self.classes = tuple(data["class_names"])
+        self._context: int = data["context"]
+        nothing, none = encoded((), self.tokenizer), np.empty(0, dtype=np.int64)
+        dataset = LabelledTexts(
+            name=data["dataset"],
+            train=nothing,
+            validation=nothing,
+            labels=(none, none),
+            classes=self.classes,
+            tokenizer=self.tokenizer,
+            digest=data["digest"],
+        )
+        self.network = _trained(saved, TextClassification, dataset, trust_code=trust_code).to(device)
+
+    def prepare(self, content: bytes) -> TokenIds:
+        """Return the tokens of a text, int64 [tokens]; BrokenImageError if it is not UTF-8, or empty."""
+        try:
+            ids = self.tokenizer.encode_whole(content.decode("utf-8-sig"), self._context)
+        except UnicodeDecodeError as error:
+            raise BrokenImageError("text", f"it is not UTF-8 ({error.reason})") from error
+        if not content.strip() or not len(ids):
+            raise BrokenImageError("text", "it is empty")
+        return ids
+
+    @torch.inference_mode()
+    def answer(self, prepared: Sequence[TokenIds], top_k: int) -> list[Answer]:
+        """Return the most probable classes of each text, in order, without paths."""
+        batch = padded(list(prepared), max(map(len, prepared)), self.tokenizer)
+        logits: Tensor = self.network(batch["tokens"].to(self._device), batch["mask"].to(self._device))
+        values, best = logits.float().softmax(dim=1).topk(min(top_k, len(self.classes)), dim=1)
+        return [
+            Answer(Path(), tuple(self.classes[label] for label in labels), tuple(sure))
+            if math.isfinite(sure[0])
+            else self.unreadable(Path(), NOT_FINITE)
+            for sure, labels in zip(values.tolist(), best.tolist(), strict=True)
+        ]
+
+
+def texts_of(sources: Sequence[Path]) -> Iterator[PictureFile]:
+    """Yield each line of text files as a text; of JSON lines, the value of ``text``.
+
+    Raises:
+        DataError: If a file cannot be read, or a line has no text.
+    """
+    for source in sources:
+        refuse_odd_kinds(source)
+        is_json = has_ending(source.name, ("jsonl",))
+        try:
+            with source.open("rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    text = load_json(line)["text"].encode() if is_json else line.rstrip(b"\r\n")
+                    yield PictureFile(Path(f"{source}:{number}"), partial(bytes, text))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(f"'{source}' cannot be read as lines of text ({type(error).__name__}: {error}).") from error
+
+
+def _trained(
+    saved: SavedWeights, kind: type[LanguageModeling | TextClassification], dataset: Any, *, trust_code: bool
+) -> nn.Module:
+    """Return the network of saved weights, in evaluation mode; RecipeError if their task is of another kind."""
+    task = trained_task(saved, trust_code=trust_code)(trained_recipe(saved))
+    if not isinstance(task, kind):
+        raise RecipeError(
+            f"the weights in {saved.path} were trained with the task {task.recipe.task}; it is not a {kind.__name__}."
+        )
+    task.dataset = dataset
+    network = task.build_model()
+    load_trained(network, saved)
+    return network.eval()
 
 
 def _choose(scores: Tensor, sampling: Sampling, draws: torch.Generator) -> int:

@@ -135,13 +135,13 @@ class Examples:
         self._pictures = pictures
         self._kinds = {True: _Best(count), False: _Best(count)}
 
-    def add(self, ids: NDArray[np.int64], draws: NDArray[np.float64], inputs: Tensor, answers: Answers) -> None:
+    def add(self, ids: NDArray[np.int64], draws: NDArray[np.float64], inputs: object, answers: Answers) -> None:
         """Add one batch. No host-device synchronisation.
 
         Args:
             ids: Sample numbers, [N].
             draws: A number in [0, 1) per sample, which ranks correct predictions, [N].
-            inputs: Network inputs, [N, ...].
+            inputs: Network inputs; pictures are made of a tensor, [N, ...].
             answers: Predictions.
         """
         device = answers.label.device
@@ -158,7 +158,7 @@ class Examples:
         }
 
         def shown(chosen: Tensor) -> Tensor | None:
-            pictures = self._pictures(inputs[chosen])
+            pictures = self._pictures(inputs[chosen]) if isinstance(inputs, Tensor) else None
             return None if pictures is None else thumbnails(pictures)
 
         for is_mistake, best in self._kinds.items():

@@ -17,6 +17,7 @@ from torch import nn
 
 from paceline.classifier import classifier_layers
 from paceline.errors import ModelError
+from paceline.models.transformers_models import SequenceClassifier
 from paceline.recipe.model import Adapters
 
 _NAMED = 4
@@ -63,10 +64,30 @@ def trained_beside(network: nn.Module) -> tuple[str, ...]:
 
     A weight shared with the classifier, such as token embeddings, is frozen too.
     """
-    head = f"{classifier_name(network)}."
+    heads = tuple(f"{each}." for each in head_names(network))
     uses = Counter(id(each) for _, each in network.named_parameters(remove_duplicate=False))
-    own = [f"!{name}" for name, each in network.named_parameters() if name.startswith(head) and uses[id(each)] == 1]
+    own = [f"!{name}" for name, each in network.named_parameters() if name.startswith(heads) and uses[id(each)] == 1]
     return ("*", "!*.lora_A.*", "!*.lora_B.*", *own)
+
+
+def trained_layers(network: nn.Module) -> list[str]:
+    """Return the names of the layers that are trained in full with adapters; none if the last one is shared."""
+    uses = Counter(id(each) for _, each in network.named_parameters(remove_duplicate=False))
+    heads = head_names(network)
+    return [name for name in heads if all(uses[id(each)] == 1 for each in network.get_submodule(name).parameters())]
+
+
+def head_names(network: nn.Module) -> list[str]:
+    """Return the names of the layers that get no adapters: the last one; of a text classifier all that may be new.
+
+    Raises:
+        ModelError: If there are none.
+    """
+    last = classifier_name(network)
+    if not isinstance(network, SequenceClassifier):
+        return [last]
+    poolers = [name for name, each in network.named_modules() if "pooler" in name and isinstance(each, nn.Linear)]
+    return list(dict.fromkeys((*poolers, *classifier_layers(network))))
 
 
 def classifier_name(network: nn.Module) -> str:
@@ -103,13 +124,13 @@ def described(network: nn.Module) -> str:
 
 def _targets(network: nn.Module, adapters: Adapters) -> list[str]:
     """Return the names of the layers that get adapters, in the order of the patterns."""
-    head = classifier_name(network)
+    heads = head_names(network)
     # Its forward pass uses the weights of these layers without calling them.
     inside = tuple(f"{name}." for name, module in network.named_modules() if isinstance(module, nn.MultiheadAttention))
     able = [
         name
         for name, module in network.named_modules()
-        if name not in ("", head)
+        if name not in ("", *heads)
         and not name.startswith(inside)
         and (
             isinstance(module, nn.Linear)

@@ -1,6 +1,6 @@
-"""Language models by their recipe names: built-in pre-norm transformers, Transformers' networks, or the user's.
+"""Language models and text classifiers by their names: built-in transformers, Transformers' networks, or the user's.
 
-Built in are `gpt`, with causal attention, and `bert`, with full attention.
+Built in are pre-norm transformers: `gpt`, with causal attention, and `bert`, with full attention.
 
 Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), whose architecture the options can
 reproduce exactly; Devlin et al., "BERT" (2018). Rotary positions: Su et al., "RoFormer" (2021). RMSNorm: Zhang and
@@ -19,8 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import ModelError
-from paceline.models.factories import call_factory, check_options, named_factory, unknown_model
-from paceline.models.transformers_models import PREFIX, Objective, build_transformers_model
+from paceline.models.factories import call_factory, check_options, mix_in, named_factory, unknown_model
+from paceline.models.transformers_models import (
+    PREFIX,
+    Objective,
+    build_transformers_classifier,
+    build_transformers_model,
+)
 from paceline.recipe.model import Model
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
@@ -271,6 +276,49 @@ def build_language_model(model: Model, *, vocabulary: int, context: int, is_mask
     if factory is None:
         raise unknown_model(model, "language model", [*OWN_LANGUAGE_MODELS, f"{PREFIX}NAME"])
     return call_factory(model, factory, **sizes)
+
+
+class TextClassifier(nn.Module):
+    """Mixed into a transformer's class, whose output layer then scores classes: the mean over a text's tokens."""
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Return the logits of each text, [N, classes].
+
+        Args:
+            tokens: Ids, int64 [N, T].
+            mask: 1 for tokens, 0 for padding, int64 [N, T].
+        """
+        scores: Tensor = super().forward(tokens, None, mask - 1) * mask[..., None]
+        return scores.sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def build_text_classifier(model: Model, *, vocabulary: int, context: int, classes: int, pad: int) -> nn.Module:
+    """Build the recipe's network that classifies texts: ``model(tokens, mask)`` returns logits, [N, classes].
+
+    Args:
+        model: The recipe's `model` section.
+        vocabulary: Token ids are in [0, vocabulary).
+        context: Maximum tokens of a text.
+        classes: Number of classes.
+        pad: Id of the padding token.
+
+    Raises:
+        ModelError: If the name is unknown, or the options are not the factory's.
+    """
+    if model.name.startswith(PREFIX):
+        return build_transformers_classifier(model, vocabulary=vocabulary, context=context, classes=classes, pad=pad)
+    if model.name not in OWN_LANGUAGE_MODELS:
+        factory = named_factory(model, {})
+        if factory is None:
+            raise unknown_model(model, "text classifier", [*OWN_LANGUAGE_MODELS, f"{PREFIX}NAME"])
+        return call_factory(model, factory, vocabulary=vocabulary, context=context, num_classes=classes)
+    network = build_language_model(model, vocabulary=vocabulary, context=context)
+    assert isinstance(network, Transformer)
+    network.head = nn.Linear(network.shape.width, classes)
+    nn.init.normal_(network.head.weight, std=0.02)
+    nn.init.zeros_(network.head.bias)
+    mix_in([network], TextClassifier)
+    return network
 
 
 def is_causal(model: Model) -> bool | None:

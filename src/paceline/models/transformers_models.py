@@ -1,13 +1,14 @@
-"""Language models with architectures of Hugging Face Transformers.
+"""Language models and text classifiers with architectures of Hugging Face Transformers.
 
-Only the library's code is used: from a local folder only config.json is read, no code in the folder is run, and nothing
-is downloaded. Weights are loaded by ``model.initialize_from``, from safetensors.
+Only the library's code is used: from a local folder only config.json is read, and with ``model.pretrained`` the
+safetensors weights; no code in the folder is run, and nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,9 @@ from paceline.plain_json import load_json
 from paceline.recipe.model import OPENING_OPTIONS, Model
 
 PREFIX = "transformers:"
-Objective = Literal["causal", "masked"]
+Objective = Literal["causal", "masked", "classes"]
+_LOG = logging.getLogger("paceline.weights")
+_WHAT = {"causal": "causal language model", "masked": "masked language model", "classes": "text classifier"}
 
 # Sizes of a tiny network, which reveals an architecture's behaviour in a few milliseconds.
 _TINY = {
@@ -33,6 +36,7 @@ _TINY = {
 }
 # Keys of a folder's config that name code or belong to its files.
 _NOT_TAKEN = frozenset({"architectures", "transformers_version", "torch_dtype", "dtype", "model_type"})
+_NOT_TAKEN |= {"num_labels", "id2label", "label2id", "problem_type"}  # of the classes it was trained on
 # Keys with which architectures limit the attention span of some layers.
 _WINDOWS = ("sliding_window", "local_attention", "attention_chunk_size", "attention_window", "window_size")
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -53,11 +57,6 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
     Raises:
         ModelError: If the objective has no such architecture, an option is unknown, or the library is missing.
     """
-    if model.pretrained:
-        raise ModelError(
-            f"model.pretrained=true has no effect with model.name={model.name}: nothing is downloaded. Set "
-            "model.initialize_from to a safetensors file, and model.name to transformers:FOLDER for its config.json."
-        )
     _require()
     kind, keys = _described(model)
     config = _configured(kind, keys, objective, name=model.name)
@@ -70,7 +69,34 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
             f"model.name={model.name}: its outputs depend on later tokens, so it would see what it must predict; "
             "choose a decoder (gpt2, llama, …)."
         )
-    return _as_language_model(_built(config, objective, name=model.name), objective)
+    return _as_language_model(_built(config, objective, model), objective)
+
+
+def build_transformers_classifier(
+    model: Model, *, vocabulary: int, context: int, classes: int, pad: int
+) -> SequenceClassifier:
+    """Build ``transformers:NAME`` or ``transformers:FOLDER`` to classify texts, called as ``model(tokens, mask)``.
+
+    Args:
+        model: The recipe's `model` section; its options are keys of the architecture's configuration.
+        vocabulary: Number of tokens. A ``vocab_size`` in the options or the folder may be larger.
+        context: Maximum number of tokens in a text.
+        classes: Number of classes.
+        pad: Token id of padding, which decoders need to find a text's end.
+
+    Raises:
+        ModelError: If the architecture has no classifier, an option is unknown, or the library is missing.
+    """
+    _require()
+    kind, keys = _described(model)
+    config = _configured(kind, keys, "classes", name=model.name)
+    config.num_labels, config.pad_token_id = classes, pad
+    _fit_vocabulary(config, vocabulary, asked="vocab_size" in keys, name=model.name)
+    _fit_context(config, context, asked=set(keys), name=model.name)
+    network: Any = _built(config, "classes", model)
+    arguments = frozenset(inspect.signature(type(network).forward).parameters)
+    mix_in([network], SequenceClassifier, arguments=arguments)
+    return network  # type: ignore[no-any-return]  # its class has just been extended
 
 
 def takes_documents(network: nn.Module, context: int) -> bool:
@@ -147,6 +173,30 @@ class LanguageModel(nn.Module):
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
 
 
+class SequenceClassifier(nn.Module):
+    """Mixed into a network's class: parameters, names and copies stay unchanged; only the call signature differs.
+
+    Attributes:
+        config: The library's configuration of the network.
+        arguments: Arguments of the library's class.
+    """
+
+    config: Any
+    arguments: frozenset[str]
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        """Return the logits of each text, [N, classes].
+
+        Args:
+            tokens: int64 [N, T].
+            mask: 1 for tokens, 0 for padding, int64 [N, T].
+        """
+        given = {"use_cache": False} if "use_cache" in self.arguments else {}
+        answer: Any = super().forward(input_ids=tokens, attention_mask=mask, return_dict=True, **given)
+        logits: Tensor = answer.logits
+        return logits
+
+
 def _require() -> None:
     try:
         import transformers
@@ -157,6 +207,7 @@ def _require() -> None:
             "pip install 'paceline[transformers]'."
         ) from error
     transformers.utils.logging.set_verbosity_error()  # its advice is covered by our messages
+    transformers.utils.logging.disable_progress_bar()
 
 
 def _described(model: Model) -> tuple[str, dict[str, Any]]:
@@ -181,9 +232,12 @@ def _described(model: Model) -> tuple[str, dict[str, Any]]:
 def _registry(objective: Objective) -> Mapping[str, Any]:
     from transformers.models.auto import modeling_auto
 
-    causal: Mapping[str, Any] = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    masked: Mapping[str, Any] = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    return causal if objective == "causal" else masked
+    known: Mapping[Objective, Mapping[str, Any]] = {
+        "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "classes": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    }
+    return known[objective]
 
 
 def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, *, name: str) -> Any:
@@ -192,14 +246,13 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, *, nam
     known = _registry(objective)
     if kind not in known:
         other: Objective = "masked" if objective == "causal" else "causal"
-        if kind in _registry(other):
+        if objective != "classes" and kind in _registry(other):
             raise ModelError(
                 f"model.name={name}: Transformers has {kind} for {other} language models only, and this task is "
                 f"{objective}; choose another architecture (gpt2, llama, bert, …) or objective."
             )
         raise ModelError(
-            f"model.name={name}: '{kind}' is not a {objective} language model in "
-            f"Transformers.{did_you_mean(kind, known)}"
+            f"model.name={name}: '{kind}' is not a {_WHAT[objective]} in Transformers.{did_you_mean(kind, known)}"
         )
     usual = AutoConfig.for_model(kind)
     names = {*usual.to_dict(), *usual.attribute_map, *inspect.signature(type(usual).__init__).parameters}
@@ -250,12 +303,15 @@ def _fit_context(config: Any, context: int, *, asked: set[str], name: str) -> No
         config.max_position_embeddings = context + (0 if pad is None else pad + 1)
 
 
-def _built(config: Any, objective: Objective, *, name: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+def _built(config: Any, objective: Objective, model: Model) -> nn.Module:
+    import transformers
     from transformers.initialization import no_init_weights
 
-    factory: Any = AutoModelForCausalLM if objective == "causal" else AutoModelForMaskedLM
+    factories = {"causal": "CausalLM", "masked": "MaskedLM", "classes": "SequenceClassification"}
+    factory: Any = getattr(transformers, f"AutoModelFor{factories[objective]}")
     try:
+        if model.pretrained:
+            return _loaded(factory, config, model).train()
         with no_init_weights():
             try:
                 network = factory.from_config(config, attn_implementation="sdpa")
@@ -265,11 +321,45 @@ def _built(config: Any, objective: Objective, *, name: str) -> nn.Module:
         # differ.
         network.initialize_weights()
         network.tie_weights()
+    except ModelError:
+        raise
     except Exception as error:  # incompatible sizes may raise anything
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise ModelError(f"model.name={name} cannot be built with these model.options ({said}).") from error
+        raise ModelError(f"model.name={model.name} cannot be built with these model.options ({said}).") from error
     built: nn.Module = network.train()
     return built
+
+
+def _loaded(factory: Any, config: Any, model: Model) -> nn.Module:
+    """Return a network with the weights of its folder; only a classifier may be new.
+
+    Raises:
+        ModelError: If there is no folder, or it lacks other weights.
+    """
+    folder = Path(model.name.removeprefix(PREFIX)).expanduser()
+    if not folder.is_dir():
+        raise ModelError(
+            f"model.pretrained=true has no effect with model.name={model.name}: nothing is downloaded. Set model.name "
+            "to transformers:FOLDER, a folder with config.json and model.safetensors."
+        )
+    asked = {"config": config, "dtype": torch.float32, "use_safetensors": True, "local_files_only": True}
+    asked |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    try:
+        network, found = factory.from_pretrained(folder, attn_implementation="sdpa", **asked)
+    except ValueError:  # not in every architecture
+        network, found = factory.from_pretrained(folder, attn_implementation="eager", **asked)
+    new = sorted({*found["missing_keys"], *(each[0] for each in found["mismatched_keys"])})
+    # A pooling layer is missing in weights of a language model.
+    lost = [name for name in new if name.startswith(f"{network.base_model_prefix}.") and "pooler" not in name]
+    if lost or (new and factory.__name__ != "AutoModelForSequenceClassification"):
+        raise ModelError(
+            f"model.pretrained=true: {folder} has no weights for {', '.join((lost or new)[:3])}, or of another size; "
+            "choose another folder or model.options."
+        )
+    if new:
+        _LOG.warning("note: model.pretrained: newly initialised: %s", ", ".join(new))
+    loaded: nn.Module = network
+    return loaded
 
 
 def _as_language_model(network: nn.Module, objective: Objective) -> nn.Module:
@@ -313,7 +403,7 @@ def _tried(kind: str, objective: Objective, switches: tuple[tuple[str, bool], ..
         try:
             config = _configured(kind, {**dict(switches), **sizes, "vocab_size": 8}, objective, name=kind)
             _fit_context(config, 16, asked=set(), name=kind)
-            network = _as_language_model(_built(config, objective, name=kind), objective).eval()
+            network = _as_language_model(_built(config, objective, Model(name=kind)), objective).eval()
             first, second = network(tokens[:, :5]), network(tokens[:, 5:])
             sees_ahead = not torch.allclose(network(tokens[:, :4]), first[:, :4], atol=1e-5)
         except Exception:  # noqa: BLE001  # what cannot be tried is not promised

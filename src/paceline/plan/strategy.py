@@ -134,7 +134,6 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
         "code; turn it off, or use parallel.strategy=ddp.": model.compile,
         f"model.unfreeze {later}": model.unfreeze,
         f"model.freeze_after {later}": model.freeze_after,
-        f"model.adapters {later}": model.adapters.rank is not None,
         "parallel.unused_parameters=allow does not work with parallel.strategy=fsdp, where all processes gather the "
         "same "
         "weights at the same time; use all parameters, freeze the others, or use parallel.strategy=ddp.": (

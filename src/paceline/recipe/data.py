@@ -76,13 +76,14 @@ _Ratios = Annotated[dict[str, PositiveFloat], AfterValidator(lambda ratios: dict
 Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(ascending)]
 
 
-_TEXTS = ("docs", "text_folder", "tokens", "huggingface_text")
+_TABLES_OF_TEXT = ("text_table", "chat")
+_TEXTS = ("docs", "text_folder", "tokens", "huggingface_text", *_TABLES_OF_TEXT)
 # For image data sets, each lists the keys that it uses where it is registered (``paceline.dataset_registry``).
-_WITH_PATH = DatasetsUsing("path", "text_folder", "tokens", "huggingface_text", "criteo", "coco", "masks")
+_WITH_PATH = DatasetsUsing("path", *_TEXTS[1:], "criteo", "coco", "masks")
 _SUBSET = DatasetsUsing("subset")
 _CLASSES = DatasetsUsing("only_classes")
 _SAMPLES = DatasetsUsing("samples", "synthetic_clicks")
-_SPLIT_OFF = DatasetsUsing("validation_fraction", "docs", "text_folder", "huggingface_text", "criteo", "masks")
+_SPLIT_OFF = DatasetsUsing("validation_fraction", *(each for each in _TEXTS if each != "tokens"), "criteo", "masks")
 
 _MIXED = Needs(("data.mix.mixup", "data.mix.cutmix"), "nothing is mixed (data.mix.mixup, data.mix.cutmix)")
 _MIXUP = Needs(("data.mix.mixup",), "there is one kind of mixing")
@@ -246,12 +247,12 @@ class Text:
     """What to predict: `causal`, the next token (Radford et al. 2019); or `masked`, hidden tokens (Devlin et al.
     2018)."""
     context: Annotated[PositiveInt, Field(ge=2, le=10**7)] = 256
-    """Maximum tokens per sample: the model's context length."""
+    """Maximum tokens per sample: the model's context length. Text to classify, and chats, are cut to it."""
     tokenizer: LocalPath = "bytes"
     """`bytes`: each UTF-8 byte of the text is a token; or a JSON file with a tokenizer; a Hugging Face tokenizer.json,
     or a folder with one (extra `transformers`)."""
     column: str = "text"
-    """Text column of a `huggingface_text` dataset; each row is a document."""
+    """Text column of a `huggingface_text` dataset, in which each row is a document, or of a `text_table`."""
     rows: Literal["chunked", "packed", "single"] = "chunked"
     """`chunked`: documents are concatenated and cut every `context` tokens. `packed`: whole documents are combined to
     fill `context` tokens without attending to each other; longer ones are cut (Krell et al. 2021). `single`: each
@@ -352,10 +353,11 @@ class Data:
     """`digits`, `discs` and `figures` (drawn), `image_folder`, `csv` (a table of paths and labels), `parquet` (tables
     of images), `huggingface`, `webdataset`, `packed` (what `paceline pack` wrote), `mixture` (of folders and tables),
     the archives `cifar10`, `cifar100`, `mnist`, `fashion_mnist`, `torchvision:NAME`, or `synthetic`; of text `docs`
-    (Python's documentation), `text_folder`, `tokens` (what `paceline pack --text` wrote) or `huggingface_text` (what
-    `save_to_disk` wrote, or parquet); of clicks `criteo` (lines of numbers and categories) or `synthetic_clicks`; for
-    detection `coco` or `shapes`, which are drawn; for segmentation these or `masks` (a label map for each image); or
-    `package.module:factory`."""
+    (Python's documentation), `text_folder`, `tokens` (what `paceline pack --text` wrote), `huggingface_text` (what
+    `save_to_disk` wrote, or parquet), `text_table` (CSV, JSON lines, parquet or what `save_to_disk` wrote: texts with
+    labels) or `chat` (the same, with columns `prompt` and `answer`, or `messages`); of clicks `criteo` (lines of
+    numbers and categories) or `synthetic_clicks`; for detection `coco` or `shapes`, which are drawn; for segmentation
+    these or `masks` (a label map for each image); or `package.module:factory`."""
     path: Annotated[LocalPath | None, Off, Applies("dataset", _WITH_PATH)] = None
     """Path of the data; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt; of a `mixture`, the folder with
@@ -366,14 +368,16 @@ class Data:
     class. An epoch has as many samples as all sets; a set is used up before one of its samples repeats."""
     image_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("image_column"))] = "auto"
     """Column of a table with the images, or their paths; `auto`: one with a usual name."""
-    label_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("label_column"))] = "auto"
+    label_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("label_column", "text_table"))] = "auto"
     """Column of a table with the labels; `auto`: the only suitable one, or one called `label`, for example. With
     `image_multilabel`, a cell holds any number of names, separated by `;`."""
     target_columns: Annotated[_Columns, _WITH_TARGETS] = ()
     """For `image_regression`: columns of a table with the numbers to learn, such as `[age, height]`. For
     `image_multilabel`: columns with 0 or 1, one for each class, instead of `label_column`."""
-    split_column: Annotated[Auto | str | None, Off, Applies("dataset", DatasetsUsing("split_column"))] = "auto"
-    """Column of a table with `train`, `val` or `test` for each image; `auto`: one called `split`, for example, if any;
+    split_column: Annotated[
+        Auto | str | None, Off, Applies("dataset", DatasetsUsing("split_column", *_TABLES_OF_TEXT))
+    ] = "auto"
+    """Column of a table with `train`, `val` or `test` for each sample; `auto`: one called `split`, for example, if any;
     `off`: none."""
     download: Annotated[Switch, Applies("dataset", DatasetsUsing("download"))] = False
     """Download an archive, or a `torchvision:NAME`, into `path` if it is not there yet."""

@@ -69,7 +69,7 @@ class Model:
     Transformers: gpt2, bert, llama, …) or `transformers:FOLDER` (with a config.json), or `package.module:factory`."""
     # Earlier versions stored it as false with every run.
     pretrained: Annotated[Switch, Applies("initialize_from", (None,), also_off=False)] = False
-    """Start from the library's published weights."""
+    """Start from the library's published weights; with `transformers:FOLDER`, from the folder's."""
     initialize_from: Annotated[LocalPath | None, Off] = None
     """Start a new run from these weights: a safetensors file, a checkpoint, a run directory or a hub folder."""
     initialize_partly: Annotated[

@@ -352,7 +352,7 @@ class ImageClassification(ClassTask):
     def score(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
         """Return the loss without smoothing, and whether the label is the top or among the top k predictions."""
         logits = model(batch.inputs).float()
-        rank = _rank_of_target(logits, batch.targets)
+        rank = rank_of_target(logits, batch.targets)
         values = {
             "loss": F.cross_entropy(logits, batch.targets, reduction="none"),
             "top1_accuracy": rank < 1,
@@ -380,7 +380,7 @@ def _sizes_by_epoch(progressive: Progressive, image_size: int) -> dict[str, dict
     return {"image_size_from_epoch": {str(epoch): sizes[epoch] for epoch in changes}}
 
 
-def _rank_of_target(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def rank_of_target(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return how many classes rank before the target, [N]: higher scores, and equal scores with a lower index.
 
     So ties are not all counted as correct, and NaN scores count against the target.

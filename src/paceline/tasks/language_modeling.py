@@ -26,6 +26,7 @@ from paceline.data.text.pipeline import (
     RowTable,
     TextPipeline,
     TextSplit,
+    asked_count,
     chunked_rows,
     masked_count,
     packed_rows,
@@ -83,10 +84,13 @@ class LanguageModeling(Task):
                 "data.text.objective=masked needs a mask token, which this tokenizer "
                 f"(data.text.tokenizer={text.tokenizer}) does not have; give it one, or choose objective=causal."
             )
+        if self._is_masked and found.train.asked is not None:
+            raise DataError(f"data.dataset={found.name} says which tokens to predict: set data.text.objective=causal.")
         if len(self.train_rows) == 0:
             raise DataError(f"data.dataset={found.name} has fewer than two tokens to learn from; check data.path.")
         why = "the task language_modeling reads text"
-        unused = all_but(_USED, why) | dict.fromkeys(_OF_CLASSES, "a language model's classes are its tokens")
+        used = (*_USED, "data.split_column") if self.recipe.data.dataset == "chat" else _USED
+        unused = all_but(used, why) | dict.fromkeys(_OF_CLASSES, "a language model's classes are its tokens")
         unused |= dict.fromkeys(("model.channels_last", "evaluate.keep_examples"), why)
         if self.recipe.data.dataset != "huggingface_text":
             unused["data.text.column"] = "only data.dataset=huggingface_text has columns"
@@ -111,7 +115,9 @@ class LanguageModeling(Task):
 
     def sample_weights(self) -> SampleWeights:
         """Return the number of tokens to predict in each training sample."""
-        table = self.train_rows
+        table, corpus = self.train_rows, self.dataset.train
+        if corpus.asked is not None:
+            return asked_count(corpus, table)
         return masked_count(table.tokens, self.recipe.data.text.mask_fraction) if self._is_masked else table.targets
 
     def sample_lengths(self) -> SampleLengths:
@@ -130,6 +136,7 @@ class LanguageModeling(Task):
             "vocabulary": self.dataset.tokenizer.vocabulary,
             "context": text.context,
             "objective": text.objective,
+            **({"messages": True} if self.dataset.is_chat else {}),
         }
 
     def open_pipeline(self, placement: Placement) -> Pipeline:

@@ -37,7 +37,7 @@ BatchMaker = Callable[[int], Batch]
 """Makes a micro-batch of so many samples."""
 
 _FEW = 2
-_TEXTS = ("text_folder", "tokens", "huggingface_text")
+_TEXTS = ("text_folder", "tokens", "huggingface_text", "chat")
 
 
 def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:

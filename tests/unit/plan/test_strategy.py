@@ -96,7 +96,6 @@ def test_what_was_asked_for_stays() -> None:
         (['model.frozen=["stem.*"]', 'model.unfreeze={"stem.*": "1 epochs"}'], "model.unfreeze does not work with"),
         (['model.freeze_after={"stem.*": "1 epochs"}'], "model.freeze_after does not work with"),
         (["optimizer.name=muon", "optimizer.rest=sgd"], "optimizer.name=muon needs whole matrices"),
-        (["model.adapters.rank=4"], "model.adapters does not work with parallel.strategy=fsdp yet"),
         (["parallel.gather_dtype=bf16", "train.precision=fp32"], "parallel.gather_dtype=bf16 computes in bf16"),
     ],
 )

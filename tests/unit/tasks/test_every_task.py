@@ -34,6 +34,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt-small-docs",
         {"model.options": _TINY_GPT, "data.text.context": 32, "batch.global_size": 4, "evaluate.batch_size": 64},
     ),
+    "text_classification": (
+        "docs-topics",
+        {"model.options": _TINY_GPT, "data.text.context": 32, "batch.global_size": 4, "evaluate.batch_size": 64},
+    ),
     "recommendation": ("dlrm-synthetic", {"data.samples": 2000, "batch.global_size": 64}),
     "detection": (
         "shapes-maskrcnn",

@@ -38,7 +38,9 @@ def require_pyarrow() -> ModuleType:
     try:
         import pyarrow as pa
         import pyarrow.compute
+        import pyarrow.csv
         import pyarrow.ipc
+        import pyarrow.json
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(
@@ -113,7 +115,7 @@ def number_classes(parts: list[list[int | str]], path: str) -> tuple[tuple[str, 
         classes = tuple(sorted(map(str, set(parts[0]))))
         number = {name: index for index, name in enumerate(classes)}
         if unknown := sorted(map(str, written - number.keys())):
-            raise DataError(f"{path!r} has held-out images of the class {unknown[0]!r}, but none to train on.")
+            raise DataError(f"{path!r} has held-out samples of the class {unknown[0]!r}, but none to train on.")
     if len(classes) < 2:
         raise DataError(f"{path!r} has one class, {classes[0]!r}, but a classifier needs at least two.")
     return classes, [np.array([number[label] for label in labels], dtype=np.int64) for labels in parts]
@@ -278,6 +280,44 @@ class Found(NamedTuple):
     split: str | None
 
 
+def find_column(
+    what: str,
+    name: str | None,
+    columns: Sequence[str],
+    where: str,
+    features: Mapping[str, Any] = MappingProxyType({}),
+) -> str | None:
+    """Return the column that the recipe names, or else the one of the right type, or of a usual name in any case.
+
+    Args:
+        what: ``image``, ``label`` or ``split``.
+        name: The recipe's value: a name, ``auto``, or None for no column.
+        columns: The table's columns.
+        where: The table, for the message.
+        features: Hugging Face metadata of each column, if its library wrote the table.
+
+    Raises:
+        DataError: If the named column is missing, or several have the type.
+    """
+    if name is None or name in columns:
+        return name
+    if name != "auto":
+        raise DataError(
+            f"{where} has no column {name!r} (data.{what}_column), but {', '.join(columns)}."
+            f"{did_you_mean(name, columns)}"
+        )
+    lowered = {name.strip().lower(): name for name in reversed(columns)}
+    kinds = {name: said.get("_type") for name, said in features.items() if isinstance(said, dict)}
+    typed = [each for each in columns if kinds.get(each) == _TYPES.get(what, "")]
+    if len(typed) == 1:
+        return typed[0]
+    usual = next((lowered[usual] for usual in _USUAL[what] if usual in lowered), None)
+    if typed and (usual is None or what == "image"):
+        names = ", ".join(typed)
+        raise DataError(f"{where} has {len(typed)} columns of {what}s ({names}): name one in data.{what}_column.")
+    return usual
+
+
 def find_columns(
     data: Data, columns: Sequence[str], where: str, features: Mapping[str, Any] = MappingProxyType({})
 ) -> Found:
@@ -292,33 +332,16 @@ def find_columns(
     Raises:
         DataError: If a column is missing or ambiguous.
     """
-    lowered = {name.strip().lower(): name for name in reversed(columns)}
-    kinds = {name: said.get("_type") for name, said in features.items() if isinstance(said, dict)}
-
-    def find(what: str, name: str | None) -> str | None:
-        if name is None or name in columns:
-            return name
-        if name != "auto":
-            raise DataError(
-                f"{where} has no column {name!r} (data.{what}_column), but {', '.join(columns)}."
-                f"{did_you_mean(name, columns)}"
-            )
-        typed = [each for each in columns if kinds.get(each) == _TYPES.get(what, "")]
-        if len(typed) == 1:
-            return typed[0]
-        usual = next((lowered[usual] for usual in _USUAL[what] if usual in lowered), None)
-        if typed and (usual is None or what == "image"):
-            names = ", ".join(typed)
-            raise DataError(f"{where} has {len(typed)} columns of {what}s ({names}): name one in data.{what}_column.")
-        return usual
-
-    image = find("image", data.image_column)
+    image = find_column("image", data.image_column, columns, where, features)
     if unknown := [name for name in data.target_columns if name not in columns]:
         raise DataError(
             f"{where} has no column {unknown[0]!r} (data.target_columns), but {', '.join(columns)}."
             f"{did_you_mean(unknown[0], columns)}"
         )
-    label = data.target_columns[0] if data.target_columns else find("label", data.label_column)
+    if data.target_columns:
+        label: str | None = data.target_columns[0]
+    else:
+        label = find_column("label", data.label_column, columns, where, features)
     if image is None or label is None:
         what = "image" if image is None else "label"
         raise DataError(
@@ -329,7 +352,7 @@ def find_columns(
     if image in labels:
         key = "target_columns" if data.target_columns else "label_column"
         raise DataError(f"{where}: data.image_column and data.{key} are both {image!r}: name two columns.")
-    return Found(image, labels, find("split", data.split_column))
+    return Found(image, labels, find_column("split", data.split_column, columns, where, features))
 
 
 class Parts(NamedTuple):

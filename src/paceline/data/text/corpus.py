@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,20 @@ from paceline.plain_json import load_json
 
 Documents = list[tuple[str, str]]
 """Names and texts."""
+Named = TypeVar("Named", bound=tuple[Any, ...])
+"""A document or row, which begins with its name."""
+
+
+def held_out(name: str, fraction: float) -> bool:
+    """Whether a document is held out: depends on its name alone, so that added or removed documents have no effect."""
+    drawn = int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:8], "big")
+    return drawn < fraction * 2**64
+
+
+def split_by_name(documents: Sequence[Named], fraction: float) -> tuple[list[Named], list[Named]]:
+    """Return the training documents and the held-out ones."""
+    train = [each for each in documents if not held_out(each[0], fraction)]
+    return train, [each for each in documents if held_out(each[0], fraction)]
 
 
 class StoredCorpus:
@@ -35,18 +49,36 @@ class StoredCorpus:
         tokens: Ids, unsigned integers [tokens].
         lengths: Tokens of each document, int64 [documents].
         names: Name of each document.
+        asked: Whether each token is to be predicted from those before it, bool [tokens]; None: all are.
     """
 
-    def __init__(self, tokens: NDArray[Any], lengths: NDArray[np.int64], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        tokens: NDArray[Any],
+        lengths: NDArray[np.int64],
+        names: Sequence[str],
+        asked: NDArray[np.bool_] | None = None,
+    ) -> None:
         self.lengths = lengths
         self.tokens = tokens
         self.names = names
+        self.asked = asked
         self._begins = np.concatenate([[0], np.cumsum(lengths)])
 
     def read(self, document: int, begin: int, end: int) -> TokenIds:
         """Return a copy of some of a document's tokens."""
         first = self._begins[document]
         return self.tokens[first + begin : first + end].astype(np.int64)
+
+    def is_asked(self, document: int, begin: int, end: int) -> NDArray[np.bool_]:
+        """Return whether some of a document's tokens are to be predicted."""
+        first = self._begins[document]
+        return np.ones(end - begin, bool) if self.asked is None else self.asked[first + begin : first + end]
+
+    def digest(self) -> str:
+        """Return a digest of names, tokens and which of them are predicted."""
+        asked = b"" if self.asked is None else np.packbits(self.asked).tobytes()
+        return text_digest(self.tokens.tobytes(), self.lengths.tobytes(), asked, *map(str.encode, self.names))
 
     def name(self, document: int) -> str:
         """Return its name."""
@@ -65,6 +97,7 @@ class TextDataset:
         digest: Identifies the data.
         reason: Origin of the held-out documents, if ``validation_fraction`` has no effect.
         left_out: Unused data, one sentence per kind.
+        is_chat: Whether it is written by the tokenizer's chat template.
     """
 
     name: str
@@ -74,19 +107,25 @@ class TextDataset:
     digest: str
     reason: str | None = None
     left_out: tuple[str, ...] = ()
+    is_chat: bool = False
 
 
 def encoded(documents: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> StoredCorpus:
-    """Encode named texts as tokens in memory, each followed by the tokenizer's end token.
+    """Encode named texts as tokens in memory, each followed by the tokenizer's end token."""
+    return stored(((name, np.append(tokenizer.encode(text), tokenizer.end)) for name, text in documents), tokenizer)
+
+
+def stored(documents: Iterable[tuple[str, TokenIds]], tokenizer: Tokenizer) -> StoredCorpus:
+    """Store named documents of tokens in memory.
 
     Tokens take two bytes each, or four for more than 65,536 ids; little-endian.
     """
     kind = np.dtype("<u2" if tokenizer.vocabulary <= 2**16 else "<u4")
     names: list[str] = []
     parts = [np.empty(0, dtype=kind)]
-    for name, text in documents:
+    for name, ids in documents:
         names.append(name)
-        parts.append(np.append(tokenizer.encode(text), tokenizer.end).astype(kind))
+        parts.append(ids.astype(kind))
     lengths = np.array([len(part) for part in parts[1:]], dtype=np.int64)
     return StoredCorpus(np.concatenate(parts), lengths, names)
 

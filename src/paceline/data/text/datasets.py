@@ -7,17 +7,28 @@ of a dataset is run.
 from __future__ import annotations
 
 import codecs
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paceline.data.image.sets.huggingface import choose_splits, find_files
-from paceline.data.image.tables import mapped, reading, require_pyarrow
+from paceline.data.image.tables import require_pyarrow
 from paceline.data.splits import held_out_among
-from paceline.data.text.corpus import MANIFEST, Documents, StoredCorpus, TextDataset, encoded, open_tokens
+from paceline.data.text.chat import open_chat
+from paceline.data.text.corpus import (
+    MANIFEST,
+    Documents,
+    StoredCorpus,
+    TextDataset,
+    encoded,
+    open_tokens,
+    split_by_name,
+)
+from paceline.data.text.tables import cells_of
 from paceline.data.text.tokenizer import ByteTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
@@ -48,8 +59,11 @@ def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> t
     documents: dict[str, Documents] = {}
     for split in (train, *(() if held_out is None else (held_out,))):
         documents[split] = []
-        rows = (text for file in files.splits[split] for text in _rows_of(file, column, is_parquet=files.is_parquet))
-        for row, text in enumerate(rows):
+        cells = (
+            cells_of(file, partial(_checked, column=column, file=file), is_parquet=files.is_parquet)[0]
+            for file in files.splits[split]
+        )
+        for row, text in enumerate(chain.from_iterable(cells)):
             if text:
                 documents[split].append((f"{split}[{row}]", text.removeprefix("\ufeff")))
             else:
@@ -57,25 +71,8 @@ def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> t
     return documents[train], None if held_out is None else documents[held_out], why
 
 
-def _rows_of(file: Path, column: str, *, is_parquet: bool) -> Iterator[str | None]:
-    """Yield the values of a column of a parquet file or an Arrow stream."""
-    arrow = require_pyarrow()
-    refuse_odd_kinds(file)
-    with reading(file), mapped(file) as content:
-        if is_parquet:
-            with arrow.parquet.ParquetFile(content) as opened:
-                _check_column(opened.schema_arrow, column, file)
-                for batch in opened.iter_batches(columns=[column]):
-                    yield from batch.column(column).to_pylist()
-        else:
-            with arrow.ipc.open_stream(content) as stream:
-                _check_column(stream.schema, column, file)
-                for batch in stream:
-                    batch.validate(full=True)
-                    yield from batch.column(column).to_pylist()
-
-
-def _check_column(schema: Any, column: str, file: Path) -> None:
+def _checked(schema: Any, column: str, file: Path) -> list[str]:
+    """Return the column, which must hold text."""
     arrow = require_pyarrow()
     if column not in schema.names:
         raise DataError(
@@ -85,6 +82,7 @@ def _check_column(schema: Any, column: str, file: Path) -> None:
     kind = schema.field(column).type
     if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
         raise DataError(f"{file}: the column {column!r} holds {kind}, not text; name another (data.text.column).")
+    return [column]
 
 
 _OTHER_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
@@ -113,12 +111,6 @@ def python_documentation() -> Documents:
             f"({error}); install one with its complete standard library, or choose another data.dataset."
         ) from error
     return sorted(topics.items())
-
-
-def held_out(name: str, fraction: float) -> bool:
-    """Whether a document is held out: depends on its name alone, so that added or removed documents have no effect."""
-    drawn = int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:8], "big")
-    return drawn < fraction * 2**64
 
 
 def from_documents(
@@ -169,12 +161,6 @@ def check_some_text(source: str, train: Documents, validation: Documents) -> Non
         "(data.validation_fraction), which is drawn by their names; choose yourself with train/ and val/, give more "
         "documents, or hold out none with data.validation_fraction=0."
     )
-
-
-def split_by_name(documents: Documents, fraction: float) -> tuple[Documents, Documents]:
-    """Return the training documents and the held-out ones."""
-    train = [each for each in documents if not held_out(each[0], fraction)]
-    return train, [each for each in documents if held_out(each[0], fraction)]
 
 
 def _open_docs(data: Data) -> TextDataset:
@@ -276,6 +262,7 @@ OPENERS: dict[str, Callable[[Data], TextDataset]] = {
     "text_folder": _open_folder,
     "tokens": _open_packed,
     "huggingface_text": _open_huggingface,
+    "chat": open_chat,
 }
 
 

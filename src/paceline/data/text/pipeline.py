@@ -237,6 +237,15 @@ def single_rows(lengths: Whole, context: int) -> RowTable:
     return RowTable(documents=documents, begins=begins, ends=ends, starts=starts, lengths=lengths, context=context)
 
 
+def asked_count(corpus: StoredCorpus, table: RowTable) -> Whole:
+    """Return how many tokens each row predicts, int64 [rows], if the corpus says which; documents are isolated."""
+    assert corpus.asked is not None
+    before = np.concatenate([[0], np.cumsum(corpus.asked)])
+    first = (np.cumsum(corpus.lengths) - corpus.lengths)[table.documents]
+    stops = np.minimum(table.ends + 1, corpus.lengths[table.documents])
+    return _summed(before[first + stops] - before[first + table.begins + 1], table.starts)
+
+
 class Row(NamedTuple):
     """The tokens of one row.
 
@@ -262,9 +271,11 @@ def read_row(corpus: StoredCorpus, table: RowTable, row: int) -> Row:
     pieces = table.pieces(row)
     if table.separate:
         stops = [min(end + 1, int(corpus.lengths[document])) for document, _, end in pieces]
-        read = [corpus.read(document, begin, stop) for (document, begin, _), stop in zip(pieces, stops, strict=True)]
         sizes = [end - begin for _, begin, end in pieces]
-        after = [np.append(ids[1:], [NOTHING] * (1 + n - len(ids))) for ids, n in zip(read, sizes, strict=True)]
+        spans = [(document, begin, stop) for (document, begin, _), stop in zip(pieces, stops, strict=True)]
+        read = [corpus.read(*span) for span in spans]
+        wanted = [np.where(corpus.is_asked(*span), ids, NOTHING)[1:] for ids, span in zip(read, spans, strict=True)]
+        after = [np.append(ids, [NOTHING] * (n - len(ids))) for ids, n in zip(wanted, sizes, strict=True)]
         tokens = np.concatenate([ids[:n] for ids, n in zip(read, sizes, strict=True)])
         positions = np.concatenate([np.arange(n, dtype=np.int64) for n in sizes])
         documents = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)

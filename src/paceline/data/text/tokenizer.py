@@ -7,7 +7,9 @@ since weights are useless without it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
+import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -47,6 +49,10 @@ class ByteTokenizer:
     def encode(self, text: str) -> TokenIds:
         """Return the token ids of a text, int64 [tokens], without an end token."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def encode_whole(self, text: str, most: int) -> TokenIds:
+        """Return a text's token ids between two end tokens, cut to ``most`` in all, int64 [tokens]."""
+        return np.concatenate([[self.end], self.encode(text)[: most - 2], [self.end]]).astype(np.int64)
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
         """Return the text of ids; special tokens are dropped; invalid bytes become replacement characters."""
@@ -119,7 +125,11 @@ _FILE, _BESIDE = "tokenizer.json", ("tokenizer_config.json", "special_tokens_map
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]", "[EOS]")
 _MASKS = ("[MASK]", "<mask>", "<|mask|>")
 _PADS = ("[PAD]", "<pad>", "<|pad|>", "<|padding|>")
-_SAID = {"end": "eos_token", "mask": "mask_token", "pad": "pad_token"}
+_SPOKEN = {"begin": "bos", "end": "eos", "mask": "mask", "pad": "pad", "unknown": "unk"}
+_SAID = {key: f"{name}_token" for key, name in _SPOKEN.items()} | {"chat_template": "chat_template"}
+_TEMPLATE = "chat_template.jinja"
+# Templates that write today's date would change a run's data from day to day.
+_NO_CLOCK = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
 _LARGEST_BYTES = 2**28
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -129,7 +139,8 @@ class HuggingFaceTokenizer:
 
     Args:
         content: The JSON of its file.
-        special: Its ``end``, ``mask`` and ``pad`` tokens; missing entries are found by common names.
+        special: Its ``end``, ``mask`` and ``pad`` tokens, of which missing ones are found by common names; and what its
+            chat template needs: ``chat_template``, ``begin`` and ``unknown``.
         where: Name of the file, for messages.
 
     Raises:
@@ -169,6 +180,61 @@ class HuggingFaceTokenizer:
         """Return the token ids of a text, int64 [tokens], without an end token."""
         return np.array(self._library.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
+    def encode_whole(self, text: str, most: int) -> TokenIds:
+        """Return a text's ids with the special tokens around it, such as [CLS], cut to ``most`` in all; int64 [tokens].
+
+        Raises:
+            DataError: If ``most`` leaves no room for text.
+        """
+        room = most - self._library.num_special_tokens_to_add(is_pair=False)
+        if room < 1:
+            raise DataError(f"data.text.context={most} leaves no room for text besides the tokenizer's special tokens.")
+        found = self._library.encode(text, add_special_tokens=False)
+        found.truncate(room)
+        return np.array(self._library.post_process(found).ids, dtype=np.int64)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return "chat_template" in self._special
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, asks: bool = False) -> str:
+        """Return a conversation as text, by the tokenizer's chat template.
+
+        Args:
+            messages: Mappings with ``role`` and ``content``.
+            asks: Whether to add what comes before an answer.
+
+        Raises:
+            DataError: If Transformers is missing, or the template does not take these messages.
+        """
+        try:
+            from transformers.utils.chat_template_utils import render_jinja_template
+
+            names = {f"{name}_token": self._special[key] for key, name in _SPOKEN.items() if key in self._special}
+            texts, _ = render_jinja_template(
+                [list(messages)],
+                chat_template=_NO_CLOCK + self._special["chat_template"],
+                add_generation_prompt=asks,
+                **names,
+            )
+        except ImportError as error:
+            raise DataError(
+                f"a chat template needs transformers ({error}): pip install 'paceline[transformers]'."
+            ) from error
+        except Exception as error:  # a template may raise anything
+            raise DataError(f"the chat template cannot be applied: {' '.join(str(error).split())[:300]}") from error
+        return str(texts[0])
+
+    def encode_chat(self, text: str) -> tuple[TokenIds, NDArray[np.int64]]:
+        """Return the ids of a chat's text, in which special tokens count, and the characters of each, int64 [T, 2]."""
+        self._library.encode_special_tokens = False
+        try:
+            found = self._library.encode(text, add_special_tokens=False)
+        finally:
+            self._library.encode_special_tokens = True
+        return np.array(found.ids, dtype=np.int64), np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
         """Return the text that ids represent; special tokens are dropped."""
         known = [int(each) for each in np.asarray(ids, dtype=np.int64) if each not in self._unread]
@@ -187,6 +253,17 @@ class HuggingFaceTokenizer:
         """Return the complete tokenizer: the compressed file and its special tokens."""
         packed = base64.b64encode(zlib.compress(self._content.encode(), 9)).decode()
         return {"kind": KIND, "tokenizer_json": packed, "special": self._special}
+
+    def write(self, folder: Path, most: int) -> None:
+        """Write the files from which Transformers' ``AutoTokenizer`` loads it; it can cut texts to ``most`` tokens."""
+        said = {_SAID[key]: token for key, token in self._special.items() if key in _SPOKEN}
+        used = {"eos_token": self.end, "mask_token": self.mask, "pad_token": self.pad}
+        said |= {key: str(self._library.id_to_token(number)) for key, number in used.items() if number is not None}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": most, **said}
+        (folder / _FILE).write_text(self._content, encoding="utf-8")
+        (folder / _BESIDE[0]).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if self.has_chat_template:
+            (folder / _TEMPLATE).write_text(self._special["chat_template"], encoding="utf-8")
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any], where: str) -> HuggingFaceTokenizer:
@@ -263,6 +340,8 @@ def _said_beside(folder: Path) -> dict[str, str]:
             value = value.get("content") if isinstance(value, Mapping) else value
             if isinstance(value, str):
                 found.setdefault(key, value)
+    with contextlib.suppress(OSError, ValueError):
+        found["chat_template"] = (folder / _TEMPLATE).read_text(encoding="utf-8")
     return found
 
 

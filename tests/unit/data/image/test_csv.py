@@ -92,7 +92,7 @@ def test_columns_are_named(tmp_path: Path) -> None:
         ("path,label\na.png,x\nb.png,x\n", "has one class, 'x'"),
         ("path,label,split\na.png,x,train\nb.png,y,tset\n", "has the split 'tset' .* Did you mean 'test'"),
         ("path,label,split\na.png,x,val\nb.png,y,val\n", "has no row whose split is train"),
-        ("path,label,split\na.png,x,train\nb.png,y,val\n", "held-out images of the class 'y', but none to train on"),
+        ("path,label,split\na.png,x,train\nb.png,y,val\n", "held-out samples of the class 'y', but none to train on"),
         ("path,label\na.png,x,1\n", r"line 2 of '.*' has 3 fields, but its first line names 2 columns"),
         ("path,path\na.png,x\n", "has two columns called 'path'"),
         ("path,label\nhttps://me:hush@host/a.png,x\n", "line 2 of '.*' names a URL, but a table names files"),

@@ -1,0 +1,141 @@
+"""Tables of texts: CSV, JSON lines, parquet, and folders that Hugging Face's ``save_to_disk`` wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from paceline.data.image.sets.huggingface import HuggingFaceFiles, choose_splits, find_files
+from paceline.data.image.tables import find_column, mapped, parts_of, reading, require_pyarrow, splits_of_files
+from paceline.data.text.corpus import split_by_name
+from paceline.errors import DataError
+from paceline.files import LeftOut, has_ending, refuse_odd_kinds, visible
+from paceline.recipe.data import Data
+
+_LINES, _TSV = ("jsonl",), ("tsv", "tab")
+_ENDINGS = ("csv", *_TSV, *_LINES)
+_KINDS = "a .csv, .tsv, .jsonl or .parquet file, a folder of them, or a folder that save_to_disk wrote"
+_LARGEST_HEAD = 2**16
+
+Choose = Callable[[Sequence[str], Mapping[str, Any], str], Sequence[str]]
+"""Chooses columns: called with all of them, Hugging Face's metadata of each, and the table's name for messages."""
+
+
+class Row(NamedTuple):
+    """The cells of the chosen columns, and the row's name: ``row 3 of 'train.csv'``, counted from 1."""
+
+    name: str
+    cells: tuple[Any, ...]
+
+
+class TextTable(NamedTuple):
+    """Rows of a table.
+
+    Attributes:
+        train: Training rows.
+        held_out: Held-out rows.
+        reason: Origin of the held-out rows, if ``data.validation_fraction`` has no effect.
+        features: Hugging Face's metadata of each column.
+    """
+
+    train: list[Row]
+    held_out: list[Row]
+    reason: str | None
+    features: Mapping[str, Any]
+
+
+def read_table(data: Data, choose: Choose, left_out: LeftOut) -> TextTable:
+    """Read the chosen columns of the table at ``data.path``.
+
+    Rows are held out if their file, folder or split column says so. Otherwise ``data.validation_fraction`` of them is
+    held out, by their names: adding a row to the end changes nothing for the others.
+
+    Args:
+        data: The recipe's section.
+        choose: Chooses the columns; raises DataError if one is missing.
+        left_out: Receives unused files.
+
+    Raises:
+        DataError: If there is no such table, or it cannot be read.
+    """
+    root = Path(data.path or "").expanduser()
+    files = None if data.path is None else _plain_files(root, left_out) or find_files(root, left_out)
+    if files is None:
+        raise DataError(f"data.path={data.path} is not a table of text: data.dataset={data.dataset} takes {_KINDS}.")
+    train, held_out, reason = choose_splits(files)
+
+    def rows_of(split: str, split_column: str | None) -> tuple[list[Row], list[str] | None]:
+        rows, words = list[Row](), list[str]()
+        for file in files.splits[split]:
+            where, has_words = repr(str(file)), False
+
+            def pick(schema: Any, where: str = where) -> list[str]:
+                nonlocal has_words
+                word = find_column("split", split_column, schema.names, where)
+                has_words = word is not None
+                return [*choose(schema.names, files.features, where), *([] if word is None else [word])]
+
+            for number, cells in enumerate(zip(*cells_of(file, pick, is_parquet=files.is_parquet), strict=True)):
+                rows.append(Row(f"row {number + 1} of {file.name!r}", cells[: len(cells) - has_words]))
+                words += [str(cells[-1])] * has_words
+        return rows, words or None
+
+    if held_out is not None:
+        return TextTable(rows_of(train, None)[0], rows_of(held_out, None)[0], reason, files.features)
+    rows, words = rows_of(train, data.split_column)
+    parts = parts_of(words, len(rows), repr(str(root)))
+    if parts.held_out is None:
+        return TextTable(*split_by_name(rows, data.validation_fraction), None, files.features)
+    of_split = [[rows[row] for row in part.tolist()] for part in parts.splits]
+    return TextTable(of_split[0], of_split[1], parts.told, files.features)
+
+
+def _plain_files(root: Path, left_out: LeftOut) -> HuggingFaceFiles | None:
+    """Return a CSV or JSON lines file, or those in a folder by split; None if there are none."""
+    if not root.is_dir():
+        splits = {"train": [root]} if has_ending(root.name, _ENDINGS) else {}
+        return HuggingFaceFiles(root=root, splits=splits, is_parquet=False, features={}) if splits else None
+    names = sorted(entry.name for entry in visible(root))
+    paths = [root / name for name in names if has_ending(name, _ENDINGS)]
+    for name in names if paths else ():
+        if not has_ending(name, _ENDINGS):
+            left_out.add("files that are not tables", name)
+    splits = {}
+    for path, split in zip(paths, splits_of_files(paths, root), strict=True):
+        splits.setdefault(split, []).append(path)
+    return HuggingFaceFiles(root=root, splits=splits, is_parquet=False, features={}) if paths else None
+
+
+def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bool) -> list[list[Any]]:
+    """Return the cells of some columns of a CSV, JSON lines or parquet file, or an Arrow stream.
+
+    Args:
+        file: The file.
+        pick: Chooses columns from the table's schema, pyarrow's.
+        is_parquet: Whether a file without another known ending is a parquet file.
+
+    Raises:
+        DataError: If it cannot be read, or pyarrow is missing.
+    """
+    arrow = require_pyarrow()
+    refuse_odd_kinds(file)
+    with reading(file), mapped(file) as content:
+        if has_ending(file.name, _LINES):
+            # A line must fit into a block.
+            table = arrow.json.read_json(content, arrow.json.ReadOptions(block_size=max(2**20, content.size())))
+        elif has_ending(file.name, _ENDINGS):
+            head = content.read_at(min(_LARGEST_HEAD, content.size()), 0).partition(b"\n")[0].decode("utf-8-sig")
+            delimiter = "\t" if has_ending(file.name, _TSV) else max(",;\t", key=head.count)
+            parse = arrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+            names = arrow.csv.open_csv(content, parse_options=parse).schema.names
+            content.seek(0)
+            as_text = arrow.csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()))
+            table = arrow.csv.read_csv(content, parse_options=parse, convert_options=as_text)
+        elif is_parquet:
+            opened = arrow.parquet.ParquetFile(content)
+            table = opened.read(columns=list(pick(opened.schema_arrow)))
+        else:
+            table = arrow.ipc.open_stream(content).read_all()
+        table.validate(full=True)
+        return [table.column(name).to_pylist() for name in pick(table.schema)]

@@ -1,0 +1,119 @@
+"""Export to folders that Hugging Face's Transformers and peft open."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.format import write_tensor_file
+from paceline.checkpoint.hub_folder import CONFIG, WEIGHTS
+from paceline.checkpoint.weights import ADAPTER_PARTS
+from paceline.data.text.tokenizer import HuggingFaceTokenizer, tokenizer_from
+from paceline.errors import ModelError, RecipeError
+from paceline.inference.exportable import Exportable
+from paceline.models.adapters import trained_layers
+from paceline.models.transformers_models import LanguageModel, SequenceClassifier
+
+_ADAPTERS = "adapter_model.safetensors"
+
+
+def write_transformers_folder(exportable: Exportable, folder: Path, write_weights: Callable[[Path], None]) -> float:
+    """Write a folder for ``AutoModelFor….from_pretrained`` and ``AutoTokenizer``, load it, and compare.
+
+    Args:
+        exportable: The network.
+        folder: New folder.
+        write_weights: Writes the safetensors file.
+
+    Returns:
+        The largest difference between the loaded network's output and the network's, in logits.
+
+    Raises:
+        ModelError: If the network is not one of Transformers, or the results differ.
+    """
+    network = _plain(exportable)
+    kind: Any = type(network)
+    network.config.architectures, network.config.dtype = [kind.__name__], torch.float32
+    names = exportable.saved.described("data").get("class_names")
+    if names is not None:
+        network.config.id2label = dict(enumerate(names))
+        network.config.label2id = {name: number for number, name in enumerate(names)}
+    folder.mkdir()
+    network.config.to_json_file(folder / CONFIG)
+    write_weights(folder / WEIGHTS)
+    tokenizer = tokenizer_from(exportable.saved.described("data")["tokenizer"], str(exportable.saved.path))
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.write(folder, exportable.longest["length"])
+    try:
+        loaded = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
+    except Exception as error:  # its checks may raise anything
+        raise ModelError(f"Transformers cannot open the written folder ({error}); nothing was kept.") from error
+    return exportable.compare(_called_with_names(loaded), what="Transformers")
+
+
+def write_peft_folder(exportable: Exportable, folder: Path) -> float:
+    """Write the low-rank adapters, and the trained classifier, for ``PeftModel.from_pretrained``, and compare.
+
+    Returns:
+        The largest difference between the output of the first network with these adapters and the network's, in logits.
+
+    Raises:
+        RecipeError: If the run trained no adapters.
+        ModelError: If the network is not one of Transformers, or the results differ.
+    """
+    saved, network = exportable.saved, _plain(exportable)
+    layers = sorted(name.removesuffix(ADAPTER_PARTS[0]) for name in saved.state if name.endswith(ADAPTER_PARTS[0]))
+    if not layers:
+        raise RecipeError(f"{saved.path} has no low-rank adapters (model.adapters); use --format transformers.")
+    from peft import LoraConfig, PeftModel
+
+    model, heads = saved.described("recipe")["model"], trained_layers(exportable.network)
+    asked = model["adapters"]
+    mine = (*(f"{layer}.lora_" for layer in layers), *(f"{head}." for head in heads))
+    tensors = {
+        f"base_model.model.{name.replace('.default.', '.')}": each.contiguous()
+        for name, each in saved.state.items()
+        if name.startswith(mine) and not name.endswith(ADAPTER_PARTS[2])
+    }
+    folder.mkdir()
+    LoraConfig(
+        r=asked["rank"],
+        lora_alpha=asked["alpha"],
+        target_modules=layers,
+        lora_dropout=asked.get("dropout", 0.0),
+        fan_in_fan_out=any(f"{layer}{ADAPTER_PARTS[2]}" in saved.state for layer in layers),
+        modules_to_save=heads or None,
+        task_type="SEQ_CLS" if isinstance(exportable.network, SequenceClassifier) else "CAUSAL_LM",
+        base_model_name_or_path=model["name"].removeprefix("transformers:"),
+    ).save_pretrained(str(folder))
+    write_tensor_file(folder / _ADAPTERS, tensors, {"format": "pt"})
+    base = {name.replace(".base_layer.", "."): each for name, each in saved.state.items() if ".lora_" not in name}
+    network.load_state_dict(base)
+    with warnings.catch_warnings():
+        # About its own use of Transformers.
+        warnings.simplefilter("ignore", FutureWarning)
+        loaded = PeftModel.from_pretrained(network, str(folder)).eval()
+    return exportable.compare(_called_with_names(loaded), what="peft")
+
+
+def _plain(exportable: Exportable) -> Any:
+    """Return a copy of the network with the library's own class."""
+    network: Any = exportable.network
+    if not isinstance(network, LanguageModel | SequenceClassifier):
+        name = exportable.saved.described("recipe").get("model", {}).get("name")
+        raise ModelError(
+            f"model.name={name} is not a network of Transformers; use --format safetensors, onnx or torch-export."
+        )
+    plain = copy.deepcopy(network)
+    plain.__class__ = type(network).__bases__[1]
+    return plain
+
+
+def _called_with_names(network: Any) -> Callable[..., Tensor]:
+    return lambda tokens, mask=None: network(input_ids=tokens, attention_mask=mask).logits

@@ -1,0 +1,184 @@
+"""Text classification: one class per text, such as its topic or its mood."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.data.balance import SampleLengths
+from paceline.data.batch import Batch
+from paceline.data.class_balance import SampleClasses
+from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
+from paceline.data.slices import SampleSlice
+from paceline.data.text.corpus import StoredCorpus
+from paceline.data.text.labelled import LabelledTexts, open_labelled
+from paceline.data.text.tokenizer import TokenIds, Tokenizer
+from paceline.metrics.accumulator import Metric
+from paceline.metrics.answers import Answers
+from paceline.models.language import build_text_classifier
+from paceline.plan import DataFacts
+from paceline.recipe.unused import all_but
+from paceline.tasks.image_classification import ClassificationLoss, rank_of_target
+from paceline.tasks.task import Model, Task
+from paceline.world import World
+
+_OF_TEXT = ("data.text.context", "data.text.tokenizer", "data.text.rows", "data.text.pad_multiple")
+_USED = ("data.dataset", "data.path", "data.validation_fraction", "data.sampling", *_OF_TEXT)
+_OF_TABLES = ("data.label_column", "data.split_column", "data.text.column")
+
+
+class TextClassification(Task):
+    """Assigns one of several classes to a text, which is cut to `data.text.context` tokens."""
+
+    unit = "texts"
+    headline = "top1_accuracy"
+    gives_scores = True
+    metrics = (Metric(name="loss"), Metric(name="top1_accuracy", scale=100.0, higher_is_better=True))
+
+    @cached_property
+    def dataset(self) -> LabelledTexts:
+        """The texts, their classes and the tokenizer, opened on first use."""
+        return open_labelled(self.recipe.data)
+
+    @cached_property
+    def _loss(self) -> ClassificationLoss:
+        return ClassificationLoss(self.recipe.train, self.weights_by_class("train.class_weights"))
+
+    def data_facts(self, world: World) -> DataFacts:
+        """Open the texts."""
+        found, data = self.dataset, self.recipe.data
+        why = "the task text_classification reads one text per sample"
+        used = _USED + (_OF_TABLES if data.dataset == "text_table" else ())
+        unused = all_but(used, why) | dict.fromkeys(("model.channels_last", "evaluate.top_k"), why)
+        if data.text.rows != "single":
+            unused["data.text.rows"] = why
+        return DataFacts(
+            train_samples=len(found.train.lengths),
+            evaluation_samples=len(found.validation.lengths),
+            description={
+                "dataset": found.name,
+                "digest": found.digest,
+                "classes": len(found.classes),
+                "vocabulary": found.tokenizer.vocabulary,
+                "context": data.text.context,
+                "tokens": int(found.train.lengths.sum()),
+            },
+            reasons={} if found.reason is None else {"data.validation_fraction": found.reason},
+            unused=unused,
+            left_out=found.left_out,
+        )
+
+    def sample_classes(self) -> SampleClasses:
+        """Return the labels of the training texts."""
+        return self.dataset.labels[0]
+
+    def sample_lengths(self) -> SampleLengths:
+        """Return the tokens of each training text."""
+        return self._lengths(self.dataset.train)
+
+    def evaluation_lengths(self) -> SampleLengths:
+        """Return the tokens of each held-out text."""
+        return self._lengths(self.dataset.validation)
+
+    def description(self) -> dict[str, Any]:
+        """Return class names, the tokenizer and other facts that prediction needs."""
+        tokenizer = self.dataset.tokenizer
+        return {
+            "class_names": list(self.dataset.classes),
+            "tokenizer": tokenizer.to_tree(),
+            "vocabulary": tokenizer.vocabulary,
+            "context": self.recipe.data.text.context,
+        }
+
+    def open_pipeline(self, placement: Placement) -> Pipeline:
+        """Open batches of texts, read in this process from memory."""
+        return _Texts(self, placement)
+
+    def read(self, part: SampleSlice, training: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Return tokens and mask of some texts, int64 [N, T], and their classes, int64 [N]."""
+        found = self.dataset
+        corpus, labels = (found.train, found.labels[0]) if training else (found.validation, found.labels[1])
+        texts = [corpus.read(text, 0, int(corpus.lengths[text])) for text in part.ids.tolist()]
+        width = int(self._lengths(corpus).padded(part.ids).max())
+        return padded(texts, width, found.tokenizer), torch.from_numpy(labels[part.ids])
+
+    def build_model(self) -> nn.Module:
+        """Build the recipe's network for the tokenizer and the classes."""
+        tokenizer = self.dataset.tokenizer
+        return build_text_classifier(
+            self.recipe.model,
+            vocabulary=tokenizer.vocabulary,
+            context=self.recipe.data.text.context,
+            classes=len(self.dataset.classes),
+            pad=padding(tokenizer),
+        )
+
+    def prepare_training(self, placement: Placement) -> None:
+        """Build the recipe's loss and test it.
+
+        Raises:
+            RecipeError: If it cannot be imported or built, or does not return one loss per sample.
+        """
+        self._loss.check(len(self.dataset.classes), placement.device)
+
+    def loss(self, model: Model, batch: Batch) -> torch.Tensor:
+        """Return the recipe's loss, the mean over the micro-batch's texts."""
+        return self._loss(_logits(model, batch), batch.targets, batch.slice.mean_class_weight)
+
+    def score(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return the cross-entropy without smoothing, and whether the label has the highest score."""
+        logits = _logits(model, batch).float()
+        values = {
+            "loss": F.cross_entropy(logits, batch.targets, reduction="none"),
+            "top1_accuracy": rank_of_target(logits, batch.targets) < 1,
+        }
+        return values | ({"logit": logits, "label": batch.targets} if self.recipe.evaluate.metrics else {})
+
+    def predict(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return the most probable class and its probability."""
+        probability, label = _logits(model, batch).float().softmax(dim=1).max(dim=1)
+        return {"prediction": label, "probability": probability, "target": batch.targets}
+
+    def answers(self, model: Model, batch: Batch) -> Answers:
+        """Return the class with the highest score."""
+        return Answers.of(_logits(model, batch), batch.targets)
+
+    def _lengths(self, corpus: StoredCorpus) -> SampleLengths:
+        text = self.recipe.data.text
+        return SampleLengths(tokens=corpus.lengths, multiple=text.pad_multiple, most=text.context)
+
+
+class _Texts(SimplePipeline):
+    """Batches of texts; a sample's name is its row's."""
+
+    def __init__(self, task: TextClassification, placement: Placement) -> None:
+        self._found = task.dataset
+        super().__init__(task.read, evaluation_samples=len(self._found.validation.lengths), placement=placement)
+
+    def sample_name(self, sample_id: int, *, training: bool) -> str:
+        """Return the name of the text's row."""
+        return (self._found.train if training else self._found.validation).name(sample_id)
+
+
+def padding(tokenizer: Tokenizer) -> int:
+    """Return the id of the padding token: if there is none, the end token's."""
+    return tokenizer.end if tokenizer.pad is None else tokenizer.pad
+
+
+def padded(texts: list[TokenIds], width: int, tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
+    """Return texts as a batch: ``tokens``, and ``mask``, 1 for tokens and 0 for padding; both int64 [N, width]."""
+    tokens = np.full((len(texts), width), padding(tokenizer), dtype=np.int64)
+    mask = np.zeros_like(tokens)
+    for row, ids in enumerate(texts):
+        tokens[row, : len(ids)], mask[row, : len(ids)] = ids, 1
+    return {"tokens": torch.from_numpy(tokens), "mask": torch.from_numpy(mask)}
+
+
+def _logits(model: Model, batch: Batch) -> torch.Tensor:
+    logits: torch.Tensor = model(batch.inputs["tokens"], batch.inputs["mask"])
+    return logits

@@ -1,0 +1,140 @@
+"""Tables of texts: the same rows in any kind of file; labels, splits and what is left out."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tiny_text import reviews, tokenizer_folder, write_lines
+
+from paceline.data.text.labelled import LabelledTexts, open_labelled
+from paceline.errors import DataError
+from paceline.recipe.data import Data, Text
+
+ROWS = reviews(30)
+
+
+def found(path: Path, **keys: Any) -> LabelledTexts:
+    return open_labelled(Data(dataset="text_table", path=str(path), **keys))
+
+
+def texts(path: Path, **keys: Any) -> list[list[tuple[str, str]]]:
+    """Text and class of each sample, by split."""
+    opened = found(path, **keys)
+    return [
+        [
+            (opened.tokenizer.decode(corpus.read(n, 0, int(corpus.lengths[n]))), opened.classes[label])
+            for n, label in enumerate(labels)
+        ]
+        for corpus, labels in zip((opened.train, opened.validation), opened.labels, strict=True)
+    ]
+
+
+def write_csv(path: Path, rows: list[dict[str, str]]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, str]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def save_to_disk(path: Path, rows: list[dict[str, str]]) -> Path:
+    """As Hugging Face's library does, with class names."""
+    names = sorted({row["label"] for row in rows})
+    table = pa.table({"text": [row["text"] for row in rows], "label": [names.index(row["label"]) for row in rows]})
+    path.mkdir()
+    with pa.OSFile(str(path / "data.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table)
+    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+    features = {"text": {"dtype": "string", "_type": "Value"}, "label": {"names": names, "_type": "ClassLabel"}}
+    (path / "dataset_info.json").write_text(json.dumps({"features": features}))
+    return path
+
+
+WRITERS = {"a.csv": write_csv, "a.jsonl": write_lines, "a.parquet": write_parquet, "saved": save_to_disk}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_rows_are_the_same_in_every_kind_of_file(tmp_path: Path, name: str) -> None:
+    train, held_out = texts(WRITERS[name](tmp_path / name, ROWS), validation_fraction=0.3)
+    assert sorted([*train, *held_out]) == sorted((row["text"], row["label"]) for row in ROWS)
+    assert 3 <= len(held_out) <= 20
+    assert found(tmp_path / name).classes == ("animal", "other")
+
+
+def test_files_and_columns_may_name_the_split(tmp_path: Path) -> None:
+    folder = tmp_path / "both"
+    folder.mkdir()
+    write_lines(folder / "train.jsonl", ROWS[:20])
+    write_lines(folder / "validation.jsonl", ROWS[20:])
+    (folder / "README.md").write_text("a card")
+    expected = [[(row["text"], row["label"]) for row in part] for part in (ROWS[:20], ROWS[20:])]
+    assert texts(folder) == expected
+    assert "files that are not tables: 1 left out ('README.md')" in found(folder).left_out
+    marked = [row | {"split": "train" if number < 20 else "val"} for number, row in enumerate(ROWS)]
+    assert texts(write_csv(tmp_path / "marked.csv", marked)) == expected
+    assert found(tmp_path / "marked.csv").reason == "the rows whose split is val"
+    everything = texts(tmp_path / "marked.csv", split_column=None, validation_fraction=0.0)
+    assert everything == [expected[0] + expected[1], []]
+
+
+def test_texts_are_cut_with_their_special_tokens(tmp_path: Path) -> None:
+    folder = tokenizer_folder(tmp_path / "words", classifies=True)
+    path = write_lines(tmp_path / "a.jsonl", [*ROWS, {"text": "", "label": "other"}])
+    opened = found(path, text=Text(tokenizer=str(folder), context=5), validation_fraction=0.0)
+    assert opened.train.lengths.max() == 5
+    for number, row in enumerate(ROWS):
+        ids = opened.train.read(number, 0, int(opened.train.lengths[number])).tolist()
+        assert (ids[0], ids[-1]) == (2, 3)
+        assert len(ids) == min(5, 2 + len(row["text"].split()))
+    assert any(each.startswith("rows without text: 1 left out (\"row 31 of 'a.jsonl'\")") for each in opened.left_out)
+    longer = sum(len(row["text"].split()) > 3 for row in ROWS)
+    assert any(each.startswith(f"ends of texts beyond data.text.context: {longer} ") for each in opened.left_out)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "said"),
+    [
+        ([{"text": "a", "kind": "x"}], {}, "no column for data.label_column=auto"),
+        ([{"body": "a", "label": "x"}], {}, "no column for data.text.column=text"),
+        ([{"text": "a", "label": "x"}], {"label_column": "lable"}, "no column 'lable' .* Did you mean"),
+        ([{"text": "a", "label": "x"}, {"text": "b", "label": None}], {}, "row 2 of 'a.jsonl' has no label"),
+        ([{"text": "a", "label": "x"}, {"text": "b"}], {}, "row 2 of 'a.jsonl' has no label"),
+        ([{"text": "a", "label": "x"}], {}, "one class, 'x'"),
+        ([{"text": 3, "label": "x"}], {}, "row 1 of 'a.jsonl' has the text 3"),
+        ([{"text": "", "label": "x"}], {}, "has no text to learn from; rows without text: 1 left out"),
+        ([], {}, "cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, rows: list[dict[str, Any]], keys: dict[str, str], said: str) -> None:
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match=said):
+        found(path, validation_fraction=0.0, **keys)
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "label": "x"}\n{"text": \n')
+    with pytest.raises(DataError, match="cannot be read"):
+        found(path)
+    with pytest.raises(DataError, match="is not a table of text"):
+        found(tmp_path / "a.docx")
+    with pytest.raises(DataError, match=r"data\.path=None is not a table of text"):
+        open_labelled(Data(dataset="text_table"))
+
+
+def test_paragraphs_of_the_documentation() -> None:
+    opened = open_labelled(Data(dataset="docs", text=Text(context=64)))
+    assert opened.classes == ("debugger", "expressions", "special methods", "statements", "types")
+    names = {*opened.train.names, *opened.validation.names}
+    assert len(names) == len(opened.train.names) + len(opened.validation.names) > 800
