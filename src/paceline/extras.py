@@ -120,6 +120,11 @@ EXTRAS = (
         "the course behind `paceline labs`",
         _libraries("jupyterlab", "jupytext", "matplotlib", "nbclient", "nbformat", "psutil"),
     ),
+    Extra(
+        "examples",
+        "some files of examples/",
+        (*_libraries("diffusers", "monai"), Library("open_spiel", "pyspiel"), *_libraries("torchaudio")),
+    ),
     Extra("docs", "these pages built as a site", (Library("mkdocs-material", "material"), *_libraries("mkdocstrings"))),
 )
 

@@ -1,4 +1,4 @@
-"""Examples after MLPerf's image and volume benchmarks: each learns, resumes, and is scored alike by two processes."""
+"""Examples after MLPerf's benchmarks: each learns, resumes, and is scored alike by two processes."""
 
 from __future__ import annotations
 
@@ -36,6 +36,17 @@ SMALL: dict[str, tuple[str, str, str, tuple[float, float]]] = {
     "cosmoflow": ("digits", 'task=cosmoflow:Universes train.duration="40 steps"', "mae", (0, 0.45)),
     "deepcam": ("shapes-segmentation", 'train.duration="60 steps"', "miou", (45, 100)),
     "ssd": ("shapes-maskrcnn", 'train.duration="8 steps" data.detection.generated.samples=40', "loss", (0, 16)),
+    "rnnt": ("digits", 'task=rnnt:Dictation train.duration="60 steps"', "loss", (0, 14)),
+    "diffusion": ("digits", 'task=diffusion:Denoising train.duration="40 steps"', "loss", (0, 0.6)),
+    "dimenet": ("digits", 'task=dimenet:Energies train.duration="120 steps"', "mae", (0, 0.5)),
+    "minigo": ("digits", 'task=minigo:Go train.duration="60 steps"', "move_accuracy", (10, 100)),
+}
+# By the example that needs it: its import name, and its package.
+LIBRARIES = {
+    "unet3d": ("monai", "MONAI", "monai"),
+    "rnnt": ("torchaudio", "torchaudio", "torchaudio"),
+    "diffusion": ("diffusers", "diffusers", "diffusers"),
+    "minigo": ("pyspiel", "OpenSpiel", "open_spiel"),
 }
 
 
@@ -46,8 +57,9 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(each for each in (str(EXAMPLES), *sys.path) if each))
 
     def imported(name: str) -> Any:
-        if name == "unet3d":
-            pytest.importorskip("monai", reason="the example trains MONAI's U-Net: pip install monai")
+        if name in LIBRARIES:
+            module, _, package = LIBRARIES[name]
+            pytest.importorskip(module, reason=f"the example needs it: pip install {package}")
         return importlib.import_module(name)
 
     return imported
@@ -89,9 +101,10 @@ def test_it_learns_resumes_and_is_scored_alike_by_two_processes(
     assert evaluated(whole.run_dir, processes=2) == evaluated(whole.run_dir, processes=1)
 
 
-def test_an_example_whose_library_is_missing_says_what_to_install() -> None:
-    hidden = "import sys, runpy; sys.modules['monai'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", hidden, str(EXAMPLES / "unet3d.py")], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, "This example needs MONAI: pip install monai")
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_an_example_whose_library_is_missing_says_what_to_install(name: str) -> None:
+    module, title, package = LIBRARIES[name]
+    hidden = f"import sys, runpy; sys.modules[{module!r}] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    words = [sys.executable, "-c", hidden, str(EXAMPLES / f"{name}.py")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, f"This example needs {title}: pip install {package}")
