@@ -33,15 +33,24 @@ def test_the_first_evening_comes_to_scores_for_each_class(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example_reaches_its_number(path: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-W", "error", str(path)]
-    done = fork_server.run(words, cwd=tmp_path, env=OWN, capture_output=True, text=True, timeout=300)
+    source = path.read_text(encoding="utf-8")
+    # Warnings of libraries of other projects are theirs.
+    strict = () if "This example needs" in source else ("-W", "error")
+    own = {
+        **OWN,
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
+    }
+    words = [sys.executable, *strict, str(path)]
+    done = fork_server.run(words, cwd=tmp_path, env=own, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert " %" in done.stdout
+    if done.stdout.startswith("This example needs"):
+        pytest.skip(done.stdout.strip())
+    assert re.search(r"\d", done.stdout)
     if path.stem.startswith("from_") and find_spec(path.stem.removeprefix("from_")):
         # A loop that was ported was held to the original, by the library itself.
         assert "differ by at most" in done.stdout
     assert list(tmp_path.iterdir()) == []
-    assert re.search(r"^    assert \w+ [<>] \d+, f?\"expected", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert re.search(r"^    assert \w+ [<>] [\d.]+, f?\"expected", source, re.MULTILINE)
 
 
 @pytest.mark.thorough

@@ -31,9 +31,14 @@ def hub_copy(address: Address, say: Callable[[str], object], *, files: Collectio
     Raises:
         StorageError: If the address is not of this form, or is neither in the cache nor available from the hub.
     """
-    from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
-
+    try:
+        from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise StorageError(
+            f"{address} needs huggingface_hub 2.4 or newer ({error}); install it with: pip install --upgrade "
+            "huggingface_hub."
+        ) from None
     found = _FORM.fullmatch(address.place)
     if found is None:
         raise StorageError(
@@ -61,16 +66,21 @@ def hub_copy(address: Address, say: Callable[[str], object], *, files: Collectio
     try:
         copy = snapshot(cached=False)
     except Exception as error:  # noqa: BLE001  # the library and its client have errors of their own
-        why = describe(error)[:300]
-        if isinstance(error, RepositoryNotFoundError):
-            why = "there is none of this name, or it is private and HF_TOKEN does not allow it"
-            why += "" if found[1] else f"; a data set's address is hf://datasets/{address.place}"
-        elif isinstance(error, LocalEntryNotFoundError):
-            why = "the hub cannot be reached, and the cache has no complete copy"
+        why = _why_not(error, missing="" if found[1] else f"; a data set's address is hf://datasets/{address.place}")
         raise StorageError(f"cannot read {address} ({why}); the cache is {constants.HF_HUB_CACHE}.") from None
     if not copy.exists():
         raise StorageError(f"{address}: the repository has no '{path}'; check the path.")
     return copy
+
+
+def _why_not(error: Exception, *, missing: str) -> str:
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is none of this name, or it is private and HF_TOKEN does not allow it" + missing
+    if isinstance(error, LocalEntryNotFoundError):
+        return "the hub cannot be reached, and the cache has no complete copy"
+    return describe(error)[:300]
 
 
 def check_token() -> str:
