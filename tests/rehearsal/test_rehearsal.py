@@ -107,7 +107,8 @@ def test_a_planted_wait_is_found(tmp_path: Path, fault: str, what: str) -> None:
 
 @pytest.mark.thorough
 def test_a_planted_copy_from_pageable_memory_is_found(tmp_path: Path) -> None:
-    asked = (*GPT, "train.duration=22 steps", "evaluate.every=off")
+    # More steps than the forecast reads batches ahead.
+    asked = (*GPT, "train.duration=60 steps", "evaluate.every=off")
     found = rehearse(tmp_path / "run", *asked, fault="copy_from_pageable_memory")
     assert {what for what, _ in found["waits"]} == {"copy from pageable memory"}
 
