@@ -41,6 +41,8 @@ _HELD_BYTES, _HELD_PART = 256 * 2**20, 1 / 8
 _COPIED_BYTES, _COPIED_BYTES_ON_A_GPU = 256 * 2**20, 64 * 2**20
 # Copying, hashing and writing a checkpoint on the cores that train (benchmarks/checkpoint.py).
 _SAVE_SECONDS_PER_BYTE = 1.5e-9
+# Importing a tracker's library competes with the first steps for the interpreter.
+_TRACKER_SECONDS = 0.3
 _LONG_SECONDS = 3600.0
 
 
@@ -85,6 +87,7 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
     evaluations = _times_due(plan, "evaluate", position, end)
     seconds = samples * costs.sample * _growth(plan, position, end) + steps * costs.step
     seconds += evaluations * costs.evaluation + _times_due(plan, "checkpoint", position, end) * costs.save
+    seconds += len(run.recipe.telemetry.trackers) * _TRACKER_SECONDS
     work = f"{format_count(steps)} steps" + (f" and {counted(evaluations, 'evaluation')}" if evaluations else "")
     memory = "" if costs.memory is None else f", {format_bytes(costs.memory)} of memory"
     shorter = ""
