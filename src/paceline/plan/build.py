@@ -46,6 +46,9 @@ Occasion = Literal["evaluate", "checkpoint", "log", "noise_scale"]
 # Steps of the first records of a run with long record intervals, so that problems show at once.
 _FIRST_LOGS = (1, 2, 5)
 
+# torch's communication back-ends by device.
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
+
 _ANY_TASK = TaskFacts()
 _NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -195,6 +198,7 @@ def make(
         | _explain_steps(recipe, data, epochs, total)
         | explain_rates(recipe, epochs, rates)
         | why_strategy
+        | {"parallel.backend": f"{_BACKENDS.get(machine.device, 'none')} is torch's for {machine.device}"}
         | {"parallel.threads": why_threads, "evaluate.metric": f"{task.headline}: the task's own choice"}
         | check_mlperf(recipe, evaluation_samples=data.evaluation_samples, peak_lr=rates.peak_lr)
     )
