@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -163,12 +163,17 @@ class StepGeometry:
         """
         if self.sizes is None and (self.lengths is None or not self.lengths.is_ragged):
             return None
-        steps = [*range(first, min(last, first + _LOOKED_AT))]
+        later: list[int] = []
         if last > first + _LOOKED_AT:
             epoch = self.epochs.place(first)[0]
             # A resumed run may have passed this epoch's longest sample.
             begun = (each for each in (epoch, epoch + 1) if self.epochs.first_step(each) < last)
-            steps += [step for each in begun if first <= (step := self._step_of_longest(each)) < last]
+            later = [step for each in begun if first <= (step := self._step_of_longest(each)) < last]
+        found = self._costliest_of(range(first, min(last, first + _LOOKED_AT)))
+        longest = self._costliest_of(later)
+        return longest if longest and found and longest.positions > found.positions else found
+
+    def _costliest_of(self, steps: Iterable[int]) -> Costliest | None:
         found = (
             Costliest(positions=cost, step=step, logical_rank=rank)
             for step in steps
