@@ -62,10 +62,12 @@ def draw(model: Any, count: int, steps: int = 40) -> Tensor:
     """Return samples, uint8 [count, 1, SIDE, SIDE], from torch's random state."""
     schedule = DDIMScheduler.from_config(SCHEDULE.config)
     schedule.set_timesteps(steps)
-    images = torch.randn(count, 1, SIDE, SIDE)
+    images = torch.randn(count, 1, SIDE, SIDE).to(next(model.parameters()).device)
     with torch.no_grad():
         for time in schedule.timesteps:
-            images = schedule.step(model(images, time.expand(count)).float(), time, images).prev_sample
+            images = schedule.step(
+                model(images, time.expand(count).to(images.device)).float(), time, images
+            ).prev_sample
     return ((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
 
 

@@ -134,7 +134,7 @@ class Dictation(paceline.Task):
         (spectra, words), counts = batch.inputs, batch.targets.tolist()
         pairs = zip(spectra.split(1), words.tolist(), counts, strict=True)
         wrong = [edits(model.write(one, frames), word[:length]) for one, word, (frames, length) in pairs]
-        found = {"edits": torch.tensor(wrong).float(), "letters": batch.targets[:, 1].float()}
+        found = {"edits": torch.tensor(wrong).to(batch.targets).float(), "letters": batch.targets[:, 1].float()}
         return {"loss": self.losses(model, batch), **found}
 
 

@@ -1,6 +1,6 @@
 """SSD, the detector of MLPerf's first benchmarks: discs, rectangles and triangles found by torchvision's SSDlite.
 
-It needs no task of its own: `task=detection` trains torchvision's detectors, here from random weights. For your own
+It needs no task class: `task=detection` trains torchvision's detectors, here from random weights. For your own
 pictures set `data.dataset=coco` and `data.path`, and `model.pretrained=true` for a backbone trained on ImageNet.
 
     python examples/ssd.py

@@ -254,7 +254,7 @@ def _about(saved: SavedWeights, architecture: str, data: Mapping[str, Any], orig
 def _how_good(saved: SavedWeights, origin: _Origin) -> str:
     if not origin.metrics:
         return (
-            "## How good it is\n\nNot known: no evaluation of these weights at this step was found beside them. "
+            "## How good it is\n\nNot known: no evaluation of these weights at this step was found. "
             "`paceline evaluate FOLDER data.path=...` scores them."
         )
     rows = {key: f"{value:.2f} %" if metric_unit(key) else f"{value:.4f}" for key, value in origin.metrics.items()}

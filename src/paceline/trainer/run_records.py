@@ -237,7 +237,7 @@ def keep_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
         shown = run.task.shown(replace(first, inputs=inputs, targets=targets, ids=first.ids[: len(rows)]))
         names = [utf8(run.pipeline.sample_name(sample, training=True)) for sample in first.ids.tolist()]
         _write_pictures(run.directory.first_batch, shown, names)
-    except Exception as error:  # noqa: BLE001  # a run must not fail of being looked at
+    except Exception as error:  # noqa: BLE001  # pictures must not end a run
         run.display.message(f"The first batch is not shown in the report ({type(error).__name__}: {error}).")
     return ahead.again()
 
@@ -257,7 +257,7 @@ def _keep_figures(run: Run) -> None:
             torch.manual_seed(run.recipe.seed)
             drawn = run.task.figures(run.task.evaluated(model))
         _write_pictures(run.directory.figures, drawn, [caption for _, caption in drawn])
-    except Exception as error:  # noqa: BLE001  # a run must not fail of being looked at
+    except Exception as error:  # noqa: BLE001  # pictures must not end a run
         run.display.message(f"The task's figures are not shown in the report ({type(error).__name__}: {error}).")
 
 

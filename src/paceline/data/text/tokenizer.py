@@ -169,7 +169,7 @@ class HuggingFaceTokenizer:
         if end is None:
             raise DataError(
                 f"{where} has no end-of-document token ({', '.join(_ENDS)}); name it as "
-                f"eos_token in {_BESIDE[0]} beside it."
+                f"eos_token in {_BESIDE[0]} next to it."
             )
         self.end: int = end
         self.mask: int | None = _find(vocabulary, special.get("mask"), _MASKS, where)
