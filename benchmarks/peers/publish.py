@@ -41,22 +41,21 @@ medians over rounds. Progress bars, TensorBoard and reports are off.
 JPEG files are 8,000 crops of scikit-learn's two photographs, 400 by 300 pixels and more. All other images are random
 numbers; [the CIFAR-10 speed run](cifar10-speedrun.md) compares accuracy.
 
-Paceline keeps freed memory, loads no compiler with its optimizer and disables garbage collection during imports
-([decision 69](decisions/0069-start-up-and-memory.md)). It reduces DDP's copies and broadcasts, decodes only the visible
-part of a JPEG file, and augments images in memory by batches. The others use torchvision's transforms per image, in one
-loader process for images in memory.
+Paceline keeps freed memory and shortens start-up ([decision 69](decisions/0069-start-up-and-memory.md)). It decodes
+only the visible part of a JPEG file, and augments images in memory by batches. The others use torchvision's transforms
+per image, in one loader process for images in memory.
 
 "By hand, tuned" also keeps freed memory (`MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4611686018427387904`) and sets
-DDP's options; compare loop overhead with this column. Three to five rounds cannot resolve a few percent: see
-[measured](measured.md) for forty pairs of blocks within one process (`overhead.py`).
+DDP's options, as Paceline does; compare loop overhead with this column. Three to five rounds cannot resolve a few
+percent: [measured](measured.md#training) has forty pairs.
 
-Measured on {cpu}, {cores} shared cores, PyTorch {torch} (Composer 0.32.1: 2.7.0), Python {python}, {date}; revisions
-are below the figures. {gpu} Two cores say little about many.
+Measured on {cpu}, {cores} shared cores, PyTorch {torch} (Composer 0.32.1: 2.7.0), Python {python}, {date}.
+{gpu} Two cores say little about many.
 
 ## Ratios to Paceline
 
 Time or memory of each trainer divided by Paceline's, median of the rounds. Below 1, in **bold**, the other is better.
-*Italics*: the rounds disagree. The total cost of a save has no ratio, since it can be negative in a round; see below.
+*Italics*: the rounds disagree. The total cost of a save has no ratio, since it can be negative in a round.
 """
 _AHEAD = """\
 Trainers with less time or memory in the median of the rounds: ratios with minimum and maximum or, where a figure was 0
@@ -78,11 +77,10 @@ _AFTERWARDS = """\
 .venv/bin/python benchmarks/peers/compare.py --help                    # lists workloads and contenders
 .venv/bin/python benchmarks/peers/compare.py loop-4 --peers raw timm   # compares these, only prints
 .venv/bin/python benchmarks/peers/compare.py all --rounds 5            # hours; with a GPU, its workloads
-.venv/bin/python benchmarks/peers/publish.py                           # rewrites this page from the newest results
+.venv/bin/python benchmarks/peers/publish.py                           # rewrites this page
 ```
 
-The first call creates each contender's environment in the user's cache. A new result file replaces the one of the same
-processor and month; then update the figures quoted in README.md and in [Measured](measured.md).
+The first call creates each contender's environment in the user's cache.
 """
 _WHY = {
     "peak_mebibytes": """\
@@ -98,7 +96,7 @@ Paceline also verifies the SHA-256 of every file of the checkpoint.""",
 Paceline copies the state, and the writing thread shares two cores with the next steps.""",
     "pause_milliseconds": """\
 Paceline computes the SHA-256 of all data; it and the loops by hand also flush to disk, so that a power cut cannot lose
-the checkpoint ([decision 5](decisions/0005-checkpoints.md), [decision 69](decisions/0069-start-up-and-memory.md)).""",
+the checkpoint ([decision 5](decisions/0005-checkpoints.md)).""",
 }
 
 
@@ -256,13 +254,13 @@ def _cell(row: Row, name: str) -> str:
 def _in_figures(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = []
     for workload, result in results.items():
-        lines += _figures(result)
+        lines += _figures(workload, result)
         for name, why in result["failed"].items():
             lines += [f"{name} failed at {workload}: {why.splitlines()[0]}", ""]
     return lines
 
 
-def _figures(result: Mapping[str, Any]) -> list[str]:
+def _figures(workload: str, result: Mapping[str, Any]) -> list[str]:
     """Return a workload's table: a row for each contender, the best first, and a column for each figure."""
     figures, facts = list(result["figures"].values()), result["facts"]
     first, *_ = figures
@@ -274,8 +272,8 @@ def _figures(result: Mapping[str, Any]) -> list[str]:
         cells = (_cell_of(figure["contenders"][name]["values"]) for figure in figures)
         lines.append(f"| {each['title']} | {' | '.join(cells)} |")
     load = f"load {facts['load_average_before']:.1f} at the start"
-    rounds = f"{ordered[0][1]['values']['runs']} rounds on {facts['cpu']}"
-    return [*lines, "", f"{rounds}; `{facts['command']}` at {facts['revision']}, {load}.", ""]
+    rounds = f"{ordered[0][1]['values']['runs']} rounds of `{workload}` on {facts['cpu']}"
+    return [*lines, "", f"{rounds} at {facts['revision']}, {load}.", ""]
 
 
 def _cell_of(values: Mapping[str, float]) -> str:
