@@ -35,7 +35,7 @@ class Autoencoding(paceline.Task):
         """All digits as floats in [0, 1], [1797, 1, 28, 28]; the last ones are held out."""
         pixels = torch.from_numpy(read_digits().images).permute(0, 3, 1, 2) / 255
         self.digits = F.interpolate(pixels, size=28, mode="bilinear")
-        unused = all_but([], "the digits are shown as they are")
+        unused = all_but([], "the digits are shown unchanged")
         return DataFacts(train_samples=len(pixels) - HELD_OUT, evaluation_samples=HELD_OUT, unused=unused)
 
     def open_pipeline(self, placement: Placement) -> Pipeline:

@@ -80,7 +80,7 @@ class Denoising(paceline.Task):
     def data_facts(self, world: Any) -> DataFacts:
         """All digits as floats in [-1, 1]; the last ones are held out."""
         self.images = torch.from_numpy(read_digits().images).permute(0, 3, 1, 2) / 127.5 - 1
-        unused = all_but([], "the digits are shown as they are")
+        unused = all_but([], "the digits are shown unchanged")
         return DataFacts(train_samples=len(self.images) - HELD_OUT, evaluation_samples=HELD_OUT, unused=unused)
 
     def open_pipeline(self, placement: Placement) -> Pipeline:

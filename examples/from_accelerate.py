@@ -104,7 +104,7 @@ class Digits(paceline.Task):
     def data_facts(self, world: Any) -> DataFacts:
         """The first 1,536 digits are trained on, the others held out."""
         self.images, self.labels = digits()
-        unused = all_but([], "the digits are shown as they are")
+        unused = all_but([], "the digits are shown unchanged")
         return DataFacts(train_samples=SAMPLES, evaluation_samples=len(self.labels) - SAMPLES, unused=unused)
 
     def open_pipeline(self, placement: Placement) -> Pipeline:

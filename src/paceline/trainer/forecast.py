@@ -77,7 +77,7 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
         with costs.probe.without_a_trace(reduces=run.world.world_size > 1):
             costs.measure(cautious=cautious)
     except Exception as error:
-        # The other processes wait for this one's gradient; a step of this one would mix with their pass.
+        # The other processes wait for this one's gradients; a step of this one would mix with their passes.
         if costs.is_reducing:
             raise
         # Whatever else fails here, the step will tell better.
@@ -149,7 +149,7 @@ class _Costs:
         evaluation: One evaluation of every set of weights.
         save: Writing a checkpoint, if it takes time from training.
         memory: Peak memory; None if the device does not report it.
-        is_reducing: Whether a pass that the other processes take part in has begun and not ended.
+        is_reducing: Whether passes that the other processes take part in have begun and not ended.
     """
 
     probe: GradientProbe
@@ -201,6 +201,7 @@ class _Costs:
 
     def _time_passes(self) -> None:
         run = self.probe.run
+        self.is_reducing = run.world.world_size > 1
         self._is_new("training", self.probe.batch)
         first = passes = [(self._pass_seconds(), len(self.probe.batch.ids))]
         if run.device.type == "cuda":
@@ -224,6 +225,7 @@ class _Costs:
         # Batches that loader processes had ready before the first request do not show how fast they read.
         late = passes[len(passes) // 2 :]
         self.sample = sum(seconds for seconds, _ in late) / (sum(rows for _, rows in late) or 1)
+        self.is_reducing = False
 
     def _pass_seconds(self) -> float:
         run = self.probe.run
@@ -231,9 +233,7 @@ class _Costs:
         batch = self._set_copy()
         begun = time.perf_counter()
         if run.world.world_size > 1:
-            self.is_reducing = True
             send_through(run, self.probe.batch)
-            self.is_reducing = False
         else:
             self.probe.gradients(run.strategy.model)
         self.probe.settle()

@@ -37,7 +37,7 @@ def unknown_kernels(network: nn.Module) -> str:
 
 
 def cpu_workspace(operation: str, args: tuple[Any, ...], answer: Any) -> tuple[int, str]:
-    """Return the bytes that an operation uses besides inputs and outputs, by purpose; empty for unknown operations."""
+    """Return the bytes of an operation that are neither input nor output, with their purpose; 0 if it is unknown."""
     return _taken(operation, args, answer), "workspace"
 
 
@@ -84,7 +84,7 @@ _FP32_BYTES = 4
 
 
 def gpu_workspace(operation: str, args: tuple[Any, ...], answer: Any) -> tuple[int, str]:
-    """Return the bytes that an operation uses besides inputs and outputs, by purpose."""
+    """Return the bytes that an operation uses in addition to inputs and outputs, by purpose."""
     if operation == _FLASH_BACKWARD:
         return _attention_backward(args[1]), "workspace"
     if operation == "convolution.default":

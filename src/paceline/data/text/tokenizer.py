@@ -188,7 +188,7 @@ class HuggingFaceTokenizer:
         """
         room = most - self._library.num_special_tokens_to_add(is_pair=False)
         if room < 1:
-            raise DataError(f"data.text.context={most} leaves no room for text besides the tokenizer's special tokens.")
+            raise DataError(f"data.text.context={most} leaves no room for text after the tokenizer's special tokens.")
         found = self._library.encode(text, add_special_tokens=False)
         found.truncate(room)
         return np.array(self._library.post_process(found).ids, dtype=np.int64)
