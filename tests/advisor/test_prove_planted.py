@@ -147,10 +147,10 @@ THOROUGH: dict[str, tuple[Any, str, Any, set[str], dict[str, Any]]] = {
 MORE_FAIL = ("drops", "depends", "does not go back")
 # What is said of it, where that is more than its name.
 SAID = {
-    "does not divide": ("accumulation", "4 times the gradient wanted"),
+    "does not divide": ("accumulation", "4 times the expected gradient"),
     "forgets the epoch": ("order", "both epochs have the same order"),
     "repeats samples": ("order", "20 samples are missing and 20 are too many"),
-    "weighs the tail as if it were whole": ("tail", "step 3: 0.562 times the gradient wanted"),
+    "weighs the tail as if it were whole": ("tail", "step 3: 0.562 times the expected gradient"),
     "drops the tail": ("tail", "step 3 took 16 samples instead of 9"),
     "scales the rate by the micro-batches": ("learning-rate", "4 times"),
     "takes a mean of means": ("metric", "sample by sample"),
@@ -193,7 +193,7 @@ def test_a_task_that_divides_by_the_micro_batches_itself(proof: Proof, failed: F
 
     checks = proof(task=divided, overrides=ACCUMULATED)
     assert failed(checks) == {"accumulation", "tail"}
-    assert "micro-batches, step 1: 0.25 times the gradient wanted" in checks["accumulation"].found
+    assert "micro-batches, step 1: 0.25 times the expected gradient" in checks["accumulation"].found
 
 
 @pytest.mark.thorough

@@ -55,7 +55,7 @@ def test_a_proof_that_fails_gives_advice_and_exit_code_1(
     (tmp_path / "sums.py").write_text(SUMS)
     done = paceline_here(*alone, "task=sums:Sums").ended(1)
     assert "\naccumulation: A task's loss is the mean over its micro-batch's samples" in done.out
-    assert "0.25 times the gradient wanted" in " ".join(done.out.split())
+    assert "0.25 times the expected gradient" in " ".join(done.out.split())
     assert "10 passed, 2 failed" in done.out
 
 

@@ -37,7 +37,7 @@ def test_one_document(paceline_here: Call) -> None:
     assert one["efficiency"] == pytest.approx(1)
     assert four["samples_per_second_low"] <= four["samples_per_second"] <= four["samples_per_second_high"]
     assert sum(four["parts_seconds"].values()) == pytest.approx(four["step_seconds"])
-    assert document["basis"] == "its figure as given"
+    assert document["basis"] == "its rate as given"
     assert document["rows"][0]["cost"] is None
 
 

@@ -84,7 +84,7 @@ def test_what_only_several_processes_get_wrong(run: Call, tmp_path: Path) -> Non
     assert done.code == 1
     found = {name for name, check in checks.items() if check["verdict"] == "failed"}
     assert found == {"buffers", "learning-rate", "metric", "processes", "tail"}
-    assert "0.5 times the gradient wanted" in checks["processes"]["found"]
+    assert "0.5 times the expected gradient" in checks["processes"]["found"]
     assert "2-processes, step 1: 0.1 instead of 0.05" in checks["learning-rate"]["found"]
     assert "2-processes, model: +8 samples were counted" in checks["metric"]["found"]
     assert "they differ after step 3" in checks["buffers"]["found"]

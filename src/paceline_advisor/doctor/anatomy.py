@@ -22,7 +22,7 @@ from paceline.models.roofline import intensity
 from paceline_advisor.doctor.findings import Place
 
 BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 2}
-"""Of a number, as products read it."""
+"""Bytes of a number as matrix products read it, by precision."""
 
 Kind = Literal["linear", "convolution", "recurrent", "recurrent cell"]
 
@@ -37,14 +37,14 @@ class Layer:
         inputs: Input features or channels.
         outputs: Output features or channels; for a recurrent layer, its hidden size.
         groups: Groups of a convolution.
-        rows: Outputs of each channel for one sample: 1 for a classifier, pixels for a convolution.
-        read: Input values per sample.
-        written: Output values per sample.
-        weights: Number of values in its weight.
+        rows: Rows of its matrix product per sample: 1 for a linear layer on vectors, pixels for a convolution.
+        read: Input values per sample and call.
+        written: Output values per sample and call.
+        weights: Number of weights.
         stride: Smallest stride of a convolution.
-        calls: Number of calls.
+        calls: Number of calls, including those that recompute a forward pass.
         shape: Its sizes, as text.
-        flops: Floating-point operations of one sample's forward pass, in all calls: a product and a sum are two.
+        flops: Forward FLOPs per sample, in all calls; a multiplication and an addition are two.
     """
 
     name: str
@@ -67,24 +67,27 @@ class Layer:
         return self.groups > 1 and self.groups == self.inputs
 
     def intensity(self, samples: int, bytes_each: int) -> float:
-        """FLOPs per byte that must be read or written, for a batch: twice the products over the numbers moved."""
+        """Return FLOPs per byte that must be read or written in a forward pass of a batch, with weights read once."""
         moved = (self.read + self.written) * samples * self.calls + self.weights
         return intensity(self.flops * samples, moved * bytes_each)
 
 
 def class_places(network: nn.Module, names: Iterable[str]) -> tuple[Place, ...]:
-    """Return where the classes that contain these modules are defined, without list containers, by frequency."""
+    """Return where the classes that contain these modules are defined, the most frequent first.
+
+    Containers such as ``nn.Sequential`` are skipped for the class around them.
+    """
     holders: Counter[type[nn.Module]] = Counter()
     for name in names:
         kind: type[nn.Module] = nn.Sequential
         while name and kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
-            name = name.rpartition(".")[0]  # noqa: PLW2901  # up to the class that is no mere list
+            name = name.rpartition(".")[0]  # noqa: PLW2901  # up to a class that is not such a container
             kind = type(network.get_submodule(name))
         holders[kind] += 1
     found = []
     for kind, count in holders.most_common():
         if kind.__module__.startswith("torch."):
-            continue  # a list of layers as the whole network: no user-defined class contains it
+            continue  # the whole network is such a container, so no user-defined class contains the module
         try:
             place = (inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind)[1])
         except (OSError, TypeError):
@@ -131,10 +134,10 @@ class Anatomy:
     """Properties of a network that the checks need.
 
     Attributes:
-        layers: Its matrix products, in the order of their first call.
-        biased: Layers whose bias a following BatchNorm cancels, with that norm.
-        holders: The classes that contain them.
-        unused: Trainable parameters that are not used in the loss.
+        layers: Its layers with matrix products, in the order of their first call.
+        biased: The BatchNorm that cancels a layer's bias, by the layer's name.
+        holders: Where the classes that contain these layers are defined.
+        unused: Trainable parameters that got no gradient.
         parameters: Names of all trainable parameters, in construction order.
         order: Modules with parameters, in the order of execution.
         parallel: Modules that distribute it over devices themselves.
@@ -154,7 +157,7 @@ class Anatomy:
 def _forward_flops(found: StepWork) -> Counter[str]:
     flops: Counter[str] = Counter()
     for work in found.works:
-        if work.phase in ("forward", "recompute"):  # each call counts as one, even of the same module
+        if work.phase in ("forward", "recompute"):  # recomputing a forward pass is another call
             flops[work.layer] += work.flops
     return flops
 
@@ -163,9 +166,9 @@ def look_at(network: nn.Module, batch: Batch, step: Callable[[], None]) -> Anato
     """Observe a network during a step.
 
     Args:
-        network: A network without gradients; it keeps those of the step, and the hooks are removed.
+        network: A network without gradients. It keeps those of the step.
         batch: The step's batch.
-        step: Runs forward and backward passes.
+        step: Runs the forward and backward pass.
     """
     samples = max(1, len(batch.ids))
     layers: dict[str, Layer] = {}

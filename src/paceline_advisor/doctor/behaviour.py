@@ -1,8 +1,8 @@
 """Observe the user's task in one small micro-batch, on the CPU and on a temporary copy.
 
-Calls of the user's code are inspected in Python, one by one: values read back, tensors created on the host, debugging,
-loaders. On the CPU reading a value costs nothing, but the call is the same. Operations inside torch's own code are not
-visible.
+Calls of the user's code to torch are inspected one by one: values that the host reads, tensors created on the host,
+debugging aids, loaders. Reading a value costs nothing on the CPU, but the call is the same as on a GPU. Operations
+inside torch's own code are not visible.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def _folders(package: str) -> list[str]:
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 OURS = tuple(f"{Path(paceline.__file__).parent}{each}{os.sep}" for each in ("", "_advisor", "_course"))
-# Its detectors wait for their detections, which no user can change.
+# Its detectors read values from the device, which no user can change.
 _TORCHVISION = tuple(f"{folder}{os.sep}" for folder in _folders("torchvision"))
 _GRADCHECK = str(Path("torch", "autograd", "gradcheck.py"))
 
-# Functions that need a value on the host; each waits until the device has computed it.
+# Functions that need a value on the host, which waits until the device has computed it.
 _READS = {
     "item": ".item()",
     "__bool__": "Python asks whether a tensor is true",
@@ -107,7 +107,7 @@ _VIEWS = _words(
 )
 _MOVES = ("to", "cpu", "cuda")
 _MARK = "_paceline_lies_on"
-_LARGE = 1024  # numbers per sample: a smaller operation costs a launch, and a step has many of those anyway
+_LARGE = 1024  # numbers per sample: a smaller operation costs only its launch, and a step has many launches anyway
 
 
 @dataclass(kw_only=True)
@@ -116,11 +116,11 @@ class Calls:
 
     Attributes:
         reads: Device values that the host read.
-        made: Tensors that were created on the host, needlessly or to be copied.
-        pointwise: Longest sequences of pointwise operations, by file, line and function.
-        debugging: Enabled debugging aids, and where that was noticed, by name.
-        states: torch settings that it changed, and where.
-        has_gradient_in_evaluation: Whether scores came with a graph for gradients.
+        made: Tensors that were created on the host without need, or to be copied to the device.
+        pointwise: Length of the longest sequence of pointwise operations, by file, line and function.
+        debugging: Where each enabled debugging aid was noticed, by its name; None if unknown.
+        states: Where each changed torch setting is set; None if unknown.
+        has_gradient_in_evaluation: Whether scores have an autograd graph.
     """
 
     reads: Counter[tuple[str, int, str]] = field(default_factory=Counter)
@@ -132,7 +132,7 @@ class Calls:
 
 
 class CallWatcher(TorchFunctionMode):
-    """Records calls while active, without changing them, except that requests for a GPU get the CPU.
+    """Records calls while active. They run unchanged, except that requests for a GPU get the CPU.
 
     Args:
         on_device: Tensors that will be on the device: weights, buffers, the batch.
@@ -200,7 +200,7 @@ class CallWatcher(TorchFunctionMode):
 
 
 def place_of(frame: FrameType | None) -> Place | None:
-    """Return the line outside torch that a call came from; None if it is in Paceline or torchvision."""
+    """Return the line outside torch that a call came from; None if that is in Paceline or torchvision."""
     found = _outside_torch(frame)
     if found is None or found.f_code.co_filename.startswith((*OURS, *_TORCHVISION)):
         return None
@@ -240,7 +240,7 @@ def _read(name: str, args: Any, kwargs: Any) -> str:
 
 
 def _made(name: str, args: Any, kwargs: Any, lies: str) -> str:
-    """Describe what a call creates on the host, needlessly or to be copied; empty for nothing."""
+    """Describe what a call creates on the host without need, or to be copied to the device; empty for nothing."""
     if name in ("to", "cuda") and lies == "host" and not _is_to_host(args, kwargs) and _moves(name, args, kwargs):
         return f"a tensor of the host copied by .{name}()"
     if name == "where" and lies == "device" and any(_lies(each) == "host" for each in _tensors(args)):
@@ -269,7 +269,7 @@ def _is_to_host(args: Any, kwargs: Any) -> bool:
 
 
 def _means_host(device: Any) -> bool:
-    """Whether a device is the host; for a ``torch.device`` this is unknown here, where the run's device is the CPU."""
+    """Whether a device is named as the host. A ``torch.device`` may be the run's, which is the CPU here: False."""
     return isinstance(device, str) and device == "cpu"
 
 
@@ -340,7 +340,7 @@ def own_files(recipe: Recipe, task: Task, network: nn.Module) -> list[str]:
 
 
 def find_line(files: Iterable[str], pattern: str) -> Place | None:
-    """Return the first line that contains this text."""
+    """Return the first line whose code, without its comment, matches a regular expression; None if no line does."""
     for file in files:
         with contextlib.suppress(OSError, UnicodeDecodeError):
             for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):
@@ -370,7 +370,7 @@ class Loader:
 
 @contextmanager
 def watching_loaders() -> Iterator[list[Loader]]:
-    """Record every DataLoader created inside, except Paceline's own."""
+    """Record every DataLoader created inside, except those of Paceline and torchvision."""
     found: list[Loader] = []
     made = DataLoader.__init__
 
@@ -427,6 +427,7 @@ def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Calls]:
 
     Raises:
         PacelineError: If the recipe cannot be run.
+        Exception: Whatever the user's code raises.
     """
     task = build_task(small(recipe, channels_last=channels_last))
     if isinstance(task, ImageTask) and type(task).open_pipeline is ImageTask.open_pipeline:
@@ -481,7 +482,7 @@ def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Calls]:
 
     with watcher:
         task.loss(network, batch)
-    watcher.calls = Calls()  # creating something once and keeping it is fine
+    watcher.calls = Calls()  # only the second pass counts: creating something once and keeping it is fine
     anatomy = look_at(network, batch, step)
     network.zero_grad(set_to_none=True)
     calls, files = watcher.calls, own_files(prepared.recipe, task, network)
@@ -502,11 +503,11 @@ def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Calls]:
 
 @torch.no_grad()
 def _scores_with_gradient(task: Task, network: nn.Module, batch: Batch) -> bool:
-    """Whether a task enables gradients where the trainer has disabled them."""
+    """Whether a task's scores have gradients although the trainer disables them."""
     network.eval()
     try:
         scores = task.score(task.evaluated(network), batch)
-    except Exception:  # noqa: BLE001  # the batch is one of training, whose targets may be mixed: not every task scores it
+    except Exception:  # noqa: BLE001  # not every task can score a training batch, whose targets may be mixed
         return False
     finally:
         network.train()

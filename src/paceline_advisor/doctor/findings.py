@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 Severity = Literal["breaks", "slows", "spoils", "notice"]
-"""A run of several processes or on this device stops at it; each step takes longer than needed; the run continues, but
-learns less than it could; it may be intended, but has a cost."""
+"""``breaks``: the run fails, on this device or with several processes. ``slows``: steps take longer than needed.
+``spoils``: the run may learn less than it could. ``notice``: this may be intended, but has a cost."""
 Keeps = Literal["same", "rounding", "training"]
 
 
@@ -41,10 +41,10 @@ class Advice:
     """What to change.
 
     Attributes:
-        words: Description.
-        overrides: Recipe changes by dotted key; empty if only code can be changed.
-        keeps: How the training is affected: not at all (``same``), only in rounding (``rounding``), or the training
-            itself changes (``training``).
+        words: The change, in words.
+        overrides: The same as recipe values by dotted key; empty if no recipe key makes the change.
+        keeps: What the change does to the training: nothing (``same``), it only rounds differently (``rounding``), or
+            it changes the training (``training``).
     """
 
     words: str
@@ -59,8 +59,8 @@ class Gain:
     Attributes:
         middle: The ratio.
         low: Lower end of the 95 % prediction interval for another such measurement.
-        high: Upper end.
-        rounds: Number of interleaved measurements of each.
+        high: Upper end of that interval.
+        rounds: Number of interleaved measurements with and without the change.
     """
 
     middle: float
@@ -87,9 +87,10 @@ class Finding:
         severity: How bad it is.
         evidence: The value found, in a sentence.
         why: Why this is a problem, in a sentence.
-        source: The source. advice: What to change.
+        source: The publication or page that says so.
+        advice: What to change.
         expected: Expected gain by rule of thumb, in words.
-        speedup: The same as a range of factors, for the order of findings.
+        speedup: The same as a range of factors, which orders the findings.
         places: Lines of code.
         layers: Modules of the network.
         predicted: Whether it applies to a device that is not present.
@@ -118,7 +119,11 @@ class Finding:
 
 
 def ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Order, worst first: breaking findings, then by measured gain, then by expected gain; no gain comes last."""
+    """Return findings, worst first.
+
+    Those that break a run come first, then those with a measured gain, the largest first. Unmeasured findings follow,
+    by severity and expected speedup. Findings whose change had no measured gain are last.
+    """
 
     def rank(finding: Finding) -> tuple[float, ...]:
         expected = finding.speedup[0] * finding.speedup[1]

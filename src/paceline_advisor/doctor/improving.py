@@ -25,7 +25,7 @@ from paceline_advisor.doctor.findings import Finding, Gain, ranked
 from paceline_advisor.doctor.study import Diagnosis, Improved, examine
 from paceline_advisor.doctor.subject import choose_target
 
-# Errors of a strategy only occur with several processes, and a recipe is written for more than one machine.
+# Some errors of a strategy occur only with several processes, and a recipe may be used on more than one machine.
 _SEVERAL = (2, 4, 8)
 
 
@@ -41,20 +41,20 @@ def changed(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
 class Plans:
     """Plans of an examined recipe with changes.
 
-    They are made for the examined device and number of processes, and for every number of several processes with which
-    the unchanged recipe can be planned.
+    They are made for the examined device and number of processes, and also for 2, 4 and 8 processes if the unchanged
+    recipe can be planned for them.
     """
 
     def __init__(self, diagnosis: Diagnosis) -> None:
         self._recipe, self._machine, here = diagnosis.loaded.recipe, diagnosis.machine, diagnosis.processes
         # Objections that also apply to the unchanged recipe do not count against a change.
-        self._as_it_is = self._refusal({}, [here])
+        self._unchanged = self._refusal({}, [here])
         self._processes = [here, *(each for each in _SEVERAL if each != here and not self._refusal({}, [each]))]
 
     def refusal(self, overrides: Mapping[str, Any]) -> str:
         """Return why a plan refuses the recipe with these changes, or ignores one of them; empty if it accepts them."""
         found = self._refusal(overrides, self._processes)
-        return "" if found == self._as_it_is else found
+        return "" if found == self._unchanged else found
 
     def _refusal(self, overrides: Mapping[str, Any], processes: Sequence[int]) -> str:
         plans, shapes = [], None
@@ -74,8 +74,8 @@ class Plans:
 
 
 _NOW = "now"
-# Interleaved measurements do not evaluate, so they cannot show a gain there; nor can a single process show one of
-# several.
+# Interleaved measurements do not evaluate, so they cannot show a gain there. A single process cannot show a gain of
+# several processes.
 _NOT_IN_BURSTS = frozenset({"evaluation_often"})
 _OF_SEVERAL = frozenset({"unused_parameter_search", "affinity"})
 
@@ -84,7 +84,9 @@ def diagnose(asked: Doctor, log: Log) -> Diagnosis:
     """Examine a recipe or a run; optionally measure each change and write the improved recipe.
 
     Raises:
-        PacelineError: If the recipe cannot be planned for that device, or the file cannot be written.
+        PacelineError: If the recipe cannot be planned for that device, if the file cannot be written, or if
+            ``--measure`` names a device other than this machine's.
+        TrainingError: If the unchanged recipe cannot be measured.
     """
     if asked.measure and asked.device is not None:
         if not runs_here(asked.device, load_recipe(asked.recipe, asked.overrides).recipe):
@@ -109,16 +111,18 @@ def runs_here(device: str, recipe: Recipe) -> bool:
 def measure(
     diagnosis: Diagnosis, tell: Callable[[str], None], *, rounds: int = 8, block_seconds: float = 2.0
 ) -> Diagnosis:
-    """Measure every finding's change of the recipe separately, and order the findings by gain.
+    """Measure every finding's change of the recipe separately, and order the findings by measured gain.
+
+    Changes that a plan refuses are not measured, and nothing is measured for a device that is not in this machine.
 
     Args:
         diagnosis: The diagnosis.
         tell: Receives progress messages.
-        rounds: Turns of each variant.
-        block_seconds: Approximate duration of a turn.
+        rounds: Measurements of each variant, interleaved with the others.
+        block_seconds: Approximate duration of a measurement.
 
     Raises:
-        TrainingError: If the unchanged recipe cannot be run here.
+        TrainingError: If the unchanged recipe cannot be measured here.
     """
     left_out = _NOT_IN_BURSTS if diagnosis.processes > 1 else _NOT_IN_BURSTS | _OF_SEVERAL
     changes = {each.name: each.advice.overrides for each in diagnosis.findings if each.name not in left_out}
@@ -150,8 +154,8 @@ def measure(
 def gain_of(now: Measured, changed: Measured) -> Gain | None:
     """Return samples per second with a change relative to without; None if the two share no round.
 
-    The interval predicts another measurement with the same number of rounds. Both vary equally, so their difference has
-    twice the variance of this one's mean (on a logarithmic scale, as for ratios).
+    The interval predicts another measurement with the same number of rounds. Both measurements vary equally, so the
+    difference of their logarithms has twice the variance of the logarithm of one.
     """
     ratio = now.slower_than(changed)
     if ratio is None:
@@ -161,7 +165,10 @@ def gain_of(now: Measured, changed: Measured) -> Gain | None:
 
 
 def worthwhile(findings: tuple[Finding, ...], *, measured: bool) -> tuple[Finding, ...]:
-    """Return findings whose change keeps the training the same; of measured ones, only those sure to gain."""
+    """Return findings with a recipe change that keeps the training the same, at most with other rounding.
+
+    If ``measured``, only those with a certain gain.
+    """
     return tuple(
         each
         for each in findings
@@ -172,10 +179,10 @@ def worthwhile(findings: tuple[Finding, ...], *, measured: bool) -> tuple[Findin
 
 
 def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> Improved:
-    """Write the recipe with every change that keeps the training the same and that its plan accepts.
+    """Write the recipe with every change that its plans accept and that at most rounds differently.
 
     Args:
-        path: A new file; nothing is written without changes.
+        path: A new file. Nothing is written if no change applies.
         diagnosis: The diagnosis.
         measured: Whether to apply only changes with a measured gain.
 
@@ -196,15 +203,15 @@ def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> Impro
             met.append(finding)
             overrides |= asked
     if not met:
-        why = "no change was measured to gain" if measured else "there is no change to make"
+        why = "no change had a measured gain" if measured else "there is no change to make"
         return Improved(path=path, left_out=left_out, why_not=why)
     before = diagnosis.loaded.recipe
     after = changed(before, overrides)
     head = [f"# {diagnosis.loaded.name}, with what `paceline doctor` proposed:"]
     for each in met:
-        said = " ".join(f"{key}={'off' if value is None else value}" for key, value in each.advice.overrides.items())
+        changes = " ".join(f"{key}={'off' if value is None else value}" for key, value in each.advice.overrides.items())
         kept = "the same training" if each.advice.keeps == "same" else "the same training except for rounding"
-        head.append(f"#   {said}  ({each.name}; {kept}; {each.gain or 'not measured'})")
+        head.append(f"#   {changes}  ({each.name}; {kept}; {each.gain or 'not measured'})")
     write_new(path, "\n".join(head) + "\n" + to_yaml(after))
     keys = dict.fromkeys([*set_keys(to_tree(before)), *set_keys(to_tree(after))])
     pairs = [(spelled(before, key), spelled(after, key)) for key in keys]

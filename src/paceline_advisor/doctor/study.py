@@ -36,7 +36,7 @@ from paceline_advisor.doctor.findings import Finding, ranked
 from paceline_advisor.doctor.subject import CHECKS, Subject, Target, choose_target, lack_of_room
 
 _COLOURS = {"breaks": "bold red", "slows": "yellow", "spoils": "magenta", "notice": "cyan"}
-_KEPT = {"same": "", "rounding": " [rounds differently]", "training": " [trains something else]"}
+_KEPT = {"same": "", "rounding": " [rounds differently]", "training": " [changes the training]"}
 _MOST_PLACES = 5
 
 
@@ -45,11 +45,11 @@ class Improved:
     """The outcome of writing an improved recipe.
 
     Attributes:
-        path: The requested file; None if none.
+        path: The requested file; None if no file was requested.
         met: The findings whose change was applied; if there are none, nothing was written.
-        left_out: Findings whose change was not applied, by name, with the reason.
+        left_out: Reasons by finding, for findings whose change was not applied.
         lines: Changes of the recipe: ``- key=before`` and ``+ key=now``.
-        why_not: Why nothing was written.
+        why_not: Why nothing was written; otherwise empty.
     """
 
     path: Path | None = None
@@ -59,7 +59,7 @@ class Improved:
     why_not: str = ""
 
     def told(self) -> Iterator[str]:
-        """Yield its lines as text."""
+        """Yield the outcome as lines of text."""
         if self.path is None:
             return
         yield from (f"not changed: {name}: {why}" for name, why in self.left_out.items())
@@ -75,8 +75,8 @@ class Diagnosis:
     """Result of the doctor.
 
     Attributes:
-        recipe: The requested recipe.
-        overrides: The requested overrides.
+        recipe: The recipe as given on the command line.
+        overrides: The overrides as given on the command line.
         device: The device it was checked for.
         is_here: Whether that device is in this machine.
         precision: Precision of the run.
@@ -86,10 +86,10 @@ class Diagnosis:
         checks: Number of checks.
         check_seconds: Time taken by the checks only.
         seconds: Total time.
-        unseen: What could not be checked, and why.
-        loaded: The recipe.
+        unseen: Reasons by subject, for what could not be checked.
+        loaded: The loaded recipe.
         machine: The device's facts for a plan.
-        improved: The recipe with the changes, if requested.
+        improved: The outcome of writing the improved recipe.
     """
 
     recipe: str
@@ -110,7 +110,7 @@ class Diagnosis:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether all findings may be intended, or were measured to cost nothing."""
+        """Whether each finding may be intended, or its change had no measured gain."""
         return not any(finding.counts for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
@@ -178,12 +178,12 @@ def examine(asked: Doctor, tell: Callable[[str], None]) -> Diagnosis:
     loaded = load_recipe(asked.recipe, asked.overrides)
     recipe, assumed = with_stand_in_data(loaded.recipe)
     unseen = {} if assumed is None else {"data": assumed}
-    # By default, as few processes as the recipe's strategy allows.
+    # By default, the fewest processes that the recipe's strategy is for.
     count = asked.processes or (2 if recipe.parallel.strategy in ("ddp", "fsdp") else 1)
     world = World(world_size=count, local_world_size=count)
     target = choose_target(asked.device, recipe, processes=world.world_size)
     with untouched(), watching_loaders() as loaders:
-        # Before a network is built on fake tensors: torch mixes up process settings changed inside.
+        # Before a network is built on fake tensors: torch confuses process settings that are changed inside.
         for name in named_code(recipe):
             with contextlib.suppress(PacelineError):  # reported where it is needed
                 load_reference(name, PacelineError)
@@ -233,7 +233,7 @@ def examine(asked: Doctor, tell: Callable[[str], None]) -> Diagnosis:
 def _anatomy(
     recipe: Recipe, target: Target, world: World, tell: Callable[[str], None]
 ) -> tuple[Plan, Anatomy | None, str]:
-    """Return the plan and the network on fake tensors, or, if the network or its loss needs real values, why not."""
+    """Return the plan, and the network as observed on fake tensors, or why it could not be observed so."""
     plan: Plan | None = None
     try:
         with fake_step(recipe, machine=target.machine, processes=world.world_size) as step:
@@ -252,5 +252,5 @@ def _behaviour(recipe: Recipe, plan: Plan) -> tuple[Anatomy | None, Calls, str]:
         return *behave(recipe, channels_last=plan.channels_last), ""
     except PacelineError as error:
         return None, Calls(), str(error)
-    except Exception as error:  # noqa: BLE001  # whatever code of the user's own raises: the other looks still count
+    except Exception as error:  # noqa: BLE001  # the user's code may raise anything; the other checks still apply
         return None, Calls(), f"a micro-batch of a few samples failed ({type(error).__name__}: {error})"

@@ -38,7 +38,7 @@ class Target:
     Attributes:
         machine: Its facts for the plan.
         device: The vendor's specifications; None if unknown.
-        is_here: Whether it is in this machine; otherwise all findings about it are predictions.
+        is_here: Whether it is in this machine; if not, everything about it is predicted.
     """
 
     machine: MachineFacts
@@ -57,24 +57,24 @@ class Target:
 
     @property
     def cores(self) -> str:
-        """Describe how many cores it has for its processes."""
+        """Describe how many cores its machine has, as part of a sentence."""
         owner = "this machine has" if self.is_here else "a machine with this device is taken to have"
         return f"{owner} {self.machine.cores} cores"
 
     def has(self, precision: str) -> bool:
-        """Whether it multiplies in this precision faster than in fp32."""
+        """Whether it has fast matrix products in this precision."""
         if self.device is not None:
             return self.device.peak(precision) is not None
         return precision == "bf16" and self.machine.fast_bf16
 
     def multiples(self, precision: str) -> tuple[int, int] | None:
-        """Divisors for the sizes of matrices: required, and ideal; None without a known rule."""
+        """Return numbers that should divide the sizes of matrices: required, and ideal; None if no rule is known."""
         if self.device is None or not self.device.title.startswith("NVIDIA") or not self.has(precision):
             return None
         return _UNITS.get(precision)
 
     def ridge(self, precision: str) -> float | None:
-        """FLOPs per byte of memory traffic below which memory is the limit; None if unknown."""
+        """Return the FLOPs per byte below which memory traffic limits an operation; None if unknown."""
         peak = None if self.device is None else self.device.peak(precision)
         return None if peak is None or self.device is None else ridge_point(peak, self.device.bytes_per_second)
 
@@ -112,9 +112,9 @@ class Lack:
 
     Attributes:
         memory: Memory of the device in bytes.
-        largest: Largest micro-batch that would fit, in samples (possibly a few percent more); 0 if not even one.
-        divisor: The largest such size that divides a process's share of the step.
-        normalises: Whether the network takes statistics over a micro-batch, so that a smaller one changes training.
+        largest: Largest micro-batch that fits, in samples; a few percent more may fit. 0 if not even one sample fits.
+        divisor: Largest size up to ``largest`` that divides a process's share of the step; 0 if ``largest`` is 0.
+        normalises: Whether the network has BatchNorm, so that a smaller micro-batch changes the training.
     """
 
     memory: int
@@ -124,7 +124,10 @@ class Lack:
 
 
 def lack_of_room(recipe: Recipe, target: Target, world: World) -> Lack | None:
-    """Return what a step lacks; None if it fits, if the target is not a GPU of known memory, or if this is unknown."""
+    """Return the memory that a step lacks; None if it fits, or if this is unknown.
+
+    It is known for CUDA devices of known memory, if the step can run on fake tensors.
+    """
     machine, memory = target.machine, target.machine.memory_bytes
     if target.kind != "cuda" or memory is None:
         return None
@@ -149,18 +152,18 @@ def lack_of_room(recipe: Recipe, target: Target, world: World) -> Lack | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A planned run: what is known before any step.
+    """Everything that the checks know about a run.
 
     Attributes:
         recipe: The recipe.
         plan: Its plan on the target.
         target: The device it is checked for.
-        anatomy: Properties of its network; empty if that could not be observed.
+        anatomy: Properties of its network; empty if it could not be observed.
         calls: Calls of the user's code in a micro-batch; empty if it could not be run.
         loaders: DataLoaders that the user's code created.
         environment: Environment variables of this process.
         sockets: NUMA nodes of this machine whose cores this process may use.
-        run: Events of a run directory, if one was given.
+        run: Recorded events, if the recipe is a run directory.
         lack: The memory that a step lacks on the target; None if it fits, or if that is unknown.
     """
 
@@ -196,13 +199,13 @@ class Subject:
         return self.anatomy.layers
 
     def share(self, which: Callable[[Layer], bool]) -> float:
-        """Return the fraction of the FLOPs of some layers."""
+        """Return the fraction of the network's FLOPs that is in some layers."""
         total = sum(layer.flops for layer in self.layers)
         return sum(layer.flops for layer in self.layers if which(layer)) / total if total else 0.0
 
     @property
     def flops_per_layer(self) -> float:
-        """Return the mean FLOPs of one layer's forward pass of a micro-batch."""
+        """Mean forward FLOPs of one call of a layer, for a micro-batch."""
         total = sum(layer.flops for layer in self.layers) * self.plan.micro_batch_size
         return total / max(1, sum(layer.calls for layer in self.layers))
 
@@ -213,7 +216,9 @@ class Found:
 
     Attributes:
         evidence: The value found, in a sentence.
-        more_why: Follows the reason.
+        more_why: Text that is appended to the reason.
+
+    The others are attributes of :class:`~paceline_advisor.doctor.findings.Finding` and of its advice.
     """
 
     evidence: str
@@ -250,7 +255,7 @@ def check(
     overrides: Mapping[str, Any] = MappingProxyType({}),
     **others: Any,
 ) -> Callable[[Callable[[Subject], Found | Iterable[Found] | None]], Check]:
-    """Declare a check with the name of its finding, and the finding's defaults.
+    """Declare a check. The function's name becomes the finding's name, and the arguments are the finding's defaults.
 
     ``others`` are ``keeps``, ``speedup`` and ``predicted``. See :class:`~paceline_advisor.doctor.findings.Finding`.
     """
@@ -270,13 +275,13 @@ def check(
 
 
 def _finding(says: dict[str, Any], source: str, found: Found) -> Finding:
-    told = says | {key: value for key, value in vars(found).items() if value is not None}
-    advice = Advice(words=told.pop("advice"), overrides=dict(told.pop("overrides")), keeps=told.pop("keeps", "same"))
-    told["why"] += told.pop("more_why")
-    return Finding(source=source, advice=advice, **told)
+    data = says | {key: value for key, value in vars(found).items() if value is not None}
+    advice = Advice(words=data.pop("advice"), overrides=dict(data.pop("overrides")), keeps=data.pop("keeps", "same"))
+    data["why"] += data.pop("more_why")
+    return Finding(source=source, advice=advice, **data)
 
 
 def named(names: tuple[str, ...] | list[str], most: int = 4) -> str:
-    """List some names, and how many more there are."""
+    """List the first names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{', '.join(names[:most])}{more}"

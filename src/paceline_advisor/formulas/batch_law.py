@@ -4,9 +4,10 @@ There is one law in three forms. With S steps and E = B S examples to a target,
 
     (S / S_min - 1) (E / E_min - 1) = 1,   S = S_min (1 + B_crit / B),   E = E_min (1 + B / B_crit),
 
-where B_crit = E_min / S_min: the third is the law of epochs against the batch, epochs = epochs_min (1 + B / B_crit). It
-is fitted to logarithms, since the number of steps varies by a few percent at any batch size. A run that ended before it
-reached the target is a censored observation: it takes at least that many steps.
+where B_crit = E_min / S_min. Divided by the samples of an epoch, the third form is the law of epochs against the batch,
+epochs = epochs_min (1 + B / B_crit). The law is fitted to logarithms, since the number of steps varies by a few percent
+at any batch size. A run that ended before it reached the target is a censored observation: it needs at least that many
+steps.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from paceline.metrics.intervals import Interval
 
 Floats = NDArray[np.float64]
 
-# The knee is searched up to this factor below the smallest and above the largest batch; beyond that, data cannot
-# distinguish it from no knee.
+# The knee is searched from the smallest batch divided by this factor to the largest batch times it. Beyond that, the
+# data cannot distinguish it from no knee.
 _BEYOND = 1000.0
 _GRID = 121
 FEWEST_BATCHES = 3
@@ -55,12 +56,13 @@ class BatchLaw:
     """The law, fitted.
 
     Attributes:
-        fewest_steps: S_min; its interval, like the next one, comes from the law linearised around the fit.
-        fewest_examples: E_min.
-        critical_batch: The knee, with a profile-likelihood interval. ``low`` is 0, or ``high`` infinite, if the tested
-            batches do not bound it, and so is ``middle`` if a law without a knee is the most likely.
-        spread: Standard deviation of the logarithm of a run's steps around the law: 0.1 is 10 %.
-        worst: The largest mean relative deviation of one batch's runs from the law.
+        fewest_steps: S_min in steps; its interval, like the next one, comes from the law linearised around the fit.
+        fewest_examples: E_min in samples.
+        critical_batch: The knee B_crit in samples, with a profile-likelihood interval. ``low`` is 0, or ``high`` is
+            infinite, if the tested batches do not bound the knee on that side. ``middle`` is 0 or infinite too if a law
+            without a knee is the most likely.
+        spread: Standard deviation of the natural logarithm of a run's steps around the law: 0.1 is about 10 %.
+        worst: The largest relative deviation from the law of the mean of one batch's runs, as a fraction.
     """
 
     fewest_steps: Interval
@@ -70,9 +72,9 @@ class BatchLaw:
     worst: float
 
     def steps(self, batch: float) -> float:
-        """Return the steps to the target with a batch."""
+        """Return the steps to the target with a batch, in samples."""
         if math.isinf(self.critical_batch.middle):
-            return self.fewest_examples.middle / batch  # without a knee, the law simplifies
+            return self.fewest_examples.middle / batch  # without a knee, steps are inversely proportional to the batch
         return self.fewest_steps.middle * steps_ratio(self.critical_batch.middle, batch)
 
     def examples(self, batch: float) -> float:
@@ -103,11 +105,11 @@ def why_no_law(points: Sequence[SweepPoint]) -> str:
 
 
 def fit_batch_law(points: Sequence[SweepPoint], *, confidence: float = 0.95) -> BatchLaw:
-    """Fit the law by maximum likelihood; without ended runs, least squares of logarithms.
+    """Fit the law by maximum likelihood; if all runs reached the target, this is least squares of logarithms.
 
     Args:
-        points: Runs, of three batch sizes at least.
-        confidence: In (0, 1).
+        points: The runs. At least four must have reached the target, with at least three batch sizes.
+        confidence: Confidence level of the intervals, in (0, 1).
 
     Raises:
         ValueError: If the points are too few; see :func:`why_no_law`.
@@ -147,7 +149,7 @@ class _Fit:
         self._bounds = (math.log(batches.min() / _BEYOND), math.log(batches.max() * _BEYOND))
 
     def at(self, knee: float) -> tuple[float, float, float]:
-        """Return, at a logarithm of the knee, minus the log-likelihood, the best logarithm of S_min, and the spread."""
+        """Return minus the log-likelihood, the best logarithm of S_min, and the spread, for a logarithm of the knee."""
         shape = np.logaddexp(0, knee - np.log(self._batches))
         rest = self._logs - shape
         mean = float(rest.mean())
@@ -160,7 +162,7 @@ class _Fit:
             at, logarithm = (float(each) for each in given)
             width = math.exp(logarithm)
             normal = float((((rest - at) / width) ** 2).sum()) / 2 + self.count * logarithm
-            # The probability to take longer than observed.
+            # The probability that a censored run takes longer than it was observed.
             return normal - float(log_ndtr((at - ended) / width).sum())
 
         found = minimize(cost, np.array([mean, math.log(spread)]), method="Nelder-Mead", options={"xatol": 1e-6})
@@ -203,14 +205,14 @@ class _Fit:
         return self._quantile * math.sqrt(of_steps), self._quantile * math.sqrt(of_examples)
 
     def worst(self, knee: float, mean: float) -> float:
-        """Return the largest mean relative deviation of one batch's runs."""
+        """Return the largest relative deviation from the law of the mean of one batch's runs."""
         off = self._logs - mean - np.logaddexp(0, knee - np.log(self._batches))
         means = [float(off[self._batches == batch].mean()) for batch in np.unique(self._batches)]
         return max(abs(math.expm1(each)) for each in means)
 
 
 def _crossing(beyond: Callable[[float], float], best: float, outwards: Floats) -> float | None:
-    """Return where a likelihood falls below a threshold, on one side; None if it does not."""
+    """Return where the likelihood falls below the threshold on one side; None if it does not."""
     inside = best
     for each in outwards.tolist():
         if beyond(each) > 0:
@@ -220,6 +222,6 @@ def _crossing(beyond: Callable[[float], float], best: float, outwards: Floats) -
 
 
 def _around(logarithm: float, half: float, count: int, confidence: float) -> Interval:
-    # Too wide for a float if the batches do not determine one of the two.
+    # If the batches do not determine one of the two, its upper end may be too large for a float.
     high = math.inf if logarithm + half > _LARGEST_LOGARITHM else math.exp(logarithm + half)
     return Interval(math.exp(logarithm), math.exp(logarithm - half), high, count, confidence)

@@ -1,7 +1,7 @@
 """The catalogue of formulas, and their computation from typed arguments.
 
-Every public function of this package whose docstring names its source and whose arguments are plain numbers or words is
-available by name; a new one needs no registration.
+A public function of :func:`modules` is available by name if its docstring names its source, and if its arguments are
+plain numbers or words. A new one needs no registration.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.pages.shown import Shown
 from paceline_advisor.commands import Formulas
 
 _SOURCE = "Source:"
-# Arguments with these names are counts of at least one; no formula uses the names otherwise.
+# Arguments with these names are counts of at least one, in every formula.
 # fmt: off
 _COUNTS = frozenset(
     {
@@ -51,14 +51,14 @@ _SWITCH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0
 
 @dataclass(frozen=True, kw_only=True)
 class Formula:
-    """One function of this package.
+    """One formula: a function with its description.
 
     Attributes:
-        name: Its name.
-        topic: Its file.
-        summary: What it computes, in a sentence.
-        source: Its publication.
-        needs: Arguments that must be given.
+        name: The function's name.
+        topic: Name of its module, without the package.
+        summary: First paragraph of its docstring: the quantity that it computes.
+        source: The publication that it is taken from.
+        needs: Required arguments.
         defaults: Defaults of the other arguments.
         function: The function itself.
     """
@@ -157,7 +157,7 @@ class LookedUp:
             return Shown(title=f"{first.name}({given})", blocks=[f"  = {_written(self.value)}"])
         if len(self.known) == 1:
             needs: dict[str, Any] = dict.fromkeys(first.needs, "must be given")
-            defaults = {key: f"{_written(value)} unless given" for key, value in first.defaults.items()}
+            defaults = {key: f"{_written(value)} by default" for key, value in first.defaults.items()}
             return Shown(title=first.summary, blocks=["", {**needs, **defaults}, f"\nSource: {first.source}"])
         lines = []
         for topic, members in itertools.groupby(self.known, key=attrgetter("topic")):
@@ -201,7 +201,7 @@ def formulas() -> dict[str, Formula]:
 
 
 def modules() -> list[ModuleType]:
-    """Return the modules with formulas; those that training itself needs are in the trainer."""
+    """Return the modules with formulas; two of them are in the ``paceline`` package, which needs them for training."""
     here = paceline_advisor.formulas
     topics = [each.name for each in pkgutil.iter_modules(here.__path__) if each.name != "catalogue"]
     own = [importlib.import_module(f"{here.__name__}.{topic}") for topic in topics]
@@ -209,7 +209,7 @@ def modules() -> list[ModuleType]:
 
 
 def find_formula(name: str) -> Formula:
-    """Return the formula of this name; dashes count as underscores, and the file name may precede it with a dot.
+    """Return the formula of this name, also written with dashes, or as ``topic.name``.
 
     Raises:
         PacelineError: If there is no such formula.

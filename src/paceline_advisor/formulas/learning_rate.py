@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# If no mean of a few consecutive losses is this many standard errors below the previous ones, the loss has not
-# decreased.
+# The loss has decreased if the mean of a few consecutive losses is more than this many standard errors below the mean
+# of all earlier ones.
 _SURE = 3.5
 _FEWEST = 5
 _FASTAI = "fastai, callback.schedule"
@@ -20,13 +20,13 @@ _SLIDE_CHANGE = 0.005
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that reads a learning rate from the curve.
+    """A rule that reads a learning rate from the curve of a range test.
 
     Attributes:
-        words: The rule in one sentence.
-        source: Its publication.
-        choose: Returns the rate, given rates and losses of all valid points; raises ValueError with the reason if there
-            is no such point.
+        words: The rule in one phrase.
+        source: Its publication or implementation.
+        choose: Returns the learning rate, given rates and losses of the usable steps; raises ValueError with the reason
+            if the curve has no such point.
         smooth: Whether it uses the smoothed losses instead of the raw losses.
     """
 
@@ -42,9 +42,9 @@ class Suggestion:
 
     Attributes:
         lr: The learning rate; None if the curve has no such point.
-        why_not: The reason if there is none.
-        rule: The rule in one sentence.
-        source: Its publication.
+        why_not: Why there is no learning rate; otherwise empty.
+        rule: The rule in one phrase.
+        source: Its publication or implementation.
     """
 
     lr: float | None
@@ -57,7 +57,7 @@ def smoothed(losses: Sequence[float], smoothing: float) -> list[float]:
     """Return the exponential moving average of the losses, with bias correction (Kingma and Ba 2014).
 
     Args:
-        losses: One for each step.
+        losses: The loss of each step.
         smoothing: Weight of the past, in [0, 1).
     """
     average, found = 0.0, []
@@ -68,12 +68,13 @@ def smoothed(losses: Sequence[float], smoothing: float) -> list[float]:
 
 
 def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Return the middle of the longest valley: the longest sequence of points, each lower than the one before.
+    """Return the learning rate in the middle of the longest valley of the loss.
 
-    As in fastai, the valley starts as many points before its end as the sequence has.
+    The valley is found from the longest sequence of falling losses, which need not be consecutive. As in fastai, it
+    ends where that sequence ends, and has as many steps as the sequence.
 
     Raises:
-        ValueError: If there are no two such points.
+        ValueError: If no loss is below an earlier one.
     """
     lengths = [1] * len(losses)
     for index, loss in enumerate(losses):
@@ -88,7 +89,7 @@ def valley(rates: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def steepest(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Return the rate where the loss falls fastest over the logarithm of the rate.
+    """Return the learning rate where the loss falls fastest against the logarithm of the rate.
 
     Raises:
         ValueError: If it never falls.
@@ -100,12 +101,15 @@ def steepest(rates: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def minimum(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Return a tenth of the rate with the lowest loss."""
+    """Return a tenth of the learning rate with the lowest loss."""
     return rates[int(np.argmin(losses))] / 10
 
 
 def slide(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Return where a 15-point window, sliding down from the highest rate, first has equal slopes at both ends.
+    """Return the learning rate where a window of 15 steps, sliding down from the highest rate, stops.
+
+    The window stops when the slopes at its two ends differ by at most 0.005. As in fastai, the rate is that of the
+    lower end one step before.
 
     Raises:
         ValueError: If there are too few points, or no such point.
@@ -125,10 +129,10 @@ def slide(rates: Sequence[float], losses: Sequence[float]) -> float:
 
 
 def trough(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Return the middle of the consecutive tenth of the points with the lowest mean loss.
+    """Return the learning rate in the middle of those consecutive steps, a tenth of all, with the lowest mean loss.
 
-    The minimum of a causal average lags behind that of the loss, by the amount of smoothing; a centred mean has it in
-    the same place.
+    The mean is centred. The minimum of a causal average comes later than that of the loss, the more the stronger the
+    smoothing.
     """
     width = max(_FEWEST, len(losses) // 10)
     means = np.convolve(losses, np.ones(width), mode="valid")
@@ -151,7 +155,7 @@ RULES: Mapping[str, Rule] = {
 }
 
 MEDIAN = "median"
-# The rules whose point is on the descent, not on the flat part before it or the rise after it.
+# The rules that choose a point on the descent, not on the flat part before it or on the rise after it.
 _OF_MEDIAN = ("trough", "steepest", "minimum")
 NAMES = (MEDIAN, *RULES)
 
@@ -159,13 +163,13 @@ NAMES = (MEDIAN, *RULES)
 def suggest(
     rates: Sequence[float], losses: Sequence[float], *, smoothing: float, steps: int | None = None
 ) -> dict[str, Suggestion]:
-    """Return every rule's suggestion for a range test.
+    """Return the suggestion of every rule, and the median, for a range test.
 
     Args:
         rates: Learning rate of each step, ascending.
         losses: Loss of each step before its update; all finite.
         smoothing: Weight of the past in the average that the rules use, in [0, 1).
-        steps: Planned steps of the test, if it ended early; a tenth of them is left out at the beginning.
+        steps: Planned steps of the test; by default those that it took. A tenth of them is left out at the beginning.
     """
     curve = smoothed(losses, smoothing)
     first, last = (len(losses) if steps is None else steps) // 10, len(losses) - _LEFT_OUT_AT_END
@@ -184,7 +188,7 @@ def _median(found: Mapping[str, Suggestion]) -> Suggestion:
         lr=None if without else statistics.median(each.lr for each in chosen if each.lr is not None),
         why_not=without[0] if without else "",
         rule=f"the median of {', '.join(_OF_MEDIAN)}",
-        source="of those three",
+        source="see these rules",
     )
 
 

@@ -1,7 +1,7 @@
 """Rules about a network: a transformer's activations and FLOPs, tiles of its products, memory and loss barriers.
 
-Activations follow Korthikanti et al., FLOPs and their utilisation follow the papers' counts. ``t`` is the size of
-tensor parallelism, ``recompute`` the activations that are recomputed in the backward pass instead of kept.
+``tensor_parallel`` is the number of devices that share each layer. ``recompute`` says which activations are recomputed
+in the backward pass instead of stored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ Recompute = Literal["none", "selective", "full"]
 
 
 def attention_factor(heads: int, sequence: int, hidden: int) -> float:
-    """5 a s / h: the part of a layer's activations that softmax, its dropout and the product with it keep.
+    """Bytes that a layer's softmax, its dropout and the product with the values store, over s · b · h: 5 a s / h.
+
+    Here a is the number of heads, s the sequence length, b the micro-batch and h the hidden size.
 
     Source:
         Korthikanti et al., Reducing activation recomputation in large transformer models, arXiv:2205.05198, equation 1.
@@ -35,7 +37,7 @@ def layer_activation_bytes(
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
 ) -> float:
-    """Bytes of activations that one layer keeps on a device in 16-bit training.
+    """Bytes of activations that one transformer layer stores on a device in 16-bit training.
 
     Source:
         Korthikanti et al., arXiv:2205.05198, table 2.
@@ -60,9 +62,10 @@ def activation_bytes(
     sequence_parallel: bool = False,
     recompute: Recompute = "none",
 ) -> float:
-    """Bytes of activations that all layers keep on the first of the pipeline's devices.
+    """Bytes of activations that the first device of a pipeline stores in 16-bit training.
 
-    As many micro-batches are under way there as the pipeline has stages, so that it holds for any number of them.
+    It stores those of as many micro-batches as the pipeline has stages, so the result is the same for any number of
+    stages, also for one.
 
     Source:
         Korthikanti et al., arXiv:2205.05198, equation 5.
@@ -75,7 +78,7 @@ def activation_bytes(
 
 
 def selective_recompute_saving(heads: int, sequence: int, hidden: int) -> float:
-    """Share of a layer's activations that need not be kept if attention is computed again, in [0, 1).
+    """Fraction of a layer's activation memory that selective recomputation of attention saves, in [0, 1).
 
     Source:
         Korthikanti et al., arXiv:2205.05198, section 5 (GPT-3: 70 %).
@@ -85,7 +88,7 @@ def selective_recompute_saving(heads: int, sequence: int, hidden: int) -> float:
 
 
 def selective_recompute_overhead(sequence: int, hidden: int, layers: int = 96, vocabulary: int = 51200) -> float:
-    """Share by which computing attention again adds to a step's FLOPs.
+    """Additional FLOPs of selective recomputation of attention, as a fraction of a step's FLOPs.
 
     Source:
         Korthikanti et al., arXiv:2205.05198, section 5 and appendix A (GPT-3: 2.7 %).
@@ -95,7 +98,7 @@ def selective_recompute_overhead(sequence: int, hidden: int, layers: int = 96, v
 
 
 def iteration_flops(batch: int, sequence: int, hidden: int, layers: int, vocabulary: int) -> float:
-    """FLOPs of the model itself in one iteration of a GPT: forward and backward pass.
+    """FLOPs of one training iteration of a GPT: forward and backward pass, without recomputation.
 
     Source:
         Korthikanti et al., arXiv:2205.05198, appendix A.
@@ -104,7 +107,7 @@ def iteration_flops(batch: int, sequence: int, hidden: int, layers: int, vocabul
 
 
 def hardware_flops(batch: int, sequence: int, hidden: int, layers: int, vocabulary: int) -> float:
-    """FLOPs that are carried out in one iteration of a GPT with selective recomputation.
+    """FLOPs of one training iteration of a GPT, including selective recomputation of attention.
 
     Source:
         Korthikanti et al., arXiv:2205.05198, appendix A.
@@ -118,7 +121,7 @@ def _flops(batch: int, sequence: int, hidden: int, layers: int, vocabulary: int,
 
 
 def full_recompute_flops(batch: int, sequence: int, hidden: int, layers: int, vocabulary: int) -> float:
-    """FLOPs that are carried out in one iteration of a GPT if every layer's forward pass is computed again.
+    """FLOPs of one training iteration of a GPT, including full recomputation of every layer's forward pass.
 
     Source:
         Narayanan et al., Efficient large-scale language model training on GPU clusters, arXiv:2104.04473, equation 3.
@@ -128,7 +131,7 @@ def full_recompute_flops(batch: int, sequence: int, hidden: int, layers: int, vo
 
 
 def gpt_parameters(hidden: int, layers: int, vocabulary: int = 51200, sequence: int = 2048) -> float:
-    """Parameters of a GPT.
+    """Number of parameters of a GPT, with its token and position embeddings.
 
     Source:
         Narayanan et al., arXiv:2104.04473, equation 2.
@@ -144,15 +147,16 @@ def flops_per_token(
     sequence: int = 0,
     embedding_parameters: float = 0,
 ) -> float:
-    """FLOPs of training on one token: 6 for each parameter, and attention's 12 · layers · heads · head_size · sequence.
+    """Training FLOPs per token: 6 per parameter, and 12 · layers · heads · head_size · sequence for attention.
 
     Args:
         parameters: Number of parameters.
         layers: Number of layers; 0 leaves attention out.
         heads: Attention heads of a layer.
-        head_size: Size of a head's queries and keys, and of its values.
+        head_size: Size of a head's queries, keys and values.
         sequence: Tokens in a sequence.
-        embedding_parameters: Of these, those that are only looked up. torchtitan leaves them out, PaLM does not.
+        embedding_parameters: Parameters that are only looked up, and do not count. torchtitan excludes them; PaLM
+            counts them.
 
     Source:
         Chowdhery et al., PaLM, arXiv:2204.02311, appendix B; torchtitan, torchtitan/models/utils.py.
@@ -161,7 +165,7 @@ def flops_per_token(
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_flops_per_second: float, devices: int = 1) -> float:
-    """Model FLOPs utilisation, in [0, 1]: the model's own FLOPs beside the devices' dense peak.
+    """Model FLOPs utilisation (MFU), in [0, 1]: the model's FLOPs per second over the devices' dense peak.
 
     Source:
         Chowdhery et al., PaLM, arXiv:2204.02311, appendix B.
@@ -170,7 +174,7 @@ def mfu(tokens_per_second: float, flops_per_token: float, peak_flops_per_second:
 
 
 def training_flops(parameters: float, tokens: float) -> float:
-    """FLOPs of training on so many tokens: 6 N D.
+    """Training FLOPs for a number of tokens: 6 N D, for N parameters and D tokens.
 
     Source:
         Kaplan et al., Scaling laws for neural language models, arXiv:2001.08361, section 2.1.
@@ -179,7 +183,7 @@ def training_flops(parameters: float, tokens: float) -> float:
 
 
 def compute_optimal_tokens(parameters: float, tokens_per_parameter: float = 20) -> float:
-    """Tokens that make the best of a budget of FLOPs: about 20 for each parameter.
+    """Compute-optimal number of training tokens: about 20 per parameter.
 
     Source:
         Hoffmann et al., Training compute-optimal large language models, arXiv:2203.15556, table 3 (67 B: 1.5 T).
@@ -190,7 +194,7 @@ def compute_optimal_tokens(parameters: float, tokens_per_parameter: float = 20) 
 def training_days(
     parameters: float, tokens: float, devices: int, flops_per_second: float, *, recompute: bool = True
 ) -> float:
-    """Days of training at a sustained rate per device: 8 N D with full recomputation, 6 N D without.
+    """Training time in days at a sustained rate per device: 8 N D FLOPs with full recomputation, 6 N D without.
 
     Source:
         Narayanan et al., arXiv:2104.04473, equation 4 (GPT-3 on 1024 A100 at 140 TFLOP/s: 34 days).
@@ -239,7 +243,7 @@ class Tiling:
 
 
 def tile_count(m: int, n: int, tile_m: int = 128, tile_n: int = 128) -> int:
-    """Tiles that cover a product of m rows and n columns.
+    """Number of tiles that cover a product of m rows and n columns.
 
     Source:
         NVIDIA, Matrix Multiplication Background User's Guide, "Tile Quantization".
@@ -248,7 +252,7 @@ def tile_count(m: int, n: int, tile_m: int = 128, tile_n: int = 128) -> int:
 
 
 def tile_waste(m: int, n: int, tile_m: int = 128, tile_n: int = 128) -> float:
-    """Share of the computed elements that lie outside the product, in [0, 1).
+    """Fraction of the computed elements that lie outside the product, in [0, 1).
 
     Source:
         NVIDIA, Matrix Multiplication Background User's Guide, "Tile Quantization".
@@ -257,7 +261,7 @@ def tile_waste(m: int, n: int, tile_m: int = 128, tile_n: int = 128) -> float:
 
 
 def tile_overhead(m: int, n: int, tile_m: int = 128, tile_n: int = 128) -> float:
-    """Elements computed for each that is wanted, at least 1.
+    """Computed elements per element of the product, at least 1.
 
     Source:
         NVIDIA, Matrix Multiplication Background User's Guide, "Tile Quantization" (1.5 times the arithmetic for 0.39 %
@@ -267,7 +271,7 @@ def tile_overhead(m: int, n: int, tile_m: int = 128, tile_n: int = 128) -> float
 
 
 def wave_count(tiles: int, multiprocessors: int, tiles_at_once: int = 1) -> int:
-    """Rounds in which the multiprocessors work off the tiles, each taking ``tiles_at_once``.
+    """Number of waves in which the multiprocessors process the tiles, each ``tiles_at_once`` at the same time.
 
     Source:
         NVIDIA, Matrix Multiplication Background User's Guide, "Wave Quantization".
@@ -276,7 +280,7 @@ def wave_count(tiles: int, multiprocessors: int, tiles_at_once: int = 1) -> int:
 
 
 def wave_waste(tiles: int, multiprocessors: int, tiles_at_once: int = 1) -> float:
-    """Share of the multiprocessors' time in which they have no tile, in [0, 1).
+    """Fraction of the multiprocessors' time in which they have no tile, in [0, 1).
 
     Source:
         NVIDIA, Matrix Multiplication Background User's Guide, "Wave Quantization".
@@ -286,7 +290,7 @@ def wave_waste(tiles: int, multiprocessors: int, tiles_at_once: int = 1) -> floa
 
 
 def aligned_sizes(size: int, multiple: int) -> tuple[int, int]:
-    """The nearest sizes that ``multiple`` divides: at most and at least this one; the lower is ``multiple`` at least.
+    """Nearest multiples of ``multiple``: the largest up to ``size``, but not 0, and the smallest from ``size`` on.
 
     Source:
         NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements".
@@ -295,9 +299,9 @@ def aligned_sizes(size: int, multiple: int) -> tuple[int, int]:
 
 
 def alignment_bytes_multiple(bytes_per_element: float, alignment_bytes: int = 16) -> int:
-    """Elements whose number should divide a dimension so that rows begin at multiples of ``alignment_bytes``.
+    """Number of elements of which a dimension should be a multiple, so that rows start at ``alignment_bytes``.
 
-    16 bytes are 4 numbers of TF32, 8 of FP16, 16 of INT8; the 128 bytes that A100 does best with 32, 64, 128.
+    16 bytes are 4 elements of TF32, 8 of FP16 or 16 of INT8. The 128 bytes that suit an A100 best are 32, 64 or 128.
 
     Source:
         NVIDIA, Matrix Multiplication Background User's Guide, "Tensor Core Requirements", table 1.
@@ -306,13 +310,15 @@ def alignment_bytes_multiple(bytes_per_element: float, alignment_bytes: int = 16
 
 
 def best_tiling(m: int, n: int, k: int, multiprocessors: int, count: int = 1) -> Tiling:
-    """The fastest of the guide's tilings: large tiles reuse more, small ones fit better; long sums are shared out.
+    """Fastest tiling of a product [m, k] × [k, n], with its waste as fractions and its relative slowdown.
 
-    With ``count``, so many products of this size are computed at once.
+    Large tiles reuse more data, small ones leave less waste, and long sums are split among multiprocessors. ``count``
+    products of this size are computed at once.
 
     Source:
-        NVIDIA, Matrix Multiplication Background User's Guide, "Tile Quantization" and "Wave Quantization"; sharing
-        out a tile's sum: NVIDIA, CUTLASS documentation, "Efficient GEMM in CUDA", parallelized reductions.
+        NVIDIA, Matrix Multiplication Background User's Guide, "Tile Quantization" and "Wave Quantization";
+        splitting a tile's sum: NVIDIA, CUTLASS documentation, "Efficient GEMM in CUDA", parallelized reductions; the
+        cost of a tile's edge is an assumption.
     """
     tilings = (_tiling((m, n, k, count), each, multiprocessors) for each in TILES)
     return min(tilings, key=lambda each: round(each.slowdown, 9))
@@ -336,16 +342,17 @@ def _tiling(sizes: tuple[int, int, int, int], tile: tuple[int, int], multiproces
 
 
 def _cost(tile: tuple[int, int]) -> float:
-    """Time of one element of a tile."""
+    """Relative time of one element of a tile."""
     return 1 + _EDGE * (1 / tile[0] + 1 / tile[1])
 
 
 def better_sizes(
     m: int, n: int, k: int, multiprocessors: int, count: int = 1, multiple: int = 8, within: float = 0.15
 ) -> tuple[int | None, int | None]:
-    """The nearest smaller and larger n that take clearly less for each column, by 5 %; None where none is that near.
+    """Nearest smaller and larger n that are at least 5 % faster per column; None if there is none.
 
-    No more than 64 sizes to each side are looked at, however large n is.
+    Sizes are multiples of ``multiple`` and differ from n by a fraction of at most ``within``. At most 64 sizes are
+    tried on each side.
 
     Source:
         NVIDIA, Matrix Multiplication Background User's Guide, "Dimension Quantization Effects".
@@ -376,12 +383,12 @@ def zero_bytes(
 
     Args:
         parameters: Number of parameters.
-        stage: 0 none is shared out; 1 the optimizer state; 2 gradients too; 3 weights too (FSDP's full sharding).
-        devices: Over how many they are shared out.
-        parameter_bytes: Bytes of a weight that the passes use.
-        gradient_bytes: Bytes of a gradient.
-        optimizer_bytes: Bytes of optimizer state for a parameter; Adam in mixed precision has an fp32 copy of the
-            weight and two fp32 moments.
+        stage: 0: nothing is sharded; 1: the optimizer state; 2: gradients too; 3: weights too (FSDP's full sharding).
+        devices: Number of devices that share them.
+        parameter_bytes: Bytes per parameter of the weights that the passes use.
+        gradient_bytes: Bytes per parameter of the gradients.
+        optimizer_bytes: Bytes per parameter of the optimizer state. Adam in mixed precision has an fp32 copy of the
+            weights and two fp32 moments.
 
     Raises:
         ValueError: If there is no such stage.
@@ -396,7 +403,10 @@ def zero_bytes(
 
 
 def zero_largest_parameters(memory_bytes: float, stage: int, devices: int = 1, optimizer_bytes: float = 12) -> float:
-    """Parameters whose training state just fills a device's memory, activations left out.
+    """Largest number of parameters whose training state fits a device under ZeRO, without activations.
+
+    Raises:
+        ValueError: If there is no such stage.
 
     Source:
         Rajbhandari et al., ZeRO, arXiv:1910.02054, table 2.
@@ -405,7 +415,7 @@ def zero_largest_parameters(memory_bytes: float, stage: int, devices: int = 1, o
 
 
 def zero_communication(parameters: float, stage: int) -> float:
-    """Numbers that a device sends in a step: twice the parameters, three times if weights are shared out too.
+    """Elements that a device sends in a step under ZeRO: twice the parameters, or three times at stage 3.
 
     Source:
         Rajbhandari et al., ZeRO, arXiv:1910.02054, section 7.
@@ -414,7 +424,7 @@ def zero_communication(parameters: float, stage: int) -> float:
 
 
 def adam_mixed_precision_bytes(parameters: float) -> float:
-    """Bytes of weights, gradients and Adam's state in mixed precision: 16 for each parameter.
+    """Bytes of weights, gradients and Adam's state in mixed precision: 16 per parameter.
 
     Source:
         Rajbhandari et al., ZeRO, arXiv:1910.02054, section 3.1.
@@ -423,7 +433,7 @@ def adam_mixed_precision_bytes(parameters: float) -> float:
 
 
 def training_state_bytes(parameters: float, states: int, bytes_per_element: float = 4, *, ema: bool = False) -> float:
-    """Bytes of weights, gradients, ``states`` optimizer states (SGD 0, momentum 1, Adam 2) and a moving average.
+    """Bytes of weights, gradients, ``states`` optimizer states (SGD 0, momentum 1, Adam 2) and the average if ``ema``.
 
     Source:
         Kingma and Ba, Adam, arXiv:1412.6980, algorithm 1, for the two moments; counting for the rest.
@@ -432,7 +442,7 @@ def training_state_bytes(parameters: float, states: int, bytes_per_element: floa
 
 
 def allocated_bytes(tensor_bytes: Sequence[float]) -> int:
-    """Bytes that torch's CUDA allocator counts for tensors of these sizes: each is rounded up to 512.
+    """Bytes that PyTorch's CUDA allocator counts for tensors of these sizes: each rounded up to a multiple of 512.
 
     Source:
         PyTorch, c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize).
@@ -441,7 +451,7 @@ def allocated_bytes(tensor_bytes: Sequence[float]) -> int:
 
 
 def checkpointing_layers(layers: int) -> int:
-    """Segments of equal layers for which keeping only their borders takes least: the root of their number.
+    """Number of checkpointed segments with the least activation memory, for equal layers: √layers, rounded.
 
     Source:
         Chen et al., Training deep nets with sublinear memory cost, arXiv:1604.06174, section 4.
@@ -450,7 +460,14 @@ def checkpointing_layers(layers: int) -> int:
 
 
 def keskar_sharpness(largest_loss: float, loss: float) -> float:
-    """How much the loss can rise in a small box around the weights, in percent of one plus the loss there.
+    """Sharpness of a minimum: the rise of the loss in a small box around the weights, in percent of 1 + loss.
+
+    Args:
+        largest_loss: Largest loss in the box of :func:`keskar_box`.
+        loss: Loss at its centre.
+
+    Raises:
+        ValueError: If ``loss`` is not above -1.
 
     Source:
         Keskar et al., On large-batch training for deep learning, arXiv:1609.04836, Metric 2.1.
@@ -461,7 +478,7 @@ def keskar_sharpness(largest_loss: float, loss: float) -> float:
 
 
 def keskar_box(weight: float, epsilon: float = 1e-3) -> float:
-    """How far a weight may move to each side in that box.
+    """Half-width of the box of Keskar's sharpness for one weight w, in the unit of the weight: ε (|w| + 1).
 
     Source:
         Keskar et al., arXiv:1609.04836, equation 3; they take 1e-3 and 5e-4 for epsilon.
@@ -470,19 +487,22 @@ def keskar_box(weight: float, epsilon: float = 1e-3) -> float:
 
 
 def loss_barrier(shares: Sequence[float], losses: Sequence[float]) -> float:
-    """How far the loss rises above the straight line between two networks' losses, on the way from one to the other.
+    """Loss barrier between two networks: the largest rise above the line between their losses, in the loss's unit.
 
     Args:
-        shares: Where each loss was measured: 0 is the first network, 1 the second; both must be among them.
-        losses: The losses there.
+        shares: Positions between the networks at which losses were measured: 0 is the first network, 1 the second.
+        losses: The losses at these positions.
 
     Returns:
-        NaN if a loss on the way is none, or one of the two networks' is not finite.
+        NaN if a loss between the networks is NaN, or the loss of one of the two is not finite.
+
+    Raises:
+        ValueError: If 0 or 1 is missing from ``shares``, or the lengths differ.
 
     Source:
         Goodfellow et al., Qualitatively characterizing neural network optimization problems, arXiv:1412.6544, section
-        3, for the way; Frankle et al., Linear mode connectivity, arXiv:1912.05671, equation 1, for the barrier, here
-        against the line between the two losses and not their mean.
+        3, for the path; Frankle et al., Linear mode connectivity, arXiv:1912.05671, equation 1, for the barrier, here
+        above the line between the two losses instead of their mean.
     """
     at = dict(zip(shares, losses, strict=True))
     if 0 not in at or 1 not in at:

@@ -1,16 +1,17 @@
 """Time of a step on several devices, given the time of one.
 
-The step of one device is measured. The cost of additional devices is computed here, separately for each cause:
+The step of one device is measured, or a lower bound. The cost of additional devices is computed here, separately for
+each cause:
 
 * *communication* that does not overlap with computing, and the slowdown of computing where it does;
 * *host* work for each parameter tensor while the device waits for it;
 * *waiting* for the slowest device of the step;
-* *data*: a node's CPU cores supply a limited number of samples;
-* *launching*: a host issues a limited number of kernels, however small they are;
-* *cores*: processes without accelerators share those of the machine.
+* *data*: a node's CPU cores supply a limited number of samples per second;
+* *launching*: a host launches a limited number of kernels per second, however small they are;
+* *cores*: processes without accelerators share the machine's cores.
 
-The constants below are the same for every network, machine and size, and none of them was fitted to the rate of several
-GPUs: docs/decisions/0039 says where each comes from, and how well published rates are met.
+The constants below are the same for every network, machine and size. None of them was fitted to the rate of several
+GPUs. docs/decisions/0039 says where each comes from, and how close predictions are to published rates.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from paceline_advisor.formulas.scaling import Fabric
 FIRST_BUCKET_BYTES = 2**20
 """DDP's first bucket is small, so that sending starts early (torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)."""
 BUCKET_CAP_MB = 25
-"""What DDP's other buckets hold unless told otherwise, in MiB (``bucket_cap_mb``)."""
+"""Default size of DDP's other buckets in MiB (``bucket_cap_mb``)."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Gradient:
 
     Attributes:
         size_bytes: Size of the gradient in the dtype in which it is sent.
-        ready: Fraction of the backward pass that is done by then, in (0, 1].
+        ready: Fraction of the backward pass that is done when it is ready, in (0, 1].
     """
 
     size_bytes: float
@@ -72,7 +73,7 @@ class Timeline:
 
 
 def buckets(gradients: Sequence[Gradient], cap_bytes: float, first_bytes: float = FIRST_BUCKET_BYTES) -> list[Gradient]:
-    """What DDP sends at once: gradients in the order of their arrival, closed as soon as they reach the cap.
+    """Return DDP's buckets: gradients in the order in which they become ready, up to the first that reaches the cap.
 
     Source:
         torch, torch/csrc/distributed/c10d/reducer.cpp (compute_bucket_assignment_by_size); Li et al., PyTorch
@@ -125,11 +126,11 @@ class _Streams:
 def reduce_behind(
     messages: Sequence[Gradient], backward_seconds: float, seconds_of: Callable[[float], float], taken: float = 0.0
 ) -> Timeline:
-    """DDP: each bucket is reduced while the rest of the backward pass continues.
+    """Return the timeline of DDP: each bucket is reduced while the rest of the backward pass continues.
 
     Args:
         messages: The buckets, in order.
-        backward_seconds: Of the pass without communication.
+        backward_seconds: Duration of the backward pass without communication.
         seconds_of: Returns the time of a message, given its bytes.
         taken: Fraction of the device's compute that a message in flight uses, in [0, 1).
 
@@ -151,8 +152,8 @@ class Passes:
     """The passes that FSDP's messages overlap with.
 
     Attributes:
-        forward_seconds: Duration of the pass without communication.
-        backward_seconds: Likewise.
+        forward_seconds: Duration of the forward pass without communication.
+        backward_seconds: Duration of the backward pass without communication.
         regathered: Whether weights are freed after the forward pass and gathered again for the backward pass.
     """
 
@@ -164,7 +165,7 @@ class Passes:
 def gather_around(
     units: Sequence[Unit], passes: Passes, seconds_of: Callable[[float], float], taken: float = 0.0
 ) -> Timeline:
-    """FSDP: weights are gathered one block ahead, gradients scattered one block behind.
+    """Return the timeline of FSDP: weights are gathered one block ahead, gradients scattered one block behind.
 
     Args:
         units: The blocks in the order of the forward pass.
@@ -208,32 +209,32 @@ Compiled = Literal["no", "fused", "graphs"]
 _GRAPHS = 2  # one forward and one backward
 
 BACKWARD_SHARE = 2 / 3
-"""Of a step's computing: the backward pass has two products for each of the forward's (with respect to inputs and to
-weights)."""
+"""Fraction of a step's computing: for each product of the forward pass, the backward pass has two, for the gradients of
+inputs and of weights."""
 UNITS_OF_A_COLLECTIVE = 16
-"""Multiprocessors that a collective's kernel holds while it runs: one for each of NCCL's channels, of which it takes
-around sixteen by itself (NCCL documentation, NCCL_MAX_CTAS)."""
+"""Multiprocessors that a collective's kernel occupies while it runs: one for each of NCCL's channels, about sixteen by
+default (NCCL documentation, NCCL_MAX_CTAS)."""
 UNKNOWN_UNITS = 100
-"""Multiprocessors of an unnamed device."""
+"""Assumed multiprocessors of an unknown device."""
 KERNEL_SECONDS = 4e-6
-"""Host time to put one kernel into a stream: 1 to 3 microseconds of the driver's own, about 5 until it runs (Dalek,
-arXiv:2508.10481)."""
+"""Host time in seconds to launch one kernel: the driver takes 1 to 3 microseconds, and the kernel starts after about 5
+(Dalek, arXiv:2508.10481)."""
 HOST_SECONDS = 10e-6 + 3 * KERNEL_SECONDS
-"""Host work that DDP adds for one parameter tensor, and that the device waits for each time the host itself had waited
-for the device before: its hooks, and three copies (into the bucket, out of it, of a buffer). Time and copies are
-measured without any GPU (benchmarks/ddp_host.py), and launching a copy is :data:`KERNEL_SECONDS`."""
+"""Host seconds that DDP adds for one parameter tensor: its hooks, and three copies (into the bucket, out of it, of a
+buffer). The device waits for them whenever the host has waited for the device before. Hooks and copies are measured
+without a GPU (benchmarks/ddp_host.py); launching a copy takes :data:`KERNEL_SECONDS`."""
 OWN_HOST_SECONDS = 5e-6 + KERNEL_SECONDS
-"""The same as Paceline wraps networks: gradients lie in the buckets, and buffers are not sent."""
+"""The same for networks as Paceline wraps them: gradients are views of the buckets, and buffers are not sent."""
 LAUNCH_SECONDS = 200e-6
-"""Host time to issue the forward, backward and update kernels of one parameter tensor and the operations around it,
-uncompiled: about twenty launches of ten microseconds."""
+"""Host time in seconds to launch the forward, backward and update kernels of one parameter tensor and the operations
+around it, uncompiled: about twenty launches of ten microseconds."""
 SPREAD = 0.01
-"""Standard deviation of one device's step, relative to the step, where it was not measured."""
+"""Standard deviation of one device's step, as a fraction of the step, if it was not measured."""
 DOUBT = 2.0
-"""Factor by which everything that is added to one device's step may be more, or less, than predicted."""
+"""Factor by which each cost that is added to one device's step may be higher or lower than predicted."""
 MODEL_DOUBT = 0.08
-"""Relative error of a step of several devices beyond that: the mean one on published tables that nobody had looked at
-when the other constants were fixed (benchmarks/scaling.py)."""
+"""Additional relative error of a step of several devices: the mean error on published tables that were not consulted
+before the other constants were fixed (benchmarks/scaling.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,18 +242,18 @@ class Launches:
     """Kernels that a host launches for one forward and backward pass.
 
     Attributes:
-        eager: Operator by operator; 0 if unknown.
-        products: Matrix products among them: a compiler leaves each of these a separate kernel.
+        eager: Kernels without compilation; 0 if unknown.
+        products: Matrix products among the forward and backward kernels; a compiler keeps each a separate kernel.
     """
 
     eager: int = 0
     products: int = 0
 
     def share(self, compiled: Compiled) -> float:
-        """Return the remaining fraction of the time to launch them all, in [0, 1].
+        """Return the fraction of the launch time that remains with compilation, in [0, 1].
 
-        At best, a compiler fuses everything between two products into one kernel; a recorded graph of a pass is
-        launched as a whole. Unknown operators give no reduction.
+        At best, a compiler fuses everything between two products into one kernel. A recorded graph of a pass is
+        launched as a whole. If the number of kernels is unknown, the fraction is 1.
         """
         if compiled == "no" or not self.eager:
             return 1.0
@@ -275,7 +276,7 @@ class Network:
 
     @property
     def tensors(self) -> int:
-        """Parameter tensors that are trained."""
+        """Number of trained parameter tensors."""
         return len(self.gradients)
 
 
@@ -287,7 +288,7 @@ class OneDevice:
         seconds: Duration of one step of ``samples`` samples.
         samples: Samples in that step.
         doubt: Relative error of ``seconds``, in both directions.
-        spread: Standard deviation of a step, relative to it.
+        spread: Standard deviation of a step, as a fraction of it.
         is_bound: Whether ``seconds`` is a lower bound instead of a measurement.
     """
 
@@ -304,11 +305,11 @@ class Host:
 
     Attributes:
         waits: How often the host waits for the device in a step.
-        seconds_per_tensor: Additional work of DDP per parameter tensor.
-        seconds_per_sample: Time of one core to read and augment a sample; 0 if that is done beforehand.
+        seconds_per_tensor: Additional host time of DDP per parameter tensor and wait.
+        seconds_per_sample: Time of one core to read and augment a sample; 0 if samples are prepared beforehand.
         loaders_per_device: Loader processes of each device; None for as many as there are cores.
         cores_per_device: Physical cores for each device; None if unknown.
-        shares_cores: Whether the devices are these cores: processes compute on them.
+        shares_cores: Whether the processes compute on these cores, without accelerators.
         threads: Threads of each process that computes on cores.
     """
 
@@ -321,7 +322,7 @@ class Host:
     threads: int = 1
 
     def supply_per_second(self, devices: int, per_node: int) -> float | None:
-        """Samples that the loaders of all nodes supply; None without a limit."""
+        """Return the samples per second that the loaders of all nodes supply; None without a limit."""
         if not self.seconds_per_sample or self.cores_per_device is None:
             return None
         local = min(devices, per_node)
@@ -342,7 +343,7 @@ class ParallelConfig:
         units_per_device: Multiprocessors of a device; None if unknown.
         regathered: Whether FSDP gathers weights again for the backward pass.
         taken: Fraction of compute that a message in flight uses; None to derive it from the multiprocessors.
-        launched: Remaining fraction of the launch time after compilation, in [0, 1].
+        launched: Fraction of the launch time that remains with compilation, in [0, 1].
     """
 
     strategy: Strategy
@@ -363,11 +364,11 @@ class Prediction:
         devices: Their number.
         samples: Samples in the step.
         seconds: Duration of the step.
-        low_seconds: Duration if all added costs are lower than expected.
-        high_seconds: Duration if they are higher.
-        parts: Seconds by cause; they sum up to the step.
-        limit: The largest cause other than computing; ``computing`` if no other cause exceeds a hundredth.
-        single_rate: Measured samples per second of one device.
+        low_seconds: Lower end of the predicted range: all added costs lower than expected.
+        high_seconds: Upper end of the range: all added costs higher than expected.
+        parts: Seconds by cause; their sum is ``seconds``.
+        limit: The largest cause other than computing; ``computing`` if no other cause exceeds 1 % of the step.
+        single_rate: Samples per second of one device, from its measurement or bound.
     """
 
     devices: int
@@ -391,7 +392,7 @@ class Prediction:
 
 
 def slowest_of(devices: int) -> float:
-    """How many standard deviations the slowest of so many lies above the mean, in expectation.
+    """Expected time of the slowest of several devices, in standard deviations above the mean.
 
     Source:
         Blom, Statistical estimates and transformed beta-variables, 1958: the (n - 3/8) / (n + 1/4) quantile.
@@ -400,12 +401,12 @@ def slowest_of(devices: int) -> float:
 
 
 def predict(network: Network, one: OneDevice, fabric: Fabric, host: Host, way: ParallelConfig) -> Prediction:
-    """Return the step of ``fabric.devices`` devices."""
+    """Predict the step of ``fabric.devices`` devices."""
     middle = _step(network, one, fabric, host, way, doubt=1.0)
     low = _step(network, _off(one, 1 / (1 + one.doubt)), fabric, host, way, doubt=1 / DOUBT)
     high = _step(network, _off(one, 1 + one.doubt), fabric, host, way, doubt=DOUBT)
     seconds = sum(middle.values())
-    # The range never exceeds what the device can do at best.
+    # The range never goes below the time that the device needs at least.
     floor = one.seconds * way.micro_batch / one.samples * way.passes if one.is_bound else 0.0
     beyond = 1 + (MODEL_DOUBT if fabric.devices > 1 else 0.0)
     causes = {cause: each for cause, each in middle.items() if cause != "computing"}
@@ -427,7 +428,7 @@ def _off(one: OneDevice, factor: float) -> OneDevice:
 
 
 def _computing(network: Network, one: OneDevice, host: Host, way: ParallelConfig) -> tuple[float, float]:
-    """Return the seconds of one pass on one device, and how much of them is launch overhead."""
+    """Return the seconds of one pass on one device, and how many of them the device waits for kernel launches."""
     seconds = one.seconds * way.micro_batch / one.samples
     if host.shares_cores or (one.samples == way.micro_batch and not one.is_bound):
         return seconds, 0.0  # it is part of the measurement

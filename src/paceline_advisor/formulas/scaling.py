@@ -1,7 +1,7 @@
-"""Benefit and cost of more devices: speed-up, messages, hours, price, learning rates; checks of published tables.
+"""Benefit and cost of more devices: speed-up, communication, hours, price, learning rates; checks of published tables.
 
-All-reduce times are the alpha-beta model's: a message of n bytes takes ``latency_seconds + n / bytes_per_second``, and
-every device sends and receives at once.
+All times of collectives follow the alpha-beta model: a message of n bytes takes ``latency_seconds + n /
+bytes_per_second``, and every device sends and receives at the same time. ``devices`` is p below, ``message_bytes`` n.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 
 def speedup(rate: float, baseline_rate: float) -> float:
-    """How many times as fast: samples per second beside those of another device, number of devices or precision.
+    """Speed-up as a ratio of throughputs: with another device, number of devices or precision, over the baseline.
 
     Source:
         By definition; NVIDIA's Deep Learning Examples print it as "weak scaling" and "speedup".
@@ -22,7 +22,7 @@ def speedup(rate: float, baseline_rate: float) -> float:
 
 
 def time_speedup(baseline_seconds: float, seconds: float) -> float:
-    """How many times as fast, by the times of the same work.
+    """Speed-up as a ratio of the times for the same work: baseline over new.
 
     Source:
         By definition.
@@ -31,7 +31,7 @@ def time_speedup(baseline_seconds: float, seconds: float) -> float:
 
 
 def time_saved(baseline_seconds: float, seconds: float) -> float:
-    """Share of the time that is saved, in [0, 1].
+    """Fraction of the baseline's time that is saved; negative if it takes longer.
 
     Source:
         By definition.
@@ -40,7 +40,7 @@ def time_saved(baseline_seconds: float, seconds: float) -> float:
 
 
 def efficiency(rate: float, single_rate: float, devices: int) -> float:
-    """Share of linear scaling that is reached: speed-up over number of devices.
+    """Scaling efficiency: the speed-up over one device divided by the number of devices; 1 is linear scaling.
 
     Source:
         Goyal et al., Accurate, large minibatch SGD, arXiv:1706.02677, section 5.5.
@@ -49,7 +49,7 @@ def efficiency(rate: float, single_rate: float, devices: int) -> float:
 
 
 def efficiency_of_step_growth(growth: float) -> float:
-    """Efficiency if a step with more devices, each with as many samples, takes ``growth`` times as long.
+    """Scaling efficiency if a step takes ``growth`` times as long with more devices, at the same samples per device.
 
     Source:
         Goyal et al., Accurate, large minibatch SGD, arXiv:1706.02677, section 5.5 (12 % longer: about 90 %).
@@ -58,7 +58,7 @@ def efficiency_of_step_growth(growth: float) -> float:
 
 
 def amdahl_speedup(devices: float, serial_fraction: float) -> float:
-    """Speed-up of fixed work of which a fraction cannot be shared out.
+    """Speed-up of work of a fixed size, of which ``serial_fraction`` cannot be parallelised.
 
     Source:
         Amdahl, Validity of the single processor approach, AFIPS 1967.
@@ -67,7 +67,7 @@ def amdahl_speedup(devices: float, serial_fraction: float) -> float:
 
 
 def gustafson_speedup(devices: float, serial_fraction: float) -> float:
-    """Speed-up of work that grows with the number of devices, as with a fixed batch on each.
+    """Speed-up of work that grows with the number of devices, as with a fixed batch per device.
 
     Source:
         Gustafson, Reevaluating Amdahl's law, CACM 31(5), 1988.
@@ -78,7 +78,7 @@ def gustafson_speedup(devices: float, serial_fraction: float) -> float:
 def ring_all_reduce_seconds(
     message_bytes: float, devices: int, bytes_per_second: float, latency_seconds: float = 0
 ) -> float:
-    """Time to add up a message along a ring: 2 (p - 1) messages of n / p bytes.
+    """Seconds of a ring all-reduce: 2 (p - 1) messages of n / p bytes, one after the other.
 
     Source:
         Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 69(2), 2009.
@@ -89,9 +89,10 @@ def ring_all_reduce_seconds(
 def halving_doubling_all_reduce_seconds(
     message_bytes: float, devices: int, bytes_per_second: float, latency_seconds: float = 0
 ) -> float:
-    """Time to add up a message by recursive halving and doubling.
+    """Seconds of an all-reduce by recursive halving and doubling.
 
-    Devices beyond a power of two hand their message to another one first, and get the sum from it at the end.
+    If p is not a power of two, each device beyond it first sends its message to another device, and receives the sum
+    from it at the end.
 
     Source:
         Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, IJHPCA 19(1),
@@ -108,7 +109,7 @@ def halving_doubling_all_reduce_seconds(
 def tree_all_reduce_seconds(
     message_bytes: float, devices: int, bytes_per_second: float, latency_seconds: float = 0
 ) -> float:
-    """Time to add up a message along two trees at once, each for half of it, in pieces that follow one another.
+    """Seconds of an all-reduce along two trees at once, each of which pipelines one half of the message.
 
     Source:
         Sanders, Speck and Träff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, Parallel
@@ -122,7 +123,7 @@ def tree_all_reduce_seconds(
 def reduce_broadcast_seconds(
     message_bytes: float, devices: int, bytes_per_second: float, latency_seconds: float = 0
 ) -> float:
-    """Time to add up a message along one binomial tree and send the sum back along it, whole at each level.
+    """Seconds of a reduce and a broadcast along one binomial tree, with the whole message at each level.
 
     Source:
         Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005, sections 4.1 and 4.4.
@@ -133,7 +134,7 @@ def reduce_broadcast_seconds(
 def all_gather_seconds(
     message_bytes: float, devices: int, bytes_per_second: float, latency_seconds: float = 0
 ) -> float:
-    """Time until each device has a message of which each had a part, along a ring; a reduce-scatter takes as long.
+    """Seconds of a ring all-gather of n bytes in total, n / p from each device; a reduce-scatter takes as long.
 
     Source:
         Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005, section 4.1.
@@ -149,10 +150,10 @@ def two_level_all_reduce_seconds(
     network_bytes_per_second: float,
     latency_seconds: float = 0,
 ) -> float:
-    """Time to add up a message within nodes, then between them, then to share it within nodes again.
+    """Seconds of a two-level all-reduce: reduce-scatter within nodes, all-reduce between them, all-gather within nodes.
 
-    Each device passes its part of the sum to its like on the other nodes; ``network_bytes_per_second`` is a node's,
-    shared by its devices.
+    Between nodes, each device reduces its part of the message with the corresponding devices of the other nodes.
+    ``network_bytes_per_second`` is the bandwidth of a node, which its devices share.
 
     Source:
         Goyal et al., Accurate, large minibatch SGD, arXiv:1706.02677, section 4; NCCL's documentation.
@@ -163,7 +164,7 @@ def two_level_all_reduce_seconds(
 
 
 def bus_bytes_per_second(message_bytes: float, seconds: float, devices: int) -> float:
-    """Rate of the links that an all-reduce's time stands for, comparable over numbers of devices.
+    """Bus bandwidth of a measured all-reduce in bytes per second: n / time · 2 (p - 1) / p, comparable for every p.
 
     Source:
         NVIDIA, nccl-tests, doc/PERFORMANCE.md, "AllReduce".
@@ -172,7 +173,7 @@ def bus_bytes_per_second(message_bytes: float, seconds: float, devices: int) -> 
 
 
 def all_reduce_bytes_per_second_needed(gradient_bytes: float, backward_seconds: float) -> float:
-    """Network rate that hides an all-reduce behind a backward pass: twice the gradients in its time.
+    """Bandwidth in bytes per second that hides an all-reduce behind a backward pass: twice the gradients in its time.
 
     Source:
         Goyal et al., Accurate, large minibatch SGD, arXiv:1706.02677, section 4 (100 MB in 125 ms: 1600 MB/s).
@@ -192,15 +193,15 @@ ALL_REDUCES: Mapping[str, _AllReduce] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
-    """Devices in nodes, every node with as many.
+    """Devices in nodes of equal size, and the links between them.
 
     Attributes:
         devices: Number of devices.
-        per_node: Devices per node; all of them for a single node.
-        within_bytes_per_second: Bandwidth between a node's devices, for each.
-        within_latency_seconds: Latency of one message.
-        network_bytes_per_second: Between nodes, for a whole node.
-        network_latency_seconds: Of one message there.
+        per_node: Devices per node.
+        within_bytes_per_second: Bandwidth of each device to the others of its node.
+        within_latency_seconds: Latency of a message within a node.
+        network_bytes_per_second: Bandwidth of a node to the other nodes, which its devices share.
+        network_latency_seconds: Latency of a message between nodes.
         algorithm: One of :data:`ALL_REDUCES`; None for whichever is fastest for a message, as NCCL chooses.
     """
 
@@ -218,10 +219,10 @@ class Fabric:
         return -(-self.devices // self.per_node)
 
     def all_reduce_seconds(self, message_bytes: float) -> float:
-        """Time until every device has the sum of a message of this size.
+        """Return the seconds of an all-reduce of a message of this size.
 
-        Between nodes, each device passes its part of the node's sum to its like on the others; the node's network is
-        shared by its devices.
+        Between nodes, each device reduces its part of the node's sum with the corresponding devices of the other nodes;
+        the devices of a node share its network.
 
         Source:
             Goyal et al., arXiv:1706.02677, section 4; NCCL's documentation.
@@ -236,7 +237,7 @@ class Fabric:
         return inside + self._fastest(message_bytes / local, self.nodes, rate, self.network_latency_seconds)
 
     def all_gather_seconds(self, message_bytes: float) -> float:
-        """Time until every device has a message of which each had its part; a reduce-scatter takes as long."""
+        """Return the seconds of an all-gather of this many bytes in total; a reduce-scatter takes as long."""
         if self.devices == 1:
             return 0.0
         local = min(self.devices, self.per_node)
@@ -258,7 +259,7 @@ TOLERANCE = 0.05
 
 
 def contradicts(printed: float, rate: float, baseline_rate: float, tolerance: float = TOLERANCE) -> bool:
-    """Whether a printed speed-up differs by more than ``tolerance`` from that of its own figures.
+    """Whether a published speed-up differs from the ratio of its own rates by a relative error above ``tolerance``.
 
     Source:
         Arithmetic; NVIDIA, DeepLearningExamples, MxNet/Classification/RN50v1.5/README.md prints 2.18 for
@@ -268,7 +269,7 @@ def contradicts(printed: float, rate: float, baseline_rate: float, tolerance: fl
 
 
 def is_superlinear(rate: float, single_rate: float, devices: int, tolerance: float = TOLERANCE) -> bool:
-    """Whether devices are said to be faster together than each by itself, by more than ``tolerance``.
+    """Whether a published speed-up exceeds the number of devices by a fraction above ``tolerance``.
 
     Source:
         Arithmetic; NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets/efficientnet/README.md has 36 and 641
@@ -281,7 +282,7 @@ IMAGENET_TRAIN, IMAGENET_VALIDATION = 1_281_167, 50_000
 
 
 def steps(samples: int, batch: int, epochs: float, *, drop_last: bool = True) -> int:
-    """Optimizer steps of a training; with ``drop_last``, an epoch's last batch is used only if it is full.
+    """Number of optimizer steps of a training run; with ``drop_last``, an incomplete last batch of an epoch is dropped.
 
     Source:
         cifar10-airbench, airbench94_muon.py (8 epochs of 50,000 in batches of 2,000: 200).
@@ -291,7 +292,7 @@ def steps(samples: int, batch: int, epochs: float, *, drop_last: bool = True) ->
 
 
 def training_hours(samples_per_second: float, epochs: float = 90, samples: int = IMAGENET_TRAIN) -> float:
-    """Hours of so many epochs at a throughput.
+    """Training time in hours: samples × epochs over the samples per second.
 
     Source:
         By definition; NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets, "Training performance".
@@ -302,7 +303,7 @@ def training_hours(samples_per_second: float, epochs: float = 90, samples: int =
 def nvidia_printed_hours(
     samples_per_second: float, epochs: int = 90, train: int = IMAGENET_TRAIN, validation: int = IMAGENET_VALIDATION
 ) -> int:
-    """Hours as NVIDIA's tables print them: training and validation at the same throughput, rounded up.
+    """Training time as in NVIDIA's tables, in whole hours rounded up: training and validation at the same throughput.
 
     Source:
         NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets/resnet50v1.5/README.md, "~ h for 90 epochs".
@@ -311,7 +312,7 @@ def nvidia_printed_hours(
 
 
 def minutes(seconds: float) -> float:
-    """Seconds in minutes.
+    """Minutes for a number of seconds.
 
     Source:
         By definition.
@@ -320,7 +321,7 @@ def minutes(seconds: float) -> float:
 
 
 def cost(seconds: float, price_per_hour: float, machines: float = 1) -> float:
-    """Price of so many machines for so long.
+    """Cost of renting machines for a time, in the currency of the hourly price.
 
     Source:
         DAWNBench, "Training cost"; stanford-futuredata/dawn-bench-entries.
@@ -335,29 +336,29 @@ def progressive_resizing_minutes(
     switch_seconds: float,
     final_seconds: float,
 ) -> float:
-    """Minutes of a training whose images grow.
+    """Minutes of a training run with progressive resizing: epochs with growing images.
 
     Args:
-        first_seconds: Time of the first epoch, which is slower: data is read, kernels are chosen.
-        epoch_seconds: Time of an epoch at each size.
-        epochs: Epochs at each size, without the first.
-        switch_seconds: Time of a change of size.
-        final_seconds: Time of the last evaluation.
+        first_seconds: Seconds of the first epoch, which is slower: it reads the data and selects kernels.
+        epoch_seconds: Seconds of an epoch at each image size.
+        epochs: Number of epochs at each image size, without the first epoch.
+        switch_seconds: Seconds of a change of size.
+        final_seconds: Seconds of the last evaluation.
 
     Raises:
-        ValueError: If not every size has its epochs and their time.
+        ValueError: If ``epoch_seconds`` and ``epochs`` differ in length.
 
     Source:
         libffcv/ffcv-imagenet, README.md and assets/agg.csv (ResNet-50, 88 epochs: 77.2 minutes).
     """
     if len(epoch_seconds) != len(epochs):
-        raise ValueError(f"epoch_seconds has {len(epoch_seconds)} values and epochs {len(epochs)}: give one for a size")
+        raise ValueError(f"epoch_seconds has {len(epoch_seconds)} values and epochs {len(epochs)}; give one per size")
     within = sum(count * each for count, each in zip(epochs, epoch_seconds, strict=True))
     return (first_seconds + within + switch_seconds * (len(epochs) - 1) + final_seconds) / 60
 
 
 def dawnbench_seconds(total_seconds: float, validation_seconds: float, preparation_seconds: float) -> float:
-    """Time by DAWNBench's rules: without validation, with preparing the data.
+    """Seconds by DAWNBench's rules: the total without validation, plus the preparation of the data.
 
     Source:
         davidcpage/cifar10-fast, README.md (79 - 7 + 2 = 74 s).
@@ -366,7 +367,7 @@ def dawnbench_seconds(total_seconds: float, validation_seconds: float, preparati
 
 
 def checkpoint_overhead(stall_seconds: float, interval_seconds: float) -> float:
-    """Share of the time that checkpoints take which stall training once per interval, in [0, 1).
+    """Fraction of the run time lost to checkpoints that stall training once per interval, in [0, 1).
 
     Source:
         Mohan et al., CheckFreq, FAST 2021 (kept below 3.5 %).
@@ -375,7 +376,7 @@ def checkpoint_overhead(stall_seconds: float, interval_seconds: float) -> float:
 
 
 def checkpoint_interval_seconds(save_seconds: float, seconds_between_failures: float) -> float:
-    """Time between checkpoints that loses least: √(2 · save · between failures).
+    """Optimal seconds between checkpoints: √(2 · seconds of a save · mean seconds between failures).
 
     Source:
         Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.
@@ -384,22 +385,22 @@ def checkpoint_interval_seconds(save_seconds: float, seconds_between_failures: f
 
 
 def olympic_mean(values: Sequence[float], dropped: int = 1) -> float:
-    """Mean without the best and the worst.
+    """Mean without the ``dropped`` smallest and the ``dropped`` largest values, in the unit of the values.
 
     Raises:
-        ValueError: If nothing is left.
+        ValueError: If no value remains.
 
     Source:
         MLCommons, training_policies, training_rules.adoc, "Benchmark results".
     """
     kept = sorted(values)[dropped : len(values) - dropped]
     if not kept:
-        raise ValueError(f"{len(values)} values, of which the best {dropped} and the worst {dropped} are dropped")
+        raise ValueError(f"{len(values)} values: none remains without the {dropped} smallest and {dropped} largest")
     return sum(kept) / len(kept)
 
 
 def reference_convergence_ratio(reference_epochs: Sequence[float], epochs: float) -> float:
-    """Epochs of the reference's runs beside a submission's; above 1, the submission converged faster than allowed for.
+    """Ratio of the reference runs' epochs (Olympic mean) to a submission's; above 1, the submission converged faster.
 
     Source:
         MLCommons, mlperf_logging/rcp_checker (reference convergence points).
@@ -408,7 +409,7 @@ def reference_convergence_ratio(reference_epochs: Sequence[float], epochs: float
 
 
 def images_per_second(epochs: float, minutes: float, images: int = IMAGENET_TRAIN, devices: int = 1) -> float:
-    """Least throughput that a time to a number of epochs stands for, all that happens between included.
+    """Lower bound of the throughput in images per second and device: all epochs over the whole run time.
 
     Source:
         MLCommons, training results: epochs and run times of a submission's logs.
@@ -417,7 +418,7 @@ def images_per_second(epochs: float, minutes: float, images: int = IMAGENET_TRAI
 
 
 def linear_rate(batch: float, reference_rate: float = 0.1, reference_batch: float = 256) -> float:
-    """Learning rate in proportion to the batch; Goyal et al. begin from 0.1 for 256.
+    """Learning rate by the linear rule, in proportion to the batch; Goyal et al. use 0.1 for a batch of 256.
 
     Source:
         Goyal et al., Accurate, large minibatch SGD, arXiv:1706.02677, section 2.1.
@@ -426,7 +427,7 @@ def linear_rate(batch: float, reference_rate: float = 0.1, reference_batch: floa
 
 
 def square_root_rate(batch: float, reference_rate: float = 0.1, reference_batch: float = 256) -> float:
-    """Learning rate that grows with the square root of the batch, as adaptive optimizers want it.
+    """Learning rate by the square-root rule, in proportion to the root of the batch; for adaptive optimizers.
 
     Source:
         Krizhevsky, One weird trick for parallelizing convolutional neural networks, arXiv:1404.5997, section 5; Malladi
@@ -454,7 +455,7 @@ def nvidia_weight_decay(power: int = 15) -> float:
 
 
 def gradual_warmup(step: float, warmup_steps: float, peak_rate: float, first_rate: float = 0) -> float:
-    """Learning rate that rises by the same amount at every step until the peak.
+    """Learning rate during a linear warm-up: it rises by the same amount at every step until the peak.
 
     Source:
         Goyal et al., arXiv:1706.02677, section 2.2 (from η to kη over 5 epochs).
@@ -463,7 +464,7 @@ def gradual_warmup(step: float, warmup_steps: float, peak_rate: float, first_rat
 
 
 def nvidia_warmup(epoch: int, warmup_epochs: int, peak_rate: float) -> float:
-    """Learning rate of an epoch, from 0, of NVIDIA's warm-up: the first has peak / warm-up epochs.
+    """Learning rate in NVIDIA's warm-up: peak · (epoch + 1) / warm-up epochs, with epochs counted from 0.
 
     Source:
         NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets/image_classification/optimizers.py.
@@ -472,7 +473,7 @@ def nvidia_warmup(epoch: int, warmup_epochs: int, peak_rate: float) -> float:
 
 
 def step_rate(epoch: float, first_rate: float, factor: float = 0.1, first: int = 30, second: int = 60) -> float:
-    """Learning rate that is divided by ten at two epochs and once more 20 epochs after the second (30, 60, 80).
+    """Learning rate of a step schedule: times ``factor`` at epoch ``first``, at ``second``, and 20 epochs after that.
 
     Source:
         Goyal et al., arXiv:1706.02677, section 5.1.
@@ -481,7 +482,7 @@ def step_rate(epoch: float, first_rate: float, factor: float = 0.1, first: int =
 
 
 def cosine_rate(step: float, total_steps: float, peak_rate: float, last_rate: float = 0) -> float:
-    """Learning rate that falls as half a cosine.
+    """Learning rate of a cosine schedule at a step, from the peak to ``last_rate``.
 
     Source:
         Loshchilov and Hutter, SGDR, arXiv:1608.03983, equation 5.
@@ -490,7 +491,7 @@ def cosine_rate(step: float, total_steps: float, peak_rate: float, last_rate: fl
 
 
 def effective_rate(learning_rate: float, momentum: float) -> float:
-    """Learning rate that momentum comes to over many steps: lr / (1 - m).
+    """Effective learning rate of SGD with momentum over many steps: lr / (1 - m).
 
     Source:
         Smith et al., Don't decay the learning rate, increase the batch size, arXiv:1711.00489, section 4.

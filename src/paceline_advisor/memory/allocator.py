@@ -1,10 +1,10 @@
 """Model of the GPU memory that PyTorch reserves for the tensors that a program allocates and frees.
 
-It models the caching allocator by its rules (c10/cuda/CUDACachingAllocator.cpp). A request is rounded up to 512 bytes.
-Blocks of up to 1 MiB are cut from segments of 2 MiB, larger ones from segments of 20 MiB, and those of 10 MiB or more
-get a separate segment, rounded up to 2 MiB. A request reuses the best-fitting free block, which is split if enough is
-left; a freed block is merged with free neighbours. Segments are returned only when the device has no memory for
-another. Each stream has separate blocks. :class:`Settings` has the options of ``PYTORCH_ALLOC_CONF``.
+It follows the rules of the caching allocator (c10/cuda/CUDACachingAllocator.cpp). A request is rounded up to a multiple
+of 512 bytes. Blocks of up to 1 MiB are cut from segments of 2 MiB, larger ones from segments of 20 MiB. Those of 10 MiB
+or more get a separate segment, rounded up to a multiple of 2 MiB. A request reuses the best-fitting free block, which
+is split if enough is left; a freed block is merged with free neighbours. Segments are returned only when the device has
+no memory for another. Each stream has separate blocks. :class:`Settings` has the options of ``PYTORCH_ALLOC_CONF``.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _LARGE_SEGMENT = 20 * MIB
 _OWN_SEGMENT = 10 * MIB
 _SEGMENT_STEP = 2 * MIB
 INTERVALS = 16
-"""Sizes from 1 MiB on, each interval twice the one before, for which ``roundup_power2_divisions`` is told apart."""
+"""Number of size intervals that ``roundup_power2_divisions`` distinguishes: between powers of two, from 1 MiB on."""
 
 Pool = tuple[int, bool]
-"""A stream, and whether its small blocks or its large ones."""
+"""A stream, and whether the pool has the stream's small blocks; otherwise it has the large ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,10 @@ class Settings:
     """Options of PyTorch's allocator.
 
     Attributes:
-        expandable: ``expandable_segments``: one segment for each pool grows.
-        max_split: ``max_split_size_mb``, in bytes: larger blocks are not split; None for no limit.
-        divisions: ``roundup_power2_divisions``: the number of parts into which the interval between powers of two is
-            divided, for rounding up requests; one number per interval, 0 or 1 for multiples of 512.
+        expandable: ``expandable_segments``: each pool has one segment that grows.
+        max_split: ``max_split_size_mb``, in bytes: blocks of this size or larger are not split; None for no limit.
+        divisions: ``roundup_power2_divisions``: requests are rounded up to the next boundary when the interval between
+            two powers of two is divided into so many parts. One number per interval; 0 or 1 for multiples of 512.
     """
 
     expandable: bool = False
@@ -90,7 +90,7 @@ class Block:
 
 
 class CachingAllocator:
-    """Simulates the requests of a program.
+    """Simulates the allocator for the requests of a program.
 
     Args:
         limit: Bytes available on the device; None for unlimited.
@@ -159,7 +159,7 @@ class CachingAllocator:
         self._add(block.pool, begin, end - begin)
 
     def _is_kept_from(self, size: int, block: int) -> bool:
-        """Whether a block of this size, which must not be split, is too large for a request."""
+        """Whether a free block is too large for a request, because it must not be split."""
         most = self._settings.max_split
         return most is not None and block >= (most if size < most else size + _LARGE_SEGMENT)
 
@@ -204,7 +204,7 @@ class CachingAllocator:
         self._sizes[address], self._begins[address + size] = size, address
 
     def _remove(self, pool: Pool, address: int) -> int:
-        """Allocate a free block, and return its size."""
+        """Remove a block from the free ones, and return its size."""
         size = self._sizes.pop(address)
         del self._begins[address + size]
         free = self._free[pool]

@@ -1,7 +1,8 @@
 """The task of a batch-size trial: the recipe's own, on a few repeated samples.
 
-It is the task of a real run in separate processes, `paceline train … task=paceline_advisor.memory.batch_trial:task`, so
-that everything that uses memory in a run uses it here. It only leaves out reading many samples, and learning.
+A trial is a real run in separate processes, `paceline train … task=paceline_advisor.memory.batch_trial:task`, so that
+everything that uses memory in a run uses it here. Only two things differ: the task reads few samples, and the network
+does not learn.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from paceline.world import World
 REFERENCE = "paceline_advisor.memory.batch_trial:task"
 ORDERS_VARIABLE = "PACELINE_BATCH_TRIAL"
 _FEW = 2
-_LOOKED_AT = 16  # number of held-out samples, of which the largest is used; if all are alike, the first
+_LOOKED_AT = 16  # number of held-out samples of which the largest is used; the first of equal ones
 
 
 @dataclass(frozen=True, kw_only=True)

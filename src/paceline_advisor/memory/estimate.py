@@ -39,10 +39,10 @@ class Saving:
     """A change of the recipe and its memory.
 
     Attributes:
-        change: As an override or in words.
-        needed: Bytes that the device needs with it; None if it is incompatible with the recipe.
-        saved: Bytes saved.
-        why_not: Why it is incompatible.
+        change: The change, as an override or in words.
+        needed: Bytes that the device must have with it; None if it is incompatible with the recipe.
+        saved: Bytes saved; negative if it needs more.
+        why_not: Why it is incompatible; otherwise empty.
     """
 
     change: str
@@ -65,8 +65,8 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, now
         recipe: The recipe.
         machine: The machine.
         processes: Processes of the run.
-        job: The unchanged process.
-        now: Bytes that the device needs without changes.
+        job: A process of the unchanged run.
+        now: Bytes that the device must have without changes.
     """
     for change, changed in _changes(recipe, job.plan.precision, machine):
         try:
@@ -111,12 +111,12 @@ class Verdict:
 
 
 def weigh(job: Job, memory: int | None, processes: int) -> Verdict:
-    """Return which of the two a run uses, by the plan's rule, and what fits with it.
+    """Return the strategy of a run, ``ddp`` or ``fsdp``, by the plan's rule, and what fits with it.
 
     Args:
         job: The run's process.
         memory: Bytes of each device; None if unknown.
-        processes: Processes of the run, or of the assumed one.
+        processes: Processes of the run, or an assumed number if it has one process.
     """
     strategy, reason = weighed(job.recipe, job.numbers, processes, memory)
     reason = reason.removeprefix(f"{processes} processes; ")
@@ -143,11 +143,11 @@ def _outcome(job: Job, memory: int, processes: int, strategy: str) -> str:
     if most:
         return f"micro-batches of {size} samples do not fit, but {most} do, and accumulation gives the same step"
     if strategy == "ddp" and job.fits(1, memory, "fsdp"):
-        return "but not even one sample fits with a replica, but it does with parallel.strategy=fsdp"
-    return "but not even one sample fits this way"
+        return "not even one sample fits with a replica, but one fits with parallel.strategy=fsdp"
+    return "not even one sample fits"
 
 
-# For a plan with a single process, sharding is described for this many.
+# If the plan has a single process, sharding is described for this many processes.
 SUPPOSED = 8
 _HALVINGS, _DOUBLINGS = 3, 2
 # If each size has to be run, sizes between two that differ by less than this fraction are skipped.
@@ -159,10 +159,10 @@ class Size:
     """Memory of a micro-batch of another size.
 
     Attributes:
-        micro_batch: Samples.
-        needed: Total bytes that a process uses on its device if available.
-        least: Minimum bytes of the device; PyTorch returns cached memory before an allocation fails.
-        fits: Whether that fits on the device.
+        micro_batch: Its size in samples.
+        needed: Total bytes that a process uses on a device with enough memory.
+        least: Bytes that the device must have; PyTorch returns cached memory before an allocation fails.
+        fits: Whether that fits on the device; None if its memory is unknown.
     """
 
     micro_batch: int
@@ -178,7 +178,8 @@ class Fit:
     Attributes:
         device: Its name.
         memory: Its memory in bytes.
-        largest: Samples that fit (possibly a few percent more), 0 if not even one; None if it lacks the precision.
+        largest: Samples that fit; on devices other than the requested one, a few percent more may fit. 0 if not even
+            one sample fits; None if the device lacks the precision.
     """
 
     device: str
@@ -191,24 +192,26 @@ class MemoryEstimate:
     """Memory of a run per process.
 
     Attributes:
-        recipe: Its name.
+        recipe: Name of the recipe.
         plan: The run's plan on the requested device.
         asked_precision: The recipe's precision; the plan has the resolved one.
-        device: Its name.
+        device: Name of the device.
         memory: Its memory for a process in bytes; None if unknown.
-        outside: Part of this that is not used by tensors: on a GPU, an allowance for the driver and libraries.
-        peak: The highest point of its steps and its evaluation.
+        outside: Bytes of it that are not used for tensors: on a GPU, an allowance for the driver and libraries.
+        peak: The peak over the run's steps and its evaluation.
         allocator: Options of PyTorch's allocator.
-        needed: Total bytes that a process uses on its device if available.
-        least: Minimum bytes of the device: PyTorch returns cached memory before an allocation fails.
+        needed: Total bytes that a process uses on a device with enough memory.
+        least: Bytes that the device must have; PyTorch returns cached memory before an allocation fails.
         fits: Whether that fits on the device; None if its memory is unknown.
-        sizes: Other sizes of micro-batch.
-        largest: Most samples of a micro-batch that fit the device, or the most that are looked for; None if its memory
-            is unknown.
-        micro_size: The largest that fits and divides the process's share of the global batch.
-        verified: Tensors at the peak with the largest, of a step that was done, over those worked out from two others.
-        devices: What fits on the known devices.
-        savings: Possible savings. verdict: DDP or FSDP.
+        sizes: Memory for several micro-batch sizes, including the plan's.
+        largest: Largest micro-batch that fits on the device, in samples, up to the largest that is tried; None if its
+            memory is unknown.
+        micro_size: Largest micro-batch that fits and divides the process's share of a step; None if none is known.
+        verified: Peak bytes of tensors in the first step that was run to check ``largest``, relative to the
+            extrapolation from two other steps; None if no step was run.
+        devices: Largest micro-batches on known devices.
+        savings: Ways to save memory.
+        verdict: The choice between DDP and FSDP.
         notices: Assumptions.
         seconds: Duration of the estimate.
     """
@@ -236,7 +239,7 @@ class MemoryEstimate:
 
     @property
     def left(self) -> int | None:
-        """Bytes of the device left beyond the minimum; negative if it does not fit."""
+        """Bytes of the device that are left; negative if it does not fit, and None if its memory is unknown."""
         return None if self.memory is None else self.memory - self.least
 
     def to_json(self) -> dict[str, Any]:
@@ -324,9 +327,9 @@ class MemoryEstimate:
         }
         if EVALUATION in peak.parts:
             batches = f"evaluation, batches of {format_count(plan.evaluation_batch_size)}"
-            said = {"step": "a step", EVALUATION: batches}
+            names = {"step": "a step", EVALUATION: batches}
             lines["of these"] = ", ".join(
-                f"{format_bytes(peak.parts[part])} ({name})" for part, name in said.items() if part in peak.parts
+                f"{format_bytes(peak.parts[part])} ({name})" for part, name in names.items() if part in peak.parts
             )
         if peak.reserved is not None:
             lines["reserved on the device"] = f"{format_bytes(peak.reserved)} (PyTorch's allocator, if it can)"
@@ -468,10 +471,11 @@ def _machine(device: str | None, processes: int, recipe: Recipe) -> MachineFacts
 
 
 def _largest(job: Job, steps: Steps, memory: int) -> tuple[int, float | None]:
-    """Return the largest micro-batch whose step fits when it is run, not only extrapolated from two others.
+    """Return the largest micro-batch that fits, checked by running its step.
 
     Returns:
-        Also the ratio of the first tried step's tensors to their extrapolation; None if nothing was tried.
+        The size in samples, and the ratio of the peak bytes of the first step that was run to their extrapolation; None
+        instead of the ratio if no step was run.
     """
     tried = job.largest(memory)
     if not tried:
@@ -494,7 +498,7 @@ def _largest(job: Job, steps: Steps, memory: int) -> tuple[int, float | None]:
 
 
 def _fits(job: Job, machine: MachineFacts, largest: int | None) -> Iterator[Fit]:
-    """Return what fits on each known device; for the requested device, the exact result."""
+    """Yield what fits on each known device; for the requested device, this is ``largest``."""
     for device in DEVICES.values():
         if job.plan.precision != "fp32" and device.peak(job.plan.precision) is None:
             most = None
@@ -537,6 +541,6 @@ def _notices(job: Job, steps: Steps) -> Iterator[str]:
     if plan.data.get("backend") == "dali":
         yield "data.backend=dali: the estimate omits its GPU memory for decoding"
     if plan.unfreeze_steps:
-        yield "model.unfreeze: estimated with everything trained that will be"
+        yield "model.unfreeze: estimated with all parameters trained that are trained in the end"
     if plan.freeze_after_steps:
-        yield "model.freeze_after: estimated with everything trained, as at the start"
+        yield "model.freeze_after: estimated with all parameters trained that are trained at the start"

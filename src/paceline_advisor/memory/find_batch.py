@@ -1,8 +1,8 @@
 """Find the largest micro-batch that this machine can train, by trials in separate processes.
 
-A trial is a real run of two steps with the recipe's task, network, optimizer, average, processes and an evaluation. A
-trial that runs out of memory, or is killed for it, does not fit; nothing of it remains, and the next trial starts from
-scratch.
+A trial is a real run of two steps, with the recipe's task, network, optimizer, average and processes, and with an
+evaluation if the recipe has one. If the run exceeds its memory, the size does not fit. Nothing of a trial remains, so
+the next one starts from scratch.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Trial:
     """A trial of one size.
 
     Attributes:
-        micro_batch: Samples.
+        micro_batch: Its size in samples.
         fits: Whether the run completed within its memory.
         peak: Peak memory of a process in bytes: allocated by PyTorch on a GPU, or resident without file pages on a CPU;
-            None if no process reported it.
-        why: Why it does not fit.
+            None if it is unknown.
+        why: Why it does not fit; otherwise empty.
         seconds: Its duration.
     """
 
@@ -86,8 +86,8 @@ class TrialGround:
         recipe: The recipe.
         processes: Processes of its run.
         share: Samples of a process in a step; smaller micro-batches are accumulated, also in the trial.
-        memory: Bytes that each process may use; None for all available.
-        device_type: Its device type.
+        memory: Bytes that each process may use; None for no limit.
+        device_type: Type of the run's device.
         say: Receives a line for each trial.
         trials: The trials so far.
     """
@@ -101,7 +101,7 @@ class TrialGround:
     trials: list[Trial] = field(default_factory=list)
 
     def fits(self, micro_batch: int) -> bool:
-        """Try a size once.
+        """Return whether a size fits; each size is tried only once.
 
         Raises:
             TrainingError: If the run fails for a reason other than memory.
@@ -137,19 +137,23 @@ class TrialGround:
         ) as launch:
             why = self._watch(launch, seen)
             code = launch.process.poll()
-            told = said(launch) if code else ""
+            message = said(launch) if code else ""
             refused = any(each in launch.err for each in _REFUSED) or code in (-9, 137)
         peak = self._peak(run_dir, seen) if code == 0 or why else None
         if not why and code == 0 and self._is_over(peak):
             why = self._over(peak)
         if not why and code:
             if not refused:
-                raise TrainingError(f"a trial of {micro_batch} samples failed, but not for lack of memory: {told}")
+                raise TrainingError(f"a trial of {micro_batch} samples failed, but not for lack of memory: {message}")
             why = "the device refused memory" if code != -9 else "the system killed it"
         return Trial(micro_batch=micro_batch, fits=not why, peak=peak, why=why, seconds=time.monotonic() - begun)
 
     def _watch(self, launch: Launch, seen: dict[int, int]) -> str:
-        """Wait for a trial to end, and end it if a process exceeds its memory; returns a message in that case."""
+        """Wait for a trial to end, or end it if a process exceeds its memory; return why it does not fit, if known.
+
+        Raises:
+            TrainingError: If it exceeds its time limit.
+        """
         deadline = time.monotonic() + _LIMIT_SECONDS
         while launch.process.poll() is None:
             for pid in launch.ranks() if self.device_type == "cpu" else ():
@@ -164,7 +168,7 @@ class TrialGround:
         return ""
 
     def _is_over(self, peak: int | None) -> bool:
-        # A GPU refuses allocations above the limit by itself.
+        # On a GPU, PyTorch refuses allocations above the limit.
         return self.device_type == "cpu" and self.memory is not None and (peak or 0) > self.memory
 
     def _over(self, peak: int | None) -> str:
@@ -231,12 +235,12 @@ class FoundBatch:
         trials: The trials, in order.
         largest: The largest size that fits, in samples.
         refused: The smallest size that was tried and does not fit; None if all useful sizes fit.
-        micro_size: The largest size that fits and divides a process's share.
+        micro_size: The largest size that fits and divides a process's share of a step.
         accumulation_steps: Micro-batches per step and process.
         memory: Bytes available to each process; None for a whole GPU.
-        estimated: Estimate of the measured memory of the largest size, in bytes; None if unavailable.
-        why_not: Why there is no estimate.
-        applied: The file that the recipe was written to.
+        estimated: Estimate of what was measured for the largest size, in bytes; None if there is none.
+        why_not: Why there is no estimate; otherwise empty.
+        applied: The file that the recipe was written to; None if none was requested.
     """
 
     name: str
@@ -336,7 +340,7 @@ def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
         recipe=recipe, processes=processes, share=share, memory=memory, device_type=device.type, say=say
     )
     expected = job.plan.device_memory_bytes if job is not None and memory is None else memory
-    # A quarter of the expected size, since a trial that does not fit costs most.
+    # Start at a quarter of the expected size, since trials that do not fit take longest.
     start = 1 if job is None or expected is None else max(1, min(job.largest(expected, roughly=True), share) // 4)
     low, high = search(ground.fits, start=start, most=share)
     if low == 0:
@@ -401,7 +405,7 @@ def search(fits: Callable[[int], bool], *, start: int, most: int) -> tuple[int, 
 
 
 def proposed(fits: Callable[[int], bool], *, most: int, share: int) -> int:
-    """Return the largest size up to ``most`` that divides a process's share and fits when tried; 0 if none does."""
+    """Return the largest size up to ``most`` that divides a process's share and fits; 0 if there is none."""
     return next((each for each in range(most, 0, -1) if share % each == 0 and fits(each)), 0)
 
 
@@ -419,14 +423,14 @@ def _job(recipe: Recipe, device: torch.device, processes: int) -> tuple[Job | No
 
 
 def _share(recipe: Recipe, processes: int) -> int:
-    """Return the samples of a process in every step, which micro-batches must divide."""
+    """Return the samples of a process in a step, which micro-batches must divide."""
     whole = replace(recipe, batch=replace(recipe.batch, micro_size="auto"))
     whole = replace(whole, parallel=replace(whole.parallel, logical_ranks="auto", exact=False))
     return micro_batch_size(whole, processes)
 
 
 def _available(processes: int) -> int | None:
-    """Return the main memory, in bytes, that each of the processes can use without affecting others."""
+    """Return the main memory, in bytes, that is available to each of the processes; None if unknown."""
     limits = [each for each in (memory_limit(), _free()) if each is not None]
     return min(limits) // processes if limits else None
 

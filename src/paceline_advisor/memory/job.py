@@ -34,7 +34,7 @@ from paceline_advisor.memory.variants import (
     with_more,
 )
 
-# The second is the older name; PyTorch prefers the first if both are set.
+# The second is the older name; if both are set, PyTorch uses the first.
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Options that affect host memory, or when a call returns, but not blocks on a device.
 _OF_THE_HOST = ("pinned_", "release_lock_on_")
@@ -85,7 +85,11 @@ def _number(name: str, found: Mapping[str, str], key: str) -> int:
 
 
 def _divisions(name: str, found: Mapping[str, str]) -> tuple[int, ...]:
-    """Parse ``roundup_power2_divisions``: one number, or a list of MiB and numbers, where > means all larger sizes."""
+    """Parse ``roundup_power2_divisions``: one number, or a list of size:number in MiB, where > means all larger sizes.
+
+    Raises:
+        RecipeError: If PyTorch does not accept it.
+    """
     key = "roundup_power2_divisions"
     if key not in found:
         return ()
@@ -114,9 +118,9 @@ def _power(name: str, number: int) -> int:
 
 
 MOST = 2**20
-"""Samples of a micro-batch; no more are looked for."""
+"""Largest micro-batch that is tried, in samples."""
 _ROUGHLY = 1 / 32
-# Precision of the search for the minimum memory, as a fraction of the memory that would be used.
+# Precision of the search for the least memory: the needed memory divided by this.
 _NEAR = 512
 _GUESSES = 3
 
@@ -132,10 +136,13 @@ class Job:
         allocator: Options of PyTorch's allocator.
 
     Attributes:
-        numbers: Number of the network's parameters.
+        plan: The run's plan.
+        recipe: The run's recipe.
+        outside: Bytes of the device that are not used for tensors.
+        numbers: Numbers of the network's parameters, all and trained.
         share: Samples of a process in the largest step; smaller micro-batches are accumulated.
-        most: Largest micro-batch to try, in samples. If samples are processed one by one, each size has to be run, up
-            to the process's share.
+        most: Largest micro-batch to try, in samples. It is the process's share if samples are processed one by one,
+            since each size then has to be run.
     """
 
     def __init__(
@@ -162,30 +169,30 @@ class Job:
         self.forget()
 
     def forget(self) -> None:
-        """Update from the steps, which have changed."""
+        """Forget all results, because the steps have changed."""
         self._known: dict[tuple[int, str | None], Peak] = {}
         self._least: dict[tuple[int, int | None, str | None], int] = {}
 
     def accumulates(self, micro_batch: int) -> bool:
-        """Whether gradients of earlier micro-batches are present."""
+        """Whether a step has several micro-batches of this size, whose gradients are accumulated."""
         return micro_batch < self.share
 
     def divisor(self, most: int) -> int:
-        """Return the largest micro-batch, up to this size, that divides a process's share; 0 for 0."""
+        """Return the largest micro-batch up to ``most`` samples that divides a process's share; 0 if ``most`` is 0."""
         return next((each for each in range(min(most, self.share), 0, -1) if self.share % each == 0), 0)
 
     def needed(self, micro_batch: int, strategy: str | None = None) -> int:
-        """Return the bytes that a process uses on its device if available, including driver and libraries."""
+        """Return the bytes that a process uses on a device with enough memory, including driver and libraries."""
         return self.peak(micro_batch, strategy).taken + self._outside(strategy)
 
     def least(self, micro_batch: int, memory: int | None = None, strategy: str | None = None) -> int:
-        """Return the minimum bytes of a device, including driver and libraries: PyTorch returns its cache when needed.
+        """Return the bytes that a device must have, including driver and libraries. PyTorch frees its cache if needed.
 
-        It is found by bisection, to 1/512 of the memory that would be used.
+        They are found by bisection, with a precision of 1/512 of :meth:`needed`.
 
         Args:
             micro_batch: Samples.
-            memory: Bytes of the device; the result does not exceed them if and only if the micro-batch fits.
+            memory: Bytes of the device, if known; the result is at most this if and only if the micro-batch fits.
             strategy: By default the plan's.
         """
         key = micro_batch, memory, strategy
@@ -202,7 +209,7 @@ class Job:
         return most
 
     def fits(self, micro_batch: int, memory: int, strategy: str | None = None) -> bool:
-        """Whether it fits on a device; PyTorch returns cached memory before an allocation fails."""
+        """Whether a micro-batch fits on a device; PyTorch returns cached memory before an allocation fails."""
         room = memory - self._outside(strategy)
         peak = self._known.get((micro_batch, strategy))
         if peak is None and not self._caching:
@@ -239,7 +246,7 @@ class Job:
         return _last(room_for, 1, self._guess(memory, strategy, 1), self.share, roughly)
 
     def _guess(self, memory: int, strategy: str | None, size: int) -> int:
-        """Return where the line through two sizes reaches the memory; the second size is close to that point."""
+        """Estimate the size that uses this memory, by a line through two sizes; the second one is near the result."""
         first, second = size, 2 * size
         for _ in range(_GUESSES):
             below, above = (self.needed(each, strategy) for each in (first, second))
@@ -281,7 +288,7 @@ class Job:
         return accumulated(step) if accumulates else step
 
     def _exact(self, step: StepTrace) -> StepTrace:
-        """Add leaves of gradients and of buffer changes, which stay; a copy of the buffers; and exchanged leaves."""
+        """Add permanent sets of gradients and buffer changes, a copy of the buffers, and sets that are exchanged."""
         buffers = step_total(step, "buffers")
         leaf = Allocation(sum(step.allocations[number].size for number in step.gradients()) + buffers, "gradients")
         held = gradients_held_by_exact(self.plan.logical_ranks, self.plan.world_size)

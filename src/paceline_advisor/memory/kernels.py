@@ -4,9 +4,9 @@ CPU: oneDNN computes with blocked or channels-last tensors. It copies inputs in 
 their gradients. This was found by observing torch's allocator on processors with AVX-512 (`benchmarks/estimate.py`
 compares the total with real steps); on others, and in another version of oneDNN, kernels differ.
 
-GPU: attention's backward pass sums in fp32 (Dao 2023, FlashAttention-2, section 3.2). cuDNN tries the fastest
-convolution kernels that fit into free memory, and otherwise uses another. So memory is set aside for the kernel that
-always works, which copies images of another layout. This memory decides what fits, but does not count as allocated.
+GPU: attention's backward pass sums in fp32 (Dao 2023, FlashAttention-2, section 3.2). cuDNN uses a faster convolution
+kernel only if the kernel's memory is free. Therefore only the memory of the kernel that always works is set aside; it
+copies images that are not channels-last. This memory decides what fits, but does not count as allocated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LARGEST_OWN_KERNEL = 4
 
 
 def unknown_kernels(network: nn.Module) -> str:
-    """Warn that convolutions may use other memory on this processor; empty if not applicable."""
+    """Return a warning that convolutions may use more or less memory on this processor; empty if none applies."""
     if "AVX512" in torch.backends.cpu.get_cpu_capability():
         return ""
     if not any(isinstance(each, _ConvNd) for each in network.modules()):
@@ -37,7 +37,7 @@ def unknown_kernels(network: nn.Module) -> str:
 
 
 def cpu_workspace(operation: str, args: tuple[Any, ...], answer: Any) -> tuple[int, str]:
-    """Return the bytes of an operation that are neither input nor output, with their purpose; 0 if it is unknown."""
+    """Return the bytes that an operation uses in addition to inputs and outputs, and their purpose; 0 if unknown."""
     return _taken(operation, args, answer), "workspace"
 
 
@@ -59,7 +59,7 @@ def _taken(operation: str, args: tuple[Any, ...], answer: Any) -> int:
 
 
 def _padded(weight: Tensor, output: Tensor) -> int:
-    """The gradient of a depthwise filter, if it is computed like that of any grouped convolution."""
+    """Return the bytes of a padded depthwise gradient; 0 if a dedicated kernel computes it without padding."""
     side = max(weight.shape[2:])
     is_depthwise = weight.shape[1] == 1 and weight.shape[0] > 1
     if not is_depthwise or (side <= _LARGEST_OWN_KERNEL and side <= min(output.shape[2:])):
@@ -72,7 +72,7 @@ def _size(tensor: Tensor) -> int:
 
 
 ROOM = "room for kernels"
-"""What may be taken inside, and need not be."""
+"""Purpose of memory that a kernel may use, but does not need."""
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLASH_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward.default"
@@ -84,7 +84,7 @@ _FP32_BYTES = 4
 
 
 def gpu_workspace(operation: str, args: tuple[Any, ...], answer: Any) -> tuple[int, str]:
-    """Return the bytes that an operation uses in addition to inputs and outputs, by purpose."""
+    """Return the bytes that an operation uses in addition to inputs and outputs, and their purpose; 0 if unknown."""
     if operation == _FLASH_BACKWARD:
         return _attention_backward(args[1]), "workspace"
     if operation == "convolution.default":
@@ -96,7 +96,7 @@ def gpu_workspace(operation: str, args: tuple[Any, ...], answer: Any) -> tuple[i
 
 
 def _attention_backward(query: Tensor) -> int:
-    """The queries' gradient in fp32, if the result is in 16 bits, and one number per row."""
+    """Return the bytes of the queries' gradient in fp32, if the result has 16 bits, and of one number per row."""
     batch, heads, rows, columns = query.shape
     rows = -(-rows // _ROWS) * _ROWS
     columns = -(-columns // _COLUMNS) * _COLUMNS if query.dtype in _HALVES else 0

@@ -23,11 +23,11 @@ class Peak:
             the tensors.
         reserved: Peak memory reserved from the device; None on a CPU, where nothing is cached.
         causes: Bytes in use at that moment, by purpose, including rounding.
-        phase: Phase of the step; ``evaluation`` outside of a step.
-        layer: The module that is running.
-        operation: The operation.
+        phase: Phase of the step at that moment; ``evaluation`` outside of a step.
+        layer: The module that runs at that moment.
+        operation: The operation at that moment.
         largest: The layers with the largest activations at that moment, with their bytes.
-        parts: Peak of each part of the run: its first step, later ones, its evaluation.
+        parts: Peak of the bytes in use in each part of the run, such as its first step, later steps, its evaluation.
     """
 
     allocated: int
@@ -41,7 +41,7 @@ class Peak:
 
     @property
     def taken(self) -> int:
-        """Bytes reserved from the device, if available."""
+        """Peak bytes taken from the device: reserved with a caching allocator, else allocated."""
         return self.allocated if self.reserved is None else self.reserved
 
     def to_json(self) -> dict[str, Any]:
@@ -66,8 +66,8 @@ def _played(step: StepTrace, allocator: CachingAllocator | None) -> Iterator[tup
         allocator: The device's allocator; None for a CPU.
 
     Yields:
-        The name of the part, the number of events so far, and the bytes in use: at the start of each part and after
-        each event.
+        The name of the part, the number of events so far, and the bytes in use, at the start of each part and after
+        each of its events.
 
     Raises:
         DoesNotFitError: If a storage does not fit on the device.
@@ -141,7 +141,7 @@ def peak_of(step: StepTrace, *, caching: bool, allocator: Settings = PLAIN) -> P
 
 
 def fits(step: StepTrace, room: int, *, caching: bool, allocator: Settings = PLAIN) -> bool:
-    """Whether a run completes with this much memory."""
+    """Whether a run completes with ``room`` bytes of memory."""
     if not caching:
         return peak_of(step, caching=False).allocated <= room
     try:

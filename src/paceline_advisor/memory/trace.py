@@ -1,4 +1,4 @@
-"""Storages that a run's first steps and its evaluation allocate and free, at any size of the micro-batch.
+"""Storages that a run's first steps and its evaluation allocate and free, for any micro-batch size.
 
 Two fake runs of different sizes create the same storages in the same order, and each storage's size is linear in the
 number of samples. So two runs determine all sizes.
@@ -28,9 +28,9 @@ class ScoredSingly:
     """An evaluation's storages, which can follow any step of the same run.
 
     Attributes:
-        held: Earlier storages, which come first in every trace.
+        held: Number of earlier storages, which come first in every trace.
         allocations: Storages that it allocated.
-        events: Events: ``n`` is allocated, ``~n`` is freed.
+        events: Its events by storage number: ``n`` is allocated, ``~n`` is freed.
     """
 
     held: int
@@ -50,7 +50,8 @@ START, REHEARSAL, FIRST, STEP, EVALUATION = "start", "rehearsal", "first step", 
 _ORDER = (START, REHEARSAL, FIRST, STEP, EVALUATION, STEP)
 # Smaller sizes are extrapolated: a network may behave differently with a single sample, or refuse it.
 _SMALLEST = 2
-# Allowed ratios of the storages of a step with twice as many samples to those of the other.
+# If a step with twice as many samples has at least this many times as many storages, the network processes its samples
+# one by one.
 _MANY_MORE = 1.2
 
 
@@ -59,11 +60,11 @@ class StepTrace:
     """The storages of a run's steps and of its evaluation.
 
     Attributes:
-        micro_batch: Samples.
-        allocations: Storages.
+        micro_batch: Its size in samples.
+        allocations: All storages, by number.
         parts: Events by storage number in each part of the run: ``n`` is allocated, ``~n`` is freed. A storage
             allocated again while present replaces itself.
-        why_unscored: Why evaluation is missing from the parts, if it should be there.
+        why_unscored: Why an evaluation is missing from the parts; empty if none is missing.
     """
 
     micro_batch: int
@@ -83,7 +84,7 @@ class StepTrace:
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
-        """Common interface of runs of all sizes."""
+        """What runs of different sizes have in common: the events, and the operations that allocate the storages."""
         return self.played, tuple(each.operation for each in self.allocations)
 
     def gradients(self, part: str = STEP) -> list[int]:
@@ -101,7 +102,7 @@ class StepTrace:
 def without_collection() -> Iterator[None]:
     """Collect garbage beforehand, and disable collection inside.
 
-    Frees in a trace must not depend on when the collector runs; this also takes a quarter of the time.
+    Frees in a trace must not depend on when the collector runs. It also slows tracing down.
     """
     was_on = gc.isenabled()
     gc.collect()
@@ -120,7 +121,7 @@ def trace_step(step: FakeStep, scored: ScoredSingly | None = None) -> StepTrace:
 
     Args:
         step: The fake run.
-        scored: Its evaluation, if already known.
+        scored: Its evaluation, if already traced.
     """
     step.optimizer.state.clear()
     trained = [each for each in step.network.parameters() if each.requires_grad]
@@ -169,7 +170,7 @@ def trace_step(step: FakeStep, scored: ScoredSingly | None = None) -> StepTrace:
         return tuple(kept)
 
     passes, first, evaluation, later = (between(*pair) for pair in pairwise(cuts))
-    if why_unscored:  # those freed meanwhile would be freed anyway
+    if why_unscored:  # storages freed during the failed evaluation would be freed anyway
         first, evaluation = (*first, *evaluation), ()
     parts = {START: tuple(sorted(before)), FIRST: (*passes, *first), STEP: (*passes, *later)}
     return StepTrace(
@@ -235,7 +236,7 @@ def _state(step: FakeStep) -> Iterator[Tensor]:
 
 
 class Steps:
-    """Steps of all sizes, from two that were run.
+    """Steps of all sizes, extrapolated from two that were run.
 
     Args:
         small: One step.
@@ -244,9 +245,9 @@ class Steps:
         one_by_one: Whether the network is known to process its samples in a loop.
 
     Attributes:
-        again: Does the step of a size.
-        is_linear: Whether the two create the same storages.
-        is_scaled: Whether another size's storages are assumed to be those of a step that was run, rescaled.
+        again: Runs the step of a size.
+        is_linear: Whether the two create the same storages, so that other sizes follow from them.
+        is_scaled: Whether other sizes are assumed to have the storages of a step that was run, rescaled.
     """
 
     def __init__(
@@ -264,7 +265,11 @@ class Steps:
         return self.is_scaled or len(self._large.allocations) >= _MANY_MORE * len(self._small.allocations)
 
     def __call__(self, micro_batch: int) -> StepTrace:
-        """Return the step with this many samples."""
+        """Return the step with this many samples.
+
+        Raises:
+            ModelError: If it has to be run, and cannot be.
+        """
         if micro_batch in self._done:
             return self._done[micro_batch]
         if self.is_scaled and micro_batch >= _SMALLEST:
@@ -288,7 +293,10 @@ class Steps:
         return self._done[micro_batch]
 
     def refuses(self, micro_batch: int) -> bool:
-        """Whether a detector cannot be trained on one picture, as BatchNorm needs two values of each channel."""
+        """Whether the step of this size cannot be run, such as a detector's with one picture.
+
+        BatchNorm needs at least two values of each channel.
+        """
         self(micro_batch)
         return micro_batch in self._refused
 
@@ -297,7 +305,7 @@ class Steps:
         return _scaled(min(others, key=lambda each: abs(each.micro_batch - micro_batch)), micro_batch)
 
     def confirm(self, micro_batch: int) -> bool:
-        """Run the step of a size, and use it from now on; return whether it matches the extrapolation."""
+        """Run the step of a size, and use it instead of the extrapolation; return whether the two match."""
         worked_out, done = self(micro_batch), self.again(micro_batch)
         if worked_out.allocations == done.allocations and worked_out.shape == done.shape:
             return True
@@ -311,7 +319,7 @@ class Steps:
 
 
 def _scaled(trace: StepTrace, micro_batch: int) -> StepTrace:
-    """Return another size of a step that processes samples one by one: each storage represents more of them."""
+    """Return another size of a step that processes samples one by one: storages of samples are rescaled."""
     share = micro_batch / trace.micro_batch
 
     def is_of_samples(each: Allocation) -> bool:
@@ -329,7 +337,7 @@ def trace_steps(step: FakeStep) -> Steps:
     """Return the steps of a fake run, at all sizes."""
     scored = None
     if step.goes_one_by_one and step.scored_samples:
-        with contextlib.suppress(ModelError):  # each step will determine this
+        with contextlib.suppress(ModelError):  # each step then reports it
             scored = evaluation_of(step)
 
     def done(micro_batch: int) -> StepTrace:

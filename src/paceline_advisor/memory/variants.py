@@ -22,23 +22,23 @@ from paceline_advisor.memory.allocator import MIB
 from paceline_advisor.memory.trace import EVALUATION, FIRST, REHEARSAL, START, STEP, StepTrace
 
 GATHERED = "gathered weights"
-"""What FSDP holds of other processes' weights for a moment, and of gradients that are theirs."""
+"""Purpose of FSDP's temporary memory: weights gathered from other processes, and gradients not yet sent to them."""
 
 Place = Callable[[StepTrace, Sequence[int]], int]
-"""Which of a part's events comes next at some place."""
+"""Returns a position in the events of a part of a run."""
 
 _SPREAD = ("weights", "average", "optimizer")
 _PASSES = ("forward", "backward")
 
 
 def with_more(step: StepTrace, more: Iterable[Allocation]) -> StepTrace:
-    """A run with additional storages in memory from start to end."""
+    """Return a run with additional storages in memory from start to end."""
     step, numbers = _added(step, more)
     return replace(step, parts={**step.parts, START: (*numbers, *step.parts.get(START, ()))})
 
 
 def meanwhile(step: StepTrace, more: Iterable[Allocation], *names: str, begin: Place, end: Place) -> StepTrace:
-    """A run with additional temporary storages in some of its parts.
+    """Return a run with additional temporary storages in some of its parts.
 
     Args:
         step: The run.
@@ -75,7 +75,7 @@ def update_begins(step: StepTrace, events: Sequence[int]) -> int:
 
 
 def rehearsed(step: StepTrace) -> StepTrace:
-    """A run whose first batch runs forward and backward once before the first step; buffers are kept meanwhile."""
+    """Return a run with a forward and backward pass before the first step, during which buffers are saved."""
     buffers = Allocation(step_total(step, "buffers"), "temporary", "forward", operation="clone")
     step, numbers = _added(step, [buffers])
     passes = [event for event in step.parts[FIRST] if step.allocations[max(event, ~event)].phase in _PASSES]
@@ -88,11 +88,11 @@ def step_total(step: StepTrace, cause: str) -> int:
 
 
 def with_gradients(step: StepTrace, kept: Iterable[Allocation]) -> StepTrace:
-    """A run whose gradients are added to permanent ones, such as those of DDP's buckets.
+    """Return a run whose gradients are temporary and are added to permanent ones, such as DDP's buckets.
 
     Args:
         step: A run that allocates its gradients.
-        kept: The storages they are added to.
+        kept: The permanent storages.
     """
     numbers = set(step.gradients(FIRST)) | set(step.gradients())
     step = _called(step, numbers, "temporary")
@@ -100,7 +100,7 @@ def with_gradients(step: StepTrace, kept: Iterable[Allocation]) -> StepTrace:
 
 
 def accumulated(step: StepTrace) -> StepTrace:
-    """A run with two micro-batches per step: the second's gradients are added to those of the first.
+    """Return a run with two micro-batches per step: the second's gradients are added to those of the first.
 
     Both passes run twice, first with gradients that stay, and then with gradients that are freed immediately.
     """
@@ -136,7 +136,7 @@ def _added(step: StepTrace, more: Iterable[Allocation]) -> tuple[StepTrace, tupl
 
 
 def _let_go_at_once(events: Sequence[int], numbers: set[int]) -> tuple[int, ...]:
-    """Free some storages before the next allocation instead of when they were freed."""
+    """Return the events with some storages freed before the next allocation instead of later."""
     changed: list[int] = []
     added: list[int] = []
     for event in events:
@@ -156,8 +156,8 @@ def buckets(step: StepTrace, cap_mb: int, part: str = STEP) -> list[tuple[Alloca
 
     Args:
         step: A run that allocates its gradients.
-        cap_mb: ``parallel.bucket_cap_mb``.
-        part: The step to use.
+        cap_mb: ``parallel.bucket_cap_mb``, in MiB.
+        part: The part of the run with the gradients.
     """
     numbers = step.gradients(part)
     arriving = [Gradient(step.allocations[number].size, place + 1) for place, number in enumerate(numbers)]
@@ -170,7 +170,7 @@ def buckets(step: StepTrace, cap_mb: int, part: str = STEP) -> list[tuple[Alloca
 
 
 def in_16_bits(step: StepTrace, cap_mb: int) -> StepTrace:
-    """A run whose DDP buckets are sent as 16-bit copies; call before :func:`with_gradients`.
+    """Return a run whose DDP buckets are sent as 16-bit copies; call this before :func:`with_gradients`.
 
     A copy is allocated when its bucket's last gradient is ready, and all copies live until the update.
     """
@@ -193,7 +193,8 @@ class Spread:
         ways: Processes that share one copy.
         gathered: Peak bytes of gathered weights.
         gradients: Peak bytes of unsharded gradients.
-        shares: The largest shard of a parameter in bytes, by its total bytes: only rows are sharded.
+        shares: Bytes of a parameter's largest shard by the parameter's bytes. They exceed an equal share if the rows do
+            not divide evenly.
     """
 
     ways: int
@@ -202,7 +203,7 @@ class Spread:
     shares: Mapping[int, int] = field(default_factory=dict)
 
     def share(self, size: int) -> int:
-        """Return a process's share of this many bytes."""
+        """Return the bytes of a process's shard of a parameter with this many bytes."""
         return self.shares.get(size, -(-size // self.ways))
 
 
@@ -242,7 +243,7 @@ def spread_of(network: nn.Module, parallel: Parallel, processes: int) -> Spread:
 
 
 def _nested(sizes: Mapping[str, int]) -> int:
-    """Return the maximum over a unit and those that contain it."""
+    """Return the largest sum of a unit's size and the sizes of the units that contain it."""
     return max(
         sum(size for outer, size in sizes.items() if outer in ("", name) or name.startswith(f"{outer}."))
         for name in sizes
@@ -250,7 +251,7 @@ def _nested(sizes: Mapping[str, int]) -> int:
 
 
 def fully_sharded(step: StepTrace, spread: Spread) -> StepTrace:
-    """One process's run under FSDP.
+    """Return one process's run under FSDP.
 
     The peak of gathered weights is assumed to be present all the time, which slightly overestimates memory.
     """
@@ -258,7 +259,7 @@ def fully_sharded(step: StepTrace, spread: Spread) -> StepTrace:
     parts = [Allocation(spread.share(each.size), "gradients") for each in gradients]
     cut = with_gradients(step, parts)
     allocations = tuple(
-        # Temporary memory of an update is sharded too.
+        # The temporary memory of an update is sharded too.
         replace(each, size=spread.share(each.size))
         if each.cause in _SPREAD or (each.cause == "temporary" and each.phase == "update")
         else each
@@ -278,8 +279,8 @@ CONTEXT = 600 * MIB
 # NCCL's buffers and its own context, with more than one process. Also an allowance.
 COMMUNICATION = 600 * MIB
 _BYTES_PER_NUMBER = 4
-# A process with torch loaded that has not trained uses less than this. A process with more has its own data, which a
-# run in a separate process would not have.
+# A process that has loaded torch but has not trained uses less than this. One that uses more has data of its own, which
+# a run in a separate process would not have.
 _USUAL = 512 * MIB
 _ASK = "import paceline.trainer.train; from paceline.telemetry.memory import private_bytes; print(private_bytes())"
 
@@ -302,7 +303,7 @@ def _of_a_new_process() -> int:
 
 
 def with_libraries(step: StepTrace, machine: MachineFacts) -> StepTrace:
-    """A step with cuBLAS workspaces: one for the forward thread, one for the backward thread."""
+    """Return a step with cuBLAS workspaces: one for the forward thread, one for the backward thread."""
     if machine.device != "cuda":
         return step
     used = {each.phase for each in step.allocations if each.operation.split(".")[0] in _MATRIX_PRODUCTS}
@@ -312,7 +313,7 @@ def with_libraries(step: StepTrace, machine: MachineFacts) -> StepTrace:
 
 
 def with_input(step: StepTrace, plan: Plan, mix: Mix) -> StepTrace:
-    """A run during whose steps the next batch is copied to the device, normalised and mixed (``data/pipeline.py``)."""
+    """Return a run that prepares the next batch on the device during its steps: copies, normalises and mixes it."""
     if plan.device not in ("cuda", "xpu"):
         return step
     batch = [each for each in step.allocations if each.cause == "batch" and not each.phase]
@@ -328,7 +329,7 @@ def with_input(step: StepTrace, plan: Plan, mix: Mix) -> StepTrace:
 
 
 def _passing(batch: list[Allocation], mix: Mix) -> list[Allocation]:
-    """Return temporary storages of batch preparation: an earlier batch, bytes of images, and copies for mixing.
+    """Return temporary storages of batch preparation: an earlier batch, images as bytes, and copies for mixing.
 
     Mixup needs one copy of all images and CutMix two; targets are 8-byte integers before they become floats.
     """
@@ -341,7 +342,7 @@ def _passing(batch: list[Allocation], mix: Mix) -> list[Allocation]:
 
 
 def with_data_set(step: StepTrace, plan: Plan, share: float) -> StepTrace:
-    """A step on a device that stores the images, if they are small and few enough.
+    """Return a step on a device that stores the images of each split, if they take a small enough share of it.
 
     Args:
         step: The step.

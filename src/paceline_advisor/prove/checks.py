@@ -18,7 +18,7 @@ from paceline_advisor.prove.notes import Check, Observed, alike, named, sure
 from paceline_advisor.prove.reference import Difference, Dropout, Plain, difference, dropouts, joined, parts_of
 
 _MOST_TRIED = 8
-# Attempts until two differ: a layer that drops whole samples may well do the same twice.
+# Random draws to try: a layer that drops whole samples often does the same twice.
 _DRAWS = 16
 
 CHECKS: list[Callable[[Evidence], Check]] = []
@@ -26,7 +26,7 @@ _Look = Callable[[Check, Evidence], Check]
 
 
 def check(name: str, compared: str, advice: str) -> Callable[[_Look], _Look]:
-    """Declare a check: its name, what it compares, and what to check if it fails. Checks run in this order."""
+    """Declare a check: its name, what it compares, and what to do if it fails. Checks run in order of declaration."""
 
     def declare(look: _Look) -> _Look:
         question = Check(name=name, compared=compared, advice=advice)
@@ -97,7 +97,7 @@ def samples(question: Check, evidence: Evidence) -> Check:
     "processes refuse them.",
 )
 def parameters(question: Check, evidence: Evidence) -> Check:
-    """Every trainable parameter takes part in the loss."""
+    """Every trainable parameter gets a gradient in some step."""
     steps = evidence.asked.ranks[0].steps
     unused = [name for name in steps[0].without_gradient if all(name in step.without_gradient for step in steps)]
     return question.measured(len(unused), found=f"without a gradient: {named(unused)}" if unused else "")
@@ -121,7 +121,7 @@ def gradient(question: Check, evidence: Evidence) -> Check:
     "of micro-batches, or sum instead of averaging.",
 )
 def accumulation(question: Check, evidence: Evidence) -> Check:
-    """One big batch against its micro-batches."""
+    """Runs with one batch and with micro-batches, each against one plain pass over the whole batch."""
     sizes, nature = evidence.sizes, evidence.nature
     rest = ""
     if not nature.is_at_rest:
@@ -187,7 +187,7 @@ def processes(question: Check, evidence: Evidence) -> Check:
     "micro-batches.",
 )
 def learning_rate(question: Check, evidence: Evidence) -> Check:
-    """The recipe's learning rate, scaled only by the recipe's rule."""
+    """Each learning rate is the recipe's, scaled only by the recipe's rule."""
     gaps = [
         (
             abs(rate - wanted) / wanted if wanted else abs(rate),
@@ -217,7 +217,7 @@ def moving_average(question: Check, evidence: Evidence) -> Check:
             return question.failed(f"{run.name}: no optimizer step was seen")
         trained = run.saved("model")
         saved = {key: each for key, each in run.saved("ema").items() if key in wanted}
-        # An error of the average is at most the distance that the weights moved since it began.
+        # Errors are relative to the distance between the average and the final weights.
         scale = max((trained[key].double() - wanted[key].double()).abs().max().item() for key in saved)
         apart = max((saved[key].double() - wanted[key].double()).abs().max().item() for key in saved)
         gap = sure(apart / scale if scale else apart)
@@ -285,7 +285,7 @@ def dropout(question: Check, evidence: Evidence) -> Check:
     "Register them as buffers, and let the trainer make them equal.",
 )
 def buffers(question: Check, evidence: Evidence) -> Check:
-    """The same buffers on every process where they matter."""
+    """Every process has the same buffers whenever weights are scored, and at the end of the run."""
     run = evidence.several
     if run is None:
         return question.not_applicable(evidence.alone)
@@ -336,7 +336,7 @@ def metric(question: Check, evidence: Evidence) -> Check:
     "A run of this recipe does not finish; the checks above show what was found so far.",
 )
 def ended(question: Check, evidence: Evidence) -> Check:
-    """Every run finished."""
+    """Every run took all its steps."""
     for run in evidence.runs:
         taken = len(run.ranks[0].steps) if run.ranks else 0
         if run.trouble or taken != evidence.sizes.steps:
@@ -381,7 +381,10 @@ def _varies_by_itself(evidence: Evidence) -> bool:
 
 
 def _inert(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
-    """Return dropouts without an effect on the loss, with all others off; not for networks with other randomness."""
+    """Return dropouts without an effect on the loss while all others are off.
+
+    At most eight layers and eight attributes are tried, and none if the network is random without them.
+    """
 
     def is_inert(each: Dropout) -> bool:
         each.set(0.5)
@@ -397,7 +400,7 @@ def _inert(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
         layers = [each for each in places if each.is_layer]
         inert = [each for each in layers[:: -(-len(layers) // _MOST_TRIED) or 1] if is_inert(each)]
         active = [each.name for each in layers if each not in inert]
-        # A value stored next to the layers created with it may never be read again.
+        # A probability stored next to layers that were created with it may never be read again, so it may be inert.
         numbers = [each for each in places if not each.is_layer and not any(map(each.is_around, active))]
         inert += [each for each in numbers[:_MOST_TRIED] if is_inert(each)]
     for each in places:
@@ -465,15 +468,16 @@ def _worst(question: Check, gaps: Sequence[_Gap], evidence: Evidence) -> Check:
     run, step, worst = next((gap for gap in gaps if not gap[2].relative <= limit), gaps[0])
     if worst.relative <= limit:
         return question.measured(max(gap[2].relative for gap in gaps), limit)
-    found = f"{run.name}, step {step + 1}: {worst.ratio:.3g} times the gradient wanted, most apart in {worst.where}"
+    found = f"{run.name}, step {step + 1}: {worst.ratio:.3g} times the expected gradient, differs most in {worst.where}"
     return question.measured(worst.relative, limit, found=found)
 
 
-# A learning rate is one multiplication; an average is some hundred additions; a score may be in float32.
+# Allowed relative differences: a learning rate is one multiplication, an average has some hundred additions, and a
+# score may be in float32.
 _LIMIT_RATE = 1e-12
 _LIMIT_AVERAGE = 1e-9
 _LIMIT_METRIC = 1e-5
-_NO_END = "no run finished; see run"
+_NO_END = "no run finished; see the check 'run'"
 
 
 def _rates(evidence: Evidence) -> Iterator[tuple[str, float, float]]:

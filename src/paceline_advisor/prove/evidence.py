@@ -31,12 +31,13 @@ class Nature:
 
     Attributes:
         double: Whether it computes in float64.
-        limit: Allowed difference of gradients.
+        limit: Allowed difference of gradients, relative to the largest value.
         numbers: Its precision, in words.
-        norms: BatchNorm layers that normalise by their micro-batch.
-        dropouts: Its random dropouts.
-        statistics: Fixed statistics for the norms.
-        uncomparable: Why one batch is not the sum of its parts even without randomness; empty if it must be.
+        norms: Names of the BatchNorm layers that normalise by their micro-batch.
+        dropouts: Names of the modules with random dropout.
+        statistics: Fixed statistics for the norms, by buffer name.
+        uncomparable: Why the gradient of a batch may differ from that of its micro-batches, even without dropout and
+            with fixed statistics; empty if they must agree.
     """
 
     double: bool
@@ -59,7 +60,11 @@ class Nature:
 
 
 def look(runner: Runner) -> Nature:
-    """Examine a recipe's network by a few forward and backward passes."""
+    """Examine a recipe's network by a few forward and backward passes.
+
+    Raises:
+        RecipeError: If its gradients are sparse.
+    """
     whole = shortened(runner.recipe, runner.sizes, micro_batch=runner.sizes.global_batch)
     double, numbers, usual, most = _numbers(runner)
     runner = replace(runner, double=double)
@@ -88,7 +93,7 @@ def look(runner: Runner) -> Nature:
 
 
 def _numbers(runner: Runner) -> tuple[bool, str, float, float]:
-    """Return the loss's precision in words, float64 if possible, and the typical and maximum difference."""
+    """Return whether the network computes in float64, its precision in words, and the typical and maximum limits."""
     recipe = shortened(runner.recipe, runner.sizes, micro_batch=runner.sizes.micro_batch)
     orders = replace(runner.orders("look-at-numbers"), double=True)
     try:
@@ -103,7 +108,7 @@ def _numbers(runner: Runner) -> tuple[bool, str, float, float]:
 
 
 def _noise(plain: Plain, batch: Batch) -> float:
-    """Return how much the gradient changes if the batch's samples are reordered."""
+    """Return the relative change of the gradient if the batch's samples are reversed; 0 if it is not finite."""
     tensors = copies_of(plain.network)
     forward = dict(plain.gradients(tensors, [[batch]]))
     backward = plain.gradients(tensors, [[rows_of(batch, range(len(batch.ids))[::-1])]])
@@ -139,11 +144,13 @@ class Evidence:
     Attributes:
         recipe: The user's recipe.
         plans: Its plans, not shortened, by number of processes.
+        sizes: Sizes of the short runs.
+        nature: Properties of the network.
         whole: A run with one batch per step, the network deterministic.
         parts: A run with micro-batches, the network deterministic.
         asked: A run with micro-batches, the network unchanged.
-        several: The same in several processes; None if it was not possible.
-        alone: Why it was not possible.
+        several: The run ``asked`` in several processes; None if it was not possible.
+        alone: Why it was not possible; otherwise empty.
         plain_whole: The plain loop for one batch, the network deterministic.
         plain: The plain loop for micro-batches, the network unchanged.
     """

@@ -1,4 +1,4 @@
-"""Records of a run under proof, written by its own processes, and the verdict of a check."""
+"""What the processes of a run under proof record, and the verdict of a check."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Check:
 
     Attributes:
         name: Its subject.
-        compared: The two sides of the comparison.
+        compared: What is compared with what.
         verdict: ``passed``, ``failed`` or ``not applicable``.
         difference: The measured value: a relative difference, or a count; None if nothing was measured.
         limit: The largest difference that passes.
@@ -44,25 +44,25 @@ class Check:
     advice: str = ""
 
     def about(self, compared: str) -> Check:
-        """Return the check with details that only the evidence provides."""
+        """Return the check with a description of the comparison that depends on the evidence."""
         return replace(self, compared=compared)
 
     def measured(self, difference: float, limit: float = 0, *, found: str = "") -> Check:
-        """Return the check with the measured value."""
+        """Return the check with the measured value; it passes if this does not exceed the limit."""
         check = replace(self, difference=float(difference), limit=limit, found=found)
         return replace(check, verdict="passed", advice="") if difference <= limit else check
 
     def failed(self, found: str) -> Check:
-        """Return the check as not applicable because there is nothing to compare."""
+        """Return the check as failed without a measured value, because there is nothing to compare."""
         return replace(self, found=found)
 
     def not_applicable(self, reason: str) -> Check:
-        """Return the check as not applicable."""
+        """Return the check as not applicable, with the reason."""
         return replace(self, verdict="not applicable", found=reason, advice="")
 
 
 def sure(difference: float) -> float:
-    """Return a difference that compares with others: nan counts as the largest."""
+    """Return the difference, or infinity for NaN, so that it compares as the largest."""
     return math.inf if math.isnan(difference) else difference
 
 
@@ -100,10 +100,14 @@ class MicroBatchNote:
     """One forward and backward pass.
 
     Attributes:
-        contents: A digest of each sample's input and target.
+        step: Its step, from 0.
+        logical_rank: Its logical rank.
+        ids: Its samples, without those that could not be read.
+        contents: Digests of each sample's input and target, for :func:`alike`.
+        phantom: Whether the pass is only there to keep processes in step, and does not count.
         generator: A digest of the state of torch's generator before the loss.
         evaluating: Modules that were in evaluation mode when the network was called.
-        broken: Samples that could not be read.
+        broken: Ids of samples that could not be read.
     """
 
     step: int
@@ -122,7 +126,7 @@ class StepNote:
 
     Attributes:
         rates: Learning rate of each group, and the group's own factor.
-        gradient: A digest of the complete gradient.
+        gradient: A digest of the gradient that the optimizer got.
         without_gradient: Trainable parameters without a gradient.
     """
 
@@ -139,7 +143,8 @@ class ScoreNote:
         position: Optimizer steps taken before.
         weights: ``model`` or ``ema``.
         buffers: A digest of the network's buffers.
-        training: Whether it was in training mode.
+        training: Whether the network was in training mode.
+        ids: The scored samples.
     """
 
     position: int
@@ -206,7 +211,7 @@ class Observed:
         return not self.trouble or any(note.step > step for note in self.micro_batches)
 
     def step(self, number: int) -> tuple[dict[str, Tensor], dict[str, Tensor | None]] | None:
-        """Return weights and buffers before a step, and the gradients passed to the optimizer; None if not kept."""
+        """Return a step's weights and buffers before it, and the gradients that the optimizer got; None if not kept."""
         path = self.folder / f"step-{number}.pt"
         if not path.exists():
             return None
@@ -214,7 +219,7 @@ class Observed:
         return kept["weights"], kept["gradients"]
 
     def average(self) -> dict[str, Tensor] | None:
-        """Return the moving average as computed by the witness."""
+        """Return the moving average as computed by the witness; None if it computed none."""
         path = self.folder / "average.pt"
         found: dict[str, Tensor] | None = torch.load(path, weights_only=True) if path.exists() else None
         return found
@@ -230,7 +235,7 @@ def tensors_of(network: nn.Module) -> dict[str, Tensor]:
 
 
 def copies_of(network: nn.Module) -> dict[str, Tensor]:
-    """Return copies of them."""
+    """Return copies of a network's parameters and buffers, by name."""
     return {name: each.detach().clone() for name, each in tensors_of(network).items()}
 
 
@@ -241,23 +246,23 @@ def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
 
 
 def content_of(tensors: Iterable[Tensor]) -> str:
-    """Return the contents of a sample's tensors, [1, ...], for :func:`alike`: unchanged, and unpadded.
+    """Return digests of a sample's tensors, each [1, ...], for :func:`alike`: with and without their padding.
 
-    A sample that is shorter than others in its batch is padded, to a length that depends on them.
+    A sample that is shorter than others in its batch is padded to a length that depends on them.
     """
     return ";".join(_content(each[0] if each.ndim > 1 else each) for each in tensors)
 
 
 def _content(row: Tensor) -> str:
-    """Return digests of a row, of the row without trailing equal numbers, and of that with the number."""
+    """Return three digests: of a row; of the row without its trailing equal values; of the latter and that value."""
     stem, padding = row, None
     if row.ndim and row.numel():
         padding = row[-1].reshape(-1)[0]
         differ = (row != padding).reshape(len(row), -1).any(dim=1).nonzero()
         stem = row[: int(differ[-1]) + 1 if len(differ) else 0]
     kind = f"{row.dtype}{tuple(row.shape[1:])}"
-    told = [(kind, row), (kind, stem), (f"{kind}{None if padding is None else padding.item()!r}", stem)]
-    return ",".join(hashlib.sha256(f"{what} {digest_of([each])}".encode()).hexdigest()[:16] for what, each in told)
+    parts = [(kind, row), (kind, stem), (f"{kind}{None if padding is None else padding.item()!r}", stem)]
+    return ",".join(hashlib.sha256(f"{what} {digest_of([each])}".encode()).hexdigest()[:16] for what, each in parts)
 
 
 def alike(one: str, other: str) -> bool:
@@ -269,7 +274,7 @@ def alike(one: str, other: str) -> bool:
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """A hash of the bytes of tensors."""
+    """Return a hash of the bytes of tensors."""
     total = hashlib.sha256()
     for each in tensors:
         total.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

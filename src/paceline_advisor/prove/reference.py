@@ -54,7 +54,7 @@ class Dropout:
         return self.name if self.is_layer else f"{self.name}.{self.attribute}".lstrip(".")
 
     def is_around(self, name: str) -> bool:
-        """Whether a module is inside this one."""
+        """Whether the module with this name is inside this one."""
         return not self.name or name.startswith(f"{self.name}.")
 
     def set(self, probability: float) -> None:
@@ -63,7 +63,7 @@ class Dropout:
 
 
 def dropouts(network: nn.Module) -> list[Dropout]:
-    """Return dropouts with a probability between 0 and 1, as separate modules or as attributes."""
+    """Return the network's dropouts with a probability strictly between 0 and 1: modules, and attributes of modules."""
     return [
         Dropout(name, module, attribute, value)
         for name, module in network.named_modules()
@@ -111,8 +111,8 @@ class Difference:
     """The difference of two gradients.
 
     Attributes:
-        relative: The largest difference of two values, relative to the largest expected value.
-        ratio: The factor on the expected gradient that is closest to the actual one.
+        relative: The largest absolute difference of two values, relative to the largest absolute expected value.
+        ratio: The factor by which the expected gradient comes closest to the actual one.
         where: The parameter with the largest difference.
     """
 
@@ -176,7 +176,9 @@ class Plain:
         return self._task.loss(self.network, own)
 
     def gradients(self, tensors: Mapping[str, Tensor], groups: Sequence[Sequence[Batch]]) -> Gradients:
-        """Return the gradient of the mean loss over the samples of all batches, weighted by the samples' weights.
+        """Return the gradient of the mean loss over the samples of all batches, clipped as the recipe says.
+
+        The mean is weighted by the samples' weights.
 
         Args:
             tensors: Weights and buffers by name.
@@ -221,7 +223,7 @@ class Plain:
         return found | {each.name: each.scale * total(each.summed) / total(each.per) for each in means}
 
     def statistics(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the running statistics of BatchNorm for one batch."""
+        """Return the running statistics that BatchNorm has after one batch alone, by buffer name."""
         found = norms(self.network)
         for module in found.values():
             module.momentum = 1.0  # type: ignore[assignment]  # a number of BatchNorm's

@@ -27,7 +27,7 @@ from paceline_advisor.launches import Launch, OverdueError, said
 from paceline_advisor.prove.notes import ORDERS_VARIABLE, Observed, Orders
 from paceline_advisor.prove.witness import REFERENCE, Witness
 
-# Keys that only determine how work is divided, on machines other than this one.
+# Keys of ``parallel`` that only determine how several devices divide the work.
 _OF_OTHER_MACHINES = (
     "strategy",
     "shard_size",
@@ -57,9 +57,9 @@ def neutral(recipe: Recipe) -> Recipe:
 
 
 def bare(recipe: Recipe) -> Recipe:
-    """Return the same, also without settings that a short run does not need, or that look like an error in it."""
+    """Return the neutral recipe, without settings that a short run does not need, or that would look like errors."""
     found = neutral(recipe)
-    # Dropout of the adapters: they are added after the network was made deterministic.
+    # Adapters are added after the network was made deterministic, so their dropout would remain.
     adapters = replace(found.model.adapters, dropout=0.0)
     return replace(
         found,
@@ -122,7 +122,7 @@ class Sizes:
         micro_batch: Samples of a micro-batch.
         samples: Training samples.
         evaluation_samples: Held-out samples; 0 if nothing is evaluated.
-        evaluation_batch: Samples of an evaluation batch; the last one has fewer.
+        evaluation_batch: Samples of an evaluation batch; the last one has fewer, if possible.
     """
 
     processes: int
@@ -171,7 +171,7 @@ class Sizes:
 
     @property
     def has_single_samples(self) -> bool:
-        """Whether a micro-batch of the tail has only one sample, because there are too few."""
+        """Whether a micro-batch of the tail has only one sample, because there are too few samples."""
         return self.tail < 2 * self.micro_batches
 
     @property
@@ -206,17 +206,17 @@ class Sizes:
 
 
 def shortened(recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = False, careful: bool = False) -> Recipe:
-    """The recipe for a short run on the CPU.
+    """Return the recipe for a short run on the CPU.
 
-    Its batch is smaller, and there is no warm-up: the learning rate is reduced in proportion, unless the recipe has a
-    scaling rule.
+    Its batch is smaller, and there is no warm-up. Therefore the learning rate is reduced in proportion to the batch,
+    unless the recipe has a scaling rule, which reduces it already.
 
     Args:
         recipe: The user's recipe.
         sizes: Sizes of the run.
         micro_batch: Samples of a micro-batch.
         exact: Whether the result must be bit-identical for any number of processes.
-        careful: Whether to take small steps.
+        careful: Whether to reduce the learning rate to a thousandth.
     """
     rate = recipe.optimizer.lr * (_CAREFUL if careful else 1.0)
     if recipe.optimizer.lr_scaling == "none":
@@ -285,10 +285,11 @@ class Runner:
         Args:
             name: Name of the run.
             micro_batch: Samples of a micro-batch.
-            alter: May change the network before it is used.
+            alter: May change the network before it is used; the learning rate is then reduced to a thousandth.
 
         Raises:
             PacelineError: If the recipe cannot be run at all.
+            KeyboardInterrupt: If the run received a stop signal.
         """
         orders = self.orders(name)
         recipe = shortened(self.recipe, self.sizes, micro_batch=micro_batch, careful=alter is not None)

@@ -1,4 +1,4 @@
-"""Proof that a recipe, with the user's task, network and data, computes what it says."""
+"""Proof that a recipe, with the user's task, network and data, trains as it specifies."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class ProveReport:
         recipe: The argument of ``paceline prove``.
         overrides: Its overrides.
         processes: Processes of the distributed run.
-        numbers: Precision of the network.
+        numbers: Precision of the network, in words.
         steps: Steps of each run.
-        global_batch: Samples of a step.
+        global_batch: Samples of a full step.
         micro_batches: Micro-batches of a step, in the runs that split it.
         samples: Training samples used.
         evaluation_samples: Held-out samples used.
@@ -88,10 +88,10 @@ class ProveReport:
         advice = []
         for check in self.checks:
             numbers = ["" if value is None else f"{value:.2g}" for value in (check.difference, check.limit)]
-            said = "\n".join(filter(None, (check.compared, check.found)))
+            details = "\n".join(filter(None, (check.compared, check.found)))
             if check.verdict == "not applicable":
-                said = check.found
-            table.add_row(check.name, f"[{colours[check.verdict]}]{check.verdict}[/]", *numbers, escape(said))
+                details = check.found
+            table.add_row(check.name, f"[{colours[check.verdict]}]{check.verdict}[/]", *numbers, escape(details))
             if check.verdict == "failed":
                 advice.append(Text.from_markup(f"[bold]{check.name}[/bold]: {escape(check.advice)}"))
         count = {kind: sum(check.verdict == kind for check in self.checks) for kind in ("passed", "failed")}
@@ -113,6 +113,7 @@ def prove(asked: Prove, tell: Callable[[str], None]) -> ProveReport:
 
     Raises:
         PacelineError: If the recipe is invalid, or has too little data.
+        TrainingError: If a run in this process takes no step.
     """
     check_alone("a proof")
     begun = time.perf_counter()

@@ -46,7 +46,7 @@ REFERENCE = "paceline_advisor.prove.witness:witness"
 
 
 def witness(recipe: Recipe) -> Witness:
-    """Return the witness in a process of a run started as a command; its settings are in the environment."""
+    """Return the witness of a run that was started as a command; its settings are in the environment."""
     tree = json.loads(os.environ[ORDERS_VARIABLE])
     orders = Orders(**{**tree, "kept_steps": tuple(tree["kept_steps"])})
     return Witness(build_task(replace(recipe, task=orders.task)), orders)
@@ -60,7 +60,9 @@ class Witness(Task):
 
     Attributes:
         task: The task itself.
-        orders: Its settings. batches: Training batches as they came, by step and logical rank.
+        orders: Settings of the witness.
+        notes: What it has recorded.
+        batches: Copies of the training batches, by step and logical rank.
     """
 
     def __init__(self, task: Task, orders: Orders, alter: Callable[[nn.Module], None] | None = None) -> None:
@@ -101,7 +103,7 @@ class Witness(Task):
         if self._alter is not None:
             self._alter(network)
 
-        # Not a method of this object: a copy of the network would copy it, and everything here with it.
+        # Not a method of this object: a copy of the network would also copy this object and all that it holds.
         def on_forward(module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any]:
             if module is self._network and torch.is_grad_enabled() and self.notes.micro_batches:
                 self._note_modes(module)
@@ -112,7 +114,7 @@ class Witness(Task):
         return network
 
     def check_network(self, network: nn.Module) -> None:
-        """Do nothing: the task was called when it built the network."""
+        """Do nothing: the task has checked the network when it was built."""
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         """Delegate to the task; record the batch if it is used for training."""
@@ -179,7 +181,7 @@ class Witness(Task):
             self._before = copies_of(self._network)
 
     def _note_modes(self, network: nn.Module) -> None:
-        """Collect modules in evaluation mode in any forward pass of the micro-batch; empty before the first."""
+        """Record modules that are in evaluation mode in any forward pass of the micro-batch."""
         before = self.notes.micro_batches[-1].evaluating if self._has_called else []
         self.notes.micro_batches[-1].evaluating = sorted({*before, *_evaluating(network)})
         self._has_called = True
@@ -209,7 +211,7 @@ class Witness(Task):
 
     def _before_step(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if not self.notes.steps:
-            # Without earlier warm-up passes, which changed nothing: the largest micro-batch of all, and the first.
+            # Drop the passes of the warm-up, which changed nothing: of the largest micro-batch, and of the first one.
             notes = self.notes.micro_batches
             begin = len(notes) - 1
             while begin and notes[begin - 1].step == notes[-1].step:
@@ -232,7 +234,7 @@ class Witness(Task):
 
     @torch.no_grad()
     def _update_average(self, network: nn.Module) -> None:
-        """Computes the moving average by its definition, from the weights after each optimizer step."""
+        """Update the moving average by its definition, from the weights after an optimizer step."""
         assert self.recipe.train.ema is not None
         step = len(self.notes.steps) - 1
         decay = min(self.recipe.train.ema, (1 + step) / (10 + step))
@@ -260,7 +262,7 @@ def _of_the_first(name: str, which: str) -> Callable[..., Any]:
     return ask
 
 
-# Properties of samples come from the reduced data; everything else from the task.
+# Properties of samples are cut to the first samples; all other calls go to the task.
 for _name in ("weights", "classes", "sets", "lengths", "keys", "costs", "sizes"):
     setattr(Witness, f"sample_{_name}", _of_the_first(f"sample_{_name}", "samples"))
 Witness.evaluation_lengths = _of_the_first("evaluation_lengths", "evaluation_samples")  # type: ignore[method-assign]
@@ -307,7 +309,7 @@ def can_shorten(task: Task) -> bool:
 
 
 def _shorten(task: Task, orders: Orders) -> None:
-    """Reduce an image task to a few samples from all over its data, so that the last sample stays the last."""
+    """Reduce an image task to a few samples, evenly spaced over its data and including the last one."""
 
     def some(source: Any, count: int) -> Any:
         chosen_ids = np.linspace(0, max(0, len(source) - 1), min(count, len(source))).astype(np.int64)

@@ -27,7 +27,7 @@ from paceline_advisor.formulas.parallel_step import SPREAD, OneDevice
 from paceline_advisor.scaling.room import Share
 
 _BLOCK_SECONDS = 1.5
-# The assumed spread of a step is at least this: a few rounds say little about it.
+# The assumed error of a measured step is at least this: a few rounds say little about it.
 _LEAST_DOUBT = 0.01
 
 
@@ -46,12 +46,12 @@ def measure(
         alone: Shares to measure on one device, by the number of devices that share the step.
         together: Shares to measure on that many devices.
         threads: Threads of each process, by number of processes; empty unless processes compute on cores.
-        rounds: Measurements of each.
+        rounds: Measurements of each variant.
         say: Receives progress messages.
 
     Returns:
-        One device's step with each share of ``alone``, and samples per second of those of ``together``, except for one
-        process: the prediction starts from that, so it does not test it.
+        By number of devices: one device's pass with each share of ``alone``, and the samples per second with each share
+        of ``together``. The latter leave out one process: the prediction starts from it, so it tests nothing.
 
     Raises:
         TrainingError: If a measurement failed.
@@ -81,14 +81,16 @@ def measure(
         middle = statistics.median(seconds)
         spread = statistics.stdev(seconds) / middle if len(seconds) > 2 else SPREAD
         doubt = max(_LEAST_DOUBT, spread / len(seconds) ** 0.5)
-        # Means over a block vary less than steps, but include the machine's drift: neither is a step's own spread.
+        # Means over a block vary less than single steps, but also include the machine's drift. They do not show the
+        # spread of a step, so it is assumed.
         ones[size] = OneDevice(seconds=middle / share.passes, samples=share.micro_batch, doubt=doubt, spread=SPREAD)
     return ones, {size: mean_interval(found[name].samples_per_second) for size, name in several.items()}
 
 
 PROBED_BYTES = 4 * 2**20
 _LIMIT_SECONDS = 180
-# PCIe 3.0 x16 as used by collectives; the links between GPUs of a machine cannot be queried without using the GPUs.
+# PCIe 3.0 x16, at the bandwidth that collectives reach. The links between the GPUs of a machine can be found only by
+# using the GPUs.
 _UNKNOWN_LINK = Link(10e9, 6.3e-6)
 
 
@@ -96,7 +98,7 @@ def cluster_here(sizes: Sequence[int], *, on_cpu: bool = False) -> Cluster:
     """Return this machine as a cluster.
 
     Args:
-        sizes: Requested numbers of processes.
+        sizes: Requested numbers of processes; without GPUs, the largest is the number of devices.
         on_cpu: Whether to ignore its GPUs.
     """
     gpus = 0 if on_cpu else torch.cuda.device_count()
@@ -122,7 +124,7 @@ def cluster_here(sizes: Sequence[int], *, on_cpu: bool = False) -> Cluster:
 
 
 def is_here(device: str | None) -> bool:
-    """Whether this machine has such an accelerator."""
+    """Whether this machine has the accelerator of this name, by its first GPU."""
     if device is None or not torch.cuda.is_available():
         return False
     found = recognise(torch.cuda.get_device_name())
@@ -130,14 +132,14 @@ def is_here(device: str | None) -> bool:
 
 
 def probe(processes: int, *, size: int = PROBED_BYTES) -> Link:
-    """Measure the link between processes of this machine in a ring (gloo).
+    """Measure bandwidth and latency between processes of this machine in a ring (gloo).
 
     Args:
         processes: At least two.
         size: Bytes of the larger of two messages that are timed.
 
     Raises:
-        LaunchError: If they could not be started or did not find one another.
+        LaunchError: If they could not be started, or could not exchange messages within the time limit.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-link-") as folder:
         words = [sys.executable, "-P", "-m", "paceline_advisor.scaling.link_probe", folder, str(processes), str(size)]

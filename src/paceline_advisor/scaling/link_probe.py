@@ -19,7 +19,7 @@ _WARM = 3
 
 
 def main(folder: Path, processes: int, size: int, rank: int) -> None:
-    """Time a small and a large message; the first process writes the medians of the slowest to ``answer.json``."""
+    """Time all-reduces of a small and a large message; rank 0 writes its median seconds to ``answer.json``."""
     store = FileStore(str(folder / "store"), processes)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=timedelta(seconds=120))

@@ -1,7 +1,7 @@
-"""Properties that determine how a network scales: gradients in order of arrival, blocks, FLOPs.
+"""Properties that determine how a network scales: gradients in the order in which they become ready, blocks, FLOPs.
 
-The network is built without memory (torch's ``meta`` device), and runs forward and backward once, so that nothing is
-computed.
+The network is built on torch's ``meta`` device and runs forward and backward once there: this allocates no memory and
+computes nothing.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Subject:
         network: Its properties that determine how it scales.
         numbers: Number of its parameters.
         samples: Samples in an epoch.
-        work: FLOPs of a forward and backward pass of ``work_samples``, in fp32; None if it could not be called.
+        work: FLOPs of a forward and backward pass of ``work_samples`` samples; None if the network could not be called.
         work_samples: Samples of that pass.
-        launches: Kernel launches of a pass.
+        launches: Kernel launches of a forward and backward pass.
         decodes: Whether its samples are image files decoded on CPU cores.
-        unsharded: Why FSDP cannot shard it, as the rest of a sentence about it; empty if it can.
+        unsharded: Why FSDP cannot shard it, as the rest of a sentence that begins with FSDP; empty if it can.
         notices: Assumptions.
     """
 
@@ -67,7 +67,7 @@ class Subject:
 
     @property
     def flops_per_sample(self) -> float | None:
-        """FLOPs of a forward and backward pass; None if the network could not be called."""
+        """FLOPs of a forward and backward pass of one sample; None if the network could not be called."""
         return None if self.work is None else self.work.model_flops / self.work_samples
 
 
@@ -128,12 +128,12 @@ def _opened(recipe: Recipe) -> tuple[dict[str, Any], Callable[[], nn.Module], li
             raise
         facts = dict(_IMAGENET, image_size=recipe.data.image_size if recipe.data.image_size != "auto" else 224)
         where = "data.path is not given" if path is None else f"data.path={path} is not here"
-        told = [f"{where}: ImageNet-1k is assumed, {facts['samples']:,} images of {facts['classes']:,} classes"]
+        notices = [f"{where}: ImageNet-1k is assumed, {facts['samples']:,} images of {facts['classes']:,} classes"]
 
         def build() -> nn.Module:
             return build_model(recipe.model, num_classes=facts["classes"], in_channels=facts["channels"])
 
-        return {**facts, "decodes": True}, build, told
+        return {**facts, "decodes": True}, build, notices
     kept = {key: found.description.get(key) for key in ("classes", "channels", "image_size", "backend")}
     decodes = "data.decoder" in found.reasons
     return {**kept, "samples": found.train_samples, "decodes": decodes}, task.build_model, []
@@ -149,7 +149,7 @@ def _counted(network: nn.Module, facts: Mapping[str, Any]) -> StepWork | None:
             answer = network(torch.zeros(_TRIED, channels, size, size, device="meta"))
             sums = [each.sum() for each in tensors_in(answer) if each.requires_grad]
             torch.autograd.backward(torch.stack(sums).sum())
-    except Exception:  # noqa: BLE001  # whatever a network of the user's own raises where there are no numbers
+    except Exception:  # noqa: BLE001  # a user's network may raise anything on tensors without values
         return None
     return counter.found
 
@@ -162,7 +162,7 @@ def _counted_as_the_task_does(recipe: Recipe) -> StepWork | None:
             WorkCounter(step.network) as counter,
         ):
             step.backward(step.forward())
-    except Exception:  # noqa: BLE001  # data that are not here, or a network that needs the numbers
+    except Exception:  # noqa: BLE001  # the data may be missing, or the network may need real values
         return None
     return counter.found
 
@@ -170,8 +170,8 @@ def _counted_as_the_task_does(recipe: Recipe) -> StepWork | None:
 def _costs(network: nn.Module, found: StepWork | None) -> dict[str, float]:
     """Return FLOPs of the backward pass by module with parameters, in forward order.
 
-    FLOPs of a module without parameters (attention's products) are added to the previous one. If the pass is unknown,
-    parameter counts replace FLOPs, in the order of the network.
+    FLOPs of a module without parameters (attention's products) are added to the previous one with parameters. If the
+    pass is unknown, parameter counts replace FLOPs, in the order of the network's modules.
     """
     owners = {name: sum(each.numel() for each in own) for name, own in _parameters(network).items()}
     if found is None:
@@ -214,7 +214,10 @@ def _with_uncalled(costs: Mapping[str, float], owners: Iterable[str]) -> dict[st
 
 
 def _gradients(network: nn.Module, costs: dict[str, float], size: int) -> tuple[Gradient, ...]:
-    """Return parameters in the order in which a backward pass produces gradients: the last called layer is first."""
+    """Return the gradients in the order in which a backward pass produces them: the last called layer is first.
+
+    ``size`` is the bytes of a number as it is sent.
+    """
     total, own = sum(costs.values()) or 1.0, _parameters(network)
     done, found = 0.0, []
     for name in reversed(costs):

@@ -1,4 +1,4 @@
-"""Number of GPUs for a deadline or a budget, with batch and learning rate."""
+"""Choose the number of GPUs for a deadline or a budget, with batch and learning rate."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from paceline_advisor.scaling.room import Room, rooms
 from paceline_advisor.scaling.study import Row, ScaleReport, Scaling, shown_hours
 
 LARGEST_WITHOUT_LOSS = 8192
-"""Samples of a step up to which ResNet-50 loses no accuracy in as many epochs of ImageNet (Goyal et al. 2017)."""
+"""Largest batch, in samples, that costs ResNet-50 no accuracy in as many epochs of ImageNet (Goyal et al. 2017)."""
 CRITICAL_BATCH = 15_000
-"""Where ImageNet's classifiers need twice as many samples as with small batches, over the whole training (McCandlish et
-al. 2018, table 1)."""
+"""Batch, in samples, with which ImageNet classifiers need twice as many samples as with small batches, on average over
+training (McCandlish et al. 2018, table 1)."""
 
 
 _COLUMNS = (
@@ -43,8 +43,8 @@ class Choice:
         row: Its prediction.
         reason: Why this strategy.
         learning_rate: Learning rate to use.
-        high_hours: Hours if the overhead of several GPUs is higher than expected.
-        high_cost: Cost in that case; None without a price.
+        high_hours: Hours at the upper end of the predicted range.
+        high_cost: Cost in dollars at that end; None without a price.
         room: What fits on the device; None if its memory is unknown.
         warning: A warning about its batch; otherwise empty.
     """
@@ -68,7 +68,7 @@ class Choice:
         return self.row.prediction.devices
 
     def excess(self, wanted: Plan) -> float:
-        """Return the factor by which it exceeds the allowed time or cost."""
+        """Return its worst-case time or cost relative to the allowed one, whichever ratio is larger."""
         late = 0.0 if wanted.deadline_hours is None else self.high_hours / wanted.deadline_hours
         dear = 0.0 if wanted.budget is None or self.high_cost is None else self.high_cost / wanted.budget
         return max(late, dear)
@@ -107,9 +107,9 @@ class TrainingPlan:
 
     Attributes:
         report: The prediction behind it.
-        chosen: The chosen candidate; None if none meets the target, or one device's rate is only a bound.
+        chosen: The chosen candidate; None if none meets the target, or if one device's rate is only a bound.
         choices: All candidates.
-        nearest: The closest candidate, if none meets the target; for a bound, the smallest that could.
+        nearest: The best candidate that meets the target by the prediction, also by a bound; otherwise the closest.
         recipe_batch: The recipe's global batch.
         recipe_lr: The recipe's peak learning rate for it, by its own scaling rule.
     """
@@ -138,11 +138,11 @@ class TrainingPlan:
 
     def __paceline__(self) -> Shown:
         """Show every number of GPUs tried, and details of the chosen or closest one."""
-        said = []
+        remarks = []
         if self.report.is_bound:
-            said = ["No choice from a bound that no GPU reaches; give one GPU's --throughput. The smallest candidate:"]
+            remarks = ["No choice from a bound that no GPU reaches; give one GPU's --throughput. The best candidate:"]
         elif self.chosen is None:
-            said = ["No configuration meets the target; the closest:"]
+            remarks = ["No configuration meets the target; the closest:"]
         choice = self.chosen or self.nearest
         found, cluster = choice.row.prediction, self.report.cluster
         grown = found.samples != self.recipe_batch
@@ -160,7 +160,7 @@ class TrainingPlan:
             title=f"GPUs for {self.report.recipe} on {cluster.title}",
             blocks=[
                 Table(columns=_COLUMNS, rows=[each.table_row() for each in self.choices]),
-                *said,
+                *remarks,
                 {name: text for name, text in pairs.items() if text},
                 f"  Not predicted: one GPU ({self.report.basis}), batch, price. Everything else is predicted.",
                 *(f"  note: {notice}" for notice in self.report.notices),
@@ -170,9 +170,9 @@ class TrainingPlan:
 
 
 def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
-    """Choose the fewest GPUs for a deadline, or the fastest number for a budget.
+    """Choose the fewest GPUs that meet a deadline, or without one the fastest number within a budget.
 
-    Both are compared with the upper end of the prediction's range.
+    Deadline and budget are compared with the upper end of the predicted range.
 
     Raises:
         PacelineError: If a setting is unknown, or settings are incompatible.
@@ -236,7 +236,13 @@ def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
 
 
 def _sizes(recipe: Recipe, wanted: Plan) -> tuple[int, ...]:
-    """Return the numbers of devices to try: up to the available number; for processes on this machine, one per core."""
+    """Return the numbers of devices to try: powers of two that can share the batch, up to the available number.
+
+    Processes without accelerators get one core each.
+
+    Raises:
+        RecipeError: If no number can share the recipe's global batch.
+    """
     cluster = cluster_here((1,)) if wanted.cluster is None else find_cluster(wanted.cluster)
     there = available_cores() if cluster.shares_cores else cluster.most_devices or wanted.most_gpus
     most = min(wanted.most_gpus, there)

@@ -1,7 +1,7 @@
-"""Each device's share of a step: whether it fits into memory, and its least time.
+"""Each device's share of a step: whether it fits into memory, and a lower bound of its time.
 
-It is computed as in ``paceline estimate``: one fake step, its storages at any batch size, and the additions of several
-processes.
+Memory is estimated as in ``paceline estimate``: from one fake step, its storages at any batch size, and what several
+processes add.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Share:
 
 
 def shares_of(recipe: Recipe, sizes: tuple[int, ...], batch_per_device: int | None) -> dict[int, Share]:
-    """Return each size's share: of the recipe's global batch, or of a fixed batch per device.
+    """Return a device's share for each number of devices: of the recipe's global batch, or a fixed batch per device.
 
     Args:
         recipe: The recipe, which gives the samples per step and pass.
@@ -61,7 +61,7 @@ def shares_of(recipe: Recipe, sizes: tuple[int, ...], batch_per_device: int | No
         batch_per_device: Samples per device and step; None keeps the recipe's global batch.
 
     Raises:
-        RecipeError: If the global batch cannot be shared evenly.
+        RecipeError: If the global batch cannot be shared evenly, or grows during training.
     """
     if batch_per_device is not None:
         return {size: Share(size, batch_per_device, 1) for size in sizes}
@@ -88,11 +88,11 @@ class Room:
     """What fits on a device that is one of several.
 
     Attributes:
-        share: Its part of the step, in passes that fit; the requested one if nothing fits.
+        share: Its part of the step, in passes that fit; the requested part if nothing fits.
         strategy: ``single``, ``ddp`` or ``fsdp``.
         fits: Whether that fits.
-        needed: Minimum bytes for a process.
-        memory: Its memory in bytes.
+        needed: Bytes that the device must have for this share.
+        memory: Bytes that the device has.
         why: The reason, in words.
     """
 
@@ -111,7 +111,7 @@ def rooms(
     device: Device | None,
     choose: Callable[[int, int], str],
 ) -> dict[int, Room]:
-    """Return what fits for each number of devices; empty if their memory is unknown.
+    """Return what fits for each number of devices, if the devices' memory is known.
 
     Args:
         recipe: The recipe to train; its data may be elsewhere.
@@ -168,12 +168,12 @@ def _room(recipe: Recipe, job: Job, share: Share, memory: int, strategy: str) ->
     if largest == 0:
         return room(share, f"not even one sample fits into {has} with {strategy}", fits=False)
     if recipe.model.compile and mode in WITH_GRAPHS:
-        said = f"only {largest} of {share.micro_batch} samples fit into {has}, and model.compile_mode={mode} takes them"
-        return room(share, f"{said} in one pass", fits=False)
+        why = f"only {largest} of {share.micro_batch} samples fit into {has}, and model.compile_mode={mode} takes them"
+        return room(share, f"{why} in one pass", fits=False)
     cut = in_passes(share, largest)
     needed = format_bytes(job.least(cut.micro_batch, memory, asked))
-    said = f"{share.micro_batch} samples do not fit into {has}; {cut.passes} passes of {cut.micro_batch} take {needed}"
-    return room(cut, f"{said} and make the same step", fits=job.fits(cut.micro_batch, memory, asked))
+    why = f"{share.micro_batch} samples do not fit into {has}; {cut.passes} passes of {cut.micro_batch} take {needed}"
+    return room(cut, f"{why} and make the same step", fits=job.fits(cut.micro_batch, memory, asked))
 
 
 def of_one_process(recipe: Recipe, share: Share) -> Recipe:
@@ -192,9 +192,9 @@ def of_one_process(recipe: Recipe, share: Share) -> Recipe:
 
 
 def least_steps(recipe: Recipe, shares: Mapping[int, Share], device: Device) -> dict[int, OneDevice]:
-    """Return the lower time bound of each part: every operator is limited by compute or by memory.
+    """Return a lower bound of the time of a pass for each part: every operator is limited by compute or by memory.
 
-    If the recipe compiles, only operators with products count: fusing may save the memory traffic of others.
+    If the recipe compiles, only operators with FLOPs count: fusion may save the memory traffic of the others.
 
     Args:
         recipe: The recipe to train; its data may be elsewhere.
@@ -213,7 +213,7 @@ def least_steps(recipe: Recipe, shares: Mapping[int, Share], device: Device) -> 
     passing = sum(map(ceilings.seconds, works)) - update
     return {
         size: OneDevice(
-            # FSDP shards the update, and a step with several passes has only one.
+            # FSDP shards the update, and a step with several passes has only one update.
             seconds=passing * share.micro_batch / largest.micro_batch + update / (share.passes * size),
             samples=share.micro_batch,
             is_bound=True,

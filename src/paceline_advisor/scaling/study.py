@@ -46,10 +46,10 @@ class Loop:
 
     Attributes:
         name: Its name on the command line.
-        waits: How often its host waits for the device per step, by precision: in fp32 and TF32, bf16, fp16.
+        waits: How often its host waits for the device per step, by precision.
         seconds_per_sample: Time of one core to read and augment an image, with all cores busy.
         seconds_per_tensor: Additional host time of DDP per parameter tensor.
-        loaders_per_device: Loader processes of each device, by cluster; others take as many as there are cores.
+        loaders_per_device: Loader processes of each device, by cluster; on other clusters, one for each core.
         source: The source.
     """
 
@@ -71,7 +71,7 @@ class Loop:
         """
         usual = self.seconds_per_sample if decodes else 0.0
         return Host(
-            # If processes compute on the cores, the host is the device and does all the work itself.
+            # If processes compute on the cores, the host is the device, so all its work adds to the step.
             waits=1 if cluster.shares_cores else self.waits[precision],
             seconds_per_tensor=self.seconds_per_tensor,
             seconds_per_sample=usual if seconds_per_sample is None else seconds_per_sample,
@@ -119,7 +119,7 @@ class Row:
         prediction: The predicted step.
         passes: Passes of each device per step.
         hours: Hours of the whole training; None if its length is unknown.
-        cost: Cost in dollars; None without a price.
+        cost: Cost of the whole training in dollars; None without a price.
         measured: Measured samples per second, if it was run.
     """
 
@@ -162,12 +162,12 @@ class ScaleReport:
     """Result of the prediction.
 
     Attributes:
-        recipe: Its name.
+        recipe: Name of the recipe.
         cluster: The cluster.
         basis: Source of one device's rate, in words.
         is_bound: Whether that rate is only an upper bound; all rates are then upper bounds.
         precision: The precision.
-        parameters: Number of the network's parameters.
+        parameters: Number of the network's trained parameters.
         rows: One row per size and strategy.
         price: Dollars per device and hour.
         notices: Assumptions.
@@ -255,8 +255,8 @@ class ScaleReport:
             }
             sizes, rates = [each.devices for each in found], [each.rate for each in found]
             traces.append({"mode": "lines+markers", "name": strategy, "x": sizes, "y": rates, "error_y": bars})
-            if told := [(row.prediction.devices, row.measured.middle) for row in rows if row.measured]:
-                x, y = zip(*told, strict=True)
+            if points := [(row.prediction.devices, row.measured.middle) for row in rows if row.measured]:
+                x, y = zip(*points, strict=True)
                 marker = {"symbol": "x", "size": 9}
                 traces.append({"mode": "markers", "name": f"{strategy}, measured", "x": x, "y": y, "marker": marker})
         one, sizes = self.rows[0].prediction, sorted({row.prediction.devices for row in self.rows})
@@ -313,7 +313,8 @@ class Scaling:
         device: Its accelerator; None if it is not in the table.
         precision: The precision.
         subject: Properties of the network.
-        shares: Each device's part of a step, by number of devices; may be split differently before :meth:`report`.
+        shares: Each device's part of a step, by number of devices. It may be split into other passes before
+            :meth:`report`.
     """
 
     def __init__(self, loaded: LoadedRecipe, asked: Scale, say: Log, subject: Subject | None = None) -> None:
@@ -397,14 +398,14 @@ class Scaling:
         )
 
     def _assumptions(self) -> list[str]:
-        told, host, asked = [], self._host, self._asked
+        found, host, asked = [], self._host, self._asked
         if self._strategies != asked.strategies:
-            told.append(f"FSDP {self.subject.unsharded}")
+            found.append(f"FSDP {self.subject.unsharded}")
         if asked.has_figure and asked.one_gpu_batch is None and asked.batch_per_gpu is None:
-            told.append(f"one device's figure is assumed to be for {self._figure_batch} samples; see --one-gpu-batch")
+            found.append(f"one device's rate is assumed to be for {self._figure_batch} samples; see --one-gpu-batch")
         if host.seconds_per_sample and host.cores_per_device is None:
-            told.append(f"{self.cluster.title}: its processor cores are unknown; data is assumed to arrive in time")
-        return told
+            found.append(f"{self.cluster.title}: its processor cores are unknown; data is assumed to arrive in time")
+        return found
 
     def _row(self, share: Share, strategy: Strategy, one: OneDevice, link: Link | None, price: float | None) -> Row:
         size = share.devices
@@ -428,7 +429,7 @@ class Scaling:
         )
 
     def _samples(self, share: Share) -> float:
-        """Samples of the whole training."""
+        """Return the samples of the whole training."""
         duration, epoch = self._recipe.train.duration, self.subject.samples
         batch = min(share.global_batch, epoch)
         if duration.unit == "epochs":
@@ -466,19 +467,19 @@ class Scaling:
                 seconds = batch / asked.throughput
             assert seconds is not None  # has_figure
             one = OneDevice(seconds=seconds, samples=batch)
-            return dict.fromkeys(self.shares, one), "its figure as given", False
+            return dict.fromkeys(self.shares, one), "its rate as given", False
         if alone:
             return alone, f"one process measured here, in {asked.rounds or _ROUNDS} rounds", False
         return self._bounds()
 
     @property
     def _figure_batch(self) -> int:
-        """Samples of the step that the given rate refers to."""
-        said = self._asked.one_gpu_batch or self._asked.batch_per_gpu
-        return said or self.shares[min(self.shares)].micro_batch
+        """Samples of the step that the given rate or time refers to."""
+        batch = self._asked.one_gpu_batch or self._asked.batch_per_gpu
+        return batch or self.shares[min(self.shares)].micro_batch
 
     def _bounds(self) -> tuple[dict[int, OneDevice], str, bool]:
-        """Return the device's lower time bound, from its dense compute peaks or its memory bandwidth."""
+        """Return lower bounds of the device's time for each size, from its compute peaks and its memory bandwidth."""
         device, work = self.device, self.subject.work
         if device is None or work is None:
             raise RecipeError(
@@ -499,12 +500,12 @@ class Scaling:
                 for size, share in self.shares.items()
             }
             bound = f"its dense {peaks} bounds it"
-        told = f"no figure for one {device.title}: {bound}; real rates are well below, and scale better"
-        return ones, told, True
+        basis = f"no rate of one {device.title} is known: {bound}; real rates are well below, and scale better"
+        return ones, basis, True
 
 
 def _compiled(recipe: Recipe) -> Compiled:
-    """Return the effect of compilation on kernel launches; none for an unknown back-end."""
+    """Return how compilation reduces kernel launches; ``no`` for an unknown back-end."""
     model = recipe.model
     if not model.compile:
         return "no"

@@ -1,7 +1,7 @@
 """Run to a target with several batch sizes, and fit the law of steps and samples.
 
-A run in this process is bit-identical to one of `paceline train`, without the start-up time of a process. Where several
-processes train together, :func:`paceline_advisor.bench.target.one_run` starts them.
+A run of one process trains in this process: it is bit-identical to one of `paceline train`, without the start-up time.
+Runs of several processes are started by :func:`paceline_advisor.bench.target.one_run`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Watching(Display):
 
 
 def run_in_place(loaded: LoadedRecipe, target: Target, run_dir: Path) -> TargetRun:
-    """Train until the target is met.
+    """Train in this process until the target is met, or to the end.
 
     Raises:
         PacelineError: For a mistake in the recipe or the data, before training starts.
@@ -87,7 +87,8 @@ def run_in_place(loaded: LoadedRecipe, target: Target, run_dir: Path) -> TargetR
 
 RUNS_FILE = "runs.jsonl"
 Rule = Literal["constant", "linear", "sqrt", "tuned"]
-# Rates around the square root rule, which lies between the other two; with factors of two the best is at most 1.4 off.
+# Factors on the rate by the square-root rule, which lies between the other two rules. They differ by two, so the best
+# rate within their range is at most a factor of 1.4 away.
 _TUNED = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
@@ -100,9 +101,10 @@ class SweepRun:
         lr: Its ``optimizer.lr``.
         seed: Its ``seed``.
         reached: Whether it reached the target.
-        steps: Optimizer steps until then, interpolated between the evaluations before and after; or until its end.
+        steps: Optimizer steps to the target, interpolated between the evaluations before and after; if it was not
+            reached, steps to the last evaluation.
         samples_per_step: Mean samples per step over an epoch, whose last step may be smaller.
-        evaluations: Number of evaluations; after a single one, it may have reached the target long before.
+        evaluations: Number of evaluations. If the first one met the target, it may have been reached long before.
         seconds: Time in training steps.
         trouble: Why it failed; empty if it did not.
     """
@@ -131,8 +133,8 @@ class Swept:
         asked: The command.
         target: The target of each run.
         loaded: The recipe.
-        base_rate: Its learning rate with its own batch.
-        runs: By batch, rate and seed.
+        base_rate: Its peak learning rate with its own batch, after scaling.
+        runs: The runs by batch, rate and seed.
     """
 
     asked: SweepBatch
@@ -150,11 +152,11 @@ class Swept:
 
 
 def sweep(asked: SweepBatch, log: Log = lambda _: None) -> Swept:
-    """Execute all missing runs, seed by seed, so that a killed sweep has some runs of every batch.
+    """Execute all missing runs, seed by seed, so that a killed sweep soon has a run of every batch.
 
     Raises:
-        PacelineError: If the recipe is invalid, possibly only with one of the batches, never evaluates or lacks the
-            metric, or if the output contains another sweep.
+        PacelineError: If the recipe is invalid, never evaluates, lacks the metric or cannot use one of the batches, or
+            if the output contains another sweep.
         TrainingError: If the first run fails.
     """
     check_alone("sweep-batch")
@@ -215,10 +217,10 @@ def in_words(run: SweepRun) -> str:
 
 
 def _check_plans(asked: SweepBatch, recipe: Recipe, wanted: Sequence[tuple[int, float, int]]) -> None:
-    """Plan a run with each batch, so that an impossible one is reported before the first run and not after hours.
+    """Plan a run with each batch, so that an impossible batch is reported before the first run.
 
     Raises:
-        PacelineError: If one is impossible.
+        PacelineError: If a run with one of the batches is impossible.
     """
     world = World(world_size=asked.processes, local_world_size=asked.processes)
     machine = describe_machine(choose_device(recipe.parallel.device, world), processes=asked.processes)
@@ -325,13 +327,13 @@ class _Book:
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         try:
             head, *rows = [load_json(line) for line in lines] or [self._head]
-            told = head.get("target")
+            other = head.get("target")
             runs = [SweepRun(**row) for row in rows]
         except (ValueError, TypeError, AttributeError) as error:
             raise RunDirectoryError(f"'{path}' was not written by sweep-batch ({error}); remove it.") from error
         if head != self._head:
             raise RunDirectoryError(
-                f"'{path}' holds the runs of another sweep (to {told}, or of an older version of the recipe); name "
+                f"'{path}' holds the runs of another sweep (to {other}, or of an older version of the recipe); name "
                 f"another --output, or remove it."
             )
         # A failed run is retried: its cause may be gone.
@@ -352,13 +354,13 @@ class _Book:
 
 
 def rates_of(rule: Rule, batch: int, reference_batch: int, reference_rate: float) -> tuple[float, ...]:
-    """Return the learning rates that a rule tries with a batch; a single one except for ``tuned``.
+    """Return the learning rates that a rule tries with a batch, to six digits; a single one except for ``tuned``.
 
     Args:
         rule: How the rate scales with the batch.
         batch: Samples in a step.
-        reference_batch: The recipe's own.
-        reference_rate: The rate for that batch.
+        reference_batch: The recipe's own batch.
+        reference_rate: The recipe's rate for that batch.
     """
     ratio = batch / reference_batch
     factors = {"constant": (1.0,), "linear": (ratio,), "sqrt": (math.sqrt(ratio),)}
@@ -368,7 +370,7 @@ def rates_of(rule: Rule, batch: int, reference_batch: int, reference_rate: float
 
 
 _LAW = (
-    "One law in three spellings: (S / S_min - 1) (E / E_min - 1) = 1 for steps S and samples E, steps = S_min "
+    "One law in three forms: (S / S_min - 1) (E / E_min - 1) = 1 for steps S and samples E, steps = S_min "
     "(1 + B_crit / B), and epochs = epochs_min (1 + B / B_crit). At the knee, B_crit, a run takes twice the minimum of "
     "steps and twice the minimum of samples (McCandlish et al. 2018)."
 )
@@ -388,7 +390,7 @@ class BatchRow:
         lr: The learning rate; for ``tuned``, the best one tried.
         runs: Runs with that rate.
         reached: Number of runs that reached the target.
-        steps: Median steps, including runs that did not reach it; None if nothing could be run.
+        steps: Median steps to the target, with runs that did not reach it as censored; None if no run was evaluated.
     """
 
     batch: int
@@ -400,7 +402,7 @@ class BatchRow:
 
     @property
     def samples(self) -> float | None:
-        """Median samples to the target."""
+        """Median samples to the target; None if unknown."""
         return None if self.steps is None else self.steps.middle * self.samples_per_step
 
     def to_json(self) -> dict[str, Any]:
@@ -415,10 +417,10 @@ class RuleResult:
 
     Attributes:
         rule: How the rate scales with the batch.
-        rows: Rows by batch.
-        points: The points that the law was fitted to.
-        law: None if there are too few points.
-        why: Why there is no law.
+        rows: One row per batch.
+        points: The runs that the law is fitted to.
+        law: The fitted law; None if there are too few points.
+        why: Why there is no law; otherwise empty.
     """
 
     rule: Rule
@@ -444,8 +446,8 @@ class SweepReport:
     Attributes:
         name: Name of the recipe.
         target: The target, in words.
-        seeds: Number of runs of each.
-        rules: In the requested order.
+        seeds: Number of runs with each batch and rate.
+        rules: The results of the rules, in the requested order.
         notes: Notes on the result.
         runs: All runs.
     """
@@ -474,7 +476,7 @@ class SweepReport:
         for each in self.rules:
             blocks.append(f"\n{each.rule} rule: {knee_in_words(each)}")
             blocks.append(
-                Table(columns=COLUMNS, rows=table_rows(each), caption="Medians of the runs that met the target")
+                Table(columns=COLUMNS, rows=table_rows(each), caption="Steps and samples to the target, medians")
             )
         return Shown(
             title="Steps and samples by batch size",
@@ -510,7 +512,7 @@ def _of_rule(swept: Swept, rule: Rule) -> RuleResult:
     for batch in sorted(swept.asked.batch_sizes):
         found = []
         for rate, runs in swept.of(rule, batch).items():
-            # A failed run counts as one that did not reach the target by then.
+            # A failed run counts as one that has not reached the target.
             watched = [run for run in runs if run.steps > 0]
             steps, ends = [run.steps for run in watched], [run.reached for run in watched]
             row = BatchRow(
@@ -558,8 +560,8 @@ def _notes(swept: Swept, runs: Sequence[SweepRun]) -> list[str]:
         )
     short = {run.batch: run.samples_per_step for run in runs if run.samples_per_step < 0.99 * run.batch}
     if short:
-        told = ", ".join(f"with {batch} a step has {samples:.0f}" for batch, samples in sorted(short.items()))
-        notes.append(f"An epoch's last step has fewer samples: {told} on average, and the law is fitted to that.")
+        sizes = ", ".join(f"with {batch} a step has {samples:.0f}" for batch, samples in sorted(short.items()))
+        notes.append(f"An epoch's last step has fewer samples: {sizes} on average, and the law is fitted to that.")
     return notes
 
 
@@ -572,9 +574,9 @@ def knee_in_words(result: RuleResult) -> str:
     if knee.low == 0 and math.isinf(knee.high):
         return f"knee unknown: the runs bound it on neither side; use more seeds or a wider range of batches; {off}"
     if math.isinf(knee.high):
-        return f"knee above {knee.low:.3g} samples: it is above all batches tried; {off}"
+        return f"knee above {knee.low:.3g} samples: the batches tried do not reach it; {off}"
     if knee.low == 0:
-        return f"knee below {knee.high:.3g} samples: it is below all batches tried; {off}"
+        return f"knee below {knee.high:.3g} samples: the batches tried are all beyond it; {off}"
     outside = "" if min(tried) <= knee.middle <= max(tried) else ", outside the batches tried"
     return f"knee at {knee.middle:.3g} samples ({knee.low:.3g} to {knee.high:.3g}){outside}; {off}"
 
@@ -620,14 +622,14 @@ COLUMNS = ("batch", "rate", "there", "steps", "fewest, most", "samples", "by the
 
 
 def table_rows(rule: RuleResult) -> list[tuple[str, ...]]:
-    """Return the rows of a table of a rule's batches."""
+    """Return the rows of a rule's table, with the columns :data:`COLUMNS`."""
     rows: list[tuple[str, ...]] = []
     for row in rule.rows:
         first = (f"{row.batch:,}", f"{row.lr:.3g}", f"{row.reached} of {row.runs}")
         if row.steps is None or not row.reached:
             rows.append((*first, "-", "", "-", ""))
             continue
-        # The minimum and maximum steps of successful runs; an interval of three runs would say less.
+        # Show the fewest and most steps of the runs that reached it: an interval of three runs would say less.
         steps = [each.steps for each in rule.points if each.reached and each.batch == row.samples_per_step]
         ends = f"{min(steps):,.0f}, {max(steps):,.0f}" if steps else ""
         law = "" if rule.law is None else f"{rule.law.examples(row.samples_per_step):,.0f}"

@@ -44,7 +44,7 @@ MOST_SKIPPED = 20
 
 
 def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
-    """Return the recipe of a range test: its initial phase, without later changes or work between steps.
+    """Return the recipe of a range test: as at the start of training, and without work between steps.
 
     Args:
         recipe: The recipe.
@@ -53,7 +53,7 @@ def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
     """
     batch = recipe.batch
     if batch.growth:
-        # Keep the first batch size, in the micro-batches that it has next to the later ones.
+        # Keep the first batch size, in the micro-batches that it has together with the later sizes.
         batch = replace(batch, micro_size=micro_batch_size(recipe, world_size), growth={})
     return replace(
         recipe,
@@ -68,7 +68,7 @@ def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
 
 
 Ending = Literal["highest", "diverged", "not_finite", "signal"]
-_TOLD = 10
+_PROGRESS_LINES = 10
 
 
 @dataclass(kw_only=True)
@@ -77,8 +77,8 @@ class Taken:
 
     Attributes:
         rates: Learning rate of each step.
-        losses: Mean loss over the global batch of each, before its update; all finite.
-        skipped: Steps that fp16 skipped, and repeated with the next batch.
+        losses: Mean loss over each step's global batch, before its update; all finite.
+        skipped: Steps that fp16 skipped; each was repeated with the next batch.
         ending: Why the test ended.
     """
 
@@ -89,7 +89,10 @@ class Taken:
 
 
 def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
-    """Train the steps of a range test; a collective. Every process has the same losses, and ends at the same step."""
+    """Train the steps of a range test; collective: every rank must call this.
+
+    Every process has the same losses, and ends at the same step.
+    """
     # Momentum and weight decay keep the optimizer's initial values, which are those of the recipe's first step.
     run.schedules = Schedules(
         learning_rate=LearningRate(name=sweep.shape, peak=sweep.lowest, end=sweep.highest, total_steps=sweep.steps - 1)
@@ -114,7 +117,7 @@ def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
                 taken.rates.append(rate)
                 taken.losses.append(loss)
             ending = _ending(run, sweep, taken, loss)
-            if loss is not None and len(taken.losses) % max(1, sweep.steps // _TOLD) == 0:
+            if loss is not None and len(taken.losses) % max(1, sweep.steps // _PROGRESS_LINES) == 0:
                 say(f"step {len(taken.losses)} of {sweep.steps}: rate {rate:.3g}, loss {loss:.4g}")
     taken.ending, taken.skipped = ending, run.progress.skipped
     return taken
@@ -122,7 +125,7 @@ def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
 
 def _ending(run: Run, sweep: Sweep, taken: Taken, loss: float | None) -> Ending | None:
     """Return why the test ends here, if it does; the same on all processes, since all have the same losses."""
-    # First, since this is a collective on some devices: each process must call it equally often.
+    # This comes first, since it is a collective on some devices: each process must call it equally often.
     if run.strategy.agreed(run.control_flags()).stop:
         return "signal"
     if loss is None and run.precision.scaler is not None:
@@ -140,7 +143,7 @@ def _ending(run: Run, sweep: Sweep, taken: Taken, loss: float | None) -> Ending 
 _DIGITS = 3
 # If the lowest loss comes after this fraction of the steps, it is at the upper end.
 _NEAR_THE_END = 0.9
-# A suggestion that is a smaller fraction of the recipe's rate is reported.
+# A suggestion that is a smaller fraction of the recipe's rate gets a note.
 _FAR = 0.001
 _ENDINGS: Mapping[Ending, str] = {
     "highest": "all steps were taken",
@@ -173,11 +176,11 @@ class RangeTest:
         losses: Mean training loss over each step's global batch, before its update.
         averages: The losses, smoothed.
         ending: ``highest``, ``diverged`` or ``not_finite``.
-        skipped: Steps that fp16 skipped, and repeated with the next batch.
+        skipped: Steps that fp16 skipped; each was repeated with the next batch.
         suggestions: By rule: median, trough, valley, steepest, minimum, slide.
-        notes: Notes needed to use them.
-        rule: The suggestion that the user chose.
-        applied: What was written to the file named by the user, in words.
+        notes: What to know before using them.
+        rule: The rule that the user chose.
+        applied: What was written to the requested file, in words; empty if none was requested.
     """
 
     name: str
@@ -216,7 +219,7 @@ class RangeTest:
         """Return ``optimizer.lr`` by a rule, to three digits; with a scaling rule, before scaling.
 
         Raises:
-            RecipeError: If the curve has no such point, with the reason.
+            RecipeError: If there is no such rule, or the curve has no such point, with the reason.
         """
         found = self.suggestion(rule)
         if found.lr is None:
@@ -224,10 +227,10 @@ class RangeTest:
         return float(f"{found.lr / self.facts['lr_factor']:.{_DIGITS}g}")
 
     def improved(self, rule: str = MEDIAN) -> str:
-        """Return the recipe with that learning rate, as YAML with a comment on its source.
+        """Return the recipe with the learning rate of a rule, as YAML with a comment that names the rule.
 
         Raises:
-            RecipeError: If the curve has no such point.
+            RecipeError: If there is no such rule, or the curve has no such point.
         """
         lr, before, why = self.lr(rule), self.recipe.optimizer.lr, self.suggestion(rule).rule
         head = f"# {self.name}, as suggested by `paceline find-lr`:\n"
@@ -250,7 +253,7 @@ class RangeTest:
         }
 
     def __paceline__(self) -> Shown:
-        """Show the test, the suggestions and the notes; on the page, the curve and the method too."""
+        """Show the test, its curve, the suggestions and the notes; on the page, the method and the sources too."""
         facts, sweep = self.facts, self.sweep
         several = f", {facts['world_size']} processes" if facts["world_size"] > 1 else ""
         rows = [
@@ -314,7 +317,8 @@ def find_lr(
 
     Raises:
         PacelineError: For every mistake in the recipe, the data or the settings.
-        TrainingError: If even the first loss is not finite.
+        TrainingError: If even the first loss is not finite, or if a stop was requested.
+        KeyboardInterrupt: For Ctrl-C in a single process.
     """
     sweep = Sweep(**settings)
     say = (lambda _: None) if quiet else print
@@ -327,6 +331,7 @@ def measure(asked: FindLr, log: Log) -> RangeTest:
     Raises:
         PacelineError: For every mistake in the recipe or the data.
         TrainingError: If even the first loss is not finite, or if a stop was requested.
+        KeyboardInterrupt: For Ctrl-C in a single process.
     """
     rule = asked.suggestion
     found = replace(range_test(load_recipe(asked.recipe, asked.overrides), asked.sweep, say=log), rule=rule)
@@ -394,7 +399,7 @@ def range_test(
 
 @contextlib.contextmanager
 def _scratch(world: World) -> Iterator[Path | None]:
-    """Context with a directory for the run, created and removed by the first process, which shares its path."""
+    """Yield a directory for the run, which the first process creates and removes; None on the others."""
     if not world.is_first:
         yield None
         return
@@ -453,7 +458,7 @@ def _notes(
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
 _METHOD = (
-    "The recipe was trained for some steps from its initial weights, with a learning rate that rises from step to step "
+    "The recipe was trained for some steps from its initial weights, with a learning rate that rises at each step "
     "(Smith 2015). A step's loss is measured before its update, over all its samples. The rules look at "
     "the smoothed losses, without the first tenth and the last five, with fastai's definitions. A suggested rate is a "
     "starting point, not the optimum: only full training shows what works to the end of a run."

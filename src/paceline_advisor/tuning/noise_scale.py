@@ -54,8 +54,8 @@ class NoisePoint:
 
     Attributes:
         step: Step of the checkpoint; 0 for initial weights.
-        averages: Averages of the estimates.
-        steps: Number of batches.
+        averages: Averages of the batches' estimates.
+        steps: Number of measured batches.
     """
 
     step: int
@@ -82,12 +82,12 @@ class NoiseReport:
 
     Attributes:
         name: Name of the recipe or run.
-        global_batch_size: The recipe's global batch size.
-        batch_weight: Mean weight of a batch, in ``unit``; its number of samples, if each has weight 1.
-        unit: Unit of the noise scale: samples, or their weights, such as ``tokens``.
-        micro_batch_size: Size of the micro-batches.
+        global_batch_size: The recipe's global batch size in samples.
+        micro_batch_size: Samples of a micro-batch.
         processes: Number of processes.
         points: The points, by step.
+        batch_weight: Mean weight of a batch, in ``unit``; its number of samples, if each has weight 1.
+        unit: Unit of the noise scale: ``samples``, or the unit of their weights, such as ``tokens``.
     """
 
     name: str
@@ -99,7 +99,7 @@ class NoiseReport:
     unit: str = "samples"
 
     def costs(self) -> dict[str, float] | None:
-        """Cost of the recipe's batch relative to the best, by the last point; None if unknown."""
+        """Return the cost of the recipe's batch relative to the minimum, by the last point; None if unknown."""
         found = self.points[-1].averages.noise_scale()
         if found is None:
             return None
@@ -191,10 +191,10 @@ def _figure(value: float) -> str:
 
 
 def measure_noise(asked: NoiseScale, log: Log) -> NoiseReport:
-    """Measure the noise scale. Collective: every rank must call this.
+    """Measure the noise scale; collective: every rank must call this.
 
     Raises:
-        PacelineError: For mistakes in the recipe or the data, and if weights are sharded.
+        PacelineError: For mistakes in the recipe or the data, or if weights are sharded.
     """
     loaded = load_recipe(asked.target, asked.overrides)
     checkpoints = _checkpoints(Path(asked.target))
@@ -269,7 +269,7 @@ def _checkpoints(target: Path) -> list[tuple[int, Path | None]]:
 
 
 def _cut(recipe: Recipe, processes: int) -> Recipe:
-    """Return the recipe with at least two micro-batches per step, with its own sizes if set.
+    """Return the recipe with at least two micro-batches per step; sizes that it sets are kept.
 
     Raises:
         RecipeError: If its batch cannot be split.

@@ -1,7 +1,7 @@
 """Hyper-parameter search with Optuna: each trial is an ordinary run in its own directory.
 
-``--output`` holds Optuna's journal and the run directories. The same command continues a killed search: the run in
-progress resumes from its checkpoint.
+``--output`` holds Optuna's journal and the run directories. The same command resumes a killed search, and the run that
+was in progress resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -44,21 +44,22 @@ from paceline_advisor.launches import Launch, check_alone, check_can_watch, said
 
 JOURNAL = "trials.log"
 _LOOK_SECONDS, _END_SECONDS = 0.2, 120.0
-# If none of this many trials succeeds, the recipe is at fault and not the values.
+# If so many trials end and all of them fail, the recipe is at fault and not the values.
 _FAILURES = 3
-# Trials that run to the end before others are compared with their median, and evaluations before a trial may be pruned.
+# Trials before pruning starts, which compares later ones with the median; and evaluations of a trial before it may be
+# pruned.
 _UNPRUNED_TRIALS, _UNPRUNED_EVALUATIONS = 4, 1
 
 Search = Mapping[str, list[Any] | dict[str, Any]]
-"""By recipe key: a list of choices, or ``low``, ``high`` and, if asked for, ``log`` or ``step``."""
+"""By recipe key: a list of choices, or a range with ``low``, ``high`` and optionally ``log`` or ``step``."""
 
 
 def tune(asked: Tune, log: Log) -> TuneReport:
-    """Run the remaining trials, and combine all of them.
+    """Run the remaining trials, and report all of them.
 
     Raises:
-        PacelineError: For a mistake in the recipe or the search, before the first trial.
-        TrainingError: If no trial succeeds.
+        PacelineError: For a mistake in the recipe or the search, or an output of another search; before any trial.
+        TrainingError: If three trials or more have ended, and all of them failed.
     """
     check_alone("tune")
     check_can_watch()
@@ -87,8 +88,8 @@ def tune(asked: Tune, log: Log) -> TuneReport:
         if "run" not in trial.user_attrs:
             trial.set_user_attr("run", f"trial-{len(_by_run(study)):03d}")
         values = {key: _suggested(trial, key, space) for key, space in search.items()}
-        told = " ".join(as_override(key, value) for key, value in values.items())
-        log(f"trial {made + 1} of {asked.trials}: {told}")
+        overrides = " ".join(as_override(key, value) for key, value in values.items())
+        log(f"trial {made + 1} of {asked.trials}: {overrides}")
         log(f"  {_try(asked, study, trial, values, target)}")
         failed = _finished(study)
         if len(failed) >= _FAILURES and all("trouble" in each.user_attrs for each in failed):

@@ -271,7 +271,7 @@ def test_an_olympic_mean_needs_three_values() -> None:
 
 
 def test_sizes_and_epochs_come_in_pairs() -> None:
-    with pytest.raises(ValueError, match="one for a size"):
+    with pytest.raises(ValueError, match="one per size"):
         scaling.progressive_resizing_minutes(1, (1, 2), (1,), 0, 0)
 
 

@@ -15,7 +15,7 @@ _MANY_IN_A_ROW = 4
 
 @check(advice="remove it from the training code")
 def debugging(subject: Subject) -> Iterator[Found]:
-    """Debugging aids that were left on."""
+    """Debugging aids that are enabled in training."""
     for kind, place in subject.calls.debugging.items():
         found = _AIDS[kind]
         at = f", set at {place}" if place is not None and kind == "anomaly" else ""
@@ -77,7 +77,7 @@ def host_tensors(subject: Subject) -> Found | None:
 def _counted(
     subject: Subject, what: str, counts: Counter[tuple[str, int, str]], why_on_cpu: str, on_cpu: tuple[float, float]
 ) -> Found | None:
-    """Describe how often calls were observed, and where first; they cost little on a CPU."""
+    """Return how often calls were observed and where, the most frequent first; on a CPU only as a notice."""
     if not counts:
         return None
     places = tuple(Place(file, line, kind, count) for (file, line, kind), count in counts.most_common())
@@ -111,7 +111,7 @@ def debug_environment(subject: Subject) -> Iterator[Found]:
     speedup=(1.02, 1.5),
 )
 def unfused_pointwise(subject: Subject) -> Found | None:
-    """Sequences of operations on single numbers, each of which reads and writes memory."""
+    """Sequences of element-wise operations, each of which reads and writes whole tensors."""
     places = tuple(
         Place(file, line, f"{length} operations in a row, {function}")
         for (file, line, function), length in subject.calls.pointwise.items()
@@ -151,8 +151,8 @@ def no_workers(subject: Subject) -> Found | None:
     reads_itself = data.get("backend") == "pytorch" and data.get("workers") == 0
     if subject.target.machine.cores < 2 or not (alone or reads_itself):
         return None
-    said = "data.workers=0" if reads_itself else "num_workers=0 in your own DataLoader"
-    found = Found(f"{said}, and {subject.target.cores}", places=tuple(each.place for each in alone))
+    setting = "data.workers=0" if reads_itself else "num_workers=0 in your own DataLoader"
+    found = Found(f"{setting}, and {subject.target.cores}", places=tuple(each.place for each in alone))
     return found.but(advice="data.workers=auto", overrides={"data.workers": "auto"}) if reads_itself else found
 
 
@@ -209,7 +209,7 @@ def no_persistent_workers(subject: Subject) -> Found | None:
     expected="each sample once per epoch",
 )
 def drop_last(subject: Subject) -> Found | None:
-    """Your own loader leaves samples out."""
+    """Your own loader drops samples."""
     return _of_loaders("drop_last=True", [each for each in subject.loaders if each.drops_last])
 
 

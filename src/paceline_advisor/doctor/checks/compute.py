@@ -21,9 +21,9 @@ from paceline_advisor.doctor.findings import (
 from paceline_advisor.doctor.subject import Found, Subject, check, named
 from paceline_advisor.formulas.parallel_step import KERNEL_SECONDS
 
-# On a CPU, a layer with fewer FLOPs takes about as long as converting its dtype or starting threads.
+# On a CPU, converting its dtype or starting threads takes about as long as a layer with fewer FLOPs.
 _SMALL_ON_CPU = 1e8
-# On a GPU, a smaller gain than this is lost to the casts of another precision.
+# On a GPU, the casts of another precision use up a smaller gain than this.
 _WORTH_IT = 1.1
 _MUCH = 0.05
 _MOST = 0.5
@@ -229,7 +229,7 @@ def _too_small(subject: Subject) -> bool:
     speedup=(1.01, 1.05),
 )
 def bias_before_batchnorm(subject: Subject) -> Found | None:
-    """A bias that the next module cancels."""
+    """A bias that a following BatchNorm cancels."""
     biased = subject.anatomy.biased
     if not biased:
         return None
@@ -240,7 +240,7 @@ def bias_before_batchnorm(subject: Subject) -> Found | None:
 
 # ------------------------------------------------------------------------------------------------ sizes of layers
 
-# Other sizes are another network, and the expected gain is for a device that may not be here.
+# Other sizes make another network, and the gain is predicted, since the device may not be here.
 prediction = partial(check, keeps="training", predicted=True)
 
 
@@ -413,14 +413,14 @@ def recurrent_sizes(subject: Subject) -> Found | None:
     unit, batch = multiples[0], subject.plan.micro_batch_size
     odd = [layer for layer in found if layer.outputs % unit or layer.inputs % unit]
     small = [layer for layer in found if layer.outputs <= _COMPUTE_BOUND["hidden"]]
-    said = [f"{_heaviest(odd)} not a multiple of {unit}"] if odd else []
-    said += [f"a micro-batch of {batch} is not a multiple of {unit}"] if batch % unit else []
-    said += [f"a micro-batch of {batch}, 128 or fewer"] if batch <= _COMPUTE_BOUND["batch"] else []
-    said += [f"{_heaviest(small)}, 256 or fewer"] if small else []
-    if not said:
+    objections = [f"{_heaviest(odd)} not a multiple of {unit}"] if odd else []
+    objections += [f"a micro-batch of {batch} is not a multiple of {unit}"] if batch % unit else []
+    objections += [f"a micro-batch of {batch}, 128 or fewer"] if batch <= _COMPUTE_BOUND["batch"] else []
+    objections += [f"{_heaviest(small)}, 256 or fewer"] if small else []
+    if not objections:
         return None
     return Found(
-        "; ".join(said),
+        "; ".join(objections),
         severity="slows" if odd or batch % unit else "notice",
         advice=f"hidden sizes in multiples of {_TILE}, a batch above 128 in multiples of {unit}",
         layers=tuple(layer.name for layer in found),
@@ -444,7 +444,7 @@ def recurrent_cells(subject: Subject) -> Found | None:
 
 
 def _inner(subject: Subject) -> list[Layer]:
-    """Return the layers except recurrent ones and the first convolution, whose input channels are those of images."""
+    """Return the layers, except recurrent ones and a first convolution that reads images of at most 4 channels."""
     found = [layer for layer in subject.layers if layer.kind in ("linear", "convolution")]
     first = next((layer for layer in found if layer.kind == "convolution"), None)
     return [layer for layer in found if layer is not first or layer.inputs > 4]

@@ -18,7 +18,7 @@ _FEW = 4
 spoils = partial(check, severity="spoils", keeps="training")
 _ADAPTIVE = ("adamw", "lamb", "adafactor", "rmsprop", "lion")
 
-# ------------------------------------------------------------------------------------ whether there is room for a step
+# ------------------------------------------------------------------------------------------ memory
 
 
 @check(
@@ -30,7 +30,7 @@ _ADAPTIVE = ("adamw", "lamb", "adafactor", "rmsprop", "lion")
     expected="the run completes its first step",
 )
 def does_not_fit(subject: Subject) -> Found | None:
-    """A micro-batch whose step needs more memory than the device has."""
+    """A micro-batch that needs more memory than the device has."""
     lack = subject.lack
     if lack is None:
         return None
@@ -50,7 +50,7 @@ def does_not_fit(subject: Subject) -> Found | None:
     )
 
 
-# ------------------------------------------------------------------------------- what several processes would wait for
+# ------------------------------------------------------------------------------------------ several processes
 
 
 @check(
@@ -112,7 +112,7 @@ _DISORDER = 0.2
     speedup=(1.0, 1.1),
 )
 def construction_order(subject: Subject) -> Found | None:
-    """Layers created in another order than used, if that determines the buckets."""
+    """Layers that are created in another order than they are used, if that order determines DDP's buckets."""
     if subject.recipe.parallel.unused_parameters != "allow":
         return None  # DDP rebuilds its buckets after the first step
     made = list(dict.fromkeys(name.rpartition(".")[0] for name in subject.anatomy.parameters))
@@ -163,11 +163,11 @@ def affinity(subject: Subject) -> Found | None:
     return Found(f"parallel.affinity=none, and this machine has {subject.sockets} NUMA nodes")
 
 
-# ------------------------------------------------------------------------------------------ what is done between steps
+# ------------------------------------------------------------------------------------------ between steps
 
 _FEW_STEPS = 4
 _SHORT_RUN = 20
-_BACKWARD = 3.0  # a step's time in forward passes: a backward pass takes two
+_STEP = 3.0  # a training step's work in forward passes: its backward pass is worth two
 
 
 @check(
@@ -179,7 +179,7 @@ _BACKWARD = 3.0  # a step's time in forward passes: a backward pass takes two
     speedup=(1.02, 1.3),
 )
 def log_every_step(subject: Subject) -> Found | None:
-    """A record for every step, or nearly."""
+    """A record for every step, or for every few steps on a GPU."""
     plan, is_gpu = subject.plan, subject.target.is_gpu
     if plan.log_every_steps > (_FEW_STEPS if is_gpu else 1) or plan.total_steps < _SHORT_RUN:
         return None
@@ -199,11 +199,11 @@ def log_every_step(subject: Subject) -> Found | None:
     keeps="training",  # the best checkpoint, and early stopping, are determined at evaluations
 )
 def evaluation_often(subject: Subject) -> Found | None:
-    """More time spent in evaluation than in training."""
+    """Evaluation with at least as much work as training."""
     plan, every = subject.plan, subject.plan.evaluate_every_steps
     if every is None or plan.evaluation_samples == 0 or plan.total_steps < _SHORT_RUN:
         return None
-    share = plan.evaluation_samples / (plan.evaluation_samples + every * plan.global_batch_size * _BACKWARD)
+    share = plan.evaluation_samples / (plan.evaluation_samples + every * plan.global_batch_size * _STEP)
     if share < 0.5:
         return None
     return Found(
@@ -214,7 +214,7 @@ def evaluation_often(subject: Subject) -> Found | None:
     )
 
 
-# ----------------------------------------------------------------------------------- whether fast steps lead somewhere
+# ------------------------------------------------------------------------------------------ what the steps learn
 
 
 @spoils(
@@ -317,7 +317,7 @@ def loss_scale(subject: Subject) -> Found | None:
     return None
 
 
-# -------------------------------------------------------------------------------- what a run that was made has recorded
+# ------------------------------------------------------------------------------------------ what a run has recorded
 
 _WAITS = 0.1
 _SKIPPED = 0.01
@@ -330,7 +330,7 @@ _SKIPPED = 0.01
     expected="a loss that falls",
 )
 def diverged(subject: Subject) -> Found | None:
-    """Losses, weights or metrics that are not finite, or a loss far above the first."""
+    """Losses, weights or metrics that were not finite, or a loss that diverged."""
     return _incidents(subject, "nonfinite", "diverged")
 
 
@@ -360,7 +360,7 @@ def data_wait(subject: Subject) -> Found | None:
     expected="no step lost",
 )
 def scaler_health(subject: Subject) -> Found | None:
-    """Steps that fp16 skipped, or a loss scale that decreased."""
+    """More than 1 % of the steps skipped by fp16, or a final loss scale below 1."""
     steps = _of(subject, "step")
     scales = [event["grad_scale"] for event in steps if event.get("grad_scale")]
     last = steps[-1] if steps else {}
@@ -400,7 +400,7 @@ def _of(subject: Subject, kind: str) -> list[dict[str, Any]]:
 
 
 def _incidents(subject: Subject, *kinds: str) -> Found | None:
-    """Return how often a run reported such incidents, and the last one."""
-    told = [event for event in _of(subject, "incident") if str(event.get("incident")).startswith(kinds)]
-    times = f"{len(told)} time{'s' * (len(told) > 1)}"
-    return Found(f"{times}; the last: {told[-1].get('message', '')}") if told else None
+    """Return how often a run reported incidents of these kinds, and the last message; None if never."""
+    found = [event for event in _of(subject, "incident") if str(event.get("incident")).startswith(kinds)]
+    times = f"{len(found)} time{'s' * (len(found) > 1)}"
+    return Found(f"{times}; the last: {found[-1].get('message', '')}") if found else None
