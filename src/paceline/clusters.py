@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_files
 from paceline.plain_yaml import BoundedLoader
 
 
@@ -130,7 +130,7 @@ def _described(name: str, found: Any, path: Path) -> Cluster:
 
 
 def _load(path: Path) -> Any:
-    refuse_odd_kinds(path)
+    refuse_special_files(path)
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
     except (OSError, UnicodeDecodeError) as error:

@@ -18,7 +18,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.files import odd_kind
+from paceline.files import special_file_kind
 from paceline.plain_yaml import MOST_LEVELS, PlainDumper, load_plain
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
@@ -262,7 +262,7 @@ def _locate(source: str | Path, beside: Path = Path()) -> Path:
             f"'{source}' is a folder, but a recipe is a name or a YAML file; to train on a folder of images: "
             f"paceline train image_folder data.path={source}"
         )
-    if kind := odd_kind(path):
+    if kind := special_file_kind(path):
         raise RecipeError(f"'{source}' is {kind}, but a recipe is a name or a YAML file. Correct the path.")
     if path.suffix in _ENDINGS or (os.sep in str(source) and "=" not in str(source)):
         raise RecipeError(_no_file(str(source), beside))

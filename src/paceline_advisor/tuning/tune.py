@@ -27,7 +27,7 @@ from yaml import YAMLError
 from paceline.command import Log
 from paceline.distributed.local_launch import LAUNCHER_VARIABLE
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_files
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
 from paceline.plain_yaml import load_plain, settled
@@ -103,7 +103,7 @@ def read_search(path: Path) -> Search:
     Raises:
         RecipeError: If the file is not a mapping of recipe keys to lists or ranges.
     """
-    refuse_odd_kinds(path)
+    refuse_special_files(path)
     try:
         found = settled(load_plain(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, YAMLError) as error:

@@ -26,7 +26,7 @@ from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
-from paceline.files import LeftOut, has_ending, is_folder, visible
+from paceline.files import SkippedItems, has_extension, is_folder, visible
 from paceline.machine import cache_folder
 
 WORTH_SECONDS = 0.5  # quicker listings are repeated
@@ -177,8 +177,8 @@ def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
             problems.bad.append(Bad("nested_folders", entry.path))
         elif size is None:  # named pipe, socket or device: reading it may block forever
             problems.bad.append(Bad("special_files", entry.path))
-        elif not has_ending(entry.name, EXTENSIONS):
-            kind = "heic_images" if has_ending(entry.name, ("heic", "heif")) else "other_files"
+        elif not has_extension(entry.name, EXTENSIONS):
+            kind = "heic_images" if has_extension(entry.name, ("heic", "heif")) else "other_files"
             problems.bad.append(Bad(kind, entry.path))
         else:
             files.append((entry.name, size))
@@ -234,7 +234,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
     Raises:
         DataError: If the folder is missing, or has another layout.
     """
-    root, problems, left_out = _existing_folder(request.path), request.problems, LeftOut()
+    root, problems, left_out = _existing_folder(request.path), request.problems, SkippedItems()
     train_folder, held_out_folder = _split_folders(root, problems, score_all=request.score_all)
     folders = [each for each in (train_folder, held_out_folder) if each is not None]
     listings, digest, how = list_folders(root, folders, problems, remembered=not request.tolerant)
@@ -264,7 +264,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
         classes=classes,
         digest=digest,
         listing=how,
-        left_out=left_out.told(),
+        left_out=left_out.sentences(),
     )
 
 
