@@ -14,19 +14,24 @@ def classifier_layers(network: nn.Module) -> list[str]:
     The classifier is given by the network's ``get_classifier``, as in timm; the layers that Transformers adds to its
     base model; a detector's predictors; or else the last linear layer, as in torchvision's networks.
     """
-    said: object = getattr(network, "get_classifier", lambda: None)()
-    heads = said if isinstance(said, tuple | list) else (said,)
+    declared: object = getattr(network, "get_classifier", lambda: None)()
+    heads = declared if isinstance(declared, tuple | list) else (declared,)
     modules = {name: module for name, module in network.named_modules() if name}
-    found = [
+    names = [
         name
         for name, module in modules.items()
         if any(module is each for each in heads) and next(module.parameters(), None) is not None
     ]
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-    return found or _beside_base(network, linear) or [name for name in _OF_DETECTORS if name in modules] or linear[-1:]
+    return (
+        names
+        or _outside_base_model(network, linear)
+        or [name for name in _OF_DETECTORS if name in modules]
+        or linear[-1:]
+    )
 
 
-def _beside_base(network: nn.Module, linear: list[str]) -> list[str]:
+def _outside_base_model(network: nn.Module, linear: list[str]) -> list[str]:
     """Return the linear layers of a Transformers network outside of its base model, wherever it is nested."""
     for name, module in network.named_modules():
         base = getattr(module, "base_model_prefix", "")

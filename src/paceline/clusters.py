@@ -90,31 +90,33 @@ EXAMPLE = (
 )
 
 
-def _described(name: str, found: Any, path: Path) -> Cluster:
+def _described(name: str, description: Any, path: Path) -> Cluster:
     """Read a file's description of a cluster.
 
     Raises:
         RecipeError: Naming the missing, unknown or invalid key.
     """
-    if not isinstance(found, dict):
-        raise RecipeError(f"{path}: found {found!r}, but a cluster is keys and values: {EXAMPLE}.")
+    if not isinstance(description, dict):
+        raise RecipeError(f"{path}: found {description!r}, but a cluster is keys and values: {EXAMPLE}.")
     try:
-        table = _ClusterTable.model_validate(found)
+        table = _ClusterTable.model_validate(description)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         match first["type"]:
             case "missing":
-                told = f"key '{key}' is missing; a cluster has at least: {EXAMPLE}."
+                message = f"key '{key}' is missing; a cluster has at least: {EXAMPLE}."
             case "extra_forbidden":
                 known = _LinkTable.model_fields if "." in key else _ClusterTable.model_fields
-                told = f"key '{key}' is unknown.{did_you_mean(str(first['loc'][-1]), known)} It has {', '.join(known)}."
+                message = (
+                    f"key '{key}' is unknown.{did_you_mean(str(first['loc'][-1]), known)} It has {', '.join(known)}."
+                )
             case "model_type":
                 keys = " and ".join(_LinkTable.model_fields)
-                told = f"{key} is {first['input']!r}, but it has exactly the keys {keys}."
+                message = f"{key} is {first['input']!r}, but it has exactly the keys {keys}."
             case _:
-                told = f"{key} is {first['input']!r}; {first['msg'].replace('Input should', 'it must')}."
-        raise RecipeError(f"{path}: {told}") from None
+                message = f"{key} is {first['input']!r}; {first['msg'].replace('Input should', 'it must')}."
+        raise RecipeError(f"{path}: {message}") from None
     return Cluster(
         name=name,
         title=table.title or str(path),

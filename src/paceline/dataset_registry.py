@@ -76,9 +76,9 @@ def find_dataset(name: str) -> DatasetEntry | None:
     _load_ours()
     family = name.partition(":")[0] + _FAMILY
     if name not in _entries and family not in _entries and name in installed("datasets"):
-        found = load_reference(installed("datasets")[name], DataError, installed=True)
+        opener = load_reference(installed("datasets")[name], DataError, installed=True)
         if name not in _entries:  # an undecorated function
-            dataset(name, keys=("path", "options"))(found)
+            dataset(name, keys=("path", "options"))(opener)
     return _entries.get(name) or _entries.get(family)
 
 
@@ -104,8 +104,8 @@ class DatasetsUsing(Collection[str]):
     def __contains__(self, name: object) -> bool:
         if name in self._others:
             return True
-        found = find_dataset(name) if isinstance(name, str) else None
-        return found is not None and self._key in found.keys
+        entry = find_dataset(name) if isinstance(name, str) else None
+        return entry is not None and self._key in entry.keys
 
     def __len__(self) -> int:
         return len(self._names)

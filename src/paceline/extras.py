@@ -79,7 +79,7 @@ class Extra:
 def _libraries(*distributions: str) -> tuple[Library, ...]:
     """Return libraries whose import name is their distribution name, some with a minimum version."""
     parts = [each.partition(">=") for each in distributions]
-    return tuple(Library(name, name.replace("-", "_"), least) for name, _, least in parts)
+    return tuple(Library(name, name.replace("-", "_"), at_least) for name, _, at_least in parts)
 
 
 _DALI = Library("nvidia-dali-cuda130", "nvidia.dali", "2", instead="nvidia-dali-cuda120")

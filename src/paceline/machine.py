@@ -13,11 +13,11 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 def available_cores() -> int:
     """Count the cores this process may use, by its affinity and, on Linux, its cpusets and CPU quota."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(bound, int(cpu_quota() or bound)))
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(affinity, int(cpu_quota() or affinity)))
 
 
-def busy_in_words(load: float | None = None) -> str:
+def load_warning(load: float | None = None) -> str:
     """Return a sentence if other processes keep all of this machine's cores busy; else an empty string.
 
     Args:
@@ -44,27 +44,27 @@ def memory_bytes() -> int | None:
     return installed if limit is None else min(installed, limit)
 
 
-def cpu_quota(groups: Path = _CGROUPS, own: Path = _OWN_GROUPS) -> float | None:
+def cpu_quota(groups: Path = _CGROUPS, membership: Path = _OWN_GROUPS) -> float | None:
     """Return the CPU quota of this process's control groups and their parents, in cores; None without a limit.
 
     A container with `--cpus=2` sees all cores of its host, and is throttled whenever it uses more than two.
     """
     quotas = []
-    for folder in _folders("cpu", groups, own):
-        whole = _words(folder / "cpu.max")  # version 2: quota and period, in microseconds
-        parts = whole or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
-        if len(parts) == 2 and parts[0].isdigit() and int(parts[1]) > 0:
-            quotas.append(int(parts[0]) / int(parts[1]))
+    for folder in _cgroup_folders("cpu", groups, membership):
+        version_2 = _read_fields(folder / "cpu.max")  # version 2: quota and period, in microseconds
+        quota = version_2 or _read_fields(folder / "cpu.cfs_quota_us") + _read_fields(folder / "cpu.cfs_period_us")
+        if len(quota) == 2 and quota[0].isdigit() and int(quota[1]) > 0:
+            quotas.append(int(quota[0]) / int(quota[1]))
     return min(quotas, default=None)
 
 
-def memory_limit(groups: Path = _CGROUPS, own: Path = _OWN_GROUPS) -> int | None:
+def memory_limit(groups: Path = _CGROUPS, membership: Path = _OWN_GROUPS) -> int | None:
     """Return the memory limit of this process's control groups in bytes; None without a limit."""
     limits = [
         int(word)
-        for folder in _folders("memory", groups, own)
+        for folder in _cgroup_folders("memory", groups, membership)
         for name in ("memory.max", "memory.limit_in_bytes")
-        for word in _words(folder / name)
+        for word in _read_fields(folder / name)
         if word.isdigit()
     ]
     return min(limits, default=None)
@@ -91,10 +91,10 @@ def cache_folder() -> Path:
         return Path(os.devnull) / "paceline"
 
 
-def _folders(controller: str, groups: Path, own: Path) -> Iterator[Path]:
+def _cgroup_folders(controller: str, groups: Path, membership: Path) -> Iterator[Path]:
     """Yield the folders of this process's control group and its parents, of version 1 or 2."""
     try:
-        lines = own.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = membership.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return  # not Linux
     for line in lines:
@@ -107,7 +107,7 @@ def _folders(controller: str, groups: Path, own: Path) -> Iterator[Path]:
         yield from (folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents)
 
 
-def _words(path: Path) -> list[str]:
+def _read_fields(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8", errors="replace").split()
     except OSError:

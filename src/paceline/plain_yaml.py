@@ -24,7 +24,7 @@ _TWO_READINGS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]
 _SWITCHES = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
 
 
-class AsWritten(str):
+class AmbiguousScalar(str):
     """An unquoted scalar that programs read differently, such as ``1e3``, ``010`` or ``off``; its field decides."""
 
     __slots__ = ()
@@ -32,14 +32,14 @@ class AsWritten(str):
     def __repr__(self) -> str:
         return str(self)
 
-    def settled(self) -> object:
+    def resolved(self) -> object:
         """Return a value without a field that gives its type: a switch, a number or text.
 
         Raises:
             ValueError: If programs read it as different numbers.
         """
-        if as_switch(self) is not self:
-            return as_switch(self)
+        if to_boolean(self) is not self:
+            return to_boolean(self)
         if _TWO_READINGS.fullmatch(self):
             raise ValueError(f"found {self}, which YAML parsers read differently; write a plain number, or '{self}'")
         with contextlib.suppress(ValueError):
@@ -53,9 +53,9 @@ class AsWritten(str):
         return number
 
 
-def as_switch(value: object) -> object:
+def to_boolean(value: object) -> object:
     """Return the boolean that ``on``, ``off``, ``yes`` or ``no`` stands for, and any other value unchanged."""
-    return _SWITCHES.get(value.lower(), value) if isinstance(value, AsWritten) else value
+    return _SWITCHES.get(value.lower(), value) if isinstance(value, AmbiguousScalar) else value
 
 
 class BoundedLoader(yaml.SafeLoader):
@@ -83,8 +83,8 @@ class BoundedLoader(yaml.SafeLoader):
                 raise _refused(f"the alias '*{event.anchor}' contains itself", event)
             return node
         assert node is not None
-        inside: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
-        parts = [self._sizes[item[1] if isinstance(item, tuple) else item] for item in inside]
+        children: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [self._sizes[item[1] if isinstance(item, tuple) else item] for item in children]
         size, depth = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
         if size > _VALUES or depth > MOST_LEVELS:
             limit = f"{_VALUES:,} values" if size > _VALUES else f"{MOST_LEVELS} levels"
@@ -126,7 +126,8 @@ class BoundedLoader(yaml.SafeLoader):
 class PlainLoader(BoundedLoader):
     """YAML in which a scalar is an integer, true, false or null only if every program agrees.
 
-    Numbers of other forms and switches are :class:`AsWritten`, and everything else is text. Keys are text as written.
+    Numbers of other forms and switches are :class:`AmbiguousScalar`, and everything else is text. Keys are text as
+    written.
     """
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: tuple[bool, bool]) -> str:
@@ -152,7 +153,7 @@ class PlainLoader(BoundedLoader):
         return yaml.ScalarNode(tag, key.value, key.start_mark, key.end_mark)
 
 
-PlainLoader.add_constructor(_AS_WRITTEN, lambda _, node: AsWritten(node.value))
+PlainLoader.add_constructor(_AS_WRITTEN, lambda _, node: AmbiguousScalar(node.value))
 
 
 class PlainDumper(yaml.SafeDumper):
@@ -162,9 +163,9 @@ class PlainDumper(yaml.SafeDumper):
 PlainDumper.add_implicit_resolver(f"{_CORE}float", re.compile(f"(?:{_FLOAT.pattern})$"), list("-+.0123456789"))
 
 
-def _refused(problem: str, place: Any) -> yaml.MarkedYAMLError:
+def _refused(problem: str, where: Any) -> yaml.MarkedYAMLError:
     """Return what is wrong with an event or a node."""
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
 
 
 def load_plain(text: str) -> Any:
@@ -182,17 +183,19 @@ def yaml_line(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def settled(value: Any) -> Any:
-    """Return a value with every :class:`AsWritten` in it settled.
+def resolved(value: Any) -> Any:
+    """Return a value with every :class:`AmbiguousScalar` in it settled.
 
     Raises:
         ValueError: If one is ambiguous.
     """
     match value:
         case dict():
-            return {int(key) if isinstance(key, AsWritten) else key: settled(item) for key, item in value.items()}
+            return {
+                int(key) if isinstance(key, AmbiguousScalar) else key: resolved(item) for key, item in value.items()
+            }
         case list():
-            return [settled(item) for item in value]
-        case AsWritten():
-            return value.settled()
+            return [resolved(item) for item in value]
+        case AmbiguousScalar():
+            return value.resolved()
     return value

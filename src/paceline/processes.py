@@ -25,7 +25,7 @@ from typing import Any, Literal, Self
 _VARIABLE = "PACELINE_PROCESS_GROUPS"
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # For a program with loader processes: they notice within half a second that it is gone, and then remove its files.
-LOADERS_LEAVE_SECONDS = 3.0
+LOADER_GRACE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _KILL_POLL_SECONDS = 0.005
 # SIGKILL ends a process as soon as it returns from the kernel; one that waits for a device or a server may never
@@ -53,7 +53,7 @@ class Child:
         return self.process.poll()
 
     @property
-    def ending(self) -> str:
+    def exit_reason(self) -> str:
         """Describe how it ended, in one line: a signal, the last line it wrote, or an exit code."""
         code = self.process.poll()
         if code is None:
@@ -66,7 +66,7 @@ class Child:
 
 
 @dataclass(frozen=True)
-class Ending:
+class WaitResult:
     """Why a wait ended.
 
     Attributes:
@@ -91,15 +91,15 @@ class ProcessGroup:
     have changed their parent or session are found on Linux; elsewhere only those in a child's process group.
 
     Attributes:
-        good_codes: Exit codes that do not count as failures.
+        success_codes: Exit codes that do not count as failures.
         signals: Signals to send to each child while :meth:`wait` waits, see :func:`received_signals`.
-        leave_seconds: Seconds that descendants have to end by themselves once their child is gone (Linux).
+        grace_seconds: Seconds that descendants have to end by themselves once their child is gone (Linux).
         children: The processes started so far.
     """
 
-    good_codes: tuple[int, ...] = (0,)
+    success_codes: tuple[int, ...] = (0,)
     signals: Sequence[int] = ()
-    leave_seconds: float = 0.0
+    grace_seconds: float = 0.0
     children: list[Child] = field(default_factory=list)
     _mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     _signals_sent: int = 0
@@ -136,7 +136,7 @@ class ProcessGroup:
         after_end: float = math.inf,
         failed: Callable[[], bool] = lambda: False,
         cancelled: Callable[[], bool] = lambda: False,
-    ) -> Ending:
+    ) -> WaitResult:
         """Wait until every child has ended; the first failure ends all children.
 
         Args:
@@ -148,15 +148,17 @@ class ProcessGroup:
         """
         deadline = time.monotonic() + timeout
         failure_at = end_at = math.inf
-        died: list[Child] = []
+        failures: list[Child] = []
         while True:
             running = [child for child in self.children if child.code is None]
             ended = [child for child in self.children if child.process.returncode is not None]
-            died += [child for child in ended if child.process.returncode not in self.good_codes and child not in died]
+            failures += [
+                child for child in ended if child.process.returncode not in self.success_codes and child not in failures
+            ]
             if not running:
-                return Ending(tuple(died))
+                return WaitResult(tuple(failures))
             now = time.monotonic()
-            if died or failed():
+            if failures or failed():
                 failure_at = min(failure_at, now)
             if ended:
                 end_at = min(end_at, now)
@@ -166,10 +168,10 @@ class ProcessGroup:
                 "time": now > deadline,
                 "cancelled": cancelled(),
             }
-            for reason, holds in reasons.items():
-                if holds:
+            for reason, is_true in reasons.items():
+                if is_true:
                     self.kill()
-                    return Ending(tuple(died), tuple(running), reason)
+                    return WaitResult(tuple(failures), tuple(running), reason)
             for number in self.signals[self._signals_sent :]:
                 self.send(number)
                 self._signals_sent += 1
@@ -190,7 +192,7 @@ class ProcessGroup:
 
         A process that does not end within 20 seconds of being killed is named on standard error and left running.
         """
-        by_group = not can_find_descendants() or not self.leave_seconds
+        by_group = not can_find_descendants() or not self.grace_seconds
         for child in self.children:
             # The id of a reaped child may now belong to another process; its descendants are found below.
             if by_group and (child.code is None or not can_find_descendants()):
@@ -201,22 +203,22 @@ class ProcessGroup:
         for child in self.children:
             with suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, killed + _KILL_SECONDS - time.monotonic()))
-        left = {child.process.pid for child in self.children if child.code is None}
-        deadline = time.monotonic() + self.leave_seconds
+        surviving = {child.process.pid for child in self.children if child.code is None}
+        deadline = time.monotonic() + self.grace_seconds
         # A process that is being forked meanwhile is found by the next scan.
         while members := {pid for pid in self.members() if detached or not self._is_detached(pid)}:
             if time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
                 continue
-            if time.monotonic() > deadline + _KILL_SECONDS or members <= left:
-                left |= members
+            if time.monotonic() > deadline + _KILL_SECONDS or members <= surviving:
+                surviving |= members
                 break
             for pid in members:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_KILL_POLL_SECONDS)
-        if left:
-            ids = ", ".join(map(str, sorted(left)))
+        if surviving:
+            ids = ", ".join(map(str, sorted(surviving)))
             sys.stderr.write(
                 f"paceline: cannot kill process {ids}, which is blocked in the kernel; it is left running.\n"
             )
@@ -231,7 +233,7 @@ class ProcessGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill(detached=any(child.code not in self.good_codes for child in self.children))
+        self.kill(detached=any(child.code not in self.success_codes for child in self.children))
 
 
 @contextmanager
@@ -263,10 +265,10 @@ def can_find_descendants() -> bool:
 def _marked(mark: str) -> Iterator[int]:
     if not can_find_descendants():
         return
-    prefix, wanted = f"{_VARIABLE}=".encode(), mark.encode()
+    prefix, marker = f"{_VARIABLE}=".encode(), mark.encode()
     for entry in Path("/proc").iterdir():
         # The environment of a process just forked, or ended, is empty or gone; another user's cannot be read.
         with suppress(OSError):
             variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            if any(each.startswith(prefix) and wanted in each for each in variables):
+            if any(each.startswith(prefix) and marker in each for each in variables):
                 yield int(entry.name)

@@ -92,14 +92,14 @@ def installed(kind: Kind) -> dict[str, str]:
     """
     from importlib.metadata import entry_points  # slow to import, and `--help` needs none
 
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     for each in sorted(entry_points(group=f"paceline.{kind}"), key=lambda entry: (entry.name, entry.value)):
-        if found.setdefault(each.name, each.value) != each.value:
+        if entries.setdefault(each.name, each.value) != each.value:
             raise PacelineError(
-                f"two installed packages register '{each.name}' in paceline.{kind}: {found[each.name]} and "
+                f"two installed packages register '{each.name}' in paceline.{kind}: {entries[each.name]} and "
                 f"{each.value}; uninstall one of them."
             )
-    return {name: value for name, value in found.items() if name not in _BUILT_IN[kind]}
+    return {name: value for name, value in entries.items() if name not in _BUILT_IN[kind]}
 
 
 def known_names(kind: Kind) -> dict[str, str]:
@@ -112,11 +112,11 @@ def why_unknown(kind: Kind, name: str) -> str:
     """Return what is wrong with a name, with the nearest names; empty if it is registered, or a reference."""
     if name in _BUILT_IN[kind] or is_reference(name) or name in known_names(kind):
         return ""
-    what = "loss" if kind == "losses" else kind.removesuffix("s")
+    noun = "loss" if kind == "losses" else kind.removesuffix("s")
     listed = ", ".join((*_BUILT_IN[kind], *installed(kind)))
-    more = ", another optimizer of torch.optim or timm" if kind == "optimizers" else ""
+    libraries = ", another optimizer of torch.optim or timm" if kind == "optimizers" else ""
     return (
-        f"unknown {what} '{name}'.{did_you_mean(name, known_names(kind))} Known: {listed}{more}, or your own "
+        f"unknown {noun} '{name}'.{did_you_mean(name, known_names(kind))} Known: {listed}{libraries}, or your own "
         "package.module:name"
     )
 
@@ -131,32 +131,32 @@ def load(kind: Kind, name: str, error: type[PacelineError]) -> Any:
         raise error(f"{why}.")
     is_own = name not in _BUILT_IN[kind] and is_reference(name)
     reference = name if is_own else _BUILT_IN[kind].get(name) or known_names(kind)[name]
-    found = load_reference(reference, error, installed=not is_own)
-    if not callable(found):
-        raise error(f"'{reference}' is a {type(found).__name__}, which cannot be called: name a function or a class.")
-    return found
+    loaded = load_reference(reference, error, installed=not is_own)
+    if not callable(loaded):
+        raise error(f"'{reference}' is a {type(loaded).__name__}, which cannot be called: name a function or a class.")
+    return loaded
 
 
-def open_dataset(name: str, ours: Mapping[str, Callable[[Any], _T]], kind: type[_T], data: Any) -> _T:
+def open_dataset(name: str, openers: Mapping[str, Callable[[Any], _T]], kind: type[_T], data: Any) -> _T:
     """Open a data set of one kind: built in, from an installed package, or custom.
 
     Args:
         name: The recipe's ``data.dataset``.
-        ours: Functions that open the built-in ones.
+        openers: Functions that open the built-in ones.
         kind: The class of such data sets.
         data: The recipe's data section, passed to that function.
 
     Raises:
         DataError: If there is no such data set, or the function that opens it returns something else.
     """
-    if name in ours:
-        return ours[name](data)
+    if name in openers:
+        return openers[name](data)
     if not is_reference(name) and name not in installed("datasets"):
         raise DataError(
-            f"data.dataset is {name!r}, which is not a {kind.__name__}; known are {', '.join(ours)} and "
-            f"'package.module:factory'.{did_you_mean(name, ours)}"
+            f"data.dataset is {name!r}, which is not a {kind.__name__}; known are {', '.join(openers)} and "
+            f"'package.module:factory'.{did_you_mean(name, openers)}"
         )
-    found = call_reference("data.dataset", name, load("datasets", name, DataError), DataError, data)
-    if not isinstance(found, kind):
-        raise DataError(f"data.dataset={name} gave a {type(found).__name__}, not a {kind.__name__}.")
-    return found
+    dataset = call_reference("data.dataset", name, load("datasets", name, DataError), DataError, data)
+    if not isinstance(dataset, kind):
+        raise DataError(f"data.dataset={name} gave a {type(dataset).__name__}, not a {kind.__name__}.")
+    return dataset

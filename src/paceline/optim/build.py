@@ -75,7 +75,7 @@ def _settings(asked: Optimizer) -> dict[str, Any]:
         return {"nesterov": asked.nesterov, "filters": filters, "rest": rest}
     settled = {"betas": asked.moment_decay, "eps": asked.denominator_eps}
     arguments = {"trust_coefficient": "trust_coeff"}
-    found = {arguments.get(key, key): settled.get(key, getattr(asked, key)) for key in asked.rule.takes}
+    found = {arguments.get(key, key): settled.get(key, getattr(asked, key)) for key in asked.rule.keys}
     return {**found, **asked.rule.fixed}
 
 

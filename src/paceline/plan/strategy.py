@@ -188,7 +188,7 @@ def moments(optimizer: Optimizer) -> int:
     if optimizer.moves_rest_by_sgd:
         return 1
     rule = optimizer.rule
-    return rule.keeps + (rule.keeps_momentum and optimizer.momentum > 0)
+    return rule.state_size + (rule.has_momentum_state and optimizer.momentum > 0)
 
 
 def table_state_numbers(optimizer: Optimizer, *, rows: int, embedding: int) -> int:

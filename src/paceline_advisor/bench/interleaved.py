@@ -358,10 +358,10 @@ class _Player:
         short = [each for each in said if each["out_of_memory"]]
         killed = [child for child in ended if (child.code or 0) < 0]
         if killed and not short:
-            return MemberError(killed[0].ending, out_of_memory=killed[0].code == -signal.SIGKILL)
+            return MemberError(killed[0].exit_reason, out_of_memory=killed[0].code == -signal.SIGKILL)
         if told := [*short, *said]:
             return MemberError(told[0]["failed"], out_of_memory=told[0]["out_of_memory"])
-        return MemberError(ended[0].ending if ended else "it ended early")
+        return MemberError(ended[0].exit_reason if ended else "it ended early")
 
 
 def _answer(turns: Connection[Any, Any]) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from paceline.clusters import Cluster, Link, find_cluster
 from paceline.command import Log
 from paceline.devices import Device, find_device
 from paceline.errors import PacelineError, RecipeError
-from paceline.machine import available_cores, busy_in_words
+from paceline.machine import available_cores, load_warning
 from paceline.metrics.intervals import Interval
 from paceline.models.ceilings import Ceilings, tf32_of
 from paceline.pages.charts import log_axis
@@ -367,7 +367,7 @@ class Scaling:
     def report(self) -> ScaleReport:
         """Compute the prediction."""
         asked, notices = self._asked, list(self.subject.notices)
-        busy = busy_in_words()  # before this process starts its own
+        busy = load_warning()  # before this process starts its own
         alone, together = self._measured()
         notices += [busy] if busy and (alone or together or asked.measure) else []
         ones, basis, is_bound = self._basis(alone)

@@ -30,7 +30,7 @@ from paceline.errors import RecipeError, RunDirectoryError, TrainingError
 from paceline.files import refuse_special_files
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
-from paceline.plain_yaml import load_plain, settled
+from paceline.plain_yaml import load_plain, resolved
 from paceline.recipe.load import load_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted
@@ -105,7 +105,7 @@ def read_search(path: Path) -> Search:
     """
     refuse_special_files(path)
     try:
-        found = settled(load_plain(path.read_text(encoding="utf-8")))
+        found = resolved(load_plain(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, YAMLError) as error:
         raise RecipeError(f"--search {path}: it cannot be read as YAML ({error}).") from error
     if not isinstance(found, dict) or not found:
