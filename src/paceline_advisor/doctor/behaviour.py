@@ -45,7 +45,7 @@ from paceline.units import Duration
 from paceline.world import World
 from paceline_advisor.doctor.anatomy import Anatomy, look_at
 from paceline_advisor.doctor.findings import Place
-from paceline_advisor.prove.runs import bare
+from paceline_advisor.prove.runs import without_unneeded
 
 
 def _folders(package: str) -> list[str]:
@@ -442,7 +442,7 @@ def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Calls]:
 
 def small(recipe: Recipe, *, channels_last: bool) -> Recipe:
     """Return the recipe for one small micro-batch on the CPU."""
-    left = bare(recipe)
+    left = without_unneeded(recipe)
     return replace(
         left,
         model=replace(left.model, channels_last=channels_last, activation_checkpointing=None),
