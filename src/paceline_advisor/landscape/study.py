@@ -213,7 +213,7 @@ def _gaps(runs: Sequence[RunLandscape], line: Line | None) -> Iterator[str]:
         if run.curvature is not None and not run.curvature.converged:
             yield (
                 f"{run.run}: the eigenvalue did not converge in {run.curvature.products} products (residual "
-                f"{run.curvature.residual:.2g}, tolerance {run.curvature.tolerance:g}); raise --products, or --tolerance"
+                f"{run.curvature.residual:.2g}, tolerance {run.curvature.tolerance:g}); raise --products or --tolerance"
             )
     if line is not None:
         yield from not_finite("the line", *line.curves.values())
