@@ -77,7 +77,7 @@ def check_tidy(address: str, keep: int = 2) -> None:
     for commit in commits:
         assert commit.pieces <= there.keys()
         for piece in commit.files.values():
-            assert there[piece.name].size_bytes == piece.size_bytes
+            assert there[piece.name].size_bytes == piece.facts.size_bytes
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,7 +169,7 @@ def test_a_long_row_of_pieces_becomes_one(s3: Any, home: Home, address: str, mon
     commit = read_commits(Remote(address)).commits[0]
     assert 1 <= len(commit.records["events.jsonl"]) <= 4
     assert (
-        sum(piece.size_bytes for piece in commit.records["events.jsonl"]) == (home.root / "events.jsonl").stat().st_size
+        sum(piece.facts.size_bytes for piece in commit.records["events.jsonl"]) == (home.root / "events.jsonl").stat().st_size
     )
 
 
@@ -211,6 +214,32 @@ def test_what_somebody_took_for_litter_is_sent_again(home: Home, tmp_path: Path)
     assert fetched(str(remote.address), tmp_path / "away").step == 2  # type: ignore[union-attr]
 
 
+def test_a_copy_with_sha_256_digests_is_fetched_and_continued(home: Home, tmp_path: Path) -> None:
+    """Versions before BLAKE3 wrote such commits."""
+    remote, copy = Remote(f"file://{tmp_path}/copy"), tmp_path / "copy"
+    Mirror(remote, "a run", Found()).send(home.save(1), home.root)
+    (commit,) = (copy / "commits").iterdir()
+    content = json.loads(commit.read_text())
+    for piece in [*content["files"].values(), *itertools.chain(*content["records"].values())]:
+        del piece["blake3"]
+        piece["sha256"] = hashlib.sha256((copy / piece["name"]).read_bytes()).hexdigest()
+    del content["digest"]
+    content["format_version"] = 1
+    content["digest"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    commit.write_text(json.dumps(content))
+    assert fetched(str(remote.address), tmp_path / "away").step == 1  # type: ignore[union-attr]
+    assert weight_in(tmp_path / "away") == 1.0
+    mirror = Mirror(remote, "a run", read_commits(remote))
+    mirror.send(home.save(2), home.root)
+    mirror.prune(keep=2)
+    assert [each.step for each in read_commits(remote).commits] == [2, 1]
+    (weights,) = (copy / "checkpoints").glob("step-00000001-*/model.safetensors")
+    weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1, *weights.read_bytes()[1:]]))
+    older = read_commits(remote).commits[1]
+    with pytest.raises(StorageError, match="size or digest differs"):
+        fetch_newest(remote, [older], tmp_path / "damaged", beyond=-1, say=lambda _: None)
+
+
 def test_full_pieces_of_a_long_record_are_never_sent_again(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +250,7 @@ def test_full_pieces_of_a_long_record_are_never_sent_again(
     for step in range(1, 15):
         mirror.send(home.save(step), home.root)
         row = read_commits(remote).commits[0].records[name]
-        full = [piece.name for piece in row if piece.size_bytes == 256]
+        full = [piece.name for piece in row if piece.facts.size_bytes == 256]
         assert full[: len(seen)] == seen
         assert len(row) - len(full) <= 4
         seen = full

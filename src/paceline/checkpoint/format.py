@@ -8,7 +8,7 @@ their exact bits), very large integers, and tensors.
 Safetensors files are written here piece by piece, so that a save needs no second copy in memory and the digest is
 computed while writing. The safetensors library reads them, after the header's length has been checked.
 
-The manifest is the last file written. It lists every other file with size and SHA-256 and every tensor with dtype and
+The manifest is the last file written. It lists every other file with size and digest and every tensor with dtype and
 shape, and ends with a digest of itself, so that one flipped bit anywhere in a checkpoint is found.
 """
 
@@ -43,9 +43,9 @@ from paceline.files import LFS_POINTER, LFS_START
 from paceline.plain_json import load_json
 
 MANIFEST = "manifest.json"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
+_OLDER_VERSIONS = (1,)  # the same with SHA-256 digests of the files
 _SIZE_LIMIT_BYTES = 100_000_000  # limit for a manifest, and for a safetensors header
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _COMPONENT = re.compile(r"(?!manifest$)[A-Za-z][A-Za-z0-9_-]*")
 _PART = re.compile(r"/part-\d{5}\.safetensors")
 
@@ -61,6 +61,7 @@ _CODES = {
     "bool": "BOOL", "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _DTYPES = {code: name for name, code in _CODES.items()}
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _PICKLE_STARTS = (b"\x80", b"PK\x03\x04")  # a bare pickle; the zip archive of torch.save
 # Other formats found under the name of a weights file, by their first bytes in lower case.
 _OTHERS = {
@@ -109,10 +110,10 @@ class Part:
 
 
 def encode(state: Any, *, where: str = "state") -> tuple[Any, dict[str, Tensor | Part]]:
-    """Split a state into a JSON-able structure and contiguous CPU tensors.
+    """Split a state into a JSON-able structure and CPU tensors.
 
-    The keys of a flat dictionary of tensors are the tensor names, unchanged. Tensors that are already contiguous on the
-    CPU are not copied: write them before the state changes.
+    The keys of a flat dictionary of tensors are the tensor names, unchanged. Tensors that are already on the CPU are
+    not copied: write them before the state changes.
 
     Args:
         state: Nested dict, list, tuple, str, int, float, bool, None, tensors and parts of them.
@@ -217,14 +218,7 @@ class _Encoded:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    on_host = tensor.detach().cpu().resolve_conj().resolve_neg()
-    if on_host.is_contiguous():
-        return on_host
-    # Do not use torch here: in the writer thread it would start threads next to those that compute. While there are
-    # more threads than cores, OpenMP does not let any of them spin, which slows down every operation of every step.
-    same_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-    numbers = np.ascontiguousarray(on_host.view(same_width[tensor.dtype.itemsize]).numpy())
-    return torch.from_numpy(numbers).view(tensor.dtype)
+    return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 
 def _decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -262,7 +256,7 @@ class TensorFile:
 
 
 def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileFacts:
-    """Write contiguous CPU tensors to a new file and wait until it is on the device.
+    """Write CPU tensors to a new file and wait until it is on the device.
 
     Raises:
         OSError: If the file exists, or the disk fails.
@@ -281,12 +275,23 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % _PREFIX_BYTES)
 
+    # One buffer for all tensors that are not contiguous: new memory costs a page fault for every few thousand bytes.
+    buffer = np.empty(max((each.nbytes for _, each in ordered if not each.is_contiguous()), default=0), np.uint8)
+
     def pieces() -> Iterator[bytes | memoryview]:
         yield len(text).to_bytes(_PREFIX_BYTES, "little")
         yield text
         for _, tensor in ordered:
-            # A contiguous tensor of at most one element may have any stride, which view() would reject.
-            yield tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+            if tensor.is_contiguous():
+                # A contiguous tensor of at most one element may have any stride, which view() would reject.
+                yield tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+                continue
+            # Do not use torch here: in the writer thread it would start threads next to those that compute. While there
+            # are more threads than cores, OpenMP does not let any of them spin, which slows down every operation.
+            numbers = tensor.view(_SAME_WIDTH[tensor.dtype.itemsize]).numpy()
+            contiguous = buffer[: numbers.nbytes].view(numbers.dtype).reshape(numbers.shape)
+            np.copyto(contiguous, numbers)
+            yield buffer[: numbers.nbytes].data
 
     return write_file(path, pieces())
 
@@ -464,7 +469,7 @@ class Manifest:
             "facts": encode(dict(self.facts), where="facts")[0],
             "components": {
                 name: {
-                    "files": {file: vars(facts) for file, facts in entry.files.items()},
+                    "files": {file: facts.to_json() for file, facts in entry.files.items()},
                     "tensors": {
                         key: {"dtype": spec.dtype, "shape": list(spec.shape)} for key, spec in entry.tensors.items()
                     },
@@ -506,8 +511,10 @@ def parse_manifest(path: Path) -> Manifest:
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
     version = content.get("format_version")
-    if version != _FORMAT_VERSION or isinstance(version, bool):
-        raise ValueError(f"its format version is {version!r}, but this version of Paceline reads {_FORMAT_VERSION}")
+    if version not in (*_OLDER_VERSIONS, _FORMAT_VERSION) or isinstance(version, bool):
+        raise ValueError(
+            f"its format version is {version!r}, but this version of Paceline reads 1 to {_FORMAT_VERSION}"
+        )
     if content.pop("digest", None) != _digest(content):
         raise ValueError("its content does not match its own digest")
     entries = _field(content, "components", dict)
@@ -534,10 +541,7 @@ def _component(name: str, entry: Any) -> ComponentEntry:
             raise ValueError(f"it holds {shape!r} where a shape is expected")
         tensors[key] = TensorSpec(_field(value, "dtype", str), tuple(shape))
     for key, value in _field(entry, "files", dict).items():
-        digest = _field(value, "sha256", str)
-        if not _DIGEST.fullmatch(digest):
-            raise ValueError(f"it holds {digest!r} where a SHA-256 is expected")
-        files[key] = FileFacts(_count(value, "size_bytes"), digest)
+        files[key] = FileFacts.from_json(value if isinstance(value, dict) else {})
     # Comparing with the only allowed names, rather than searching for '..', rules out paths outside the directory.
     parts = {key for key in files if key.startswith(name) and _PART.fullmatch(key, len(name))}
     expected = {f"{name}.json"} | ((parts or {f"{name}.safetensors"}) if tensors else set())

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.checkpoint.durable import hash_file, is_refusal, reporting_disk_errors
+from paceline.checkpoint.durable import FileFacts, hash_file, is_refusal, reporting_disk_errors
 from paceline.checkpoint.format import MANIFEST
 from paceline.checkpoint.reading import read_manifest, verify
 from paceline.checkpoint.store import Best, CheckpointStore
@@ -39,7 +39,8 @@ from paceline.records.run_directory import sync_directory
 from paceline.storage.remote import Remote, run_at_once
 from paceline.units import format_bytes
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
+_OLDER_VERSIONS = (1,)  # the same with SHA-256 digests
 _COMMIT = re.compile(r"commits/(\d{8,})-[0-9a-f]{8}\.json")
 # Concurrent uploads: a library may hold some 100 MiB of each file.
 _AT_ONCE = 4
@@ -58,13 +59,20 @@ class Piece:
 
     Attributes:
         name: Relative to the address.
-        size_bytes: Its size.
-        sha256: SHA-256 of its content.
+        facts: Its size and digest.
     """
 
     name: str
-    size_bytes: int
-    sha256: str
+    facts: FileFacts
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Piece:
+        """Read :meth:`to_json`'s result."""
+        return cls(value["name"], FileFacts.from_json(value))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return name, size and digest."""
+        return {"name": self.name, **self.facts.to_json()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +179,7 @@ class Mirror:
             StorageError: If the address reports an error, or another launch writes there.
         """
         newest = next(iter(in_line(self._commits.values())), None)
-        digest = hashlib.sha256(_manifest_bytes(what.path)).hexdigest()
-        if newest is not None and newest.files[MANIFEST].sha256 == digest:
+        if newest is not None and newest.files[MANIFEST].facts == FileFacts.of(_manifest_bytes(what.path)):
             return
         files = self._send_files(what)
         records = {name: self._send_growing(root / name, name, size) for name, size in what.growing.items()}
@@ -182,10 +189,10 @@ class Mirror:
     def _send_files(self, what: Sendable) -> dict[str, Piece]:
         before = _manifest_bytes(what.path)
         manifest = read_manifest(what.path)
-        digest = hashlib.sha256(before).hexdigest()
-        folder = f"checkpoints/step-{what.step:08d}-{digest[:12]}"
+        manifest_facts = FileFacts.of(before)
+        folder = f"checkpoints/step-{what.step:08d}-{manifest_facts.digest[:12]}"
         files = {
-            name: Piece(f"{folder}/{name}", facts.size_bytes, facts.sha256)
+            name: Piece(f"{folder}/{name}", facts)
             for entry in manifest.components.values()
             for name, facts in entry.files.items()
         }
@@ -194,7 +201,7 @@ class Mirror:
         missing = {
             name: piece
             for name, piece in files.items()
-            if piece.name not in there or there[piece.name].size_bytes != piece.size_bytes
+            if piece.name not in there or there[piece.name].size_bytes != piece.facts.size_bytes
         }
         run_at_once(
             lambda name: self._upload(what.path / name, missing[name].name),
@@ -202,14 +209,14 @@ class Mirror:
             threads=_AT_ONCE,
             name="mirror-upload",
         )
-        files[MANIFEST] = Piece(f"{folder}/{MANIFEST}", len(before), digest)
+        files[MANIFEST] = Piece(f"{folder}/{MANIFEST}", manifest_facts)
         self._remote.write(f"{folder}/{MANIFEST}", before)
         if _manifest_bytes(what.path) != before:
             # Checkpoint directories are replaced as a whole: if the manifest is unchanged, so is everything before it.
             raise CheckpointError(f"{what.path} was replaced while it was copied.")
         there = self._remote.listed(folder)
         for piece in files.values():
-            if piece.name not in there or there[piece.name].size_bytes != piece.size_bytes:
+            if piece.name not in there or there[piece.name].size_bytes != piece.facts.size_bytes:
                 raise StorageError(f"{self._remote.path(piece.name)} does not have the size that was uploaded.")
         return files
 
@@ -226,12 +233,12 @@ class Mirror:
     def _send_growing(self, source: Path, name: str, size: int) -> tuple[Piece, ...]:
         """Return the pieces of a record's first ``size`` bytes; data that is new since the last call is sent."""
         sent = self._sent.get(name, [])
-        if sum(each.size_bytes for each in sent) > size:
+        if sum(each.facts.size_bytes for each in sent) > size:
             sent = []
-        elif sum(each.size_bytes < _PIECE_BYTES for each in sent) > _MOST_PIECES:
+        elif sum(each.facts.size_bytes < _PIECE_BYTES for each in sent) > _MOST_PIECES:
             # The full pieces at the start of a long record are never sent again.
-            sent = list(itertools.takewhile(lambda each: each.size_bytes == _PIECE_BYTES, sent))
-        sent, begin = list(sent), sum(each.size_bytes for each in sent)
+            sent = list(itertools.takewhile(lambda each: each.facts.size_bytes == _PIECE_BYTES, sent))
+        sent, begin = list(sent), sum(each.facts.size_bytes for each in sent)
         with _reading(source) as file:
             file.seek(begin)
             while begin < size:
@@ -246,15 +253,14 @@ class Mirror:
     def _send_small(self, source: Path, name: str) -> Piece:
         with _reading(source) as file:
             content = file.read()
-        digest = hashlib.sha256(content).hexdigest()
-        known = self._sent.get(name)
-        if known is None or known[0].sha256 != digest:
-            self._sent[name] = [self._write(f"records/{self._launch}/{name}/{digest[:12]}", content)]
+        facts, known = FileFacts.of(content), self._sent.get(name)
+        if known is None or known[0].facts != facts:
+            self._sent[name] = [self._write(f"records/{self._launch}/{name}/{facts.digest[:12]}", content)]
         return self._sent[name][0]
 
     def _write(self, name: str, content: bytes) -> Piece:
         self._remote.write(name, content)
-        return Piece(name, len(content), hashlib.sha256(content).hexdigest())
+        return Piece(name, FileFacts.of(content))
 
     def _commit(self, what: Sendable, files: Mapping[str, Piece], records: Mapping[str, tuple[Piece, ...]]) -> None:
         # A commit of this launch may have been stored although no response arrived.
@@ -359,8 +365,15 @@ def _commit_names(remote: Remote) -> list[tuple[int, str]]:
 
 
 def _to_bytes(commit: Commit) -> bytes:
-    content = {"format_version": _FORMAT_VERSION, **asdict(commit)}
-    del content["name"]
+    content = {
+        "format_version": _FORMAT_VERSION,
+        "sequence": commit.sequence,
+        "run": commit.run,
+        "step": commit.step,
+        "files": {name: piece.to_json() for name, piece in commit.files.items()},
+        "records": {name: [each.to_json() for each in pieces] for name, pieces in commit.records.items()},
+        "best": None if commit.best is None else asdict(commit.best),
+    }
     return json.dumps({**content, "digest": _digest(content)}, indent=1).encode("utf-8")
 
 
@@ -368,12 +381,12 @@ def _from_bytes(text: bytes, own_name: str) -> Commit:
     content = load_json(text)
     if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
         raise ValueError("its content does not match its own digest")
-    if content.pop("format_version", None) != _FORMAT_VERSION:
+    if content.pop("format_version", None) not in (*_OLDER_VERSIONS, _FORMAT_VERSION):
         raise StorageError(
             "the copy at checkpoint.mirror was written by another version of Paceline; resume with that version."
         )
-    files = {name: Piece(**piece) for name, piece in content.pop("files").items()}
-    records = {name: tuple(Piece(**each) for each in pieces) for name, pieces in content.pop("records").items()}
+    files = {name: Piece.from_json(piece) for name, piece in content.pop("files").items()}
+    records = {name: tuple(Piece.from_json(each) for each in pieces) for name, pieces in content.pop("records").items()}
     for name in (*files, *records, *(each.name for each in files.values())):
         if not _SAFE_NAME.fullmatch(name) or ".." in name:
             raise ValueError(f"it names the file {name!r}, which is not allowed")
@@ -430,7 +443,7 @@ def fetch_newest(
     for commit in line:
         if commit.step <= beyond:
             break
-        size = sum(each.size_bytes for each in commit.files.values())
+        size = sum(each.facts.size_bytes for each in commit.files.values())
         try:
             if accept is not None:
                 with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
@@ -486,7 +499,7 @@ def _fetch_record(remote: Remote, pieces: Iterable[Piece], target: Path) -> None
                 for piece in pieces:
                     _check_size(remote, piece)
                     content = remote.read(piece.name)
-                    _check_content(remote, piece, len(content), hashlib.sha256(content).hexdigest())
+                    _check_content(remote, piece, FileFacts.of(content, piece.facts.algorithm))
                     file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -506,9 +519,8 @@ def _fetch_checkpoint(remote: Remote, commit: Commit, store: CheckpointStore) ->
                 target = staging_dir / name
                 target.parent.mkdir(exist_ok=True)
                 _check_size(remote, piece)
-                remote.download(piece.name, target, piece.size_bytes)
-                found = hash_file(target)
-                _check_content(remote, piece, found.size_bytes, found.sha256)
+                remote.download(piece.name, target, piece.facts.size_bytes)
+                _check_content(remote, piece, hash_file(target, piece.facts.algorithm))
                 with target.open("rb") as file:
                     os.fsync(file.fileno())
         try:
@@ -527,10 +539,10 @@ def _check_size(remote: Remote, piece: Piece) -> None:
     found = remote.single(piece.name)
     if found is None:
         raise _DamagedError(f"{remote.path(piece.name)} is missing.")
-    if found.size_bytes != piece.size_bytes:
-        raise _DamagedError(f"{remote.path(piece.name)} has {found.size_bytes} bytes instead of {piece.size_bytes}.")
+    if found.size_bytes != (expected := piece.facts.size_bytes):
+        raise _DamagedError(f"{remote.path(piece.name)} has {found.size_bytes} bytes instead of {expected}.")
 
 
-def _check_content(remote: Remote, piece: Piece, size_bytes: int, sha256: str) -> None:
-    if (size_bytes, sha256) != (piece.size_bytes, piece.sha256):
-        raise _DamagedError(f"{remote.path(piece.name)} is not what was uploaded: its size or SHA-256 differs.")
+def _check_content(remote: Remote, piece: Piece, found: FileFacts) -> None:
+    if found != piece.facts:
+        raise _DamagedError(f"{remote.path(piece.name)} is not what was uploaded: its size or digest differs.")

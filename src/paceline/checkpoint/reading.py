@@ -1,17 +1,17 @@
 """Verify and read a checkpoint.
 
-Everything is checked before use: the manifest against its own digest, every file against its size and SHA-256, every
+Everything is checked before use: the manifest against its own digest, every file against its size and digest, every
 tensor against the inventory. Reading a component checks the same bytes that it then uses.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def check_sizes(path: Path) -> Manifest:
                 status = patient(os.stat)(path / name)
                 if not stat.S_ISREG(status.st_mode):
                     raise ValueError("it is not a regular file")
-                _compare(FileFacts(status.st_size, facts.sha256), facts)
+                _compare(replace(facts, size_bytes=status.st_size), facts)
     return found
 
 
@@ -93,7 +93,7 @@ def verify(path: Path) -> Manifest:
         headers = []
         for name, facts in entry.files.items():
             with _naming(path, name):
-                _compare(hash_file(path / name), facts)
+                _compare(hash_file(path / name, facts.algorithm), facts)
         for name in entry.tensor_files:
             with _naming(path, name):
                 headers.append(read_header(path / name))
@@ -182,15 +182,15 @@ def _read_tensors(path: Path, name: str, entry: ComponentEntry) -> TensorFile:
 def _read_checked(path: Path, name: str, facts: FileFacts) -> bytes:
     with _naming(path, name):
         content = read_regular_file(path / name)
-        _compare(FileFacts(len(content), hashlib.sha256(content).hexdigest()), facts)
+        _compare(FileFacts.of(content, facts.algorithm), facts)
         return content
 
 
 def _compare(found: FileFacts, expected: FileFacts) -> None:
     if found.size_bytes != expected.size_bytes:
         raise ValueError(f"it has {found.size_bytes} bytes, but the manifest lists {expected.size_bytes}")
-    if found.sha256 != expected.sha256:
-        raise ValueError(f"its SHA-256 is {found.sha256[:12]}…, but the manifest lists {expected.sha256[:12]}…")
+    if found != expected:
+        raise ValueError(f"its digest is {found.digest[:12]}…, but the manifest lists {expected.digest[:12]}…")
 
 
 class _DamagedError(CheckpointError):

@@ -219,7 +219,7 @@ class ShardedSave:
         Raises:
             OSError: If the disk fails here too.
         """
-        listed = {name: {file: vars(facts) for file, facts in entry.items()} for name, entry in files.items()}
+        listed = {name: {file: facts.to_json() for file, facts in entry.items()} for name, entry in files.items()}
         note = self._note(self.rank)
         unfinished = note.with_suffix(".part")
         write_file(unfinished, [json.dumps({"error": error, "files": listed}).encode("ascii")])
@@ -237,7 +237,7 @@ class ShardedSave:
             if content["error"] is not None:
                 raise CheckpointError(f"rank {rank} could not write its part of the checkpoint: {content['error']}")
             for name, entry in content["files"].items():
-                files.setdefault(name, {}).update({file: FileFacts(**facts) for file, facts in entry.items()})
+                files.setdefault(name, {}).update({file: FileFacts.from_json(facts) for file, facts in entry.items()})
             self._note(rank).unlink()
         return files
 

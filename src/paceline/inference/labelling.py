@@ -276,7 +276,7 @@ class OnnxPredictor(ImageLabeller):
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the file."""
-        return hash_file(self._path).sha256
+        return hash_file(self._path, "sha256").digest
 
     def probabilities(self, images: torch.Tensor) -> torch.Tensor:
         """Return class probabilities, float32 [N, classes] on the CPU; or the numbers, float64 [N, numbers].

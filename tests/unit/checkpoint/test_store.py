@@ -162,7 +162,7 @@ def test_damaged_ones_are_reported_newest_first_and_skipped(tmp_path: Path) -> N
     assert path == store.path(2)
     assert [one.step for one in damaged] == [4, 3]
     assert "model.safetensors" in damaged[0].reason
-    assert "SHA-256" in damaged[0].reason
+    assert "digest" in damaged[0].reason
     assert "manifest.json is missing" in damaged[1].reason
 
 

@@ -178,7 +178,9 @@ def test_what_the_card_says(digits: Path, tmp_path: Path) -> None:
     assert f"The model weights on {event['samples']} held-out samples" in body
     summary = json.loads((digits / "summary.json").read_text())
     digests = (saved.described("data")["digest"], weights_sha256(saved.plain), summary["weights_sha256"])
-    assert [each for each in (*digests, hash_file(hub / "model.safetensors").sha256) if each not in body] == []
+    assert [
+        each for each in (*digests, hash_file(hub / "model.safetensors", "sha256").digest) if each not in body
+    ] == []
     recipe = body.partition("```yaml\n")[2].partition("```")[0]
     assert yaml.safe_load(recipe) == saved.described("recipe")
     # A lone file knows nothing of its run, and its card says so.
