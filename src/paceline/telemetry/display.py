@@ -420,7 +420,8 @@ def describe(event: Mapping[str, Any]) -> str | None:
         case "incident":
             return f"step {event['step']}  {event['incident'].replace('_', ' ')}: {event['message']}"
         case "measurement":
-            return f"{event['message']} (measured in {event['seconds']:.1f} s)"
+            measured = f" (measured in {event['seconds']:.1f} s)" if event["seconds"] else ""
+            return f"{event['message']}{measured}"
         case "resume":
             return f"resumed from {event['checkpoint']}"
         case "stop":
