@@ -2,7 +2,7 @@
 
     checkpoints/step-00000120-3f2a…/…   the files of a checkpoint, named by its manifest's digest, never changed
     records/…                           the growth of the run's records since the last copy
-    commits/00000012-9c1b….json         names all of these, with sizes and SHA-256; written last
+    commits/00000012-9c1b….json         names all of these, with sizes and digests; written last
 
 An object store has no rename, so a checkpoint exists once its commit does: one small object, which is written
 atomically. An object that is not in any commit is an interrupted upload; it is never read, and the next pruning deletes
