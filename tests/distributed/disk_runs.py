@@ -166,7 +166,7 @@ def trial(directory: Path, where: str, number: int, at: int, code: int | None) -
     if not note.exists() or len(note.read_text().splitlines()) < at:
         return None
     store = CheckpointStore(run_dir / "checkpoints")
-    path, damaged = store.newest_whole()
+    path, damaged = store.newest_complete()
     found = {
         "where": where,
         "rank": number,

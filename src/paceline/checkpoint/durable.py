@@ -31,7 +31,7 @@ _ADVICE = {
 
 # A file is missing, or of the wrong kind. Any other error comes from the disk and does not depend on the file's
 # content.
-_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, None)
+_CONTENT_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, None)
 _PAUSES_SECONDS = (0.1, 0.4, 1.5)
 
 # Maximum bytes written between two flushes: a save makes visible progress, however slow the disk, and the pages that it
@@ -52,26 +52,26 @@ class FileFacts:
     sha256: str
 
 
-def is_refusal(error: OSError) -> bool:
+def is_disk_failure(error: OSError) -> bool:
     """Whether the disk or the system failed to read, regardless of the file's content."""
-    return error.errno not in _NOT_THERE
+    return error.errno not in _CONTENT_ERRORS
 
 
-def patient(read: Callable[P, T]) -> Callable[P, T]:
+def with_retries(read: Callable[P, T]) -> Callable[P, T]:
     """Make a reader retry, after short pauses, when the disk fails."""
 
     @wraps(read)
-    def read_patiently(*args: P.args, **kwargs: P.kwargs) -> T:
+    def retry_read(*args: P.args, **kwargs: P.kwargs) -> T:
         for pause in _PAUSES_SECONDS:
             try:
                 return read(*args, **kwargs)
             except OSError as error:
-                if not is_refusal(error):
+                if not is_disk_failure(error):
                     raise
                 time.sleep(pause)
         return read(*args, **kwargs)
 
-    return read_patiently
+    return retry_read
 
 
 @contextmanager
@@ -100,11 +100,11 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
     digest = hashlib.sha256()
     size = 0
     # Hashing takes longer than writing, and both release the interpreter's lock.
-    with open(path, "xb") as file, ThreadPoolExecutor(1) as beside:
+    with open(path, "xb") as file, ThreadPoolExecutor(1) as hasher:
         waiting = 0
         for chunk in chunks:
             for piece in (chunk[start : start + _PIECE_BYTES] for start in range(0, len(chunk), _PIECE_BYTES)):
-                beside.submit(digest.update, piece)
+                hasher.submit(digest.update, piece)
                 for start in range(0, len(piece), _WRITE_BYTES):
                     file.write(piece[start : start + _WRITE_BYTES])
                 size += len(piece)
@@ -118,7 +118,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
     return FileFacts(size, digest.hexdigest())
 
 
-@patient
+@with_retries
 def hash_file(path: Path) -> FileFacts:
     """Read a file in pieces and return its facts; memory use does not depend on its size."""
     with open(path, "rb") as file:
@@ -136,7 +136,7 @@ def size_of(directory: Path) -> int:
     return size
 
 
-@patient
+@with_retries
 def read_regular_file(path: Path) -> bytes:
     """Read a complete file; a pipe or a device, which might never end, is refused with an :class:`OSError`."""
     if not stat.S_ISREG(os.stat(path).st_mode):

@@ -288,7 +288,7 @@ class Retries:
 
     patience_seconds: float = 60.0
     told: Callable[[str], None] = _nowhere
-    given_up: threading.Event = field(default_factory=threading.Event)
+    cancelled: threading.Event = field(default_factory=threading.Event)
     # A separate generator, because the global one belongs to the run.
     _draws: random.Random = field(default_factory=random.Random, repr=False)
 
@@ -305,14 +305,14 @@ class Retries:
         begun = time.monotonic()
         failures, reason = 0, ""
         while True:
-            if self.given_up.is_set():
+            if self.cancelled.is_set():
                 raise StorageError(f"cannot {action}{f' ({reason})' if failures else ''}: it was abandoned.")
             try:
                 result = call()
             except Exception as error:  # noqa: BLE001  # each protocol's library has errors of its own
                 failures += 1
                 waited = time.monotonic() - begun
-                if _lasts(error) or waited >= self.patience_seconds or self.given_up.is_set():
+                if _lasts(error) or waited >= self.patience_seconds or self.cancelled.is_set():
                     raise StorageError(_in_words(action, error, failures, waited)) from None
                 reason = describe(error)
             else:
@@ -323,7 +323,7 @@ class Retries:
                     )
                 return result
             pause = min(_FIRST_PAUSE_SECONDS * 2 ** (failures - 1), _LONGEST_PAUSE_SECONDS)
-            self.given_up.wait(pause * self._draws.uniform(0.5, 1.0))
+            self.cancelled.wait(pause * self._draws.uniform(0.5, 1.0))
 
 
 def describe(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import nn
 
-from paceline.checkpoint.background import BackgroundWriter, Cadence, job_ends_at
+from paceline.checkpoint.background import BackgroundWriter, Cadence, job_end_time
 from paceline.checkpoint.state import Component, OptimizerComponent, Registry
 from paceline.data.order import evaluation_rounds
 from paceline.distributed.build import build_strategy
@@ -119,7 +119,7 @@ def build_run(opened: OpenedRun) -> Run:
         stop=opened.stop,
         components=Registry(),
         writer=BackgroundWriter(),
-        cadence=Cadence(recipe.checkpoint, ends_at=job_ends_at(os.environ)),
+        cadence=Cadence(recipe.checkpoint, end_time=job_end_time(os.environ)),
         # Metadata that a weights file needs so that it can be evaluated and used without its run.
         file_metadata={
             "paceline": "1",

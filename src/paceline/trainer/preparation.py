@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from paceline.checkpoint.state import check_inventory, fitted
+from paceline.checkpoint.state import adapt_weights, check_inventory
 from paceline.checkpoint.weights import read_weights
 from paceline.data.class_balance import ClassDraws, counts_by_ratio, in_words
 from paceline.data.image.pipeline import LARGEST_RATIO
@@ -447,7 +447,7 @@ def take_initial_weights(network: nn.Module, asked: Model) -> list[str]:
         return []
     source = Path(local_path(asked.initialize_from, key="model.initialize_from"))
     saved = read_weights(source)
-    plain, changed = fitted(network.state_dict(), saved.plain)
+    plain, changed = adapt_weights(network.state_dict(), saved.plain)
     state = with_shared(network, plain)
     notices = [f"model.initialize_from: {saved.path}: {each}" for each in changed]
     if asked.initialize_partly:

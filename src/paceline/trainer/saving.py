@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from paceline import __version__
-from paceline.checkpoint.mirror import Sendable
+from paceline.checkpoint.mirror import LocalCheckpoint
 from paceline.checkpoint.reading import read_components
 from paceline.checkpoint.sharded import ShardedSave
-from paceline.checkpoint.store import Best, Choice, SavedCheckpoint, checkpoint_name
+from paceline.checkpoint.store import Best, ResumePoint, SavedCheckpoint, checkpoint_name
 from paceline.errors import CheckpointError, TrainingError
 from paceline.recipe.load import recipe_digest, to_yaml
 from paceline.records.events import CheckpointEvent, ResumeEvent
@@ -54,11 +54,11 @@ def save_checkpoint(run: Run) -> None:
         else:
             staging_dir = run.collectives.on_first(lambda: run.checkpoints.make_staging_dir(run.progress.step))
             patience = run.recipe.parallel.timeout.seconds
-            sharded = ShardedSave(staging_dir, run.world.rank, run.world.world_size, patience, run.writer.given_up)
+            sharded = ShardedSave(staging_dir, run.world.rank, run.world.world_size, patience, run.writer.cancelled)
             # No process starts writing until all have captured their state without an error.
             run.writer.submit(run.collectives.on_all(lambda: _write_later(run, sharded)))
         run.saved_position, run.saved_name = run.progress.position, name
-    if news := run.cadence.saved(time.perf_counter() - begun):
+    if news := run.cadence.record_save(time.perf_counter() - begun):
         run.display.message(news)
 
 
@@ -121,7 +121,7 @@ def _write_later(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedChe
     }
     if sharded is not None and not run.world.is_first:
         return partial(
-            run.checkpoints.write_share, step, states, facts, file_metadata=run.file_metadata, sharded=sharded
+            run.checkpoints.write_shard, step, states, facts, file_metadata=run.file_metadata, sharded=sharded
         )
     growing, small = sendable_records(run.directory) if mirroring is not None else ({}, ())
 
@@ -137,8 +137,10 @@ def _write_later(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedChe
         protect = [*_note_best(run, best), *(mirroring.needed if mirroring is not None else ())]
         store.prune(keep=run.recipe.checkpoint.keep, protect=protect)
         if mirroring is not None:
-            mirroring.offer(Sendable(step=step, path=saved.path, growing=growing, small=small, best=store.read_best()))
-        run.cadence.wrote(time.perf_counter() - begun)
+            mirroring.offer(
+                LocalCheckpoint(step=step, path=saved.path, growing=growing, small=small, best=store.read_best())
+            )
+        run.cadence.record_write(time.perf_counter() - begun)
         return saved
 
     return write
@@ -151,7 +153,7 @@ def _note_best(run: Run, best: Mapping[str, Any]) -> list[int]:
     """
     store = run.checkpoints
     if not best or not run.recipe.checkpoint.keep_best or best["step"] not in store.steps():
-        store.forget_best()
+        store.delete_best()
         return []
     store.write_best(Best(best["step"], best["metric"], best["value"], best["weights"]))
     return [best["step"]]
@@ -191,7 +193,7 @@ def finish_mirroring(run: Run) -> None:
     run.collectives.on_first(report)
 
 
-def restore(run: Run, choice: Choice, *, resumes: int) -> None:
+def restore(run: Run, choice: ResumePoint, *, resumes: int) -> None:
     """Restore the state of the chosen checkpoint on every rank; ``resumes`` counts the earlier resumes."""
     if choice.path is not None:
         run.components.restore(read_components(choice.path, chunks=run.components.chunks()))

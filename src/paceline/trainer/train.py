@@ -401,10 +401,10 @@ def _run(opened: OpenedRun, loaded: LoadedRecipe, report: Reporter | None) -> Tr
 
 def _wait_for_save(run: Run, error: BaseException, lock: RunLock | None) -> None:
     """Wait for a save of the last good state that is in progress when an error ends the run."""
-    save = run.writer.under_way
+    save = run.writer.pending
     if save is not None and not run.writer.is_over(within_seconds=_PATIENCE_SECONDS):
         # A slow disk must not delay the error; the save continues, and the interpreter waits for it at exit.
-        run.writer.given_up.set()
+        run.writer.cancelled.set()
         if lock is not None:
             lock.outlast(save)
         return

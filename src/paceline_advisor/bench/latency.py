@@ -96,7 +96,7 @@ def measure_latency(asked: Bench, say: Callable[[str], None]) -> tuple[str, Reci
         if asked.overrides:
             raise RecipeError(f"overrides change recipes, but '{target}' holds saved weights; leave them out.")
         saved = read_weights(target, asked.weights)
-        name, recipe = f"{target} ({saved.weights})", stored_recipe(saved.described("recipe"), str(saved.path))
+        name, recipe = f"{target} ({saved.weights})", stored_recipe(saved.description("recipe"), str(saved.path))
     else:
         loaded = load_recipe(asked.recipe, asked.overrides)
         name, recipe = loaded.name, loaded.recipe
