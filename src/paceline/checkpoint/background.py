@@ -27,7 +27,7 @@ class BackgroundWriter(Generic[T]):
     A save in progress when the interpreter exits is completed first.
 
     Attributes:
-        given_up: Set to make a save stop waiting for other processes.
+        cancelled: Set to make a save stop waiting for other processes.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Cadence:
 
     Args:
         checkpoint: The recipe's checkpoint section.
-        ends_at: Unix time at which the job will be ended from outside; None if unknown.
+        end_time: Unix time at which the job will be ended from outside; None if unknown.
         clock: A monotonic clock in seconds.
     """
 

@@ -140,7 +140,7 @@ class Mirror:
     Args:
         remote: The address.
         run: The identity under which the run is copied.
-        found: The result of :func:`list_commits`.
+        listing: The result of :func:`list_commits`.
     """
 
     def __init__(self, remote: Remote, run: str, listing: CommitListing) -> None:
@@ -162,7 +162,7 @@ class Mirror:
         """Copy a checkpoint and its records to the address; on return, the newest commit names them.
 
         Args:
-            what: The checkpoint.
+            checkpoint: The checkpoint.
             root: The run directory.
 
         Raises:
@@ -423,8 +423,8 @@ def fetch_newest(
         remote: The address.
         commits: The commits at the address.
         root: The run directory, whose records are replaced.
-        beyond: Use only a checkpoint of a later step; -1 for any.
-        say: Receives progress lines.
+        after_step: Use only a checkpoint of a later step; -1 for any.
+        log: Receives progress lines.
         accept: Raises if the run whose recipe, plan and environment are in a folder is not the right one; called before
             anything is written locally.
 

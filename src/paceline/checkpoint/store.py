@@ -298,7 +298,7 @@ class CheckpointStore:
         """Return the newest valid checkpoint, and the newer invalid ones, newest first.
 
         Args:
-            without: Steps to ignore.
+            exclude: Steps to ignore.
 
         Raises:
             UnreadableError: If this cannot be determined now.
@@ -321,7 +321,7 @@ class CheckpointStore:
 
         Args:
             read: Reads a checkpoint; raises a CheckpointError if it is damaged.
-            without: Steps to ignore.
+            exclude: Steps to ignore.
 
         Returns:
             The result of ``read``, or None if no checkpoint is complete; and the newer damaged ones, newest first.
@@ -548,7 +548,7 @@ def choose_resume_point(
 
     Args:
         store: The run's checkpoints.
-        wanted: The requested one.
+        requested: The requested one.
         foreign: Steps whose checkpoints belong to another run.
 
     Raises:

@@ -283,7 +283,7 @@ class Retries:
     Attributes:
         patience_seconds: How long to retry one request.
         told: Receives one line when a request succeeds after failing.
-        given_up: Set when the result is no longer needed: pauses end at once and nothing is retried.
+        cancelled: Set when the result is no longer needed: pauses end at once and nothing is retried.
     """
 
     patience_seconds: float = 60.0

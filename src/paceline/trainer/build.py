@@ -77,13 +77,13 @@ def build_run(opened: OpenedRun) -> Run:
         average=None if ema is None else ema.module,
         value_of=prepared.first_values,
     )
-    scored = {"model": strategy.scored} | ({} if ema is None else {"ema": compiled.get("ema", ema.module)})
+    scored = {"model": strategy.eval_model} | ({} if ema is None else {"ema": compiled.get("ema", ema.module)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)
     optimizer = build_optimizer(network, recipe.optimizer, device)
     heartbeat = Heartbeat()
     progress = Progress(begun=opened.started)
     ledger = LedgerWriter(ledger_path(opened.directory.ledger, prepared.world.rank))
-    noise = NoiseMeter(network, plan, precision, strategy.averages_over)
+    noise = NoiseMeter(network, plan, precision, strategy.loss_divisor)
     run = Run(
         recipe=recipe,
         identity=opened.opening.identity,
@@ -146,7 +146,7 @@ def _freeze_schedule(strategy: Strategy, prepared: Prepared) -> FreezeSchedule:
         return FreezeSchedule(network, {}, {}, changed=lambda: None)
     model, plan = prepared.recipe.model, prepared.plan
     first, last = trained_spans(network, model, plan.unfreeze_steps, plan.freeze_after_steps)
-    return FreezeSchedule(network, first, last, changed=strategy.gradients_changed)
+    return FreezeSchedule(network, first, last, changed=strategy.update_trainable)
 
 
 def _watchdog(heartbeat: Heartbeat, prepared: Prepared) -> Watchdog:

@@ -427,7 +427,7 @@ class _Predictions:
             except OSError as error:
                 raise PacelineError(f"--predictions={path} could not be written: {error.strerror}.") from None
 
-        collectives.on_first(on_first)
+        collectives.on_rank_zero(on_first)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -345,9 +345,9 @@ def on_first_without_timeout(collectives: Collectives, recipe: Recipe, call: Cal
         return call()
     task = begin(call, name=name) if collectives.world.is_first else None
     patience = recipe.parallel.timeout.seconds / 10
-    while not collectives.on_first(lambda: task is None or bool(wait_for([task], patience).done)):
+    while not collectives.on_rank_zero(lambda: task is None or bool(wait_for([task], patience).done)):
         pass
-    return collectives.on_first(call if task is None else task.result)
+    return collectives.on_rank_zero(call if task is None else task.result)
 
 
 def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say) -> MirrorState:
@@ -478,7 +478,7 @@ def mirror_checkpoints(
         newest = on_first_without_timeout(collectives, recipe, lambda: store.newest_complete()[0], name="verify")
         choice = None if newest is None else ResumePoint(newest, step_of(newest) or 0)
     first = choice
-    mirroring = collectives.on_all(
+    mirroring = collectives.on_all_ranks(
         lambda: _begin(directory, request, first, mirror_state) if first and collectives.world.is_first else None
     )
     try:
@@ -547,5 +547,5 @@ def wait_until_copied(
         is_copied = mirroring is None or mirroring.is_over(within_seconds=patience) or has_ended(mirroring)
         return is_copied or time.monotonic() > deadline
 
-    while not collectives.on_first(is_over):
+    while not collectives.on_rank_zero(is_over):
         tick()

@@ -13,7 +13,7 @@ from torch import nn
 from paceline.data.batch import Batch
 from paceline.data.slices import SampleIds
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.exact import buffers_of, put_back
+from paceline.distributed.exact import buffers_of, restore_tensor
 from paceline.distributed.strategy import VOTE_LAG, FlagReader
 from paceline.errors import TrainingError
 from paceline.recipe.training import Train
@@ -171,7 +171,7 @@ class NonFiniteGuard:
     def _hold_buffers(self) -> None:
         """Restore the tensors that hold the buffers, where a forward pass has replaced them."""
         for place in self._places:
-            put_back(*place)
+            restore_tensor(*place)
 
     def _marked(self, value: torch.Tensor) -> torch.Tensor:
         if self._on_host:

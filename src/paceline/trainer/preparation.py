@@ -27,7 +27,7 @@ from paceline.data.image.pipeline import LARGEST_RATIO
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.preflight import Findings, Loading, look_at_machine
-from paceline.distributed.affinity import OwnCores, bind, choose_cores
+from paceline.distributed.affinity import CoreAssignment, bind, choose_cores
 from paceline.distributed.device import (
     check_communication,
     choose_device,
@@ -108,7 +108,7 @@ class Prepared:
     network: nn.Module
     pipeline: Pipeline
     geometry: StepGeometry
-    cores: OwnCores | None = None
+    cores: CoreAssignment | None = None
     notices: tuple[str, ...] = ()
     first_values: FirstValues | None = None
     """Values for a network without values, which is sharded over processes; None for a complete one."""

@@ -61,7 +61,7 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
             raise cannot("write", mark, error) from error
         return word
 
-    written = collectives.on_first(write)
+    written = collectives.on_rank_zero(write)
     deadline = time.monotonic() + patience_seconds
     while not (sees := _read_or_nothing(mark) == written) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -39,7 +39,7 @@ def save_checkpoint(run: Run) -> None:
     begun = time.perf_counter()
     with run.clock.paused():
         # First, because a save in progress fails with it and could not report why.
-        run.collectives.on_first(run.directory.check_in_place)
+        run.collectives.on_rank_zero(run.directory.check_in_place)
         finish_saving(run)
         run.strategy.sync_buffers(list(run.models().values()))
         name = checkpoint_name(run.progress.step)
@@ -50,13 +50,13 @@ def save_checkpoint(run: Run) -> None:
         # Gather what differs between ranks; for the rest, the first rank's state represents all.
         run.window.gather()
         if not run.strategy.is_sharded:
-            run.collectives.on_first(lambda: run.writer.submit(_write_later(run, None)))
+            run.collectives.on_rank_zero(lambda: run.writer.submit(_write_later(run, None)))
         else:
-            staging_dir = run.collectives.on_first(lambda: run.checkpoints.make_staging_dir(run.progress.step))
+            staging_dir = run.collectives.on_rank_zero(lambda: run.checkpoints.make_staging_dir(run.progress.step))
             patience = run.recipe.parallel.timeout.seconds
             sharded = ShardedSave(staging_dir, run.world.rank, run.world.world_size, patience, run.writer.cancelled)
             # No process starts writing until all have captured their state without an error.
-            run.writer.submit(run.collectives.on_all(lambda: _write_later(run, sharded)))
+            run.writer.submit(run.collectives.on_all_ranks(lambda: _write_later(run, sharded)))
         run.saved_position, run.saved_name = run.progress.position, name
     if news := run.cadence.record_save(time.perf_counter() - begun):
         run.display.message(news)
@@ -71,14 +71,14 @@ def finish_saving(run: Run) -> None:
     # Many short waits, since one collective may not take longer than parallel.timeout, but a save may.
     patience = run.recipe.parallel.timeout.seconds / 10
     before: tuple[int, int] | None = None
-    while (written := run.collectives.on_first(lambda: _written(run, patience))) is not None:
+    while (written := run.collectives.on_rank_zero(lambda: _written(run, patience))) is not None:
         if written != before:
             run.heartbeat.tick()
         before = written
         if run.strategy.is_sharded:
             # A process that cannot write may not be able to leave a note about it either.
-            run.collectives.on_all(run.writer.raise_if_failed)
-    run.collectives.on_first(run.writer.wait)
+            run.collectives.on_all_ranks(run.writer.raise_if_failed)
+    run.collectives.on_rank_zero(run.writer.wait)
     # A failure on another process has failed on the first process too.
     with contextlib.suppress(CheckpointError):
         run.writer.wait()
@@ -190,7 +190,7 @@ def finish_mirroring(run: Run) -> None:
         with contextlib.suppress(CheckpointError):
             run.checkpoints.prune(keep=checkpoint.keep, protect=best)
 
-    run.collectives.on_first(report)
+    run.collectives.on_rank_zero(report)
 
 
 def restore(run: Run, choice: ResumePoint, *, resumes: int) -> None:
@@ -201,7 +201,7 @@ def restore(run: Run, choice: ResumePoint, *, resumes: int) -> None:
         run.progress.resumes = max(run.progress.resumes, resumes) + 1
         run.saved_position, run.saved_name = run.progress.position, choice.path.name
         # A kill between a save and its best.json would have left an older name there.
-        run.collectives.on_first(lambda: _note_best(run, run.progress.best))
+        run.collectives.on_rank_zero(lambda: _note_best(run, run.progress.best))
     for kind, message in choice.incidents:
         run.recorder.incident(kind, message)
     if choice.path is not None:

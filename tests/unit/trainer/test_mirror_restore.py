@@ -60,7 +60,7 @@ class OneOfTwo(Collectives):
         self.seconds: list[float] = []
         self.parts = threading.Semaphore(0)
 
-    def on_first(self, action: Callable[[], Any]) -> Any:
+    def on_rank_zero(self, action: Callable[[], Any]) -> Any:
         begun = time.perf_counter()
         try:
             return action()
