@@ -73,7 +73,7 @@ def check_tidy(address: str, keep: int = 2) -> None:
     commits, damaged = found.commits, found.damaged
     assert not damaged
     assert 1 <= len(commits) <= keep + 1
-    there = {**remote.listed("checkpoints"), **remote.listed("records")}
+    there = {**remote.list_files("checkpoints"), **remote.list_files("records")}
     for commit in commits:
         assert commit.pieces <= there.keys()
         for piece in commit.files.values():

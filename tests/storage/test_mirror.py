@@ -85,7 +85,7 @@ def test_there_and_back(s3: Any, home: Home, address: str, tmp_path: Path) -> No
     store = CheckpointStore(away / "checkpoints")
     assert (store.steps(), store.read_best()) == ([2, 3], Best(2, "loss", 0.5))
     assert {each.step for each in list_commits(Remote(address)).commits} == {2, 3}
-    assert {name.split("/")[1][:13] for name in Remote(address).listed("checkpoints")} == {
+    assert {name.split("/")[1][:13] for name in Remote(address).list_files("checkpoints")} == {
         "step-00000002",
         "step-00000003",
     }
@@ -127,7 +127,7 @@ def test_what_is_damaged_is_never_chosen(
     elif damage == "missing":
         remote.delete([name])
     else:
-        commit = next(each for each in remote.listed("commits") if each.startswith("commits/00000002"))
+        commit = next(each for each in remote.list_files("commits") if each.startswith("commits/00000002"))
         remote.write(commit, remote.read(commit)[:-20])
     assert fetched(address, tmp_path / "away").step == 1  # type: ignore[union-attr]
     assert weight_in(tmp_path / "away") == 1.0
@@ -190,11 +190,11 @@ def test_two_launches_that_commit_at_once_delete_nothing_of_one_another(
         patch.setattr("paceline.checkpoint.mirror._commit_names", lambda _: [])
         for step, (mirror, each) in enumerate(both):
             mirror.send(each.save(10 + step), each.root)
-    before = sorted(remote.listed())
+    before = sorted(remote.list_files())
     for mirror, _ in both:
         with pytest.raises(MirrorConflictError):
             mirror.prune(keep=1)
-    assert sorted(remote.listed()) == before
+    assert sorted(remote.list_files()) == before
     assert len({each.sequence for each in list_commits(remote).commits}) == 1
     assert fetched(str(remote.address), tmp_path / "away") is not None
     # The next launch knows both.

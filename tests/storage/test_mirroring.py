@@ -126,7 +126,7 @@ def test_what_is_still_to_be_copied_is_needed(s3: Any, copying: Call, tmp_path: 
 def test_a_server_that_says_nothing_is_told_and_holds_up_nobody(
     s3: Any, copying: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.storage.remote._SHORTEST_SILENCE", 1.0)
+    monkeypatch.setattr("paceline.storage.remote._MIN_READ_TIMEOUT", 1.0)
     s3.share, s3.only, s3.fates = 1.0, "PUT .*/checkpoints/", ("silent",)
     copy = copying("s3://bucket/silent")
     copy.offer(saved(tmp_path, 1))

@@ -36,7 +36,7 @@ from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError, StorageError, UnreadableError
 from paceline.plain_json import load_json
 from paceline.records.run_directory import sync_directory
-from paceline.storage.remote import Remote, run_at_once
+from paceline.storage.remote import Remote, run_concurrently
 from paceline.units import format_bytes
 
 _FORMAT_VERSION = 1
@@ -189,14 +189,14 @@ class Mirror:
             for entry in manifest.components.values()
             for name, facts in entry.files.items()
         }
-        uploaded = self._remote.listed(folder)
+        uploaded = self._remote.list_files(folder)
         # Continue an interrupted upload.
         missing = {
             name: piece
             for name, piece in files.items()
             if piece.name not in uploaded or uploaded[piece.name].size_bytes != piece.size_bytes
         }
-        run_at_once(
+        run_concurrently(
             lambda name: self._upload(checkpoint.path / name, missing[name].name),
             missing,
             threads=_MAX_UPLOADS,
@@ -207,7 +207,7 @@ class Mirror:
         if _manifest_bytes(checkpoint.path) != before:
             # Checkpoint directories are replaced as a whole: if the manifest is unchanged, so is everything before it.
             raise CheckpointError(f"{checkpoint.path} was replaced while it was copied.")
-        uploaded = self._remote.listed(folder)
+        uploaded = self._remote.list_files(folder)
         for piece in files.values():
             if piece.name not in uploaded or uploaded[piece.name].size_bytes != piece.size_bytes:
                 raise StorageError(f"{self._remote.path(piece.name)} does not have the size that was uploaded.")
@@ -302,7 +302,7 @@ class Mirror:
         retained = select_retained(self._commits.values(), keep)
         if not retained:
             return
-        present = [*self._remote.listed("checkpoints"), *self._remote.listed("records")]
+        present = [*self._remote.list_files("checkpoints"), *self._remote.list_files("records")]
         # The commits that stay must exist: a launch that started later may have deleted their objects as leftovers.
         newest = commit_chain(retained.values())[0]
         if missing := newest.pieces.difference(present):
@@ -362,7 +362,7 @@ def list_commits(remote: Remote) -> CommitListing:
 
 
 def _commit_names(remote: Remote) -> list[tuple[int, str]]:
-    matches = ((_COMMIT.fullmatch(name), name) for name in remote.listed("commits"))
+    matches = ((_COMMIT.fullmatch(name), name) for name in remote.list_files("commits"))
     return [(int(match[1]), name) for match, name in matches if match]
 
 
@@ -534,7 +534,7 @@ def _fetch_checkpoint(remote: Remote, commit: Commit, store: CheckpointStore) ->
 
 
 def _check_size(remote: Remote, piece: Piece) -> None:
-    stored = remote.single(piece.name)
+    stored = remote.stat_file(piece.name)
     if stored is None:
         raise _DamagedError(f"{remote.path(piece.name)} is missing.")
     if stored.size_bytes != piece.size_bytes:

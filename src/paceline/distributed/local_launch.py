@@ -34,7 +34,7 @@ from paceline.errors import (
 )
 from paceline.escaping import one_line, printable
 from paceline.processes import LOADERS_LEAVE_SECONDS, Child, Ending, ProcessGroup, received_signals
-from paceline.storage.addresses import without_secrets
+from paceline.storage.addresses import redact_secrets
 from paceline.world import COMMAND_VARIABLE, STOP_SIGNALS
 
 # Errors that every process finds alike in the user's input. Others may be temporary: a late peer, a directory in use.
@@ -358,14 +358,14 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
 
 def _sanitized(text: str) -> str:
     """Return the text of an error: addresses may contain credentials, and file names anything."""
-    return printable(without_secrets(text))
+    return printable(redact_secrets(text))
 
 
 def _lines(error: BaseException) -> list[str]:
     """Return a message's lines. A newline in a file name is shown escaped; a training failure may quote many lines."""
     if isinstance(error, TrainingError):
         return _sanitized(str(error)).strip().splitlines() or [""]
-    return [one_line(without_secrets(str(line))) for line in error.args] or [""]
+    return [one_line(redact_secrets(str(line))) for line in error.args] or [""]
 
 
 def follow_launcher(environ: Mapping[str, str], *, grace_seconds: float = _GRACE_WITHOUT_LAUNCHER_SECONDS) -> None:

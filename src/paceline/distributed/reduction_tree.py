@@ -18,12 +18,12 @@ class Node(NamedTuple):
     """A node of the tree; level 0 holds the leaves."""
 
     level: int
-    index: int
+    position: int
 
     @property
     def first_leaf(self) -> int:
         """The leftmost leaf below this node."""
-        return self.index << self.level
+        return self.position << self.level
 
 
 class PartialSums(Generic[T]):
@@ -47,7 +47,7 @@ class PartialSums(Generic[T]):
         while len(self._pending) > 1 and _are_siblings(self._pending[-2][0], self._pending[-1][0]):
             node, right = self._pending.pop()
             _, left = self._pending.pop()
-            self._pending.append((Node(node.level + 1, node.index >> 1), self._add(left, right)))
+            self._pending.append((Node(node.level + 1, node.position >> 1), self._add(left, right)))
             free.append(right)
         return free
 
@@ -58,7 +58,7 @@ class PartialSums(Generic[T]):
 
 
 def _are_siblings(left: Node, right: Node) -> bool:
-    return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
+    return left.level == right.level and left.position % 2 == 0 and right.position == left.position + 1
 
 
 @lru_cache(maxsize=64)
@@ -85,8 +85,8 @@ def total(values: Mapping[Node, T], add: Callable[[T, T], T], *, leaves: int) ->
             return None
         if node.level == 0:
             raise KeyError(node)
-        left = value(Node(node.level - 1, 2 * node.index))
-        right = value(Node(node.level - 1, 2 * node.index + 1))
+        left = value(Node(node.level - 1, 2 * node.position))
+        right = value(Node(node.level - 1, 2 * node.position + 1))
         # A node without leaves on its right equals its left child: nothing is added.
         return left if right is None or left is None else add(left, right)
 

@@ -36,8 +36,8 @@ from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.ledger import ledger_files
 from paceline.records.run_directory import RunDirectory, write_json
-from paceline.storage.addresses import without_secrets
-from paceline.storage.remote import Remote, Retries, begin, describe
+from paceline.storage.addresses import redact_secrets
+from paceline.storage.remote import Remote, Retries, describe, run_in_thread
 from paceline.trainer.preparation import without_initial_weights
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run_dir_checks import (
@@ -76,7 +76,7 @@ class Mirroring:
         self._open, self._root, self._address = open_mirror, root, checkpoint.mirror
         self._keep, self._patience = checkpoint.keep, checkpoint.mirror_patience
         self._hiccups: list[str] = []
-        self._retries = Retries(patience_seconds=REQUEST_PATIENCE_SECONDS, told=self._hiccups.append)
+        self._retries = Retries(patience_seconds=REQUEST_PATIENCE_SECONDS, log=self._hiccups.append)
         self._changed = threading.Condition()
         self._waiting: dict[int, LocalCheckpoint] = {}
         self._under_way: int | None = None
@@ -232,7 +232,7 @@ def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[
 def report_mirror(mirroring: Mirroring | None, recorder: Recorder) -> None:
     """Record incidents of the copying."""
     for incident, message in () if mirroring is None else mirroring.news():
-        recorder.incident(incident, without_secrets(message))
+        recorder.incident(incident, redact_secrets(message))
 
 
 _COPIED_RUN = "mirror.json"
@@ -343,7 +343,7 @@ def on_first_without_timeout(collectives: Collectives, recipe: Recipe, call: Cal
     """
     if collectives.world.world_size == 1:
         return call()
-    task = begin(call, name=name) if collectives.world.is_first else None
+    task = run_in_thread(call, name=name) if collectives.world.is_first else None
     patience = recipe.parallel.timeout.seconds / 10
     while not collectives.on_rank_zero(lambda: task is None or bool(wait_for([task], patience).done)):
         pass

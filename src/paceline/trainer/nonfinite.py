@@ -120,7 +120,7 @@ class NonFiniteGuard:
         if all(group.get("fused") for group in self._optimizer.param_groups):
             # torch's fused kernels read it on the device, as they do for loss scaling, for which it was made.
             self._optimizer.found_inf = (found > 0).float()  # type: ignore[attr-defined]
-        self._late.cast(found)
+        self._late.push(found)
         return True
 
     def report(self, collectives: Collectives, recorder: Recorder, last_good: str) -> None:

@@ -164,7 +164,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             pipeline=pipeline,
             geometry=geometry_of(recipe, plan, task),
             cores=cores,
-            notices=(*plan.left_out, *of_data, *limits.warnings, *notices, *([] if cores is None else [cores.why])),
+            notices=(*plan.left_out, *of_data, *limits.warnings, *notices, *([] if cores is None else [cores.reason])),
             first_values=first_values,
         )
         _check_single_samples(prepared)

@@ -289,7 +289,7 @@ def _opened(
             device_facts={
                 "torch": torch.__version__,
                 "device": str(prepared.device),
-                "affinity": None if prepared.cores is None else prepared.cores.why,
+                "affinity": None if prepared.cores is None else prepared.cores.reason,
                 "cuda": torch.version.cuda,
                 "float32_matmul": torch.get_float32_matmul_precision(),
                 "cudnn_tf32": torch.backends.cudnn.allow_tf32,

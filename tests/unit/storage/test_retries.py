@@ -24,7 +24,7 @@ class Failing:
 def test_what_passes_is_tried_again_and_told_once() -> None:
     told = list[str]()
     action = Failing(2, ConnectionResetError("gone"))
-    assert Retries(told=told.append)("read x", action) == 7
+    assert Retries(log=told.append)("read x", action) == 7
     assert action.calls == 3
     assert len(told) == 1
     assert told[0].startswith("read x: done after 2 failures")
