@@ -22,7 +22,7 @@ from paceline.checkpoint.store import CheckpointStore, retry_if_replaced
 from paceline.errors import CheckpointError, NotFiniteError
 from paceline.escaping import one_line
 from paceline.plain_json import load_json
-from paceline.records.run_directory import RunDirectory, why_no_run
+from paceline.records.run_directory import RunDirectory, no_run_message
 
 _LOG = logging.getLogger("paceline.weights")
 
@@ -198,7 +198,7 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
     checkpoints = target / "checkpoints"
     if is_empty and not CheckpointStore(checkpoints if checkpoints.is_dir() else target).steps():
         if not (RunDirectory(target).exists() or target.name == "checkpoints"):
-            raise CheckpointError(why_no_run(target, give=_ACCEPTED_TARGETS))
+            raise CheckpointError(no_run_message(target, expected=_ACCEPTED_TARGETS))
         raise CheckpointError(f"'{target}' holds no checkpoint; give a run that has saved one, or a checkpoint.")
     if not best:
         return _newest(target, weights)
@@ -219,7 +219,7 @@ def check_target(target: Path) -> None:
         raise CheckpointError(f"there is no file '{target}'; give {_ACCEPTED_TARGETS}.")
     if target.parent.name == "checkpoints":
         raise CheckpointError(f"there is no checkpoint '{target}'; give {_ACCEPTED_TARGETS}.")
-    raise CheckpointError(why_no_run(target, give=_ACCEPTED_TARGETS))
+    raise CheckpointError(no_run_message(target, expected=_ACCEPTED_TARGETS))
 
 
 def _newest(target: Path, weights: str) -> SavedWeights:

@@ -30,7 +30,7 @@ from paceline.records.reader import read_environment
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.clock import StepClock, build_step_clock
 from paceline.telemetry.display import Display
-from paceline.telemetry.profile import Assignment, NsightTool, Profiled, ProfilingClock, TorchTool
+from paceline.telemetry.profile import NsightTool, ProfileResult, ProfileWindow, ProfilingClock, TorchTool
 from paceline.telemetry.trackers import TrackerFacts, build_trackers
 from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.evaluate import Evaluator, Keep
@@ -241,7 +241,7 @@ def with_profile(run: Run) -> StepClock:
         return run.clock
     tool = NsightTool() if asked.tool == "nsys" else TorchTool(run.device.type, run.world.rank, memory=asked.memory)
 
-    def report(profiled: Profiled) -> None:
+    def report(profiled: ProfileResult) -> None:
         which = f"steps {profiled.first} to {profiled.last}"
         if profiled.problem is not None:
             message = f"{which} were not profiled: {profiled.problem}."
@@ -260,7 +260,7 @@ def with_profile(run: Run) -> StepClock:
         )
         run.display.message(f"{which} were profiled: {'see the report of nsys' if folder is None else f'see {folder}'}")
 
-    assignment = Assignment(
+    assignment = ProfileWindow(
         first=steps[0],
         end=steps[1],
         position=lambda: run.progress.position,

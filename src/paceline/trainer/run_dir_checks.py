@@ -36,7 +36,7 @@ from paceline.records import reader
 from paceline.records.environment import capture_environment
 from paceline.records.events import truncate_after
 from paceline.records.ledger import ledger_files, truncate_ledgers, write_lengths
-from paceline.records.run_directory import RunDirectory, cannot, sync_directory, write_json, write_text
+from paceline.records.run_directory import RunDirectory, file_error, sync_directory, write_json, write_text
 from paceline.telemetry.trackers import TRACKERS
 
 
@@ -58,7 +58,7 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
         try:
             mark.write_text(word)
         except OSError as error:
-            raise cannot("write", mark, error) from error
+            raise file_error("write", mark, error) from error
         return word
 
     written = collectives.on_rank_zero(write)
@@ -171,7 +171,7 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe,
     samples = truncate_ledgers(directory.ledger, max(position, 0))
     if samples < facts.get("samples", 0):
         lost.append(f"the ledger has {samples} of the {facts['samples']} samples used by then")
-    reader.forget_evaluations_after(directory, position)
+    reader.delete_evaluations_after(directory, position)
     incidents = [
         (f"{kind}_checkpoint", f"checkpoint {each.path.name} is {what} and was set aside: {each.reason}")
         for kind, what, each in unusable
@@ -299,7 +299,7 @@ class RunLock:
         try:
             self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:
-            raise cannot("open", path, error) from error
+            raise file_error("open", path, error) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -341,7 +341,7 @@ def open_directory(directory: RunDirectory, request: ResumeRequest) -> ResumeDec
     try:
         return _open(directory, request)
     except OSError as error:
-        raise cannot("use", Path(error.filename or directory.root), error) from error
+        raise file_error("use", Path(error.filename or directory.root), error) from error
 
 
 def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:

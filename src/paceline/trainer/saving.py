@@ -93,7 +93,7 @@ def _written(run: Run, patience_seconds: float) -> tuple[int, int] | None:
     if run.writer.is_over(within_seconds=patience_seconds):
         return None
     return run.checkpoints.size_bytes(), max(
-        (os.fstat(part).st_mtime_ns for part in run.directory.open_parts.values()), default=0
+        (os.fstat(part).st_mtime_ns for part in run.directory.descriptors.values()), default=0
     )
 
 

@@ -308,7 +308,7 @@ def _opened(
         if not opening.completed:
             # The first process keeps the directory open, so that a run whose directory is moved still writes to it.
             directory = collectives.on_all_ranks(
-                lambda: stack.enter_context(directory.held()) if world.is_first else directory
+                lambda: stack.enter_context(directory.hold_open()) if world.is_first else directory
             )
         copying = stack.enter_context(
             mirroring.mirror_checkpoints(directory, request, opening, mirror_state, collectives, display.message)

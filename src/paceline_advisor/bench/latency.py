@@ -199,7 +199,7 @@ def _measured(subject: _Subject, scenario: str, size: int, seconds: float) -> di
     row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(subject.device) if on_gpu else None
     used = None if before is None or after is None else after - before
     row["joules_per_sample"] = None if used is None else used / (len(times) * each * size)
-    row["no_energy"] = energy.why_not or None
+    row["no_energy"] = energy.unavailable_reason or None
     return row
 
 
