@@ -33,7 +33,7 @@ _ADVICE = {
 
 # A file is missing, or of the wrong kind. Any other error comes from the disk and does not depend on the file's
 # content.
-_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, None)
+_CONTENT_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, None)
 _PAUSES_SECONDS = (0.1, 0.4, 1.5)
 
 # Maximum bytes written between two flushes: a save makes visible progress, however slow the disk, and the pages that it
@@ -88,26 +88,26 @@ class FileFacts:
         return {"size_bytes": self.size_bytes, self.algorithm: self.digest}
 
 
-def is_refusal(error: OSError) -> bool:
+def is_disk_failure(error: OSError) -> bool:
     """Whether the disk or the system failed to read, regardless of the file's content."""
-    return error.errno not in _NOT_THERE
+    return error.errno not in _CONTENT_ERRORS
 
 
-def patient(read: Callable[P, T]) -> Callable[P, T]:
+def with_retries(read: Callable[P, T]) -> Callable[P, T]:
     """Make a reader retry, after short pauses, when the disk fails."""
 
     @wraps(read)
-    def read_patiently(*args: P.args, **kwargs: P.kwargs) -> T:
+    def retry_read(*args: P.args, **kwargs: P.kwargs) -> T:
         for pause in _PAUSES_SECONDS:
             try:
                 return read(*args, **kwargs)
             except OSError as error:
-                if not is_refusal(error):
+                if not is_disk_failure(error):
                     raise
                 time.sleep(pause)
         return read(*args, **kwargs)
 
-    return read_patiently
+    return retry_read
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
     return FileFacts(size, digest.hexdigest())
 
 
-@patient
+@with_retries
 def hash_file(path: Path, algorithm: str = "blake3") -> FileFacts:
     """Read a file in pieces and return its facts; memory use does not depend on its size."""
     with open(path, "rb") as file:
@@ -169,7 +169,7 @@ def size_of(directory: Path) -> int:
     return size
 
 
-@patient
+@with_retries
 def read_regular_file(path: Path) -> bytes:
     """Read a complete file; a pipe or a device, which might never end, is refused with an :class:`OSError`."""
     if not stat.S_ISREG(os.stat(path).st_mode):

@@ -33,9 +33,9 @@ from torch import Tensor
 
 from paceline.checkpoint.durable import (
     FileFacts,
-    patient,
     read_regular_file,
     reporting_disk_errors,
+    with_retries,
     write_file,
 )
 from paceline.errors import CheckpointError
@@ -49,7 +49,7 @@ _SIZE_LIMIT_BYTES = 100_000_000  # limit for a manifest, and for a safetensors h
 _COMPONENT = re.compile(r"(?!manifest$)[A-Za-z][A-Za-z0-9_-]*")
 _PART = re.compile(r"/part-\d{5}\.safetensors")
 
-_LARGEST_PLAIN_BITS = 64  # longer integers are written as hexadecimal: JSON readers limit decimal digits
+_MAX_PLAIN_BITS = 64  # longer integers are written as hexadecimal: JSON readers limit decimal digits
 
 _PREFIX_BYTES = 8
 _METADATA = "__metadata__"  # the only key that a safetensors header reserves
@@ -64,7 +64,7 @@ _DTYPES = {code: name for name, code in _CODES.items()}
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _PICKLE_STARTS = (b"\x80", b"PK\x03\x04")  # a bare pickle; the zip archive of torch.save
 # Other formats found under the name of a weights file, by their first bytes in lower case.
-_OTHERS = {
+_OTHER_FORMATS = {
     LFS_START[:8]: LFS_POINTER,
     b"<!doctyp": "an HTML page: download the file itself",
     b"<html": "an HTML page: download the file itself",
@@ -180,7 +180,7 @@ class _Encoded:
             return items if kind is list else {"$tuple": items}
         if kind is float and not math.isfinite(value):
             return {"$float": struct.pack(">d", value).hex()}
-        if kind is int and value.bit_length() > _LARGEST_PLAIN_BITS:
+        if kind is int and value.bit_length() > _MAX_PLAIN_BITS:
             return {"$int": hex(value)}
         if value is None or kind in (str, bool, int, float):
             return value
@@ -209,9 +209,9 @@ class _Encoded:
         self.tensors[name] = replace(tensor, tensor=plain) if isinstance(tensor, Part) else plain
         return name
 
-    def _unsupported(self, what: str, value: Any, path: tuple[Any, ...]) -> CheckpointError:
+    def _unsupported(self, label: str, value: Any, path: tuple[Any, ...]) -> CheckpointError:
         return CheckpointError(
-            f"{'.'.join((self.where, *map(str, path)))} cannot be saved: {what} is of type "
+            f"{'.'.join((self.where, *map(str, path)))} cannot be saved: {label} is of type "
             f"{type(value).__module__}.{type(value).__qualname__}, but a state holds only dict, list, tuple, str, int, "
             "float, bool, None and torch.Tensor; convert it in state_dict()."
         )
@@ -226,11 +226,11 @@ def _decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [_decode(item, tensors) for item in node]
     if not isinstance(node, dict):
         return node
-    mark = next((key for key in node if key.startswith("$")), None)
-    if mark is None:
+    marker = next((key for key in node if key.startswith("$")), None)
+    if marker is None:
         return {key: _decode(item, tensors) for key, item in node.items()}
     ((_, content),) = node.items()  # a marker has no sibling keys
-    match mark:
+    match marker:
         case "$tensor":
             return tensors[content]
         case "$tuple":
@@ -241,7 +241,7 @@ def _decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
             return struct.unpack(">d", bytes.fromhex(content))[0]
         case "$int":
             return int(content, 16)
-    raise ValueError(f"unknown mark {mark!r}")
+    raise ValueError(f"unknown mark {marker!r}")
 
 
 # Tensors in a safetensors file
@@ -333,7 +333,7 @@ def parse_tensor_file(content: bytes) -> TensorFile:
     return TensorFile(tensors, metadata)
 
 
-@patient
+@with_retries
 def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
     """List a file's tensors and metadata from its header only.
 
@@ -378,10 +378,10 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         ValueError: If there is no such dtype.
     """
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"it holds a tensor of the unknown dtype {name!r}")
-    return found
+    return dtype
 
 
 def _utf8(text: str) -> str:
@@ -390,7 +390,9 @@ def _utf8(text: str) -> str:
 
 
 def _header_length(start: bytes, file_size: int) -> int:
-    if other := next((what for begin, what in _OTHERS.items() if start.lower().startswith(begin)), None):
+    if other := next(
+        (description for begin, description in _OTHER_FORMATS.items() if start.lower().startswith(begin)), None
+    ):
         raise ValueError(f"it is {other}")
     hint = pickle_hint(start)
     if len(start) < _PREFIX_BYTES:
@@ -420,9 +422,9 @@ def _parse_header(content: bytes, file_size: int) -> tuple[dict[str, Any], dict[
     return header, metadata, _strings(raw, "list of raw dtypes")
 
 
-def _strings(value: Any, what: str) -> dict[str, str]:
+def _strings(value: Any, label: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
-        raise ValueError(f"its {what} is not a JSON object of strings")
+        raise ValueError(f"its {label} is not a JSON object of strings")
     return value
 
 
@@ -502,7 +504,7 @@ def parse_manifest(path: Path) -> Manifest:
         ValueError: Naming the broken rule.
     """
     file = path / MANIFEST
-    if patient(os.stat)(file).st_size > _SIZE_LIMIT_BYTES:
+    if with_retries(os.stat)(file).st_size > _SIZE_LIMIT_BYTES:
         raise ValueError(f"it is larger than {_SIZE_LIMIT_BYTES} bytes")
     try:
         content = load_json(read_regular_file(file))
@@ -558,7 +560,7 @@ def _count(value: Any, key: str) -> int:
 
 
 def _field(value: Any, key: str, kind: type[T]) -> T:
-    found = value.get(key) if isinstance(value, dict) else None
-    if type(found) is not kind:
-        raise ValueError(f"its entry {key!r} is {found!r}, expected {kind.__name__}")
-    return found
+    entry = value.get(key) if isinstance(value, dict) else None
+    if type(entry) is not kind:
+        raise ValueError(f"its entry {key!r} is {entry!r}, expected {kind.__name__}")
+    return entry

@@ -44,7 +44,7 @@ def test_a_run_a_folder_of_checkpoints_a_checkpoint_and_a_file_are_all_found(sto
     for target in (store.directory.parent, store.directory, newest, newest / "model.safetensors"):
         saved = read_weights(target)
         assert (saved.path, saved.weights) == (newest / "model.safetensors", "model")
-        assert saved.described("data") == {}
+        assert saved.description("data") == {}
         assert torch.equal(saved.state["w"], torch.full((3,), 30.0))
     assert step_read(store.path(10)) == 10
 
@@ -171,7 +171,7 @@ def test_metadata_that_is_not_ours_is_one_sentence(tmp_path: Path, text: str) ->
     save_file({"w": torch.ones(1)}, path, {"data": text})
     saved = read_weights(path)  # the weights themselves need none of it
     with pytest.raises(CheckpointError, match="'data'") as caught:
-        saved.described("data")
+        saved.description("data")
     assert len(str(caught.value)) < 500
 
 
