@@ -246,7 +246,7 @@ def test_a_copy_with_sha_256_digests_is_fetched_and_continued(home: Home, tmp_pa
     weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1, *weights.read_bytes()[1:]]))
     older = list_commits(remote).commits[1]
     with pytest.raises(StorageError, match="size or digest differs"):
-        fetch_newest(remote, [older], tmp_path / "damaged", beyond=-1, report=lambda _: None)
+        fetch_newest(remote, [older], tmp_path / "damaged", after_step=-1, log=lambda _: None)
 
 
 def test_full_pieces_of_a_long_record_are_never_sent_again(
