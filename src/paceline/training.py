@@ -19,7 +19,7 @@ from paceline.errors import RecipeError, RunDirectoryError, TrainingError
 from paceline.processes import ProcessGroup, received_signals, without_rank
 from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, to_yaml
 from paceline.records.reader import read_summary
-from paceline.records.run_directory import RunDirectory, default_run_directory, why_no_run
+from paceline.records.run_directory import RunDirectory, default_run_directory, no_run_message
 from paceline.references import trusting_code
 from paceline.report.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
@@ -71,7 +71,7 @@ def train(
                 "run_dir of a run to continue."
             )
         if not RunDirectory(directory).exists():
-            raise RunDirectoryError(why_no_run(directory, "that of a run to continue, or name a recipe"))
+            raise RunDirectoryError(no_run_message(directory, "that of a run to continue, or name a recipe"))
         recipe = directory
     options = Options(
         run_dir=directory,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from paceline.cli.main import run as run_command_line
-from paceline.records.reader import without_clock
+from paceline.records.reader import strip_timings
 
 # Loaded once for all launches: what a run loads, and several processes (DDP and FSDP load the compiler). The library of
 # the address begins its thread when it is first asked for something.
@@ -108,7 +108,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     summary = json.loads((run_dir / "summary.json").read_text())
     kept = ("status", "step", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger")
     found = {key: summary[key] for key in kept}
-    found["records"] = [without_clock(event) for event in records(run_dir) if event["event"] in ("step", "evaluation")]
+    found["records"] = [strip_timings(event) for event in records(run_dir) if event["event"] in ("step", "evaluation")]
     return found
 
 

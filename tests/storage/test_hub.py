@@ -139,18 +139,18 @@ def test_a_run_on_a_data_set_by_its_name(hub: HubServer, runs: Path) -> None:
 def test_a_data_set_is_used_when_all_of_it_is_there(hub: HubServer) -> None:
     hub.files["datasets/me/set"] = {"a/1.txt": b"one", "a/2.txt": b"two", "b.txt": b"three"}
     said: list[str] = []
-    part = local_copy("hf://datasets/me/set/a", say=said.append)
+    part = local_copy("hf://datasets/me/set/a", log=said.append)
     assert sorted(each.name for each in part.iterdir()) == ["1.txt", "2.txt"]
     assert said == ["looking for hf://datasets/me/set/a on the Hugging Face hub …"]
     commit = hub.commit("datasets/me/set")
-    whole = local_copy(f"hf://datasets/me/set@{commit}", say=said.append)
+    whole = local_copy(f"hf://datasets/me/set@{commit}", log=said.append)
     assert (whole / "b.txt").read_bytes() == b"three"
     (whole / "a" / "2.txt").unlink()
-    assert (local_copy("hf://datasets/me/set", say=said.append) / "a" / "2.txt").read_bytes() == b"two"
+    assert (local_copy("hf://datasets/me/set", log=said.append) / "a" / "2.txt").read_bytes() == b"two"
     (whole / "a" / "2.txt").unlink()
     hub.close()
     with pytest.raises(StorageError, match="the cache has no complete copy"):
-        local_copy("hf://datasets/me/set", say=said.append)
+        local_copy("hf://datasets/me/set", log=said.append)
     for address, why in (
         ("hf://me/set", "a data set's address is hf://datasets/me/set"),
         ("hf://datasets/me/none", "there is none of this name"),

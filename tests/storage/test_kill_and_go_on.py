@@ -15,7 +15,7 @@ from typing import Any
 import fork_server
 import pytest
 
-from paceline.checkpoint.mirror import read_commits
+from paceline.checkpoint.mirror import list_commits
 from paceline.storage.remote import Remote
 
 PROGRAM = Path(__file__).with_name("object_runs.py")
@@ -69,15 +69,15 @@ def check_same(found: dict[str, Any]) -> None:
 def check_tidy(address: str, keep: int = 2) -> None:
     """What lies at the address is whole, and nothing else lies there."""
     remote = Remote(address)
-    found = read_commits(remote)
+    found = list_commits(remote)
     commits, damaged = found.commits, found.damaged
     assert not damaged
     assert 1 <= len(commits) <= keep + 1
-    there = {**remote.listed("checkpoints"), **remote.listed("records")}
+    there = {**remote.list_files("checkpoints"), **remote.list_files("records")}
     for commit in commits:
         assert commit.pieces <= there.keys()
         for piece in commit.files.values():
-            assert there[piece.name].size_bytes == piece.size_bytes
+            assert there[piece.name].size_bytes == piece.facts.size_bytes
 
 
 @pytest.mark.slow
@@ -108,6 +108,6 @@ def test_parts_of_several_processes(s3: Any, variables: dict[str, str], tmp_path
     found = outcome(begin(tmp_path / "runs", variables, **asked), s3, tmp_path / "runs")
     check_same(found)
     assert found["resumes"], "the last launch went on from no copy"
-    commits = read_commits(Remote("s3://bucket/parts")).commits
+    commits = list_commits(Remote("s3://bucket/parts")).commits
     assert any("/" in name for name in commits[0].files), "no component lies in parts"
     assert "ledger/rank-00001.ids" in commits[0].records

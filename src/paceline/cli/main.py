@@ -137,7 +137,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code: 0 done, 1 failed, 2 usage error, 75 stopped."""
-    from paceline.distributed.local_launch import end_torchrun, follow_launcher, meets_every_start, report_error
+    from paceline.distributed.local_launch import end_torchrun, follow_launcher, is_permanent_error, report_error
 
     follow_launcher(os.environ)
     if _COMPLETING in os.environ:
@@ -160,7 +160,7 @@ def run(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001  # the last place that can tell the user, or the launcher
         message = missing_library(error) or _machine_limit(error)
         code = report_error(PacelineError(message) if message else error, os.environ)
-        if meets_every_start(error):
+        if is_permanent_error(error):
             end_torchrun(os.environ)
     return code if isinstance(code, int) else 0
 

@@ -145,7 +145,7 @@ class Predict:
             from paceline.inference.clicks import ClickPredictor
 
             saved = read_weights(self.target, self.weights, best=self.best)
-            if "table_rows" in saved.described("data"):
+            if "table_rows" in saved.description("data"):
                 for name in ("thresholds", "draw", "output", "batch_size", "stdin_image"):
                     if getattr(self, name):
                         refuse_unused(click.get_current_context(), name, "these weights take lines of samples")
@@ -160,7 +160,7 @@ def _answer_prompt(options: Predict, prompt: str, device: torch.device, *, as_js
     from paceline.inference.text import Sampling, TextLabeller, TextPredictor
 
     saved = read_weights(options.target, options.weights, best=options.best)
-    if {"tokenizer", "class_names"} <= saved.described("data").keys():
+    if {"tokenizer", "class_names"} <= saved.description("data").keys():
         for name in options.generation:
             refuse_unused(
                 click.get_current_context(), name, "it is for text generation, and this model classifies texts"
@@ -170,7 +170,7 @@ def _answer_prompt(options: Predict, prompt: str, device: torch.device, *, as_js
         if as_json:
             print_json({"prompt": prompt, "labels": answer.labels, "probabilities": answer.probabilities})
         else:
-            echo(answer.described())
+            echo(answer.description())
         return
     predictor = TextPredictor(saved, device, trust_code=options.trust_code)
     if not predictor.is_masked:
@@ -296,7 +296,7 @@ def _to_screen(answers: Iterable[Answer], *, as_json: bool) -> int:
         if as_json:
             rows.append(answer.row())
         else:
-            echo(one_line(f"{answer.path}  {answer.described()}"))
+            echo(one_line(f"{answer.path}  {answer.description()}"))
     if as_json:
         print_json(rows)
     return code
@@ -321,7 +321,7 @@ def _to_file(
             for each in (answer for answer in batch if answer.error is not None):
                 unreadable.append({"path": str(each.path), "error": each.error})
                 if not as_json:
-                    echo(one_line(f"{each.path}  {each.described()}"))
+                    echo(one_line(f"{each.path}  {each.description()}"))
             file.write(each.row() for each in batch)
     code = store_verdict(passed=not unreadable)
     if as_json:

@@ -166,7 +166,7 @@ class Train:
             )
         from paceline.distributed.local_launch import Restarts
 
-        return Restarts(most=limit, sizes=(chosen.count, *chosen.fewer), run_dir=self.run_dir, arguments=arguments)
+        return Restarts(limit=limit, sizes=(chosen.count, *chosen.fewer), run_dir=self.run_dir, arguments=arguments)
 
 
 def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json: bool) -> int:

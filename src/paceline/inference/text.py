@@ -78,7 +78,7 @@ class TextPredictor:
     """
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
-        data, where = saved.described("data"), str(saved.path)
+        data, where = saved.description("data"), str(saved.path)
         if not {"tokenizer", "objective"} <= data.keys():
             raise RecipeError(f"the weights in {where} are not a language model and take no prompt; give files.")
         self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
@@ -182,7 +182,7 @@ class TextLabeller(ImagePredictor):
     unit = "texts"
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
-        data, where = saved.described("data"), str(saved.path)
+        data, where = saved.description("data"), str(saved.path)
         self._saved, self._device = saved, device
         self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
         self.classes = tuple(data["class_names"])

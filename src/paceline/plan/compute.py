@@ -164,9 +164,9 @@ def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int
         return asked, ""
     if recipe.parallel.exact and machine.device == "cpu":
         return 1, "parallel.exact: sums over one thread do not depend on the number of processes"
-    if machine.own_cores is not None:
+    if machine.assigned_cores is not None:
         why = "the physical cores that parallel.affinity gives it, or fewer (OMP_NUM_THREADS)"
-        return min(machine.own_cores, machine.threads or machine.own_cores), why
+        return min(machine.assigned_cores, machine.threads or machine.assigned_cores), why
     share = max(1, machine.cores // local_world_size)
     if machine.threads not in (None, share):
         return machine.threads, "as OMP_NUM_THREADS says"

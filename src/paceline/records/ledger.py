@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 from paceline.errors import RunDirectoryError
 from paceline.records.events import AppendFile, detach
 from paceline.records.reader import LedgerFacts
-from paceline.records.run_directory import cannot, refuse_odd_record, write_bytes
+from paceline.records.run_directory import file_error, refuse_special_file, write_bytes
 
 _MAGIC = b"PLED"
 _HEADER = struct.Struct("<4sB3xIQII")
@@ -38,7 +38,7 @@ _BUFFER_BYTES = 1 << 18
 _NARROW, _WIDE = np.dtype("<u4"), np.dtype("<u8")
 
 Ids = NDArray[np.int64]
-_NONE: Ids = np.empty(0, dtype=np.int64)
+_NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class LedgerWriter(AppendFile):
     def append(self, *, step: int, epoch: int, ids: ArrayLike, broken: Sequence[int] | Ids = ()) -> None:
         """Record the samples of a micro-batch or a step, if there are any; steps must not decrease."""
         used = np.asarray(ids, dtype=np.int64)
-        lost = np.asarray(broken, dtype=np.int64) if len(broken) else _NONE
-        if used.size + lost.size:
-            self.write(_encode(step, epoch, used, lost))
+        broken_ids = np.asarray(broken, dtype=np.int64) if len(broken) else _NO_IDS
+        if used.size + broken_ids.size:
+            self.write(_encode(step, epoch, used, broken_ids))
 
 
 def ledger_path(directory: Path, rank: int) -> Path:
@@ -116,26 +116,26 @@ def truncate_ledgers(directory: Path, step: int) -> int:
                     file.truncate(keep)
                     os.fsync(file.fileno())
         except OSError as error:
-            raise cannot("truncate", path, error) from error
+            raise file_error("truncate", path, error) from error
     return samples
 
 
 def _encode(step: int, epoch: int, ids: Ids, broken: Ids) -> bytes:
     """Frame one record."""
-    both = np.concatenate((ids, broken)) if broken.size else ids
+    all_ids = np.concatenate((ids, broken)) if broken.size else ids
     # Compared as unsigned values, negative ids are larger than any sample's id.
-    largest = int(both.view(np.uint64).max())
+    largest = int(all_ids.view(np.uint64).max())
     if largest >= 1 << 63:
-        raise ValueError(f"sample ids must not be negative, found {int(both.min())}")
+        raise ValueError(f"sample ids must not be negative, found {int(all_ids.min())}")
     dtype = _NARROW if largest < 1 << 32 else _WIDE
     header = _HEADER.pack(_MAGIC, dtype.itemsize, epoch, step, ids.size, broken.size)
-    body = header + both.astype(dtype).tobytes()
+    body = header + all_ids.astype(dtype).tobytes()
     return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
 def _records(path: Path) -> Iterator[tuple[int, LedgerEntry]]:
     """Yield each record with the offset of its end."""
-    refuse_odd_record(path)
+    refuse_special_file(path)
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
@@ -143,15 +143,15 @@ def _records(path: Path) -> Iterator[tuple[int, LedgerEntry]]:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 yield from _parse(data, path)
     except OSError as error:
-        raise cannot("read", path, error) from error
+        raise file_error("read", path, error) from error
 
 
 def _parse(data: mmap.mmap, path: Path) -> Iterator[tuple[int, LedgerEntry]]:
     """Walk the records of a mapped file up to its end or its torn end."""
     offset = 0
     while offset < len(data):
-        found = _decode(data, offset)
-        if found is None:
+        record = _decode(data, offset)
+        if record is None:
             if _has_record_after(data, offset):
                 raise RunDirectoryError(
                     f"The ledger '{path}' is damaged at byte {offset}: a checksum does not match, and intact records "
@@ -159,8 +159,8 @@ def _parse(data: mmap.mmap, path: Path) -> Iterator[tuple[int, LedgerEntry]]:
                     "copy, or start the run in another directory."
                 )
             return
-        offset = found[0]
-        yield found
+        offset = record[0]
+        yield record
 
 
 def _decode(data: mmap.mmap, offset: int) -> tuple[int, LedgerEntry] | None:
@@ -168,24 +168,24 @@ def _decode(data: mmap.mmap, offset: int) -> tuple[int, LedgerEntry] | None:
     body = offset + _HEADER.size
     if body > len(data):
         return None
-    magic, width, epoch, step, used, lost = _HEADER.unpack_from(data, offset)
-    checksum = body + width * (used + lost)
+    magic, width, epoch, step, used, broken = _HEADER.unpack_from(data, offset)
+    checksum = body + width * (used + broken)
     if magic != _MAGIC or width not in (4, 8) or checksum + _CHECKSUM.size > len(data):
         return None
     if zlib.crc32(data[offset:checksum]) != _CHECKSUM.unpack_from(data, checksum)[0]:
         return None
     dtype = _NARROW if width == _NARROW.itemsize else _WIDE
-    both = np.frombuffer(data[body:checksum], dtype=dtype).astype(np.int64)
-    return checksum + _CHECKSUM.size, LedgerEntry(step, epoch, both[:used], both[used:])
+    all_ids = np.frombuffer(data[body:checksum], dtype=dtype).astype(np.int64)
+    return checksum + _CHECKSUM.size, LedgerEntry(step, epoch, all_ids[:used], all_ids[used:])
 
 
 def _has_record_after(data: mmap.mmap, offset: int) -> bool:
     """Whether a complete record begins anywhere after an offset."""
-    at = data.find(_MAGIC, offset + 1)
-    while at >= 0:
-        if _decode(data, at) is not None:
+    position = data.find(_MAGIC, offset + 1)
+    while position >= 0:
+        if _decode(data, position) is not None:
             return True
-        at = data.find(_MAGIC, at + 1)
+        position = data.find(_MAGIC, position + 1)
     return False
 
 
@@ -351,11 +351,11 @@ def read_lengths(path: Path) -> NDArray[np.int64]:
     Raises:
         RunDirectoryError: If the file is missing or damaged.
     """
-    refuse_odd_record(path)
+    refuse_special_file(path)
     try:
-        found = np.load(path, allow_pickle=False)
+        lengths = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise RunDirectoryError(f"the per-sample values cannot be read from '{path}': {error}.") from error
-    if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "iu":
+    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         raise RunDirectoryError(f"'{path}' must hold one row of whole numbers, one for each sample.")
-    return found.astype(np.int64)
+    return lengths.astype(np.int64)

@@ -96,7 +96,7 @@ def measure_latency(options: Bench, log: Callable[[str], None]) -> tuple[str, Re
         if options.overrides:
             raise RecipeError(f"overrides change recipes, but '{target}' holds saved weights; leave them out.")
         saved = read_weights(target, options.weights)
-        name, recipe = f"{target} ({saved.weights})", stored_recipe(saved.described("recipe"), str(saved.path))
+        name, recipe = f"{target} ({saved.weights})", stored_recipe(saved.description("recipe"), str(saved.path))
     else:
         loaded = load_recipe(options.recipe, options.overrides)
         name, recipe = loaded.name, loaded.recipe
@@ -199,7 +199,7 @@ def _measured(subject: _Subject, scenario: str, size: int, seconds: float) -> di
     row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(subject.device) if on_gpu else None
     used = None if before is None or after is None else after - before
     row["joules_per_sample"] = None if used is None else used / (len(times) * each * size)
-    row["no_energy"] = energy.why_not or None
+    row["no_energy"] = energy.unavailable_reason or None
     return row
 
 

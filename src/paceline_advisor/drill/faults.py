@@ -136,7 +136,7 @@ def _signal_all(number: signal.Signals, launch: Launch, _: Path) -> None:
 def _stopped(inject: Inject, context: DrillContext, name: str) -> FaultedRun:
     faulted = context.disturb(name, inject)
     _expect(faulted, _STOPPED)
-    path, _ = CheckpointStore(faulted.run_dir / "checkpoints").newest_whole()
+    path, _ = CheckpointStore(faulted.run_dir / "checkpoints").newest_complete()
     newest = 0 if path is None else int(path.name.removeprefix("step-"))
     if newest != faulted.step:
         faulted.objections.append(

@@ -114,7 +114,7 @@ def run_jobs(jobs: Mapping[str, Job], collectives: Collectives) -> dict[str, Any
     """
     world = collectives.world
     parts = [part for job in jobs.values() for part in job.parts]
-    results = collectives.on_all(lambda: [part() for part in parts[world.rank :: world.world_size]])
+    results = collectives.on_all_ranks(lambda: [part() for part in parts[world.rank :: world.world_size]])
     gathered = collectives.gather(results)
     in_order = iter([gathered[number % world.world_size][number // world.world_size] for number in range(len(parts))])
     return {name: job.assemble([next(in_order) for _ in job.parts]) for name, job in jobs.items()}

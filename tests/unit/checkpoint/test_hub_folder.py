@@ -27,7 +27,7 @@ def folder(path: Path, config: Any = CONFIG, metadata: dict[str, str] | None = N
 
 def described(path: Path, config: Any = CONFIG) -> tuple[Any, Any]:
     saved = read_weights(folder(path, config))
-    return saved.described("data"), saved.described("recipe")
+    return saved.description("data"), saved.description("recipe")
 
 
 def test_what_a_config_says(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_what_a_config_says(tmp_path: Path) -> None:
 def test_ours_speak_for_themselves(tmp_path: Path) -> None:
     path = folder(tmp_path / "hub", metadata={"recipe": '{"task": "mine"}', "weights": "ema"})
     saved = read_weights(path)
-    assert saved.described("recipe") == {"task": "mine"}
+    assert saved.description("recipe") == {"task": "mine"}
     assert saved.weights == "ema"
 
 
@@ -88,7 +88,7 @@ def test_what_cannot_be_shown_is_said_where_it_is_needed(tmp_path: Path, key: st
     saved = read_weights(path)  # the weights alone may be begun from
     assert saved.state.keys() == {"w"}
     with pytest.raises(CheckpointError, match=said):
-        saved.described("data")
+        saved.description("data")
 
 
 @pytest.mark.parametrize(

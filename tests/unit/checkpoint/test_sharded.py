@@ -72,7 +72,7 @@ def save(
             if rank == 0:
                 store.save(step, components, FACTS, file_metadata={"recipe": "{}"}, sharded=sharded)
             else:
-                store.write_share(step, components, FACTS, file_metadata={"recipe": "{}"}, sharded=sharded)
+                store.write_shard(step, components, FACTS, file_metadata={"recipe": "{}"}, sharded=sharded)
         except CheckpointError as error:
             failed.append(error)
 
@@ -192,7 +192,7 @@ def test_a_dtype_that_is_none_is_refused() -> None:
 def test_who_waits_in_vain_can_be_told(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     sharded = ShardedSave(store.make_staging_dir(4), 0, 2, patience_seconds=60)
-    sharded.given_up.set()
+    sharded.cancelled.set()
     with pytest.raises(CheckpointError, match="has not written its part of the checkpoint, and the run has failed"):
         store.save(4, {"model": state(0, 2)}, FACTS, sharded=sharded)
 

@@ -44,7 +44,7 @@ def test_a_run_a_folder_of_checkpoints_a_checkpoint_and_a_file_are_all_found(sto
     for target in (store.directory.parent, store.directory, newest, newest / "model.safetensors"):
         saved = read_weights(target)
         assert (saved.path, saved.weights) == (newest / "model.safetensors", "model")
-        assert saved.described("data") == {}
+        assert saved.description("data") == {}
         assert torch.equal(saved.state["w"], torch.full((3,), 30.0))
     assert step_read(store.path(10)) == 10
 
@@ -53,7 +53,7 @@ def test_the_newest_whose_weights_are_whole_is_taken(store: CheckpointStore) -> 
     flip_a_byte(store.path(30) / "model.safetensors")
     (store.path(20) / "manifest.json").write_text("")
     assert step_read(store.directory.parent) == 10
-    with pytest.raises(CheckpointError, match=r"step-00000030 is not .*: model\.safetensors: its SHA-256 is"):
+    with pytest.raises(CheckpointError, match=r"step-00000030 is not .*: model\.safetensors: its digest is"):
         read_weights(store.path(30))
     flip_a_byte(store.path(10) / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"No checkpoint in .* is whole: .*step-00000030"):
@@ -84,7 +84,7 @@ def test_the_best_checkpoint_is_verified_like_any_other(store: CheckpointStore) 
     store.write_best(Best(20, "loss", 1.0))
     assert float(read_weights(store.directory.parent, best=True).state["w"][0]) == 20
     flip_a_byte(store.path(20) / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"step-00000020 is not .*its SHA-256 is"):
+    with pytest.raises(CheckpointError, match=r"step-00000020 is not .*its digest is"):
         read_weights(store.directory.parent, best=True)
 
 
@@ -171,7 +171,7 @@ def test_metadata_that_is_not_ours_is_one_sentence(tmp_path: Path, text: str) ->
     save_file({"w": torch.ones(1)}, path, {"data": text})
     saved = read_weights(path)  # the weights themselves need none of it
     with pytest.raises(CheckpointError, match="'data'") as caught:
-        saved.described("data")
+        saved.description("data")
     assert len(str(caught.value)) < 500
 
 

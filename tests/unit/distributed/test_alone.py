@@ -33,7 +33,7 @@ def test_collectives_are_the_identity() -> None:
     assert alone.reduce_sum(tensor) is tensor
     assert alone.broadcast([1]) == [1]
     assert alone.gather("x") == ["x"]
-    assert alone.on_first(lambda: 3) == 3
+    assert alone.on_rank_zero(lambda: 3) == 3
     alone.broadcast_tensors([tensor])
     alone.barrier()
 
@@ -43,7 +43,7 @@ def test_an_error_on_the_first_rank_is_that_error() -> None:
         raise DataError("no such data")
 
     with pytest.raises(DataError, match="no such data"):
-        Collectives(World()).on_first(fail)
+        Collectives(World()).on_rank_zero(fail)
 
 
 def test_no_process_group_is_formed_alone() -> None:

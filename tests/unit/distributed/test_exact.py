@@ -232,9 +232,9 @@ def test_a_mark_on_any_logical_rank_is_the_steps(pair: tuple[Net, ExactDataParal
         for rank in range(4):
             with strategy.micro_batch(MicroBatch(rank, 20, 5, is_last=rank == 3, logical_ranks=4)):
                 mark = torch.tensor(float(rank == marked))
-                loss = strategy.with_vote(loss_of(network, x), ControlFlags, is_last=rank == 3, spoiled=mark)
+                loss = strategy.with_vote(loss_of(network, x), ControlFlags, is_last=rank == 3, nonfinite=mark)
                 loss.backward()
         strategy.combine()
-        heard.append(strategy.spoiled().item() > 0)
+        heard.append(strategy.nonfinite().item() > 0)
         assert not strategy.agreed(ControlFlags()).stop
     assert heard == [False, True, True, False]

@@ -70,7 +70,7 @@ def train(strategy, network, *, late, timed=True, parts=1):
                 with clock.span("backward"):
                     if late == "backward" and rank == 1:
                         loss = Slow.apply(loss)
-                    share = loss * strategy.averages_over / 2 / parts
+                    share = loss * strategy.loss_divisor / 2 / parts
                     strategy.with_vote(share, ControlFlags, is_last=is_last).backward()
         if not is_exact:
             arrived, ended = [*arrived, last[-1]], [*ended, time.monotonic()]

@@ -78,11 +78,11 @@ def told(both: Both, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
             answer["means"].append(network[1].running_mean.tolist())
 
         try:
-            collectives.on_first(lambda: 1 // 0)
+            collectives.on_rank_zero(lambda: 1 // 0)
         except (ZeroDivisionError, OtherProcessError) as error:
             answer["failed"] = collectives.gather(f"{type(error).__name__}: {error}")
         try:
-            collectives.on_all(lambda: 1 // (1 - rank))
+            collectives.on_all_ranks(lambda: 1 // (1 - rank))
         except (ZeroDivisionError, OtherProcessError) as error:
             answer["failed on all"] = collectives.gather(f"{type(error).__name__}: {error}")
 

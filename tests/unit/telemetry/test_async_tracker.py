@@ -70,7 +70,7 @@ def test_every_record_arrives_in_order_after_the_earlier_ones(tmp_path: Path) ->
     events = tmp_path / "events.jsonl"
     events.write_text("".join(json.dumps(step(number)) + "\n" for number in range(1, 251)) + '{"torn')
     tool = Scripted()
-    tracker = AsyncTracker("csv", lambda: tool, earlier=events)
+    tracker = AsyncTracker("csv", lambda: tool, history=events)
     with events.open("a") as file:  # the run's writer goes on; that is no earlier record
         file.write("\n")
     for number in range(251, 601):

@@ -30,7 +30,7 @@ class Launch:
     """Writes to the file and to the tables, as a run does."""
 
     def __init__(self, run: Path) -> None:
-        self._tracker = AsyncTracker("csv", lambda: CsvTracker(run / "csv"), earlier=run / "events.jsonl")
+        self._tracker = AsyncTracker("csv", lambda: CsvTracker(run / "csv"), history=run / "events.jsonl")
         self._writer = EventWriter(run / "events.jsonl")
 
     def write(self, events: Iterable[dict[str, Any]]) -> None:

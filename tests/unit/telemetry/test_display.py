@@ -113,7 +113,7 @@ def test_no_line_is_wide(simulated_time: Any) -> None:
 
 def test_the_time_left_is_as_expected_before_steps_tell(simulated_time: Any) -> None:
     progress = RunProgress(1000, 0, Epochs.cut(40, [(0, 1, 1)]), "samples")
-    assert progress.take({"event": "measurement", "message": "expected", "seconds": 1, "expected_seconds": 90.0})
+    assert progress.handle({"event": "measurement", "message": "expected", "seconds": 1, "expected_seconds": 90.0})
     simulated_time.now += 30
     assert progress.seconds_left == pytest.approx(60)
     progress.advance(1)

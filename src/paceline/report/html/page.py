@@ -13,7 +13,7 @@ from paceline.files import refuse_special_outputs
 from paceline.pages.page import Block, Marked, Page, Section, Table, Text, Tile, Tiles, write_page
 from paceline.pages.shown import Shown
 from paceline.records.reader import read_summary
-from paceline.records.run_directory import RunDirectory, cannot
+from paceline.records.run_directory import RunDirectory, file_error
 from paceline.report.html.predictions import predictions
 from paceline.report.html.runs import Event, RunRecord, flattened, read_runs
 from paceline.report.html.speed import memory, scaling, speed
@@ -86,7 +86,7 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Report
         except FileNotFoundError:
             start = b""
         except OSError as error:
-            raise cannot("read", output, error) from error
+            raise file_error("read", output, error) from error
         if start and start.lower() != _PAGE_START:
             raise RunDirectoryError(f"'{output}' exists, is not an HTML page, and is not replaced: give another name.")
     runs = read_runs(run_dirs)
