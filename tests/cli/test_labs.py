@@ -32,10 +32,10 @@ def test_the_labs_are_listed(paceline_here: Call, tmp_path: Path) -> None:
 
 
 def test_a_lab_is_started_once_and_checked(paceline_here: Call, tmp_path: Path) -> None:
-    begun = paceline_here("labs", "start", "1", "mine").ended(0)
+    started = paceline_here("labs", "start", "1", "mine").ended(0)
     (notebook,) = (tmp_path / "mine").glob("*.ipynb")
-    assert f"paceline labs check 1 mine/{notebook.name}" in begun.out
-    assert f"jupyter lab mine/{notebook.name}" in begun.out
+    assert f"paceline labs check 1 mine/{notebook.name}" in started.out
+    assert f"jupyter lab mine/{notebook.name}" in started.out
     before = notebook.read_bytes()
     paceline_here("labs", "start", "1", "mine").refused("exists already and may contain your work")
     assert notebook.read_bytes() == before
@@ -54,7 +54,7 @@ def test_a_lab_is_started_once_and_checked(paceline_here: Call, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("start", "77"), "there is no lab '77'"),
         (("check", "77"), "there is no lab '77'"),
@@ -71,11 +71,11 @@ def test_a_lab_is_started_once_and_checked(paceline_here: Call, tmp_path: Path) 
         (("nonsense",), "nonsense"),
     ],
 )
-def test_a_mistake_is_one_sentence(paceline_here: Call, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_a_mistake_is_one_sentence(paceline_here: Call, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     (tmp_path / "notes.txt").write_text("notes")
     (tmp_path / "broken.ipynb").write_text("{")
     (tmp_path / "other.py").write_text("print(1)\n")
-    done = paceline_here("labs", *words).refused(said)
+    done = paceline_here("labs", *words).refused(message)
     assert len(done.err.strip().splitlines()) == 1
 
 
