@@ -39,7 +39,7 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device
     spread = any(hasattr(each, "to_local") for each in model.parameters()) or has_sparse_gradients(model)
     if device.type == "cuda" and (optimizer.name == "adamw" or (optimizer.name == "sgd" and not spread)):
         options["fused"] = True
-    if optimizer.moves_rest_by_sgd:
+    if optimizer.uses_sgd_for_rest:
         make: Any = filters_and_rest
     else:
         named = "timm.optim:RMSpropTF" if optimizer.eps_inside_sqrt else optimizer.name
@@ -69,13 +69,13 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device
 
 def _settings(asked: Optimizer) -> dict[str, Any]:
     """Return the recipe's settings as keyword arguments of the class."""
-    if asked.moves_rest_by_sgd:
+    if asked.uses_sgd_for_rest:
         steps = {"steps": asked.newton_schulz_steps, "unit_filters": asked.unit_filters}
         filters, rest = {"momentum": asked.momentum} | steps, {"momentum": asked.rest_momentum}
         return {"nesterov": asked.nesterov, "filters": filters, "rest": rest}
     settled = {"betas": asked.moment_decay, "eps": asked.denominator_eps}
     arguments = {"trust_coefficient": "trust_coeff"}
-    found = {arguments.get(key, key): settled.get(key, getattr(asked, key)) for key in asked.rule.takes}
+    found = {arguments.get(key, key): settled.get(key, getattr(asked, key)) for key in asked.rule.keys}
     return {**found, **asked.rule.fixed}
 
 

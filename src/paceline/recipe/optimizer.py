@@ -145,16 +145,18 @@ class Optimizer:
         """Refuse settings that are not passed to an optimizer of another package."""
         if self.name in RULES:
             return
-        usual = dataclasses.fields(self)
+        defaults = dataclasses.fields(self)
         names = {"momentum", "nesterov", "betas", "alpha", "eps", "eps_inside_sqrt", "trust_coefficient", "rest"}
-        if changed := [each.name for each in usual if each.name in names and getattr(self, each.name) != each.default]:
+        if changed := [
+            each.name for each in defaults if each.name in names and getattr(self, each.name) != each.default
+        ]:
             raise ValueError(
                 f"found {' and '.join(changed)} with name={self.name}, but an optimizer from another package gets only "
                 "lr and options; set them in options"
             )
 
     def _check_rest(self) -> None:
-        if not self.moves_rest_by_sgd:
+        if not self.uses_sgd_for_rest:
             return
         if self.nesterov and self.momentum * self.rest_momentum == 0:
             raise ValueError(
@@ -171,15 +173,15 @@ class Optimizer:
         return RULES.get(self.name, OTHER)
 
     @property
-    def moves_rest_by_sgd(self) -> bool:
+    def uses_sgd_for_rest(self) -> bool:
         """Whether filters are updated by orthogonal steps, and everything else by SGD."""
         return self.name == "muon" and self.rest == "sgd"
 
     def has(self, name: Literal["momentum", "betas"]) -> bool:
         """Whether the rule has such a setting."""
-        if name == "betas" and self.moves_rest_by_sgd:
+        if name == "betas" and self.uses_sgd_for_rest:
             return False
-        return name in self.rule.takes
+        return name in self.rule.keys
 
     @property
     def has_layers_to_scale(self) -> bool:

@@ -197,7 +197,7 @@ def _score(
     lines = _Predictions(evaluator.pipeline, evaluator.task.description().get("class_names", ()))
     evaluation = evaluator({saved.weights: network}, lines.add if request.predictions else None)
     seconds = time.perf_counter() - started
-    most = data.most_unread(evaluation.samples + len(evaluation.broken))
+    most = data.unread_limit(evaluation.samples + len(evaluation.broken))
     if len(evaluation.broken) > most:
         first = evaluation.broken[0]
         way = f"data.on_bad=skip leaves out {most}: check the disk."

@@ -44,7 +44,7 @@ def test_each_step_lies_where_counting_finds_it(drawn: tuple[int, Sizes]) -> Non
     expected = counted_out(samples, sizes, 16)
     used = 0
     for step, (epoch, within, size) in enumerate(expected):
-        assert epochs.place(step) == (epoch, within)
+        assert epochs.locate(step) == (epoch, within)
         assert epochs.step_samples(step) == size
         assert epochs.samples_before(step) == used
         assert epochs.first_step(epoch) == step - within
@@ -115,18 +115,18 @@ def test_a_length_at_the_end_is_the_last_steps_that_have_it(
 def test_every_so_many_epochs_is_at_their_ends(drawn: tuple[int, Sizes], every: int) -> None:
     samples, sizes = drawn
     epochs, steps = Epochs.cut(samples, sizes), counted_out(samples, sizes, 16)
-    found = epochs.moments(Duration(every, "epochs"), len(steps))
+    found = epochs.due_steps(Duration(every, "epochs"), len(steps))
     if len(sizes) == 1:
         assert found == ()
         return
     ends = [count for count, (epoch, _, _) in enumerate(steps[1:], 1) if epoch > steps[count - 1][0]] + [len(steps)]
     assert found == tuple(ends[every - 1 :: every])
-    assert epochs.moments(Duration(every, "steps"), len(steps)) == ()
+    assert epochs.due_steps(Duration(every, "steps"), len(steps)) == ()
 
 
 def test_parts_of_epochs_follow_their_size() -> None:
     """Twice an epoch: every two steps of four, then every step of two."""
     epochs = Epochs.cut(16, [(0, 4, 1), (2, 8, 2)])
-    assert epochs.moments(Duration(0.5, "epochs"), 12) == (2, 4, 6, 8, 9, 10, 11, 12)
+    assert epochs.due_steps(Duration(0.5, "epochs"), 12) == (2, 4, 6, 8, 9, 10, 11, 12)
     # 24, 48 and 72 of them: one and a half, three, and four and a half epochs.
-    assert epochs.moments(Duration(24, "samples"), 14) == (6, 10, 13)
+    assert epochs.due_steps(Duration(24, "samples"), 14) == (6, 10, 13)

@@ -209,7 +209,7 @@ def open_criteo(data: Data) -> ClickDataset:
         for entry in visible(root):
             if entry.name not in ("train", "val"):
                 left_out.add("files and folders other than train/ and val/", entry.name)
-    splits = [stored(each, data.recommendation.cache, left_out, max_broken=data.most_broken) for each in parts]
+    splits = [stored(each, data.recommendation.cache, left_out, max_broken=data.broken_limit) for each in parts]
     train, val = splits[0], splits[-1]
     tables, reasons = criteo_tables(data.recommendation, train.distinct)
     kept, first = len(train.rows), 0

@@ -197,7 +197,7 @@ class Problems:
         skips = data.on_bad == "skip"
         broken = [each for each in self.bad if each.kind == "broken_images"]
         bad = [] if skips else [each for each in self.bad if each.kind != "broken_images"]
-        if len(broken) > data.most_broken:
+        if len(broken) > data.broken_limit:
             bad += broken
         sentences = {**self._stopping, **({} if skips else self._rows)}
         lines = [" ".join(starmap(_all_of_a_kind, sentences.items()))] if sentences else []
