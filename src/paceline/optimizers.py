@@ -52,11 +52,11 @@ RULES = {
     "lion": Rule(reference="timm.optim:Lion", keys=("betas",), state_numbers=1, betas=(0.9, 0.99)),
     "muon": Rule(reference="timm.optim:Muon", keys=("momentum", "nesterov", "betas"), betas=(0.9, 0.95)),
 }
-OTHER = Rule(reference="")
+UNKNOWN_RULE = Rule(reference="")
 """Assumed of any other optimizer: it keeps as much state as Adam, and takes none of the keys."""
 
 
-def taking(key: str) -> tuple[str, ...]:
+def optimizers_with(key: str) -> tuple[str, ...]:
     """Return the names of built-in optimizers that take a key of the recipe."""
     return tuple(name for name, rule in RULES.items() if key in rule.keys)
 
@@ -72,6 +72,6 @@ _OF_TIMM = (
     "nlars nmuon novograd novogradc novogradw radabelief radamlegacy radamw rmsproptf rmsproptfc rmsproptfw "
     "sgdc sgdp sgdw"
 )
-OF_LIBRARIES = {name.lower(): f"torch.optim:{name}" for name in _OF_TORCH}
-OF_LIBRARIES |= {name: f"paceline.optim.of_timm:{name}" for name in _OF_TIMM.split()}
+LIBRARY_OPTIMIZERS = {name.lower(): f"torch.optim:{name}" for name in _OF_TORCH}
+LIBRARY_OPTIMIZERS |= {name: f"paceline.optim.of_timm:{name}" for name in _OF_TIMM.split()}
 """References of the other optimizers of torch and timm, by name."""

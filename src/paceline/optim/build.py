@@ -15,7 +15,7 @@ from paceline.optim.embedding_optim import has_sparse_gradients, paired
 from paceline.optim.muon import filters_and_rest
 from paceline.optim.parameter_groups import parameter_groups
 from paceline.optim.schedules import Schedules, Settings
-from paceline.optimizers import OF_LIBRARIES, RULES
+from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES
 from paceline.plan import Plan
 from paceline.plan.rates import LearningRate
 from paceline.recipe.optimizer import Optimizer
@@ -58,7 +58,7 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device
         raise RecipeError(
             f"optimizer.name={optimizer.name} gave a {type(built).__name__}, not a torch.optim.Optimizer."
         )
-    is_ours = optimizer.name in RULES or optimizer.name in OF_LIBRARIES
+    is_ours = optimizer.name in RULES or optimizer.name in LIBRARY_OPTIMIZERS
     if optimizer.weight_decay and not is_ours and "weight_decay" not in built.defaults:
         raise RecipeError(
             f"optimizer.weight_decay={optimizer.weight_decay} has no effect: optimizer.name={optimizer.name} has no "

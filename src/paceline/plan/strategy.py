@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from paceline.errors import RecipeError
-from paceline.optimizers import OF_LIBRARIES, RULES
+from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES
 from paceline.plan.facts import NetworkFacts, ParameterNumbers
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.schema import Recipe
@@ -16,7 +16,7 @@ from paceline.units import format_bytes
 # Fraction of a device's memory that a replica's state may use; the rest is for activations and library overhead.
 _STATE_FRACTION = 0.7
 _FP32_BYTES = 4
-_OF_MATRICES = tuple(name for name in (*RULES, *OF_LIBRARIES) if re.search("adafactor|muon|kron", name))
+_OF_MATRICES = tuple(name for name in (*RULES, *LIBRARY_OPTIMIZERS) if re.search("adafactor|muon|kron", name))
 
 
 def choose_strategy(

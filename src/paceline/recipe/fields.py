@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from paceline.plain_yaml import AsWritten, as_switch, settled
+from paceline.plain_yaml import AsWritten, as_switch, resolve_values
 from paceline.registry import Kind
 from paceline.units import DURATION_RULE, TIME_RULE, Duration, TimeSpan
 
@@ -63,7 +63,7 @@ ByClass = Literal["balanced"] | dict[str, PositiveFloat]
 
 def _named_options(value: object) -> object:
     """Resolve the values of options; refuse names that no factory has, such as ``drop_rate:0.5`` without a space."""
-    options = settled(value)
+    options = resolve_values(value)
     for name in map(str, options) if isinstance(options, dict) else ():
         if not name.isidentifier():
             start, colon, rest = name.partition(":")

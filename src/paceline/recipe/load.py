@@ -18,15 +18,15 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.files import odd_kind
-from paceline.plain_yaml import MOST_LEVELS, PlainDumper, load_plain
+from paceline.files import special_kind
+from paceline.plain_yaml import MAX_DEPTH, PlainDumper, load_plain
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
 from paceline.recipe.named_code import CODE_KEYS, TRAINING_CODE_KEYS, is_stored, refuse_foreign_code, value_of
 from paceline.recipe.optimizer import CLASSIFIER
 from paceline.recipe.other_names import with_new_names
 from paceline.recipe.schema import Recipe
-from paceline.registry import Kind, why_unknown
+from paceline.registry import Kind, name_problem
 from paceline.storage.addresses import is_address, parse_address
 
 _MIRROR = "checkpoint.mirror"
@@ -109,7 +109,7 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
         refuse_foreign_code(foreign, recipe, str(where), trusted=False, keys=(*CODE_KEYS, *TRAINING_CODE_KEYS))
     kinds: tuple[Kind, ...] = ("optimizers", "schedules", "losses", "augmentations")
     for kind, key in zip(kinds, TRAINING_CODE_KEYS, strict=True):
-        if reason := why_unknown(kind, value_of(recipe, key)):
+        if reason := name_problem(kind, value_of(recipe, key)):
             raise RecipeError(f"{source}: {key}: {reason}.")
     origins: dict[str, layers.Origin] = dict.fromkeys(layers.set_keys(tree), "file")
     origins |= dict.fromkeys(layers.set_keys(override_tree), "override")
@@ -262,7 +262,7 @@ def _locate(source: str | Path, base_dir: Path = Path()) -> Path:
             f"'{source}' is a folder, but a recipe is a name or a YAML file; to train on a folder of images: "
             f"paceline train image_folder data.path={source}"
         )
-    if kind := odd_kind(path):
+    if kind := special_kind(path):
         raise RecipeError(f"'{source}' is {kind}, but a recipe is a name or a YAML file. Correct the path.")
     if path.suffix in _ENDINGS or (os.sep in str(source) and "=" not in str(source)):
         raise RecipeError(_no_file(str(source), base_dir))
@@ -361,8 +361,8 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
         if not equals or not dotted:
             folder = f"data.path={text}" if text and Path(text).is_dir() else "optimizer.lr=0.1"
             raise RecipeError(f"found '{text}', but an override is KEY=VALUE, for example {folder}.")
-        if dotted.count(".") >= MOST_LEVELS:
-            raise RecipeError(f"override '{dotted[:40]}…': a key has at most {MOST_LEVELS} levels.")
+        if dotted.count(".") >= MAX_DEPTH:
+            raise RecipeError(f"override '{dotted[:40]}…': a key has at most {MAX_DEPTH} levels.")
         try:
             yield dotted.strip(), load_plain(value) if value.strip() else ""
         except yaml.YAMLError as error:

@@ -117,7 +117,7 @@ def cluster_here(sizes: Sequence[int], *, on_cpu: bool = False) -> Cluster:
         within=_UNKNOWN_LINK,
         network=_UNKNOWN_LINK,
         cores_per_device=cores / (gpus or max(sizes)),
-        most_devices=gpus or None,
+        max_devices=gpus or None,
         shares_cores=not gpus,
         source=source,
     )
@@ -152,7 +152,9 @@ def probe(processes: int, *, size: int = PROBED_BYTES) -> Link:
             raise LaunchError(f"{processes} processes did not exchange messages within {_LIMIT_SECONDS} s.")
         answer = Path(folder) / "answer.json"
         if not answer.exists():
-            cause = f"{ending.failed[0].name}: {ending.failed[0].ending}" if ending.failed else "there is no result"
+            cause = (
+                f"{ending.failed[0].name}: {ending.failed[0].exit_message}" if ending.failed else "there is no result"
+            )
             raise LaunchError(f"{processes} processes could not exchange messages: {cause[-300:]}")
         seconds = json.loads(answer.read_text())
     small, large = seconds["small"], seconds["large"]

@@ -244,7 +244,7 @@ def _sizes(recipe: Recipe, wanted: Plan) -> tuple[int, ...]:
         RecipeError: If no number can share the recipe's global batch.
     """
     cluster = cluster_here((1,)) if wanted.cluster is None else find_cluster(wanted.cluster)
-    there = available_cores() if cluster.shares_cores else cluster.most_devices or wanted.most_gpus
+    there = available_cores() if cluster.shares_cores else cluster.max_devices or wanted.most_gpus
     most = min(wanted.most_gpus, there)
     sizes = [2**power for power in range(int(math.log2(most)) + 1)]
     if wanted.batch_per_gpu is None:
