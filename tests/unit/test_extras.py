@@ -120,10 +120,10 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
         "environment": ["environment", "--json"],
         "for people": ["environment"],
     }
-    words, asked = [sys.executable, "-c", WITHOUT, json.dumps(modules)], json.dumps(list(commands.values()))
+    words, requested = [sys.executable, "-c", WITHOUT, json.dumps(modules)], json.dumps(list(commands.values()))
     own = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        words, input=asked, cwd=folder, env=own, capture_output=True, text=True, check=False, timeout=200
+        words, input=requested, cwd=folder, env=own, capture_output=True, text=True, check=False, timeout=200
     )
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
@@ -166,10 +166,10 @@ def test_what_is_not_there_is_one_sentence_that_names_its_extra(name: str, bare:
 def test_environment_says_of_every_extra_why_it_is_not_there(bare: dict[str, Any]) -> None:
     code, out, _ = bare["environment"]
     assert code == 0
-    told = json.loads(out)["extras"]
-    assert list(told) == [extra.name for extra in EXTRAS]
+    extras = json.loads(out)["extras"]
+    assert list(extras) == [extra.name for extra in EXTRAS]
     for extra in EXTRAS:
-        assert told[extra.name]["available"] is False
-        assert told[extra.name]["install"] == f"pip install 'paceline[{extra.name}]'"
-        assert all(library.distribution in told[extra.name]["why_not"] for library in extra.libraries)
-        assert f"{told[extra.name]['why_not']}; {extra.install}" in bare["for people"][1]
+        assert extras[extra.name]["available"] is False
+        assert extras[extra.name]["install"] == f"pip install 'paceline[{extra.name}]'"
+        assert all(library.distribution in extras[extra.name]["why_not"] for library in extra.libraries)
+        assert f"{extras[extra.name]['why_not']}; {extra.install}" in bare["for people"][1]

@@ -75,10 +75,10 @@ def test_a_length_is_as_many_steps_as_it_takes(drawn: tuple[int, Sizes], quarter
     if unit == "steps":
         assert epochs.steps_in(Duration(quarter, "steps"), None) == quarter
     elif unit == "samples":
-        wanted = quarter * samples // 4
+        expected = quarter * samples // 4
         used = itertools.accumulate((size for _, _, size in steps), initial=0)
-        assert epochs.steps_in(Duration(wanted, "samples"), None) == next(
-            count for count, done in enumerate(used) if done >= wanted
+        assert epochs.steps_in(Duration(expected, "samples"), None) == next(
+            count for count, done in enumerate(used) if done >= expected
         )
     else:
         whole, part = divmod(Fraction(quarter, 4), 1)
@@ -100,10 +100,10 @@ def test_a_length_at_the_end_is_the_last_steps_that_have_it(
     if unit == "steps":
         assert epochs.steps_at_end(Duration(at, "steps"), total) == at
     elif unit == "samples":
-        wanted = at * 12 * samples // of
+        expected = at * 12 * samples // of
         used = list(itertools.accumulate((size for _, _, size in reversed(last)), initial=0))
-        found = epochs.steps_at_end(Duration(wanted, "samples"), total)
-        enough = [count for count, done in enumerate(used) if done >= wanted]
+        found = epochs.steps_at_end(Duration(expected, "samples"), total)
+        enough = [count for count, done in enumerate(used) if done >= expected]
         if len(sizes) > 1:  # of one size, whole steps are counted, as a length from the start is
             assert found == enough[0] if enough else found > total
     else:
