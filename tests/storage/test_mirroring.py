@@ -36,18 +36,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def copying(s3: Any, quick: None, tmp_path: Path) -> Iterator[Call]:
-    begun: list[Mirroring] = []
+    started: list[Mirroring] = []
 
     def begin(address: str, **keys: Any) -> Mirroring:
         def open_mirror(retries: Retries) -> Mirror:
             remote = Remote(address, retries)
             return Mirror(remote, "a run", list_commits(remote))
 
-        begun.append(Mirroring(open_mirror, tmp_path, Checkpoint(mirror=address, **keys)))
-        return begun[-1]
+        started.append(Mirroring(open_mirror, tmp_path, Checkpoint(mirror=address, **keys)))
+        return started[-1]
 
     yield begin
-    for each in begun:
+    for each in started:
         each.close()
 
 
@@ -70,10 +70,10 @@ def test_an_address_that_fails_is_told_and_the_newest_is_copied_when_it_is_back(
 ) -> None:
     copy = copying("s3://bucket/away")
     s3.down()
-    begun = time.monotonic()
+    started = time.monotonic()
     copy.offer(saved(tmp_path, 1))
     copy.offer(saved(tmp_path, 2))
-    assert time.monotonic() - begun < 30  # nobody waits for the address
+    assert time.monotonic() - started < 30  # nobody waits for the address
     wait_until(lambda: copy.is_failing)
     copy.offer(saved(tmp_path, 3))
     assert not copy.has_failed
@@ -198,15 +198,15 @@ def test_data_from_an_address_and_a_stop_that_waits_for_the_copy(
     ) as process:
         wait_until(lambda: '"event": "step"' in _text(tmp_path / "run/events.jsonl") or process.poll(), 120)
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, said
-    assert "copied s3://bucket/shapes: 24 files" in said
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert "copied s3://bucket/shapes: 24 files" in output
     newest = list_commits(Remote("s3://bucket/stopped")).commits[0]
     steps = CheckpointStore(tmp_path / "run/checkpoints").steps()
     assert newest.step == steps[-1]
     assert "data:\n" in _text(tmp_path / "run/recipe.yaml")
     assert "path: s3://bucket/shapes" in _text(tmp_path / "run/recipe.yaml")
-    assert secret not in said
+    assert secret not in output
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
 

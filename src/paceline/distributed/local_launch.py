@@ -33,7 +33,7 @@ from paceline.errors import (
     TrainingError,
 )
 from paceline.escaping import one_line, printable
-from paceline.processes import LOADERS_LEAVE_SECONDS, Child, Ending, ProcessGroup, received_signals
+from paceline.processes import LOADER_GRACE_SECONDS, Child, ProcessGroup, WaitResult, received_signals
 from paceline.storage.addresses import redact_secrets
 from paceline.world import COMMAND_VARIABLE, STOP_SIGNALS
 
@@ -213,7 +213,7 @@ def _launch_once(arguments: Sequence[str], processes: int, cores: int, restart: 
     with tempfile.TemporaryDirectory(prefix="paceline-launch-") as name:
         scratch = Path(name)
         with ProcessGroup(
-            good_codes=(0, STOPPED_EXIT_CODE), signals=received, leave_seconds=LOADERS_LEAVE_SECONDS
+            good_codes=(0, STOPPED_EXIT_CODE), signals=received, grace_seconds=LOADER_GRACE_SECONDS
         ) as group:
             for rank in range(processes):
                 environment = {
@@ -274,7 +274,7 @@ def rank_variables(rank: int, processes: int, scratch: Path, *, cores: int) -> d
     return variables
 
 
-def _conclude(ranks: list[Child], ending: Ending, errors: list[RankError], *, asked_to_stop: bool) -> _Outcome:
+def _conclude(ranks: list[Child], ending: WaitResult, errors: list[RankError], *, asked_to_stop: bool) -> _Outcome:
     """Report what went wrong, the cause first."""
     codes = [child.code or 0 for child in ranks]
     overdue = ending.killed if ending.reason == "end" else ()
@@ -288,7 +288,7 @@ def _conclude(ranks: list[Child], ending: Ending, errors: list[RankError], *, as
         return _Outcome(max(codes))
     reported = {f"rank {error.rank}" for error in errors}
     silent = [child for child in ending.failed if child.name not in reported]
-    causes = [f"{child.name} {child.ending}" for child in silent]
+    causes = [f"{child.name} {child.exit_message}" for child in silent]
     for cause in causes:
         print(f"paceline: {cause}", file=sys.stderr)
     causes += [f"{child.name} did not end" for child in overdue]

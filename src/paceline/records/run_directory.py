@@ -22,7 +22,7 @@ import numpy as np
 
 from paceline.errors import RunDirectoryError
 from paceline.escaping import utf8
-from paceline.files import odd_kind, refuse_odd_outputs
+from paceline.files import refuse_special_outputs, special_kind
 
 _ADVICE = {
     errno.EACCES: "Choose a directory you may write to.",
@@ -178,7 +178,7 @@ def refuse_special_file(path: Path) -> None:
     Raises:
         RunDirectoryError: Naming the record and its kind.
     """
-    kind = odd_kind(path)
+    kind = special_kind(path)
     if kind and kind != "a folder":  # opening it reports the error
         raise RunDirectoryError(f"'{path}' is {kind}, not a file: remove it, or restore the file from a copy.")
 
@@ -206,7 +206,7 @@ def no_run_message(path: Path, expected: str = "the directory of a started run, 
         path: The path without a run.
         expected: What to give instead.
     """
-    if kind := odd_kind(RunDirectory(path).recipe):
+    if kind := special_kind(RunDirectory(path).recipe):
         return f"'{RunDirectory(path).recipe}' is {kind}, not a file: remove it, or restore the file from a copy."
     message = f"there is no run directory '{path}'"
     if path.exists():
@@ -269,7 +269,7 @@ def make_folder(folder: Path, *names: str) -> None:
         raise RunDirectoryError(f"--output {folder} is a file; name a folder.") from None
     except OSError as error:
         raise file_error("make", folder, error, noun="folder") from error
-    refuse_odd_outputs(*(folder / name for name in names))
+    refuse_special_outputs(*(folder / name for name in names))
 
 
 def write_json(path: Path, document: Any) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecipeError, RunDirectoryError
-from paceline.files import refuse_odd_outputs
+from paceline.files import refuse_special_outputs
 from paceline.plan.epochs import BatchPhase, Epochs
 from paceline.plan.mlperf import NOT_A_RESULT, check_mlperf
 from paceline.recipe.load import stored_recipe
@@ -97,7 +97,7 @@ def write_mlperf_log(directory: RunDirectory, overrides: Sequence[str] = (), out
     """
     text = "".join(f"{line}\n" for line in mlperf_log(directory, overrides))
     path = directory.mlperf_log if output is None else output
-    refuse_odd_outputs(path)
+    refuse_special_outputs(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -26,7 +26,7 @@ from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.escaping import csv_cell
-from paceline.files import refuse_odd_outputs
+from paceline.files import refuse_special_outputs
 from paceline.plan import DataFacts, compute
 from paceline.plan.build import unused_in_data
 from paceline.recipe.data import Data
@@ -76,7 +76,7 @@ class EvaluationRequest:
                 raise PacelineError(f"--predictions={file}: the name must end in {' or '.join(PREDICTION_FORMATS)}.")
             if not file.parent.is_dir():
                 raise PacelineError(f"--predictions={file}: there is no directory '{file.parent}'; create it first.")
-            refuse_odd_outputs(file)
+            refuse_special_outputs(file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,7 @@ def _score(
     lines = _Predictions(evaluator.pipeline, evaluator.task.description().get("class_names", ()))
     evaluation = evaluator({saved.weights: network}, lines.add if request.predictions else None)
     seconds = time.perf_counter() - started
-    most = data.most_unread(evaluation.samples + len(evaluation.broken))
+    most = data.unread_limit(evaluation.samples + len(evaluation.broken))
     if len(evaluation.broken) > most:
         first = evaluation.broken[0]
         way = f"data.on_bad=skip leaves out {most}: check the disk."

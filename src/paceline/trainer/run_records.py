@@ -156,7 +156,7 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
             {"path": each.path, "sample": each.id, "split": "train" if training else "validation"},
         )
     count, data = len(run.window.broken_ids) + len(run.progress.broken_evaluation_ids), run.recipe.data
-    most = data.most_unread(run.plan.train_samples + run.plan.evaluation_samples)
+    most = data.unread_limit(run.plan.train_samples + run.plan.evaluation_samples)
     if new and count > most:
         found = f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and"
         advice = (

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
-from paceline.files import refuse_odd_outputs
+from paceline.files import refuse_special_outputs
 from paceline.pages.page import Block, Marked, Page, Section, Table, Text, Tile, Tiles, write_page
 from paceline.pages.shown import Shown
 from paceline.records.reader import read_summary
@@ -79,7 +79,7 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Report
         RunDirectoryError: If one of them is not a run, or the file cannot be written.
     """
     if output is not None:
-        refuse_odd_outputs(output)
+        refuse_special_outputs(output)
         try:
             with output.open("rb") as file:
                 begins = file.read(len(_PAGE_START))
