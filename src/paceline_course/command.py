@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from paceline.cli.options import FiniteRange, LocalPath, json_option
-from paceline.cli.output import concluded, echo, print_json, print_table
+from paceline.cli.output import echo, print_json, print_table, store_verdict
 from paceline.errors import LabError
 from paceline.files import refuse_special_outputs
 
@@ -135,7 +135,7 @@ def check(number: str, file: Path | None, seconds: float, as_json: bool) -> int:
             raise LabError(f"there is no {file} here; {writes}{yours}.")
     verdicts = check_lab(lab, file, seconds=seconds)
     done = sum(each.is_done for each in verdicts)
-    code = concluded(passed=done == len(verdicts))
+    code = store_verdict(passed=done == len(verdicts))
     if as_json:
         exercises = [{"name": each.name, "done": each.is_done, "missing": each.missing} for each in verdicts]
         print_json({"lab": lab.number, "file": str(file), "done": done, "exercises": exercises})
@@ -217,7 +217,7 @@ def grade(file: Path, as_json: bool) -> int:
     from paceline_course.grading import grade as mark
 
     marks = mark(file, on_progress=lambda line: echo(line, err=True))
-    code = concluded(passed=marks.passed)
+    code = store_verdict(passed=marks.passed)
     if as_json:
         print_json({"file": str(file), **marks.to_json()})
         return code

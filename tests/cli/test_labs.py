@@ -115,11 +115,11 @@ def test_jupyter_is_opened_on_a_terminal(tmp_path: Path, options: tuple[str, ...
         stdout=below,
         stderr=subprocess.PIPE,
     )
-    _, complaints = process.communicate(timeout=100)
+    _, unreadable_files = process.communicate(timeout=100)
     os.close(below)
     shown = os.read(above, 10000).decode()
     os.close(above)
-    assert process.returncode == 0, complaints
+    assert process.returncode == 0, unreadable_files
     (notebook,) = tmp_path.glob("*.ipynb")
     assert (f"OPENED {notebook.name}" in shown) == opens
 

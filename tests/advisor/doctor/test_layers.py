@@ -16,8 +16,8 @@ from paceline.data.batch import Batch
 from paceline.data.slices import SampleSlice
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_batch import with_stand_in_data
-from paceline_advisor.doctor.anatomy import class_places, look_at
-from paceline_advisor.doctor.behaviour import behave, untouched
+from paceline_advisor.doctor.anatomy import class_places, observe_network
+from paceline_advisor.doctor.behaviour import behave, preserved_state
 
 SAMPLES = 3
 
@@ -52,7 +52,7 @@ def test_their_arithmetic_is_what_is_counted() -> None:
         network, inputs = Odd(), torch.zeros(SAMPLES, 4, 5, 5)
     part = SampleSlice(step=0, epoch=0, logical_rank=0, ids=np.arange(SAMPLES), step_weight=SAMPLES)
     batch = Batch(inputs, torch.zeros(SAMPLES, device="meta"), part.ids, part)
-    seen = look_at(network, batch, lambda: network(inputs).sum().backward())
+    seen = observe_network(network, batch, lambda: network(inputs).sum().backward())
     with FlopCounterMode(display=False) as counter:
         network(inputs)
     theirs = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
@@ -85,7 +85,7 @@ def test_pictures_of_a_detector_are_shown_small(sides: list[int], shown_side: in
 
     watching = register_module_forward_pre_hook(see)
     try:
-        with untouched():
+        with preserved_state():
             anatomy, _ = behave(recipe, channels_last=False)
     finally:
         watching.remove()
