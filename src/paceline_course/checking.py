@@ -92,15 +92,16 @@ def _plan(lab: Lab, written: dict[str, StudentCells]) -> Iterator[dict[str, str]
     shipped = {cell.source for cell in lab.notebook.cells if "setup" in tags_of(cell)}
     begun = {exercise.written: exercise.name for exercise in lab.exercises if exercise.name in written}
     ended = {exercise.check: exercise for exercise in lab.exercises if exercise.name in written}
+    answers = lab.answers
     for at, cell in enumerate(lab.notebook.cells):
         if "setup" in tags_of(cell):
             yield {"kind": "setup", "exercise": "", "source": cell.source}
         if at in begun:
             yield from _student_steps(begun[at], written[begun[at]], shipped)
         if at in ended:
-            name, answer = ended[at].name, lab.notebook.cells[ended[at].answer]
+            name = ended[at].name
             yield {"kind": "check", "exercise": name, "source": cell.source}
-            yield {"kind": "answer", "exercise": name, "source": answer.source}
+            yield {"kind": "answer", "exercise": name, "source": answers[name]}
 
 
 def _student_steps(name: str, own: StudentCells, shipped: set[str]) -> Iterator[dict[str, str]]:

@@ -21,7 +21,6 @@ _WORDS = {"an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 
 _DURATION = re.compile(rf"\b(\d+|{'|'.join(_WORDS)})( and a half)?\s(minute|hour)s?\b( and a half)?", re.IGNORECASE)
 _CELL = re.compile(r"^# %%(?: (.*))?$", re.MULTILINE)
 _TAGS = re.compile(r"tags=(\[.*?\])")
-_ANSWER = "reference"
 _INTRODUCTION = 6  # first cells, one of which states the duration
 
 
@@ -59,9 +58,8 @@ class Lab:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Files that belong to the lab: those in the folder with its name, without the reference answer."""
-        files = (self.path.parent / self.name).glob("*")
-        return tuple(sorted(path for path in files if path.is_file() and path.stem != _ANSWER))
+        """Files that belong to the lab: those in the folder with its name."""
+        return tuple(sorted((self.path.parent / self.name).glob("*.*")))
 
     def copy_files(self, folder: Path) -> None:
         """Copy the lab's files into a folder."""
@@ -101,6 +99,13 @@ class Lab:
     def exercise_names(self) -> list[str]:
         """The exercises' names, such as ``2a.3``, in order."""
         return [each.name for each in exercises_of(self.outline, self.path.name)]
+
+    @property
+    def answers(self) -> dict[str, str]:
+        """The instructor's answer to each exercise, as the source of a cell that replaces the exercise's cell."""
+        text = (self.path.parent / "instructor" / f"{self.number}.py").read_text(encoding="utf-8")
+        _, *cells = _CELL.split(text)
+        return {name: re.sub("^# (?=%%)", "", source.strip()) for name, source in zip(*[iter(cells)] * 2, strict=True)}
 
     @property
     def slides(self) -> int:

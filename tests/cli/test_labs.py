@@ -125,7 +125,7 @@ def test_jupyter_is_opened_on_a_terminal(tmp_path: Path, options: tuple[str, ...
 
 
 def test_a_right_answer_passes(paceline: Call) -> None:
-    reference = SOURCES / "paceline_course" / "notebooks" / "assessment" / "reference.py"
+    reference = SOURCES / "paceline_course" / "notebooks" / "instructor" / "reference.py"
     right = paceline("labs", "grade", reference, timeout=280).ended(0)
     assert right.out.splitlines()[-1] == "Passed."
 

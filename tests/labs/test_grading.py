@@ -20,7 +20,8 @@ from paceline_course.grading import Marks, grade
 from paceline_course.grading.grade import Host, hosting
 from paceline_course.grading.supervise import Limits
 
-ASSESSMENT = Path(paceline_course.__file__).parent / "notebooks" / "assessment"
+NOTEBOOKS = Path(paceline_course.__file__).parent / "notebooks"
+REFERENCE = NOTEBOOKS / "instructor" / "reference.py"
 TABLES = sorted((Path(__file__).parent / "wrong").glob("*.toml"))
 LIMITS = Limits(processor_seconds=12, idle_seconds=5)
 
@@ -44,7 +45,7 @@ class Answer:
     not_with: list[str] = field(default_factory=list)
 
     def program(self) -> str:
-        return changed((ASSESSMENT / "reference.py").read_text(), [self])
+        return changed(REFERENCE.read_text(), [self])
 
     @property
     def is_apart(self) -> bool:
@@ -63,7 +64,7 @@ def changed(text: str, answers: Sequence[Answer]) -> str:
 
 def together(answers: Sequence[Answer]) -> list[list[Answer]]:
     """What is wrong in one way each, put together so that each criterion is lost once: a program for many mistakes."""
-    text = (ASSESSMENT / "reference.py").read_text()
+    text = REFERENCE.read_text()
     found: list[list[Answer]] = []
     for answer in answers:
         group = next((group for group in found if all(_fit(answer, other, text) for other in group)), None)
@@ -97,7 +98,7 @@ def host() -> Iterator[Host]:
 
 def test_the_reference_earns_all_points(tmp_path: Path) -> None:
     told: list[str] = []
-    marks = grade(ASSESSMENT / "reference.py", on_progress=told.append)
+    marks = grade(REFERENCE, on_progress=told.append)
     assert reasons(marks) == {}
     assert (marks.points, marks.most, marks.passed) == (100, 100, True)
     assert len(told) >= 9
@@ -116,7 +117,7 @@ def test_other_right_answers_earn_all_points(right: Answer, host: Host, tmp_path
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: ",".join(each.name for each in wrong))
 def test_a_wrong_answer_loses_what_it_should(wrong: list[Answer], host: Host, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
-    program.write_text(changed((ASSESSMENT / "reference.py").read_text(), wrong))
+    program.write_text(changed(REFERENCE.read_text(), wrong))
     marks = grade(program, limits=LIMITS, host=host)
     lost = reasons(marks)
     if wrong[0].lost == ["ALL"]:
@@ -130,7 +131,7 @@ def test_a_wrong_answer_loses_what_it_should(wrong: list[Answer], host: Host, tm
 
 
 def test_the_skeleton_runs_and_earns_next_to_nothing(host: Host) -> None:
-    marks = grade(ASSESSMENT / "skeleton.py", limits=LIMITS, host=host)
+    marks = grade(NOTEBOOKS / "assessment" / "skeleton.py", limits=LIMITS, host=host)
     assert marks.points <= 1
     assert "not every rank made an optimizer step" in reasons(marks)["ends"]
 

@@ -29,9 +29,9 @@
 # and standard deviation. No other lab comes before this one.
 #
 # **Time** about 75 minutes. There are six exercises of at most five minutes each. The check below each exercise says
-# whether it is done. Below the check, a hint and an answer are folded (click the line with the dots to open an
-# answer). Later cells use the answer, so you can always continue. Once the answer's cell has run, the check tests the
-# answer: run your own cell again before you repeat a check.
+# whether it is done. Below the check is a hint: click the word *Hint* to open it. The cell `use_answer(…)` after it
+# lets you continue in any case: if your code is not done, later cells use the course's answer. To try again, run your
+# own cell, then the check.
 #
 # Run the cells from top to bottom. Together they take one to two minutes on two idle processor cores. A cell with
 # `run(…)` runs a command and shows its output when it has finished.
@@ -48,7 +48,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from sklearn.datasets import load_digits
 from torch import nn
 
-from paceline_course import exercise, run, use_style
+from paceline_course import exercise, run, use_answer, use_style
 
 use_style()
 torch.set_num_threads(1)  # the network below is too small for several threads
@@ -104,11 +104,8 @@ with exercise("1.1"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def training_hours(epochs: float, samples: int, throughput: float) -> float:
-    return epochs * samples / throughput / 3600
-
+# %% tags=["answer"]
+use_answer("1.1")
 
 # %% [markdown]
 # *Learnt: time = epochs × samples / throughput. Remember this formula; the whole course is based on it.*
@@ -229,12 +226,8 @@ with exercise("1.2"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def gradient(weights: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    residual = weights[0] * x + weights[1] - y
-    return torch.stack([(2 * residual * x).mean(), (2 * residual).mean()])
-
+# %% tags=["answer"]
+use_answer("1.2")
 
 # %% [markdown]
 # *Learnt: the gradient of a mean is the mean of the samples' gradients. You can compute it over any set of samples.*
@@ -339,9 +332,8 @@ with exercise("1.3"):
 #
 # </details>
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-times_less_noise = 10
+# %% tags=["answer"]
+use_answer("1.3")
 
 # %% [markdown] tags=["slide"]
 # ## A larger batch is less noisy, at a cost
@@ -467,12 +459,8 @@ with exercise("1.4"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def fixed_and_per_sample(batches: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    b, a = np.polyfit(batches, seconds, 1, w=1 / seconds)
-    return a, b
-
+# %% tags=["answer"]
+use_answer("1.4")
 
 # %% [markdown] tags=["slide"]
 # ## Throughput rises with the batch, then flattens
@@ -762,14 +750,9 @@ plt.show()
 assert abs(sum(shares.values()) - 100) < 5, "the parts make up the step"
 
 # %% [markdown]
-# **Question.** Suppose `data_wait` were half of the step. Would a second GPU help? What would?
-#
-# <details><summary>Answer</summary>
-#
-# No: a second GPU would wait for the same data. First make the data faster (more reading processes, smaller images, a
-# packed data set), then measure again. Always find out where the time is spent before you buy anything.
-#
-# </details>
+# Suppose `data_wait` were half of the step. A second GPU would not help, because it would wait for the same data.
+# First make the data faster (more reading processes, smaller images, a packed data set), then measure again. Always
+# find out where the time is spent before you buy anything.
 
 # %% [markdown]
 # ## 5. Learning curves: how much does more data help?
@@ -842,11 +825,8 @@ with exercise("1.5"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def extrapolate(samples: np.ndarray, errors: np.ndarray, more: float) -> tuple[float, float]:
-    b, log_a = np.polyfit(np.log(samples), np.log(errors), 1)
-    return b, np.exp(log_a + b * np.log(more))
+# %% tags=["answer"]
+use_answer("1.5")
 
 
 # %%
@@ -989,11 +969,8 @@ with exercise("1.6"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def speed_up(devices: float, serial: float) -> float:
-    return 1 / (serial + (1 - serial) / devices)
-
+# %% tags=["answer"]
+use_answer("1.6")
 
 # %% [markdown]
 # *Learnt: with enough devices, the serial part limits the speed-up, however small it is.*

@@ -51,7 +51,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import paceline
-from paceline_course import exercise, run, use_style
+from paceline_course import exercise, run, use_answer, use_style
 
 use_style()
 torch.set_num_threads(1)  # the networks are tiny: more threads would only wait for each other
@@ -169,15 +169,8 @@ with exercise("3.1"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def updates(samples: int, batch: int, epochs: int) -> int:
-    return math.ceil(samples / batch) * epochs
-
-
-def epochs_for(wanted: int, samples: int, batch: int) -> int:
-    return math.ceil(wanted / math.ceil(samples / batch))
-
+# %% tags=["answer"]
+use_answer("3.1")
 
 # %% [markdown]
 # **Learnt:** batch and epochs determine the number of updates. When you compare batch sizes, say whether you kept the
@@ -330,11 +323,8 @@ with exercise("3.2"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def scaled_rate(rate: float, reference_batch: int, batch: int, rule: str) -> float:
-    return rate * (batch / reference_batch) ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[rule]
-
+# %% tags=["answer"]
+use_answer("3.2")
 
 # %% [markdown]
 # **Learnt:** a rule is a power of the ratio of two batch sizes. A learning rate has no meaning without the batch size
@@ -573,13 +563,8 @@ with exercise("3.3"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def warmup_rate(step: int, first: float, peak: float, warmup_steps: int) -> float:
-    if step >= warmup_steps:
-        return peak
-    return first + (peak - first) * step / warmup_steps
-
+# %% tags=["answer"]
+use_answer("3.3")
 
 # %% [markdown]
 # **Learnt:** a schedule that is a pure function of the step has no state, so it always resumes correctly.
@@ -722,14 +707,8 @@ with exercise("3.4"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def lars_rate(weights: Tensor, gradient: Tensor, weight_decay: float, trust: float = 0.001) -> float:
-    length, slope = weights.norm().item(), gradient.norm().item()
-    if length == 0 or slope == 0:
-        return 1.0
-    return trust * length / (slope + weight_decay * length)
-
+# %% tags=["answer"]
+use_answer("3.4")
 
 # %%
 torch.manual_seed(0)
@@ -935,16 +914,8 @@ with exercise("3.5"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-@torch.no_grad()
-def rescaled(network: nn.Sequential, a: float) -> nn.Sequential:
-    network = copy.deepcopy(network)
-    network[1].weight.mul_(a)
-    network[1].bias.mul_(a)
-    network[3].weight.div_(a)
-    return network
-
+# %% tags=["answer"]
+use_answer("3.5")
 
 # %% tags=["slide"]
 factors = [0.1, 0.2, 0.5, 1, 2, 5, 10]
@@ -1023,14 +994,8 @@ with exercise("3.6"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def filter_normalised(direction: Tensor, weights: Tensor) -> Tensor:
-    if weights.dim() < 2:
-        return torch.zeros_like(weights)
-    ratio = weights.flatten(1).norm(dim=1) / direction.flatten(1).norm(dim=1)
-    return direction * ratio.view(-1, *[1] * (weights.dim() - 1))
-
+# %% tags=["answer"]
+use_answer("3.6")
 
 # %% [markdown]
 # **Learnt:** the norm of a direction has a meaning only relative to that of the weights.
