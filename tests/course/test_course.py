@@ -10,7 +10,8 @@ from paceline.errors import LabError
 from paceline_course.cells import tags_of
 from paceline_course.course import Lab, all_labs, find_lab
 
-NOTEBOOKS = Path(__file__).parents[2] / "src" / "paceline_course" / "notebooks"
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = ROOT / "src" / "paceline_course" / "notebooks"
 
 
 def test_title_duration_and_parts_of_a_lab(lab: Lab) -> None:
@@ -52,6 +53,7 @@ def test_all_labs_are_found_in_order() -> None:
     labs = all_labs()
     assert {lab.path.name for lab in labs} == files
     assert [lab.order for lab in labs] == sorted(lab.order for lab in labs)
+    assert f"jupyter lab --log-level=CRITICAL course/{labs[0].file_name}" in (ROOT / "Makefile").read_text()
 
 
 def test_find_lab_by_number_or_name() -> None:
