@@ -28,7 +28,7 @@ SAMPLE = """\
 # %% [markdown] tags=["slide"]
 # # Lab 9b: Sums of numbers
 #
-# How to add numbers. It takes about an hour and a half; exercises take five minutes.
+# How to add numbers. **Time:** about 90 minutes; an exercise takes 5 minutes.
 
 # %% tags=["setup"]
 from paceline_course import exercise

@@ -9,6 +9,7 @@ import json
 import tomllib
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import pytest
 import paceline_course
 from paceline.errors import PacelineError
 from paceline_course.grading import Marks, grade
-from paceline_course.grading.grade import Host, hosting
+from paceline_course.grading.grade import Host
 from paceline_course.grading.supervise import Limits
 
 NOTEBOOKS = Path(paceline_course.__file__).parent / "notebooks"
@@ -92,7 +93,7 @@ RIGHT = [Answer(name, **row) for name, row in tomllib.loads((TABLES[0].parents[1
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
     """Torch is loaded once for all gradings of this file."""
-    with hosting() as started:
+    with closing(Host()) as started:
         yield started
 
 

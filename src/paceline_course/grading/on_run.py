@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline_course.assignment import TRAINING_SAMPLES
-from paceline_course.grading.runs import End, Finding, Run, Runs, Vector, listing, on_several, with_processes
+from paceline_course.grading.runs import Finding, Run, Runs, Vector, listing, on_several, with_processes
 
 _WHY = {
     "hang": "hung: no rank did anything for seconds, each waiting for another",
@@ -172,16 +172,12 @@ def _difference_at_end(whole: Run, again: Run | None) -> str:
         return ""  # `atomic` reports this
     if again.steps != wanted:
         return f"Restarted after a kill, it made {again.steps} more steps; {wanted} were left."
-    ends = [run.ranks[0].end for run in (whole, again)]
-    if any(not _is_same(first, second) for first, second in zip(*map(_weights, ends), strict=True)):
+    before, after = (run.ranks[0].final_weights for run in (whole, again))
+    if before is None or after is None or not _is_same(before, after):
         return "Restarted after a kill, it ended with other weights than without the kill."
     epochs = {record.get("epoch") for record in again.log}
     missing = [epoch for epoch in range(again.epochs) if epoch not in epochs]
     return f"After a kill, the log has no line for epoch {listing(missing)}." if missing else ""
-
-
-def _weights(end: End | None) -> list[Vector]:
-    return [] if end is None or end.weights is None else [end.weights]
 
 
 def _writers(run: Run) -> dict[int, tuple[str, ...]]:

@@ -14,7 +14,6 @@ from paceline_course.grading.runs import (
     Finding,
     Run,
     Runs,
-    Validation,
     Vector,
     accuracy_of_state,
     accuracy_of_vector,
@@ -164,8 +163,8 @@ def _same_on_ranks(run: Run, vectors: list[Vector], when: str) -> Finding:
 
 
 def _final(run: Run, rank: int) -> Vector:
-    end = run.ranks[rank].end
-    return np.zeros(0, np.float32) if end is None or end.weights is None else end.weights
+    weights = run.ranks[rank].final_weights
+    return np.zeros(0, np.float32) if weights is None else weights
 
 
 def _gap(first: Vector, second: Vector) -> float:
@@ -198,8 +197,7 @@ def batchnorm(runs: Runs) -> Finding:
     for rank, member in enumerate(run.ranks):
         if any(seen.training for seen in member.validations):
             return Finding(f"Rank {rank} validated in training mode, where BatchNorm uses the statistics of the batch.")
-    found = [_last_statistics(member.validations) for member in run.ranks]
-    present = [(rank, vector) for rank, vector in enumerate(found) if vector is not None]
+    present = [(rank, member.validations[-1].statistics) for rank, member in enumerate(run.ranks) if member.validations]
     for rank, vector in present[1:]:
         gap = float(np.abs(vector - present[0][1]).max(initial=0.0))
         if gap > 1e-6:
@@ -273,7 +271,7 @@ def _validation(run: Run) -> Finding:
                 f"{where}, these samples of the validation set were counted more than once: {listing(repeated)}."
             )
         found = _logged(run, epoch, "validation_accuracy")
-        weights = run.ranks[0].steps[end].weights if end < run.steps else _end_weights(run)
+        weights = run.ranks[0].steps[end].weights if end < run.steps else run.ranks[0].final_weights
         expected = None if weights is None else accuracy_of_vector(weights)
         if found is None or expected is None or not abs(found - expected) <= _HALF_A_SAMPLE:  # catches nan too
             says = f"the log says {_percent(found)}" if run.log else _NO_LOG
@@ -295,10 +293,6 @@ def validation_shared(run: Run) -> Finding:
     return Finding()
 
 
-def _last_statistics(validations: tuple[Validation, ...]) -> Any:
-    return validations[-1].statistics if validations else None
-
-
 def _logged(run: Run, epoch: int, key: str) -> float | None:
     records: list[Mapping[str, Any]] = [record for record in run.log if record.get("epoch") == epoch]
     value = records[0].get(key) if len(records) == 1 else None
@@ -308,11 +302,6 @@ def _logged(run: Run, epoch: int, key: str) -> float | None:
         return float(value)
     except OverflowError:  # an int of hundreds of digits
         return None
-
-
-def _end_weights(run: Run) -> Any:
-    end = run.ranks[0].end
-    return None if end is None else end.weights
 
 
 def _percent(value: float | None) -> str:

@@ -28,7 +28,7 @@
 # **You need** Python, the basics of PyTorch (tensors, `nn.Module`, `loss.backward()`), derivatives, logarithms, mean
 # and standard deviation. No other lab comes before this one.
 #
-# **Time** about 75 minutes. There are six exercises of at most five minutes each. The check below each exercise says
+# **Time:** about 75 minutes. There are six exercises of at most five minutes each. The check below each exercise says
 # whether it is done. Below the check is a hint: click the word *Hint* to open it. The cell `use_answer(…)` after it
 # lets you continue in any case: if your code is not done, later cells use the course's answer. To try again, run your
 # own cell, then the check.

@@ -29,9 +29,9 @@
 # **You need to know** Python, and how a network is trained with PyTorch: model, loss, `backward()`, optimizer step,
 # batch, epoch. Lab 1 explains why to train with more than one device, and what a larger batch changes.
 #
-# **It takes** about two hours. There are six exercises of five minutes. The notebook itself runs in a few minutes on
-# two processor cores; no graphics processor (GPU) is needed. Run the cells from top to bottom: some of them write
-# files into the current folder, and later cells start them.
+# **Time:** about 120 minutes. There are six exercises of five minutes. The notebook itself runs in a few minutes on two
+# processor cores; no graphics processor (GPU) is needed. Run the cells from top to bottom: some of them write files
+# into the current folder, and later cells start them.
 
 # %% tags=["setup"]
 import json

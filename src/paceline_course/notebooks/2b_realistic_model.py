@@ -27,7 +27,7 @@
 # **You need** labs 1 and 2a: process, rank, world size, `torchrun`, all-reduce, `DistributedDataParallel` (DDP), and
 # that DDP averages gradients. From PyTorch: modules, optimizers, `state_dict()`.
 #
-# **Time**: about 90 minutes with the exercises. Everything runs on two processor cores, in a few minutes if they are
+# **Time:** about 90 minutes with the exercises. Everything runs on two processor cores, in a few minutes if they are
 # otherwise idle. GPUs are used if there is one for each process.
 #
 # **Data**: scikit-learn's handwritten digits, which come with the course. If you have CIFAR-10 or Fashion-MNIST, set

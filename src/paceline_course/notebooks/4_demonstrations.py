@@ -31,7 +31,7 @@
 # **You need** Python, and a training loop in PyTorch: forward pass, loss, backward pass, optimizer step. Labs 1 and
 # 2a explain the terms *batch*, *process*, *rank* and *DDP*; this lab explains all others.
 #
-# **Time.** About 90 minutes with the exercises. The notebook itself needs one to two minutes of processor time. You
+# **Time:** about 90 minutes with the exercises. The notebook itself needs one to two minutes of processor time. You
 # do not need a GPU; if there is one, the notebook uses it.
 #
 # Most of this lab follows lecture 19 of Data C182 at Berkeley (Eric Kim, *Accelerating and scaling DNN training*,

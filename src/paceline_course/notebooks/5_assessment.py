@@ -25,8 +25,8 @@
 # **You should know** labs 1 (batches and learning curves), 2a (ranks, all-reduce, `DistributedDataParallel`), 2b
 # (checkpoints, BatchNorm over several processes) and 3 (learning-rate scaling and warm-up).
 #
-# **It takes about two and a half hours:** half an hour for this notebook's exercises, which prepare the difficult
-# parts, and two hours for the program. You do not need a GPU.
+# **Time:** about 150 minutes: half an hour for this notebook's exercises, which prepare the difficult parts, and two
+# hours for the program. You do not need a GPU.
 
 # %% tags=["setup"]
 import json
