@@ -66,18 +66,18 @@ def student_cells(notebook: Any, lab: Lab, file: Path) -> dict[str, StudentCells
     """
     names = [exercise.name for exercise in lab.exercises]
     found: dict[str, StudentCells] = {}
-    now, inside = StudentCells(), False
+    current, inside = StudentCells(), False
     for cell in notebook.cells:
         tags = tags_of(cell)
         if cell.cell_type != "code":
             continue
         if "check" in tags:
-            found.update({name: now for name in names_in(cell) if name in names and name not in found})
-            now, inside = StudentCells(), False
+            found.update({name: current for name in names_in(cell) if name in names and name not in found})
+            current, inside = StudentCells(), False
         elif "setup" in tags:
-            now.setup.append(cell.source)
+            current.setup.append(cell.source)
         elif "exercise" in tags or (inside and "answer" not in tags):
-            now.cells.append(cell.source)
+            current.cells.append(cell.source)
             inside = True
     if not found:
         raise LabError(

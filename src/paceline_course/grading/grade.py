@@ -171,7 +171,7 @@ def _grade(path: Path, scratch: Path, on_progress: Callable[[str], None], limits
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the networks are tiny: more threads would only wait for each other
     try:
-        for name in on_run.AGAIN:
+        for name in on_run.THROUGHPUT_REPEATS:
             if on_run.throughput(found).reason and "batchnorm" in found.complete("batchnorm"):
                 again = Trial(name, 2, name, network="batchnorm")
                 on_progress(f"{_description(again)}, to measure throughput again")

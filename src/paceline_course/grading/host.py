@@ -90,7 +90,7 @@ def run(launch: Launch) -> Outcome:
     for rank in range(launch.processes):
         pid = os.fork()
         if pid == 0:
-            _be_rank(launch, rank, port)
+            _run_rank(launch, rank, port)
         pids.append(pid)
     try:
         return _wait(pids, launch.limits)
@@ -127,7 +127,7 @@ def _wait(pids: list[int], limits: Limits) -> Outcome:
     return Outcome(tuple(codes[pid] for pid in pids), ended_for)
 
 
-def _be_rank(launch: Launch, rank: int, port: int) -> None:
+def _run_rank(launch: Launch, rank: int, port: int) -> None:
     code = 97
     leave = os._exit  # the recorder replaces os._exit
     try:
