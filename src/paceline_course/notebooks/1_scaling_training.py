@@ -522,9 +522,9 @@ def race(batch: int, learning_rate: float, seed: int) -> list[tuple[float, float
     network = new_network(seed)
     optimizer = torch.optim.SGD(network.parameters(), lr=learning_rate)
     order = torch.Generator().manual_seed(seed)
-    course: list[tuple[float, float]] = []
+    curve: list[tuple[float, float]] = []
     seconds, steps, loss = 0.0, 0, float("inf")
-    while loss > TARGET and len(course) < 200 and steps < 1_500:
+    while loss > TARGET and len(curve) < 200 and steps < 1_500:
         begin = now()
         for chosen in torch.randperm(SAMPLES, generator=order).split(batch):
             step(network, optimizer, train_pixels[chosen], train_labels[chosen])
@@ -532,20 +532,20 @@ def race(batch: int, learning_rate: float, seed: int) -> list[tuple[float, float
         seconds += now() - begin
         with torch.no_grad():
             loss = nn.functional.cross_entropy(network(train_pixels), train_labels).item()
-        course.append((seconds, loss))
-    return course
+        curve.append((seconds, loss))
+    return curve
 
 
-def epochs_needed(course: list[tuple[float, float]]) -> float:
-    return len(course) if course[-1][1] <= TARGET else float("inf")
+def epochs_needed(curve: list[tuple[float, float]]) -> float:
+    return len(curve) if curve[-1][1] <= TARGET else float("inf")
 
 
 winners = {}
 for batch in (4, 16, 64, 256, 1024):
     trials = {}
     for rate in (0.2, 0.4, 0.8, 1.6):
-        courses = sorted((race(batch, rate, seed) for seed in range(3)), key=epochs_needed)
-        trials[rate] = courses[1]  # the median of three
+        curves = sorted((race(batch, rate, seed) for seed in range(3)), key=epochs_needed)
+        trials[rate] = curves[1]  # the median of three
     rate = min(trials, key=lambda rate: epochs_needed(trials[rate]))
     winners[batch] = trials[rate]
     seconds, _ = winners[batch][-1]
@@ -565,12 +565,12 @@ for batch in (4, 16, 64, 256, 1024):
 
 # %% tags=["slide"]
 figure, (first, second, third) = plt.subplots(1, 3, figsize=(11, 3.8))
-throughput = {batch: len(course) * SAMPLES / course[-1][0] for batch, course in winners.items()}
+throughput = {batch: len(curve) * SAMPLES / curve[-1][0] for batch, curve in winners.items()}
 first.loglog(list(throughput), list(throughput.values()), "ko-")
 first.set(xlabel="batch size", ylabel="samples per second", title="(a) Throughput")
-for course in winners.values():
-    seconds, losses = zip(*course, strict=True)
-    second.loglog(range(1, len(course) + 1), losses, ".-")
+for curve in winners.values():
+    seconds, losses = zip(*curve, strict=True)
+    second.loglog(range(1, len(curve) + 1), losses, ".-")
     third.loglog(seconds, losses, ".-")
 for panel in (second, third):
     panel.axhline(TARGET, color="black", linewidth=1, linestyle=":")
@@ -665,7 +665,7 @@ _ = run("paceline noise-scale digits --steps 20", seconds=300)
 # - In the paper it grows with the difficulty of the task and during training.
 
 # %% tags=["slide"]
-# McCandlish et al. 2018 (arXiv:1812.06162), table 1: at the start, and averaged over the training.
+# McCandlish et al. 2018 (arXiv:1812.06162), table 1: at the start, and averaged over the training run.
 published = {
     "MNIST (digits)": (20, 200),
     "SVHN (house numbers)": (50, 500),
@@ -678,7 +678,7 @@ figure, axes = plt.subplots(figsize=(7.5, 3))
 for row, (start, average) in enumerate(published.values()):
     axes.plot([start, average], [row, row], color="C0", linewidth=6, solid_capstyle="butt", alpha=0.4)
     axes.plot(start, row, "o", color="C1", label="at the start" if row == 0 else None)
-    axes.plot(average, row, "s", color="C0", label="average over the training" if row == 0 else None)
+    axes.plot(average, row, "s", color="C0", label="average over the run" if row == 0 else None)
 axes.set_yticks(range(len(published)), list(published))
 axes.set(xscale="log", xlabel="critical batch size", title="Critical batch sizes (McCandlish et al. 2018)")
 axes.invert_yaxis()
@@ -708,11 +708,11 @@ plt.show()
 # %% [markdown]
 # ## 4. Where is the time of a step spent?
 #
-# A step (an **iteration**) of a real training has more parts than our little function:
+# A step (an **iteration**) of a real training run has more parts than our little function:
 #
 # | part | what happens |
 # |---|---|
-# | data | the next batch is read, decoded and put together |
+# | data | the next batch is read, decoded and put together; `data_wait` is the time that the step waits for it |
 # | copy | the batch is copied to the device (`h2d`, "host to device") |
 # | forward | the network computes its answers and the loss |
 # | backward | the gradient of every weight is computed |

@@ -172,7 +172,7 @@ assert "rank 1 received [3.0, 4.0] from rank 0" in hello
 # 3. The gradients are **averaged** over all ranks.
 # 4. Each takes the same optimizer step: the weights are the same again.
 #
-# The mean over equal parts is the mean over the whole batch. So this is *one* training, not several.
+# The mean over equal parts is the mean over the whole batch. So this is *one* training run, not several.
 
 # %% [markdown]
 # We use a very small network: 10 inputs, 10 hidden units and 5 outputs, as in PyTorch's first example of data

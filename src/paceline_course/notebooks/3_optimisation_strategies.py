@@ -21,8 +21,8 @@
 # * measure whether a minimum is sharp or flat, and know what this does not prove
 
 # %% [markdown]
-# **You should know** how a training loop in PyTorch works, and what a batch, an epoch and a learning rate are (Lab
-# 1). You do not need several processes (Labs 2a and 2b): a global batch is the same for any number of devices.
+# **You should know** how a training loop in PyTorch works, and what a batch, an epoch and a learning rate are (lab
+# 1). You do not need several processes (labs 2a and 2b): a global batch is the same for any number of devices.
 #
 # **Time:** about 90 minutes with six exercises. Everything is small enough for two processor cores; the text
 # announces the longest cell.
@@ -645,7 +645,7 @@ assert steepness[36] < steepness[0] / 3, "the loss is less curved after the warm
 # minimum by `1 - rate · λ`. If the rate exceeds `2 / λ`, each step moves farther away from the minimum. With momentum
 # `m` the bound is `2 (1 + m) / λ`, for an exactly quadratic loss. Here it shows only roughly where problems begin.
 #
-# **Warm-up does not help if the rate is too high for the whole training.** Here is the linear rule at a batch of 512
+# **Warm-up does not help if the rate is too high for the whole run.** Here is the linear rule at a batch of 512
 # on the ordinary network again, with a warm-up over 20 % of its updates:
 
 # %%
