@@ -28,7 +28,7 @@ from paceline.plan.compute import (
     resolve_precision,
     resolve_threads,
 )
-from paceline.plan.epochs import Epochs
+from paceline.plan.epochs import SORTED_AT_MOST, Epochs
 from paceline.plan.facts import DataFacts, MachineFacts, NetworkFacts, ParameterGroupFacts, TaskFacts
 from paceline.plan.mlperf import check_mlperf
 from paceline.plan.rates import LearningRate, LearningRatePoint, Rates, explain_rates, plan_schedule
@@ -179,7 +179,7 @@ def make(
         RecipeError: If batch and world do not fit together, a duration is less than a step, or two keys are mutually
             exclusive.
     """
-    _check_facts(recipe, data, machine)
+    _check_facts(recipe, data, machine, task)
     machine = computing(machine, network)
     micro = micro_batch_size(recipe, world.world_size)
     epochs = Epochs.cut(data.train_samples, [(at, size, size // micro) for at, size in recipe.batch.sizes().items()])
@@ -235,9 +235,17 @@ def make(
     )
 
 
-def _check_facts(recipe: Recipe, data: DataFacts, machine: MachineFacts) -> None:
+def _check_facts(recipe: Recipe, data: DataFacts, machine: MachineFacts, task: TaskFacts) -> None:
     if data.train_samples < 1:
         raise RecipeError("there are no training samples; check data.path and data.validation_fraction.")
+    sorts = {"batch.balance": task.lengths_sha256, "data.sampling": task.sampling, "data.mixture": task.mixture}
+    if data.train_samples > SORTED_AT_MOST and (
+        key := next((each for each, is_used in sorts.items() if is_used), None)
+    ):
+        raise RecipeError(
+            f"{key} sorts all {data.train_samples:,} samples of an epoch, and at most {SORTED_AT_MOST:,} can be "
+            "sorted; turn it off, or train on fewer samples."
+        )
     if recipe.evaluate.patience is not None and (recipe.evaluate.every is None or data.evaluation_samples == 0):
         why = "evaluate.every=off" if recipe.evaluate.every is None else "no held-out samples"
         raise RecipeError(

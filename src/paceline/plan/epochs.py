@@ -15,6 +15,10 @@ from itertools import count, takewhile
 from paceline.errors import RecipeError
 from paceline.units import Duration
 
+SORTED_AT_MOST = 2**27
+"""Samples of the longest epoch whose order is sorted: that takes up to 4 GiB in each process. A longer epoch's order
+is computed a slice at a time (``data/keyed_order.py``), and nothing may need all of it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPhase:
