@@ -28,7 +28,7 @@ from paceline.plan.compute import (
     resolve_precision,
     resolve_threads,
 )
-from paceline.plan.epochs import SORTED_AT_MOST, Epochs
+from paceline.plan.epochs import Epochs
 from paceline.plan.facts import DataFacts, MachineFacts, NetworkFacts, ParameterGroupFacts, TaskFacts
 from paceline.plan.mlperf import check_mlperf
 from paceline.plan.rates import LearningRate, LearningRatePoint, Rates, explain_rates, plan_schedule
@@ -50,6 +50,7 @@ _FIRST_LOGS = (1, 2, 5)
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 _ANY_TASK = TaskFacts()
+_ARRANGED_AT_MOST = 2**27  # samples; arranging as many by length or by class takes about 8 GiB in each process
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
@@ -239,11 +240,10 @@ def _check_facts(recipe: Recipe, data: DataFacts, machine: MachineFacts, task: T
     if data.train_samples < 1:
         raise RecipeError("there are no training samples; check data.path and data.validation_fraction.")
     sorts = {"batch.balance": task.lengths_sha256, "data.sampling": task.sampling, "data.mixture": task.mixture}
-    if data.train_samples > SORTED_AT_MOST and (
-        key := next((each for each, is_used in sorts.items() if is_used), None)
-    ):
+    key = next((each for each, is_used in sorts.items() if is_used), None)
+    if key is not None and data.train_samples > _ARRANGED_AT_MOST:
         raise RecipeError(
-            f"{key} sorts all {data.train_samples:,} samples of an epoch, and at most {SORTED_AT_MOST:,} can be "
+            f"{key} sorts all {data.train_samples:,} samples of an epoch, and at most {_ARRANGED_AT_MOST:,} can be "
             "sorted; turn it off, or train on fewer samples."
         )
     if recipe.evaluate.patience is not None and (recipe.evaluate.every is None or data.evaluation_samples == 0):
