@@ -25,7 +25,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ _HEADER = struct.Struct("<4sB3xIQII")
 _POSITION = struct.Struct("<Q8s")
 _CHECKSUM = struct.Struct("<I")
 _BUFFER_BYTES = 1 << 18
+_DIGEST_BYTES = 8
 _NARROW, _WIDE = np.dtype("<u4"), np.dtype("<u8")
 
 Ids = NDArray[np.int64]
@@ -95,9 +96,9 @@ class PositionEntry:
 Entry = LedgerEntry | PositionEntry
 
 
-def digest_of(*parts: Ids) -> bytes:
+def digest_of(ids: Ids) -> bytes:
     """Return the BLAKE2b digest, 8 bytes, of sample ids as 64-bit little-endian integers."""
-    return hashlib.blake2b(b"".join(each.astype("<i8").tobytes() for each in parts), digest_size=8).digest()
+    return hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=_DIGEST_BYTES).digest()
 
 
 class LedgerWriter(AppendFile):
@@ -105,8 +106,9 @@ class LedgerWriter(AppendFile):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, buffering=_BUFFER_BYTES)
-        # Micro-batches of one step whose positions are consecutive: step, epoch, first position, and the ids.
-        self._pending: tuple[int, int, int, list[Ids]] | None = None
+        # Micro-batches of one step at consecutive positions: their record with the digest to come, and its state.
+        self._pending: PositionEntry | None = None
+        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def append(
         self, *, step: int, epoch: int, ids: ArrayLike, broken: Sequence[int] | Ids = (), first: int | None = None
@@ -122,24 +124,24 @@ class LedgerWriter(AppendFile):
         """
         used = np.asarray(ids, dtype=np.int64)
         lost = np.asarray(broken, dtype=np.int64) if len(broken) else _NONE
-        if self._pending is not None:
-            begun = self._pending[2] + sum(part.size for part in self._pending[3])
-            if (*self._pending[:2], begun) != (step, epoch, first):
-                self._write_pending()
         if first is None or lost.size:
             self._write_pending()
             if used.size + lost.size:
                 self.write(_encode(step, epoch, used, lost))
         elif used.size:
-            self._pending = self._pending or (step, epoch, first, [])
-            self._pending[3].append(used)
+            before = self._pending
+            if before is None or (before.step, before.epoch, before.first + before.samples) != (step, epoch, first):
+                self._write_pending()
+                before = PositionEntry(step, epoch, first, 0, b"")
+            self._pending = replace(before, samples=before.samples + used.size)
+            self._hash.update(used.astype("<i8").tobytes())
 
     def _write_pending(self) -> None:
-        if self._pending is not None:
-            step, epoch, first, parts = self._pending
+        if (entry := self._pending) is not None:
             self._pending = None
-            header = _HEADER.pack(_MAGIC, 0, epoch, step, sum(part.size for part in parts), 0)
-            self.write(_framed(header + _POSITION.pack(first, digest_of(*parts))))
+            header = _HEADER.pack(_MAGIC, 0, entry.epoch, entry.step, entry.samples, 0)
+            self.write(_framed(header + _POSITION.pack(entry.first, self._hash.digest())))
+            self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def flush(self, *, durable: bool = False) -> None:
         """Pass all data to the operating system; with ``durable``, wait until it is on the disk."""
