@@ -34,12 +34,16 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """What is measured at each of three sizes; ``prepare`` makes what it needs in a folder."""
+    """What is measured at each of three sizes; ``prepare`` makes what it needs in a folder.
+
+    ``loads`` are modules that are imported before, so that they do not count.
+    """
 
     what: str
     sizes: tuple[int, int, int]
     measure: Callable[[int, Path], Facts]
     prepare: Callable[[int, Path], None] | None = None
+    loads: tuple[str, ...] = ("paceline.report.audit",)
 
 
 def order(samples: int, _: Path) -> Facts:
@@ -118,7 +122,7 @@ def audit(samples: int, folder: Path) -> Facts:
 
 
 def make_tree(files: int, folder: Path) -> None:
-    """Write empty files in as many class folders as ImageNet has."""
+    """Write small images in as many class folders as ImageNet has."""
     import folder_listing
 
     folder_listing.make_tree(folder / "images", files, min(1000, files // 10))
@@ -191,7 +195,7 @@ def evaluation(samples: int, _: Path) -> Facts:
     from paceline.metrics.accumulator import Accumulator, Metric
     from paceline.metrics.auc import RankedScores
 
-    sums = Accumulator((Metric("loss"), Metric("top1_accuracy", scale=100.0)), torch.device("cpu"))
+    sums = Accumulator((Metric(name="loss"), Metric(name="top1_accuracy", scale=100.0)), torch.device("cpu"))
     scores = RankedScores()
     generator = torch.Generator().manual_seed(0)
     begun = time.perf_counter()
@@ -231,11 +235,17 @@ ROWS = {
     "order": Row("order of N samples, a step of 4,096", (10**6, 10**8, 10**10), order),
     "ledger": Row("ledger, a step of N samples", (256, 4096, 65_536), ledger),
     "audit": Row("audit of N samples", (10**6, 10**8, 10**9), audit, make_audited),
-    "listing": Row("listing N files", (10**4, 10**5, 10**6), listing, make_tree),
-    "plan": Row("plan for N ranks", (1, 64, 4096), plan),
-    "report": Row("report of N step records", (10**4, 10**5, 10**6), report, make_records),
-    "evaluation": Row("evaluation of N samples", (10**5, 10**6, 10**7), evaluation),
-    "check-data": Row("check of N small files", (10**4, 3 * 10**4, 10**5), check_data, make_images),
+    "listing": Row("listing N files", (10**4, 10**5, 10**6), listing, make_tree, ("folder_listing",)),
+    "plan": Row(
+        "plan for N ranks", (1, 64, 4096), plan, loads=("paceline.data.order", "paceline.plan", "paceline.recipe.load")
+    ),
+    "report": Row(
+        "report of N step records", (10**4, 10**5, 10**6), report, make_records, ("paceline.report.html.page",)
+    ),
+    "evaluation": Row("evaluation of N samples", (10**5, 10**6, 10**7), evaluation, loads=("paceline.metrics.auc",)),
+    "check-data": Row(
+        "check of N small files", (10**4, 3 * 10**4, 10**5), check_data, make_images, ("paceline.data.inspect.check",)
+    ),
 }
 
 
@@ -247,7 +257,8 @@ def child(row: str, size: int, folder: Path, step: str, gibibytes: float) -> Non
         assert chosen.prepare is not None
         chosen.prepare(size, folder)
         return
-    importlib.import_module("paceline.report.audit")  # what nearly every row loads is no growth
+    for name in chosen.loads:
+        importlib.import_module(name)
     limit = int(gibibytes * 2**30)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     before = _resident("VmRSS")

@@ -20,6 +20,7 @@ _ROUNDS = 8
 _PURPOSE = 0x6C61726765  # "large": another stream than that of the sorted order
 _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27))
+_LAST_SHIFT = np.uint64(31)
 _HALF = np.uint64(32)
 
 Words = NDArray[np.uint64]
@@ -47,7 +48,7 @@ class KeyedOrder:
 
     def __getitem__(self, places: slice) -> SampleIds:
         begin, end, _ = places.indices(self._samples)
-        copy, position = np.arange(begin, end) % self._repeats, np.arange(begin, end) // self._repeats
+        position, copy = np.divmod(np.arange(begin, end), self._repeats)
         found = self._permuted(position.astype(np.uint64))
         while (beyond := np.flatnonzero(found >= self._different)).size:
             found[beyond] = self._permuted(found[beyond])
@@ -59,13 +60,17 @@ class KeyedOrder:
         for index, key in enumerate(self._keys):
             changed = index % 2
             base = self._bases[changed]
-            digits[changed] = (digits[changed] + (_hashed(digits[1 - changed] + key) * base >> _HALF)) % base
+            total = digits[changed] + (_hashed(digits[1 - changed] + key) * base >> _HALF)
+            digits[changed] = np.minimum(total, total - base)  # modulo: below the base, the difference wraps around
         result: Words = digits[0] * self._bases[1] + digits[1]
         return result
 
 
 def _hashed(words: Words) -> Words:
-    """Return 32 bits of each word's hash: the upper half of SplitMix64's finaliser (Steele, Lea and Flood 2014)."""
+    """Hash words in place to 32 bits: the upper half of SplitMix64's finaliser (Steele, Lea and Flood 2014)."""
     for factor, shift in zip(_FACTORS, _SHIFTS, strict=True):
-        words = (words ^ (words >> shift)) * factor
-    return (words ^ (words >> np.uint64(31))) >> _HALF
+        words ^= words >> shift
+        words *= factor
+    words ^= words >> _LAST_SHIFT
+    words >>= _HALF
+    return words

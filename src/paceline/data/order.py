@@ -52,6 +52,9 @@ def epoch_order(seed: int, epoch: int, samples: int, repeats: int = 1) -> Sample
     return order
 
 
+_keyed_order = lru_cache(maxsize=2)(KeyedOrder)
+
+
 @lru_cache(maxsize=2)
 def balanced_order(seed: int, epoch: int, lengths: SampleLengths, batch_size: int) -> SampleIds:
     """The same for samples of unequal length: steps of ``batch_size`` samples have similar token counts."""
@@ -224,7 +227,7 @@ class StepGeometry:
         if self.draws is not None:
             return drawn_order(self.seed, epoch, self.draws, self.repeats)
         if self._balances is None and self.samples > SORTED_AT_MOST:
-            return KeyedOrder(self.seed, epoch, self.samples, self.repeats)
+            return _keyed_order(self.seed, epoch, self.samples, self.repeats)
         if self._balances is None:
             return epoch_order(self.seed, epoch, self.samples, self.repeats)
         return balanced_order(self.seed, epoch, self._balances, self.epochs.phase_of_epoch(epoch).global_batch_size)
