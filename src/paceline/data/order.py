@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from paceline.data.balance import Costliest, SampleLengths, StepLoad, dealt_to_steps, even_bounds, shared_out
 from paceline.data.class_balance import ClassDraws, drawn_order
+from paceline.data.keyed_order import KeyedOrder
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights
-from paceline.plan.epochs import Epochs
+from paceline.plan.epochs import SORTED_AT_MOST, Epochs
 from paceline.world import World
 
 _LOOKED_AT = 200  # steps; cutting one takes about a millisecond
@@ -37,8 +38,11 @@ def epoch_order(seed: int, epoch: int, samples: int, repeats: int = 1) -> Sample
     several times in one batch (Hoffer et al. 2019).
 
     Sorts the raw words of NumPy's counter-based Philox: the raw stream is guaranteed not to change between
-    NumPy versions, unlike ``Generator.permutation``.
+    NumPy versions, unlike ``Generator.permutation``. More than ``SORTED_AT_MOST`` samples have the order of
+    :class:`~paceline.data.keyed_order.KeyedOrder`, which gives slices without the rest.
     """
+    if samples > SORTED_AT_MOST:
+        return KeyedOrder(seed, epoch, samples, repeats)[:]
     different = samples // repeats
     words = np.random.Philox(key=[seed, epoch]).random_raw(different)
     order = np.argsort(words, kind="stable")
@@ -46,6 +50,9 @@ def epoch_order(seed: int, epoch: int, samples: int, repeats: int = 1) -> Sample
         order = (order[:, None] + different * np.arange(repeats)).reshape(-1)
     order.flags.writeable = False
     return order
+
+
+_keyed_order = lru_cache(maxsize=2)(KeyedOrder)
 
 
 @lru_cache(maxsize=2)
@@ -117,7 +124,9 @@ class StepGeometry:
         """Return one process's micro-batches of a step, in logical order, phantoms first; never empty."""
         keys, bounds = self._cut_keys(step)
         ids = self._ids(keys)
-        epoch, ranks = self.epochs.locate(step)[0], self.epochs.phase_at(step).logical_ranks
+        (epoch, position), phase = self.epochs.locate(step), self.epochs.phase_at(step)
+        is_consecutive = self._balances is None and self.sort_key is None
+        first = position * phase.global_batch_size if is_consecutive else None
         parts = _parts(bounds, world, in_step=self.in_step)
         step_weight = len(ids) if self.weights is None else int(self.weights[ids].sum())
         class_weight = None if self.class_weights is None else float(self.class_weights[ids].mean())
@@ -131,10 +140,11 @@ class StepGeometry:
                 weight=None if self.weights is None else int(self.weights[ids[part.begin : part.end]].sum()),
                 step_weight=step_weight,
                 step_samples=None if self.weights is None else len(ids),
-                logical_ranks=ranks,
+                logical_ranks=phase.logical_ranks,
                 phantom=part.phantom,
                 mean_class_weight=class_weight,
                 keys=None if self.draws is None else keys[part.begin : part.end],
+                first=None if first is None else first + part.begin,
             )
             for part in parts
         ]
@@ -183,7 +193,7 @@ class StepGeometry:
 
     def _step_of_longest(self, epoch: int) -> int:
         """Return the step that has the epoch's longest sample, or its largest picture."""
-        ids = self._ids(self._order(epoch))
+        ids = self._ids(self._order(epoch)[:])
         if self.lengths is not None:
             costs = self.lengths.tokens[ids]
         else:
@@ -206,16 +216,18 @@ class StepGeometry:
         # An empty micro-batch has no longest sample.
         return [(end - begin) * int(padded[begin:end].max(initial=0)) for begin, end in pairwise(bounds)]
 
-    def uses(self, epoch: int) -> NDArray[np.int64] | None:
-        """Return how often an epoch uses each sample, [samples]; None: once."""
-        return None if self.draws is None else np.bincount(self._ids(self._order(epoch)), minlength=self.samples)
+    def ids_at(self, epoch: int, begin: int, end: int) -> SampleIds:
+        """Return the samples at positions ``begin`` to ``end`` (excluded) of an epoch's order."""
+        return self._ids(self._order(epoch)[begin:end])
 
     def _ids(self, keys: SampleIds) -> SampleIds:
         return keys if self.draws is None else keys % self.samples
 
-    def _order(self, epoch: int) -> SampleIds:
+    def _order(self, epoch: int) -> SampleIds | KeyedOrder:
         if self.draws is not None:
             return drawn_order(self.seed, epoch, self.draws, self.repeats)
+        if self._balances is None and self.samples > SORTED_AT_MOST:
+            return _keyed_order(self.seed, epoch, self.samples, self.repeats)
         if self._balances is None:
             return epoch_order(self.seed, epoch, self.samples, self.repeats)
         return balanced_order(self.seed, epoch, self._balances, self.epochs.phase_of_epoch(epoch).global_batch_size)
@@ -255,7 +267,7 @@ class StepGeometry:
 
     def _order_ahead(self, epoch: int, last_step: int) -> None:
         """Compute a long epoch's order in advance: sorting a million samples takes longer than some steps."""
-        if self.samples >= _ORDERED_AHEAD and self.epochs.locate(last_step - 1)[0] >= epoch:
+        if _ORDERED_AHEAD <= self.samples <= SORTED_AT_MOST and self.epochs.locate(last_step - 1)[0] >= epoch:
             threading.Thread(target=self._order, args=(epoch,), name="epoch order", daemon=True).start()
 
     @property

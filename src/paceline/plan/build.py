@@ -50,6 +50,7 @@ _FIRST_LOGS = (1, 2, 5)
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 _ANY_TASK = TaskFacts()
+_ARRANGED_AT_MOST = 2**27  # samples; arranging as many by length or by class takes about 8 GiB in each process
 _EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
@@ -179,7 +180,7 @@ def make(
         RecipeError: If batch and world do not fit together, a duration is less than a step, or two keys are mutually
             exclusive.
     """
-    _check_facts(recipe, data, machine)
+    _check_facts(recipe, data, machine, task)
     machine = without_slow_bf16(machine, network)
     micro = micro_batch_size(recipe, world.world_size)
     epochs = Epochs.cut(data.train_samples, [(at, size, size // micro) for at, size in recipe.batch.sizes().items()])
@@ -235,9 +236,16 @@ def make(
     )
 
 
-def _check_facts(recipe: Recipe, data: DataFacts, machine: MachineFacts) -> None:
+def _check_facts(recipe: Recipe, data: DataFacts, machine: MachineFacts, task: TaskFacts) -> None:
     if data.train_samples < 1:
         raise RecipeError("there are no training samples; check data.path and data.validation_fraction.")
+    sorts = {"batch.balance": task.lengths_sha256, "data.sampling": task.sampling, "data.mixture": task.mixture}
+    key = next((each for each, is_used in sorts.items() if is_used), None)
+    if key is not None and data.train_samples > _ARRANGED_AT_MOST:
+        raise RecipeError(
+            f"{key} sorts all {data.train_samples:,} samples of an epoch, and at most {_ARRANGED_AT_MOST:,} can be "
+            "sorted; turn it off, or train on fewer samples."
+        )
     if recipe.evaluate.patience is not None and (recipe.evaluate.every is None or data.evaluation_samples == 0):
         reason = "evaluate.every=off" if recipe.evaluate.every is None else "no held-out samples"
         raise RecipeError(

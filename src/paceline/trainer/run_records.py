@@ -191,7 +191,13 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
     ledger = None
     if status != "failed":
         over = plan.epochs.completed(progress.position)
-        ledger = count_epochs(run.directory.ledger, plan.train_samples, epochs_over=over, uses=run.geometry.uses).facts
+        counted = count_epochs(
+            *(run.directory.ledger, plan.train_samples),
+            epochs_over=over,
+            order=run.geometry.ids_at,
+            is_drawn=run.geometry.draws is not None,
+        )
+        ledger = counted.facts
     warning = divergence(run.window, progress.last) if status == "completed" else ""
     details: dict[str, Any] = {"ending": ending, **({"warning": warning} if warning else {})}
     # The fraction of its data that the run has seen, if not all of it.

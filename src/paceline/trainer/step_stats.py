@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -198,7 +199,9 @@ class Window:
         if broken:
             self.new_broken += [each for each in batch.broken if each.id not in self.broken_ids]
             self.broken_ids.update(broken)
-        self._ledger.append(step=piece.step + 1, epoch=piece.epoch, ids=batch.ids, broken=broken)
+        # What was delivered, not what was requested: a position is recorded only if the two agree.
+        first = piece.first if np.array_equal(batch.ids, piece.ids) else None
+        self._ledger.append(step=piece.step + 1, epoch=piece.epoch, ids=batch.ids, broken=broken, first=first)
 
     def end_step(self, *, stepped: bool, combined: torch.Tensor | None = None) -> None:
         """Close the step; the loss of a skipped step, which may not be finite, does not count.

@@ -1491,10 +1491,10 @@ print(f"                evaluated by one process:   {alone['top1_accuracy']:.4f}
 assert abs(alone["top1_accuracy"] - together["top1_accuracy"]) < 0.3  # one image, if rounding changes a tie
 
 # %%
-from paceline.records.ledger import read_ledger
+from paceline.report.audit import used_samples
 
 plan = json.loads(Path("runs/two/plan.json").read_text())
-ledgers = [read_ledger(path) for path in sorted(Path("runs/two/ledger").glob("rank-*.ids"))]
+ledgers = [used_samples(Path("runs/two"), rank) for rank in (0, 1)]
 parts = [[entry.ids for entry in ledger if entry.epoch == 0] for ledger in ledgers]
 used = [np.concatenate(batches) for batches in parts]
 different = np.unique(np.concatenate(used))

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import RecipeError
-from paceline.plan import DataFacts, MachineFacts, Plan, make
+from paceline.plan import DataFacts, MachineFacts, Plan, TaskFacts, make
 from paceline.plan.batching import default_processes
 from paceline.recipe.load import differences, stored_recipe, to_tree
 from paceline.recipe.schema import Recipe
@@ -32,9 +32,10 @@ def recipe(*overrides: str) -> Recipe:
 
 def plan(*overrides: str, world_size: int = 1, machine: MachineFacts = CPU, **facts: Any) -> Plan:
     sizes = {"train_samples": facts.pop("samples", 1000), "evaluation_samples": facts.pop("held_out", 200)}
+    task = facts.pop("task", TaskFacts())
     data = DataFacts(**sizes, **facts)
     world = World(world_size=world_size, local_world_size=min(world_size, 8))
-    return make(recipe(*overrides), world=world, data=data, machine=machine)
+    return make(recipe(*overrides), world=world, data=data, machine=machine, task=task)
 
 
 def refusal(*overrides: str, **world: Any) -> str:
@@ -50,6 +51,21 @@ def test_a_batch_larger_than_the_data_is_never_cut_silently() -> None:
     assert "batch.global_size=64, batch.growth.2=128" in reason
     assert "12" in reason
     assert plan("batch.global_size=12", samples=12).reasons.keys().isdisjoint({"batch.global_size"})
+
+
+@pytest.mark.parametrize(
+    ("key", "task"),
+    [
+        ("batch.balance", TaskFacts(lengths_sha256="00")),
+        ("data.sampling", TaskFacts(sampling=(1.0, 2.0))),
+        ("data.mixture", TaskFacts(mixture=(5, 5))),
+    ],
+)
+def test_what_sorts_a_whole_epoch_is_refused_beyond_what_fits(key: str, task: TaskFacts) -> None:
+    assert plan(*SIXTY_FOUR, samples=2**27, task=task).train_samples == 2**27
+    assert plan(*SIXTY_FOUR, samples=10**10).steps_per_epoch == 10**10 // 64
+    said = refusal(*SIXTY_FOUR, samples=2**27 + 1, task=task)
+    assert said.startswith(f"{key} sorts all 134,217,729 samples of an epoch, and at most 134,217,728 can be sorted; ")
 
 
 def test_one_process() -> None:
