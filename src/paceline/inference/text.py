@@ -1,4 +1,4 @@
-"""Text generation and masked-token prediction with a trained language model, and classes of texts."""
+"""Text generation and masked-token prediction with a trained language model; classes of texts and tags of words."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from paceline.files import has_ending, refuse_odd_kinds
 from paceline.inference.answers import NOT_FINITE, Answer, ImagePredictor
 from paceline.inference.sources import PictureFile
 from paceline.inference.trained import trained_recipe, trained_task
+from paceline.metrics.entities import entities_in
 from paceline.plain_json import load_json
 from paceline.tasks.language_modeling import LanguageModeling
 from paceline.tasks.text_classification import TextClassification, padded
@@ -223,8 +224,78 @@ class TextLabeller(ImagePredictor):
         ]
 
 
+@dataclass(frozen=True)
+class TaggedWords(Answer):
+    """The tags of a text's words in ``labels``, with their probabilities.
+
+    Attributes:
+        words: The words.
+        entities: Type, first and last word (excluded) of each entity, if tags are IOB2's.
+    """
+
+    words: tuple[str, ...] = ()
+    entities: tuple[tuple[str, int, int], ...] = ()
+
+    def _found(self) -> str:
+        return " ".join(f"{word}/{tag}" for word, tag in zip(self.words, self.labels, strict=True))
+
+    def _columns(self) -> dict[str, Any]:
+        said = [
+            {"type": kind, "begin": begin, "end": end, "text": " ".join(self.words[begin:end])}
+            for kind, begin, end in self.entities
+        ]
+        return {"words": self.words, **super()._columns(), "entities": said}
+
+
+class WordTagger(TextLabeller):
+    """A trained token classifier; arguments and attributes as of :class:`TextLabeller`."""
+
+    finds_words = True
+    kind = TaggedWords
+
+    def prepare(self, content: bytes) -> Any:
+        """Return the words of a text, separated by spaces, their tokens, and the word that begins at each token.
+
+        Raises:
+            BrokenImageError: If it is not UTF-8, empty or too long.
+        """
+        super().prepare(content)
+        words = content.decode("utf-8-sig").split()
+        ids, starts = self.tokenizer.encode_words(words, self._context)
+        if missing := len(words) - np.count_nonzero(starts >= 0):
+            why = f"beyond the network's {self._context} tokens, or give no token; split the text"
+            raise BrokenImageError("text", f"{missing} of its {len(words)} words are {why}")
+        return words, ids, starts
+
+    @torch.inference_mode()
+    def answer(self, prepared: Sequence[Any], top_k: int) -> list[Answer]:
+        """Return the most probable tag of each word, in order, without paths."""
+        width = max(len(ids) for _, ids, _ in prepared)
+        batch = padded([ids for _, ids, _ in prepared], width, self.tokenizer)
+        logits: Tensor = self.network(batch["tokens"].to(self._device), batch["mask"].to(self._device))
+        probabilities, best = (each.cpu() for each in logits.float().softmax(dim=2).max(dim=2))
+        answers: list[Answer] = []
+        for row, (words, _, starts) in enumerate(prepared):
+            places = np.flatnonzero(starts >= 0)
+            sure, tags = probabilities[row, places], best[row, places]
+            labels = tuple(self.classes[tag] for tag in tags.tolist())
+            found = entities_in(tags, self.classes)
+            answers.append(
+                TaggedWords(Path(), labels, tuple(sure.tolist()), words=tuple(words), entities=found)
+                if bool(sure.isfinite().all())
+                else self.unreadable(Path(), NOT_FINITE)
+            )
+        return answers
+
+
+def open_labeller(saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> TextLabeller:
+    """Open a trained text or token classifier; arguments as for :class:`TextLabeller`."""
+    kind = WordTagger if "labels_words" in saved.described("data") else TextLabeller
+    return kind(saved, device, trust_code=trust_code)
+
+
 def texts_of(sources: Sequence[Path]) -> Iterator[PictureFile]:
-    """Yield each line of text files as a text; of JSON lines, the value of ``text``.
+    """Yield each line of text files as a text; of JSON lines, the value of ``text``, or the words in ``tokens``.
 
     Raises:
         DataError: If a file cannot be read, or a line has no text.
@@ -235,10 +306,19 @@ def texts_of(sources: Sequence[Path]) -> Iterator[PictureFile]:
         try:
             with source.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):
-                    text = load_json(line)["text"].encode() if is_json else line.rstrip(b"\r\n")
+                    text = _text_in(load_json(line)).encode() if is_json else line.rstrip(b"\r\n")
                     yield PictureFile(Path(f"{source}:{number}"), partial(bytes, text))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(f"'{source}' cannot be read as lines of text ({type(error).__name__}: {error}).") from error
+
+
+def _text_in(row: Any) -> Any:
+    words: list[str] | None = row.get("tokens")
+    if words is None:
+        return row["text"]
+    if odd := [word for word in words if word.split() != [word]]:
+        raise ValueError(f"the token {odd[0]!r} is not one word")
+    return " ".join(words)
 
 
 def _trained(

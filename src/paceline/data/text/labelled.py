@@ -38,10 +38,11 @@ _FEWEST_WORDS = 8  # in a paragraph
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledTexts(TextDataset):
-    """Texts in two splits, as tokens, each with a class.
+    """Texts in two splits, as tokens, each text or word with a class.
 
     Attributes:
-        labels: Class of each training text and of each held-out one, int64 [texts].
+        labels: Class of each training text and of each held-out one, int64 [texts]. For token classification that of
+            each token, int64 [tokens]: a word's first token has the word's tag, and others -100.
         classes: Class names.
     """
 
