@@ -21,6 +21,7 @@ from paceline.inference.answers import PLURALS, ImagePredictor
 from paceline.records.run_directory import encode_json, sync_directory
 
 _AT_ONCE = 1024
+_TEXTS = ("labels", "words")
 _SIDES = ("left", "top", "right", "bottom")
 
 Row = dict[str, Any]
@@ -117,11 +118,7 @@ class _Parquet(AnswerWriter):
     def write(self, rows: Iterable[Row]) -> None:
         # One row group per batch would make a slow file.
         self._rows += [
-            {
-                **row,
-                "path": utf8(os.fspath(row["path"])),
-                **{key: list(map(utf8, row.get(key, ()))) for key in ("labels", "words")},
-            }
+            {**row, "path": utf8(os.fspath(row["path"])), **{key: [*map(utf8, row.get(key, ()))] for key in _TEXTS}}
             for row in rows
         ]
         if len(self._rows) >= _AT_ONCE:

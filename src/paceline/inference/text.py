@@ -23,10 +23,10 @@ from paceline.files import has_ending, refuse_odd_kinds
 from paceline.inference.answers import NOT_FINITE, Answer, ImagePredictor
 from paceline.inference.sources import PictureFile
 from paceline.inference.trained import trained_recipe, trained_task
-from paceline.metrics.entities import entities_in
 from paceline.plain_json import load_json
 from paceline.tasks.language_modeling import LanguageModeling
 from paceline.tasks.text_classification import TextClassification, padded
+from paceline.tasks.token_classification import entities_in, entity_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,15 +213,19 @@ class TextLabeller(ImagePredictor):
     @torch.inference_mode()
     def answer(self, prepared: Sequence[TokenIds], top_k: int) -> list[Answer]:
         """Return the most probable classes of each text, in order, without paths."""
-        batch = padded(list(prepared), max(map(len, prepared)), self.tokenizer)
-        logits: Tensor = self.network(batch["tokens"].to(self._device), batch["mask"].to(self._device))
-        values, best = logits.float().softmax(dim=1).topk(min(top_k, len(self.classes)), dim=1)
+        values, best = self._scores(prepared).softmax(dim=1).topk(min(top_k, len(self.classes)), dim=1)
         return [
             Answer(Path(), tuple(self.classes[label] for label in labels), tuple(sure))
             if math.isfinite(sure[0])
             else self.unreadable(Path(), NOT_FINITE)
             for sure, labels in zip(values.tolist(), best.tolist(), strict=True)
         ]
+
+    def _scores(self, texts: Sequence[TokenIds]) -> Tensor:
+        """Return logits, float32 on the CPU: [N, classes], or of tokens [N, T, classes]."""
+        batch = padded(list(texts), max(map(len, texts)), self.tokenizer)
+        logits: Tensor = self.network(batch["tokens"].to(self._device), batch["mask"].to(self._device))
+        return logits.float().cpu()
 
 
 @dataclass(frozen=True)
@@ -230,21 +234,17 @@ class TaggedWords(Answer):
 
     Attributes:
         words: The words.
-        entities: Type, first and last word (excluded) of each entity, if tags are IOB2's.
+        entities: ``type``, ``begin`` and ``end`` (excluded) in the words, and ``text`` of each entity in IOB2 tags.
     """
 
     words: tuple[str, ...] = ()
-    entities: tuple[tuple[str, int, int], ...] = ()
+    entities: tuple[dict[str, Any], ...] = ()
 
     def _found(self) -> str:
         return " ".join(f"{word}/{tag}" for word, tag in zip(self.words, self.labels, strict=True))
 
     def _columns(self) -> dict[str, Any]:
-        said = [
-            {"type": kind, "begin": begin, "end": end, "text": " ".join(self.words[begin:end])}
-            for kind, begin, end in self.entities
-        ]
-        return {"words": self.words, **super()._columns(), "entities": said}
+        return {"words": self.words, **super()._columns(), "entities": self.entities}
 
 
 class WordTagger(TextLabeller):
@@ -254,7 +254,7 @@ class WordTagger(TextLabeller):
     kind = TaggedWords
 
     def prepare(self, content: bytes) -> Any:
-        """Return the words of a text, separated by spaces, their tokens, and the word that begins at each token.
+        """Return the words of a text, which spaces separate, its tokens, and the token that begins each word.
 
         Raises:
             BrokenImageError: If it is not UTF-8, empty or too long.
@@ -262,29 +262,27 @@ class WordTagger(TextLabeller):
         super().prepare(content)
         words = content.decode("utf-8-sig").split()
         ids, starts = self.tokenizer.encode_words(words, self._context)
-        if missing := len(words) - np.count_nonzero(starts >= 0):
+        places = np.flatnonzero(starts >= 0)
+        if missing := len(words) - len(places):
             why = f"beyond the network's {self._context} tokens, or give no token; split the text"
             raise BrokenImageError("text", f"{missing} of its {len(words)} words are {why}")
-        return words, ids, starts
+        return words, ids, places
 
     @torch.inference_mode()
     def answer(self, prepared: Sequence[Any], top_k: int) -> list[Answer]:
         """Return the most probable tag of each word, in order, without paths."""
-        width = max(len(ids) for _, ids, _ in prepared)
-        batch = padded([ids for _, ids, _ in prepared], width, self.tokenizer)
-        logits: Tensor = self.network(batch["tokens"].to(self._device), batch["mask"].to(self._device))
-        probabilities, best = (each.cpu() for each in logits.float().softmax(dim=2).max(dim=2))
-        answers: list[Answer] = []
-        for row, (words, _, starts) in enumerate(prepared):
-            places = np.flatnonzero(starts >= 0)
-            sure, tags = probabilities[row, places], best[row, places]
-            labels = tuple(self.classes[tag] for tag in tags.tolist())
-            found = entities_in(tags, self.classes)
-            answers.append(
-                TaggedWords(Path(), labels, tuple(sure.tolist()), words=tuple(words), entities=found)
-                if bool(sure.isfinite().all())
-                else self.unreadable(Path(), NOT_FINITE)
-            )
+        answers, types = list[Answer](), entity_types(self.classes)
+        for (words, _, places), scores in zip(prepared, self._scores([ids for _, ids, _ in prepared]), strict=True):
+            sure, best = scores[places].softmax(dim=1).max(dim=1)
+            tags, found = tuple(self.classes[tag] for tag in best.tolist()), []
+            if types is not None:
+                begins, _, ends = (each[0].tolist() for each in entities_in(best[None], types))
+                for begin in np.flatnonzero(begins).tolist():
+                    end = ends[begin]
+                    said = {"begin": begin, "end": end, "text": " ".join(words[begin:end])}
+                    found.append({"type": tags[begin][2:], **said})
+            answer = TaggedWords(Path(), tags, tuple(sure.tolist()), words=tuple(words), entities=tuple(found))
+            answers.append(answer if bool(sure.isfinite().all()) else self.unreadable(Path(), NOT_FINITE))
         return answers
 
 
@@ -295,7 +293,7 @@ def open_labeller(saved: SavedWeights, device: torch.device, *, trust_code: bool
 
 
 def texts_of(sources: Sequence[Path]) -> Iterator[PictureFile]:
-    """Yield each line of text files as a text; of JSON lines, the value of ``text``, or the words in ``tokens``.
+    """Yield each line of text files as a text; of JSON lines, the value of ``text``.
 
     Raises:
         DataError: If a file cannot be read, or a line has no text.
@@ -306,19 +304,10 @@ def texts_of(sources: Sequence[Path]) -> Iterator[PictureFile]:
         try:
             with source.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):
-                    text = _text_in(load_json(line)).encode() if is_json else line.rstrip(b"\r\n")
+                    text = load_json(line)["text"].encode() if is_json else line.rstrip(b"\r\n")
                     yield PictureFile(Path(f"{source}:{number}"), partial(bytes, text))
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(f"'{source}' cannot be read as lines of text ({type(error).__name__}: {error}).") from error
-
-
-def _text_in(row: Any) -> Any:
-    words: list[str] | None = row.get("tokens")
-    if words is None:
-        return row["text"]
-    if odd := [word for word in words if word.split() != [word]]:
-        raise ValueError(f"the token {odd[0]!r} is not one word")
-    return " ".join(words)
 
 
 def _trained(

@@ -282,10 +282,10 @@ class TextClassifier(nn.Module):
     """Mixed into a transformer's class, whose output layer then scores classes.
 
     Attributes:
-        is_per_token: Whether it scores each token, instead of the mean over a text's tokens.
+        per_token: Whether it scores each token, instead of the mean over a text's tokens.
     """
 
-    is_per_token: bool
+    per_token: bool
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Return the logits of each text, [N, classes], or of each token, [N, T, classes].
@@ -295,13 +295,13 @@ class TextClassifier(nn.Module):
             mask: 1 for tokens, 0 for padding, int64 [N, T].
         """
         scores: Tensor = super().forward(tokens, None, mask - 1)
-        if self.is_per_token:
+        if self.per_token:
             return scores
         return (scores * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def build_text_classifier(
-    model: Model, *, vocabulary: int, context: int, classes: int, pad: int, is_per_token: bool = False
+    model: Model, *, vocabulary: int, context: int, classes: int, pad: int, per_token: bool = False
 ) -> nn.Module:
     """Build the recipe's network that classifies texts: ``model(tokens, mask)`` returns logits, [N, classes].
 
@@ -311,20 +311,20 @@ def build_text_classifier(
         context: Maximum tokens of a text.
         classes: Number of classes.
         pad: Id of the padding token.
-        is_per_token: Whether it classifies tokens instead: logits are [N, T, classes].
+        per_token: Whether it classifies tokens instead: logits are [N, T, classes].
 
     Raises:
         ModelError: If the name is unknown, or the options are not the factory's.
     """
     sizes = {"vocabulary": vocabulary, "context": context}
     if model.name.startswith(PREFIX):
-        objective: Objective = "tags" if is_per_token else "classes"
+        objective: Objective = "tags" if per_token else "classes"
         return build_transformers_classifier(model, **sizes, classes=classes, pad=pad, objective=objective)
     if model.name not in OWN_LANGUAGE_MODELS:
         factory = named_factory(model, {})
         if factory is None:
             raise unknown_model(
-                model, f"{'token' if is_per_token else 'text'} classifier", [*OWN_LANGUAGE_MODELS, f"{PREFIX}NAME"]
+                model, f"{'token' if per_token else 'text'} classifier", [*OWN_LANGUAGE_MODELS, f"{PREFIX}NAME"]
             )
         return call_factory(model, factory, **sizes, num_classes=classes)
     network = build_language_model(model, vocabulary=vocabulary, context=context)
@@ -332,7 +332,7 @@ def build_text_classifier(
     network.head = nn.Linear(network.shape.width, classes)
     nn.init.normal_(network.head.weight, std=0.02)
     nn.init.zeros_(network.head.bias)
-    mix_in([network], TextClassifier, is_per_token=is_per_token)
+    mix_in([network], TextClassifier, per_token=per_token)
     return network
 
 

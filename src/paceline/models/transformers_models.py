@@ -25,12 +25,8 @@ from paceline.recipe.model import OPENING_OPTIONS, Model
 PREFIX = "transformers:"
 Objective = Literal["causal", "masked", "classes", "tags"]
 _LOG = logging.getLogger("paceline.weights")
-_WHAT = {
-    "causal": "causal language model",
-    "masked": "masked language model",
-    "classes": "text classifier",
-    "tags": "token classifier",
-}
+_WHAT = {"causal": "causal language model", "masked": "masked language model"}
+_WHAT |= {"classes": "text classifier", "tags": "token classifier"}
 
 # Sizes of a tiny network, which reveals an architecture's behaviour in a few milliseconds.
 _TINY = {

@@ -37,7 +37,7 @@ class TextClassification(Task):
 
     unit = "texts"
     headline = "top1_accuracy"
-    is_per_token = False
+    per_word = False
     gives_scores = True
     metrics: tuple[Metric, ...] = (
         Metric(name="loss"),
@@ -47,7 +47,7 @@ class TextClassification(Task):
     @cached_property
     def dataset(self) -> LabelledTexts:
         """The texts, their classes and the tokenizer, opened on first use."""
-        return open_labelled(self.recipe.data)
+        return open_labelled(self.recipe.data, per_word=self.per_word)
 
     @cached_property
     def _loss(self) -> ClassificationLoss:
@@ -97,6 +97,7 @@ class TextClassification(Task):
             "tokenizer": tokenizer.to_tree(),
             "vocabulary": tokenizer.vocabulary,
             "context": self.recipe.data.text.context,
+            **({"labels_words": True} if self.per_word else {}),
         }
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
@@ -124,7 +125,7 @@ class TextClassification(Task):
             context=self.recipe.data.text.context,
             classes=len(self.dataset.classes),
             pad=padding(tokenizer),
-            is_per_token=self.is_per_token,
+            per_token=self.per_word,
         )
 
     def prepare_training(self, placement: Placement) -> None:
