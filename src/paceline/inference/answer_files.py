@@ -77,9 +77,8 @@ class _Csv(AnswerWriter):
                 labels = [csv_cell(";".join(row["labels"]))] if self._multilabel else []
                 self._csv.writerow([path, *labels, *numbers, csv_cell(row["error"] or "")])
                 continue
-            boxes = (
-                row.get("boxes") or [(csv_cell(word),) for word in row.get("words", ())] or [()] * len(row["labels"])
-            )
+            more = row.get("boxes") or [(csv_cell(word),) for word in row.get("words", ())]
+            boxes = more or [()] * len(row["labels"])
             for rank, found in enumerate(zip(row["labels"], row[self._measures], boxes, strict=True), start=1):
                 self._csv.writerow([path, rank, csv_cell(found[0]), found[1], *found[2], ""])
             if not row["labels"]:

@@ -22,6 +22,7 @@ from paceline.errors import ModelError
 from paceline.models.factories import call_factory, check_options, mix_in, named_factory, unknown_model
 from paceline.models.transformers_models import (
     PREFIX,
+    WHAT,
     Objective,
     build_transformers_classifier,
     build_transformers_model,
@@ -317,15 +318,13 @@ def build_text_classifier(
         ModelError: If the name is unknown, or the options are not the factory's.
     """
     sizes = {"vocabulary": vocabulary, "context": context}
+    objective: Objective = "tags" if per_token else "classes"
     if model.name.startswith(PREFIX):
-        objective: Objective = "tags" if per_token else "classes"
         return build_transformers_classifier(model, **sizes, classes=classes, pad=pad, objective=objective)
     if model.name not in OWN_LANGUAGE_MODELS:
         factory = named_factory(model, {})
         if factory is None:
-            raise unknown_model(
-                model, f"{'token' if per_token else 'text'} classifier", [*OWN_LANGUAGE_MODELS, f"{PREFIX}NAME"]
-            )
+            raise unknown_model(model, WHAT[objective], [*OWN_LANGUAGE_MODELS, f"{PREFIX}NAME"])
         return call_factory(model, factory, **sizes, num_classes=classes)
     network = build_language_model(model, vocabulary=vocabulary, context=context)
     assert isinstance(network, Transformer)

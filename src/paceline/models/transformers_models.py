@@ -25,8 +25,8 @@ from paceline.recipe.model import OPENING_OPTIONS, Model
 PREFIX = "transformers:"
 Objective = Literal["causal", "masked", "classes", "tags"]
 _LOG = logging.getLogger("paceline.weights")
-_WHAT = {"causal": "causal language model", "masked": "masked language model"}
-_WHAT |= {"classes": "text classifier", "tags": "token classifier"}
+WHAT = {"causal": "causal language model", "masked": "masked language model"}
+WHAT |= {"classes": "text classifier", "tags": "token classifier"}
 
 # Sizes of a tiny network, which reveals an architecture's behaviour in a few milliseconds.
 _TINY = {
@@ -257,7 +257,7 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, *, nam
                 f"{objective}; choose another architecture (gpt2, llama, bert, …) or objective."
             )
         raise ModelError(
-            f"model.name={name}: '{kind}' is not a {_WHAT[objective]} in Transformers.{did_you_mean(kind, known)}"
+            f"model.name={name}: '{kind}' is not a {WHAT[objective]} in Transformers.{did_you_mean(kind, known)}"
         )
     usual = AutoConfig.for_model(kind)
     names = {*usual.to_dict(), *usual.attribute_map, *inspect.signature(type(usual).__init__).parameters}
