@@ -71,11 +71,11 @@ class TokenClassification(TextClassification):
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         """Return each text's cross-entropy without smoothing, its words, right tags and entities."""
         logits, losses = _losses(model, batch)
-        is_word, found = batch.targets != NOTHING, logits.argmax(dim=2)
+        found = logits.argmax(dim=2)
         # Sums must not depend on the width, which is of the batch.
         losses = losses.double() if losses.device.type != "mps" else losses
-        values = {"loss": losses.sum(dim=1), "words": is_word.sum(dim=1)}
-        values["right"] = ((found == batch.targets) & is_word).sum(dim=1)
+        values = {"loss": losses.sum(dim=1), "words": (batch.targets != NOTHING).sum(dim=1)}
+        values["right"] = (found == batch.targets).sum(dim=1)
         return values if self._types is None else values | entity_counts(found, batch.targets, self._types)
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Nested]:
