@@ -50,6 +50,9 @@ class StoredCorpus:
         lengths: Tokens of each document, int64 [documents].
         names: Name of each document.
         asked: Whether each token is to be predicted from those before it, bool [tokens]; None: all are.
+
+    Attributes:
+        begins: First token of each document, and the end of the last, int64 [documents + 1].
     """
 
     def __init__(
@@ -63,16 +66,16 @@ class StoredCorpus:
         self.tokens = tokens
         self.names = names
         self.asked = asked
-        self._begins = np.concatenate([[0], np.cumsum(lengths)])
+        self.begins = np.concatenate([[0], np.cumsum(lengths)])
 
     def read(self, document: int, begin: int, end: int) -> TokenIds:
         """Return a copy of some of a document's tokens."""
-        first = self._begins[document]
+        first = self.begins[document]
         return self.tokens[first + begin : first + end].astype(np.int64)
 
     def is_asked(self, document: int, begin: int, end: int) -> NDArray[np.bool_]:
         """Return whether some of a document's tokens are to be predicted."""
-        first = self._begins[document]
+        first = self.begins[document]
         return np.ones(end - begin, bool) if self.asked is None else self.asked[first + begin : first + end]
 
     def digest(self) -> str:

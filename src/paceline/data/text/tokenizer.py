@@ -54,6 +54,12 @@ class ByteTokenizer:
         """Return a text's token ids between two end tokens, cut to ``most`` in all, int64 [tokens]."""
         return np.concatenate([[self.end], self.encode(text)[: most - 2], [self.end]]).astype(np.int64)
 
+    def encode_words(self, words: Sequence[str], most: int) -> tuple[TokenIds, TokenIds]:
+        """Encode words, separated by spaces, as :meth:`encode_whole`; return the ids and :func:`word_starts`."""
+        ids = self.encode_whole(" ".join(words), most)
+        ends = np.concatenate([[0], np.arange(1, len(ids) - 1), [0]])
+        return ids, word_starts([len(word.encode("utf-8")) for word in words], ends)
+
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
         """Return the text of ids; special tokens are dropped; invalid bytes become replacement characters."""
         known = np.asarray(ids, dtype=np.int64)
@@ -186,12 +192,21 @@ class HuggingFaceTokenizer:
         Raises:
             DataError: If ``most`` leaves no room for text.
         """
+        return np.array(self._whole(text, most).ids, dtype=np.int64)
+
+    def encode_words(self, words: Sequence[str], most: int) -> tuple[TokenIds, TokenIds]:
+        """Encode words, separated by spaces, as :meth:`encode_whole`; return the ids and :func:`word_starts`."""
+        found = self._whole(" ".join(words), most)
+        ends = np.array([end for _, end in found.offsets], dtype=np.int64)
+        return np.array(found.ids, dtype=np.int64), word_starts(list(map(len, words)), ends)
+
+    def _whole(self, text: str, most: int) -> Any:
         room = most - self._library.num_special_tokens_to_add(is_pair=False)
         if room < 1:
             raise DataError(f"data.text.context={most} leaves no room for text after the tokenizer's special tokens.")
         found = self._library.encode(text, add_special_tokens=False)
         found.truncate(room)
-        return np.array(self._library.post_process(found).ids, dtype=np.int64)
+        return self._library.post_process(found)
 
     @property
     def has_chat_template(self) -> bool:
@@ -310,6 +325,19 @@ class HuggingFaceTokenizer:
 
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 """Text to token ids and back."""
+
+
+def word_starts(sizes: Sequence[int], ends: NDArray[np.int64]) -> TokenIds:
+    """Return which word begins at each token, int64 [tokens]: its number, or -1 if none does.
+
+    Args:
+        sizes: Length of each word; they are separated by one space.
+        ends: End of each token (excluded) in the text; 0 for tokens that represent no text.
+    """
+    # A token belongs to the word in which it ends, since some tokenizers put the space before a word into its token.
+    words = np.searchsorted(np.cumsum(np.asarray(sizes, dtype=np.int64) + 1), ends - 1, side="right")
+    words = np.where(ends > 0, words, -1)
+    return np.where(np.diff(words, prepend=-1) != 0, words, -1)
 
 
 def _open_huggingface(path: Path) -> HuggingFaceTokenizer:
