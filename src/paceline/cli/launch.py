@@ -56,7 +56,7 @@ class _Job:
         if device in ("cuda", "xpu") and not is_available(device):  # the job will have them
             parallel = replace(loaded.recipe.parallel, device="auto")
             here = replace(loaded, recipe=replace(loaded.recipe, parallel=parallel))
-        plan = plan_only(here, world_size=processes, elsewhere=True)
+        plan = plan_only(here, world_size=processes, on_other_machine=True)
         checked = loaded.checked(plan.unused)
         for notice in checked.notices:
             log(f"note: {notice}")
