@@ -19,7 +19,7 @@ from paceline.checkpoint.weights import SavedWeights, check_scale, load_trained,
 from paceline.data.batch import Batch, Nested, mapped
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.pipeline import common_size, evaluation_size
-from paceline.data.image.selection import among_classes
+from paceline.data.image.selection import keep_known_classes
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
@@ -250,7 +250,7 @@ def scoring_task(
     if other_images is not None and isinstance(task, ImageTask) and task.learns == "class":
         described = saved.described("data")
         names = () if described.get(UNNAMED) else described.get("class_names") or ()
-        task.dataset = among_classes(other_images, names) if {*other_images.classes} < {*names} else other_images
+        task.dataset = keep_known_classes(other_images, names) if {*other_images.classes} < {*names} else other_images
     trained, rebuilt = saved.described("data").get("task"), task_name(task)
     if trained not in (None, rebuilt):
         raise RecipeError(

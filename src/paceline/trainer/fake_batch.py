@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Nested, mapped
 from paceline.data.boxes import generated as stand_in_boxes
-from paceline.data.clicks.datasets import stand_in
+from paceline.data.clicks.datasets import placeholder
 from paceline.data.image.pipeline import evaluation_size
 from paceline.data.image.transforms import Mixing
 from paceline.data.order import StepGeometry
@@ -47,10 +47,10 @@ def with_placeholder_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     """
     data = recipe.data
     if data.path is None and data.dataset == "criteo":
-        assumed, notice = stand_in(data)
+        assumed, notice = placeholder(data)
         return replace(recipe, data=assumed), notice
     if data.path is None and data.dataset == "coco":
-        return replace(recipe, data=replace(data, dataset=stand_in_boxes.REFERENCE)), stand_in_boxes.SAID
+        return replace(recipe, data=replace(data, dataset=stand_in_boxes.REFERENCE)), stand_in_boxes.NOTICE
     if data.path is None and data.dataset in _TEXTS:
         return with_placeholder_text(recipe)
     entry = find_dataset(data.dataset)
@@ -96,7 +96,7 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
     """
     if _reads_images(task):
         size, mix = task.dataset.image_size, task.recipe.data.mix
-        is_mixed = Mixing(mix, len(task.dataset.classes), task.recipe.seed).is_asked_for
+        is_mixed = Mixing(mix, len(task.dataset.classes), task.recipe.seed).is_active
         return _images(task, placement, size, size, is_mixed=is_mixed)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:
         pipeline.start(training=True, evaluation=False)

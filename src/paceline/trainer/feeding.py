@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from paceline.data.batch import Batch
-from paceline.data.image.feeding import Feeding, is_open, remember
+from paceline.data.image.feeding import FeedRates, needs_measuring, remember
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError, TrainingError
@@ -69,7 +69,7 @@ def measure_feeding(
     plan = plan_run(recipe, task, describe_machine(device, processes=world.local_world_size), world)
     steps = plan.total_steps if plan.until_step is None else plan.until_step
     is_long = steps * plan.global_batch_size >= _MIN_SAMPLES
-    if plan.data.get("backend") != "pytorch" or not is_long or not is_open(recipe):
+    if plan.data.get("backend") != "pytorch" or not is_long or not needs_measuring(recipe):
         return
     say("measuring how many loader processes feed this model best: once, at most two minutes …")
     try:
@@ -83,7 +83,7 @@ def measure_feeding(
         say(f"not measured ({reason}): data.workers follows the number of cores")
 
 
-def _measure_in_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tuple[Feeding | None, str]:
+def _measure_in_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tuple[FeedRates | None, str]:
     """Return what the measuring process printed, or why it printed nothing."""
     environment = {
         name: value
@@ -120,7 +120,7 @@ def _measure_in_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool])
             return None, child.ending
         output = out.read_text()
     result = json.loads(output.splitlines()[-1])
-    return Feeding({int(workers): rate for workers, rate in result["rates"].items()}, result["alone"]), ""
+    return FeedRates({int(workers): rate for workers, rate in result["rates"].items()}, result["alone"]), ""
 
 
 class _Trainer:
@@ -173,7 +173,7 @@ def _exit_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-def measure(recipe: Recipe, limit: int, parent: int) -> Feeding:
+def measure(recipe: Recipe, limit: int, parent: int) -> FeedRates:
     """Train on real batches with one number of loader processes after another, up to one per core.
 
     Args:
@@ -210,7 +210,7 @@ def measure(recipe: Recipe, limit: int, parent: int) -> Feeding:
                 # Take the faster round: other load on the machine only slows it down.
                 rates[count] = max(rates[count], trainer.rate(stream, skipped=skipped[count]))
         alone = max(trainer.rate(iter(lambda: batch, None), skipped=1) for _ in range(_ROUNDS))
-    return Feeding(rates, alone)
+    return FeedRates(rates, alone)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.data.batch import Batch, chosen, copied, rows_of, tensors_in
+from paceline.data.batch import Batch, copied, rows_of, select_rows, tensors_in
 from paceline.distributed.strategy import Replicas
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import Clipping, build_optimizer
@@ -189,7 +189,7 @@ class _Costs:
         peaks, seconds = [], 0.0
         for count in (_TRIED_ROWS // 2, _TRIED_ROWS, _TRIED_ROWS):
             rows_tried = range(count)
-            inputs, targets = (chosen(each, rows_tried, of=rows) for each in (batch.inputs, batch.targets))
+            inputs, targets = (select_rows(each, rows_tried, size=rows) for each in (batch.inputs, batch.targets))
             self.probe.batch = replace(batch, inputs=inputs, targets=targets, ids=batch.ids[:count])
             seconds = self._pass_seconds()
             peaks.append(peak_memory_bytes(self.probe.run.device.type) or 0)

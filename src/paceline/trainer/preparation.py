@@ -22,11 +22,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.checkpoint.state import check_inventory, fitted
 from paceline.checkpoint.weights import read_weights
-from paceline.data.class_balance import ClassDraws, counts_by_ratio, in_words
+from paceline.data.class_balance import ClassDraws, counts_by_ratio, describe_weights
 from paceline.data.image.pipeline import LARGEST_RATIO
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
-from paceline.data.preflight import Findings, Loading, look_at_machine
+from paceline.data.preflight import Findings, Loading, check_machine
 from paceline.distributed.affinity import OwnCores, bind, choose_cores
 from paceline.distributed.device import (
     check_communication,
@@ -75,7 +75,7 @@ def find_host_limits(
     if data.get("backend") != "pytorch" or len(sizes) < len(names):
         return Findings()
     ratio = LARGEST_RATIO if "evaluation_shapes" in data else 1
-    return look_at_machine(
+    return check_machine(
         Loading(
             processes=processes,
             workers=sizes["workers"],
@@ -243,7 +243,7 @@ def _class_facts(task: Task, data: DataFacts) -> tuple[dict[str, Any], DataFacts
             unused[key] = f"the task {task_name(task)} names no class of its samples"
         elif weights := task.weights_by_class(key):
             facts[name] = weights
-            reasons[key] = in_words(weights, labels, task.description()["class_names"])
+            reasons[key] = describe_weights(weights, labels, task.description()["class_names"])
     if draws := draws_of(task):
         facts |= {"classes_sha256": draws.sha256, "mixture": draws.counts}
         if draws.counts:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.weights import weights_sha256
-from paceline.data.batch import Batch, BrokenSample, chosen
+from paceline.data.batch import Batch, BrokenSample, select_rows
 from paceline.errors import DataError, RunDirectoryError
 from paceline.escaping import utf8
 from paceline.metrics.answers import as_png, thumbnails
@@ -233,7 +233,7 @@ def keep_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
         return ahead.replay()
     rows = range(min(_MAX_SHOWN, count := len(first.ids)))
     try:
-        inputs, targets = (chosen(each, rows, of=count) for each in (first.inputs, first.targets))
+        inputs, targets = (select_rows(each, rows, size=count) for each in (first.inputs, first.targets))
         pictures = run.task.shown(replace(first, inputs=inputs, targets=targets, ids=first.ids[: len(rows)]))
         names = [utf8(run.pipeline.sample_name(sample, training=True)) for sample in first.ids.tolist()]
         _write_pictures(run.directory.first_batch, pictures, names)

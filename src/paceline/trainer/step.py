@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from paceline.data.batch import Batch
-from paceline.data.random_draws import seed_of
+from paceline.data.random_draws import derive_seed
 from paceline.data.slices import SampleSlice
 from paceline.distributed.strategy import MicroBatch
 from paceline.optim.build import apply_settings
@@ -67,7 +67,7 @@ def _share(loss: torch.Tensor, batch: Batch, averages_over: int) -> torch.Tensor
 
 def seed_forward(seed: int, part: SampleSlice, device: torch.device) -> None:
     """Key dropout by (seed, step, logical rank): there is no random state to save or for observers to disturb."""
-    forward_seed = seed_of(seed, part.step, part.logical_rank)
+    forward_seed = derive_seed(seed, part.step, part.logical_rank)
     torch.default_generator.manual_seed(forward_seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(forward_seed)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data.batch import Batch, Progress, chosen, tensors_in
+from paceline.data.batch import Batch, Progress, select_rows, tensors_in
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleSlice
@@ -169,5 +169,5 @@ class _Repeated:
 def _repeated(example: Batch, part: SampleSlice) -> Batch:
     rows = len(example.ids)
     again = [index % rows for index in range(len(part.ids))]
-    inputs, targets = (chosen(each, again, of=rows) for each in (example.inputs, example.targets))
+    inputs, targets = (select_rows(each, again, size=rows) for each in (example.inputs, example.targets))
     return replace(example, inputs=inputs, targets=targets, ids=part.ids, slice=part, broken=())
