@@ -490,8 +490,8 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
         if address is not None:
             raise RunDirectoryError(f"{where} holds a copy of a run of another recipe: {changed}. Start {elsewhere}.")
         raise RunDirectoryError(
-            f"{where} holds a run of another recipe: {changed}. Choose another run directory, or repeat its own recipe: paceline "
-            f"train {directory.recipe} --run-dir {directory.root}"
+            f"{where} holds a run of another recipe: {changed}. Choose another run directory, or repeat its own "
+            f"recipe: paceline train {directory.recipe} --run-dir {directory.root}"
         )
     plan = reader.read_plan_to_resume(directory)
     fixed = _FIXED_PLAN_VALUES | (_FIXED_IF_EXACT if plan["strategy"] == "exact" else {})

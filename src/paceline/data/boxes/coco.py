@@ -168,18 +168,15 @@ class CocoSource:
         """Return its annotations."""
         annotations, row = self._annotations, int(self._samples[sample])
         rows = slice(int(annotations.bounds[row]), int(annotations.bounds[row + 1]))
-        masks_drawn = None
+        pixels = None
         if masks:
             assert annotations.outlines is not None
             height, width = map(int, annotations.sizes[row])
-            masks_drawn = np.zeros((rows.stop - rows.start, height, width), dtype=np.uint8)
+            pixels = np.zeros((rows.stop - rows.start, height, width), dtype=np.uint8)
             for index, outline in enumerate(annotations.outlines[rows]):
-                masks_drawn[index] = mask_of(outline, height, width)
+                pixels[index] = mask_of(outline, height, width)
         return Objects(
-            boxes=annotations.boxes[rows],
-            labels=annotations.labels[rows],
-            crowd=annotations.crowd[rows],
-            masks=masks_drawn,
+            boxes=annotations.boxes[rows], labels=annotations.labels[rows], crowd=annotations.crowd[rows], masks=pixels
         )
 
     def path(self, sample: int) -> str:

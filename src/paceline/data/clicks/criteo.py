@@ -146,12 +146,12 @@ def _fault(fields: list[bytes]) -> str:
     if len(fields) != _FIELDS:
         return f"found {len(fields)} fields between tabs, but there must be {_FIELDS}"
     if fields[0] not in (b"0", b"1"):
-        return f"found the label {_abbreviate(fields[0])}, but it must be 0 or 1"
+        return f"found the label {_short(fields[0])}, but it must be 0 or 1"
     for each in fields[1 : 1 + DENSE]:
         if not re.fullmatch(_NUMBER, each):
-            return f"found {_abbreviate(each)} among the {DENSE} numbers, but each must be a whole number of up to 18 digits"
+            return f"found {_short(each)} among the {DENSE} numbers, but each must be a whole number of up to 18 digits"
     field = next(field for field in fields[1 + DENSE :] if not re.fullmatch(_CATEGORY, field))
-    return f"found {_abbreviate(field)} among the {CATEGORIES} categories, but each must be up to 8 hexadecimal digits"
+    return f"found {_short(field)} among the {CATEGORIES} categories, but each must be up to 8 hexadecimal digits"
 
 
 def table_rows_of(rows: Rows, tables: tuple[int, ...]) -> NDArray[np.int64]:
@@ -181,7 +181,7 @@ def opened(path: Path) -> gzip.GzipFile | BinaryIO:
     return gzip.open(path) if has_ending(path.name, ("gz",)) else open(path, "rb")
 
 
-def _abbreviate(field: bytes) -> str:
+def _short(field: bytes) -> str:
     text = field.decode("utf-8", "backslashreplace")
     return repr(text if len(text) <= 20 else f"{text[:20]}…")
 

@@ -226,11 +226,11 @@ def _described(data: Data, stored: StoredImages) -> ImageDataset:
 
 def _odd_class_names(classes: Sequence[str]) -> list[str]:
     """Return warnings about suspicious names of single-label classes."""
-    with_semicolon, similar = [name for name in classes if ";" in name], similar_names(classes)
+    listed, similar = [name for name in classes if ";" in name], similar_names(classes)
     notes = []
-    if with_semicolon:
+    if listed:
         notes.append(
-            f"each name like {with_semicolon[0]!r} ({len(with_semicolon):,} of {len(classes):,}) is taken for one class: if an image "
+            f"each name like {listed[0]!r} ({len(listed):,} of {len(classes):,}) is taken for one class: if an image "
             "has several labels, set task=image_multilabel, with data.dataset=csv or parquet"
         )
     if similar:

@@ -44,10 +44,10 @@ class ReadFailure(Exception):  # noqa: N818 (handed over as a value)
         self.message, self.trace = message, trace
 
 
-class _SampleState:
+class _Sample:
     """One sample in progress, from the file to its row in the batch."""
 
-    __slots__ = ("image", "picture", "pixels", "row", "sample", "shown")
+    __slots__ = ("image", "picture", "pixels", "resized", "row", "sample")
 
     picture: LazyImage | DecodedImage
     pixels: NDArray[np.uint8]
@@ -107,7 +107,7 @@ class SliceReader:
         at_once = max(1, _PIXELS_AT_ONCE // (shape[0] * shape[1]))
         samples = list(enumerate(ids.tolist()))
         for begin in range(0, len(samples), at_once):
-            group = [_SampleState(row, sample) for row, sample in samples[begin : begin + at_once]]
+            group = [_Sample(row, sample) for row, sample in samples[begin : begin + at_once]]
             for step in (self._open, partial(self._decode, shape, draws), partial(self._resize, shape, draws)):
                 group = [each for each in group if self._run_step(step, each, broken)]
             for each in group:
@@ -118,9 +118,7 @@ class SliceReader:
                 filled += 1
         return broken
 
-    def _run_step(
-        self, step: Callable[[_SampleState], None], state: _SampleState, broken: dict[int, BrokenSample]
-    ) -> bool:
+    def _run_step(self, step: Callable[[_Sample], None], state: _Sample, broken: dict[int, BrokenSample]) -> bool:
         sample = state.sample
         if self._note is not None:
             self._note(sample)
@@ -135,13 +133,13 @@ class SliceReader:
             raise ReadFailure(message, traceback.format_exc()) from None
         return True
 
-    def _open(self, state: _SampleState) -> None:
+    def _open(self, state: _Sample) -> None:
         if self._files is None:
             state.picture = DecodedImage(self._source.read(state.sample))
         else:
             state.picture = LazyImage(self._files.encoded(state.sample), self._view.channels)
 
-    def _decode(self, shape: Shape, draws: Draws | None, state: _SampleState) -> None:
+    def _decode(self, shape: Shape, draws: Draws | None, state: _Sample) -> None:
         """Decode the region of a picture that the model sees, or all of it."""
         picture, augment = state.picture, self._augment
         if draws is None or draws.attempts is None:
@@ -156,7 +154,7 @@ class SliceReader:
         if state.resized is None:
             state.pixels = picture.part(box, shrink)
 
-    def _resize(self, shape: Shape, draws: Draws | None, state: _SampleState) -> None:
+    def _resize(self, shape: Shape, draws: Draws | None, state: _Sample) -> None:
         """Resize to the model's input and flip as drawn, unless already done."""
         if state.resized is not None:
             return

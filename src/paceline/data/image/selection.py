@@ -266,13 +266,13 @@ def stratified_subset(source: SampleSource, part: int | str, key: str = "data.su
     """
     total = len(source)
     count = round(total * float(part[:-1]) / 100) if isinstance(part, str) else part
-    class_count = len(np.unique(strata(source.labels)))
+    nonempty = len(np.unique(strata(source.labels)))
     if count > total:
         raise RecipeError(f"{key}={part}, but there are {total:,} images: ask for fewer, or for all with off.")
-    if count < class_count:
+    if count < nonempty:
         raise RecipeError(
-            f"{key}={part} is {count:,} of {total:,} images, which leaves some of the {class_count:,} classes empty: take "
-            f"at least {class_count:,}."
+            f"{key}={part} is {count:,} of {total:,} images, which leaves some of the {nonempty:,} classes empty: take "
+            f"at least {nonempty:,}."
         )
     order = stratified_order(source.labels, hashed_names(sample_names(source), _SUBSET))
     return part_of(source, np.sort(order[:count]))

@@ -132,10 +132,7 @@ def leaf_sources(source: SampleSource, samples: Ids) -> list[tuple[Any, Ids]]:
         return leaf_sources(source.base, source.ids[samples])
     if isinstance(source, JoinedSource):
         numbers = source.part_numbers[samples]
-        parts = (
-            (each, samples[numbers == number] - source.starts[number])
-            for number, each in enumerate(source.parts.values())
-        )
+        parts = ((each, samples[numbers == i] - source.starts[i]) for i, each in enumerate(source.parts.values()))
         return [pair for each, ids in parts for pair in leaf_sources(each, ids)]
     return [(source, samples)]
 

@@ -527,12 +527,8 @@ def _sizes(
             )
             details = ()
         elif full_path in seen:
-            first_label, second_label = labels[seen[full_path]], labels[row]
-            otherwise = (
-                ""
-                if first_label == second_label
-                else f", with the label {first_label!r} there and {second_label!r} here"
-            )
+            first, second = labels[seen[full_path]], labels[row]
+            otherwise = "" if first == second else f", with the label {first!r} there and {second!r} here"
             sentence = "{} names {}, which {} names too{}: keep one of them."
             details = (repr(path), where(seen[full_path]), otherwise)
         elif size is not None:

@@ -368,8 +368,8 @@ def _own_policy(augment: Augment, fill: list[int]) -> Callable[[Tensor], Tensor]
             is_tensor = isinstance(varied, Tensor)
             description = f"{varied.dtype} {list(varied.shape)}" if is_tensor else type(varied).__name__
             raise RecipeError(
-                f"{name} gave {description} for an image, torch.uint8 {list(image.shape)}: return a tensor of the same type "
-                "and shape."
+                f"{name} gave {description} for an image, torch.uint8 {list(image.shape)}: return a tensor of the same "
+                "type and shape."
             )
         return varied
 

@@ -305,7 +305,7 @@ def _exit_with_parent() -> None:
 def in_parallel(work: Work[T], items: int, *, workers: int) -> Iterator[WorkerResult[T] | WorkerFailure]:
     """Run ``work`` on items 0 … ``items`` - 1 in several processes, and yield results as they arrive.
 
-    An item during which a process dies is yielded as :class:`WorkerFailure`; another process handles the remaining items.
+    An item during which a process dies is yielded as :class:`WorkerFailure`; another process handles the rest.
 
     Args:
         work: Processes a range of items; calls its second argument with each item before starting it.

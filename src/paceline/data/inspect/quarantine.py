@@ -99,9 +99,9 @@ def move_away(findings: Iterable[Finding], root: Path, folder: Path) -> Quaranti
                 to_move.add(parent)
     paths = sorted(path for path in to_move if not to_move.intersection(path.parents))
     moves = [(path, folder / path.relative_to(root)) for path in paths]
-    if existing := [str(target) for _, target in moves if os.path.lexists(target)]:
+    if present := [str(target) for _, target in moves if os.path.lexists(target)]:
         raise DataError(
-            f"--quarantine {folder}: {existing[0]!r} is there already (and {len(existing) - 1:,} more of the names), and "
+            f"--quarantine {folder}: {present[0]!r} is there already (and {len(present) - 1:,} more of the names), and "
             "nothing is overwritten; nothing was moved: give another folder."
         )
     if moves:

@@ -552,14 +552,9 @@ class DaliBackend:
         """Move a box's edges as the other back-ends do to decode its file at reduced size."""
         if self._view.augment is None or not self._view.augment.shrink_on_load:
             return box
-        snapped_box = snapped(box, shrinkage(box, target))
+        rect = snapped(box, shrinkage(box, target))
         # In a reduced picture, the last row and column may represent less than a full step.
-        return Box(
-            snapped_box.top,
-            snapped_box.left,
-            min(snapped_box.height, size[0] - snapped_box.top),
-            min(snapped_box.width, size[1] - snapped_box.left),
-        )
+        return Box(rect.top, rect.left, min(rect.height, size[0] - rect.top), min(rect.width, size[1] - rect.left))
 
     def _flip(self, work: _Work, row: int) -> bool:
         return work.draws is not None and not self._flips_later and bool(work.draws.flip[row])

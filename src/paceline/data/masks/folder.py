@@ -114,8 +114,8 @@ def open_masks(data: Data) -> MaskDataset:
     found = [_paired(folder, left_out) for folder in (folders or [root])]
     _report_unread(root, folders, left_out)
     images, masks = (tuple(path for pairs in found for path in pairs[side]) for side in (0, 1))
-    classes_present, sizes, unreadable = _contents(masks)
-    classes_held = classes_present[:, :IGNORED]
+    present, sizes, unreadable = _contents(masks)
+    classes_held = present[:, :IGNORED]
     highest = np.where(classes_held.any(axis=1), IGNORED - 1 - classes_held[:, ::-1].argmax(axis=1), 0)
     names = _class_names(root, highest)
     faults = {}
@@ -140,11 +140,11 @@ def open_masks(data: Data) -> MaskDataset:
         split = f"{100 * data.validation_fraction:.4g}% of the images, always the same (data.validation_fraction)"
     if not kept[0]:
         raise DataError(f"{str(root)!r} has no image with a mask to train on: put NAME.png into masks/ for each image.")
-    missing = [name for number, name in enumerate(names) if not classes_present[kept[0], number].any()]
+    missing = [name for number, name in enumerate(names) if not present[kept[0], number].any()]
     if len(names) - len(missing) < 2:
         why = f", and {IGNORED}, which means 'ignored': store each pixel's class index, from 0"
         raise DataError(
-            f"the training masks of {str(root)!r} hold fewer than two classes{why * bool(classes_present[:, IGNORED].any())}."
+            f"the training masks of {str(root)!r} hold fewer than two classes{why * bool(present[:, IGNORED].any())}."
         )
     empty = f"{len(missing)} of {len(names)} classes have no pixel in any training mask: {', '.join(missing[:_SHOWN])}"
     digest = hashlib.sha256(repr(names).encode())
@@ -223,14 +223,14 @@ def _contents(masks: Sequence[str]) -> tuple[np.ndarray, np.ndarray, dict[int, s
     with ThreadPoolExecutor(_READERS) as pool:
         stamps = list(pool.map(stamp_or_none, masks))
         looks = cached("masks", masks, stamps, lambda: list(pool.map(look, masks)), now=now, is_kept=are_masks)
-    classes_present, sizes = np.zeros((len(masks), 256), dtype=bool), np.zeros((len(masks), 2), dtype=np.int64)
+    present, sizes = np.zeros((len(masks), 256), dtype=bool), np.zeros((len(masks), 2), dtype=np.int64)
     reasons = {}
     for at, each in enumerate(looks):
         if isinstance(each, str):
             reasons[at] = each
         else:
-            classes_present[at, each[0]], sizes[at] = True, each[1:]
-    return classes_present, sizes, reasons
+            present[at, each[0]], sizes[at] = True, each[1:]
+    return present, sizes, reasons
 
 
 def _fault(image: str, size: tuple[int, ...] | None, mask: tuple[int, ...], highest: int, classes: int) -> str | None:

@@ -244,14 +244,14 @@ def _open_split(root: Path, split: str, count: int, kind: np.dtype[Any]) -> Stor
     try:
         lengths = np.load(root / f"{split}.lengths.npy", allow_pickle=False)
         names = (root / f"{split}.names.txt").read_text(encoding="utf-8").split("\n")
-        size_on_disk = path.stat().st_size
+        size = path.stat().st_size
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
             f"{root}: the files of the split '{split}' cannot be read ({error}); write it again."
         ) from error
-    if size_on_disk != count * kind.itemsize or int(lengths.sum()) != count:
+    if size != count * kind.itemsize or int(lengths.sum()) != count:
         raise DataError(
-            f"{path} has {size_on_disk:,} bytes, and {count:,} tokens of {kind.itemsize} bytes were written; restore the file, "
+            f"{path} has {size:,} bytes, and {count:,} tokens of {kind.itemsize} bytes were written; restore the file, "
             "or write the folder again."
         )
     # An empty file cannot be mapped.

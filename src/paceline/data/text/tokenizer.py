@@ -181,7 +181,7 @@ class HuggingFaceTokenizer:
         return np.array(self._library.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def encode_whole(self, text: str, max_length: int) -> TokenIds:
-        """Return a text's ids with the special tokens around it, such as [CLS], cut to ``max_length`` in all; int64 [tokens].
+        """Return a text's ids with the special tokens around it, such as [CLS], cut to ``max_length``; int64 [tokens].
 
         Raises:
             DataError: If ``max_length`` leaves no room for text.
@@ -257,7 +257,7 @@ class HuggingFaceTokenizer:
         return {"kind": KIND, "tokenizer_json": packed, "special": self._special}
 
     def write(self, folder: Path, max_length: int) -> None:
-        """Write the files from which Transformers' ``AutoTokenizer`` loads it; it can cut texts to ``max_length`` tokens."""
+        """Write the files from which Transformers' ``AutoTokenizer`` loads it, cutting texts to ``max_length`` tokens."""
         said = {_SAID[key]: token for key, token in self._special.items() if key in _SPOKEN}
         used = {"eos_token": self.end, "mask_token": self.mask, "pad_token": self.pad}
         said |= {key: str(self._library.id_to_token(number)) for key, number in used.items() if number is not None}

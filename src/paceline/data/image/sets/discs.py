@@ -28,15 +28,13 @@ def draw_discs(first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[np.fl
     images = np.empty((count, _SIZE, _SIZE, 1), dtype=np.uint8)
     numbers = np.empty((count, 3))
     for index in range(count):
-        random_words = np.random.Philox(key=np.array([_KEY, first + index], dtype=np.uint64)).random_raw(
-            3 + _SIZE**2 // 8
-        )
-        across, down, size = (random_words[:3] >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        raw = np.random.Philox(key=np.array([_KEY, first + index], dtype=np.uint64)).random_raw(3 + _SIZE**2 // 8)
+        across, down, size = (raw[:3] >> np.uint64(11)).astype(np.float64) * 2.0**-53
         x, y = (_LARGEST + each * (_SIZE - 2 * _LARGEST) for each in (across, down))
         radius = _SMALLEST + size * (_LARGEST - _SMALLEST)
         numbers[index] = x, y, radius
         covered = np.clip(radius + 0.5 - np.sqrt((grid - x) ** 2 + (grid[:, None] - y) ** 2), 0, 1)
-        noise = random_words[3:].view(np.uint8).reshape(_SIZE, _SIZE) // 4
+        noise = raw[3:].view(np.uint8).reshape(_SIZE, _SIZE) // 4
         images[index, :, :, 0] = noise + np.round(192 * covered).astype(np.uint8)
     return images, numbers
 

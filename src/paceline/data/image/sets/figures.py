@@ -28,10 +28,8 @@ def draw_figures(first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[Any
     images = np.empty((count, _SIZE, _SIZE, 1), dtype=np.uint8)
     labels = np.empty((count, len(_FIGURES)), dtype=np.float32)
     for index in range(count):
-        random_words = np.random.Philox(key=np.array([_KEY, first + index], dtype=np.uint64)).random_raw(
-            16 + _SIZE**2 // 8
-        )
-        draws = (random_words[:16] >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        raw = np.random.Philox(key=np.array([_KEY, first + index], dtype=np.uint64)).random_raw(16 + _SIZE**2 // 8)
+        draws = (raw[:16] >> np.uint64(11)).astype(np.float64) * 2.0**-53
         quarters, labels[index] = np.argsort(draws[:4]), draws[4:7] < 0.5
         light = np.zeros((_SIZE, _SIZE))
         for figure in np.flatnonzero(labels[index]):
@@ -44,7 +42,7 @@ def draw_figures(first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[Any
             circle, square = np.sqrt(x**2 + y**2), 1.1 * np.maximum(abs(x), abs(y))
             reach = (circle, square, np.maximum(y, 2 * abs(x) - y))[figure]
             light = np.maximum(light, np.clip(radius + 0.5 - reach, 0, 1))
-        noise = random_words[16:].view(np.uint8).reshape(_SIZE, _SIZE) // 4
+        noise = raw[16:].view(np.uint8).reshape(_SIZE, _SIZE) // 4
         images[index, :, :, 0] = noise + np.round(192 * light).astype(np.uint8)
     return images, labels
 

@@ -143,7 +143,7 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
     table = ImageTable(files.root, paths, replace(request, data=data), files.features, named)
     if len(table.parts.splits) < len(splits):
         raise DataError(f"The split {held_out_split} of {str(files.root)!r} is empty.")
-    table.parts = table.parts._replace(told=held_out)
+    table.parts = table.parts._replace(description=held_out)
     classes, labels = table.labels()
     source = StreamSource(table.paths, table.column, labels, table.names(list(splits)))
     table.check_present(source)

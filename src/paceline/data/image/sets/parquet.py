@@ -395,7 +395,7 @@ class ImageTable:
             return parts_of(None, total, self.name)
         found = parts_of(np.repeat(named, self.counts).tolist(), total, self.name)
         told = found.description.replace("the rows whose split is val", "the files of validation")
-        return found._replace(told=told.replace("the rows whose split is", "the files of"))
+        return found._replace(description=told.replace("the rows whose split is", "the files of"))
 
     def open_paths(self) -> StoredImages:
         """Open the images of a table of paths relative to its file; raises DataError."""

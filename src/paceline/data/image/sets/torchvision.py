@@ -123,7 +123,8 @@ def _class(name: str, options: Mapping[str, Any]) -> Any:
     unknown = [key for key in options if key in _NO_OPTIONS or (key not in accepted and "kwargs" not in accepted)]
     if unknown:
         raise DataError(
-            f"data.options names {unknown[0]!r}, but {name} takes {', '.join(accepted)}.{did_you_mean(unknown[0], accepted)}"
+            f"data.options names {unknown[0]!r}, but {name} takes {', '.join(accepted)}."
+            f"{did_you_mean(unknown[0], accepted)}"
         )
     return found
 
