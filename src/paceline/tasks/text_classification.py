@@ -160,7 +160,7 @@ class TextClassification(Task):
 
     def _lengths(self, corpus: StoredCorpus) -> SampleLengths:
         text = self.recipe.data.text
-        return SampleLengths(tokens=corpus.lengths, multiple=text.pad_multiple, most=text.context)
+        return SampleLengths(tokens=corpus.lengths, multiple=text.pad_multiple, max_width=text.context)
 
 
 class _Texts(SimplePipeline):

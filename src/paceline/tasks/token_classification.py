@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from paceline.data.batch import Batch, Nested
 from paceline.data.slices import SampleWeights
 from paceline.data.text.corpus import StoredCorpus
-from paceline.data.text.pipeline import NOTHING
+from paceline.data.text.pipeline import IGNORED_TARGET
 from paceline.data.text.tokenizer import TokenIds
 from paceline.metrics.accumulator import Metric
 from paceline.plan import DataFacts
@@ -53,11 +53,11 @@ class TokenClassification(TextClassification):
 
     def sample_weights(self) -> SampleWeights:
         """Return the tagged words of each training text."""
-        return np.add.reduceat(self.dataset.labels[0] != NOTHING, self.dataset.train.begins[:-1], dtype=np.int64)
+        return np.add.reduceat(self.dataset.labels[0] != IGNORED_TARGET, self.dataset.train.begins[:-1], dtype=np.int64)
 
     def targets(self, corpus: StoredCorpus, labels: TokenIds, ids: TokenIds, width: int) -> torch.Tensor:
         """Return the tags of some texts, int64 [N, width]; -100 where no word begins."""
-        found = np.full((len(ids), width), NOTHING, dtype=np.int64)
+        found = np.full((len(ids), width), IGNORED_TARGET, dtype=np.int64)
         for row, text in enumerate(ids.tolist()):
             found[row, : corpus.lengths[text]] = labels[corpus.begins[text] : corpus.begins[text + 1]]
         return torch.from_numpy(found)
@@ -65,7 +65,7 @@ class TokenClassification(TextClassification):
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
         """Return the mean cross-entropy in nats over the micro-batch's words."""
         total = _losses(model, batch, self.recipe.train.label_smoothing)[1].sum()
-        mean: torch.Tensor = total / (batch.targets != NOTHING).sum().clamp(min=1)
+        mean: torch.Tensor = total / (batch.targets != IGNORED_TARGET).sum().clamp(min=1)
         return mean
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
@@ -74,13 +74,13 @@ class TokenClassification(TextClassification):
         found = logits.argmax(dim=2)
         # Sums must not depend on the width, which is of the batch.
         losses = losses.double() if losses.device.type != "mps" else losses
-        values = {"loss": losses.sum(dim=1), "words": (batch.targets != NOTHING).sum(dim=1)}
+        values = {"loss": losses.sum(dim=1), "words": (batch.targets != IGNORED_TARGET).sum(dim=1)}
         values["right"] = (found == batch.targets).sum(dim=1)
         return values if self._types is None else values | entity_counts(found, batch.targets, self._types)
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Nested]:
         """Return the most probable tag of each word, and the true one."""
-        rows = zip(_losses(model, batch)[0].argmax(dim=2), batch.targets, batch.targets != NOTHING, strict=True)
+        rows = zip(_losses(model, batch)[0].argmax(dim=2), batch.targets, batch.targets != IGNORED_TARGET, strict=True)
         pairs = [(found[is_word], true[is_word]) for found, true, is_word in rows]
         return {"prediction": [found for found, _ in pairs], "target": [true for _, true in pairs]}
 
@@ -89,7 +89,7 @@ def _losses(model: Model, batch: Batch, smoothing: float = 0.0) -> tuple[torch.T
     """Return logits of at least 32 bits, [N, T, tags], and the cross-entropy of each token, [N, T]; 0 without a tag."""
     logits: torch.Tensor = model(batch.inputs["tokens"], batch.inputs["mask"])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    asked: dict[str, Any] = {"ignore_index": NOTHING, "reduction": "none", "label_smoothing": smoothing}
+    asked: dict[str, Any] = {"ignore_index": IGNORED_TARGET, "reduction": "none", "label_smoothing": smoothing}
     return logits, F.cross_entropy(logits.mT, batch.targets, **asked)
 
 

@@ -35,7 +35,7 @@ from paceline.recipe.training import Batch
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.memory import peak_private_of
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.preparation import without_mirror
 from paceline.units import Duration, format_bytes, format_count, format_seconds
@@ -328,7 +328,7 @@ def find_batch(options: FindBatch, log: Log) -> FoundBatch:
     loaded, memory = load_recipe(options.recipe, options.overrides), options.memory
     processes = choose_processes(options.processes, loaded.recipe).count
     check_alone("find-batch")
-    recipe, assumed = with_stand_in_data(loaded.recipe)
+    recipe, assumed = with_placeholder_data(loaded.recipe)
     if assumed:
         log(assumed)
     if recipe.model.compile:

@@ -308,7 +308,7 @@ def _of_step(run: Run, strategy: Replicas, batches: Sequence[Batch]) -> Estimate
         if not batch.weight:
             continue
         probe = GradientProbe(run, strategy, batch)
-        with probe.without_a_trace():
+        with probe.isolated():
             found = probe.gradients(run.network)
         gradients = [found[name] if name in found else torch.zeros_like(each) for name, each in trained]
         torch._foreach_add_(total, gradients, alpha=batch.weight)

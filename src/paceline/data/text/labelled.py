@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from paceline.data.image.tables import find_column, number_rows
 from paceline.data.text.corpus import StoredCorpus, TextDataset, split_by_name, stored
 from paceline.data.text.datasets import python_documentation
-from paceline.data.text.pipeline import NOTHING
+from paceline.data.text.pipeline import IGNORED_TARGET
 from paceline.data.text.tables import Row, TextTable, read_table
 from paceline.data.text.tokenizer import TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
@@ -107,7 +107,7 @@ def from_rows(
     # A rare tag may be among held-out words alone.
     parts = [np.arange(counts[1])] if per_word else [np.arange(counts[0]), np.arange(*counts)]
     classes, numbers = number_rows(values, parts, names.__getitem__, str(data.path or data.dataset), feature)
-    found_labels = np.append(np.concatenate(numbers), NOTHING)[np.concatenate(places)]
+    found_labels = np.append(np.concatenate(numbers), IGNORED_TARGET)[np.concatenate(places)]
     labels = tuple(np.split(found_labels, [sum(map(len, places[:begins]))]))
     content = (tokenizer.digest, *(each.digest() for each in splits), *classes)
     return LabelledTexts(
