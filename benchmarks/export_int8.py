@@ -87,7 +87,7 @@ def measure(run: Path, scratch: Path) -> dict[str, Any]:
         rows["int8 dynamic"] = row(path, images)
     except Exception as error:  # noqa: BLE001  # whatever ONNX Runtime raises of a network that it cannot round so
         print(f"int8 dynamic of {run}: {error}")
-    data, recipe = saved.described("data"), saved.described("recipe")
+    data, recipe = saved.description("data"), saved.description("recipe")
     return {
         "network": recipe["model"]["name"],
         "data": data["dataset"],

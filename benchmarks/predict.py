@@ -24,7 +24,7 @@ import torch
 from hardware import spread, write_result
 
 import paceline
-from paceline.files import LeftOut
+from paceline.files import SkippedItems
 from paceline.inference.answers import Answer
 from paceline.inference.predict import Predictor, load_predictor
 from paceline.inference.sources import pictures_of
@@ -124,7 +124,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         images = unpacked(arguments.images, arguments.count, scratch)
-        paths = [each.path for each in islice(pictures_of([images], LeftOut()), arguments.count)]
+        paths = [each.path for each in islice(pictures_of([images], SkippedItems()), arguments.count)]
         result["images"] = len(paths)
         for name, (network, size) in NETWORKS.items():
             result[name] = measure(trained(scratch, network, size), paths, arguments.rounds)

@@ -35,7 +35,7 @@ import numpy as np
 from hardware import spread, write_result
 from PIL import Image
 
-from paceline.records.reader import without_clock
+from paceline.records.reader import strip_timings
 
 MARK = "PACELINE_BENCHMARK_FAMILY"
 PROCESSES = 2
@@ -228,7 +228,7 @@ def outcome(run: Path) -> dict[str, Any]:
     """Everything in which two runs of the same thing must be equal."""
     summary = json.loads((run / "summary.json").read_text())
     keys = ("status", "step", "epoch", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger")
-    records = [without_clock(event) for event in events_of(run) if event["event"] in ("step", "evaluation")]
+    records = [strip_timings(event) for event in events_of(run) if event["event"] in ("step", "evaluation")]
     return {**{key: summary[key] for key in keys}, "records": records}
 
 

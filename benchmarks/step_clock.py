@@ -43,7 +43,7 @@ class NoClock(StepClock):
         """Leave out nothing."""
         return self._nothing
 
-    def turn_to(self, index: int) -> int:
+    def set_phase(self, index: int) -> int:
         """Change nothing."""
         return index
 
@@ -73,9 +73,9 @@ class TakingTurns(StepClock):
         """Its pause."""
         return self.now.paused()
 
-    def turn_to(self, index: int) -> int:
+    def set_phase(self, index: int) -> int:
         """Change its phase."""
-        return self.now.turn_to(index)
+        return self.now.set_phase(index)
 
     def end_step(self, samples: int) -> None:
         """Close its step."""

@@ -65,8 +65,8 @@ def chats(count: int) -> list[dict[str, Any]]:
         turns = []
         for turn in range(1 + number % 2):
             at = (number + turn) % 4
-            asked = " ".join(WORDS[(number + 3 * word) % len(WORDS)] for word in range(1 + number % 5))
-            turns.append({"role": "user", "content": f"{asked} {WORDS[2 + at]}"})
+            question = " ".join(WORDS[(number + 3 * word) % len(WORDS)] for word in range(1 + number % 5))
+            turns.append({"role": "user", "content": f"{question} {WORDS[2 + at]}"})
             turns.append({"role": "assistant", "content": f"the {WORDS[2 + at]} {WORDS[6 + at]}"})
         rows.append({"messages": turns})
     return rows

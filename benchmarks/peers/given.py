@@ -163,7 +163,7 @@ def begin() -> tuple[Spec, Clock, str]:
 
 
 def as_json(spec: Spec) -> str:
-    """The training as :func:`begin` reads it."""
+    """The training as :func:`run_in_thread` reads it."""
     return json.dumps(dataclasses.asdict(spec))
 
 

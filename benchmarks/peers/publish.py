@@ -89,13 +89,13 @@ Paceline keeps freed memory for the next step, as the tuned loop does; the rest 
 Paceline first checks recipe and data, plans, and opens its records ([decision
 69](decisions/0069-start-up-and-memory.md)).""",
     "resumed_first_step_seconds": """\
-Paceline also verifies the SHA-256 of every file of the checkpoint.""",
+Paceline also verifies every byte of the checkpoint.""",
     "saving_step_milliseconds": """\
 [Decision 69](decisions/0069-start-up-and-memory.md) explains the cost of a save.""",
     "standstill_milliseconds": """\
 Paceline copies the state, and the writing thread shares two cores with the next steps.""",
     "pause_milliseconds": """\
-Paceline computes the SHA-256 of all data; it and the loops by hand also flush to disk, so that a power cut cannot lose
+Paceline computes a digest of all data; it and the loops by hand also flush to disk, so that a power cut cannot lose
 the checkpoint ([decision 5](decisions/0005-checkpoints.md)).""",
 }
 

@@ -13,7 +13,7 @@ import click
 from paceline.cli.options import FiniteRange, LocalPath, json_option
 from paceline.cli.output import concluded, echo, print_json, print_table
 from paceline.errors import LabError
-from paceline.files import refuse_odd_outputs
+from paceline.files import refuse_special_outputs
 
 _lab_argument: Callable[[Any], Any] = click.argument("number", metavar="N")
 
@@ -179,7 +179,7 @@ def slides(number: str, output: Path, marp: Path | None, seconds: float, as_json
         raise LabError(f"'{output}' must end in .md or .html.")
     if not output.parent.is_dir():
         raise LabError(f"there is no folder '{output.parent}' for '{output.name}'.")
-    refuse_odd_outputs(output)
+    refuse_special_outputs(output)
     program = find_marp(marp) if output.suffix == ".html" else None
     executed = execute(lab.notebook, lab, seconds=seconds)
     if executed.error:

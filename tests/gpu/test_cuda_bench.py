@@ -55,8 +55,8 @@ def test_runs_take_turns_on_one_device(tiny_recipe: Path, tmp_path: Path, monkey
 
 def test_energy_grows_with_work() -> None:
     counter = EnergyCounter(torch.device("cuda", 0))
-    if counter.why_not:
-        pytest.skip(counter.why_not)
+    if counter.unavailable_reason:
+        pytest.skip(counter.unavailable_reason)
     before = counter.joules()
     matrix = torch.randn(8192, 8192, device="cuda")
     begun = time.perf_counter()

@@ -11,7 +11,7 @@ from annotated_types import Ge
 from paceline.cli.output import echo, print_json
 from paceline.command import Shape, command
 from paceline.errors import RecipeError
-from paceline.files import refuse_odd_outputs
+from paceline.files import refuse_special_outputs
 
 if TYPE_CHECKING:
     from paceline.recipe.imports.draft import Conversion
@@ -80,7 +80,7 @@ class Import:
         if conversion.refused:
             raise refusal(conversion)
         if output is not None:
-            refuse_odd_outputs(output)
+            refuse_special_outputs(output)
             if output.exists() and not self.overwrite:
                 raise RecipeError(f"{output} exists already; choose another --output, or add --overwrite.")
             try:

@@ -137,7 +137,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code: 0 done, 1 failed, 2 usage error, 75 stopped."""
-    from paceline.distributed.local_launch import end_torchrun, follow_launcher, meets_every_start, report_error
+    from paceline.distributed.local_launch import end_torchrun, follow_launcher, is_permanent_error, report_error
 
     follow_launcher(os.environ)
     if _COMPLETING in os.environ:
@@ -160,7 +160,7 @@ def run(arguments: list[str]) -> int:
     except Exception as error:  # noqa: BLE001  # the last place that can tell the user, or the launcher
         why = missing_library(error) or _lacking_here(error)
         code = report_error(PacelineError(why) if why else error, os.environ)
-        if meets_every_start(error):
+        if is_permanent_error(error):
             end_torchrun(os.environ)
     return code if isinstance(code, int) else 0
 
@@ -189,11 +189,11 @@ def _recipe_key_hint(error: click.ClickException, arguments: list[str]) -> str |
         return None
     if not any(parameter.name == "overrides" for parameter in error.ctx.command.params):
         return None
-    from paceline.recipe.layers import keys_for, spelled
+    from paceline.recipe.layers import format_override, keys_for
     from paceline.recipe.schema import Recipe
 
     value = _value_typed(error.option_name, arguments)
-    examples = [f"{key}={value}" if value else spelled(Recipe(), key) for key in keys_for(error.option_name)]
+    examples = [f"{key}={value}" if value else format_override(Recipe(), key) for key in keys_for(error.option_name)]
     if not examples:
         return None
     return f"No such option '{error.option_name}': recipes are changed by KEY=VALUE, here {' or '.join(examples)}."

@@ -14,7 +14,7 @@ from annotated_types import Ge, Le, Lt
 
 from paceline.command import Log, Shape, command
 from paceline.errors import DataError
-from paceline.files import LeftOut
+from paceline.files import SkippedItems
 from paceline.machine import available_cores
 from paceline.pages.shown import Document, Result, Shown
 from paceline.units import counted, format_bytes, format_count, format_seconds
@@ -206,7 +206,7 @@ def _packed_text(asked: Pack, destination: Path) -> Result:
     from paceline.data.text.datasets import check_some_text, folder_splits, python_documentation
     from paceline.data.text.tokenizer import open_tokenizer
 
-    left_out = LeftOut()
+    left_out = SkippedItems()
     if asked.source == "docs":
         train, validation = split_by_name(python_documentation(), asked.validation_fraction)
     else:
@@ -215,9 +215,9 @@ def _packed_text(asked: Pack, destination: Path) -> Result:
     packed = write_tokens({"train": train, "validation": validation}, open_tokenizer(asked.tokenizer), destination)
     counts = " and ".join(f"{packed.tokens[split]:,} {split}" for split in packed.tokens)
     documents = counted(sum(packed.documents.values()), "document")
-    lines = [f"note: {sentence}" for sentence in left_out.told()]
+    lines = [f"note: {sentence}" for sentence in left_out.summaries()]
     lines.append(f"{destination}: {counts} tokens of {documents}, {format_bytes(packed.size_bytes)}")
-    document = {"destination": str(destination), **dataclasses.asdict(packed), "left_out": left_out.told()}
+    document = {"destination": str(destination), **dataclasses.asdict(packed), "left_out": left_out.summaries()}
     return Document(document=document, shown=Shown(blocks=lines))
 
 

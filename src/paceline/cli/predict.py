@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from paceline.files import LeftOut
+    from paceline.files import SkippedItems
     from paceline.inference.answer_files import AnswerWriter
     from paceline.inference.answers import Answer, Seen
     from paceline.inference.clicks import ClickPredictor
@@ -145,7 +145,7 @@ class Predict:
             from paceline.inference.clicks import ClickPredictor
 
             saved = read_weights(self.target, self.weights, best=self.best)
-            if "table_rows" in saved.described("data"):
+            if "table_rows" in saved.description("data"):
                 for name in ("thresholds", "draw", "output", "batch_size", "stdin_image"):
                     if getattr(self, name):
                         refuse_idle(click.get_current_context(), name, "these weights take lines of samples")
@@ -160,7 +160,7 @@ def _answer_prompt(asked: Predict, prompt: str, device: torch.device, *, as_json
     from paceline.inference.text import Sampling, TextLabeller, TextPredictor
 
     saved = read_weights(asked.target, asked.weights, best=asked.best)
-    if {"tokenizer", "class_names"} <= saved.described("data").keys():
+    if {"tokenizer", "class_names"} <= saved.description("data").keys():
         for name in asked.writing:
             refuse_idle(click.get_current_context(), name, "it is for text generation, and this model classifies texts")
         labeller = TextLabeller(saved, device, trust_code=asked.trust_code)
@@ -168,7 +168,7 @@ def _answer_prompt(asked: Predict, prompt: str, device: torch.device, *, as_json
         if as_json:
             print_json({"prompt": prompt, "labels": answer.labels, "probabilities": answer.probabilities})
         else:
-            echo(answer.described())
+            echo(answer.description())
         return
     predictor = TextPredictor(saved, device, trust_code=asked.trust_code)
     if not predictor.is_masked:
@@ -215,7 +215,7 @@ def _answer_lines(predictor: ClickPredictor, sources: Sequence[Path], *, as_json
 def _answer_images(asked: Predict, device: torch.device, *, as_json: bool) -> int:
     """Predict every image; return 1 if one of them could not be read."""
     with loading():
-        from paceline.files import LeftOut
+        from paceline.files import SkippedItems
         from paceline.inference.answer_files import answer_file, check_output
         from paceline.inference.answers import BATCH, answers_ahead
         from paceline.inference.predict import open_predictor
@@ -227,7 +227,7 @@ def _answer_images(asked: Predict, device: torch.device, *, as_json: bool) -> in
         raise click.UsageError("--stdin-image is for the source - alone: the bytes of one image on standard input.")
     if output is not None:
         check_output(output)
-    left_out = LeftOut()
+    left_out = SkippedItems()
     pictures = [picture_from_standard_input()] if asked.stdin_image else pictures_of(asked.sources, left_out)
     predictor = open_predictor(
         asked.target, weights=asked.weights, best=asked.best, trust_code=asked.trust_code, device=device
@@ -260,7 +260,7 @@ def _answer_images(asked: Predict, device: torch.device, *, as_json: bool) -> in
             code = _to_file(answers, output, file, left_out, unit=predictor.unit, as_json=as_json)
         else:
             code = _to_screen(answers, as_json=as_json)
-    for sentence in left_out.told():
+    for sentence in left_out.summaries():
         echo(f"note: {sentence}", err=True)
     return code
 
@@ -294,7 +294,7 @@ def _to_screen(answers: Iterable[Answer], *, as_json: bool) -> int:
         if as_json:
             rows.append(answer.row())
         else:
-            echo(one_line(f"{answer.path}  {answer.described()}"))
+            echo(one_line(f"{answer.path}  {answer.description()}"))
     if as_json:
         print_json(rows)
     return code
@@ -304,7 +304,7 @@ def _to_file(
     answers: Iterator[Answer],
     output: Path,
     writing: AbstractContextManager[AnswerWriter],
-    left_out: LeftOut,
+    left_out: SkippedItems,
     *,
     unit: str,
     as_json: bool,
@@ -319,11 +319,11 @@ def _to_file(
             for each in (answer for answer in batch if answer.error is not None):
                 unreadable.append({"path": str(each.path), "error": each.error})
                 if not as_json:
-                    echo(one_line(f"{each.path}  {each.described()}"))
+                    echo(one_line(f"{each.path}  {each.description()}"))
             file.write(each.row() for each in batch)
     code = concluded(passed=not unreadable)
     if as_json:
-        told = {unit: images, "unreadable": unreadable, "left_out": left_out.told()}
+        told = {unit: images, "unreadable": unreadable, "left_out": left_out.summaries()}
         print_json({"output": str(output), **told})
     else:
         broken = f", {len(unreadable):,} of them unreadable" if unreadable else ""

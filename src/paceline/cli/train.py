@@ -166,7 +166,7 @@ class Train:
             )
         from paceline.distributed.local_launch import Restarts
 
-        return Restarts(most=most, sizes=(chosen.count, *chosen.fewer), run_dir=self.run_dir, arguments=arguments)
+        return Restarts(limit=most, sizes=(chosen.count, *chosen.fewer), run_dir=self.run_dir, arguments=arguments)
 
 
 def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json: bool) -> int:
@@ -363,7 +363,7 @@ def _optimizer_line(recipe: Recipe) -> str:
         first, second = asked.moment_decay
         moved = f"{first:g}" if asked.has("momentum") else course(first, schedule.momentum)
         told.append(f"betas {moved}, {second:g}")
-    if asked.moves_rest_by_sgd:
+    if asked.uses_sgd_for_rest:
         told.append(f"all but filters by sgd with momentum {asked.rest_momentum:g}")
     told.append(f"weight decay {course(asked.weight_decay, schedule.weight_decay)}")
     for name, what in _CLIPS.items():

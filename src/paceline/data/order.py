@@ -124,7 +124,7 @@ class StepGeometry:
         """Return one process's micro-batches of a step, in logical order, phantoms first; never empty."""
         keys, bounds = self._cut_keys(step)
         ids = self._ids(keys)
-        (epoch, position), phase = self.epochs.place(step), self.epochs.phase_at(step)
+        (epoch, position), phase = self.epochs.locate(step), self.epochs.phase_at(step)
         is_consecutive = self._balances is None and self.sort_key is None
         first = position * phase.global_batch_size if is_consecutive else None
         parts = _parts(bounds, world, in_step=self.in_step)
@@ -175,7 +175,7 @@ class StepGeometry:
             return None
         later: list[int] = []
         if last > first + _LOOKED_AT:
-            epoch = self.epochs.place(first)[0]
+            epoch = self.epochs.locate(first)[0]
             # A resumed run may have passed this epoch's longest sample.
             begun = (each for each in (epoch, epoch + 1) if self.epochs.first_step(each) < last)
             later = [step for each in begun if first <= (step := self._step_of_longest(each)) < last]
@@ -239,7 +239,7 @@ class StepGeometry:
 
     def _cut_keys(self, step: int) -> tuple[SampleIds, tuple[int, ...]]:
         """The same, with the keys of samples drawn with replacement."""
-        (epoch, position), phase = self.epochs.place(step), self.epochs.phase_at(step)
+        (epoch, position), phase = self.epochs.locate(step), self.epochs.phase_at(step)
         if self._balances is not None:
             return _balanced_cut(
                 self.seed, epoch, self._balances, position, phase.global_batch_size, phase.logical_ranks
@@ -260,14 +260,14 @@ class StepGeometry:
         begun = -1
         for step in range(first_step, last_step):
             yield from self.slices(step, world)
-            epoch, _ = self.epochs.place(step)
+            epoch, _ = self.epochs.locate(step)
             if epoch != begun:
                 begun = epoch
                 self._order_ahead(epoch + 1, last_step)
 
     def _order_ahead(self, epoch: int, last_step: int) -> None:
         """Compute a long epoch's order in advance: sorting a million samples takes longer than some steps."""
-        if _ORDERED_AHEAD <= self.samples <= SORTED_AT_MOST and self.epochs.place(last_step - 1)[0] >= epoch:
+        if _ORDERED_AHEAD <= self.samples <= SORTED_AT_MOST and self.epochs.locate(last_step - 1)[0] >= epoch:
             threading.Thread(target=self._order, args=(epoch,), name="epoch order", daemon=True).start()
 
     @property

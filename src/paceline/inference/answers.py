@@ -52,7 +52,7 @@ class Answer:
     probabilities: tuple[float, ...] = ()
     error: str | None = None
 
-    def described(self) -> str:
+    def description(self) -> str:
         """Describe the prediction in one line, without the path."""
         if self.error is None:
             return self._found()

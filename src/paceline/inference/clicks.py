@@ -62,7 +62,7 @@ class ClickPredictor:
     """
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
-        data, where = saved.described("data"), str(saved.path)
+        data, where = saved.description("data"), str(saved.path)
         self._device = device
         self._dense_features: int = data["dense_features"]
         self._tables: tuple[int, ...] = tuple(data["table_rows"])

@@ -86,7 +86,7 @@ class DetectionPredictor(ImagePredictor):
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
         from paceline.models.shown_pictures import ShownPictures
 
-        self.classes = tuple(saved.described("data")["class_names"])
+        self.classes = tuple(saved.description("data")["class_names"])
         recipe = trusted_recipe(saved, trust_code=trust_code)
         network = build_detector(recipe.model, recipe.data.detection, num_classes=len(self.classes))
         load_trained(network, saved)

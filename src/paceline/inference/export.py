@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.checkpoint.durable import size_of
 from paceline.checkpoint.format import write_tensor_file
-from paceline.checkpoint.state import WRAPPERS, without_prefix
+from paceline.checkpoint.state import WRAPPERS, strip_wrapper_prefix
 from paceline.checkpoint.weights import ROUNDED, SavedWeights, check_finite, check_target, check_tensors, read_weights
 from paceline.errors import CheckpointError, PacelineError, RecipeError
 from paceline.inference.atomic_output import check_output, put_in_place
@@ -146,7 +146,7 @@ def _safetensors(request: ExportRequest, saved: SavedWeights, path: Path) -> Non
     if any(all(name.startswith(each) for name in state) for each in WRAPPERS):
         with contextlib.suppress(PacelineError):
             network = open_exportable(saved, trust_code=request.trust_code, wanted="safetensors").network
-            state = without_prefix(network.state_dict(), state)[0]
+            state = strip_wrapper_prefix(network.state_dict(), state)[0]
     _write_tensors(path, state, _metadata(saved, request))
 
 
@@ -166,7 +166,7 @@ def _rounded(saved: SavedWeights) -> Mapping[str, Tensor]:
 
 
 def _timm(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
-    saved.described("recipe")
+    saved.description("recipe")
     state: Mapping[str, Tensor] = saved.plain
     shown = saved
     if request.quantize is not None:
@@ -176,7 +176,7 @@ def _timm(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
         shown = replace(saved, state=read, metadata={**saved.metadata, ROUNDED: "bf16"})
     exportable = open_exportable(shown, trust_code=request.trust_code, wanted="timm")
     # Under the names that timm expects.
-    named = without_prefix(exportable.network.state_dict(), state)[0]
+    named = strip_wrapper_prefix(exportable.network.state_dict(), state)[0]
     write_weights = partial(_write_tensors, state=named, metadata=_metadata(saved, request))
     return write_hub_folder(exportable, path, run=request.target, write_weights=write_weights)
 

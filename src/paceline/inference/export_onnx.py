@@ -186,11 +186,11 @@ def calibration_images(saved: SavedWeights, overrides: Overrides, *, trust_code:
     Raises:
         PacelineError: If they are not images, or not at the recipe's path.
     """
-    data, where = saved.described("data"), str(saved.path)
+    data, where = saved.description("data"), str(saved.path)
     if other := [key for key in set_by(overrides) if not key.startswith("data.")]:
         raise RecipeError(f"override '{other[0]}' has no effect: only data.* selects the images.")
-    recipe = stored_recipe(saved.described("recipe"), where, overrides)
-    refuse_foreign_code(saved.described("recipe"), recipe, where, trusted=trust_code)
+    recipe = stored_recipe(saved.description("recipe"), where, overrides)
+    refuse_foreign_code(saved.description("recipe"), recipe, where, trusted=trust_code)
     seen: dict[str, Any] = {key: tuple(data[key]) for key in ("mean", "std") if key in data}
     seen |= {key: data[key] for key in ("image_size", "channels") if key in data}
     task = trained_task(saved, trust_code=trust_code)(replace(recipe, data=replace(recipe.data, **seen)))

@@ -188,7 +188,7 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
     Raises:
         PacelineError: If the network's inputs are unknown.
     """
-    data = saved.described("data")
+    data = saved.description("data")
     if "detects" in data:
         raise RecipeError(
             f"{saved.path} holds a detector: it takes pictures of any size and returns any number of boxes, which "
@@ -250,7 +250,7 @@ def _normalised(data: Mapping[str, Any]) -> str:
 
 def preprocessing(saved: SavedWeights, inputs: Sequence[Input]) -> str:
     """Describe in words how to preprocess a sample for a network."""
-    data = saved.described("data")
+    data = saved.description("data")
     taken = "; ".join(f"{each.name}: {each.says}, [{', '.join(map(str, each.sizes))}]" for each in inputs)
     if "evaluation_crop" not in data:
         return taken

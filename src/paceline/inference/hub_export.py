@@ -46,7 +46,7 @@ def write_hub_folder(
     """
     import timm
 
-    model = exportable.saved.described("recipe").get("model", {})
+    model = exportable.saved.description("recipe").get("model", {})
     asked, options = str(model.get("name", "small_resnet")), dict(model.get("options", {}))
     name = asked.partition(".")[0]
     if asked.startswith(HUB):
@@ -74,7 +74,7 @@ def write_hub_folder(
 def hub_config(exportable: Exportable, name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Build ``config.json`` in timm's format: the network's name and options, its classes and the preprocessing."""
     network: Any = exportable.network
-    data = exportable.saved.described("data")
+    data = exportable.saved.description("data")
     known = dict(network.pretrained_cfg)
     side, channels = int(data["image_size"]), int(data["channels"])
     shown_side = int(data.get("evaluation_size", side))
@@ -161,16 +161,16 @@ def model_card(saved: SavedWeights, architecture: str, *, weights_file: Path, ru
         weights_file: The exported safetensors file.
         run: The exported target.
     """
-    data = saved.described("data")
+    data = saved.description("data")
     origin = _origin(saved, run)
     versions = _versions(origin)
     version = f" {versions['paceline']}" if "paceline" in versions else ""
     made = f"Trained with Paceline{version}, exported with `paceline export --format timm`"
-    hashes = {f"`{weights_file.name}` (SHA-256 of the file)": f"`{hash_file(weights_file).sha256}`"}
+    hashes = {f"`{weights_file.name}` (SHA-256 of the file)": f"`{hash_file(weights_file, 'sha256').digest}`"}
     if ROUNDED not in saved.metadata:
         key = "ema_sha256" if saved.weights == "ema" else "weights_sha256"
         hashes[f"weights (`{key}` in `summary.json`)"] = f"`{weights_sha256(saved.plain)}`"
-    recipe = yaml.safe_dump(saved.described("recipe"), sort_keys=False, allow_unicode=True, width=120)
+    recipe = yaml.safe_dump(saved.description("recipe"), sort_keys=False, allow_unicode=True, width=120)
     parts = [
         # The hub shows these numbers without context, so include only those of this exact file.
         _front_matter(architecture, data, {} if ROUNDED in saved.metadata else origin.metrics),

@@ -21,7 +21,7 @@ from paceline.data.image.pipeline import rectangle
 from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import CheckpointError, DataError
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 from paceline.inference.answers import BATCH, NOT_FINITE, Answer, ImagePredictor, answers_ahead
 from paceline.inference.sources import PictureFile
 from paceline.tasks.image_classification import CROPS, AveragedViews
@@ -77,7 +77,7 @@ class Shown:
     always_resized: bool = False
 
     @classmethod
-    def described(cls, data: Mapping[str, Any], where: str) -> Shown:
+    def description(cls, data: Mapping[str, Any], where: str) -> Shown:
         """Read the preprocessing from the description of the weights file ``where``.
 
         Raises:
@@ -127,7 +127,7 @@ class Outputs:
     thresholds: tuple[float, ...] = ()
 
     @classmethod
-    def described(cls, data: Mapping[str, Any]) -> Outputs | None:
+    def description(cls, data: Mapping[str, Any]) -> Outputs | None:
         """Read the outputs from a weights file's description; None if they are neither classes nor numbers."""
         if "targets" in data:
             return cls(tuple(data["targets"]), tuple(data["target_mean"]), tuple(data["target_std"]))
@@ -253,7 +253,7 @@ class OnnxPredictor(ImageLabeller):
     def __init__(self, path: Path, device: torch.device) -> None:
         if not path.is_file():
             raise CheckpointError(f"'{path}' does not exist; give an ONNX file that paceline export wrote.")
-        refuse_odd_kinds(path)
+        refuse_special_inputs(path)
         self._path = path
         self._session = onnx_session(path, device)
         metadata: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
@@ -263,11 +263,11 @@ class OnnxPredictor(ImageLabeller):
                 "--format onnx wrote."
             )
         self._saved = SavedWeights(state={}, weights="model", path=path, metadata=metadata)
-        data = self._saved.described("data")
-        outputs = Outputs.described(data)
+        data = self._saved.description("data")
+        outputs = Outputs.description(data)
         if outputs is None or "detects" in data or "labels_pixels" in data:
             raise DataError(f"'{path}' is not an image classifier, so it cannot label images.")
-        super().__init__(replace(outputs, is_in_units=True), Shown.described(data, str(path)))
+        super().__init__(replace(outputs, is_in_units=True), Shown.description(data, str(path)))
         self._check()
         self._answers = self._views()
         # Normalised on the CPU, where ONNX Runtime expects its inputs.
@@ -276,7 +276,7 @@ class OnnxPredictor(ImageLabeller):
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the file."""
-        return hash_file(self._path).sha256
+        return hash_file(self._path, "sha256").digest
 
     def probabilities(self, images: torch.Tensor) -> torch.Tensor:
         """Return class probabilities, float32 [N, classes] on the CPU; or the numbers, float64 [N, numbers].
@@ -292,7 +292,7 @@ class OnnxPredictor(ImageLabeller):
 
     def _views(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return the network, or a wrapper that averages several views of each image, as in its evaluation."""
-        kind = self._saved.described("recipe").get("evaluate", {}).get("augment", "none")
+        kind = self._saved.description("recipe").get("evaluate", {}).get("augment", "none")
         if kind in CROPS:
             raise CheckpointError(
                 f"'{self._path}' was evaluated with evaluate.augment={kind}, and its network takes whole images only; "

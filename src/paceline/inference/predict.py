@@ -44,13 +44,13 @@ class Predictor(ImageLabeller):
     def __init__(self, saved: SavedWeights, device: torch.device, make_task: TaskMaker) -> None:
         self._saved = saved
         self._device = device
-        data = saved.described("data")
-        outputs = Outputs.described(data)
+        data = saved.description("data")
+        outputs = Outputs.description(data)
         if outputs is None:
             raise DataError(
                 f"{saved.path} holds no class names: its task does not classify images, so it cannot predict classes."
             )
-        super().__init__(outputs, Shown.described(data, str(saved.path)))
+        super().__init__(outputs, Shown.description(data, str(saved.path)))
         self._normalize = Normalize(self.shown.mean, self.shown.std, Placement(device=device))
         task = make_task(trained_recipe(saved))
         # The size that the network was built for; inputs may have another.
@@ -115,7 +115,7 @@ def load_predictor(
         PacelineError: If the target is not usable.
     """
     saved = read_weights(target, weights, best=best)
-    described: dict[str, Any] = saved.described("data")
+    described: dict[str, Any] = saved.description("data")
     others = {"detects": "a detector", "labels_pixels": "a segmentation network", "tokenizer": "a network of text"}
     if found := next((what for key, what in others.items() if key in described), None):
         raise DataError(f"{saved.path} holds {found} and does not classify images; use paceline predict.")
@@ -136,10 +136,10 @@ def open_predictor(
             )
         return OnnxPredictor(target, device)
     saved = read_weights(target, weights, best=best)
-    if "detects" in saved.described("data"):
+    if "detects" in saved.description("data"):
         return DetectionPredictor(saved, device, trust_code=trust_code)
-    if "labels_pixels" in saved.described("data"):
+    if "labels_pixels" in saved.description("data"):
         return SegmentationPredictor(saved, device, trust_code=trust_code)
-    if "tokenizer" in saved.described("data"):
+    if "tokenizer" in saved.description("data"):
         return TextLabeller(saved, device, trust_code=trust_code)
     return Predictor(saved, device, trained_task(saved, trust_code=trust_code))

@@ -61,7 +61,7 @@ class SegmentationPredictor(ImagePredictor):
     kind = Segments
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
-        data = saved.described("data")
+        data = saved.description("data")
         check_scale(data, str(saved.path))
         self.classes, self.channels = tuple(data["class_names"]), int(data["channels"])
         model = trusted_recipe(saved, trust_code=trust_code).model

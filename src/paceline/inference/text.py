@@ -19,7 +19,7 @@ from paceline.data.text.corpus import TextDataset, encoded
 from paceline.data.text.labelled import LabelledTexts
 from paceline.data.text.tokenizer import MASK_WORDS, HuggingFaceTokenizer, TokenIds, Tokenizer, tokenizer_from
 from paceline.errors import DataError, NotFiniteError, RecipeError
-from paceline.files import has_ending, refuse_odd_kinds
+from paceline.files import has_extension, refuse_special_inputs
 from paceline.inference.answers import NOT_FINITE, Answer, ImagePredictor
 from paceline.inference.sources import PictureFile
 from paceline.inference.trained import trained_recipe, trained_task
@@ -78,7 +78,7 @@ class TextPredictor:
     """
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
-        data, where = saved.described("data"), str(saved.path)
+        data, where = saved.description("data"), str(saved.path)
         if not {"tokenizer", "objective"} <= data.keys():
             raise RecipeError(f"the weights in {where} are not a language model and take no prompt; give files.")
         self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
@@ -182,7 +182,7 @@ class TextLabeller(ImagePredictor):
     unit = "texts"
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
-        data, where = saved.described("data"), str(saved.path)
+        data, where = saved.description("data"), str(saved.path)
         self._saved, self._device = saved, device
         self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
         self.classes = tuple(data["class_names"])
@@ -230,8 +230,8 @@ def texts_of(sources: Sequence[Path]) -> Iterator[PictureFile]:
         DataError: If a file cannot be read, or a line has no text.
     """
     for source in sources:
-        refuse_odd_kinds(source)
-        is_json = has_ending(source.name, ("jsonl",))
+        refuse_special_inputs(source)
+        is_json = has_extension(source.name, ("jsonl",))
         try:
             with source.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):

@@ -40,14 +40,14 @@ def write_transformers_folder(exportable: Exportable, folder: Path, write_weight
     network = _plain(exportable)
     kind: Any = type(network)
     network.config.architectures, network.config.dtype = [kind.__name__], torch.float32
-    names = exportable.saved.described("data").get("class_names")
+    names = exportable.saved.description("data").get("class_names")
     if names is not None:
         network.config.id2label = dict(enumerate(names))
         network.config.label2id = {name: number for number, name in enumerate(names)}
     folder.mkdir()
     network.config.to_json_file(folder / CONFIG)
     write_weights(folder / WEIGHTS)
-    tokenizer = tokenizer_from(exportable.saved.described("data")["tokenizer"], str(exportable.saved.path))
+    tokenizer = tokenizer_from(exportable.saved.description("data")["tokenizer"], str(exportable.saved.path))
     if isinstance(tokenizer, HuggingFaceTokenizer):
         tokenizer.write(folder, exportable.longest["length"])
     try:
@@ -73,7 +73,7 @@ def write_peft_folder(exportable: Exportable, folder: Path) -> float:
         raise RecipeError(f"{saved.path} has no low-rank adapters (model.adapters); use --format transformers.")
     from peft import LoraConfig, PeftModel
 
-    model, heads = saved.described("recipe")["model"], trained_layers(exportable.network)
+    model, heads = saved.description("recipe")["model"], trained_layers(exportable.network)
     asked = model["adapters"]
     mine = (*(f"{layer}.lora_" for layer in layers), *(f"{head}." for head in heads))
     tensors = {
@@ -106,7 +106,7 @@ def _plain(exportable: Exportable) -> Any:
     """Return a copy of the network with the library's own class."""
     network: Any = exportable.network
     if not isinstance(network, LanguageModel | SequenceClassifier):
-        name = exportable.saved.described("recipe").get("model", {}).get("name")
+        name = exportable.saved.description("recipe").get("model", {}).get("name")
         raise ModelError(
             f"model.name={name} is not a network of Transformers; use --format safetensors, onnx or torch-export."
         )

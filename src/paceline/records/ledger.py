@@ -36,7 +36,7 @@ from numpy.typing import ArrayLike, NDArray
 from paceline.errors import RunDirectoryError
 from paceline.records.events import AppendFile, detach
 from paceline.records.reader import LedgerFacts
-from paceline.records.run_directory import cannot, refuse_odd_record, write_bytes
+from paceline.records.run_directory import file_error, refuse_special_file, write_bytes
 
 _MAGIC = b"PLED"
 _HEADER = struct.Struct("<4sB3xIQII")
@@ -49,7 +49,7 @@ _NARROW, _WIDE = np.dtype("<u4"), np.dtype("<u8")
 Ids = NDArray[np.int64]
 Order = Callable[[int, int, int], Ids]
 """Returns the samples at positions of an epoch's order: epoch, first position, last position (excluded)."""
-_NONE: Ids = np.empty(0, dtype=np.int64)
+_NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -123,11 +123,11 @@ class LedgerWriter(AppendFile):
             first: Position of the first sample, if the ids are those of the epoch's order from there.
         """
         used = np.asarray(ids, dtype=np.int64)
-        lost = np.asarray(broken, dtype=np.int64) if len(broken) else _NONE
-        if first is None or lost.size:
+        broken_ids = np.asarray(broken, dtype=np.int64) if len(broken) else _NO_IDS
+        if first is None or broken_ids.size:
             self._write_pending()
-            if used.size + lost.size:
-                self.write(_encode(step, epoch, used, lost))
+            if used.size + broken_ids.size:
+                self.write(_encode(step, epoch, used, broken_ids))
         elif used.size:
             before = self._pending
             if before is None or (before.step, before.epoch, before.first + before.samples) != (step, epoch, first):
@@ -193,20 +193,20 @@ def truncate_ledgers(directory: Path, step: int) -> int:
                     file.truncate(keep)
                     os.fsync(file.fileno())
         except OSError as error:
-            raise cannot("truncate", path, error) from error
+            raise file_error("truncate", path, error) from error
     return samples
 
 
 def _encode(step: int, epoch: int, ids: Ids, broken: Ids) -> bytes:
     """Frame one record."""
-    both = np.concatenate((ids, broken)) if broken.size else ids
+    all_ids = np.concatenate((ids, broken)) if broken.size else ids
     # Compared as unsigned values, negative ids are larger than any sample's id.
-    largest = int(both.view(np.uint64).max())
+    largest = int(all_ids.view(np.uint64).max())
     if largest >= 1 << 63:
-        raise ValueError(f"sample ids must not be negative, found {int(both.min())}")
+        raise ValueError(f"sample ids must not be negative, found {int(all_ids.min())}")
     dtype = _NARROW if largest < 1 << 32 else _WIDE
     header = _HEADER.pack(_MAGIC, dtype.itemsize, epoch, step, ids.size, broken.size)
-    return _framed(header + both.astype(dtype).tobytes())
+    return _framed(header + all_ids.astype(dtype).tobytes())
 
 
 def _framed(body: bytes) -> bytes:
@@ -215,7 +215,7 @@ def _framed(body: bytes) -> bytes:
 
 def _records(path: Path) -> Iterator[tuple[int, Entry]]:
     """Yield each record with the offset of its end."""
-    refuse_odd_record(path)
+    refuse_special_file(path)
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
@@ -223,15 +223,15 @@ def _records(path: Path) -> Iterator[tuple[int, Entry]]:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 yield from _parse(data, path)
     except OSError as error:
-        raise cannot("read", path, error) from error
+        raise file_error("read", path, error) from error
 
 
 def _parse(data: mmap.mmap, path: Path) -> Iterator[tuple[int, Entry]]:
     """Walk the records of a mapped file up to its end or its torn end."""
     offset = 0
     while offset < len(data):
-        found = _decode(data, offset)
-        if found is None:
+        record = _decode(data, offset)
+        if record is None:
             if _has_record_after(data, offset):
                 raise RunDirectoryError(
                     f"The ledger '{path}' is damaged at byte {offset}: a checksum does not match, and intact records "
@@ -239,8 +239,8 @@ def _parse(data: mmap.mmap, path: Path) -> Iterator[tuple[int, Entry]]:
                     "copy, or start the run in another directory."
                 )
             return
-        offset = found[0]
-        yield found
+        offset = record[0]
+        yield record
 
 
 def _decode(data: mmap.mmap, offset: int) -> tuple[int, Entry] | None:
@@ -248,8 +248,8 @@ def _decode(data: mmap.mmap, offset: int) -> tuple[int, Entry] | None:
     body = offset + _HEADER.size
     if body > len(data):
         return None
-    magic, width, epoch, step, used, lost = _HEADER.unpack_from(data, offset)
-    checksum = body + (width * (used + lost) or _POSITION.size)
+    magic, width, epoch, step, used, broken = _HEADER.unpack_from(data, offset)
+    checksum = body + (width * (used + broken) or _POSITION.size)
     if magic != _MAGIC or width not in (0, 4, 8) or checksum + _CHECKSUM.size > len(data):
         return None
     if zlib.crc32(data[offset:checksum]) != _CHECKSUM.unpack_from(data, checksum)[0]:
@@ -259,17 +259,17 @@ def _decode(data: mmap.mmap, offset: int) -> tuple[int, Entry] | None:
         first, digest = _POSITION.unpack_from(data, body)
         return end, PositionEntry(step, epoch, first, used, digest)
     dtype = _NARROW if width == _NARROW.itemsize else _WIDE
-    both = np.frombuffer(data[body:checksum], dtype=dtype).astype(np.int64)
-    return end, LedgerEntry(step, epoch, both[:used], both[used:])
+    all_ids = np.frombuffer(data[body:checksum], dtype=dtype).astype(np.int64)
+    return end, LedgerEntry(step, epoch, all_ids[:used], all_ids[used:])
 
 
 def _has_record_after(data: mmap.mmap, offset: int) -> bool:
     """Whether a complete record begins anywhere after an offset."""
-    at = data.find(_MAGIC, offset + 1)
-    while at >= 0:
-        if _decode(data, at) is not None:
+    position = data.find(_MAGIC, offset + 1)
+    while position >= 0:
+        if _decode(data, position) is not None:
             return True
-        at = data.find(_MAGIC, at + 1)
+        position = data.find(_MAGIC, position + 1)
     return False
 
 
@@ -415,7 +415,7 @@ def _collected(stream: LedgerStream, epoch: int, samples: int) -> tuple[list[tup
     """Return an epoch's recorded positions (begin, end), its recorded ids, and how many of these are broken."""
     spans: list[tuple[int, int]] = []
     listed: list[NDArray[Any]] = []
-    chunk: list[Ids] = [_NONE]
+    chunk: list[Ids] = [_NO_IDS]
     size = broken = 0
     for entry in stream.take(epoch=epoch):
         if isinstance(entry, PositionEntry):
@@ -429,7 +429,7 @@ def _collected(stream: LedgerStream, epoch: int, samples: int) -> tuple[list[tup
         size += entry.samples
         if size >= _CHUNK:
             listed.append(_narrowed(stream, chunk, samples))
-            chunk, size = [_NONE], 0
+            chunk, size = [_NO_IDS], 0
     return spans, np.concatenate([*listed, _narrowed(stream, chunk, samples)]), broken
 
 
@@ -486,11 +486,11 @@ def read_lengths(path: Path) -> NDArray[np.int64]:
     Raises:
         RunDirectoryError: If the file is missing or damaged.
     """
-    refuse_odd_record(path)
+    refuse_special_file(path)
     try:
-        found = np.load(path, allow_pickle=False)
+        lengths = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise RunDirectoryError(f"the per-sample values cannot be read from '{path}': {error}.") from error
-    if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "iu":
+    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         raise RunDirectoryError(f"'{path}' must hold one row of whole numbers, one for each sample.")
-    return found.astype(np.int64)
+    return lengths.astype(np.int64)

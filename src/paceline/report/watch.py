@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from paceline.errors import RunDirectoryError
 from paceline.records.events import parse_line
 from paceline.records.reader import read_environment, read_plan
-from paceline.records.run_directory import RunDirectory, cannot, existing_run, refuse_odd_record
+from paceline.records.run_directory import RunDirectory, existing_run, file_error, refuse_special_file
 from paceline.report.html.runs import Event, Happened
 from paceline.telemetry.display import describe, figures
 from paceline.telemetry.meter import PHASES
@@ -201,7 +201,7 @@ class EventFollower:
         Raises:
             RunDirectoryError: If the file cannot be read, or a line is not an event.
         """
-        refuse_odd_record(self._path)
+        refuse_special_file(self._path)
         try:
             with self._path.open("rb") as file:
                 file.seek(max(0, self._offset - len(self._last)))
@@ -216,7 +216,7 @@ class EventFollower:
             self._offset, self._number, self._last = 0, 0, b""
             return is_cut, []
         except OSError as error:
-            raise cannot("read", self._path, error) from error
+            raise file_error("read", self._path, error) from error
         return is_cut, self._events(found[len(self._last) :])
 
     def _events(self, found: bytes) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ class Distillation(ImageClassification):
         return (1 - asked.weight) * labelled + asked.weight * taught
 
     def _network_of(self, saved: SavedWeights) -> nn.Module:
-        data, tree, where = saved.described("data"), saved.described("recipe"), str(saved.path)
+        data, tree, where = saved.description("data"), saved.description("recipe"), str(saved.path)
         classes = tuple(data.get("class_names", ()))
         if classes != tuple(self.dataset.classes) or data.get("channels") != self.dataset.channels:
             raise DataError(
@@ -106,7 +106,7 @@ def _seen_as_trained(
     network: nn.Module, student: tuple[Tensor, Tensor], saved: SavedWeights
 ) -> Callable[[Tensor], Tensor]:
     """Wrap a teacher to normalise images as in its own training, whatever the student's normalisation."""
-    (mean, std), data = student, saved.described("data")
+    (mean, std), data = student, saved.description("data")
     own_mean, own_std = torch.tensor(data["mean"]), torch.tensor(data["std"])
     if torch.equal(mean, own_mean) and torch.equal(std, own_std):
         return network

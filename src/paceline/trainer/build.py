@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import nn
 
-from paceline.checkpoint.background import BackgroundWriter, Cadence, job_ends_at
+from paceline.checkpoint.background import BackgroundWriter, Cadence, job_end_time
 from paceline.checkpoint.state import Component, OptimizerComponent, Registry
 from paceline.data.order import evaluation_rounds
 from paceline.distributed.build import build_strategy
@@ -30,7 +30,7 @@ from paceline.records.reader import read_environment
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.clock import StepClock, build_step_clock
 from paceline.telemetry.display import Display
-from paceline.telemetry.profile import Assignment, NsightTool, Profiled, ProfilingClock, TorchTool
+from paceline.telemetry.profile import NsightTool, ProfileResult, ProfileWindow, ProfilingClock, TorchTool
 from paceline.telemetry.trackers import TrackerFacts, build_trackers
 from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.evaluate import Evaluator, Keep
@@ -77,13 +77,13 @@ def build_run(opened: OpenedRun) -> Run:
         average=None if ema is None else ema.module,
         value_of=prepared.first_values,
     )
-    scored = {"model": strategy.scored} | ({} if ema is None else {"ema": compiled.get("ema", ema.module)})
+    scored = {"model": strategy.eval_model} | ({} if ema is None else {"ema": compiled.get("ema", ema.module)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)
     optimizer = build_optimizer(network, recipe.optimizer, device)
     heartbeat = Heartbeat()
     progress = Progress(begun=opened.started)
     ledger = LedgerWriter(ledger_path(opened.directory.ledger, prepared.world.rank))
-    noise = NoiseMeter(network, plan, precision, strategy.averages_over)
+    noise = NoiseMeter(network, plan, precision, strategy.loss_divisor)
     run = Run(
         recipe=recipe,
         identity=opened.opening.identity,
@@ -119,7 +119,7 @@ def build_run(opened: OpenedRun) -> Run:
         stop=opened.stop,
         components=Registry(),
         writer=BackgroundWriter(),
-        cadence=Cadence(recipe.checkpoint, ends_at=job_ends_at(os.environ)),
+        cadence=Cadence(recipe.checkpoint, end_time=job_end_time(os.environ)),
         # Metadata that a weights file needs so that it can be evaluated and used without its run.
         file_metadata={
             "paceline": "1",
@@ -146,7 +146,7 @@ def _freeze_schedule(strategy: Strategy, prepared: Prepared) -> FreezeSchedule:
         return FreezeSchedule(network, {}, {}, changed=lambda: None)
     model, plan = prepared.recipe.model, prepared.plan
     first, last = trained_spans(network, model, plan.unfreeze_steps, plan.freeze_after_steps)
-    return FreezeSchedule(network, first, last, changed=strategy.gradients_changed)
+    return FreezeSchedule(network, first, last, changed=strategy.update_trainable)
 
 
 def _watchdog(heartbeat: Heartbeat, prepared: Prepared) -> Watchdog:
@@ -241,7 +241,7 @@ def with_profile(run: Run) -> StepClock:
         return run.clock
     tool = NsightTool() if asked.tool == "nsys" else TorchTool(run.device.type, run.world.rank, memory=asked.memory)
 
-    def report(profiled: Profiled) -> None:
+    def report(profiled: ProfileResult) -> None:
         which = f"steps {profiled.first} to {profiled.last}"
         if profiled.problem is not None:
             message = f"{which} were not profiled: {profiled.problem}."
@@ -260,7 +260,7 @@ def with_profile(run: Run) -> StepClock:
         )
         run.display.message(f"{which} were profiled: {'see the report of nsys' if folder is None else f'see {folder}'}")
 
-    assignment = Assignment(
+    assignment = ProfileWindow(
         first=steps[0],
         end=steps[1],
         position=lambda: run.progress.position,

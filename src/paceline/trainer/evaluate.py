@@ -185,7 +185,7 @@ class KeptAnswers:
             with self.looking("pictures"):
                 mine = set(parts[collectives.world.rank].candidates)
                 own = {each.sample: self._as_shown(each, pipeline) for each in chosen if each in mine}
-            for failure, entries in collectives.gather_on_first((self._failure, own)):
+            for failure, entries in collectives.gather_on_rank_zero((self._failure, own)):
                 self._failure = self._failure or failure
                 shown |= entries
         with self.looking("description"):

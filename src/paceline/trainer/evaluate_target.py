@@ -26,7 +26,7 @@ from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.escaping import csv_cell
-from paceline.files import refuse_odd_outputs
+from paceline.files import refuse_special_outputs
 from paceline.plan import DataFacts, compute
 from paceline.plan.build import unused_in_data
 from paceline.recipe.data import Data
@@ -76,7 +76,7 @@ class EvaluationRequest:
                 raise PacelineError(f"--predictions={file}: the name must end in {' or '.join(PREDICTION_FORMATS)}.")
             if not file.parent.is_dir():
                 raise PacelineError(f"--predictions={file}: there is no directory '{file.parent}'; create it first.")
-            refuse_odd_outputs(file)
+            refuse_special_outputs(file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
 def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[EvaluationReport]:
     saved = read_weights(request.target, request.weights, best=request.best)
     recipe = scoring_recipe(saved, request.overrides)
-    refuse_foreign_code(saved.described("recipe"), recipe, str(saved.path), trusted=request.trust_code)
+    refuse_foreign_code(saved.description("recipe"), recipe, str(saved.path), trusted=request.trust_code)
     launch = read_launch(os.environ)
     device = choose_device(recipe.parallel.device, launch.world)
     machine = describe_machine(device)
@@ -197,7 +197,7 @@ def _score(
     lines = _Predictions(evaluator.pipeline, evaluator.task.description().get("class_names", ()))
     evaluation = evaluator({saved.weights: network}, lines.add if request.predictions else None)
     seconds = time.perf_counter() - started
-    most = data.most_unread(evaluation.samples + len(evaluation.broken))
+    most = data.unread_limit(evaluation.samples + len(evaluation.broken))
     if len(evaluation.broken) > most:
         first = evaluation.broken[0]
         way = f"data.on_bad=skip leaves out {most}: check the disk."
@@ -236,22 +236,22 @@ def scoring_task(
     if request.on != "holdout":
         # It does not affect the scores, and other data may have fewer images.
         recipe = replace(recipe, data=replace(recipe.data, subset=None))
-    known, asked = saved.described("data").get("targets"), recipe.data.target_columns
+    known, asked = saved.description("data").get("targets"), recipe.data.target_columns
     if known is not None and asked not in ((), tuple(known)):
         raise DataError(
             f"the weights in {saved.path} learned {_some(known)}, and data.target_columns names {_some(asked)}; name "
             "the columns as in training."
         )
-    rows, clicks = saved.described("data").get("table_rows"), recipe.data.recommendation
+    rows, clicks = saved.description("data").get("table_rows"), recipe.data.recommendation
     if recipe.data.dataset == "criteo" and rows is not None and clicks.tables == "auto":
         # Use tables as large as the weights', whatever data is scored: categories are hashed into them.
         recipe = replace(recipe, data=replace(recipe.data, recommendation=replace(clicks, tables=tuple(rows))))
     task = build_task(recipe)
     if other is not None and isinstance(task, ImageTask) and task.learns == "class":
-        about = saved.described("data")
+        about = saved.description("data")
         names = () if about.get(UNNAMED) else about.get("class_names") or ()
         task.dataset = among_classes(other, names) if {*other.classes} < {*names} else other
-    trained, rebuilt = saved.described("data").get("task"), task_name(task)
+    trained, rebuilt = saved.description("data").get("task"), task_name(task)
     if trained not in (None, rebuilt):
         raise RecipeError(
             f"the weights in {saved.path} were trained with the task {trained}, but their recipe names {rebuilt}; "
@@ -281,13 +281,13 @@ def _other_images(request: EvaluationRequest, saved: SavedWeights, recipe: Recip
     by_hand = {"data.validation_fraction", "data.split_by", "data.saved_split"} & set(given)
     if request.on == "holdout" or "data.path" not in given or by_hand or data.path is None:
         return None
-    root, before = Path(data.path).expanduser(), stored_recipe(saved.described("recipe"), str(saved.path)).data.path
+    root, before = Path(data.path).expanduser(), stored_recipe(saved.description("recipe"), str(saved.path)).data.path
     if data.dataset != "image_folder" or (root / "train").is_dir() or not root.is_dir():
         return None
     if before is not None and Path(before).resolve() == root.resolve():
         return None
     is_split = any((root / name).is_dir() for name in ("val", "test"))
-    if not is_split and open_dataset(data).digest == saved.described("data").get("digest"):
+    if not is_split and open_dataset(data).digest == saved.description("data").get("digest"):
         return None
     found = open_dataset(replace(data, subset=None), score_all=True)
     note = (
@@ -311,7 +311,7 @@ def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe) -> None:
             "training images is biased; train with data.holdout_fraction=0.05, for example, or choose on the "
             "validation images with --on validation, which biases their accuracy."
         )
-    stored = stored_recipe(saved.described("recipe"), str(saved.path)).data
+    stored = stored_recipe(saved.description("recipe"), str(saved.path)).data
     for key in ("holdout_fraction", "validation_fraction"):
         before, now = getattr(stored, key), getattr(recipe.data, key)
         if before != now:
@@ -319,7 +319,7 @@ def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe) -> None:
                 f"data.{key}={now}, but the weights in {saved.path} were trained with {before}: other images would "
                 "count as held out, and some of them were trained on; leave the key as it was."
             )
-    if saved.described("data").get("digest") != task.dataset.digest:
+    if saved.description("data").get("digest") != task.dataset.digest:
         raise DataError(
             f"the data differ from those that the weights in {saved.path} were trained on, so the held-out part is "
             "unknown; give the same data, or score them with --on validation."
@@ -329,13 +329,13 @@ def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe) -> None:
 
 def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     """Return the recipe to score weights with: the recipe they were trained with, plus the overrides."""
-    recipe = stored_recipe(saved.described("recipe"), str(saved.path), overrides)
+    recipe = stored_recipe(saved.description("recipe"), str(saved.path), overrides)
     # The weights come from the file, so nothing is downloaded or initialised from elsewhere. The numerics are the
     # run's, unless an override changes them.
     recipe = without_initial_weights(recipe)
     taught = replace(recipe.distillation, teacher=None)
     # Preprocess the images as in training, even where the defaults differ.
-    seen = saved.described("data")
+    seen = saved.description("data")
     check_scale(seen, str(saved.path))
     as_seen: dict[str, Any] = {
         key: tuple(seen[key]) if isinstance(seen[key], list) else seen[key]
@@ -353,7 +353,7 @@ def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
 
 def _check_classes(task: Task, saved: SavedWeights) -> None:
     """Refuse weights whose classes differ from the data's: the scores would be silently wrong."""
-    about = saved.described("data")
+    about = saved.description("data")
     known, found = about.get("class_names"), task.description().get("class_names")
     if known is None or found is None or (len(known) == len(found) if about.get(UNNAMED) else known == found):
         return
@@ -427,7 +427,7 @@ class _Predictions:
             except OSError as error:
                 raise PacelineError(f"--predictions={path} could not be written: {error.strerror}.") from None
 
-        collectives.on_first(on_first)
+        collectives.on_rank_zero(on_first)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError, TrainingError
 from paceline.machine import available_cores
 from paceline.plan import Plan
-from paceline.processes import LOADERS_LEAVE_SECONDS, ProcessGroup, without_rank
+from paceline.processes import LOADER_GRACE_SECONDS, ProcessGroup, without_rank_variables
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task, build_task
@@ -87,7 +87,7 @@ def _in_a_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tu
     """Return what the measuring process printed, or why it printed nothing."""
     environment = {
         name: value
-        for name, value in without_rank(os.environ).items()
+        for name, value in without_rank_variables(os.environ).items()
         if not name.startswith(("SLURM_", "TORCHELASTIC_", "PACELINE_"))
     }
     environment["OMP_NUM_THREADS"] = str(plan.threads_per_process)
@@ -107,7 +107,7 @@ def _in_a_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tu
         path.write_text(to_yaml(stored_recipe(to_tree(recipe), "", overrides)), encoding="utf-8")
         words = [str(path), str(min(available_cores(), _MOST)), str(os.getpid())]
         out, errors = Path(folder) / "out", Path(folder) / "errors"
-        with ProcessGroup(leave_seconds=LOADERS_LEAVE_SECONDS) as group:
+        with ProcessGroup(grace_seconds=LOADER_GRACE_SECONDS) as group:
             child = group.start(
                 [sys.executable, "-P", "-m", "paceline.trainer.feeding", *words],
                 env=environment,
@@ -117,7 +117,7 @@ def _in_a_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tu
             if group.wait(_LIMIT_SECONDS, cancelled=stopped).reason:
                 return None, "it was stopped"
         if child.code != 0:
-            return None, child.ending
+            return None, child.exit_message
         said = out.read_text()
     found = json.loads(said.splitlines()[-1])
     return Feeding({int(workers): rate for workers, rate in found["rates"].items()}, found["alone"]), ""

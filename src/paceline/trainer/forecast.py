@@ -49,13 +49,31 @@ _LONG_SECONDS = 3600.0
 def forecast(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Report the expected time and memory of the run, and return the stream with the batches put back.
 
-    Runs of fewer than 20 steps and networks sharded over processes are not measured.
+    Runs of fewer than 20 steps and networks sharded over processes are not measured. A resumed run uses the time of its
+    earlier steps instead, which does not delay its first step.
     """
     ahead = ReadAhead(batches)
-    if event := measure(run, ahead):
+    if event := _extrapolate(run) if run.clock.totals.steps >= _FEWEST_STEPS else measure(run, ahead):
         run.recorder.write(event)
         run.recorder.flush()
     return ahead.again()
+
+
+def _extrapolate(run: Run) -> MeasurementEvent | None:
+    plan, position, totals = run.plan, run.progress.position, run.clock.totals
+    end = plan.total_steps if plan.until_step is None else plan.until_step
+    if (steps := end - position) < _FEWEST_STEPS:
+        return None
+    seconds = steps * totals.train_seconds / totals.steps
+    evaluations = _times_due(plan, "evaluate", position, end)
+    more = f", and {counted(evaluations, 'evaluation')}" if evaluations else ""
+    return MeasurementEvent(
+        **run.progress.here,
+        what="forecast",
+        message=f"expected: about {format_seconds(seconds)} for {format_count(steps)} steps at the speed so far{more}",
+        seconds=0.0,
+        metrics={"expected_seconds": seconds},
+    )
 
 
 def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> MeasurementEvent | None:

@@ -13,7 +13,7 @@ from torch import nn
 from paceline.data.batch import Batch
 from paceline.data.slices import SampleIds
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.exact import buffers_of, put_back
+from paceline.distributed.exact import buffers_of, restore_tensor
 from paceline.distributed.strategy import VOTE_LAG, FlagReader
 from paceline.errors import TrainingError
 from paceline.recipe.training import Train
@@ -120,7 +120,7 @@ class NonFiniteGuard:
         if all(group.get("fused") for group in self._optimizer.param_groups):
             # torch's fused kernels read it on the device, as they do for loss scaling, for which it was made.
             self._optimizer.found_inf = (found > 0).float()  # type: ignore[attr-defined]
-        self._late.cast(found)
+        self._late.push(found)
         return True
 
     def report(self, collectives: Collectives, recorder: Recorder, last_good: str) -> None:
@@ -171,7 +171,7 @@ class NonFiniteGuard:
     def _hold_buffers(self) -> None:
         """Restore the tensors that hold the buffers, where a forward pass has replaced them."""
         for place in self._places:
-            put_back(*place)
+            restore_tensor(*place)
 
     def _marked(self, value: torch.Tensor) -> torch.Tensor:
         if self._on_host:

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from paceline.checkpoint.state import check_inventory, fitted
+from paceline.checkpoint.state import adapt_weights, check_inventory
 from paceline.checkpoint.weights import read_weights
 from paceline.data.class_balance import ClassDraws, counts_by_ratio, in_words
 from paceline.data.image.pipeline import LARGEST_RATIO
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.preflight import Findings, Loading, look_at_machine
-from paceline.distributed.affinity import OwnCores, bind, choose_cores
+from paceline.distributed.affinity import CoreAssignment, bind, choose_cores
 from paceline.distributed.device import (
     check_communication,
     choose_device,
@@ -108,7 +108,7 @@ class Prepared:
     network: nn.Module
     pipeline: Pipeline
     geometry: StepGeometry
-    cores: OwnCores | None = None
+    cores: CoreAssignment | None = None
     notices: tuple[str, ...] = ()
     first_values: FirstValues | None = None
     """Values for a network without values, which is sharded over processes; None for a complete one."""
@@ -164,7 +164,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             pipeline=pipeline,
             geometry=geometry_of(recipe, plan, task),
             cores=cores,
-            notices=(*plan.left_out, *of_data, *limits.warnings, *notices, *([] if cores is None else [cores.why])),
+            notices=(*plan.left_out, *of_data, *limits.warnings, *notices, *([] if cores is None else [cores.reason])),
             first_values=first_values,
         )
         _check_single_samples(prepared)
@@ -447,7 +447,7 @@ def take_initial_weights(network: nn.Module, asked: Model) -> list[str]:
         return []
     source = Path(local_path(asked.initialize_from, key="model.initialize_from"))
     saved = read_weights(source)
-    plain, changed = fitted(network.state_dict(), saved.plain)
+    plain, changed = adapt_weights(network.state_dict(), saved.plain)
     state = with_shared(network, plain)
     notices = [f"model.initialize_from: {saved.path}: {each}" for each in changed]
     if asked.initialize_partly:

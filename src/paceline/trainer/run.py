@@ -153,7 +153,7 @@ class Run:
     @property
     def untold(self) -> frozenset[str]:
         """Phases whose time cannot be separated from others here."""
-        parts = {"communication": self.strategy.tells_communication, "h2d": self.timed_pipeline is not None}
+        parts = {"communication": self.strategy.measures_communication, "h2d": self.timed_pipeline is not None}
         return frozenset(phase for phase, is_told in parts.items() if not is_told)
 
     @property

@@ -16,7 +16,14 @@ from typing import Any
 
 from paceline.checkpoint.format import read_header
 from paceline.checkpoint.reading import check_sizes, read_manifest
-from paceline.checkpoint.store import BEST_FILE_NAME, CheckpointStore, Choice, DamagedCheckpoint, choose, step_of
+from paceline.checkpoint.store import (
+    BEST_FILE_NAME,
+    CheckpointStore,
+    DamagedCheckpoint,
+    ResumePoint,
+    choose_resume_point,
+    step_of,
+)
 from paceline.data.balance import SampleLengths
 from paceline.data.class_balance import ClassDraws
 from paceline.distributed.collectives import Collectives
@@ -29,7 +36,7 @@ from paceline.records import reader
 from paceline.records.environment import capture_environment
 from paceline.records.events import truncate_after
 from paceline.records.ledger import ledger_files, truncate_ledgers, write_lengths
-from paceline.records.run_directory import RunDirectory, cannot, sync_directory, write_json, write_text
+from paceline.records.run_directory import RunDirectory, file_error, sync_directory, write_json, write_text
 from paceline.telemetry.trackers import TRACKERS
 
 
@@ -51,10 +58,10 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
         try:
             mark.write_text(word)
         except OSError as error:
-            raise cannot("write", mark, error) from error
+            raise file_error("write", mark, error) from error
         return word
 
-    written = collectives.on_first(write)
+    written = collectives.on_rank_zero(write)
     deadline = time.monotonic() + patience_seconds
     while not (sees := _read_or_nothing(mark) == written) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -127,7 +134,7 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
     return found
 
 
-def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe, total_steps: int) -> Choice:
+def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe, total_steps: int) -> ResumePoint:
     """On the first rank: choose the checkpoint to resume from, and cut the records back to it.
 
     Nothing is changed before the checkpoint is found, or it is certain that none was ever complete.
@@ -137,7 +144,7 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe,
         RunDirectoryError: If the run is already beyond its requested end.
     """
     store, foreign = CheckpointStore(directory.checkpoints), foreign_checkpoints(directory, recipe)
-    choice = choose(store, wanted=wanted, foreign=[each.step or 0 for each in foreign])
+    choice = choose_resume_point(store, requested=wanted, foreign=[each.step or 0 for each in foreign])
     _check_choice(directory, choice, foreign)
     facts = {} if choice.path is None else read_manifest(choice.path).facts
     position = int(facts["position"]) if facts else -1
@@ -164,7 +171,7 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe,
     samples = truncate_ledgers(directory.ledger, max(position, 0))
     if samples < facts.get("samples", 0):
         lost.append(f"the ledger has {samples} of the {facts['samples']} samples used by then")
-    reader.forget_evaluations_after(directory, position)
+    reader.delete_evaluations_after(directory, position)
     incidents = [
         (f"{kind}_checkpoint", f"checkpoint {each.path.name} is {what} and was set aside: {each.reason}")
         for kind, what, each in unusable
@@ -173,9 +180,9 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe,
     return replace(choice, incidents=tuple(incidents))
 
 
-def _check_choice(directory: RunDirectory, choice: Choice, foreign: list[DamagedCheckpoint]) -> None:
+def _check_choice(directory: RunDirectory, choice: ResumePoint, foreign: list[DamagedCheckpoint]) -> None:
     """Refuse to start over silently, and to resume from another run's checkpoint."""
-    if choice.lost_everything:
+    if choice.has_only_damaged:
         raise CheckpointError(
             f"no checkpoint in {directory.checkpoints} is intact: {choice.damaged[0].reason} To start again, use "
             "another run directory."
@@ -276,7 +283,7 @@ class ResumeDecision:
         notices: Notices for the user.
     """
 
-    choice: Choice
+    choice: ResumePoint
     identity: str = ""
     completed: bool = False
     resumes: int = 0
@@ -292,7 +299,7 @@ class RunLock:
         try:
             self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:
-            raise cannot("open", path, error) from error
+            raise file_error("open", path, error) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -334,7 +341,7 @@ def open_directory(directory: RunDirectory, request: ResumeRequest) -> ResumeDec
     try:
         return _open(directory, request)
     except OSError as error:
-        raise cannot("use", Path(error.filename or directory.root), error) from error
+        raise file_error("use", Path(error.filename or directory.root), error) from error
 
 
 def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
@@ -357,7 +364,7 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     if wanted is None and _is_complete(directory, request):
         if not CheckpointStore(directory.checkpoints).steps():
             _check_none_is_lost(directory)
-        return ResumeDecision(choice=Choice(None, 0), completed=True)
+        return ResumeDecision(choice=ResumePoint(None, 0), completed=True)
     resumes = 0
     if directory.events.is_file():  # before the records are cut back
         resumed = reader.read_events(directory.events, kinds={"resume"})
@@ -463,7 +470,7 @@ def _begin(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
         raise RunDirectoryError(f"resume={request.resume}: there is no run in '{root}' to resume.{meant}")
     tracked = [directory.tracked(name) for name in TRACKERS]
     outdated = (directory.events, directory.first_batch, *directory.evaluation_files, *tracked)
-    return _take(directory, request, ResumeDecision(choice=Choice(None, 0)), *outdated)
+    return _take(directory, request, ResumeDecision(choice=ResumePoint(None, 0)), *outdated)
 
 
 def never_trained(directory: RunDirectory) -> bool:

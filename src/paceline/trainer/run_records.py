@@ -38,7 +38,7 @@ _SHOWN = 12
 def write_step(run: Run) -> None:
     """Write a step record: here the host waits for the device, which an ordinary step does not."""
     with run.clock.span("logging"):
-        run.collectives.on_first(partial(run.directory.check_in_place, before_saving=False))
+        run.collectives.on_rank_zero(partial(run.directory.check_in_place, before_saving=False))
         _write_step(run)
 
 
@@ -48,7 +48,7 @@ def _write_step(run: Run) -> None:
     # The number of avoidable recompilations is sent as the last value.
     drained = run.window.drain([*(timings[f"{phase}_seconds"] or 0.0 for phase in PHASES), len(surprises)])
     measured = [each[:-1] for each in drained.seconds]
-    slowest = find_slowest(measured, waits_in=run.strategy.waits_in)
+    slowest = find_slowest(measured, waits_in=run.strategy.blocking_phases)
     details = {} if slowest is None else {f"slowest_{key}": value for key, value in vars(slowest).items()}
     if len(measured) > 1:
         details["rank_seconds"] = over_ranks(measured, untold=run.untold)
@@ -99,7 +99,7 @@ def _write_step(run: Run) -> None:
 
 def write_evaluation(run: Run, evaluation: Evaluation, *, seconds: float) -> None:
     """Write one record for each set of weights."""
-    run.collectives.on_first(partial(run.directory.check_in_place, before_saving=False))
+    run.collectives.on_rank_zero(partial(run.directory.check_in_place, before_saving=False))
     train_seconds = run.clock.totals.train_seconds
     for weights, metrics in evaluation.results.items():
         run.recorder.write(
@@ -156,7 +156,7 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
             {"path": each.path, "sample": each.id, "split": "train" if training else "validation"},
         )
     count, data = len(run.window.broken_ids) + len(run.progress.broken_evaluation_ids), run.recipe.data
-    most = data.most_unread(run.plan.train_samples + run.plan.evaluation_samples)
+    most = data.unread_limit(run.plan.train_samples + run.plan.evaluation_samples)
     if new and count > most:
         found = f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and"
         advice = (

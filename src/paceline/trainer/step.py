@@ -26,11 +26,11 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
                 with run.precision.autocast():
                     loss = run.task.loss(run.strategy.model, batch)
             with run.span("backward", meets=is_last, samples=batch.ids):
-                share = _share(loss, batch, run.strategy.averages_over)
+                share = _share(loss, batch, run.strategy.loss_divisor)
                 mark = run.guard.mark(loss, batch)
                 # Control flags and the non-finite mark are reduced with the gradients, so agreeing needs no extra
                 # collective.
-                loss_with_votes = run.strategy.with_vote(share, run.control_flags, is_last=is_last, spoiled=mark)
+                loss_with_votes = run.strategy.with_vote(share, run.control_flags, is_last=is_last, nonfinite=mark)
                 run.backward(loss_with_votes, batch)
         run.window.add(loss, batch)
     with run.span("optimizer"):
@@ -77,6 +77,6 @@ def _update(run: Run) -> bool:
     run.precision.unscale(run.optimizer)
     run.window.grad_norm = run.clipping(measure=run.due("log", ahead=1) or run.noise.is_measuring)
     clip_norm = run.window.grad_norm if run.clipping.uses_norm else None
-    stepped = run.guard.allows_step(run.strategy.spoiled(), clip_norm) and run.precision.step(run.optimizer)
+    stepped = run.guard.allows_step(run.strategy.nonfinite(), clip_norm) and run.precision.step(run.optimizer)
     run.optimizer.zero_grad(set_to_none=True)
     return stepped

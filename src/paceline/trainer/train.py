@@ -18,11 +18,11 @@ import torch
 from paceline import __version__
 from paceline.checkpoint.weights import check_target
 from paceline.data.pipeline import Placement
-from paceline.distributed.affinity import affinity_restored, choose_cores
+from paceline.distributed.affinity import choose_cores, restore_affinity
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import check_communication, choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
-from paceline.distributed.waiting import EndedBySignals
+from paceline.distributed.waiting import ExitOnSignal
 from paceline.errors import CheckpointError, DataError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.loading import loading
 from paceline.models.transfer import adapt
@@ -223,7 +223,7 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
     loaded = replace(loaded, notices=(*loaded.notices, *elastic_notices(everyone, launch)))
     with _opened(loaded, options, launch, started) as (checked, opened):
         if opened.opening.completed:
-            summary = opened.collectives.on_first(lambda: read_summary(opened.directory))
+            summary = opened.collectives.on_rank_zero(lambda: read_summary(opened.directory))
             return TrainResult(status="completed", run_dir=opened.directory.root, summary=summary, was_complete=True)
         return _run(opened, checked, options.report)
 
@@ -263,7 +263,7 @@ def _opened(
         task = make_task(preparation.without_initial_weights(recipe) if resumes else recipe)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        stack.enter_context(affinity_restored())
+        stack.enter_context(restore_affinity())
         if options.task is None and not resumes:
             measure_feeding(recipe, task, world, stopped=lambda: stop.requested, say=display.message)
         with loading():
@@ -276,7 +276,7 @@ def _opened(
         collectives = join(launch, prepared.device, timeout_seconds=parallel.timeout.seconds, backend=parallel.backend)
         # Not after an error: destroying the group may wait for peers, and the error must be reported first.
         stack.push(lambda error, *_: None if error else leave())
-        waiting = stack.enter_context(contextlib.closing(EndedBySignals(world)))
+        waiting = stack.enter_context(contextlib.closing(ExitOnSignal(world)))
         directory, lock = stack.enter_context(_directory(options, loaded, collectives))
         _check_agreement(prepared, collectives)
         mirroring.check_all_resume(resumes, recipe, collectives)
@@ -289,7 +289,7 @@ def _opened(
             device_facts={
                 "torch": torch.__version__,
                 "device": str(prepared.device),
-                "affinity": None if prepared.cores is None else prepared.cores.why,
+                "affinity": None if prepared.cores is None else prepared.cores.reason,
                 "cuda": torch.version.cuda,
                 "float32_matmul": torch.get_float32_matmul_precision(),
                 "cudnn_tf32": torch.backends.cudnn.allow_tf32,
@@ -307,8 +307,8 @@ def _opened(
         opening = replace(opening, notices=(*mirror_state.notices, *opening.notices))
         if not opening.completed:
             # The first process keeps the directory open, so that a run whose directory is moved still writes to it.
-            directory = collectives.on_all(
-                lambda: stack.enter_context(directory.held()) if world.is_first else directory
+            directory = collectives.on_all_ranks(
+                lambda: stack.enter_context(directory.hold_open()) if world.is_first else directory
             )
         copying = stack.enter_context(
             mirroring.mirror_checkpoints(directory, request, opening, mirror_state, collectives, display.message)
@@ -337,7 +337,7 @@ def _check_restarts(launch: Launch, options: Options) -> None:
     Raises:
         LaunchError: If they would not, because every start would choose a new run directory, or start over.
     """
-    if launch.comes_again is None:
+    if launch.restart_setting is None:
         return
     said = ""
     if options.resume != "auto":
@@ -348,7 +348,9 @@ def _check_restarts(launch: Launch, options: Options) -> None:
     elif options.run_dir is None:
         said = "but they would start a new run each time; name a directory with --run-dir."
     if said:
-        raise LaunchError(f"torchrun was started with {launch.comes_again} and may start these processes again, {said}")
+        raise LaunchError(
+            f"torchrun was started with {launch.restart_setting} and may start these processes again, {said}"
+        )
 
 
 def _check_agreement(prepared: preparation.Prepared, collectives: Collectives) -> None:
@@ -401,10 +403,10 @@ def _run(opened: OpenedRun, loaded: LoadedRecipe, report: Reporter | None) -> Tr
 
 def _wait_for_save(run: Run, error: BaseException, lock: RunLock | None) -> None:
     """Wait for a save of the last good state that is in progress when an error ends the run."""
-    save = run.writer.under_way
+    save = run.writer.pending
     if save is not None and not run.writer.is_over(within_seconds=_PATIENCE_SECONDS):
         # A slow disk must not delay the error; the save continues, and the interpreter waits for it at exit.
-        run.writer.given_up.set()
+        run.writer.cancelled.set()
         if lock is not None:
             lock.outlast(save)
         return
@@ -494,10 +496,10 @@ def _load(run: Run) -> None:
 
 def _conclude(run: Run, status: Status, ending: str) -> TrainResult:
     run.recorder.flush(durable=True)
-    run.collectives.on_first(run.directory.check_in_place)
+    run.collectives.on_rank_zero(run.directory.check_in_place)
     run.collectives.barrier()
     sha256 = digests(run) if run.strategy.is_sharded or run.world.is_first else {}
-    summary = run.collectives.on_first(lambda: _leave_summary(run, status, ending, sha256))
+    summary = run.collectives.on_rank_zero(lambda: _leave_summary(run, status, ending, sha256))
     return TrainResult(status=status, run_dir=run.directory.root, summary=summary)
 
 
@@ -533,7 +535,7 @@ def _directory(
         held.append(RunLock(directory, is_new=is_new))
         return directory.root
 
-    root = collectives.on_first(take)
+    root = collectives.on_rank_zero(take)
     try:
         patience_seconds = min(60, loaded.recipe.parallel.timeout.seconds / 2)
         check_visible(root, collectives, patience_seconds=patience_seconds)
@@ -601,11 +603,11 @@ def elastic_notices(launch: Launch, training: Launch) -> tuple[str, ...]:
     if came != size:
         notices.append(f"{size} of {came} processes train: more cannot share the global batch evenly; the others wait")
     several_hosts = launch.world.local_world_size < launch.world.world_size
-    if launch.store is not None and (launch.changes_size or (launch.comes_again is not None and several_hosts)):
+    if launch.store is not None and (launch.changes_size or (launch.restart_setting is not None and several_hosts)):
         # Seen with torch 2.14: a host that joins later waits for an address that was published only in the first round.
         notices.append(
-            f"with {launch.comes_again} set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: otherwise hosts that "
-            "join later, or again, do not find the others"
+            f"with {launch.restart_setting} set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: otherwise hosts "
+            "that join later, or again, do not find the others"
         )
     return tuple(notices)
 

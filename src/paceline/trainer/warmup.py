@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from paceline.data.batch import Batch, rows_of
-from paceline.distributed.exact import buffers_kept
+from paceline.distributed.exact import preserve_buffers
 from paceline.distributed.strategy import ControlFlags, Replicas, refuse_unused
 from paceline.errors import ModelError
 from paceline.metrics.named import NamedMetrics
@@ -42,7 +42,7 @@ def warm_up(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     run.heartbeat.enter("data_wait")
     claim_memory(run)
     first = next(batches, None)
-    if first is None or not run.strategy.is_rehearsed:
+    if first is None or not run.strategy.needs_warmup:
         return batches if first is None else chain([first], batches)
     send_through(run, first)
     # Parts frozen until later stay frozen as in the step before: a change due at the first step happens in that step.
@@ -67,7 +67,7 @@ def claim_memory(run: Run) -> None:
 
 def send_through(run: Run, first: Batch) -> None:
     """Run a micro-batch forward, backward and through the reduction over processes; its gradients are dropped."""
-    with buffers_kept(run.network):
+    with preserve_buffers(run.network):
         run.heartbeat.enter("forward", samples=first.ids)
         seed_forward(run.recipe.seed, first.slice, run.device)
         with run.precision.autocast():
@@ -75,7 +75,7 @@ def send_through(run: Run, first: Batch) -> None:
         run.heartbeat.enter("backward", last=True)
         torch.autograd.backward(run.strategy.with_vote(loss * 0, ControlFlags, is_last=True))
         try:
-            if run.strategy.is_rehearsed:
+            if run.strategy.needs_warmup:
                 refuse_unused(run.network, allowed=run.recipe.parallel.unused_parameters == "allow")
         finally:
             run.optimizer.zero_grad(set_to_none=True)
@@ -118,8 +118,8 @@ class GradientProbe:
         """
         with (
             random_states_kept(self.run.device),
-            buffers_kept(self.run.network),
-            ExitStack() if reduces else self._replicas.aside(),
+            preserve_buffers(self.run.network),
+            ExitStack() if reduces else self._replicas.no_reduction(),
         ):
             yield
 

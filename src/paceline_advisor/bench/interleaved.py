@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 from paceline.distributed.local_launch import rank_variables
 from paceline.machine import available_cores
 from paceline.metrics.intervals import Interval, paired_ratio
-from paceline.processes import Child, ProcessGroup, without_rank
+from paceline.processes import Child, ProcessGroup, without_rank_variables
 from paceline.recipe.load import to_yaml
 from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
@@ -245,7 +245,7 @@ class _Player:
         orders = partial(
             Orders, recipe=str(recipe), run_dir=run_dir, scratch=scratch, part=variant.part, parent=os.getpid()
         )
-        ours, count, cores = without_rank(os.environ), variant.processes, available_cores()
+        ours, count, cores = without_rank_variables(os.environ), variant.processes, available_cores()
         for rank in range(count):
             of_rank = rank_variables(rank, count, meeting, cores=cores) if count > 1 else {}
             environment = {**ours, "TMPDIR": str(temporary), **of_rank}
@@ -358,10 +358,10 @@ class _Player:
         short = [each for each in said if each["out_of_memory"]]
         killed = [child for child in ended if (child.code or 0) < 0]
         if killed and not short:
-            return MemberError(killed[0].ending, out_of_memory=killed[0].code == -signal.SIGKILL)
+            return MemberError(killed[0].exit_message, out_of_memory=killed[0].code == -signal.SIGKILL)
         if told := [*short, *said]:
             return MemberError(told[0]["failed"], out_of_memory=told[0]["out_of_memory"])
-        return MemberError(ended[0].ending if ended else "it ended early")
+        return MemberError(ended[0].exit_message if ended else "it ended early")
 
 
 def _answer(turns: Connection[Any, Any]) -> dict[str, Any] | None:

@@ -152,7 +152,7 @@ class _Turns(Display):
                 "prefetch": self._run.recipe.data.prefetch,
                 "parameters": plan.parameters,
                 "energy_of": self._energy.of,
-                "no_energy": self._energy.why_not,
+                "no_energy": self._energy.unavailable_reason,
             }
         )
 

@@ -96,7 +96,7 @@ def measure_latency(asked: Bench, say: Callable[[str], None]) -> tuple[str, Reci
         if asked.overrides:
             raise RecipeError(f"overrides change recipes, but '{target}' holds saved weights; leave them out.")
         saved = read_weights(target, asked.weights)
-        name, recipe = f"{target} ({saved.weights})", stored_recipe(saved.described("recipe"), str(saved.path))
+        name, recipe = f"{target} ({saved.weights})", stored_recipe(saved.description("recipe"), str(saved.path))
     else:
         loaded = load_recipe(asked.recipe, asked.overrides)
         name, recipe = loaded.name, loaded.recipe
@@ -199,7 +199,7 @@ def _measured(subject: _Subject, scenario: str, size: int, seconds: float) -> di
     row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(subject.device) if on_gpu else None
     used = None if before is None or after is None else after - before
     row["joules_per_sample"] = None if used is None else used / (len(times) * each * size)
-    row["no_energy"] = energy.why_not or None
+    row["no_energy"] = energy.unavailable_reason or None
     return row
 
 

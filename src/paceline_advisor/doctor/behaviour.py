@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 import paceline
 from paceline.data.batch import Batch, tensors_in
-from paceline.distributed.affinity import affinity_restored
+from paceline.distributed.affinity import restore_affinity
 from paceline.recipe.data import Data
 from paceline.recipe.named_code import named_code
 from paceline.recipe.running import Checkpoint, Telemetry
@@ -407,7 +407,7 @@ def untouched() -> Iterator[None]:
         warnings.simplefilter("ignore")  # for code that is only inspected
         held.enter_context(restore_globals())
         held.enter_context(torch.enable_grad())
-        held.enter_context(affinity_restored())
+        held.enter_context(restore_affinity())
         cudnn.benchmark, cudnn.enabled, cudnn.deterministic = True, True, False
         yield
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError, TrainingError
-from paceline.recipe.layers import set_keys, spelled
+from paceline.recipe.layers import format_override, set_keys
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
@@ -214,6 +214,6 @@ def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> Impro
         head.append(f"#   {changes}  ({each.name}; {kept}; {each.gain or 'not measured'})")
     write_new(path, "\n".join(head) + "\n" + to_yaml(after))
     keys = dict.fromkeys([*set_keys(to_tree(before)), *set_keys(to_tree(after))])
-    pairs = [(spelled(before, key), spelled(after, key)) for key in keys]
+    pairs = [(format_override(before, key), format_override(after, key)) for key in keys]
     lines = [line for old, new in pairs if old != new for line in (f"- {old}", f"+ {new}")]
     return Improved(path=path, met=tuple(met), left_out=left_out, lines=tuple(lines))

@@ -129,7 +129,7 @@ def _signal_all(number: signal.Signals, launch: Launch, _: Path) -> None:
 def _stopped(strike: Strike, ground: Ground, name: str) -> Disturbed:
     found = ground.disturb(name, strike)
     _expect(found, _STOPPED)
-    path, _ = CheckpointStore(found.run_dir / "checkpoints").newest_whole()
+    path, _ = CheckpointStore(found.run_dir / "checkpoints").newest_complete()
     newest = 0 if path is None else int(path.name.removeprefix("step-"))
     if newest != found.step:
         found.objections.append(f"stopped after step {found.step}, but its newest whole checkpoint is of step {newest}")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError, TrainingError
-from paceline.records.reader import read_events, read_json, without_clock
+from paceline.records.reader import read_events, read_json, strip_timings
 from paceline.records.run_directory import RunDirectory
 from paceline_advisor.launches import Launch, OverdueError, last_step, said
 
@@ -225,7 +225,7 @@ def resumes(run_dir: Path) -> list[int]:
 
 
 def _records(events: Path, kind: str) -> list[dict[str, Any]]:
-    return [without_clock(event) for event in read_events(events, kinds={kind})]
+    return [strip_timings(event) for event in read_events(events, kinds={kind})]
 
 
 def audit_objections(run_dir: Path) -> list[str]:

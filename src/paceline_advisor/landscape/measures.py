@@ -114,7 +114,7 @@ def share_out(jobs: Mapping[str, Job], collectives: Collectives) -> dict[str, An
     """
     world = collectives.world
     parts = [part for job in jobs.values() for part in job.parts]
-    mine = collectives.on_all(lambda: [part() for part in parts[world.rank :: world.world_size]])
+    mine = collectives.on_all_ranks(lambda: [part() for part in parts[world.rank :: world.world_size]])
     all_of_them = collectives.gather(mine)
     done = iter([all_of_them[number % world.world_size][number // world.world_size] for number in range(len(parts))])
     return {name: job.assemble([next(done) for _ in job.parts]) for name, job in jobs.items()}

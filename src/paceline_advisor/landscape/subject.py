@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.checkpoint.state import check_inventory, fitted
+from paceline.checkpoint.state import adapt_weights, check_inventory
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.batch import Batch
@@ -263,7 +263,7 @@ def open_run(target: Path, ask: Landscape, world: World) -> Opened:
     """
     saved = read_weights(target, ask.weights, best=ask.best)
     recipe = scoring_recipe(saved, ask.overrides)
-    refuse_foreign_code(saved.described("recipe"), recipe, str(saved.path), trusted=is_code_trusted())
+    refuse_foreign_code(saved.description("recipe"), recipe, str(saved.path), trusted=is_code_trusted())
     device = choose_device(recipe.parallel.device, world)
     machine = describe_machine(device)
     placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine))
@@ -295,7 +295,7 @@ def read_trajectory(opened: Opened) -> tuple[list[int], list[Tensor]]:
     for step in (each for each in store.steps() if each <= opened.steps):
         try:
             saved = read_weights(store.path(step), opened.saved.weights)
-            state, _ = fitted(network.state_dict(), saved.plain)
+            state, _ = adapt_weights(network.state_dict(), saved.plain)
             check_inventory(network.state_dict(), state, where=str(saved.path))
             weights.append(torch.cat([state[name].reshape(-1) for name in opened.subject.shapes]).to(like))
             steps.append(step)

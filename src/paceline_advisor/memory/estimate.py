@@ -19,7 +19,7 @@ from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.plan import MachineFacts, Plan
 from paceline.plan.strategy import check_sharding
-from paceline.plan.strategy import weigh as weighed
+from paceline.plan.strategy import choose_automatically as weighed
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.trainer.fake_batch import with_stand_in_data

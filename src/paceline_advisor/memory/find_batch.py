@@ -24,7 +24,7 @@ from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import ModelError, RunDirectoryError, TrainingError
 from paceline.machine import memory_limit
 from paceline.pages.shown import Shown
-from paceline.plan.batching import micro_batch_size, with_fitting_ghosts
+from paceline.plan.batching import micro_batch_size, with_valid_ghost_size
 from paceline.plan.compute import resolve_evaluation_batch
 from paceline.recipe.data import Progressive
 from paceline.recipe.load import load_recipe, to_yaml
@@ -190,7 +190,7 @@ def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
     return replace(
         recipe,
         model=replace(
-            with_fitting_ghosts(recipe.model, micro_batch),
+            with_valid_ghost_size(recipe.model, micro_batch),
             pretrained=False,
             initialize_from=None,
             initialize_partly=False,

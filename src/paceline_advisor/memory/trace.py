@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.data.batch import Batch, tensors_in
 from paceline.errors import ModelError
-from paceline.telemetry.allocations import Allocation, AllocationTrace, Inside
+from paceline.telemetry.allocations import Allocation, AllocationTrace, KernelMemory
 from paceline.trainer.fake_step import FakeStep
 from paceline_advisor.memory.kernels import cpu_workspace, gpu_workspace
 
@@ -219,7 +219,7 @@ def evaluation_of(step: FakeStep) -> ScoredSingly:
     return ScoredSingly(held, tuple(allocations), tuple(events))
 
 
-def _inside(step: FakeStep) -> Inside:
+def _inside(step: FakeStep) -> KernelMemory:
     return cpu_workspace if step.plan.device == "cpu" else gpu_workspace
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from paceline.errors import RecipeError, TrainingError
 from paceline.plan import Plan
-from paceline.plan.batching import with_fitting_ghosts
-from paceline.recipe.layers import set_keys, spelled
+from paceline.plan.batching import with_valid_ghost_size
+from paceline.recipe.layers import format_override, set_keys
 from paceline.recipe.load import load_recipe, to_tree, to_yaml
 from paceline.recipe.running import Checkpoint, Parallel, Profile, Telemetry
 from paceline.recipe.schedule import Schedule
@@ -84,9 +84,10 @@ def set_aside(recipe: Recipe) -> list[str]:
     """Return the recipe's non-default settings that a proof leaves out, as overrides."""
     left, usual = bare(recipe), Recipe()
     return [
-        spelled(recipe, key)
+        format_override(recipe, key)
         for key in set_keys(to_tree(recipe))
-        if key != "parallel.device" and spelled(recipe, key) not in (spelled(left, key), spelled(usual, key))
+        if key != "parallel.device"
+        and format_override(recipe, key) not in (format_override(left, key), format_override(usual, key))
     ]
 
 
@@ -226,7 +227,7 @@ def shortened(recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = F
     left = bare(recipe)
     return replace(
         left,
-        model=with_fitting_ghosts(left.model, micro_batch),
+        model=with_valid_ghost_size(left.model, micro_batch),
         data=replace(left.data, workers=0 if reads_files else "auto"),
         batch=Batch(global_size=sizes.global_batch, micro_size=micro_batch),
         optimizer=replace(left.optimizer, lr=rate),

@@ -14,7 +14,7 @@ from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.plan.batching import usable_processes
 from paceline.plan.rates import lr_factor
-from paceline.plan.strategy import weigh
+from paceline.plan.strategy import choose_automatically
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline_advisor.commands import Plan
@@ -244,7 +244,7 @@ def _sizes(recipe: Recipe, wanted: Plan) -> tuple[int, ...]:
         RecipeError: If no number can share the recipe's global batch.
     """
     cluster = cluster_here((1,)) if wanted.cluster is None else find_cluster(wanted.cluster)
-    there = available_cores() if cluster.shares_cores else cluster.most_devices or wanted.most_gpus
+    there = available_cores() if cluster.shares_cores else cluster.max_devices or wanted.most_gpus
     most = min(wanted.most_gpus, there)
     sizes = [2**power for power in range(int(math.log2(most)) + 1)]
     if wanted.batch_per_gpu is None:
@@ -262,7 +262,7 @@ def _strategy(recipe: Recipe, scaling: Scaling, size: int, memory: int | None) -
         return recipe.parallel.strategy, f"parallel.strategy={recipe.parallel.strategy}"
     if scaling.subject.unsharded:
         return "ddp", f"{size} processes; FSDP {scaling.subject.unsharded}"
-    return weigh(recipe, scaling.subject.numbers, size, memory)
+    return choose_automatically(recipe, scaling.subject.numbers, size, memory)
 
 
 def _rate(batch: int, recipe: Recipe, wanted: Plan) -> tuple[float, str]:

@@ -11,7 +11,7 @@ from paceline.clusters import Cluster, Link, find_cluster
 from paceline.command import Log
 from paceline.devices import Device, find_device
 from paceline.errors import PacelineError, RecipeError
-from paceline.machine import available_cores, busy_in_words
+from paceline.machine import available_cores, busy_message
 from paceline.metrics.intervals import Interval
 from paceline.models.ceilings import Ceilings, tf32_of
 from paceline.pages.charts import log_axis
@@ -349,9 +349,9 @@ class Scaling:
 
     def _check(self) -> None:
         asked, cluster = self._asked, self.cluster
-        if cluster.most_devices is not None and max(asked.sizes) > cluster.most_devices:
+        if cluster.max_devices is not None and max(asked.sizes) > cluster.max_devices:
             raise RecipeError(
-                f"--world-sizes asks for {max(asked.sizes)} devices, but {cluster.title} has {cluster.most_devices}; "
+                f"--world-sizes asks for {max(asked.sizes)} devices, but {cluster.title} has {cluster.max_devices}; "
                 "ask for fewer, or name a cluster (--cluster)."
             )
         if cluster.shares_cores and asked.cluster is None and max(asked.sizes) > _MOST_HERE:
@@ -367,7 +367,7 @@ class Scaling:
     def report(self) -> ScaleReport:
         """Compute the prediction."""
         asked, notices = self._asked, list(self.subject.notices)
-        busy = busy_in_words()  # before this process starts its own
+        busy = busy_message()  # before this process starts its own
         alone, together = self._measured()
         notices += [busy] if busy and (alone or together or asked.measure) else []
         ones, basis, is_bound = self._basis(alone)
@@ -448,7 +448,7 @@ class Scaling:
         if not needs_figure and not asked.measure:
             return {}, {}
         check_alone("measuring how a recipe scales")
-        most = self.cluster.most_devices or max(asked.sizes)
+        most = self.cluster.max_devices or max(asked.sizes)
         return measure(
             self._recipe,
             self.shares if needs_figure else {},

@@ -267,7 +267,7 @@ def test_predictions_are_those_of_evaluation(trained: Path, pictures: Path, eval
     assert given == [{FIGURES[at] for at in np.flatnonzero(row > [0.45, 0.4, 0.5])} for row in probabilities]
     assert any(given)
     answers = answers_of(trained, pictures, evaluated)
-    assert [each.described() == "no label" for each in answers] == [not each for each in given]
+    assert [each.description() == "no label" for each in answers] == [not each for each in given]
     served = _shown("0.png", answers[0], 9, boxes=False)
     assert (set(served.labels), served.numbers) == (given[0], answers[0].numbers)
     (pictures / "broken.png").write_bytes(b"no picture")

@@ -81,7 +81,7 @@ def test_any_number_of_processes_keeps_the_same(
     class AllInOne(Collectives):
         """Gathers what each rank, asked in turn, would have brought."""
 
-        def gather_on_first(self, value: Any) -> list[Any]:
+        def gather_on_rank_zero(self, value: Any) -> list[Any]:
             brought.append(value)
             return brought
 

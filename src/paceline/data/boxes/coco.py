@@ -22,7 +22,7 @@ from paceline.data.image.decode import decode
 from paceline.data.image.source import Image
 from paceline.errors import DataError
 from paceline.escaping import utf8
-from paceline.files import LeftOut, files_below, refuse_odd_kinds
+from paceline.files import SkippedItems, list_files, refuse_special_inputs
 from paceline.plain_json import load_json
 
 _OFFSET, _CONTINUES, _NEGATIVE = 48, 32, 16  # to characters of a compressed string, which hold 5 bits each
@@ -207,7 +207,7 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
                 "COCO's masks are drawn by pycocotools, which is not installed: pip install 'paceline[detection]', or "
                 "set data.detection.masks=false."
             ) from None
-    digest, left_out, found = hashlib.sha256(), LeftOut(), []
+    digest, left_out, found = hashlib.sha256(), SkippedItems(), []
     for split in ("train", "val"):
         folder, file = _split(root, split)
         found.append((folder, file, *read_annotations(file, masks=masks, note=digest.update)))
@@ -231,7 +231,7 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
                 f"{key.removesuffix('_left_out').replace('_', ' ')}: {n:,} left out of training"
                 for key, n in counts.items()
             ),
-            *left_out.told(),
+            *left_out.summaries(),
         ),
     )
 
@@ -255,7 +255,7 @@ def read_annotations(
     Raises:
         DataError: If it is malformed; names the first faults and says how many there are.
     """
-    refuse_odd_kinds(file)
+    refuse_special_inputs(file)
     try:
         content = file.read_bytes()
         tree = load_json(content, parse_constant=str)  # NaN and Infinity become text, and so are not numbers
@@ -424,10 +424,10 @@ def _split(root: Path, split: str) -> tuple[Path, Path]:
     )
 
 
-def _tell_unnamed(folder: Path, found: Annotations, left_out: LeftOut) -> None:
+def _tell_unnamed(folder: Path, found: Annotations, left_out: SkippedItems) -> None:
     """Report files in a split's folder that its annotations do not mention."""
     named = {os.path.normpath(name) for name in found.names} | {"annotations.json"}
-    for name in files_below(folder, left_out) if folder.is_dir() else ():
+    for name in list_files(folder, left_out) if folder.is_dir() else ():
         if name not in named:
             left_out.add("files that the annotations do not name", f"{folder.name}/{name}")
 

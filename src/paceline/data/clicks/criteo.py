@@ -36,7 +36,7 @@ from paceline.data.batch import Batch, Progress
 from paceline.data.pipeline import Placement, SimplePipeline
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.errors import DataError
-from paceline.files import LeftOut, files_below, has_ending, refuse_odd_kinds
+from paceline.files import SkippedItems, has_extension, list_files, refuse_special_inputs
 from paceline.machine import cache_folder
 from paceline.plain_json import load_json
 
@@ -75,7 +75,7 @@ class WrongLine:
         return f"{self.path}, line {self.number}: {self.reason}"
 
 
-def click_files(path: Path, left_out: LeftOut) -> list[Path]:
+def click_files(path: Path, left_out: SkippedItems) -> list[Path]:
     """Return the files of a split, in order: a single file, or those below a folder.
 
     Raises:
@@ -84,8 +84,8 @@ def click_files(path: Path, left_out: LeftOut) -> list[Path]:
     if not path.is_dir():
         return [path]
     found = []
-    for name in files_below(path, left_out):
-        if has_ending(name, ENDINGS):
+    for name in list_files(path, left_out):
+        if has_extension(name, ENDINGS):
             found.append(path / name)
         else:
             left_out.add(f"files that do not end in .{', .'.join(ENDINGS)}", str(path / name))
@@ -177,8 +177,8 @@ def missing_of(rows: Rows) -> NDArray[np.bool_]:
 
 def opened(path: Path) -> gzip.GzipFile | BinaryIO:
     """Open a line file, compressed or not; raises DataError for a pipe or a device."""
-    refuse_odd_kinds(path)
-    return gzip.open(path) if has_ending(path.name, ("gz",)) else open(path, "rb")
+    refuse_special_inputs(path)
+    return gzip.open(path) if has_extension(path.name, ("gz",)) else open(path, "rb")
 
 
 def _shown(field: bytes) -> str:
@@ -241,7 +241,7 @@ def as_click_rows(rows: Rows, tables: tuple[int, ...]) -> ClickRows:
     return ClickRows(rows["dense"].copy(), table_rows_of(rows, tables), rows["label"].astype(np.uint8))
 
 
-def stored(path: Path, cache: str, left_out: LeftOut, *, max_broken: int) -> StoredClicks:
+def stored(path: Path, cache: str, left_out: SkippedItems, *, max_broken: int) -> StoredClicks:
     """Return the binary copy of a split's text, creating it if missing.
 
     Args:

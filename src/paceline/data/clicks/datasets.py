@@ -21,7 +21,7 @@ from paceline.data.clicks.criteo import CATEGORIES, DENSE, ClickDataset, ClickRo
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds
 from paceline.errors import DataError, RecipeError
-from paceline.files import LeftOut, visible
+from paceline.files import SkippedItems, visible_entries
 from paceline.recipe.data import Clicks, Data
 from paceline.registry import open_dataset
 
@@ -196,7 +196,7 @@ def open_criteo(data: Data) -> ClickDataset:
     root = Path(data.path)
     if not root.exists():
         raise DataError(f"data.path={data.path} does not exist.")
-    left_out = LeftOut()
+    left_out = SkippedItems()
     parts = [root / "train", root / "val"]
     missing = [each.name for each in parts if not each.is_dir()]
     if len(missing) == 1:
@@ -206,10 +206,10 @@ def open_criteo(data: Data) -> ClickDataset:
     if missing:
         parts = [root]
     else:
-        for entry in visible(root):
+        for entry in visible_entries(root):
             if entry.name not in ("train", "val"):
                 left_out.add("files and folders other than train/ and val/", entry.name)
-    splits = [stored(each, data.recommendation.cache, left_out, max_broken=data.most_broken) for each in parts]
+    splits = [stored(each, data.recommendation.cache, left_out, max_broken=data.broken_limit) for each in parts]
     train, val = splits[0], splits[-1]
     tables, reasons = criteo_tables(data.recommendation, train.distinct)
     kept, first = len(train.rows), 0
@@ -229,7 +229,7 @@ def open_criteo(data: Data) -> ClickDataset:
         digest=" ".join(each.digest for each in splits),
         facts={"lines_left_out": len(wrong), "first_left_out": str(wrong[0])} if wrong else {},
         reasons=reasons,
-        left_out=left_out.told(),
+        left_out=left_out.summaries(),
     )
 
 

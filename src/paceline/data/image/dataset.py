@@ -31,7 +31,7 @@ from paceline.data.image.source import (
     with_channels,
 )
 from paceline.errors import DataError
-from paceline.files import LeftOut
+from paceline.files import SkippedItems
 from paceline.recipe.data import Data
 from paceline.units import format_count
 
@@ -185,7 +185,7 @@ class Problems:
         """Report skipped data, one sentence per kind; broken images only if they are skipped."""
         rows = starmap(_all_of_a_kind, self._rows.items())
         bad = [each for each in self.bad if skips or each.kind != "broken_images"]
-        return (*_counted(bad, root).told(), *(f"left out: {each}" for each in rows))
+        return (*_counted(bad, root).summaries(), *(f"left out: {each}" for each in rows))
 
     def refuse(self, request: DatasetRequest) -> None:
         """Raise an error for problems that the recipe does not allow to skip.
@@ -197,13 +197,13 @@ class Problems:
         skips = data.on_bad == "skip"
         broken = [each for each in self.bad if each.kind == "broken_images"]
         bad = [] if skips else [each for each in self.bad if each.kind != "broken_images"]
-        if len(broken) > data.most_broken:
+        if len(broken) > data.broken_limit:
             bad += broken
         sentences = {**self._stopping, **({} if skips else self._rows)}
         lines = [" ".join(starmap(_all_of_a_kind, sentences.items()))] if sentences else []
         if bad:
             lines.append(f"{str(request.path)!r} has {format_count(len(bad))} files or folders that a run cannot use:")
-            lines += [f"  {line}" for line in _counted(bad, request.path).listed()]
+            lines += [f"  {line}" for line in _counted(bad, request.path).counts()]
         if bad or (sentences and not self._stopping):
             lines.append("To train without them, add data.on_bad=skip.")
         if bad and data.dataset == "image_folder":
@@ -213,8 +213,8 @@ class Problems:
             raise DataError(*lines)
 
 
-def _counted(bad: Sequence[Bad], root: Path) -> LeftOut:
-    counted = LeftOut()
+def _counted(bad: Sequence[Bad], root: Path) -> SkippedItems:
+    counted = SkippedItems()
     order = list(BAD)
     for kind, path, detail in sorted(bad, key=lambda each: order.index(each.kind)):
         counted.add(BAD[kind], os.path.relpath(path, root if root.is_dir() else root.parent), detail)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from paceline.data.image.decode import BrokenImageError, decode, image_header, upright_size
 from paceline.data.image.source import Head, Ids, Image, Names
 from paceline.errors import DataError
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 
 # Each mapped file holds a file descriptor; the usual limit is 1024 per process.
 _MOST_MAPPED = 256
@@ -191,7 +191,7 @@ def mapped_files(paths: Iterable[Path]) -> list[MappedFile]:
     """
     found = []
     for path in paths:
-        refuse_odd_kinds(path)
+        refuse_special_inputs(path)
         try:
             found.append(MappedFile.at(path))
         except OSError as error:

@@ -32,7 +32,7 @@ from paceline.data.image.dataset import (
 )
 from paceline.data.image.source import Hashes, Ids, SampleSource, SubsetSource, hashed_names, sample_names
 from paceline.errors import DataError, RecipeError, did_you_mean
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 from paceline.plain_json import load_json
 from paceline.recipe.data import Data
 
@@ -90,7 +90,7 @@ def _kept_split(
 
 def _read(path: Path) -> tuple[dict[bytes, bool], float, str]:
     """Return the held-out flag of each image in a split file, the fraction, and the digest of its lines."""
-    refuse_odd_kinds(path)
+    refuse_special_inputs(path)
     try:
         content = path.read_bytes()
     except OSError as error:

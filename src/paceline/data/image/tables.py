@@ -25,7 +25,7 @@ from paceline.data.image.source import FileSource, Ids
 from paceline.data.splits import TRAIN, WORDS, split_of
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
-from paceline.files import LeftOut, files_below, has_ending, odd_kind
+from paceline.files import SkippedItems, has_extension, list_files, special_kind
 from paceline.recipe.data import Data
 
 
@@ -405,11 +405,11 @@ def parts_of(splits: Sequence[str] | None, count: int, where: str) -> Parts:
     return Parts(train, test, "the rows whose split is test") if len(test) else Parts(train, None, "")
 
 
-def files_ending_in(ending: str, root: Path, left_out: LeftOut) -> list[Path]:
+def files_ending_in(ending: str, root: Path, left_out: SkippedItems) -> list[Path]:
     """Return the files below a folder with these endings, in order; all others are counted in ``left_out``."""
     found = []
-    for name in files_below(root, left_out):
-        if has_ending(name, (ending,)):
+    for name in list_files(root, left_out):
+        if has_extension(name, (ending,)):
             found.append(root / name)
         else:
             left_out.add(f"files that do not end in .{ending}", name)
@@ -534,7 +534,7 @@ def _sizes(
         elif size is not None:
             sizes[row], seen[whole] = size, row
             continue
-        elif kind := odd_kind(whole):
+        elif kind := special_kind(whole):
             sentence, more = "{} names {}, which is {}: correct it, or remove the line.", (repr(path), kind)
         else:
             sentence = "{} names {}, but there is no file {}: correct it, or remove the line."

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.data.inspect.findings import Finding
 from paceline.errors import DataError
-from paceline.files import visible
+from paceline.files import visible_entries
 
 UNDO = "undo.sh"
 _BACK = b"""\
@@ -95,7 +95,7 @@ def move_away(findings: Iterable[Finding], root: Path, folder: Path) -> Quaranti
             is_still_trained_on = parent.parent != train and (train / parent.name).is_dir()
             if is_still_trained_on and train / parent.name not in asked:
                 continue
-            if all(Path(entry.path) in asked for entry in visible(parent)):
+            if all(Path(entry.path) in asked for entry in visible_entries(parent)):
                 asked.add(parent)
     paths = sorted(path for path in asked if not asked.intersection(path.parents))
     moves = [(path, folder / path.relative_to(root)) for path in paths]

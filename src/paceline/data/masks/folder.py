@@ -26,7 +26,7 @@ from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, decode,
 from paceline.data.image.source import EXTENSIONS, Image
 from paceline.data.masks.pipeline import IGNORED, LabelMap, MaskDataset
 from paceline.errors import DataError, did_you_mean
-from paceline.files import LeftOut, files_below, has_ending, is_folder, visible
+from paceline.files import SkippedItems, has_extension, is_folder, list_files, visible_entries
 from paceline.recipe.data import Data
 
 _SPLITS = ("train", "val", "test")
@@ -107,7 +107,7 @@ def open_masks(data: Data) -> MaskDataset:
     Raises:
         DataError: If its layout differs, or masks do not match their images or classes; names the files.
     """
-    root, left_out = _existing(data), LeftOut()
+    root, left_out = _existing(data), SkippedItems()
     folders = [root / name for name in _SPLITS if (root / name / "images").is_dir()][:2]
     if folders and folders[0].name != "train":
         raise DataError(f"{str(root)!r} has {folders[0].name}/images but no train/images: add it.")
@@ -160,7 +160,7 @@ def open_masks(data: Data) -> MaskDataset:
         files=tuple(path for part in kept for at in part for path in (images[at], masks[at])),
         split=split,
         is_split_off=len(folders) < 2,
-        left_out=(*left_out.told(), *([empty] if missing else [])),
+        left_out=(*left_out.summaries(), *([empty] if missing else [])),
     )
 
 
@@ -173,16 +173,16 @@ def _existing(data: Data) -> Path:
     return root
 
 
-def _paired(folder: Path, left_out: LeftOut) -> tuple[list[str], list[str]]:
+def _paired(folder: Path, left_out: SkippedItems) -> tuple[list[str], list[str]]:
     """Return the images and masks of one split with the same path up to the extension; others are left out."""
     by_stem: dict[str, dict[str, str]] = {"images": {}, "masks": {}}
     for kind, endings in (("images", EXTENSIONS), ("masks", ("png",))):
         if not (folder / kind).is_dir():
-            near = did_you_mean(kind, [each.name for each in visible(folder)])
+            near = did_you_mean(kind, [each.name for each in visible_entries(folder)])
             raise DataError(f"{str(folder)!r} has no folder {kind}/, which task=segmentation reads.{near}")
-        for name in files_below(folder / kind, left_out):
+        for name in list_files(folder / kind, left_out):
             stem, path = os.path.splitext(name)[0], os.path.join(folder, kind, name)
-            if not has_ending(name, endings):
+            if not has_extension(name, endings):
                 left_out.add(f"files in {kind}/ with other extensions", path)
             elif stem in by_stem[kind]:
                 left_out.add(f"{kind} with the same name as another one", path)
@@ -196,11 +196,11 @@ def _paired(folder: Path, left_out: LeftOut) -> tuple[list[str], list[str]]:
     return [images[stem] for stem in both], [masks[stem] for stem in both]
 
 
-def _tell_unread(root: Path, folders: Sequence[Path], left_out: LeftOut) -> None:
+def _tell_unread(root: Path, folders: Sequence[Path], left_out: SkippedItems) -> None:
     """Report other files and folders in the folder of images and masks."""
     read = {"classes.txt", *(each.name for each in folders or [root / "images", root / "masks"])}
     for folder, known in [(root, read), *((each, {"images", "masks"}) for each in folders)]:
-        for entry in visible(folder):
+        for entry in visible_entries(folder):
             if entry.name not in known:
                 kind = "folders" if is_folder(entry) else "files"
                 left_out.add(f"{kind} that are not read", os.path.relpath(entry.path, root))

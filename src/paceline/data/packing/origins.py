@@ -22,7 +22,7 @@ from paceline.data.image.source import FileSource, SampleSource, SubsetSource, e
 from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
 from paceline.escaping import utf8
-from paceline.files import is_ignored, refuse_odd_kinds
+from paceline.files import is_ignored, refuse_special_inputs
 from paceline.recipe.data import Data
 
 _COMPRESSED = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst"})
@@ -150,7 +150,7 @@ def detect(path: str) -> str:
                 return "parquet" if path.endswith(".parquet") else "webdataset"
             raise DataError(f"there is no {str(root)!r}: correct the path.")
         if not root.is_dir():
-            refuse_odd_kinds(root)
+            refuse_special_inputs(root)
             return _kind_of_file(root)
         return _kind_of_folder(root)
     except PermissionError as error:

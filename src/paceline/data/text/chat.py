@@ -12,7 +12,7 @@ from paceline.data.text.corpus import StoredCorpus, TextDataset, stored
 from paceline.data.text.tables import Row, read_table
 from paceline.data.text.tokenizer import HuggingFaceTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError
-from paceline.files import LeftOut
+from paceline.files import SkippedItems
 from paceline.recipe.data import Data
 
 Asked = NDArray[np.bool_]
@@ -29,7 +29,7 @@ def open_chat(data: Data) -> TextDataset:
     Raises:
         DataError: If the table cannot be read, or a row has no such cells.
     """
-    tokenizer, left_out, context = open_tokenizer(data.text.tokenizer), LeftOut(), data.text.context
+    tokenizer, left_out, context = open_tokenizer(data.text.tokenizer), SkippedItems(), data.text.context
     if data.text.rows == "chunked":
         raise DataError(
             f"data.dataset={data.dataset} keeps samples apart: set data.text.rows to single or packed (found chunked)."
@@ -53,7 +53,7 @@ def open_chat(data: Data) -> TextDataset:
         corpora.append(corpus)
     train, validation = corpora
     if not len(train.lengths):
-        raise DataError("; ".join([f"data.path={data.path} has no answer to learn from", *left_out.told()]) + ".")
+        raise DataError("; ".join([f"data.path={data.path} has no answer to learn from", *left_out.summaries()]) + ".")
     return TextDataset(
         name=data.dataset,
         train=train,
@@ -61,7 +61,7 @@ def open_chat(data: Data) -> TextDataset:
         tokenizer=tokenizer,
         digest=text_digest(tokenizer.digest.encode(), train.digest().encode(), validation.digest().encode()),
         reason=table.reason,
-        left_out=left_out.told(),
+        left_out=left_out.summaries(),
         is_chat=len(table.train[0].cells) == 1,
     )
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from paceline.data.text.tokenizer import TokenIds, Tokenizer, text_digest, tokenizer_from
 from paceline.errors import DataError
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 from paceline.plain_json import load_json
 
 Documents = list[tuple[str, str]]
@@ -218,7 +218,7 @@ def open_tokens(root: Path) -> TextDataset:
         DataError: If it is not such a folder, or a file has the wrong length.
     """
     path = root / MANIFEST
-    refuse_odd_kinds(path)
+    refuse_special_inputs(path)
     try:
         tree = load_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -15,7 +15,7 @@ from paceline.data.text.datasets import python_documentation
 from paceline.data.text.tables import Row, TextTable, read_table
 from paceline.data.text.tokenizer import open_tokenizer, text_digest
 from paceline.errors import DataError
-from paceline.files import LeftOut
+from paceline.files import SkippedItems
 from paceline.recipe.data import Data
 from paceline.registry import open_dataset
 
@@ -58,7 +58,7 @@ def open_labelled(data: Data) -> LabelledTexts:
     return open_dataset(data.dataset, _OPENERS, LabelledTexts, data)
 
 
-def from_rows(data: Data, table: TextTable, left_out: LeftOut, label: str = "") -> LabelledTexts:
+def from_rows(data: Data, table: TextTable, left_out: SkippedItems, label: str = "") -> LabelledTexts:
     """Build a data set from rows of (text, label); texts are cut to ``data.text.context`` tokens.
 
     Args:
@@ -90,7 +90,7 @@ def from_rows(data: Data, table: TextTable, left_out: LeftOut, label: str = "") 
         splits.append(stored(documents, tokenizer))
     begins = len(splits[0].lengths)
     if not begins:
-        raise DataError("; ".join([f"data.path={data.path} has no text to learn from", *left_out.told()]) + ".")
+        raise DataError("; ".join([f"data.path={data.path} has no text to learn from", *left_out.summaries()]) + ".")
     parts = [np.arange(begins), np.arange(begins, len(names))]
     where = str(data.path or data.dataset)
     classes, labels = number_rows(values, parts, names.__getitem__, where, table.features.get(label))
@@ -104,7 +104,7 @@ def from_rows(data: Data, table: TextTable, left_out: LeftOut, label: str = "") 
         tokenizer=tokenizer,
         digest=text_digest(*map(str.encode, content), *(each.tobytes() for each in labels)),
         reason=table.reason,
-        left_out=left_out.told(),
+        left_out=left_out.summaries(),
     )
 
 
@@ -120,7 +120,7 @@ def _open_table(data: Data) -> LabelledTexts:
         found = label
         return [data.text.column, label]
 
-    left_out = LeftOut()
+    left_out = SkippedItems()
     table = read_table(data, choose, left_out)
     return from_rows(data, table, left_out, found)
 
@@ -129,7 +129,7 @@ def _open_docs(data: Data) -> LabelledTexts:
     """Return paragraphs of Python's documentation, each with the kind of its topic; of equal ones the first."""
     kinds = {topic: kind for kind, topics in _KINDS.items() for topic in topics.split()}
     rows: dict[str, Row] = {}
-    left_out = LeftOut()
+    left_out = SkippedItems()
     for topic, text in python_documentation():
         if topic not in kinds:
             left_out.add("topics of other kinds", topic)

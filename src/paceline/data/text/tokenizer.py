@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import DataError
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 from paceline.plain_json import load_json
 
 TokenIds = NDArray[np.int64]
@@ -79,7 +79,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     path = Path(name)
     if path.is_dir():
         return _open_huggingface(path)
-    refuse_odd_kinds(path)
+    refuse_special_inputs(path)
     try:
         tree = load_json(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
@@ -319,7 +319,7 @@ def _open_huggingface(path: Path) -> HuggingFaceTokenizer:
         DataError: If it does not exist.
     """
     file = path / _FILE if path.is_dir() else path
-    refuse_odd_kinds(file)
+    refuse_special_inputs(file)
     try:
         content = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

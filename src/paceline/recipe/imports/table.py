@@ -31,7 +31,7 @@ from typing import Any, Literal, NoReturn, get_args
 import yaml
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 from paceline.plain_yaml import BoundedLoader
 
 Fate = Literal["key", "if_changed", "if_given", "rule", "no_effect", "unsupported"]
@@ -220,7 +220,7 @@ def read_yaml(path: Path, option: str = "") -> Mapping[str, Any]:
     Raises:
         RecipeError: If it is not such a file.
     """
-    refuse_odd_kinds(path)
+    refuse_special_inputs(path)
     said = f"{option} {path}".strip()
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)

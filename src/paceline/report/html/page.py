@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
-from paceline.files import refuse_odd_outputs
+from paceline.files import refuse_special_outputs
 from paceline.pages.page import Block, Marked, Page, Section, Table, Text, Tile, Tiles, write_page
 from paceline.pages.shown import Shown
 from paceline.records.reader import read_summary
-from paceline.records.run_directory import RunDirectory, cannot
+from paceline.records.run_directory import RunDirectory, file_error
 from paceline.report.html.predictions import predictions
 from paceline.report.html.runs import Event, RunRecord, flattened, read_runs
 from paceline.report.html.speed import memory, scaling, speed
@@ -79,14 +79,14 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Report
         RunDirectoryError: If one of them is not a run, or the file cannot be written.
     """
     if output is not None:
-        refuse_odd_outputs(output)
+        refuse_special_outputs(output)
         try:
             with output.open("rb") as file:
                 begins = file.read(len(_PAGE_START))
         except FileNotFoundError:
             begins = b""
         except OSError as error:
-            raise cannot("read", output, error) from error
+            raise file_error("read", output, error) from error
         if begins and begins.lower() != _PAGE_START:
             raise RunDirectoryError(f"'{output}' exists, is not an HTML page, and is not replaced: give another name.")
     runs = read_runs(run_dirs)

@@ -24,7 +24,7 @@ from paceline.data.splits import held_out_among, unread_splits
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 from paceline.escaping import utf8
-from paceline.files import LeftOut, files_below
+from paceline.files import SkippedItems, list_files
 from paceline.plain_json import load_json
 
 _STATE, _INFO, _DICT = "state.json", "dataset_info.json", "dataset_dict.json"
@@ -47,7 +47,7 @@ class HuggingFaceFiles:
     features: Mapping[str, Any]
 
 
-def find_files(path: str | Path, left_out: LeftOut | None = None) -> HuggingFaceFiles | None:
+def find_files(path: str | Path, left_out: SkippedItems | None = None) -> HuggingFaceFiles | None:
     """Find the files of such a dataset in a folder; None if it is not one.
 
     Args:
@@ -57,7 +57,7 @@ def find_files(path: str | Path, left_out: LeftOut | None = None) -> HuggingFace
     Raises:
         DataError: If its metadata cannot be read, or pyarrow is missing.
     """
-    root, left_out = Path(path).expanduser(), LeftOut() if left_out is None else left_out
+    root, left_out = Path(path).expanduser(), SkippedItems() if left_out is None else left_out
     if (root / _DICT).is_file():
         names = [str(name) for name in _read_json(root / _DICT, "splits", list)]
         return _saved(root, {name: root / name for name in names}, left_out)
@@ -77,7 +77,7 @@ def find_files(path: str | Path, left_out: LeftOut | None = None) -> HuggingFace
     return HuggingFaceFiles(root=root, splits=splits, is_parquet=True, features=features)
 
 
-def _saved(root: Path, folders: Mapping[str, Path], left_out: LeftOut) -> HuggingFaceFiles:
+def _saved(root: Path, folders: Mapping[str, Path], left_out: SkippedItems) -> HuggingFaceFiles:
     splits: dict[str, list[Path]] = {}
     features: dict[str, Any] = {}
     for split, folder in folders.items():
@@ -91,7 +91,7 @@ def _saved(root: Path, folders: Mapping[str, Path], left_out: LeftOut) -> Huggin
         features = features or _read_json(folder / _INFO, "features", dict)
     known = {root / _DICT, *(folder / name for folder in folders.values() for name in (_STATE, _INFO))}
     known.update(file for files in splits.values() for file in files)
-    for name in files_below(root, left_out):
+    for name in list_files(root, left_out):
         if root / name not in known:
             left_out.add("files that no state.json names", name)
     return HuggingFaceFiles(root=root, splits=splits, is_parquet=False, features=features)
@@ -127,7 +127,7 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
     Raises:
         DataError: If there is no such dataset, or it does not support random access.
     """
-    left_out = LeftOut()
+    left_out = SkippedItems()
     files = find_files(request.path, left_out)
     if files is None:
         raise _not_there(request.path)
@@ -156,7 +156,7 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
         for part in (lengths[rows], labels[rows], names.ends, names.blob):
             digest.update(np.ascontiguousarray(part).tobytes())
     probed = probe(source, table.parts.train.tolist())
-    return table.opened(source, classes, probed, digest.hexdigest(), left_out=left_out.told())
+    return table.opened(source, classes, probed, digest.hexdigest(), left_out=left_out.summaries())
 
 
 def _not_there(path: Path) -> DataError:

@@ -26,7 +26,7 @@ from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
-from paceline.files import LeftOut, has_ending, is_folder, visible
+from paceline.files import SkippedItems, has_extension, is_folder, visible_entries
 from paceline.machine import cache_folder
 
 WORTH_SECONDS = 0.5  # quicker listings are repeated
@@ -76,7 +76,7 @@ def list_folders(
         used, for people.
     """
     memory, begin, now = cache_file(root), time.perf_counter(), time.time_ns()
-    classes = [sorted(entry.name for entry in visible(folder) if is_folder(entry)) for folder in folders]
+    classes = [sorted(entry.name for entry in visible_entries(folder) if is_folder(entry)) for folder in folders]
     # Recorded before listing, so that concurrent changes are detected.
     paths = [
         path for folder, names in zip(folders, classes, strict=True) for path in (folder, *map(folder.joinpath, names))
@@ -168,7 +168,7 @@ def _list_classes(
 def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
     """Return name and size of every image in a class folder, sorted by name; raises DataError if unlistable."""
     files = []
-    for entry in sorted(visible(folder), key=attrgetter("name")):
+    for entry in sorted(visible_entries(folder), key=attrgetter("name")):
         size: int | None = 0  # broken or cyclic link; reported as a broken image when it is read
         with suppress(OSError):
             found = entry.stat()
@@ -177,8 +177,8 @@ def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
             problems.bad.append(Bad("nested_folders", entry.path))
         elif size is None:  # named pipe, socket or device: reading it may block forever
             problems.bad.append(Bad("special_files", entry.path))
-        elif not has_ending(entry.name, EXTENSIONS):
-            kind = "heic_images" if has_ending(entry.name, ("heic", "heif")) else "other_files"
+        elif not has_extension(entry.name, EXTENSIONS):
+            kind = "heic_images" if has_extension(entry.name, ("heic", "heif")) else "other_files"
             problems.bad.append(Bad(kind, entry.path))
         else:
             files.append((entry.name, size))
@@ -234,7 +234,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
     Raises:
         DataError: If the folder is missing, or has another layout.
     """
-    root, problems, left_out = _existing_folder(request.path), request.problems, LeftOut()
+    root, problems, left_out = _existing_folder(request.path), request.problems, SkippedItems()
     train_folder, held_out_folder = _split_folders(root, problems, score_all=request.score_all)
     folders = [each for each in (train_folder, held_out_folder) if each is not None]
     listings, digest, how = list_folders(root, folders, problems, remembered=not request.tolerant)
@@ -264,7 +264,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
         classes=classes,
         digest=digest,
         listing=how,
-        left_out=left_out.told(),
+        left_out=left_out.summaries(),
     )
 
 
@@ -290,7 +290,7 @@ def unread_entries(path: str | Path) -> Iterator[str]:
     root = Path(path).expanduser()
     for folder in dict.fromkeys([root, *_split_folders(root, Problems(), score_all=False)]):
         if folder is not None:
-            yield from (entry.path for entry in visible(folder) if not is_folder(entry))
+            yield from (entry.path for entry in visible_entries(folder) if not is_folder(entry))
 
 
 def _existing_folder(root: Path) -> Path:
@@ -301,7 +301,7 @@ def _existing_folder(root: Path) -> Path:
     parent, missing = root.parent, root
     while not parent.is_dir():
         parent, missing = parent.parent, parent
-    siblings = [entry.name for entry in visible(parent)]
+    siblings = [entry.name for entry in visible_entries(parent)]
     raise DataError(
         f"data.path is {str(root)!r}, but {str(parent.absolute())!r} has no {missing.name!r}: "
         f"correct the path.{did_you_mean(missing.name, siblings)}"
@@ -310,7 +310,7 @@ def _existing_folder(root: Path) -> Path:
 
 def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[Path, Path | None]:
     """Return the folder of the training classes and that of the held-out ones (None: split off)."""
-    names = sorted(entry.name for entry in visible(root) if is_folder(entry))
+    names = sorted(entry.name for entry in visible_entries(root) if is_folder(entry))
     held_out = next((name for name in _HELD_OUT if name in names), None)
     if "train" not in names:
         if held_out is not None and not score_all:

@@ -16,7 +16,7 @@ from paceline.data.image.sets import TABLE
 from paceline.data.image.source import HeadedSource, JoinedSource, SampleSource, SubsetSource
 from paceline.dataset_registry import dataset, find_dataset
 from paceline.errors import DataError, RecipeError, did_you_mean
-from paceline.files import visible
+from paceline.files import visible_entries
 from paceline.recipe.load import TABLES
 
 
@@ -97,7 +97,7 @@ def _open(request: DatasetRequest, name: str) -> StoredImages:
         raise DataError(
             f"data.mixture names {name!r}, but {str(request.path)!r} (data.path) has no folder of class folders and no "
             f"table ({', '.join(TABLES)}) of that name: correct it."
-            + did_you_mean(name, [each.name for each in visible(request.path)] if request.path.is_dir() else ())
+            + did_you_mean(name, [each.name for each in visible_entries(request.path)] if request.path.is_dir() else ())
         )
     problems = request.problems if request.tolerant else Problems()
     problems.allows_one_class = True  # others may have more

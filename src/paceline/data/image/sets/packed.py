@@ -29,7 +29,7 @@ from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import Ids, Image, Names, SampleSource, with_channels
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 from paceline.plain_json import load_json
 
 MANIFEST = "packed.json"
@@ -208,7 +208,7 @@ def read_manifest(root: Path) -> Manifest:
         DataError: If it is missing or damaged.
     """
     path = root / MANIFEST
-    refuse_odd_kinds(path)
+    refuse_special_inputs(path)
     try:
         tree = load_json(path.read_bytes())
     except FileNotFoundError as error:

@@ -42,7 +42,7 @@ from paceline.data.splits import TEST, TRAIN, VALIDATION, unread_splits
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
-from paceline.files import LeftOut, refuse_odd_kinds
+from paceline.files import SkippedItems, refuse_special_inputs
 from paceline.plain_json import load_json
 from paceline.units import format_bytes
 
@@ -84,14 +84,14 @@ def read_schema(path: Path) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _read_end(path: Path, read: str) -> Any:
-    refuse_odd_kinds(path)
+    refuse_special_inputs(path)
     with reading(path):
         return getattr(require_pyarrow().parquet, read)(mapped(path))
 
 
 def read_stream(path: str | Path) -> Any:
     """Return an Arrow stream as a memory-mapped table; raises DataError and Arrow's errors."""
-    refuse_odd_kinds(path)
+    refuse_special_inputs(path)
     ipc = require_pyarrow().ipc
     # Without threads, which do not exist in a forked loader process.
     found = ipc.open_stream(mapped(path), options=ipc.IpcReadOptions(use_threads=False)).read_all()
@@ -273,7 +273,7 @@ def open_parquet(request: DatasetRequest) -> StoredImages:
     Raises:
         DataError: If there is no such table, or a column or a label is missing.
     """
-    root, left_out = request.path, LeftOut()
+    root, left_out = request.path, SkippedItems()
     if root.is_dir():
         paths = files_ending_in("parquet", root, left_out)
     elif glob.has_magic(str(root)):
@@ -286,7 +286,7 @@ def open_parquet(request: DatasetRequest) -> StoredImages:
     table = ImageTable(root, paths, request)
     if table.kind == "path":
         images = table.open_paths()
-        return replace(images, left_out=(*left_out.told(), *images.left_out))
+        return replace(images, left_out=(*left_out.summaries(), *images.left_out))
     classes, labels = table.labels()
     source = TableSource(table.paths, table.leaf, labels, table.names())
     table.check_present(source)
@@ -295,7 +295,7 @@ def open_parquet(request: DatasetRequest) -> StoredImages:
     for ids in (table.parts.train, table.parts.held_out):
         digest.update(b"-" if ids is None else ids.astype("<i8").tobytes())
     return table.opened(
-        source, classes, probe, digest.hexdigest(), listing=source.described(), left_out=left_out.told()
+        source, classes, probe, digest.hexdigest(), listing=source.described(), left_out=left_out.summaries()
     )
 
 

@@ -23,7 +23,7 @@ from paceline.data.image.sets.archives import downloading
 from paceline.data.image.source import ArraySource, FileSource, Ids, Image, SampleSource, array_digest, with_channels
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
-from paceline.files import LeftOut, files_below, is_ignored_member
+from paceline.files import SkippedItems, is_ignored_member, list_files
 
 PREFIX = "torchvision:"
 _TRAIN = ("train", "trainval", "train-standard", "2021_train")
@@ -371,10 +371,10 @@ def _left_out(sources: Sequence[Made], name: str, root: Path | None) -> tuple[st
             f"data.dataset={PREFIX}{name} treats the hidden file {hidden!r} as an image: remove it, or train with "
             "data.dataset=image_folder, which ignores such files."
         )
-    left_out = LeftOut()
+    left_out = SkippedItems()
     if names and root is not None:
         folder = os.path.commonpath(map(os.path.dirname, names))
-        for each in files_below(root / folder, left_out):
+        for each in list_files(root / folder, left_out):
             if os.path.join(folder, each) not in names:
                 left_out.add("files that torchvision does not list", os.path.join(folder, each))
-    return left_out.told()
+    return left_out.summaries()

@@ -29,7 +29,7 @@ from paceline.data.image.tables import as_label, files_ending_in, number_classes
 from paceline.data.splits import TRAIN, held_out_among, split_of
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
-from paceline.files import LeftOut, has_ending, is_ignored_member
+from paceline.files import SkippedItems, has_extension, is_ignored_member
 from paceline.machine import cache_folder
 from paceline.plain_json import load_json
 
@@ -105,7 +105,9 @@ def _scan(file: MappedFile) -> tuple[list[str], list[tuple[int, int]], list[byte
                         if member.isreg() and not member.issparse():
                             names.append(member.name)
                             places.append((member.offset_data, member.size))
-                            content = archive.extractfile(member) if has_ending(member.name, ("cls", "json")) else None
+                            content = (
+                                archive.extractfile(member) if has_extension(member.name, ("cls", "json")) else None
+                            )
                             labels.append(b"" if content is None else content.read())
                         else:
                             special.append(member.name)
@@ -151,7 +153,7 @@ def open_webdataset(request: DatasetRequest) -> StoredImages:
     Raises:
         DataError: If there are no such tars, or one is damaged, or a sample has no label.
     """
-    left_out = LeftOut()
+    left_out = SkippedItems()
     train_tars, held_out_tars, held_out = _splits(request.path, left_out)
     digest = hashlib.sha256()
     parts = [_read(tars, left_out, digest) for tars in (train_tars, held_out_tars) if tars]
@@ -162,7 +164,7 @@ def open_webdataset(request: DatasetRequest) -> StoredImages:
         held_out,
         classes=classes,
         digest=digest.hexdigest(),
-        left_out=left_out.told(),
+        left_out=left_out.summaries(),
     )
 
 
@@ -181,7 +183,7 @@ def expand(pattern: str) -> list[str]:
     return ["".join(chosen) for chosen in product(*choices)]
 
 
-def _splits(root: Path, left_out: LeftOut) -> tuple[list[Path], list[Path], str]:
+def _splits(root: Path, left_out: SkippedItems) -> tuple[list[Path], list[Path], str]:
     """Return the training tars, the held-out ones, and a description of the split."""
     if not root.is_dir():
         return _tars(str(root)), [], ""
@@ -215,7 +217,9 @@ def _tars(pattern: str) -> list[Path]:
     return found
 
 
-def _read(tars: Sequence[Path], left_out: LeftOut, digest: hashlib._Hash) -> tuple[MappedBytes, Names, list[int | str]]:
+def _read(
+    tars: Sequence[Path], left_out: SkippedItems, digest: hashlib._Hash
+) -> tuple[MappedBytes, Names, list[int | str]]:
     """Return the images' positions, names and labels as written."""
     files = mapped_files(tars)
     names: list[str] = []
@@ -228,7 +232,7 @@ def _read(tars: Sequence[Path], left_out: LeftOut, digest: hashlib._Hash) -> tup
         labels += [_label(index, members, f"{index.names.text(image)} in {file.path}") for image, members in samples]
         rows += [(number, int(index.begin[image]), int(index.length[image])) for image, _ in samples]
     if not rows:
-        unread = " ".join(f"{each}." for each in left_out.told())
+        unread = " ".join(f"{each}." for each in left_out.summaries())
         raise DataError(
             f"{str(tars[0])!r}{' and the others hold' if len(tars) > 1 else ' holds'} no images: expected members "
             f"like 000001.jpg and 000001.cls (images end in {', '.join(EXTENSIONS)}). {unread}".rstrip()
@@ -242,7 +246,7 @@ def _read(tars: Sequence[Path], left_out: LeftOut, digest: hashlib._Hash) -> tup
     return MappedBytes(files, places), found, labels
 
 
-def _samples(file: MappedFile, index: TarIndex, left_out: LeftOut) -> list[tuple[int, dict[str, int]]]:
+def _samples(file: MappedFile, index: TarIndex, left_out: SkippedItems) -> list[tuple[int, dict[str, int]]]:
     """Yield each image's member index, and the member indices of its sample by extension."""
     groups: dict[str, dict[str, int]] = {}
     for member in range(len(index.names)):
@@ -267,7 +271,7 @@ def _samples(file: MappedFile, index: TarIndex, left_out: LeftOut) -> list[tuple
         used = (*images, "cls" if "cls" in members else "json") if images else ()
         for suffix, member in members.items():
             if suffix not in used:
-                reason = _DOTTED if has_ending(suffix, EXTENSIONS) else _OTHER
+                reason = _DOTTED if has_extension(suffix, EXTENSIONS) else _OTHER
                 left_out.add(reason, index.names.text(member))
     for number in range(len(index.special)):
         if not is_ignored_member(index.special.text(number).removeprefix("./")):
