@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware import write_result
-from resume import RECIPE, Launch, audit_objections, last_step, newest_checkpoint, outcome, row, write_photos
+from resume import RECIPE, Launch, audit_problems, last_step, newest_checkpoint, outcome, row, write_photos
 
 WORLDS = (4, 2, 1)
 LONGEST_DELAY_SECONDS = 0.4  # several steps: the kill comes anywhere within one, or between
@@ -75,7 +75,7 @@ def schedule(run: Path, steps: int, expected: dict[str, Any], lot: random.Random
         kill_once(run, WORLDS[1], steps // 2, steps - 10, lot),
     ]
     train(run, WORLDS[2])
-    found, objections = outcome(run), audit_objections(run)
+    found, objections = outcome(run), audit_problems(run)
     differs = [key for key in expected if found[key] != expected[key]]
     return {"kills": kills, "differs_in": differs, "audit_objections": objections, "equal": not differs + objections}
 

@@ -232,7 +232,7 @@ def outcome(run: Path) -> dict[str, Any]:
     return {**{key: summary[key] for key in keys}, "records": records}
 
 
-def audit_objections(run: Path) -> list[str]:
+def audit_problems(run: Path) -> list[str]:
     """What ``paceline audit`` has to object."""
     command = [sys.executable, "-m", "paceline", "audit", str(run), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -265,7 +265,7 @@ def trial(run: Path, at: int, which: str, expected: dict[str, Any], lot: random.
             raise RuntimeError(f"the resumed run failed:\n{launch.log()}")
     finally:
         launch.end()
-    found, objections = outcome(run), audit_objections(run)
+    found, objections = outcome(run), audit_problems(run)
     return {
         "kill_step": reached,
         "killed": which,

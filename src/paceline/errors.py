@@ -85,7 +85,7 @@ class OtherProcessError(TrainingError):
     """The run failed on another process, whose error has the details."""
 
 
-_SIMILAR, _MAX_GAP = 0.6, 0.15  # similarity from 0 to 1
+_CUTOFF, _MAX_GAP = 0.6, 0.15  # similarity from 0 to 1
 
 
 def did_you_mean(value: str, options: Iterable[str], *, count: int = 3, shown: Callable[[str], str] = str) -> str:
@@ -95,12 +95,12 @@ def did_you_mean(value: str, options: Iterable[str], *, count: int = 3, shown: C
         value: The given name. options: The possible names. count: Maximum number of names.
         shown: How a name is written in the sentence, if that differs from how names are compared.
     """
-    close = difflib.get_close_matches(value, list(options), n=count, cutoff=_SIMILAR)
-    if not close:
+    matches = difflib.get_close_matches(value, list(options), n=count, cutoff=_CUTOFF)
+    if not matches:
         return ""
-    threshold = _similarity(close[0], value) - _MAX_GAP  # drops weak matches next to a close one
-    close = [name for name in close if _similarity(name, value) >= threshold]
-    return f" Did you mean {' or '.join(repr(shown(name)) for name in close)}?"
+    threshold = _similarity(matches[0], value) - _MAX_GAP  # drops weak matches next to a close one
+    matches = [name for name in matches if _similarity(name, value) >= threshold]
+    return f" Did you mean {' or '.join(repr(shown(name)) for name in matches)}?"
 
 
 def _similarity(name: str, value: str) -> float:

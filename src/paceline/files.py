@@ -159,8 +159,8 @@ def list_files(root: str | Path, skipped: SkippedItems) -> list[str]:
     Raises:
         DataError: If a folder cannot be listed.
     """
-    top = os.path.realpath(root)
-    seen = {_identity(each) for each in (top, *map(str, Path(top).parents))}
+    real_root = os.path.realpath(root)
+    seen = {_identity(each) for each in (real_root, *map(str, Path(real_root).parents))}
     paths: list[str] = []
     folders, links = [""], list[str]()
     while folders or links:

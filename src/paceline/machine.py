@@ -13,8 +13,8 @@ _PROCESS_GROUPS = Path("/proc/self/cgroup")
 
 def available_cores() -> int:
     """Count the cores this process may use, by its affinity and, on Linux, its cpusets and CPU quota."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(bound, int(cpu_quota() or bound)))
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(affinity, int(cpu_quota() or affinity)))
 
 
 def busy_message(load: float | None = None) -> str:
@@ -50,11 +50,11 @@ def cpu_quota(groups: Path = _CGROUPS, process_groups: Path = _PROCESS_GROUPS) -
     A container with `--cpus=2` sees all cores of its host, and is throttled whenever it uses more than two.
     """
     quotas = []
-    for folder in _folders("cpu", groups, process_groups):
+    for folder in _cgroup_folders("cpu", groups, process_groups):
         quota = _read_fields(folder / "cpu.max")  # version 2: quota and period, in microseconds
-        parts = quota or _read_fields(folder / "cpu.cfs_quota_us") + _read_fields(folder / "cpu.cfs_period_us")
-        if len(parts) == 2 and parts[0].isdigit() and int(parts[1]) > 0:
-            quotas.append(int(parts[0]) / int(parts[1]))
+        quota = quota or _read_fields(folder / "cpu.cfs_quota_us") + _read_fields(folder / "cpu.cfs_period_us")
+        if len(quota) == 2 and quota[0].isdigit() and int(quota[1]) > 0:
+            quotas.append(int(quota[0]) / int(quota[1]))
     return min(quotas, default=None)
 
 
@@ -62,7 +62,7 @@ def memory_limit(groups: Path = _CGROUPS, process_groups: Path = _PROCESS_GROUPS
     """Return the memory limit of this process's control groups in bytes; None without a limit."""
     limits = [
         int(field)
-        for folder in _folders("memory", groups, process_groups)
+        for folder in _cgroup_folders("memory", groups, process_groups)
         for name in ("memory.max", "memory.limit_in_bytes")
         for field in _read_fields(folder / name)
         if field.isdigit()
@@ -91,7 +91,7 @@ def cache_folder() -> Path:
         return Path(os.devnull) / "paceline"
 
 
-def _folders(controller: str, groups: Path, process_groups: Path) -> Iterator[Path]:
+def _cgroup_folders(controller: str, groups: Path, process_groups: Path) -> Iterator[Path]:
     """Yield the folders of this process's control group and its parents, of version 1 or 2."""
     try:
         lines = process_groups.read_text(encoding="utf-8", errors="replace").splitlines()

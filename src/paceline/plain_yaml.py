@@ -24,7 +24,7 @@ _TWO_READINGS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]
 _SWITCHES = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
 
 
-class AsWritten(str):
+class AmbiguousScalar(str):
     """An unquoted scalar that programs read differently, such as ``1e3``, ``010`` or ``off``; its field decides."""
 
     __slots__ = ()
@@ -38,8 +38,8 @@ class AsWritten(str):
         Raises:
             ValueError: If programs read it as different numbers.
         """
-        if as_switch(self) is not self:
-            return as_switch(self)
+        if to_boolean(self) is not self:
+            return to_boolean(self)
         if _TWO_READINGS.fullmatch(self):
             raise ValueError(f"found {self}, which YAML parsers read differently; write a plain number, or '{self}'")
         with contextlib.suppress(ValueError):
@@ -53,9 +53,9 @@ class AsWritten(str):
         return number
 
 
-def as_switch(value: object) -> object:
+def to_boolean(value: object) -> object:
     """Return the boolean that ``on``, ``off``, ``yes`` or ``no`` stands for, and any other value unchanged."""
-    return _SWITCHES.get(value.lower(), value) if isinstance(value, AsWritten) else value
+    return _SWITCHES.get(value.lower(), value) if isinstance(value, AmbiguousScalar) else value
 
 
 class BoundedLoader(yaml.SafeLoader):
@@ -126,7 +126,8 @@ class BoundedLoader(yaml.SafeLoader):
 class PlainLoader(BoundedLoader):
     """YAML in which a scalar is an integer, true, false or null only if every program agrees.
 
-    Numbers of other forms and switches are :class:`AsWritten`, and everything else is text. Keys are text as written.
+    Numbers of other forms and switches are :class:`AmbiguousScalar`, and everything else is text. Keys are text as
+    written.
     """
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: tuple[bool, bool]) -> str:
@@ -152,7 +153,7 @@ class PlainLoader(BoundedLoader):
         return yaml.ScalarNode(tag, key.value, key.start_mark, key.end_mark)
 
 
-PlainLoader.add_constructor(_AS_WRITTEN, lambda _, node: AsWritten(node.value))
+PlainLoader.add_constructor(_AS_WRITTEN, lambda _, node: AmbiguousScalar(node.value))
 
 
 class PlainDumper(yaml.SafeDumper):
@@ -183,7 +184,7 @@ def yaml_line(value: Any) -> str:
 
 
 def resolve_values(value: Any) -> Any:
-    """Return a value with every :class:`AsWritten` in it settled.
+    """Return a value with every :class:`AmbiguousScalar` in it settled.
 
     Raises:
         ValueError: If one is ambiguous.
@@ -191,10 +192,11 @@ def resolve_values(value: Any) -> Any:
     match value:
         case dict():
             return {
-                int(key) if isinstance(key, AsWritten) else key: resolve_values(item) for key, item in value.items()
+                int(key) if isinstance(key, AmbiguousScalar) else key: resolve_values(item)
+                for key, item in value.items()
             }
         case list():
             return [resolve_values(item) for item in value]
-        case AsWritten():
+        case AmbiguousScalar():
             return value.resolve()
     return value

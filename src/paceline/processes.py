@@ -97,7 +97,7 @@ class ProcessGroup:
         children: The processes started so far.
     """
 
-    good_codes: tuple[int, ...] = (0,)
+    success_codes: tuple[int, ...] = (0,)
     signals: Sequence[int] = ()
     grace_seconds: float = 0.0
     children: list[Child] = field(default_factory=list)
@@ -148,15 +148,17 @@ class ProcessGroup:
         """
         deadline = time.monotonic() + timeout
         failure_at = end_at = math.inf
-        died: list[Child] = []
+        failures: list[Child] = []
         while True:
             running = [child for child in self.children if child.code is None]
             ended = [child for child in self.children if child.process.returncode is not None]
-            died += [child for child in ended if child.process.returncode not in self.good_codes and child not in died]
+            failures += [
+                child for child in ended if child.process.returncode not in self.success_codes and child not in failures
+            ]
             if not running:
-                return WaitResult(tuple(died))
+                return WaitResult(tuple(failures))
             now = time.monotonic()
-            if died or failed():
+            if failures or failed():
                 failure_at = min(failure_at, now)
             if ended:
                 end_at = min(end_at, now)
@@ -169,7 +171,7 @@ class ProcessGroup:
             for reason, applies in reasons.items():
                 if applies:
                     self.kill()
-                    return WaitResult(tuple(died), tuple(running), reason)
+                    return WaitResult(tuple(failures), tuple(running), reason)
             for number in self.signals[self._signals_sent :]:
                 self.send(number)
                 self._signals_sent += 1
@@ -231,7 +233,7 @@ class ProcessGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill(detached=any(child.code not in self.good_codes for child in self.children))
+        self.kill(detached=any(child.code not in self.success_codes for child in self.children))
 
 
 @contextmanager

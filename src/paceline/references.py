@@ -55,11 +55,13 @@ def call_reference(key: str, reference: str, target: Any, error: type[PacelineEr
     """
     try:
         return target(*arguments)
-    except TypeError as wrong:
-        if wrong.__traceback__ is not None and wrong.__traceback__.tb_next is not None:
+    except TypeError as mismatch:
+        if mismatch.__traceback__ is not None and mismatch.__traceback__.tb_next is not None:
             raise  # inside the called code
         types = ", ".join(type(each).__name__ for each in arguments)
-        raise error(f"{key}={reference} cannot be called with ({types}): {wrong}. Name a factory for {key}.") from None
+        raise error(
+            f"{key}={reference} cannot be called with ({types}): {mismatch}. Name a factory for {key}."
+        ) from None
 
 
 def load_reference(reference: str, error: type[PacelineError], *, installed: bool = False) -> Any:

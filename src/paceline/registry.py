@@ -69,6 +69,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "distillation": "paceline.tasks.distillation:Distillation",
         "language_modeling": "paceline.tasks.language_modeling:LanguageModeling",
         "text_classification": "paceline.tasks.text_classification:TextClassification",
+        "token_classification": "paceline.tasks.token_classification:TokenClassification",
         "recommendation": "paceline.tasks.recommendation:Recommendation",
         "detection": "paceline.tasks.detection:Detection",
         "segmentation": "paceline.tasks.segmentation:Segmentation",

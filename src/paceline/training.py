@@ -117,7 +117,7 @@ def _train_in_processes(
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
         signals = stack.enter_context(received_signals(STOP_SIGNALS)) if is_main else []
-        group = stack.enter_context(ProcessGroup(good_codes=(0, 75), signals=signals))
+        group = stack.enter_context(ProcessGroup(success_codes=(0, 75), signals=signals))
         path = scratch / f"{loaded.name}.yaml"
         path.write_text(to_yaml(recipe), encoding="utf-8")
         arguments = [str(path), "--processes", str(processes), "--run-dir", str(root), "--resume", options.resume]
@@ -132,7 +132,7 @@ def _train_in_processes(
         group.wait()
         reader.join()
         stderr = (scratch / "errors").read_text(encoding="utf-8", errors="replace")
-        if child.code not in group.good_codes:
+        if child.code not in group.success_codes:
             failure = RecipeError if child.code == 2 else TrainingError
             raise failure(stderr.strip().removeprefix("paceline: ") or child.exit_message)
         sys.stderr.write(stderr)  # warnings

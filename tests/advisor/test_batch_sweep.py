@@ -199,7 +199,7 @@ def made_up(knee: float = 100) -> Swept:
         lr_rules=("linear", "constant"),
         seeds=3,
     )
-    return Swept(asked=request, target=TARGET, loaded=loaded, base_rate=0.2, runs=runs)
+    return Swept(options=request, target=TARGET, loaded=loaded, base_rate=0.2, runs=runs)
 
 
 def test_the_knee_is_found_and_shown(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_a_sweep_that_does_not_bound_its_knee_is_still_shown(
 ) -> None:
     swept = made_up()
     runs = {key: replace(run, steps=steps_of(run.batch, run.seed)) for key, run in swept.runs.items()}
-    report = conclude(replace(swept, asked=replace(swept.asked, lr_rules=("linear",)), runs=runs))
+    report = conclude(replace(swept, options=replace(swept.options, lr_rules=("linear",)), runs=runs))
     assert said in knee_in_words(report.rules[0])
     assert all("nan" not in cell for row in table_rows(report.rules[0]) for cell in row)
     assert len(write_result(tmp_path, "sweep-batch", report)) == 2
@@ -247,6 +247,6 @@ def test_the_best_rate_is_the_one_with_which_most_get_there() -> None:
             steps = {0.05: 10.0, 0.2: 80.0, 0.4: 60.0}.get(rate, 500.0)
             run = replace(swept.runs[64, 0.2, 0], lr=rate, seed=seed, reached=there, steps=steps)
             runs[run.key] = run
-    tuned = replace(swept, asked=replace(swept.asked, batch_sizes=(64,), lr_rules=("tuned",)), runs=runs)
+    tuned = replace(swept, options=replace(swept.options, batch_sizes=(64,), lr_rules=("tuned",)), runs=runs)
     (row,) = conclude(tuned).rules[0].rows
     assert (row.lr, row.reached) == (0.4, 3)

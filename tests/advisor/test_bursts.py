@@ -72,7 +72,7 @@ def recipe(path: Path, task: str = "") -> Recipe:
 @pytest.fixture(scope="module")
 def measured(tiny_recipe: Path, tasks: Path) -> dict[str, Any]:
     """Some variants in one go."""
-    from paceline_advisor.bench.interleaved import Variant, run_bursts
+    from paceline_advisor.bench.interleaved import Variant, run_interleaved
 
     variants = {
         "plain": recipe(tiny_recipe),
@@ -81,7 +81,7 @@ def measured(tiny_recipe: Path, tasks: Path) -> dict[str, Any]:
         "starved, computing": Variant(recipe=recipe(tiny_recipe, "Starved"), part="compute"),
         "starved, data": Variant(recipe=recipe(tiny_recipe, "Starved"), part="data"),
     }
-    return run_bursts(variants, rounds=4, block_seconds=0.2)
+    return run_interleaved(variants, rounds=4, block_seconds=0.2)
 
 
 def test_what_takes_longer_is_told_apart(measured: dict[str, Any]) -> None:
@@ -118,12 +118,12 @@ def test_parts_are_measured_by_themselves(measured: dict[str, Any]) -> None:
 
 
 def test_who_fails_is_reported_and_the_others_go_on(tiny_recipe: Path, tasks: Path) -> None:
-    from paceline_advisor.bench.interleaved import run_bursts
+    from paceline_advisor.bench.interleaved import run_interleaved
 
     variants = {name: recipe(tiny_recipe, task) for name, task in (("a", ""), ("b", "Greedy"), ("c", "Dying"))}
     variants["d"] = load_recipe(tiny_recipe, {"model.name": "no_such_network"}).recipe
     said: list[str] = []
-    found = run_bursts(variants, rounds=2, block_seconds=0.1, say=said.append)
+    found = run_interleaved(variants, rounds=2, block_seconds=0.1, log=said.append)
     assert (found["a"].trouble, len(found["a"].rounds)) == ("", 2)
     assert found["b"].out_of_memory
     assert "allocate memory" in found["b"].trouble
@@ -135,9 +135,9 @@ def test_who_fails_is_reported_and_the_others_go_on(tiny_recipe: Path, tasks: Pa
 
 
 def test_several_processes_make_one_variant(tiny_recipe: Path, tasks: Path) -> None:
-    from paceline_advisor.bench.interleaved import run_bursts
+    from paceline_advisor.bench.interleaved import run_interleaved
 
-    found = run_bursts({"two": recipe(tiny_recipe)}, rounds=2, block_seconds=0.1, processes=2)["two"]
+    found = run_interleaved({"two": recipe(tiny_recipe)}, rounds=2, block_seconds=0.1, processes=2)["two"]
     assert found.trouble == ""
     assert found.facts["micro_batch_size"] == 8
     assert all(each.samples <= 16 * each.steps for each in found.rounds)
@@ -145,10 +145,10 @@ def test_several_processes_make_one_variant(tiny_recipe: Path, tasks: Path) -> N
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_what_is_measured_is_the_recipe_without_an_end(name: str, tmp_path: Path) -> None:
-    from paceline_advisor.bench.interleaved import for_bursts
+    from paceline_advisor.bench.interleaved import recipe_for_timing
 
     recipe = load_recipe(name).recipe
-    endless = for_bursts(recipe)
+    endless = recipe_for_timing(recipe)
     (tmp_path / "endless.yaml").write_text(to_yaml(endless))
     assert load_recipe(tmp_path / "endless.yaml").recipe == endless
     assert (endless.model, endless.data, endless.batch, endless.optimizer) == (

@@ -9,8 +9,8 @@ import pytest
 from paceline.errors import LaunchError, PacelineError, RecipeError
 from paceline.recipe.load import load_recipe
 from paceline_advisor.commands import Drill
+from paceline_advisor.drill.context import DrillContext
 from paceline_advisor.drill.faults import _copy_of_a_class, all_faults
-from paceline_advisor.drill.ground import Ground
 from paceline_advisor.drill.study import SHORTEST, drill, shortened
 
 
@@ -64,11 +64,11 @@ def test_a_rank_of_a_launch_cannot_drill(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_run_that_is_refused_once_it_has_been_planned_is_a_mistake_too(tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
     (tmp_path / "undisturbed" / "mine.txt").write_text("")
-    ground = Ground(
+    context = DrillContext(
         recipe="digits", overrides=(), processes=1, steps=SHORTEST, every=2, scratch=tmp_path, limit_seconds=100
     )
     with pytest.raises(PacelineError, match=r"without a fault \(exit code 2\): .* is not empty") as caught:
-        ground.train_undisturbed(ground.undisturbed)
+        context.train_undisturbed(context.undisturbed)
     assert caught.value.exit_code == 2
 
 

@@ -22,11 +22,11 @@ from paceline.recipe.load import load_recipe
 from paceline.tasks.task import Task, build_task
 from paceline.world import World
 from paceline_advisor.commands import Prove
-from paceline_advisor.prove.notes import Orders
+from paceline_advisor.prove.notes import RecorderConfig
+from paceline_advisor.prove.recorder import REFERENCE, Recorder
 from paceline_advisor.prove.reference import difference
-from paceline_advisor.prove.runs import Sizes, set_aside, shortened
+from paceline_advisor.prove.runs import Sizes, shortened, unproved_settings
 from paceline_advisor.prove.study import prove
-from paceline_advisor.prove.witness import REFERENCE, Witness
 
 Proof, Failed = Callable[..., Any], Callable[..., set[str]]
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -296,9 +296,11 @@ def test_what_is_rehearsed_is_not_taken_for_training(
 
 def test_of_a_detector_s_pictures_some_are_taken_from_all_over(tmp_path: Path) -> None:
     task = build_task(load_recipe("shapes-maskrcnn").recipe)
-    orders = Orders(task=REFERENCE, folder=str(tmp_path), samples=5, evaluation_samples=3, double=True, kept_steps=())
+    orders = RecorderConfig(
+        task=REFERENCE, folder=str(tmp_path), samples=5, evaluation_samples=3, double=True, kept_steps=()
+    )
     whole = task.dataset
-    facts = Witness(task, orders).data_facts(World())
+    facts = Recorder(task, orders).data_facts(World())
     assert (facts.train_samples, facts.evaluation_samples) == (5, 3)
     few = task.dataset
     assert (len(few.train), len(few.validation)) == (5, 3)
@@ -310,7 +312,7 @@ def test_of_a_detector_s_pictures_some_are_taken_from_all_over(tmp_path: Path) -
         assert np.array_equal(*boxes)
 
 
-# What is for other machines, or of no use to a short run, is set aside, and told
+# What is for other machines, or of no use to a short run, is left out, and reported
 
 
 def test_adapters_that_drop_are_no_mistake(proof: Proof, failed: Failed) -> None:
@@ -355,9 +357,9 @@ def test_a_task_that_knows_no_views_is_refused_by_its_own_name(proof: Any, tiny_
         proof(task=make, overrides={"evaluate.augment": "flip"})
 
 
-def test_whatever_a_task_can_be_asked_the_witness_passes_on() -> None:
+def test_recorder_forwards_every_task_method() -> None:
     hooks = {name for name, each in vars(Task).items() if callable(each)} - {"__init__"}
-    assert hooks <= set(vars(Witness))
+    assert hooks <= set(vars(Recorder))
 
 
 def test_adapters_drop_nothing_in_short_runs(tiny_recipe: Path) -> None:
@@ -365,4 +367,4 @@ def test_adapters_drop_nothing_in_short_runs(tiny_recipe: Path) -> None:
     recipe = load_recipe(tiny_recipe, overrides).recipe
     adapters = shortened(recipe, Sizes.of(52, 21, 1), micro_batch=4).model.adapters
     assert (adapters.rank, adapters.dropout) == (2, 0.0)
-    assert set(set_aside(recipe)) == {"model.adapters.dropout=0.2", "parallel.strategy=ddp"}
+    assert set(unproved_settings(recipe)) == {"model.adapters.dropout=0.2", "parallel.strategy=ddp"}

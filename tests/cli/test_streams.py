@@ -85,7 +85,7 @@ def test_nor_do_several_ranks_need_streams(tiny: tuple[str, ...], tmp_path: Path
 
 def test_a_closed_stream_shares_its_number_with_no_file(tmp_path: Path) -> None:
     """What writes to number 1 or 2, as C libraries do, would otherwise write into a file of the run."""
-    program = "import os; from paceline.cli.streams import hold_streams; hold_streams(); os._exit(os.open('file', 65))"
+    program = "import os; from paceline.cli.streams import wrap_streams; hold_streams(); os._exit(os.open('file', 65))"
     done = subprocess.run(
         ["bash", "-c", f'exec "{sys.executable}" -c "{program}" <&- >&- 2>&-'],
         cwd=tmp_path,

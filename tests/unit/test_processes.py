@@ -133,7 +133,7 @@ def test_graces_let_others_end_by_themselves() -> None:
 
 def test_a_storm_of_signals_reaches_the_child_alone(tmp_path: Path) -> None:
     path = tmp_path / "ready"
-    with received_signals([signal.SIGTERM]) as received, ProcessGroup(good_codes=(0, 75), signals=received) as group:
+    with received_signals([signal.SIGTERM]) as received, ProcessGroup(success_codes=(0, 75), signals=received) as group:
         child = start(group, COUNTS.format(path=str(path)))
         wait_for(path)
 

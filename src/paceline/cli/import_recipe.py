@@ -61,12 +61,14 @@ class Import:
         from paceline.models.build import published_settings
         from paceline.recipe.imports.timm import InputSettings, convert_timm, read_timm
 
-        read, given = read_timm(self.source)
-        name = str(given.get("model", "resnet50"))
+        options, arguments = read_timm(self.source)
+        name = str(arguments.get("model", "resnet50"))
         settings = published_settings(name)
         if settings is None:
             echo(f"Note: the installed timm has no network {name}; its image settings are not known.", err=True)
-        return convert_timm(read, given, settings or InputSettings(), processes=self.processes, skipped=self.skip)
+        return convert_timm(
+            options, arguments, settings or InputSettings(), processes=self.processes, skipped=self.skip
+        )
 
     def stream(self, *, as_json: bool) -> int:
         """Write the recipe and report on the conversion.
@@ -93,8 +95,8 @@ class Import:
         if output is None:
             echo(conversion.to_yaml(), nl=False)
         lines: list[str] = []
-        for place, title in (("mapped", "Mapped"), ("listed", "No effect here")):
-            entries = [each for each in conversion.entries if each.place == place]
+        for outcome, title in (("mapped", "Mapped"), ("listed", "No effect here")):
+            entries = [each for each in conversion.entries if each.place == outcome]
             lines += [f"{title}: {len(entries)}"] if entries else []
             typed = [
                 each.option if each.value is True else f"{each.option} {shown_value(each.value)}" for each in entries

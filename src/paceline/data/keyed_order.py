@@ -13,7 +13,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.random_draws import seed_of
+from paceline.data.random_draws import derive_seed
 from paceline.data.slices import SampleIds
 
 _ROUNDS = 8
@@ -41,7 +41,7 @@ class KeyedOrder:
         self._different = samples // repeats
         high = math.isqrt(self._different - 1) + 1
         self._bases = np.uint64(high), np.uint64(-(-self._different // high))
-        self._keys = np.random.Philox(key=[seed_of(seed, _PURPOSE), epoch]).random_raw(_ROUNDS)
+        self._keys = np.random.Philox(key=[derive_seed(seed, _PURPOSE), epoch]).random_raw(_ROUNDS)
 
     def __len__(self) -> int:
         return self._samples

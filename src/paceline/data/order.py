@@ -19,8 +19,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.balance import Costliest, SampleLengths, StepLoad, dealt_to_steps, even_bounds, shared_out
-from paceline.data.class_balance import ClassDraws, drawn_order
+from paceline.data.balance import (
+    LargestMicroBatch,
+    SampleLengths,
+    StepLoad,
+    balance_steps,
+    even_bounds,
+    partition_costs,
+)
+from paceline.data.class_balance import ClassDraws, sampled_order
 from paceline.data.keyed_order import KeyedOrder
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights
 from paceline.plan.epochs import SORTED_AT_MOST, Epochs
@@ -58,7 +65,7 @@ _keyed_order = lru_cache(maxsize=2)(KeyedOrder)
 @lru_cache(maxsize=2)
 def balanced_order(seed: int, epoch: int, lengths: SampleLengths, batch_size: int) -> SampleIds:
     """The same for samples of unequal length: steps of ``batch_size`` samples have similar token counts."""
-    order = dealt_to_steps(epoch_order(seed, epoch, len(lengths.tokens)), lengths.tokens, batch_size)
+    order = balance_steps(epoch_order(seed, epoch, len(lengths.tokens)), lengths.tokens, batch_size)
     order.flags.writeable = False
     return order
 
@@ -71,7 +78,7 @@ def _balanced_cut(
     order = balanced_order(seed, epoch, lengths, batch_size)
     ids = order[position * batch_size : (position + 1) * batch_size]
     ids = ids[np.argsort(-lengths.tokens[ids], kind="stable")]
-    places, bounds = shared_out(lengths.padded(ids), logical_ranks)
+    places, bounds = partition_costs(lengths.padded(ids), logical_ranks)
     return ids[places], bounds
 
 
@@ -162,7 +169,7 @@ class StepGeometry:
             processes=processes,
         )
 
-    def costliest(self, first: int, last: int) -> Costliest | None:
+    def costliest(self, first: int, last: int) -> LargestMicroBatch | None:
         """Return the largest micro-batch of steps ``first`` to ``last`` (excluded).
 
         Of the steps after the first 200, only those with the longest sample or largest picture of the first two epochs
@@ -179,17 +186,17 @@ class StepGeometry:
             # A resumed run may have passed this epoch's longest sample.
             begun = (each for each in (epoch, epoch + 1) if self.epochs.first_step(each) < last)
             later = [step for each in begun if first <= (step := self._step_of_longest(each)) < last]
-        found = self._costliest_of(range(first, min(last, first + _LOOKED_AT)))
+        largest = self._costliest_of(range(first, min(last, first + _LOOKED_AT)))
         longest = self._costliest_of(later)
-        return longest if longest and found and longest.positions > found.positions else found
+        return longest if longest and largest and longest.positions > largest.positions else largest
 
-    def _costliest_of(self, steps: Iterable[int]) -> Costliest | None:
-        found = (
-            Costliest(positions=cost, step=step, logical_rank=rank)
+    def _costliest_of(self, steps: Iterable[int]) -> LargestMicroBatch | None:
+        candidates = (
+            LargestMicroBatch(positions=cost, step=step, logical_rank=rank)
             for step in steps
             for rank, cost in enumerate(self._areas(step) if self.lengths is None else self._costs(step, self.lengths))
         )
-        return max(found, default=None)
+        return max(candidates, default=None)
 
     def _step_of_longest(self, epoch: int) -> int:
         """Return the step that has the epoch's longest sample, or its largest picture."""
@@ -225,7 +232,7 @@ class StepGeometry:
 
     def _order(self, epoch: int) -> SampleIds | KeyedOrder:
         if self.draws is not None:
-            return drawn_order(self.seed, epoch, self.draws, self.repeats)
+            return sampled_order(self.seed, epoch, self.draws, self.repeats)
         if self._balances is None and self.samples > SORTED_AT_MOST:
             return _keyed_order(self.seed, epoch, self.samples, self.repeats)
         if self._balances is None:
@@ -319,7 +326,7 @@ def _parts(bounds: tuple[int, ...], world: World, *, in_step: bool) -> tuple[_Pa
 
 def evaluation_rounds(samples: int, batch_size: int, world: World, shapes: SampleShapes | None = None) -> int:
     """Return the maximum number of evaluation batches of any process."""
-    batches = sum(math.ceil(len(ids) / batch_size) for _, ids in _alike(samples, shapes))
+    batches = sum(math.ceil(len(ids) / batch_size) for _, ids in _group_by_shape(samples, shapes))
     return math.ceil(batches / world.world_size)
 
 
@@ -333,18 +340,18 @@ def evaluation_slices(
     grouped by shape, and a batch holds samples of one shape.
     """
     batches = [
-        (shape, ids[at : at + batch_size])
-        for shape, ids in _alike(samples, shapes)
-        for at in range(0, len(ids), batch_size)
+        (shape, ids[start : start + batch_size])
+        for shape, ids in _group_by_shape(samples, shapes)
+        for start in range(0, len(ids), batch_size)
     ]
     for index in range(world.rank, len(batches), world.world_size):
         shape, ids = batches[index]
         yield SampleSlice(step=index, epoch=0, logical_rank=index, ids=ids, step_weight=len(ids), shape=shape)
 
 
-def _alike(samples: int, shapes: SampleShapes | None) -> list[tuple[tuple[int, int] | None, SampleIds]]:
+def _group_by_shape(samples: int, shapes: SampleShapes | None) -> list[tuple[tuple[int, int] | None, SampleIds]]:
     """Return the samples of each shape, in order."""
     if shapes is None:
         return [(None, np.arange(samples))]
-    distinct, which = np.unique(shapes, axis=0, return_inverse=True)
-    return [((int(h), int(w)), np.flatnonzero(which.ravel() == index)) for index, (h, w) in enumerate(distinct)]
+    distinct, group = np.unique(shapes, axis=0, return_inverse=True)
+    return [((int(h), int(w)), np.flatnonzero(group.ravel() == index)) for index, (h, w) in enumerate(distinct)]

@@ -213,7 +213,7 @@ def _launch_once(arguments: Sequence[str], processes: int, cores: int, restart: 
     with tempfile.TemporaryDirectory(prefix="paceline-launch-") as name:
         scratch = Path(name)
         with ProcessGroup(
-            good_codes=(0, STOPPED_EXIT_CODE), signals=received, grace_seconds=LOADER_GRACE_SECONDS
+            success_codes=(0, STOPPED_EXIT_CODE), signals=received, grace_seconds=LOADER_GRACE_SECONDS
         ) as group:
             for rank in range(processes):
                 environment = {

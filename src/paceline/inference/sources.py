@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from paceline.data.image.dataset import BAD
+from paceline.data.image.dataset import SKIP_REASONS
 from paceline.data.image.decode import BrokenImageError, read_file
 from paceline.data.image.source import EXTENSIONS
 from paceline.errors import DataError
@@ -76,7 +76,7 @@ def is_image_name(name: str) -> bool:
 
 def _why_not(name: str) -> str:
     """Explain why a file without an image extension is skipped."""
-    return BAD["heic_images"] if has_extension(name, ("heic", "heif")) else OTHERS
+    return SKIP_REASONS["heic_images"] if has_extension(name, ("heic", "heif")) else OTHERS
 
 
 def _content_of(path: Path) -> bytes:

@@ -162,9 +162,9 @@ def _body(page: Page, charts: Sequence[Chart]) -> Iterator[str]:
     numbers = count(1)
     for at, section in enumerate(page.sections):
         yield f'<section aria-labelledby="section-{at}"><h2 id="section-{at}">{html_text(section.title)}</h2>'
-        for are_charts, together in groupby(section.blocks, key=lambda block: isinstance(block, Chart)):
+        for are_charts, group in groupby(section.blocks, key=lambda block: isinstance(block, Chart)):
             yield '<div class="charts">' * are_charts
-            for block in together:
+            for block in group:
                 yield from block.html(next(numbers)) if isinstance(block, Chart) else block.html()
             yield "</div>" * are_charts
         yield "</section>"

@@ -16,8 +16,8 @@ from paceline.errors import RecipeError
 from paceline.units import Duration
 
 SORTED_AT_MOST = 2**24
-"""Samples of the longest epoch whose order is sorted, which takes up to 0.5 GiB in each process: two epochs' orders and
-the sorted words. A longer epoch's order is computed a slice at a time (``data/keyed_order.py``)."""
+"""Samples of the longest epoch whose order is sorted. This takes up to 0.5 GiB in each process: two epochs' orders, and
+the words that are sorted. A longer epoch's order is computed a slice at a time (``data/keyed_order.py``)."""
 
 
 @dataclass(frozen=True, kw_only=True)

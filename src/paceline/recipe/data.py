@@ -252,7 +252,8 @@ class Text:
     """`bytes`: each UTF-8 byte of the text is a token; or a JSON file with a tokenizer; a Hugging Face tokenizer.json,
     or a folder with one (extra `transformers`)."""
     column: str = "text"
-    """Text column of a `huggingface_text` dataset, in which each row is a document, or of a `text_table`."""
+    """Text column of a `huggingface_text` dataset, in which each row is a document, or of a `text_table`. For
+    `token_classification` the column with lists of words, by default `tokens`."""
     rows: Literal["chunked", "packed", "single"] = "chunked"
     """`chunked`: documents are concatenated and cut every `context` tokens. `packed`: whole documents are combined to
     fill `context` tokens without attending to each other; longer ones are cut (Krell et al. 2021). `single`: each
@@ -370,7 +371,8 @@ class Data:
     """Column of a table with the images, or their paths; `auto`: one with a usual name."""
     label_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("label_column", "text_table"))] = "auto"
     """Column of a table with the labels; `auto`: the only suitable one, or one called `label`, for example. With
-    `image_multilabel`, a cell holds any number of names, separated by `;`."""
+    `image_multilabel`, a cell holds any number of names, separated by `;`; with `token_classification`, a list of
+    tags, and `auto` is `tags`."""
     target_columns: Annotated[_Columns, _WITH_TARGETS] = ()
     """For `image_regression`: columns of a table with the numbers to learn, such as `[age, height]`. For
     `image_multilabel`: columns with 0 or 1, one for each class, instead of `label_column`."""

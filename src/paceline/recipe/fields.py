@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from paceline.plain_yaml import AsWritten, as_switch, resolve_values
+from paceline.plain_yaml import AmbiguousScalar, resolve_values, to_boolean
 from paceline.registry import Kind
 from paceline.units import DURATION_RULE, TIME_RULE, Duration, TimeSpan
 
@@ -27,7 +27,7 @@ def parse_integer(value: object) -> object:
     """
     if isinstance(value, str) and re.fullmatch("[-+]?0[0-9_]+", value):
         raise ValueError(f"found {value}, but a number has no leading zeros: some programs read it as octal")
-    if isinstance(value, AsWritten):
+    if isinstance(value, AmbiguousScalar):
         with contextlib.suppress(ValueError):
             return int(value, 0)
     return value
@@ -55,7 +55,7 @@ NonNegativeFloat = Annotated[float, _Number, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, _Number, Field(ge=0, le=1)]
 OpenFraction = Annotated[float, _Number, Field(ge=0, lt=1)]
 FiniteFloat = Annotated[float, _Number, Field(allow_inf_nan=False)]
-Switch = Annotated[bool, BeforeValidator(as_switch), Field(strict=True)]
+Switch = Annotated[bool, BeforeValidator(to_boolean), Field(strict=True)]
 LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
 ByClass = Literal["balanced"] | dict[str, PositiveFloat]
 """A weight for each class, by its name."""
@@ -92,7 +92,7 @@ def _parsed(kind: type[Duration | TimeSpan]) -> BeforeValidator:
 Length = Annotated[Duration, _parsed(Duration), PlainSerializer(str)]
 Time = Annotated[TimeSpan, _parsed(TimeSpan), PlainSerializer(str)]
 Interval = Annotated[Duration | TimeSpan | Auto, BeforeValidator(_to_interval), PlainSerializer(str)]
-Off = BeforeValidator(lambda value: None if value == "off" or as_switch(value) is False else value)
+Off = BeforeValidator(lambda value: None if value == "off" or to_boolean(value) is False else value)
 """Annotates an optional field whose None is written ``off`` in a recipe."""
 
 
@@ -112,7 +112,7 @@ class Applies:
 
     def allow(self, choice: object) -> bool:
         """Whether the marked field has an effect under a choice; custom code may use every field."""
-        return as_switch(choice) in self.values or (isinstance(choice, str) and ":" in choice)
+        return to_boolean(choice) in self.values or (isinstance(choice, str) and ":" in choice)
 
 
 @dataclass(frozen=True)

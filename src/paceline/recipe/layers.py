@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.plain_yaml import as_switch
+from paceline.plain_yaml import to_boolean
 from paceline.recipe.fields import Applies, Belongs, Names, plain
 from paceline.recipe.other_names import our_key
 from paceline.recipe.schema import Recipe
@@ -221,7 +221,7 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
     section = type(recipe)
     for key, value in tree.items():
         applies = mark(section, key, Applies)
-        if applies is not None and (applies.also_off or as_switch(value) is not False):
+        if applies is not None and (applies.also_off or to_boolean(value) is not False):
             choice, known = getattr(recipe, applies.to), named_choices(section, applies.to)
             # Where any name is allowed, the code that opens it refuses a misspelt one.
             is_known = not known or choice in known or (isinstance(choice, str) and ":" in choice)

@@ -89,13 +89,13 @@ class Audit:
         """Show the counts of each epoch and the verdict."""
         lines = []
         for name, count in self.left_out.items():
-            words = name.replace("_", " ").removesuffix("s" if count == 1 else "")
-            lines.append(f"left out: {format_count(count)} {words}, which gave no sample")
+            reason = name.replace("_", " ").removesuffix("s" if count == 1 else "")
+            lines.append(f"left out: {format_count(count)} {reason}, which gave no sample")
         lines += [f"objection: {objection}" for objection in self.objections]
         if self.passed:
-            what = "draws (data.sampling or data.mixture)" if self.is_drawn else "samples"
+            noun = "draws (data.sampling or data.mixture)" if self.is_drawn else "samples"
             lines.append(
-                f"Passed: over {format_count(self.steps)} steps each of {format_count(self.samples_per_epoch)} {what} "
+                f"Passed: over {format_count(self.steps)} steps each of {format_count(self.samples_per_epoch)} {noun} "
                 f"was used{', or found broken,' * any(one.broken for one in self.epochs)} exactly once per "
                 f"{'finished ' * any(not one.is_over for one in self.epochs)}epoch, in the recipe's order."
             )
@@ -158,7 +158,7 @@ def audit_run(run_dir: Path) -> Audit:
         samples_per_epoch=geometry.samples,
         epochs=epochs,
         objections=tuple(objections),
-        left_out=_left_out(plan),
+        left_out=_skipped_counts(plan),
         is_drawn=bool(plan.get("sampling") or plan.get("mixture")),
     )
 
@@ -201,7 +201,7 @@ def _missing_events(events: Path, steps: int) -> Iterator[str]:
         yield f"{events.name} holds step records twice or out of order."
 
 
-def _left_out(plan: Mapping[str, Any]) -> dict[str, int]:
+def _skipped_counts(plan: Mapping[str, Any]) -> dict[str, int]:
     counts = {name: each for name, each in plan.get("data", {}).items() if isinstance(each, int) and each}
     return {name.removesuffix("_left_out"): each for name, each in counts.items() if name.endswith("_left_out")}
 
@@ -276,18 +276,18 @@ def _wrong_counts(epochs: tuple[EpochCount, ...], *, is_drawn: bool) -> Iterator
 
 
 def _wrong_order(ledger: Path, geometry: StepGeometry, steps: int) -> Iterator[str]:
-    found = 0
+    mismatches = 0
     stream = LedgerStream(ledger)
     for step in range(1, steps + 1):
         (expected,) = geometry.slices(step - 1, World())
         if wrong := _wrong_step(expected, stream.take(step=step)):
-            found += 1
-            if found <= _NAMED:
+            mismatches += 1
+            if mismatches <= _NAMED:
                 yield f"step {step} {wrong}."
     if stream.head is not None:
         yield f"the ledger continues after step {steps}, where the run says it is."
-    if found > _NAMED:
-        yield f"{found - _NAMED} more step(s) used other samples than the recipe's order gives."
+    if mismatches > _NAMED:
+        yield f"{mismatches - _NAMED} more step(s) used other samples than the recipe's order gives."
 
 
 def _wrong_step(expected: SampleSlice, entries: Iterable[Entry]) -> str | None:

@@ -28,7 +28,7 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
     from paceline_advisor.commands import Doctor
     from paceline_advisor.doctor import study
 
-    estimate = study.lack_of_room
+    estimate = study.memory_shortage
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     recipe = tmp_path / "clean.yaml"

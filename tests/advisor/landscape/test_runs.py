@@ -81,7 +81,7 @@ def test_results_are_those_of_evaluate(trained: Trained) -> None:
 # --------------------------------------------------------------------------------------------- BatchNorm
 def test_recomputed_statistics_are_those_of_the_batches_and_leave_no_trace(trained: Trained) -> None:
     subject = open_run(trained("a"), Landscape(runs=("a",), samples=300), World()).subject
-    weights, statistics = subject.here(), subject.statistics()
+    weights, statistics = subject.current_weights(), subject.statistics()
     stored = subject.measure(weights, "train", batch_norm="stored")
     recomputed = subject.measure(weights, "train", batch_norm="recomputed")
     assert stored["loss"] != pytest.approx(recomputed["loss"], rel=1e-3)
@@ -115,7 +115,7 @@ def test_slopes_and_curvature_are_of_the_same_loss(trained: Trained, batch_norm:
         collectors=tuple,
         score=lambda model, batch: {"loss": F.cross_entropy(model(batch.inputs), batch.targets, reduction="none")},
     )
-    weights = subject.here()
+    weights = subject.current_weights()
     loss, slope = subject.loss_and_gradient(weights, "train")
     assert loss == pytest.approx(subject.measure(weights, "train")["loss"], rel=1e-9)
     direction, little = slope / slope.norm(), 1e-7
@@ -153,7 +153,7 @@ def test_two_runs_side_by_side_and_the_line_between_them(trained: Trained) -> No
     # Both ends are the runs themselves, each with its own weights.
     for run, share in zip(runs, (0.0, 1.0), strict=True):
         subject = open_run(run, Landscape(runs=(str(run),), samples=300), World()).subject
-        wanted = subject.measure(subject.here(), "validation")["loss"]
+        wanted = subject.measure(subject.current_weights(), "validation")["loss"]
         assert curve.values["loss"][curve.positions.index(share)] == pytest.approx(wanted, rel=1e-6)
     assert report.line.barrier["train"] > 0
     heading, rows = comparison(report)

@@ -13,7 +13,7 @@ from memory_cases import ON_CPU, Case
 from paceline.devices import find_device
 from paceline.distributed.device import describe_machine
 from paceline.recipe.load import load_recipe
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
 from paceline_advisor.memory.job import Job
@@ -90,7 +90,7 @@ def test_a_step_that_adds_gradients_up_is_as_if_they_had_been_there() -> None:
 
 
 def test_sizes_between_two_are_what_a_step_of_that_size_does() -> None:
-    with fake_step(with_stand_in_data(load_recipe("cifar10_fast").recipe)[0], machine=H100) as step:
+    with fake_step(with_placeholder_data(load_recipe("cifar10_fast").recipe)[0], machine=H100) as step:
         steps = trace_steps(step)
         assert steps.is_linear
         assert steps(100).allocations == steps.again(100).allocations
@@ -99,7 +99,7 @@ def test_sizes_between_two_are_what_a_step_of_that_size_does() -> None:
 def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
     recipe = load_recipe("synthetic", {"model.name": "small_resnet", "data.image_size": 32, "batch.global_size": 64})
     with fake_step(recipe.recipe, machine=H100) as step:
-        job = Job(step, trace_steps(step), H100, ways=8)
+        job = Job(step, trace_steps(step), H100, shards=8)
     for memory in (800 * 2**20, 3 * 2**30):
         most = job.largest(memory)
         assert most > 0
@@ -129,7 +129,7 @@ def test_what_is_needed_at_least_is_what_fits() -> None:
     """One more MiB or less of a device decides, and not what the allocator would take if it could."""
     recipe = load_recipe("synthetic", {"model.name": "small_resnet", "data.image_size": 32, "batch.global_size": 64})
     with fake_step(recipe.recipe, machine=H100) as step:
-        job = Job(step, trace_steps(step), H100, ways=8)
+        job = Job(step, trace_steps(step), H100, shards=8)
     taken = job.needed(64)
     least = job.least(64)
     assert job.peak(64).allocated + job.outside <= least <= taken

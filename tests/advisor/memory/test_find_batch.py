@@ -17,7 +17,7 @@ from paceline.errors import TrainingError
 from paceline.recipe.load import load_recipe
 from paceline.telemetry.memory import peak_private_of, peak_resident_of, private_bytes
 from paceline_advisor.commands import FindBatch
-from paceline_advisor.memory.find_batch import Trial, TrialGround, find_batch, shortened
+from paceline_advisor.memory.find_batch import Trial, TrialRunner, find_batch, shortened
 from paceline_advisor.memory.variants import outside
 
 MIB = 2**20
@@ -28,14 +28,14 @@ RECIPE = load_recipe(
 )
 
 
-def ground(memory: int | None, processes: int = 1) -> TrialGround:
-    return TrialGround(
+def ground(memory: int | None, processes: int = 1) -> TrialRunner:
+    return TrialRunner(
         recipe=RECIPE.recipe,
         processes=processes,
         share=1024 // processes,
         memory=memory,
         device_type="cpu",
-        say=lambda _: None,
+        log=lambda _: None,
     )
 
 

@@ -12,17 +12,17 @@ from paceline_advisor.memory.kernels import ROOM
 from paceline_advisor.memory.replay import fits, peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, REHEARSAL, START, STEP, Steps, StepTrace
 from paceline_advisor.memory.variants import (
-    Spread,
+    Sharding,
     accumulated,
     buckets,
     front,
-    fully_sharded,
     in_16_bits,
-    meanwhile,
-    rehearsed,
-    update_begins,
+    under_fsdp,
+    update_start,
     with_gradients,
-    with_more,
+    with_permanent,
+    with_temporary,
+    with_warm_up,
 )
 
 PASSES = (3, 4, 5, 6, ~4, 7, ~5, 8, ~3, ~7)
@@ -114,7 +114,7 @@ def test_what_an_evaluation_leaves_behind_is_no_use_to_the_next_step() -> None:
 
 
 def test_the_first_batch_goes_through_twice_where_processes_rehearse() -> None:
-    asked = rehearsed(run(2))
+    asked = with_warm_up(run(2))
     assert [name for name, _ in asked.played] == [START, REHEARSAL, FIRST, STEP, EVALUATION, STEP]
     peak = peak_of(asked, caching=False)
     # No state yet, as its last gradient comes.
@@ -182,14 +182,14 @@ def test_what_is_compressed_is_there_until_the_update() -> None:
 
 def test_what_comes_before_a_part_or_an_update_goes_at_once() -> None:
     large = [Allocation(90 * MIB, "gradients")]
-    updating = meanwhile(run(), large, FIRST, STEP, begin=update_begins, end=update_begins)
+    updating = with_temporary(run(), large, FIRST, STEP, begin=update_start, end=update_start)
     assert peak_of(updating, caching=False).parts == {
         START: 10 * MIB,
         FIRST: (10 + 10 + 90) * MIB,
         STEP: (30 + 3 + 3 + 10 + 90) * MIB,  # its update makes nothing: after the last gradient, to be sure
         EVALUATION: 30 * MIB,
     }
-    scoring = meanwhile(run(), large, EVALUATION, begin=front, end=front)
+    scoring = with_temporary(run(), large, EVALUATION, begin=front, end=front)
     assert peak_of(scoring, caching=False).parts[EVALUATION] == 120 * MIB
 
 
@@ -200,8 +200,8 @@ def test_an_allocator_that_is_set_otherwise_is_played_so() -> None:
 
 
 def test_fsdp_leaves_each_process_its_part() -> None:
-    asked = Spread(ways=4, gathered=18 * MIB, gradients=12 * MIB, shares={4 * MIB: 2 * MIB})
-    spread = fully_sharded(step(), asked)
+    asked = Sharding(shards=4, gathered=18 * MIB, gradients=12 * MIB, shares={4 * MIB: 2 * MIB})
+    spread = under_fsdp(step(), asked)
     held = {
         cause: sum(each.size for each in spread.allocations if each.cause == cause)
         for cause in ("weights", "optimizer", "gradients", "gathered weights")
@@ -231,7 +231,7 @@ def test_steps_that_do_different_things_are_done_each() -> None:
         asked.append(size)
         return step(size)
 
-    steps = Steps(step(2), with_more(step(4), [Allocation(1, "temporary", "forward")]), done)
+    steps = Steps(step(2), with_permanent(step(4), [Allocation(1, "temporary", "forward")]), done)
     assert not steps.is_linear
     assert (steps(8), steps(8)) == (step(8), step(8))
     assert asked == [8]

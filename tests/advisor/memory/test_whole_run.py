@@ -24,7 +24,7 @@ from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
 from paceline_advisor.memory.job import Job
 from paceline_advisor.memory.replay import fits, peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP, trace_step, trace_steps, without_collection
-from paceline_advisor.memory.variants import outside, spread_of
+from paceline_advisor.memory.variants import outside, sharding_of
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -75,9 +75,9 @@ def test_first_step_later_ones_and_evaluation_are_what_torch_allocates(precision
 def test_an_evaluation_that_does_not_fit_is_a_run_that_does_not() -> None:
     tried = recipe(batch__global_size=16, evaluate__batch_size=359, model__options={"width": 64})
     with without_collection(), fake_step(tried, machine=H100, scores=True) as step:
-        job = Job(step, trace_steps(step), H100, ways=1)
+        job = Job(step, trace_steps(step), H100, shards=1)
     with without_collection(), fake_step(tried, machine=H100) as step:
-        unscored = Job(step, trace_steps(step), H100, ways=1)
+        unscored = Job(step, trace_steps(step), H100, shards=1)
     peak = job.peak(16)
     assert peak.phase == EVALUATION
     assert peak.allocated == peak.parts[EVALUATION] > unscored.peak(16).allocated
@@ -172,13 +172,13 @@ def test_a_micro_batch_of_one_is_worked_out_from_larger_ones(monkeypatch: pytest
     tried = recipe(batch__global_size=2, batch__micro_size=1)
     sizes: list[int] = []
     with without_collection(), fake_step(tried, machine=H100) as step:
-        show = step.show
+        show = step.set_micro_batch
 
         def seen(size: int) -> None:
             sizes.append(size)
             show(size)
 
-        monkeypatch.setattr(step, "show", seen)
+        monkeypatch.setattr(step, "set_micro_batch", seen)
         trace_steps(step)
     assert sizes == [2, 4]
 
@@ -195,7 +195,7 @@ def test_compression_holds_16_bits_of_the_buckets_until_the_update() -> None:
         )
         machine = machine_with(find_device("h100"), processes=2)
         with without_collection(), fake_step(tried, processes=2, machine=machine) as step:
-            return Job(step, trace_steps(step), machine, ways=2).peak(32).allocated
+            return Job(step, trace_steps(step), machine, shards=2).peak(32).allocated
 
     assert estimated("none") < estimated("bf16") < estimated("none") + 25 * MIB
 
@@ -214,7 +214,7 @@ def test_fsdp_holds_the_parts_that_a_part_lies_in() -> None:
             return x
 
     parallel = recipe().parallel
-    found = spread_of(Net(), parallel, 2)
+    found = sharding_of(Net(), parallel, 2)
     root, block = 4 * (8 * 64 + 30), 4 * 8 * 32
     assert found.gathered == root + block + 2 * max(root, block)
     assert found.gradients == root + block + max(root, block)

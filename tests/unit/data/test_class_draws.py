@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.data.class_balance import ClassDraws, drawn_order, weights_by_class
+from paceline.data.class_balance import ClassDraws, sampled_order, weights_by_class
 from paceline.data.order import StepGeometry, epoch_order
 from paceline.world import World
 
@@ -23,7 +23,7 @@ def geometry(draws: ClassDraws | None = BALANCED, repeats: int = 1) -> StepGeome
 @pytest.mark.parametrize("draws", [BALANCED, THIRD])
 @pytest.mark.parametrize("epoch", [0, 1, 17])
 def test_shares_are_exact_to_one(draws: ClassDraws, epoch: int) -> None:
-    ids = drawn_order(7, epoch, draws) % len(LABELS)
+    ids = sampled_order(7, epoch, draws) % len(LABELS)
     own = np.array(draws.weights)[LABELS]
     expected = own * len(LABELS) / own.sum()
     assert (np.abs(np.bincount(ids, minlength=len(LABELS)) - expected) < 1).all()
@@ -34,13 +34,13 @@ def test_shares_are_exact_to_one(draws: ClassDraws, epoch: int) -> None:
 
 def test_draws_are_those_of_every_earlier_version() -> None:
     draws = ClassDraws(classes=np.array([0, 0, 0, 0, 0, 1, 1, 2]), weights=(1.0, 2.5, 5.0))
-    assert drawn_order(3, 0, draws).tolist() == [7, 15, 23, 6, 1, 2, 5, 13]
-    assert drawn_order(3, 1, draws).tolist() == [0, 6, 7, 14, 4, 2, 15, 5]
+    assert sampled_order(3, 0, draws).tolist() == [7, 15, 23, 6, 1, 2, 5, 13]
+    assert sampled_order(3, 1, draws).tolist() == [0, 6, 7, 14, 4, 2, 15, 5]
     assert geometry().epochs == geometry(None).epochs
 
 
 def test_every_epoch_and_seed_has_draws_of_its_own() -> None:
-    orders = {tuple(drawn_order(seed, epoch, BALANCED)) for seed in range(3) for epoch in range(3)}
+    orders = {tuple(sampled_order(seed, epoch, BALANCED)) for seed in range(3) for epoch in range(3)}
     assert len(orders) == 9
     assert tuple(epoch_order(7, 0, len(LABELS))) not in orders
 

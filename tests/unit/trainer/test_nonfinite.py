@@ -317,7 +317,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = functools.partial(FlagReader, CPU, make_slot=lambda: (torch.zeros(1), Arrived()))
 
     def guard(train: Any, optimizer: Any, network: Any, _: torch.device, **more: Any) -> NonFiniteGuard:
-        return NonFiniteGuard(train, optimizer, network, torch.device("cuda"), late=reader(), **more)
+        return NonFiniteGuard(train, optimizer, network, torch.device("cuda"), reader=reader(), **more)
 
     monkeypatch.setattr(build, "NonFiniteGuard", guard)
 

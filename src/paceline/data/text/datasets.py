@@ -275,7 +275,7 @@ VOCABULARY = 50_257
 _TRAIN_DOCUMENTS, _VALIDATION_DOCUMENTS, _TOKENS = 10_000, 100, 1_000
 
 
-class _NoWords(ByteTokenizer):
+class _PlaceholderText(ByteTokenizer):
     """A placeholder tokenizer with GPT-2's vocabulary size, for plans without training."""
 
     vocabulary = VOCABULARY
@@ -289,9 +289,9 @@ class _NoWords(ByteTokenizer):
         return 4 * len(ids)
 
 
-def stand_in(data: Data) -> TextDataset:
+def placeholder(data: Data) -> TextDataset:
     """Return ten million tokens for the recipe's tokenizer if it names a file, or else for GPT-2's vocabulary size."""
-    tokenizer: Tokenizer = _NoWords() if data.text.tokenizer == "bytes" else open_tokenizer(data.text.tokenizer)
+    tokenizer: Tokenizer = _PlaceholderText() if data.text.tokenizer == "bytes" else open_tokenizer(data.text.tokenizer)
     zeros = [
         StoredCorpus(
             np.broadcast_to(np.uint16(0), count * _TOKENS),

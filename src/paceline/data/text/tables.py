@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.data.image.sets.huggingface import HuggingFaceFiles, choose_splits, find_files
-from paceline.data.image.tables import find_column, mapped, parts_of, reading, require_pyarrow, splits_of_files
+from paceline.data.image.tables import explain_errors, find_column, mapped, parts_of, require_pyarrow, splits_of_files
 from paceline.data.text.corpus import split_by_name
 from paceline.errors import DataError
 from paceline.files import SkippedItems, has_extension, refuse_special_inputs, visible_entries
@@ -88,7 +88,7 @@ def read_table(data: Data, choose: Choose, left_out: SkippedItems) -> TextTable:
     if parts.held_out is None:
         return TextTable(*split_by_name(rows, data.validation_fraction), None, files.features)
     of_split = [[rows[row] for row in part.tolist()] for part in parts.splits]
-    return TextTable(of_split[0], of_split[1], parts.told, files.features)
+    return TextTable(of_split[0], of_split[1], parts.description, files.features)
 
 
 def _plain_files(root: Path, left_out: SkippedItems) -> HuggingFaceFiles | None:
@@ -120,7 +120,7 @@ def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bo
     """
     arrow = require_pyarrow()
     refuse_special_inputs(file)
-    with reading(file), mapped(file) as content:
+    with explain_errors(file), mapped(file) as content:
         if has_extension(file.name, _LINES):
             # A line must fit into a block.
             table = arrow.json.read_json(content, arrow.json.ReadOptions(block_size=max(2**20, content.size())))
