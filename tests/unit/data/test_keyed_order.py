@@ -107,7 +107,7 @@ def test_steps_take_consecutive_slices_in_memory_of_a_batch(samples: int) -> Non
     tracemalloc.start()
     for step in (0, last // 2, last, last + 1):
         alone = np.concatenate([part.ids for part in steps.slices(step, World())])
-        epoch, within = steps.epochs.place(step)
+        epoch, within = steps.epochs.locate(step)
         assert np.array_equal(alone, steps.ids_at(epoch, within * batch, within * batch + len(alone)))
         parts = [part for rank in range(2) for part in steps.slices(step, World(rank=rank, world_size=2))]
         assert np.array_equal(np.concatenate([part.ids for part in parts]), alone)
