@@ -20,7 +20,7 @@ from paceline.recipe.imports.table import Table
 from paceline.units import counted
 
 _PRESET_KEYS = ("model", "platform", "precision", "mode")
-MAIN = Table("NVIDIA's main.py", "nvidia.yaml", without=("cfg_file", *_PRESET_KEYS))
+MAIN = Table("NVIDIA's main.py", "nvidia.yaml", excluded=("cfg_file", *_PRESET_KEYS))
 LAUNCH = Table("NVIDIA's launch.py", "nvidia.yaml")
 PRESETS = yaml.safe_load(Path(__file__).with_name("nvidia_presets.yaml").read_text(encoding="utf-8"))
 _OF_PLATFORM = ("workers", "prefetch", "gpu_affinity", "save_checkpoints")

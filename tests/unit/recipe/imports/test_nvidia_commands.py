@@ -192,9 +192,11 @@ def test_the_guide_names_what_the_code_maps() -> None:
             documented[option.key] = documented.get(option.key, "") + here
     assert documented.keys() == LAUNCH.options.keys() - {OLDER.lstrip("-").replace("-", "_")}
     for option in LAUNCH.options.values():
-        if option.fate in ("key", "if_changed", "if_given") and option.shown != OLDER:
+        if option.fate in ("key", "if_changed", "if_given") and option.display_name != OLDER:
             key = option.target.removeprefix("model.options.").removesuffix(".init_scale")
-            assert key in documented[option.key] or key.rpartition(".")[2] in documented[option.key], option.shown
+            assert key in documented[option.key] or key.rpartition(".")[2] in documented[option.key], (
+                option.display_name
+            )
 
 
 @pytest.mark.skipif(not THEIR_TABLE.is_file(), reason="the table of their options is not on this machine")

@@ -199,7 +199,7 @@ def test_an_arguments_file_says_what_differs_from_the_defaults(tmp_path: Path) -
     conversion = convert(str(path))
     recipe = load(conversion, tmp_path).recipe
     assert (recipe.train.precision, recipe.optimizer.betas, recipe.batch.global_size) == ("bf16", (0.9, 0.95), 128)
-    assert [each.option for each in conversion.entries if each.place == "listed"] == ["--pin-mem"]
+    assert [each.option for each in conversion.entries if each.outcome == "listed"] == ["--pin-mem"]
     assert "--color-jitter" not in {each.option for each in conversion.entries}
     assert conversion.notices == []
 
@@ -268,8 +268,8 @@ def test_every_refused_option_is_refused_where_it_is_given_and_is_none_at_its_de
     samples = {"switch": "", "int": "7", "float": "0.7", "text": "x", "ints": "7 8", "floats": "0.1 0.9"}
     for option in TIMM.options.values():
         if option.fate == "unsupported":
-            conversion = convert(f"train.py /d --reprob 0.5 {option.shown} {samples[option.kind]}")
-            assert option.shown in {each.option for each in conversion.refused}, option.shown
+            conversion = convert(f"train.py /d --reprob 0.5 {option.display_name} {samples[option.kind]}")
+            assert option.display_name in {each.option for each in conversion.refused}, option.display_name
     conversion = convert("train.py /d --reprob 0.5 --recount 1 --aug-splits 0 --tta 0 --lr-k-decay 1")
     assert conversion.refused == ()
     assert len(conversion.entries) == 6
@@ -288,7 +288,7 @@ def test_whatever_is_given_ends_in_a_recipe_or_in_a_sentence(tmp_path: Path) -> 
         words = ["train.py"]
         for option in draws.sample([each for each in TIMM.options.values() if each.key not in ("config", "data")], 3):
             kind = option.kind.partition("_")[0].removesuffix("s")
-            words += [option.shown] + ([] if option.kind == "switch" else [draws.choice(values[kind])])
+            words += [option.display_name] + ([] if option.kind == "switch" else [draws.choice(values[kind])])
         try:
             source, given = read_timm(words)
             conversion = convert_timm(source, given, InputSettings())
