@@ -122,8 +122,8 @@ def test_who_fails_is_reported_and_the_others_go_on(tiny_recipe: Path, tasks: Pa
 
     variants = {name: recipe(tiny_recipe, task) for name, task in (("a", ""), ("b", "Greedy"), ("c", "Dying"))}
     variants["d"] = load_recipe(tiny_recipe, {"model.name": "no_such_network"}).recipe
-    said: list[str] = []
-    found = run_interleaved(variants, rounds=2, block_seconds=0.1, log=said.append)
+    message: list[str] = []
+    found = run_interleaved(variants, rounds=2, block_seconds=0.1, log=message.append)
     assert (found["a"].trouble, len(found["a"].rounds)) == ("", 2)
     assert found["b"].out_of_memory
     assert "allocate memory" in found["b"].trouble
@@ -131,7 +131,7 @@ def test_who_fails_is_reported_and_the_others_go_on(tiny_recipe: Path, tasks: Pa
     assert "SIGKILL" in found["c"].trouble
     assert "no_such_network" in found["d"].trouble
     assert not found["d"].out_of_memory
-    assert any("once more alone" in line for line in said)
+    assert any("once more alone" in line for line in message)
 
 
 def test_several_processes_make_one_variant(tiny_recipe: Path, tasks: Path) -> None:
@@ -169,10 +169,11 @@ def test_a_steady_drift_favours_nobody() -> None:
 PROGRAM = """
 import sys
 from paceline.recipe.load import load_recipe, shipped_recipes, to_yaml
-from paceline_advisor.bench.interleaved import run_bursts
+from paceline_advisor.bench.interleaved import run_interleaved
 recipe = load_recipe(sys.argv[1], {"data.backend": "pytorch", "data.workers": 1}).recipe
 print("begun", flush=True)
-run_bursts(dict.fromkeys(sys.argv[2], recipe), rounds=1000, block_seconds=0.2, say=lambda line: print(line, flush=True))
+variants = dict.fromkeys(sys.argv[2], recipe)
+run_interleaved(variants, rounds=1000, block_seconds=0.2, log=lambda line: print(line, flush=True))
 """
 
 

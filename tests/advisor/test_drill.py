@@ -15,8 +15,8 @@ from paceline_advisor.drill.study import SHORTEST, drill, shortened
 
 
 def test_a_shortened_recipe_saves_often_and_keeps_its_own_warm_up_in_percent() -> None:
-    asked = Drill(recipe="digits", steps=40)
-    recipe = load_recipe("digits", shortened(asked)).recipe
+    requested = Drill(recipe="digits", steps=40)
+    recipe = load_recipe("digits", shortened(requested)).recipe
     assert str(recipe.train.duration) == "40 steps"
     assert (recipe.checkpoint.every.value, recipe.checkpoint.keep) == (4, 3)
     assert str(recipe.evaluate.every) == "10 steps"
@@ -26,21 +26,21 @@ def test_a_shortened_recipe_saves_often_and_keeps_its_own_warm_up_in_percent() -
 
 
 def test_a_warm_up_of_epochs_is_shortened_with_the_run() -> None:
-    asked = Drill(recipe="digits", overrides=("schedule.warmup=5 epochs",), steps=40)
-    warmup = load_recipe("digits", (*asked.overrides, *shortened(asked))).recipe.schedule.warmup
+    requested = Drill(recipe="digits", overrides=("schedule.warmup=5 epochs",), steps=40)
+    warmup = load_recipe("digits", (*requested.overrides, *shortened(requested))).recipe.schedule.warmup
     assert (warmup.value, warmup.unit) == (4, "steps")
 
 
 def test_what_the_recipe_switches_off_stays_off() -> None:
-    asked = Drill(recipe="digits", overrides=("evaluate.every=off", "checkpoint.keep=7"))
-    recipe = load_recipe("digits", (*asked.overrides, *shortened(asked))).recipe
+    requested = Drill(recipe="digits", overrides=("evaluate.every=off", "checkpoint.keep=7"))
+    recipe = load_recipe("digits", (*requested.overrides, *shortened(requested))).recipe
     assert recipe.evaluate.every is None
     assert recipe.checkpoint.keep == 7
 
 
 def test_several_processes_are_drilled_exactly() -> None:
-    asked = Drill(recipe="digits", processes=2)
-    assert load_recipe("digits", shortened(asked)).recipe.parallel.exact
+    requested = Drill(recipe="digits", processes=2)
+    assert load_recipe("digits", shortened(requested)).recipe.parallel.exact
 
 
 def test_a_run_too_short_to_be_disturbed_is_refused() -> None:

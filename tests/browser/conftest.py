@@ -17,7 +17,7 @@ _FLAGS = (
 _PATIENCE_MS = 90_000
 
 
-class Opened:
+class OpenedPage:
     """A page in the browser.
 
     Attributes:
@@ -67,17 +67,17 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def show(browser: Any) -> Iterator[Callable[..., Opened]]:
+def show(browser: Any) -> Iterator[Callable[..., OpenedPage]]:
     """``show(path, width=…, scheme=…, before=…)`` opens a page, or a URL, and waits until its charts are drawn."""
     contexts = []
 
     def open_page(
         path: Path | str, *, width: int = 1280, scheme: str = "light", before: str = "", drawn: bool = True
-    ) -> Opened:
+    ) -> OpenedPage:
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         contexts.append(context)
         context.set_default_timeout(_PATIENCE_MS)
-        opened = Opened(context.new_page())
+        opened = OpenedPage(context.new_page())
         if before:
             opened.page.add_init_script(before)
         opened.page.goto(path if isinstance(path, str) else path.resolve().as_uri())

@@ -27,7 +27,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Call:
 
 
 @pytest.mark.parametrize(
-    ("asked", "present", "count"),
+    ("requested", "present", "count"),
     [
         ("auto", (4, 2), 4),
         ("auto", (0, 2), 2),
@@ -38,9 +38,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Call:
         ("mps", (4, 2), 0),
     ],
 )
-def test_gpus_of_the_kind_that_is_asked_for_count(gpus: Any, asked: str, present: Any, count: int) -> None:
+def test_gpus_of_the_kind_that_is_asked_for_count(gpus: Any, requested: str, present: Any, count: int) -> None:
     gpus(*present)
-    assert usable_gpus(asked) == count
+    assert usable_gpus(requested) == count
 
 
 @pytest.mark.parametrize(("present", "count"), [(0, 1), (1, 1), (2, 2), (8, 8)])

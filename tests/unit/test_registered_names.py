@@ -220,11 +220,11 @@ def test_an_augmentation_of_another_package(name: str) -> None:
     vary = Variation(requested, (0.5,), seed=3)
     images = torch.randint(0, 255, (40, 1, 8, 8), dtype=torch.uint8)
     before = random.getstate(), torch.get_rng_state()
-    whole = vary(images.clone(), np.arange(40), 1)
+    complete = vary(images.clone(), np.arange(40), 1)
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
-    assert torch.equal(whole[20:], Variation(requested, (0.5,), seed=3)(images[20:].clone(), np.arange(20, 40), 1))
-    assert not torch.equal(whole, vary(images.clone(), np.arange(40), 2))
+    assert torch.equal(complete[20:], Variation(requested, (0.5,), seed=3)(images[20:].clone(), np.arange(20, 40), 1))
+    assert not torch.equal(complete, vary(images.clone(), np.arange(40), 2))
 
 
 @pytest.mark.usefixtures("stranger")

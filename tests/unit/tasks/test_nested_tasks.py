@@ -37,7 +37,7 @@ from paceline.trainer.train import plan_only
 from paceline.world import World
 from paceline_advisor.commands import Landscape, NoiseScale, Prove
 from paceline_advisor.landscape.subject import open_run
-from paceline_advisor.memory.batch_trial import RecorderConfig, TrialTask
+from paceline_advisor.memory.batch_trial import TrialConfig, TrialTask
 from paceline_advisor.memory.estimate import estimate_memory
 from paceline_advisor.prove.notes import content_of, same_content
 from paceline_advisor.prove.study import prove
@@ -171,7 +171,7 @@ def test_memory_is_estimated_from_its_own_batches(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_trial_of_a_batch_size_repeats_its_samples(name: str) -> None:
     task, _ = opened(name)
-    trial = TrialTask(task, RecorderConfig(task="", samples=40, evaluation_samples=6, memory=None))
+    trial = TrialTask(task, TrialConfig(task="", samples=40, evaluation_samples=6, memory=None))
     trial.data_facts(World())
     pipeline = trial.open_pipeline(CPU)
     geometry = StepGeometry(seed=0, samples=40, global_batch_size=20, logical_ranks=1)
