@@ -87,9 +87,9 @@ def main() -> None:
             text=True,
         )
     table = {int(count): value for count, value in json.loads(done.stdout.splitlines()[-1])["rates"].items()}
-    from paceline.data.image.feeding import Feeding
+    from paceline.data.image.feeding import FeedRates
 
-    chosen = Feeding(table, 0.0).best
+    chosen = FeedRates(table, 0.0).best
     found: dict[tuple[int, int], list[float]] = {}
     for _ in range(arguments.rounds):
         for workers, ready in itertools.product(range(cores + 1), PREFETCH):

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from paceline.data.order import epoch_order
-from paceline.data.random_draws import seed_of
+from paceline.data.random_draws import derive_seed
 from paceline.models.small_resnet import small_resnet
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def draws() -> dict[str, Any]:
     steps = iter(range(10**9))
 
     def reseed() -> None:
-        torch.default_generator.manual_seed(seed_of(0, next(steps), 0))
+        torch.default_generator.manual_seed(derive_seed(0, next(steps), 0))
 
     epochs = iter(range(10**6))
     return {

@@ -75,7 +75,7 @@ def geometry(variant: str, lengths: NDArray[np.int64], batch: int, context: int)
         samples=len(table),
         global_batch_size=batch,
         logical_ranks=PROCESSES * 4 if variant == FINE else PROCESSES,
-        lengths=SampleLengths(tokens=table.tokens, multiple=MULTIPLE, width=width, most=context),
+        lengths=SampleLengths(tokens=table.tokens, multiple=MULTIPLE, width=width, max_width=context),
         balanced=variant != "drawn",
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 # Known classifiers of torchvision's detectors, which do not have a single last layer.
-_OF_DETECTORS = ("roi_heads.box_predictor", "roi_heads.mask_predictor", "head.classification_head.cls_logits")
+_DETECTOR_HEADS = ("roi_heads.box_predictor", "roi_heads.mask_predictor", "head.classification_head.cls_logits")
 
 
 def classifier_layers(network: nn.Module) -> list[str]:
@@ -14,8 +14,8 @@ def classifier_layers(network: nn.Module) -> list[str]:
     The classifier is given by the network's ``get_classifier``, as in timm; the layers that Transformers adds to its
     base model; a detector's predictors; or else the last linear layer, as in torchvision's networks.
     """
-    declared: object = getattr(network, "get_classifier", lambda: None)()
-    heads = declared if isinstance(declared, tuple | list) else (declared,)
+    classifier: object = getattr(network, "get_classifier", lambda: None)()
+    heads = classifier if isinstance(classifier, tuple | list) else (classifier,)
     modules = {name: module for name, module in network.named_modules() if name}
     names = [
         name
@@ -26,7 +26,7 @@ def classifier_layers(network: nn.Module) -> list[str]:
     return (
         names
         or _outside_base_model(network, linear)
-        or [name for name in _OF_DETECTORS if name in modules]
+        or [name for name in _DETECTOR_HEADS if name in modules]
         or linear[-1:]
     )
 

@@ -85,7 +85,7 @@ class OtherProcessError(TrainingError):
     """The run failed on another process, whose error has the details."""
 
 
-_CUTOFF, _MARGIN = 0.6, 0.15  # similarity from 0 to 1
+_CUTOFF, _MAX_GAP = 0.6, 0.15  # similarity from 0 to 1
 
 
 def did_you_mean(value: str, options: Iterable[str], *, count: int = 3, shown: Callable[[str], str] = str) -> str:
@@ -98,7 +98,7 @@ def did_you_mean(value: str, options: Iterable[str], *, count: int = 3, shown: C
     matches = difflib.get_close_matches(value, list(options), n=count, cutoff=_CUTOFF)
     if not matches:
         return ""
-    threshold = _similarity(matches[0], value) - _MARGIN  # drops weak matches next to a close one
+    threshold = _similarity(matches[0], value) - _MAX_GAP  # drops weak matches next to a close one
     matches = [name for name in matches if _similarity(name, value) >= threshold]
     return f" Did you mean {' or '.join(repr(shown(name)) for name in matches)}?"
 

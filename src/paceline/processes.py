@@ -53,7 +53,7 @@ class Child:
         return self.process.poll()
 
     @property
-    def exit_reason(self) -> str:
+    def exit_message(self) -> str:
         """Describe how it ended, in one line: a signal, the last line it wrote, or an exit code."""
         code = self.process.poll()
         if code is None:
@@ -91,7 +91,7 @@ class ProcessGroup:
     have changed their parent or session are found on Linux; elsewhere only those in a child's process group.
 
     Attributes:
-        success_codes: Exit codes that do not count as failures.
+        good_codes: Exit codes that do not count as failures.
         signals: Signals to send to each child while :meth:`wait` waits, see :func:`received_signals`.
         grace_seconds: Seconds that descendants have to end by themselves once their child is gone (Linux).
         children: The processes started so far.
@@ -168,8 +168,8 @@ class ProcessGroup:
                 "time": now > deadline,
                 "cancelled": cancelled(),
             }
-            for reason, is_true in reasons.items():
-                if is_true:
+            for reason, applies in reasons.items():
+                if applies:
                     self.kill()
                     return WaitResult(tuple(failures), tuple(running), reason)
             for number in self.signals[self._signals_sent :]:
@@ -185,7 +185,7 @@ class ProcessGroup:
 
     def members(self) -> set[int]:
         """Return the ids of all living processes of this group: children and their descendants (Linux)."""
-        return set(_marked(self._mark))
+        return set(_marked_processes(self._mark))
 
     def kill(self, *, detached: bool = True) -> None:
         """Kill and reap every child, and kill its descendants; with ``detached``, those in other sessions too.
@@ -203,22 +203,22 @@ class ProcessGroup:
         for child in self.children:
             with suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, killed + _KILL_SECONDS - time.monotonic()))
-        surviving = {child.process.pid for child in self.children if child.code is None}
+        remaining = {child.process.pid for child in self.children if child.code is None}
         deadline = time.monotonic() + self.grace_seconds
         # A process that is being forked meanwhile is found by the next scan.
         while members := {pid for pid in self.members() if detached or not self._is_detached(pid)}:
             if time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
                 continue
-            if time.monotonic() > deadline + _KILL_SECONDS or members <= surviving:
-                surviving |= members
+            if time.monotonic() > deadline + _KILL_SECONDS or members <= remaining:
+                remaining |= members
                 break
             for pid in members:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_KILL_POLL_SECONDS)
-        if surviving:
-            ids = ", ".join(map(str, sorted(surviving)))
+        if remaining:
+            ids = ", ".join(map(str, sorted(remaining)))
             sys.stderr.write(
                 f"paceline: cannot kill process {ids}, which is blocked in the kernel; it is left running.\n"
             )
@@ -252,7 +252,7 @@ def received_signals(numbers: Iterable[signal.Signals]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
+def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without the variables that assign a process its rank and world."""
     return {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
 
@@ -262,13 +262,13 @@ def can_find_descendants() -> bool:
     return sys.platform == "linux" and Path("/proc/self/environ").exists()
 
 
-def _marked(mark: str) -> Iterator[int]:
+def _marked_processes(mark: str) -> Iterator[int]:
     if not can_find_descendants():
         return
-    prefix, marker = f"{_VARIABLE}=".encode(), mark.encode()
+    prefix, needle = f"{_VARIABLE}=".encode(), mark.encode()
     for entry in Path("/proc").iterdir():
         # The environment of a process just forked, or ended, is empty or gone; another user's cannot be read.
         with suppress(OSError):
             variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            if any(each.startswith(prefix) and marker in each for each in variables):
+            if any(each.startswith(prefix) and needle in each for each in variables):
                 yield int(entry.name)

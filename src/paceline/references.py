@@ -40,13 +40,13 @@ def is_reference(name: str) -> bool:
     return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def call_reference(key: str, reference: str, factory: Any, error: type[PacelineError], *arguments: Any) -> Any:
+def call_reference(key: str, reference: str, target: Any, error: type[PacelineError], *arguments: Any) -> Any:
     """Call an object that a recipe names; errors from its own code pass through.
 
     Args:
         key: The recipe's key, for the message.
         reference: The reference it contains.
-        factory: The object that it refers to.
+        target: The object that it refers to.
         error: The class of errors.
         arguments: The arguments of the call.
 
@@ -54,7 +54,7 @@ def call_reference(key: str, reference: str, factory: Any, error: type[PacelineE
         PacelineError: As ``error``, if the object cannot be called with these arguments: it is of the wrong kind.
     """
     try:
-        return factory(*arguments)
+        return target(*arguments)
     except TypeError as mismatch:
         if mismatch.__traceback__ is not None and mismatch.__traceback__.tb_next is not None:
             raise  # inside the called code
@@ -77,18 +77,18 @@ def load_reference(reference: str, error: type[PacelineError], *, installed: boo
         PacelineError: As ``error``, if the module or the attribute does not exist.
     """
     module_name, _, attribute = reference.partition(":")
-    working_directory = str(Path.cwd())
-    if not installed and working_directory not in sys.path:
-        sys.path.append(working_directory)  # after the libraries, which a file of the same name must not shadow
+    current_dir = str(Path.cwd())
+    if not installed and current_dir not in sys.path:
+        sys.path.append(current_dir)  # after the libraries, which a file of the same name must not shadow
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
         if missing.name is None or not f"{module_name}.".startswith(f"{missing.name}."):
             raise
-        requirement = "be importable" if installed else f"be importable or be in {working_directory}"
-        raise error(f"'{reference}': there is no module '{missing.name}'; it must {requirement}.") from None
+        condition = "be importable" if installed else f"be importable or be in {current_dir}"
+        raise error(f"'{reference}': there is no module '{missing.name}'; it must {condition}.") from None
     if not hasattr(module, attribute):
-        hidden = Path(working_directory, *module_name.split(".")).with_suffix(".py")
+        hidden = Path(current_dir, *module_name.split(".")).with_suffix(".py")
         if hidden.is_file() and not hidden.samefile(getattr(module, "__file__", None) or sys.executable):
             raise error(
                 f"'{reference}': another module '{module_name}' hides {hidden}; rename that file, and give its "

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
-from paceline.processes import ProcessGroup, received_signals, without_rank
+from paceline.processes import ProcessGroup, received_signals, without_rank_variables
 from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, to_yaml
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory, default_run_directory, no_run_message
@@ -123,24 +123,24 @@ def _train_in_processes(
         arguments = [str(path), "--processes", str(processes), "--run-dir", str(root), "--resume", options.resume]
         child = group.start(
             [sys.executable, "-P", "-m", "paceline", "train", *arguments],
-            env={**without_rank(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**without_rank_variables(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdout=subprocess.DEVNULL if quiet else subprocess.PIPE,
             stderr=scratch / "errors",
         )
-        reader = threading.Thread(target=_forward_lines, args=(child.process.stdout,), daemon=True)
+        reader = threading.Thread(target=_forward_output, args=(child.process.stdout,), daemon=True)
         reader.start()
         group.wait()
         reader.join()
-        errors = (scratch / "errors").read_text(encoding="utf-8", errors="replace")
+        stderr = (scratch / "errors").read_text(encoding="utf-8", errors="replace")
         if child.code not in group.success_codes:
             failure = RecipeError if child.code == 2 else TrainingError
-            raise failure(errors.strip().removeprefix("paceline: ") or child.exit_reason)
-        sys.stderr.write(errors)  # warnings
+            raise failure(stderr.strip().removeprefix("paceline: ") or child.exit_message)
+        sys.stderr.write(stderr)  # warnings
     summary = read_summary(RunDirectory(root))
     return TrainResult(status=summary.status, run_dir=root, summary=summary)
 
 
-def _forward_lines(stream: IO[bytes] | None) -> None:
+def _forward_output(stream: IO[bytes] | None) -> None:
     """Print lines as they arrive: in a notebook, output that a process writes itself is not shown."""
     if stream is not None:
         with io.TextIOWrapper(stream, encoding="utf-8", errors="replace") as lines:

@@ -119,9 +119,9 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.2f} s"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {remainder:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
 
@@ -172,5 +172,5 @@ def format_count(count: float) -> str:
 
 def counted(count: int, noun: str) -> str:
     """Format a count with its noun: ``1 process``, ``2 processes``."""
-    ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
-    return f"{format_count(count)} {noun}{ending}"
+    suffix = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{format_count(count)} {noun}{suffix}"

@@ -17,7 +17,7 @@ from typing import Self
 
 from paceline.distributed.environment import read_launch
 from paceline.errors import LaunchError
-from paceline.processes import ProcessGroup, can_find_descendants, without_rank
+from paceline.processes import ProcessGroup, can_find_descendants, without_rank_variables
 
 _POLL_SECONDS = 0.002
 
@@ -53,7 +53,7 @@ class Launch:
         try:
             child = self._group.start(
                 [sys.executable, "-P", "-m", "paceline", *arguments],
-                env={**without_rank(os.environ), "TMPDIR": temporary, **(variables or {})},
+                env={**without_rank_variables(os.environ), "TMPDIR": temporary, **(variables or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=self._out,
                 stderr=self._err,

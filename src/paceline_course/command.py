@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,7 @@ def list_labs(as_json: bool) -> None:
 def start(number: str, folder: Path, no_open: bool, as_json: bool) -> int:
     """Write the notebook of lab N and its files into FOLDER (default: the current directory), and open it in Jupyter.
 
-    No file is overwritten. Jupyter opens only on a terminal and if it is installed. In the notebook, each answer is
-    folded below the exercise's hint.
+    No file is overwritten. Jupyter opens only on a terminal and if it is installed.
 
     \b
     Examples:
@@ -87,7 +87,7 @@ def start(number: str, folder: Path, no_open: bool, as_json: bool) -> int:
       paceline labs start 2a course --no-open
     """
     from paceline_course.course import find_lab
-    from paceline_course.starting import can_open_jupyter, start_lab
+    from paceline_course.starting import start_lab
 
     lab = find_lab(number)
     notebook = start_lab(lab, folder)
@@ -96,7 +96,7 @@ def start(number: str, folder: Path, no_open: bool, as_json: bool) -> int:
         return 0
     echo(f"Lab {lab.number}, {lab.title}: {notebook}")
     echo(f"Check your exercises: paceline labs check {lab.number} {notebook}")
-    if can_open_jupyter() and not no_open and sys.stdout.isatty():
+    if find_spec("jupyterlab") and not no_open and sys.stdout.isatty():
         return subprocess.call([sys.executable, "-P", "-m", "jupyterlab", str(notebook)])
     echo(f"Open it: jupyter lab {notebook}")
     return 0

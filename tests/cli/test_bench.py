@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from calls import Call
 
-from paceline.data.image.feeding import Feeding, remember
+from paceline.data.image.feeding import FeedRates, remember
 from paceline.recipe.load import load_recipe
 
 SHORT = ("--rounds", "2", "--seconds", "0.05")
@@ -81,7 +81,7 @@ def test_loader_processes_are_those_of_a_run(paceline_here: Call, write_images: 
     assert "data.workers=auto: " in reported.out
     assert "would first measure" in reported.out
     # What a run has measured and remembered is what is used.
-    remember(load_recipe(tmp_path / "photos.yaml").recipe, Feeding({0: 1.0, 2: 10.0}, alone=20.0))
+    remember(load_recipe(tmp_path / "photos.yaml").recipe, FeedRates({0: 1.0, 2: 10.0}, alone=20.0))
     document = paceline_here(*bench, "--json").document
     (row,) = document["rows"]
     assert (row["workers"], row["workers_measured"]) == (2, True)

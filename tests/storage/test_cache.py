@@ -27,14 +27,14 @@ def names(cache: Cache) -> set[str]:
 def test_a_folder_is_copied_once_and_anew_when_it_has_changed(s3: Any, put: Any, tmp_path: Path) -> None:
     put("photos/train/cat/1.bin", b"one")
     put("photos/train/cat/sub/2.bin", b"two")
-    cache, said = Cache(tmp_path / "cache"), list[str]()
-    copy = local_copy("s3://bucket/photos", cache=cache, log=said.append)
+    cache, lines = Cache(tmp_path / "cache"), list[str]()
+    copy = local_copy("s3://bucket/photos", cache=cache, log=lines.append)
     assert copy.name == "photos"
     assert (copy / "train/cat/1.bin").read_bytes() == b"one"
     assert (copy / "train/cat/sub/2.bin").read_bytes() == b"two"
-    assert "2 files" in said[0]
+    assert "2 files" in lines[0]
     before = len(s3.log)
-    assert local_copy("s3://bucket/photos", cache=cache, log=said.append) == copy
+    assert local_copy("s3://bucket/photos", cache=cache, log=lines.append) == copy
     assert not any("/1.bin" in path for _, path in s3.log[before:])
     put("photos/train/cat/1.bin", b"uno")  # of the same length
     again = local_copy("s3://bucket/photos", cache=cache, log=quiet)
@@ -102,8 +102,8 @@ def test_a_download_that_breaks_off_is_never_taken_for_whole(s3: Any, put: Any, 
 def test_requests_that_fail_now_and_then_are_tried_again_and_told(s3: Any, put: Any, tmp_path: Path) -> None:
     for number in range(30):
         put(f"shaky/{number}.bin", bytes([number]) * 50_000)
-    s3.share, told = 0.3, list[str]()
-    remote = Remote("s3://bucket/shaky", Retries(told=told.append))
+    s3.share, lines = 0.3, list[str]()
+    remote = Remote("s3://bucket/shaky", Retries(log=lines.append))
     copy = Cache(tmp_path).copy_of(remote, quiet)
     assert all((copy / f"{n}.bin").read_bytes() == bytes([n]) * 50_000 for n in range(30))
     assert s3.failed > 5
@@ -114,7 +114,7 @@ def test_the_copy_unused_for_longest_goes_first(s3: Any, put: Any, tmp_path: Pat
         "import sys; from pathlib import Path\n"
         "from paceline.storage.cache import Cache; from paceline.storage.cache import local_copy\n"
         f"cache = Cache(Path({str(tmp_path)!r}), 2500)\n"
-        "for each in sys.argv[1:]: local_copy('s3://bucket/' + each, cache=cache, say=lambda _: None)\n"
+        "for each in sys.argv[1:]: local_copy('s3://bucket/' + each, cache=cache, log=lambda _: None)\n"
     )
     for name in "abc":
         put(f"{name}/x.bin", name.encode() * 1000)
@@ -145,9 +145,9 @@ def test_several_processes_copy_once(s3: Any, put: Any, tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         for _ in range(3)
     ]
-    said = {process.communicate(timeout=120)[0] for process in started}
-    assert len(said) == 1
-    assert len(list(Path(said.pop().strip()).iterdir())) == 5
+    lines = {process.communicate(timeout=120)[0] for process in started}
+    assert len(lines) == 1
+    assert len(list(Path(lines.pop().strip()).iterdir())) == 5
     assert sum(method == "GET" and path.startswith("/bucket/shared/3.bin") for method, path in s3.log) == 1
 
 

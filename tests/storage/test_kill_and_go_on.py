@@ -21,11 +21,11 @@ from paceline.storage.remote import Remote
 PROGRAM = Path(__file__).with_name("object_runs.py")
 
 
-def begin(folder: Path, variables: dict[str, str], **asked: Any) -> subprocess.Popen[str]:
+def begin(folder: Path, variables: dict[str, str], **requested: Any) -> subprocess.Popen[str]:
     folder.mkdir()
     usual = {"seed": 1, "kills": 2, "ranks": 1, "steps": 60, "overrides": []}
     return fork_server.Popen(
-        [sys.executable, str(PROGRAM), str(folder), json.dumps(usual | asked)],
+        [sys.executable, str(PROGRAM), str(folder), json.dumps(usual | requested)],
         env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -104,8 +104,8 @@ def test_killed_while_requests_fail_and_the_server_is_started_again(
 @pytest.mark.slow
 def test_parts_of_several_processes(s3: Any, variables: dict[str, str], tmp_path: Path) -> None:
     overrides = ["parallel.strategy=fsdp", "train.ema=off"]
-    asked = {"mirror": "s3://bucket/parts", "ranks": 2, "kills": 1, "steps": 20, "overrides": overrides}
-    found = outcome(begin(tmp_path / "runs", variables, **asked), s3, tmp_path / "runs")
+    requested = {"mirror": "s3://bucket/parts", "ranks": 2, "kills": 1, "steps": 20, "overrides": overrides}
+    found = outcome(begin(tmp_path / "runs", variables, **requested), s3, tmp_path / "runs")
     check_same(found)
     assert found["resumes"], "the last launch went on from no copy"
     commits = list_commits(Remote("s3://bucket/parts")).commits

@@ -89,10 +89,10 @@ TEXT = st.text("aé:#-0.~ \n", max_size=6)
 
 @given(value=st.one_of(NUMBERLIKE, TEXT, st.floats(allow_nan=False), st.integers(), st.booleans()))
 def test_a_stored_recipe_is_read_back_as_it_was_by_any_program(value: object) -> None:
-    reported = stored_recipe({"model": {"options": {"value": value, "deep": [{"value": value}]}}}, "r")
-    text = to_yaml(reported)
+    stored = stored_recipe({"model": {"options": {"value": value, "deep": [{"value": value}]}}}, "r")
+    text = to_yaml(stored)
     for tree in (load_plain(text), yaml.safe_load(text)):
-        assert stored_recipe(tree, "r") == reported
+        assert stored_recipe(tree, "r") == stored
 
 
 @pytest.mark.parametrize("written", ["on", "yes", "True", "true"])

@@ -62,7 +62,7 @@ def test_the_first_failure_ends_all_and_their_descendants(tmp_path: Path) -> Non
         failing = start(group, "import sys; print('no such file'); sys.exit(3)", "rank 1", tmp_path / "log")
         ending = group.wait()
         assert (ending.failed, ending.killed, ending.reason) == ((failing,), (other,), "failure")
-        assert failing.exit_reason == "no such file"
+        assert failing.exit_message == "no such file"
         assert other.code == -signal.SIGKILL
         assert group.members() == set()
     assert_gone(int(path.read_text() or 0))
@@ -100,7 +100,7 @@ def test_a_killed_child_is_named_and_its_descendants_do_not_outlive_the_group(tm
         wait_for(path)
         child.process.kill()
         assert group.wait().failed == (child,)
-        assert child.exit_reason == "was ended by SIGKILL (the system may have been out of memory)"
+        assert child.exit_message == "was ended by SIGKILL (the system may have been out of memory)"
     assert_gone(int(path.read_text() or 0))
 
 
@@ -153,7 +153,7 @@ def test_output_that_would_fill_a_pipe_does_not_block(tmp_path: Path) -> None:
     with ProcessGroup() as group:
         child = start(group, "print('x' * 10_000_000); print('last'); raise SystemExit(2)", log=tmp_path / "log")
         assert group.wait(30).failed == (child,)
-        assert child.exit_reason == "last"
+        assert child.exit_message == "last"
 
 
 def test_children_are_ended_and_reaped_if_a_later_one_cannot_start() -> None:

@@ -98,9 +98,9 @@ class Environment:
             "backends": available_backends(),
             "extras": {
                 extra.name: {
-                    "available": not extra.why_not,
-                    "why_not": extra.why_not or None,
-                    "brings": extra.brings,
+                    "available": not extra.unavailable_reason,
+                    "why_not": extra.unavailable_reason or None,
+                    "brings": extra.features,
                     "install": extra.install,
                     "versions": {library.distribution: library.version for library in extra.libraries},
                 }
@@ -127,7 +127,7 @@ class Environment:
 
 
 def _in_words(extra: Extra) -> str:
-    if extra.why_not:
-        return f"{extra.brings}: no, {extra.why_not}; {extra.install}"
+    if extra.unavailable_reason:
+        return f"{extra.features}: no, {extra.unavailable_reason}; {extra.install}"
     versions = ", ".join(f"{library.distribution} {library.version}" for library in extra.libraries)
-    return f"{extra.brings}: {versions}"
+    return f"{extra.features}: {versions}"

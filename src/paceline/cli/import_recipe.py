@@ -96,13 +96,13 @@ class Import:
             echo(conversion.to_yaml(), nl=False)
         lines: list[str] = []
         for outcome, title in (("mapped", "Mapped"), ("listed", "No effect here")):
-            entries = [each for each in conversion.entries if each.place == outcome]
+            entries = [each for each in conversion.entries if each.outcome == outcome]
             lines += [f"{title}: {len(entries)}"] if entries else []
             typed = [
                 each.option if each.value is True else f"{each.option} {shown_value(each.value)}" for each in entries
             ]
             width = min(max(map(len, typed), default=0), 40)
-            lines += [f"  {words:<{width}}  {each.says}" for words, each in zip(typed, entries, strict=True)]
+            lines += [f"  {words:<{width}}  {each.reason}" for words, each in zip(typed, entries, strict=True)]
         lines += [f"Not identical: {len(conversion.differences)}"] if conversion.differences else []
         lines += [f"  {option}: {says}" for option, says in conversion.differences]
         lines += [f"Left out: {name}" for name in conversion.left_out]

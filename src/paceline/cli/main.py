@@ -189,11 +189,11 @@ def _recipe_key_hint(error: click.ClickException, arguments: list[str]) -> str |
         return None
     if not any(parameter.name == "overrides" for parameter in error.ctx.command.params):
         return None
-    from paceline.recipe.layers import keys_for, spelled
+    from paceline.recipe.layers import format_override, keys_for
     from paceline.recipe.schema import Recipe
 
     value = _value_typed(error.option_name, arguments)
-    examples = [f"{key}={value}" if value else spelled(Recipe(), key) for key in keys_for(error.option_name)]
+    examples = [f"{key}={value}" if value else format_override(Recipe(), key) for key in keys_for(error.option_name)]
     if not examples:
         return None
     return f"No such option '{error.option_name}': recipes are changed by KEY=VALUE, here {' or '.join(examples)}."

@@ -217,9 +217,9 @@ def _packed_text(options: Pack, destination: Path) -> Result:
     packed = write_tokens({"train": train, "validation": validation}, open_tokenizer(options.tokenizer), destination)
     counts = " and ".join(f"{packed.tokens[split]:,} {split}" for split in packed.tokens)
     documents = counted(sum(packed.documents.values()), "document")
-    lines = [f"note: {sentence}" for sentence in skipped.sentences()]
+    lines = [f"note: {sentence}" for sentence in skipped.summaries()]
     lines.append(f"{destination}: {counts} tokens of {documents}, {format_bytes(packed.size_bytes)}")
-    document = {"destination": str(destination), **dataclasses.asdict(packed), "left_out": skipped.sentences()}
+    document = {"destination": str(destination), **dataclasses.asdict(packed), "left_out": skipped.summaries()}
     return Document(document=document, shown=Shown(blocks=lines))
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from paceline.files import SkippedItems
     from paceline.inference.answer_files import AnswerWriter
-    from paceline.inference.answers import Answer, Seen
+    from paceline.inference.answers import Answer, ImagePredictor, Seen
     from paceline.inference.clicks import ClickPredictor
 
 _LABELS = 3
@@ -53,7 +53,7 @@ class Predict:
     a score above 50 %, each with its box: left, top, right and bottom edge in pixels. A language model continues the
     prompt; one trained on masked tokens fills in each [MASK].
     Weights of a recommendation task take lines of samples (.tsv, .txt, .jsonl) and predict the click probability of
-    each; a text classifier takes lines of text (.txt; .jsonl with the key text), or a prompt.
+    each; a text or token classifier takes lines of text (.txt; .jsonl with the key text), or a prompt.
 
     Examples:
       paceline predict runs/photos new-photos
@@ -157,7 +157,7 @@ class Predict:
 def _answer_prompt(options: Predict, prompt: str, device: torch.device, *, as_json: bool) -> None:
     """Continue a prompt, or fill in its masked tokens."""
     from paceline.checkpoint.weights import read_weights
-    from paceline.inference.text import Sampling, TextLabeller, TextPredictor
+    from paceline.inference.text import Sampling, TextPredictor, open_labeller
 
     saved = read_weights(options.target, options.weights, best=options.best)
     if {"tokenizer", "class_names"} <= saved.description("data").keys():
@@ -165,10 +165,12 @@ def _answer_prompt(options: Predict, prompt: str, device: torch.device, *, as_js
             refuse_unused(
                 click.get_current_context(), name, "it is for text generation, and this model classifies texts"
             )
-        labeller = TextLabeller(saved, device, trust_code=options.trust_code)
+        labeller = open_labeller(saved, device, trust_code=options.trust_code)
+        _refuse_top_k(options, labeller)
         (answer,) = labeller.answer([labeller.prepare(prompt.encode())], options.top_k or labeller.usual_top_k)
         if as_json:
-            print_json({"prompt": prompt, "labels": answer.labels, "probabilities": answer.probabilities})
+            row = answer.row()
+            print_json({"prompt": prompt, **{key: row[key] for key in row if key not in ("path", "error")}})
         else:
             echo(answer.description())
         return
@@ -195,6 +197,13 @@ def _answer_prompt(options: Predict, prompt: str, device: torch.device, *, as_js
     for guess in filled.guesses:
         pairs = zip(guess.texts, guess.probabilities, strict=True)
         echo("  ".join(f"{text!r} {100 * value:.1f} %" for text, value in pairs))
+
+
+def _refuse_top_k(options: Predict, predictor: ImagePredictor) -> None:
+    if options.top_k is None or not (predictor.number_names or predictor.finds_words):
+        return
+    what = "all its numbers" if predictor.number_names else "one tag for each word"
+    raise click.UsageError(f"--top-k has no effect: a prediction of these weights has {what}. Leave it out.")
 
 
 def _answer_lines(predictor: ClickPredictor, sources: Sequence[Path], *, as_json: bool) -> int:
@@ -238,10 +247,7 @@ def _answer_images(options: Predict, device: torch.device, *, as_json: bool) -> 
         pictures = texts_of(options.sources)
     if options.draw is not None and not predictor.draws:
         raise click.UsageError("--draw draws objects or pixel classes, and these weights predict neither.")
-    if options.top_k is not None and predictor.number_names:
-        raise click.UsageError(
-            "--top-k has no effect: a prediction of these weights has all its numbers. Leave it out."
-        )
+    _refuse_top_k(options, predictor)
     if options.thresholds is not None:
         predictor.set_thresholds(options.thresholds)
     if batch_size is not None and predictor.largest_batch == 1 and batch_size > 1:
@@ -262,7 +268,7 @@ def _answer_images(options: Predict, device: torch.device, *, as_json: bool) -> 
             code = _to_file(answers, output, file, skipped, unit=predictor.unit, as_json=as_json)
         else:
             code = _to_screen(answers, as_json=as_json)
-    for sentence in skipped.sentences():
+    for sentence in skipped.summaries():
         echo(f"note: {sentence}", err=True)
     return code
 
@@ -325,7 +331,7 @@ def _to_file(
             file.write(each.row() for each in batch)
     code = store_verdict(passed=not unreadable)
     if as_json:
-        counts = {unit: images, "unreadable": unreadable, "left_out": skipped.sentences()}
+        counts = {unit: images, "unreadable": unreadable, "left_out": skipped.summaries()}
         print_json({"output": str(output), **counts})
     else:
         broken = f", {len(unreadable):,} of them unreadable" if unreadable else ""

@@ -365,7 +365,7 @@ def _optimizer_line(recipe: Recipe) -> str:
         first, second = optimizer.moment_decay
         first_beta = f"{first:g}" if optimizer.has("momentum") else scheduled(first, schedule.momentum)
         parts.append(f"betas {first_beta}, {second:g}")
-    if optimizer.moves_rest_by_sgd:
+    if optimizer.uses_sgd_for_rest:
         parts.append(f"all but filters by sgd with momentum {optimizer.rest_momentum:g}")
     parts.append(f"weight decay {scheduled(optimizer.weight_decay, schedule.weight_decay)}")
     for name, description in _CLIPS.items():

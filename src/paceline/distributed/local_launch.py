@@ -288,7 +288,7 @@ def _conclude(ranks: list[Child], ending: WaitResult, errors: list[RankError], *
         return _Outcome(max(codes))
     reported = {f"rank {error.rank}" for error in errors}
     silent = [child for child in ending.failed if child.name not in reported]
-    causes = [f"{child.name} {child.exit_reason}" for child in silent]
+    causes = [f"{child.name} {child.exit_message}" for child in silent]
     for cause in causes:
         print(f"paceline: {cause}", file=sys.stderr)
     causes += [f"{child.name} did not end" for child in overdue]

@@ -95,6 +95,7 @@ class ImagePredictor(ABC):
         usual_top_k: Default maximum number of labels per image.
         largest_batch: Maximum batch size; None if the caller chooses.
         finds_boxes: Whether predictions have boxes.
+        finds_words: Whether predictions have words.
         draws: Whether predictions can be drawn.
         kind: Class of the predictions.
         unit: Plural name of what is predicted.
@@ -105,6 +106,7 @@ class ImagePredictor(ABC):
     usual_top_k = 3
     largest_batch: int | None = None
     finds_boxes = False
+    finds_words = False
     draws = False
     kind: type[Answer] = Answer
     unit = "images"

@@ -21,7 +21,7 @@ from paceline.data.image.pipeline import rectangle
 from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import CheckpointError, DataError
-from paceline.files import refuse_special_files
+from paceline.files import refuse_special_inputs
 from paceline.inference.answers import BATCH, NOT_FINITE, Answer, ImagePredictor, answers_ahead
 from paceline.inference.sources import PictureFile
 from paceline.tasks.image_classification import CROPS, AveragedViews
@@ -253,7 +253,7 @@ class OnnxPredictor(ImageLabeller):
     def __init__(self, path: Path, device: torch.device) -> None:
         if not path.is_file():
             raise CheckpointError(f"'{path}' does not exist; give an ONNX file that paceline export wrote.")
-        refuse_special_files(path)
+        refuse_special_inputs(path)
         self._path = path
         self._session = onnx_session(path, device)
         metadata: dict[str, str] = self._session.get_modelmeta().custom_metadata_map

@@ -19,7 +19,7 @@ from paceline.inference.answers import ImagePredictor
 from paceline.inference.detection import DetectionPredictor
 from paceline.inference.labelling import ImageLabeller, OnnxPredictor, Outputs, Shown
 from paceline.inference.segmentation import SegmentationPredictor
-from paceline.inference.text import TextLabeller
+from paceline.inference.text import open_labeller
 from paceline.inference.trained import TaskMaker, trained_recipe, trained_task
 from paceline.models.build import check_takes
 from paceline.tasks.image_classification import CROPS, ImageTask, shown_for_crops
@@ -141,5 +141,5 @@ def open_predictor(
     if "labels_pixels" in saved.description("data"):
         return SegmentationPredictor(saved, device, trust_code=trust_code)
     if "tokenizer" in saved.description("data"):
-        return TextLabeller(saved, device, trust_code=trust_code)
+        return open_labeller(saved, device, trust_code=trust_code)
     return Predictor(saved, device, trained_task(saved, trust_code=trust_code))

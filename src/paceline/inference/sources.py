@@ -18,18 +18,18 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from paceline.data.image.dataset import BAD
+from paceline.data.image.dataset import SKIP_REASONS
 from paceline.data.image.decode import BrokenImageError, read_file
 from paceline.data.image.source import EXTENSIONS
 from paceline.errors import DataError
 from paceline.files import (
     SkippedItems,
-    files_below,
     has_extension,
     is_ignored,
     is_ignored_member,
-    refuse_special_files,
-    special_file_kind,
+    list_files,
+    refuse_special_inputs,
+    special_kind,
 )
 
 STANDARD_INPUT = "-"
@@ -76,11 +76,11 @@ def is_image_name(name: str) -> bool:
 
 def _why_not(name: str) -> str:
     """Explain why a file without an image extension is skipped."""
-    return BAD["heic_images"] if has_extension(name, ("heic", "heif")) else OTHERS
+    return SKIP_REASONS["heic_images"] if has_extension(name, ("heic", "heif")) else OTHERS
 
 
 def _content_of(path: Path) -> bytes:
-    if kind := special_file_kind(path):
+    if kind := special_kind(path):
         raise BrokenImageError(str(path), f"it is {kind}, not a file")
     return read_file(path)
 
@@ -127,7 +127,7 @@ def _opened(source: Path, left_out: SkippedItems) -> Iterable[PictureFile]:
     if source.is_dir():
         return _inside(source, left_out)
     if source.exists():
-        refuse_special_files(source)
+        refuse_special_inputs(source)
         return [PictureFile.at(source)]
     if _PATTERN & set(str(source)):
         return _matching(str(source), left_out)
@@ -139,7 +139,7 @@ def _opened(source: Path, left_out: SkippedItems) -> Iterable[PictureFile]:
 
 def _inside(folder: Path, left_out: SkippedItems) -> list[PictureFile]:
     inside = []
-    for name in files_below(folder, left_out):
+    for name in list_files(folder, left_out):
         if is_image_name(name):
             inside.append(folder / name)
         else:
@@ -147,7 +147,7 @@ def _inside(folder: Path, left_out: SkippedItems) -> list[PictureFile]:
     if not inside:
         raise DataError(
             f"'{folder}' contains no image; supported extensions: {', '.join(EXTENSIONS)}. Lines of "
-            f"samples (.tsv, .txt, .jsonl) must be given file by file. {'. '.join(left_out.sentences())}".rstrip()
+            f"samples (.tsv, .txt, .jsonl) must be given file by file. {'. '.join(left_out.summaries())}".rstrip()
         )
     return [PictureFile.at(path) for path in sorted(inside)]
 
@@ -197,7 +197,7 @@ def members(archive: Path, left_out: SkippedItems) -> Iterator[PictureFile]:
     Raises:
         DataError: At the first picture, if the archive cannot be opened; at the end, if it contained no image.
     """
-    refuse_special_files(archive)
+    refuse_special_inputs(archive)
     inside = _zipped(archive, left_out) if archive.name.lower().endswith(".zip") else _in_tar(archive, left_out)
     count = 0
     for picture in inside:

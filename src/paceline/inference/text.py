@@ -1,4 +1,4 @@
-"""Text generation and masked-token prediction with a trained language model, and classes of texts."""
+"""Text generation and masked-token prediction with a trained language model; classes of texts and tags of words."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from paceline.data.text.corpus import TextDataset, encoded
 from paceline.data.text.labelled import LabelledTexts
 from paceline.data.text.tokenizer import MASK_WORDS, HuggingFaceTokenizer, TokenIds, Tokenizer, tokenizer_from
 from paceline.errors import DataError, NotFiniteError, RecipeError
-from paceline.files import has_extension, refuse_special_files
+from paceline.files import has_extension, refuse_special_inputs
 from paceline.inference.answers import NOT_FINITE, Answer, ImagePredictor
 from paceline.inference.sources import PictureFile
 from paceline.inference.trained import trained_recipe, trained_task
 from paceline.plain_json import load_json
 from paceline.tasks.language_modeling import LanguageModeling
 from paceline.tasks.text_classification import TextClassification, padded
+from paceline.tasks.token_classification import entities_in, entity_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,15 +213,83 @@ class TextLabeller(ImagePredictor):
     @torch.inference_mode()
     def answer(self, prepared: Sequence[TokenIds], top_k: int) -> list[Answer]:
         """Return the most probable classes of each text, in order, without paths."""
-        batch = padded(list(prepared), max(map(len, prepared)), self.tokenizer)
-        logits: Tensor = self.network(batch["tokens"].to(self._device), batch["mask"].to(self._device))
-        values, best = logits.float().softmax(dim=1).topk(min(top_k, len(self.classes)), dim=1)
+        values, best = self._scores(prepared).softmax(dim=1).topk(min(top_k, len(self.classes)), dim=1)
         return [
             Answer(Path(), tuple(self.classes[label] for label in labels), tuple(sure))
             if math.isfinite(sure[0])
             else self.unreadable(Path(), NOT_FINITE)
             for sure, labels in zip(values.tolist(), best.tolist(), strict=True)
         ]
+
+    def _scores(self, texts: Sequence[TokenIds]) -> Tensor:
+        """Return logits, float32 on the CPU: [N, classes], or of tokens [N, T, classes]."""
+        batch = padded(list(texts), max(map(len, texts)), self.tokenizer)
+        logits: Tensor = self.network(batch["tokens"].to(self._device), batch["mask"].to(self._device))
+        return logits.float().cpu()
+
+
+@dataclass(frozen=True)
+class TaggedWords(Answer):
+    """The tags of a text's words in ``labels``, with their probabilities.
+
+    Attributes:
+        words: The words.
+        entities: ``type``, ``begin`` and ``end`` (excluded) in the words, and ``text`` of each entity in IOB2 tags.
+    """
+
+    words: tuple[str, ...] = ()
+    entities: tuple[dict[str, Any], ...] = ()
+
+    def _found(self) -> str:
+        return " ".join(f"{word}/{tag}" for word, tag in zip(self.words, self.labels, strict=True))
+
+    def _columns(self) -> dict[str, Any]:
+        return {"words": self.words, **super()._columns(), "entities": self.entities}
+
+
+class WordTagger(TextLabeller):
+    """A trained token classifier; arguments and attributes as of :class:`TextLabeller`."""
+
+    finds_words = True
+    kind = TaggedWords
+
+    def prepare(self, content: bytes) -> Any:
+        """Return the words of a text, which spaces separate, its tokens, and the token that begins each word.
+
+        Raises:
+            BrokenImageError: If it is not UTF-8, empty or too long.
+        """
+        super().prepare(content)
+        words = content.decode("utf-8-sig").split()
+        ids, starts = self.tokenizer.encode_words(words, self._context)
+        places = np.flatnonzero(starts >= 0)
+        if missing := len(words) - len(places):
+            why = f"beyond the network's {self._context} tokens, or give no token; split the text"
+            raise BrokenImageError("text", f"{missing} of its {len(words)} words are {why}")
+        return words, ids, places
+
+    @torch.inference_mode()
+    def answer(self, prepared: Sequence[Any], top_k: int) -> list[Answer]:
+        """Return the most probable tag of each word, in order, without paths."""
+        answers, types = list[Answer](), entity_types(self.classes)
+        for (words, _, places), scores in zip(prepared, self._scores([ids for _, ids, _ in prepared]), strict=True):
+            sure, best = scores[places].softmax(dim=1).max(dim=1)
+            tags, found = tuple(self.classes[tag] for tag in best.tolist()), []
+            if types is not None:
+                begins, _, ends = (each[0].tolist() for each in entities_in(best[None], types))
+                for begin in np.flatnonzero(begins).tolist():
+                    end = ends[begin]
+                    said = {"begin": begin, "end": end, "text": " ".join(words[begin:end])}
+                    found.append({"type": tags[begin][2:], **said})
+            answer = TaggedWords(Path(), tags, tuple(sure.tolist()), words=tuple(words), entities=tuple(found))
+            answers.append(answer if bool(sure.isfinite().all()) else self.unreadable(Path(), NOT_FINITE))
+        return answers
+
+
+def open_labeller(saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> TextLabeller:
+    """Open a trained text or token classifier; arguments as for :class:`TextLabeller`."""
+    kind = WordTagger if "labels_words" in saved.description("data") else TextLabeller
+    return kind(saved, device, trust_code=trust_code)
 
 
 def texts_of(sources: Sequence[Path]) -> Iterator[PictureFile]:
@@ -230,7 +299,7 @@ def texts_of(sources: Sequence[Path]) -> Iterator[PictureFile]:
         DataError: If a file cannot be read, or a line has no text.
     """
     for source in sources:
-        refuse_special_files(source)
+        refuse_special_inputs(source)
         is_json = has_extension(source.name, ("jsonl",))
         try:
             with source.open("rb") as lines:

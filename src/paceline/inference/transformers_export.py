@@ -89,7 +89,7 @@ def write_peft_folder(exportable: Exportable, folder: Path) -> float:
         lora_dropout=asked.get("dropout", 0.0),
         fan_in_fan_out=any(f"{layer}{ADAPTER_PARTS[2]}" in saved.state for layer in layers),
         modules_to_save=heads or None,
-        task_type="SEQ_CLS" if isinstance(exportable.network, SequenceClassifier) else "CAUSAL_LM",
+        task_type={"classes": "SEQ_CLS", "tags": "TOKEN_CLS"}.get(str(exportable.network.objective), "CAUSAL_LM"),
         base_model_name_or_path=model["name"].removeprefix("transformers:"),
     ).save_pretrained(str(folder))
     write_tensor_file(folder / _ADAPTERS, tensors, {"format": "pt"})

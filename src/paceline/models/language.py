@@ -22,6 +22,7 @@ from paceline.errors import ModelError
 from paceline.models.factories import call_factory, check_options, mix_in, named_factory, unknown_model
 from paceline.models.transformers_models import (
     PREFIX,
+    WHAT,
     Objective,
     build_transformers_classifier,
     build_transformers_model,
@@ -279,20 +280,30 @@ def build_language_model(model: Model, *, vocabulary: int, context: int, is_mask
 
 
 class TextClassifier(nn.Module):
-    """Mixed into a transformer's class, whose output layer then scores classes: the mean over a text's tokens."""
+    """Mixed into a transformer's class, whose output layer then scores classes.
+
+    Attributes:
+        per_token: Whether it scores each token, instead of the mean over a text's tokens.
+    """
+
+    per_token: bool
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return the logits of each text, [N, classes].
+        """Return the logits of each text, [N, classes], or of each token, [N, T, classes].
 
         Args:
             tokens: Ids, int64 [N, T].
             mask: 1 for tokens, 0 for padding, int64 [N, T].
         """
-        scores: Tensor = super().forward(tokens, None, mask - 1) * mask[..., None]
-        return scores.sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        scores: Tensor = super().forward(tokens, None, mask - 1)
+        if self.per_token:
+            return scores
+        return (scores * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
-def build_text_classifier(model: Model, *, vocabulary: int, context: int, classes: int, pad: int) -> nn.Module:
+def build_text_classifier(
+    model: Model, *, vocabulary: int, context: int, classes: int, pad: int, per_token: bool = False
+) -> nn.Module:
     """Build the recipe's network that classifies texts: ``model(tokens, mask)`` returns logits, [N, classes].
 
     Args:
@@ -301,23 +312,26 @@ def build_text_classifier(model: Model, *, vocabulary: int, context: int, classe
         context: Maximum tokens of a text.
         classes: Number of classes.
         pad: Id of the padding token.
+        per_token: Whether it classifies tokens instead: logits are [N, T, classes].
 
     Raises:
         ModelError: If the name is unknown, or the options are not the factory's.
     """
+    sizes = {"vocabulary": vocabulary, "context": context}
+    objective: Objective = "tags" if per_token else "classes"
     if model.name.startswith(PREFIX):
-        return build_transformers_classifier(model, vocabulary=vocabulary, context=context, classes=classes, pad=pad)
+        return build_transformers_classifier(model, **sizes, classes=classes, pad=pad, objective=objective)
     if model.name not in OWN_LANGUAGE_MODELS:
         factory = named_factory(model, {})
         if factory is None:
-            raise unknown_model(model, "text classifier", [*OWN_LANGUAGE_MODELS, f"{PREFIX}NAME"])
-        return call_factory(model, factory, vocabulary=vocabulary, context=context, num_classes=classes)
+            raise unknown_model(model, WHAT[objective], [*OWN_LANGUAGE_MODELS, f"{PREFIX}NAME"])
+        return call_factory(model, factory, **sizes, num_classes=classes)
     network = build_language_model(model, vocabulary=vocabulary, context=context)
     assert isinstance(network, Transformer)
     network.head = nn.Linear(network.shape.width, classes)
     nn.init.normal_(network.head.weight, std=0.02)
     nn.init.zeros_(network.head.bias)
-    mix_in([network], TextClassifier)
+    mix_in([network], TextClassifier, per_token=per_token)
     return network
 
 

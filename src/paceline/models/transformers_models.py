@@ -1,4 +1,4 @@
-"""Language models and text classifiers with architectures of Hugging Face Transformers.
+"""Language models, text and token classifiers with architectures of Hugging Face Transformers.
 
 Only the library's code is used: from a local folder only config.json is read, and with ``model.pretrained`` the
 safetensors weights; no code in the folder is run, and nothing is downloaded.
@@ -23,9 +23,10 @@ from paceline.plain_json import load_json
 from paceline.recipe.model import OPENING_OPTIONS, Model
 
 PREFIX = "transformers:"
-Objective = Literal["causal", "masked", "classes"]
+Objective = Literal["causal", "masked", "classes", "tags"]
 _LOG = logging.getLogger("paceline.weights")
-_WHAT = {"causal": "causal language model", "masked": "masked language model", "classes": "text classifier"}
+WHAT = {"causal": "causal language model", "masked": "masked language model"}
+WHAT |= {"classes": "text classifier", "tags": "token classifier"}
 
 # Sizes of a tiny network, which reveals an architecture's behaviour in a few milliseconds.
 _TINY = {
@@ -73,9 +74,9 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
 
 
 def build_transformers_classifier(
-    model: Model, *, vocabulary: int, context: int, classes: int, pad: int
+    model: Model, *, vocabulary: int, context: int, classes: int, pad: int, objective: Objective
 ) -> SequenceClassifier:
-    """Build ``transformers:NAME`` or ``transformers:FOLDER`` to classify texts, called as ``model(tokens, mask)``.
+    """Build ``transformers:NAME`` or ``transformers:FOLDER`` as a classifier, called as ``model(tokens, mask)``.
 
     Args:
         model: The recipe's `model` section; its options are keys of the architecture's configuration.
@@ -83,19 +84,20 @@ def build_transformers_classifier(
         context: Maximum number of tokens in a text.
         classes: Number of classes.
         pad: Token id of padding, which decoders need to find a text's end.
+        objective: ``classes`` for texts, or ``tags`` for tokens.
 
     Raises:
         ModelError: If the architecture has no classifier, an option is unknown, or the library is missing.
     """
     _require()
     kind, keys = _described(model)
-    config = _configured(kind, keys, "classes", name=model.name)
+    config = _configured(kind, keys, objective, name=model.name)
     config.num_labels, config.pad_token_id = classes, pad
     _fit_vocabulary(config, vocabulary, asked="vocab_size" in keys, name=model.name)
     _fit_context(config, context, asked=set(keys), name=model.name)
-    network: Any = _built(config, "classes", model)
+    network: Any = _built(config, objective, model)
     arguments = frozenset(inspect.signature(type(network).forward).parameters)
-    mix_in([network], SequenceClassifier, arguments=arguments)
+    mix_in([network], SequenceClassifier, arguments=arguments, objective=objective)
     return network  # type: ignore[no-any-return]  # its class has just been extended
 
 
@@ -179,13 +181,15 @@ class SequenceClassifier(nn.Module):
     Attributes:
         config: The library's configuration of the network.
         arguments: Arguments of the library's class.
+        objective: What it classifies: texts (``classes``) or tokens (``tags``).
     """
 
     config: Any
     arguments: frozenset[str]
+    objective: Objective
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return the logits of each text, [N, classes].
+        """Return the logits of each text, [N, classes], or of each token, [N, T, classes].
 
         Args:
             tokens: int64 [N, T].
@@ -236,6 +240,7 @@ def _registry(objective: Objective) -> Mapping[str, Any]:
         "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
         "classes": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "tags": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     }
     return known[objective]
 
@@ -246,13 +251,13 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, *, nam
     known = _registry(objective)
     if kind not in known:
         other: Objective = "masked" if objective == "causal" else "causal"
-        if objective != "classes" and kind in _registry(other):
+        if objective in ("causal", "masked") and kind in _registry(other):
             raise ModelError(
                 f"model.name={name}: Transformers has {kind} for {other} language models only, and this task is "
                 f"{objective}; choose another architecture (gpt2, llama, bert, …) or objective."
             )
         raise ModelError(
-            f"model.name={name}: '{kind}' is not a {_WHAT[objective]} in Transformers.{did_you_mean(kind, known)}"
+            f"model.name={name}: '{kind}' is not a {WHAT[objective]} in Transformers.{did_you_mean(kind, known)}"
         )
     usual = AutoConfig.for_model(kind)
     names = {*usual.to_dict(), *usual.attribute_map, *inspect.signature(type(usual).__init__).parameters}
@@ -307,7 +312,8 @@ def _built(config: Any, objective: Objective, model: Model) -> nn.Module:
     import transformers
     from transformers.initialization import no_init_weights
 
-    factories = {"causal": "CausalLM", "masked": "MaskedLM", "classes": "SequenceClassification"}
+    factories = {"causal": "CausalLM", "masked": "MaskedLM"}
+    factories |= {"classes": "SequenceClassification", "tags": "TokenClassification"}
     factory: Any = getattr(transformers, f"AutoModelFor{factories[objective]}")
     try:
         if model.pretrained:
@@ -351,7 +357,7 @@ def _loaded(factory: Any, config: Any, model: Model) -> nn.Module:
     new = sorted({*found["missing_keys"], *(each[0] for each in found["mismatched_keys"])})
     # A pooling layer is missing in weights of a language model.
     lost = [name for name in new if name.startswith(f"{network.base_model_prefix}.") and "pooler" not in name]
-    if lost or (new and factory.__name__ != "AutoModelForSequenceClassification"):
+    if lost or (new and not factory.__name__.endswith("Classification")):
         raise ModelError(
             f"model.pretrained=true: {folder} has no weights for {', '.join((lost or new)[:3])}, or of another size; "
             "choose another folder or model.options."

@@ -15,7 +15,7 @@ from paceline.optim.embedding_optim import has_sparse_gradients, paired
 from paceline.optim.muon import filters_and_rest
 from paceline.optim.parameter_groups import parameter_groups
 from paceline.optim.schedules import Schedules, Settings
-from paceline.optimizers import OF_LIBRARIES, RULES
+from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES
 from paceline.plan import Plan
 from paceline.plan.rates import LearningRate
 from paceline.recipe.optimizer import Optimizer
@@ -39,7 +39,7 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device
     spread = any(hasattr(each, "to_local") for each in model.parameters()) or has_sparse_gradients(model)
     if device.type == "cuda" and (optimizer.name == "adamw" or (optimizer.name == "sgd" and not spread)):
         options["fused"] = True
-    if optimizer.moves_rest_by_sgd:
+    if optimizer.uses_sgd_for_rest:
         make: Any = filters_and_rest
     else:
         named = "timm.optim:RMSpropTF" if optimizer.eps_inside_sqrt else optimizer.name
@@ -58,7 +58,7 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device
         raise RecipeError(
             f"optimizer.name={optimizer.name} gave a {type(built).__name__}, not a torch.optim.Optimizer."
         )
-    is_ours = optimizer.name in RULES or optimizer.name in OF_LIBRARIES
+    is_ours = optimizer.name in RULES or optimizer.name in LIBRARY_OPTIMIZERS
     if optimizer.weight_decay and not is_ours and "weight_decay" not in built.defaults:
         raise RecipeError(
             f"optimizer.weight_decay={optimizer.weight_decay} has no effect: optimizer.name={optimizer.name} has no "
@@ -69,7 +69,7 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device
 
 def _settings(asked: Optimizer) -> dict[str, Any]:
     """Return the recipe's settings as keyword arguments of the class."""
-    if asked.moves_rest_by_sgd:
+    if asked.uses_sgd_for_rest:
         steps = {"steps": asked.newton_schulz_steps, "unit_filters": asked.unit_filters}
         filters, rest = {"momentum": asked.momentum} | steps, {"momentum": asked.rest_momentum}
         return {"nesterov": asked.nesterov, "filters": filters, "rest": rest}

@@ -131,7 +131,7 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
         is_free = not optimizer.decay_norm_and_bias and (
             parameter.ndim <= 1 or any(fnmatch.fnmatchcase(name, pattern) for pattern in exempt)
         )
-        is_rest = optimizer.moves_rest_by_sgd and not is_filter(parameter)
+        is_rest = optimizer.uses_sgd_for_rest and not is_filter(parameter)
         is_scaled = optimizer.unit_filters and not is_rest  # scaled before every step, which undoes any decay
         decays = not is_free and not is_scaled and optimizer.weight_decay > 0
         usual = Treatment(
@@ -158,7 +158,7 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
 def _source(optimizer: Optimizer, *, decays: bool, is_rest: bool) -> str:
     """Describe the kind of a parameter."""
     what = "all" if optimizer.weight_decay == 0 else "weights" if decays else "norms, biases and exempt"
-    if not optimizer.moves_rest_by_sgd:
+    if not optimizer.uses_sgd_for_rest:
         return what
     return "all but filters, by sgd" if what == "all" and is_rest else f"{what}, by sgd" if is_rest else "filters"
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from paceline.errors import RunDirectoryError
 from paceline.escaping import utf8
-from paceline.files import refuse_special_outputs, special_file_kind
+from paceline.files import refuse_special_outputs, special_kind
 
 _ADVICE = {
     errno.EACCES: "Choose a directory you may write to.",
@@ -178,7 +178,7 @@ def refuse_special_file(path: Path) -> None:
     Raises:
         RunDirectoryError: Naming the record and its kind.
     """
-    kind = special_file_kind(path)
+    kind = special_kind(path)
     if kind and kind != "a folder":  # opening it reports the error
         raise RunDirectoryError(f"'{path}' is {kind}, not a file: remove it, or restore the file from a copy.")
 
@@ -206,7 +206,7 @@ def no_run_message(path: Path, expected: str = "the directory of a started run, 
         path: The path without a run.
         expected: What to give instead.
     """
-    if kind := special_file_kind(RunDirectory(path).recipe):
+    if kind := special_kind(RunDirectory(path).recipe):
         return f"'{RunDirectory(path).recipe}' is {kind}, not a file: remove it, or restore the file from a copy."
     message = f"there is no run directory '{path}'"
     if path.exists():

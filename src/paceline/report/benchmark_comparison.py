@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import RunDirectoryError
-from paceline.files import refuse_special_files
+from paceline.files import refuse_special_inputs
 from paceline.metrics.intervals import Interval, part_means, unpaired_ratio
 from paceline.plain_json import load_json
 from paceline.records.reader import read_environment, read_events, read_recipe
@@ -225,7 +225,7 @@ def read_result(path: Path) -> dict[str, Any]:
         RunDirectoryError: If it is missing or is not a benchmark result.
     """
     file = path / FILE if path.is_dir() else path
-    refuse_special_files(file)
+    refuse_special_inputs(file)
     try:
         document = load_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

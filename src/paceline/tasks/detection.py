@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from paceline.data.batch import Batch
 from paceline.data.boxes.coco import files_of_pictures, open_coco
-from paceline.data.boxes.generated import REFERENCE, open_shapes, stand_in
-from paceline.data.boxes.pipeline import BoxDataset, BoxPipeline, shown_sizes
+from paceline.data.boxes.generated import REFERENCE, open_shapes, placeholder
+from paceline.data.boxes.pipeline import BoxDataset, BoxPipeline, scaled_sizes
 from paceline.data.image.datasets import content_of_files
 from paceline.data.pipeline import Pipeline, Placement, reading_threads
-from paceline.data.random_draws import seed_of
+from paceline.data.random_draws import derive_seed
 from paceline.errors import ModelError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.average_precision import AveragePrecision
@@ -81,7 +81,7 @@ class Detection(Task):
         openers: dict[str, Callable[[Data], BoxDataset]] = {
             "coco": lambda data: open_coco(data.path, masks=self.has_masks, keep_empty=data.detection.keep_empty),
             "shapes": lambda data: open_shapes(data.detection.generated),
-            REFERENCE: stand_in,
+            REFERENCE: placeholder,
         }
         return open_dataset(data.dataset, openers, BoxDataset, data)
 
@@ -140,7 +140,7 @@ class Detection(Task):
 
     def sample_sizes(self) -> NDArray[np.int64]:
         """Return height and width of each picture as shown in the first epoch."""
-        return shown_sizes(self.dataset.train.sizes, self.recipe.data.detection, self.recipe.seed)
+        return scaled_sizes(self.dataset.train.sizes, self.recipe.data.detection, self.recipe.seed)
 
     def description(self) -> dict[str, Any]:
         """Return class names, marked as classes of boxes rather than pictures."""
@@ -216,7 +216,7 @@ class Detection(Task):
         devices = [each.device for each in batch.inputs[:1] if each.device.type == "cuda"]
         with torch.random.fork_rng(devices=devices), _telling_losses(model):
             for image, target, sample in zip(batch.inputs, batch.targets, batch.ids.tolist(), strict=True):
-                torch.manual_seed(seed_of(self.recipe.seed, sample))
+                torch.manual_seed(derive_seed(self.recipe.seed, sample))
                 losses.append(_total(model([image], [learned_from(target)])))
         return torch.stack(losses)
 

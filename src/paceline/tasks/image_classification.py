@@ -27,7 +27,7 @@ from paceline.data.image.pipeline import (
     choose_backend,
     choose_workers,
     common_size,
-    distinct,
+    distinct_sizes,
     evaluation_size,
     measure,
     open_backend,
@@ -124,7 +124,7 @@ class ImageTask(Task):
             reasons["data.evaluation_shape"] = (
                 "every held-out image becomes a square" if len(found.validation) else "no images are held out"
             )
-        shapes = {} if self._shapes is None else distinct(self._shapes)
+        shapes = {} if self._shapes is None else distinct_sizes(self._shapes)
         content, content_told = content_of(found)
         reasons |= {"data.content_digest": content_told} if content_told else {}
         targets = self.target_facts(reasons)
@@ -228,7 +228,9 @@ class ImageTask(Task):
         found, data = self.dataset, self.recipe.data
         sides = {data.progressive.size_at(epoch, found.image_size) for epoch in range(data.progressive.end)}
         sides = (sides | {evaluation_size(data, found)}) - {found.image_size}
-        shapes = {(side, side) for side in sides} | ({} if self._shapes is None else distinct(self._shapes)).keys()
+        shapes = {(side, side) for side in sides} | (
+            {} if self._shapes is None else distinct_sizes(self._shapes)
+        ).keys()
         for shape in sorted(shapes):
             check_takes(network, shape, channels=found.channels, name=self.recipe.model.name)
 

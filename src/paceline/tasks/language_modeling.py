@@ -21,16 +21,16 @@ from paceline.data.text.corpus import StoredCorpus, TextDataset
 from paceline.data.text.datasets import open_text
 from paceline.data.text.pipeline import (
     EVALUATION_SEED,
-    NOTHING,
+    IGNORED_TARGET,
     Masking,
     RowTable,
     TextPipeline,
     TextSplit,
-    asked_count,
     chunked_rows,
     masked_count,
     packed_rows,
     single_rows,
+    target_count,
 )
 from paceline.errors import DataError, ModelError
 from paceline.metrics.accumulator import Collector, Metric, exact_sum
@@ -117,7 +117,7 @@ class LanguageModeling(Task):
         """Return the number of tokens to predict in each training sample."""
         table, corpus = self.train_rows, self.dataset.train
         if corpus.asked is not None:
-            return asked_count(corpus, table)
+            return target_count(corpus, table)
         return masked_count(table.tokens, self.recipe.data.text.mask_fraction) if self._is_masked else table.targets
 
     def sample_lengths(self) -> SampleLengths:
@@ -175,15 +175,15 @@ class LanguageModeling(Task):
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
         """Return the mean cross-entropy in nats over the predicted tokens."""
         logits, targets = _logits(model, batch), batch.targets
-        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NOTHING, reduction="sum")
-        mean: torch.Tensor = total / (targets != NOTHING).sum().clamp(min=1)
+        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+        mean: torch.Tensor = total / (targets != IGNORED_TARGET).sum().clamp(min=1)
         return mean
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         """Return each sample's cross-entropy in nats and its divisors: predicted tokens and their bytes."""
         logits, targets = _logits(model, batch), batch.targets
-        losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=NOTHING, reduction="none")
-        asked = targets != NOTHING
+        losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED_TARGET, reduction="none")
+        asked = targets != IGNORED_TARGET
         values = {"loss": losses.double().sum(dim=1) if losses.device.type != "mps" else losses.sum(dim=1)}
         values |= {"tokens": asked.sum(dim=1), "bytes": batch.inputs["bytes"]}
         if self._is_masked:
@@ -208,7 +208,7 @@ class LanguageModeling(Task):
     def _lengths(self, table: RowTable) -> SampleLengths:
         text = self.recipe.data.text
         width = None if text.rows == "single" else text.context
-        return SampleLengths(tokens=table.tokens, multiple=text.pad_multiple, width=width, most=text.context)
+        return SampleLengths(tokens=table.tokens, multiple=text.pad_multiple, width=width, max_width=text.context)
 
     def _split(self, corpus: StoredCorpus, table: RowTable, seed: int) -> TextSplit:
         masking, text, tokenizer = None, self.recipe.data.text, self.dataset.tokenizer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.data.batch import Batch
 from paceline.data.boxes.coco import open_coco
-from paceline.data.boxes.generated import REFERENCE, open_shapes, stand_in
+from paceline.data.boxes.generated import REFERENCE, open_shapes, placeholder
 from paceline.data.image.datasets import MOST_IMAGES, content_of_files
 from paceline.data.masks.folder import open_masks
 from paceline.data.masks.pipeline import IGNORED, IMAGENET_MEAN, MaskDataset, MaskPipeline, MaskView, from_objects
@@ -38,7 +38,7 @@ _DATASETS: dict[str, Callable[[Data], MaskDataset]] = {
     "masks": open_masks,
     "shapes": lambda data: from_objects(open_shapes(data.detection.generated)),
     "coco": lambda data: from_objects(open_coco(data.path, masks=True, keep_empty=True)),
-    REFERENCE: lambda data: from_objects(stand_in(data)),
+    REFERENCE: lambda data: from_objects(placeholder(data)),
 }
 _USED = (
     *("data.dataset", "data.path", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
@@ -112,7 +112,7 @@ class Segmentation(Task):
         if recipe.data.workers == "auto" and found.name == "shapes":
             self._threads, why = 0, "nothing is read"
         self.metrics = (Metric(name="loss"), *pixel_metrics(found.classes))
-        content, told = content_of_files(found.files, found.digest, most=2 * MOST_IMAGES)
+        content, told = content_of_files(found.files, found.digest, limit=2 * MOST_IMAGES)
         return DataFacts(
             train_samples=len(found.train),
             evaluation_samples=len(found.validation),

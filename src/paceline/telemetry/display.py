@@ -321,7 +321,7 @@ class RunProgress:
     def _evaluation(self, model: Mapping[str, Any], ema: Mapping[str, Any]) -> str:
         """Return an evaluation in one line: ``epoch 2/9  loss 0.41 (validation 0.31)  top-1 91.2 % (ema 93.1 %)``."""
         position = model.get("position", model["step"])
-        epoch = self.epoch_plan.place(max(position - 1, 0))[0]
+        epoch = self.epoch_plan.locate(max(position - 1, 0))[0]
         is_epoch_end = position == self.epoch_plan.first_step(epoch + 1)
         parts = [f"epoch {epoch + 1}/{self.epochs}" + ("" if is_epoch_end else f"  step {model['step']}")]
         split, scored, averaged = model["split"], dict(_finite(model)), dict(_finite(ema))
@@ -346,12 +346,12 @@ class RunProgress:
     @property
     def epochs(self) -> int:
         """Epochs of the whole run, including a partial last one."""
-        return self.epoch_plan.place(max(self.total_steps - 1, 0))[0] + 1
+        return self.epoch_plan.locate(max(self.total_steps - 1, 0))[0] + 1
 
     @property
     def epoch(self) -> int:
         """Epoch of the last step, counted from 1."""
-        return self.epoch_plan.place(max(self.step - 1, 0))[0] + 1
+        return self.epoch_plan.locate(max(self.step - 1, 0))[0] + 1
 
     @property
     def step_in_epoch(self) -> int:

@@ -75,17 +75,17 @@ class Mirroring:
         assert checkpoint.mirror is not None
         self._open, self._root, self._address = open_mirror, root, checkpoint.mirror
         self._keep, self._patience = checkpoint.keep, checkpoint.mirror_patience
-        self._hiccups: list[str] = []
-        self._retries = Retries(patience_seconds=REQUEST_PATIENCE_SECONDS, log=self._hiccups.append)
+        self._retried: list[str] = []
+        self._retries = Retries(patience_seconds=REQUEST_PATIENCE_SECONDS, log=self._retried.append)
         self._changed = threading.Condition()
         self._waiting: dict[int, LocalCheckpoint] = {}
-        self._under_way: int | None = None
+        self._sending: int | None = None
         self._news: list[tuple[str, str]] = []
         self._mirror: Mirror | None = None
         self._failing_since: float | None = None
         self._patient_since: float | None = None
         self._failure = ""
-        self._stands_still = ""
+        self._stopped_reason = ""
         self._is_closed = False
         # Nothing is lost: the next launch sends it again.
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
@@ -95,7 +95,7 @@ class Mirroring:
     def needed(self) -> list[int]:
         """Steps whose checkpoints on this host must not be deleted yet."""
         with self._changed:
-            return [*self._waiting, *([] if self._under_way is None else [self._under_way])]
+            return [*self._waiting, *([] if self._sending is None else [self._sending])]
 
     @property
     def has_failed(self) -> bool:
@@ -114,16 +114,16 @@ class Mirroring:
         return self._failing_since is not None
 
     @property
-    def lacks(self) -> str:
+    def problem(self) -> str:
         """Why the newest checkpoint is not at the address; empty if it is."""
         with self._changed:
-            if self._stands_still:
-                return self._stands_still
+            if self._stopped_reason:
+                return self._stopped_reason
             if self._is_idle():
                 return self._failure
             return self._failure or "it was still being copied"
 
-    def offer(self, what: LocalCheckpoint) -> None:
+    def submit(self, item: LocalCheckpoint) -> None:
         """Queue a complete checkpoint to be copied; of those already queued only the best one is kept. Never waits."""
         with self._changed:
             if self._patient_since is not None and self._is_idle():
@@ -131,9 +131,9 @@ class Mirroring:
                 self._patient_since = time.monotonic()
             if self._failing_since is None:
                 self._failure = ""  # it was about an older one
-            best = what.best.step if what.best is not None else None
-            self._waiting = {step: each for step, each in self._waiting.items() if step == best and step < what.step}
-            self._waiting[what.step] = what
+            best = item.best.step if item.best is not None else None
+            self._waiting = {step: each for step, each in self._waiting.items() if step == best and step < item.step}
+            self._waiting[item.step] = item
             self._changed.notify_all()
 
     def is_over(self, *, within_seconds: float) -> bool:
@@ -142,15 +142,15 @@ class Mirroring:
             return self._changed.wait_for(self._is_idle, within_seconds)
 
     def _is_idle(self) -> bool:
-        return bool(self._stands_still) or (not self._waiting and self._under_way is None)
+        return bool(self._stopped_reason) or (not self._waiting and self._sending is None)
 
-    def news(self) -> list[tuple[str, str]]:
+    def take_incidents(self) -> list[tuple[str, str]]:
         """Return incidents since the last call: kinds and messages."""
         with self._changed:
             news, self._news = self._news, []
-            if hiccups := [self._hiccups.pop() for _ in range(len(self._hiccups))]:
+            if retried := [self._retried.pop() for _ in range(len(self._retried))]:
                 message = (
-                    f"{counted(len(hiccups), 'request')} to {self._address} failed and then succeeded: {hiccups[0]}"
+                    f"{counted(len(retried), 'request')} to {self._address} failed and then succeeded: {retried[0]}"
                 )
                 news.append(("mirror_retries", message))
             return news
@@ -164,25 +164,25 @@ class Mirroring:
         self._thread.join(_AT_CLOSE_SECONDS)
 
     def _work(self) -> None:
-        while (what := self._next()) is not None:
+        while (item := self._next()) is not None:
             try:
                 self._mirror = self._mirror or self._open(self._retries)
-                self._mirror.send(what, self._root)
+                self._mirror.send(item, self._root)
                 self._mirror.prune(keep=self._keep)
             except UnreadableError as error:
-                self._failed(what, str(error))
+                self._failed(item, str(error))
                 self._retries.cancelled.wait(_PAUSE_SECONDS)
             except CheckpointError as error:
                 self._done(why_not=str(error))  # it was deleted or replaced: a newer one is queued, or will be
             except (MirrorConflictError, RunDirectoryError) as error:
                 with self._changed:
-                    self._stands_still, self._under_way = str(error), None
+                    self._stopped_reason, self._sending = str(error), None
                     self._waiting.clear()
                     self._news.append(("mirror", str(error)))
                     self._changed.notify_all()
                 return
             except Exception as error:  # noqa: BLE001  # whatever it is must not end the thread unheard
-                self._failed(what, str(error) if isinstance(error, StorageError) else describe(error))
+                self._failed(item, str(error) if isinstance(error, StorageError) else describe(error))
                 self._retries.cancelled.wait(_PAUSE_SECONDS)
             else:
                 with self._changed:
@@ -198,40 +198,40 @@ class Mirroring:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
             if self._is_closed:
                 return None
-            self._under_way = min(self._waiting)
-            return self._waiting.pop(self._under_way)
+            self._sending = min(self._waiting)
+            return self._waiting.pop(self._sending)
 
     def _done(self, *, why_not: str = "") -> None:
         with self._changed:
-            self._under_way, self._failure = None, why_not
+            self._sending, self._failure = None, why_not
             self._changed.notify_all()
 
-    def _failed(self, what: LocalCheckpoint, reason: str) -> None:
+    def _failed(self, item: LocalCheckpoint, reason: str) -> None:
         with self._changed:
             self._failure = reason
             if self._failing_since is None:
                 self._failing_since = self._patient_since = time.monotonic()
                 message = f"checkpoints are not copied for now, and training continues: {reason}"
                 self._news.append(("mirror", message))
-            newer = [each for step, each in self._waiting.items() if step > what.step]
-            if not newer or any(each.best is not None and each.best.step == what.step for each in newer):
-                self._waiting.setdefault(what.step, what)
-            self._under_way = None
+            newer = [each for step, each in self._waiting.items() if step > item.step]
+            if not newer or any(each.best is not None and each.best.step == item.step for each in newer):
+                self._waiting.setdefault(item.step, item)
+            self._sending = None
             self._changed.notify_all()
 
 
 def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[str, ...]]:
     """Return the flushed records of the current state: growing ones with their sizes, and small ones."""
     growing = [directory.events, *ledger_files(directory.ledger)]
-    known = (directory.recipe, directory.identity, directory.plan, directory.environment)
-    small = (*known, directory.sample_lengths, directory.sample_classes)
+    fixed = (directory.recipe, directory.identity, directory.plan, directory.environment)
+    small = (*fixed, directory.sample_lengths, directory.sample_classes)
     sizes = {str(each.relative_to(directory.root)): each.stat().st_size for each in growing if each.is_file()}
     return sizes, tuple(each.name for each in small if each.is_file())
 
 
 def report_mirror(mirroring: Mirroring | None, recorder: Recorder) -> None:
     """Record incidents of the copying."""
-    for incident, message in () if mirroring is None else mirroring.news():
+    for incident, message in () if mirroring is None else mirroring.take_incidents():
         recorder.incident(incident, redact_secrets(message))
 
 
@@ -484,8 +484,8 @@ def mirror_checkpoints(
     try:
         if decision.completed:  # its last checkpoint may not be there yet
             wait_until_copied(mirroring, recipe, collectives, lambda each: each.is_failing)
-            if mirroring is not None and mirroring.lacks:
-                say(f"the newest checkpoint of this run is not at {recipe.checkpoint.mirror}: {mirroring.lacks}")
+            if mirroring is not None and mirroring.problem:
+                say(f"the newest checkpoint of this run is not at {recipe.checkpoint.mirror}: {mirroring.problem}")
         yield None if decision.completed else mirroring
     finally:
         if mirroring is not None:
@@ -520,7 +520,7 @@ def _begin(
     if choice.path is not None:
         best = CheckpointStore(directory.checkpoints).read_best()
         growing, small = sendable_records(directory)
-        mirroring.offer(LocalCheckpoint(step=choice.step, path=choice.path, growing=growing, small=small, best=best))
+        mirroring.submit(LocalCheckpoint(step=choice.step, path=choice.path, growing=growing, small=small, best=best))
     return mirroring
 
 

@@ -36,7 +36,7 @@ def save_checkpoint(run: Run) -> None:
     """
     if run.saved_position == run.progress.position:
         return
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with run.clock.paused():
         # First, because a save in progress fails with it and could not report why.
         run.collectives.on_rank_zero(run.directory.check_in_place)
@@ -50,15 +50,15 @@ def save_checkpoint(run: Run) -> None:
         # Gather what differs between ranks; for the rest, the first rank's state represents all.
         run.window.gather()
         if not run.strategy.is_sharded:
-            run.collectives.on_rank_zero(lambda: run.writer.submit(_write_later(run, None)))
+            run.collectives.on_rank_zero(lambda: run.writer.submit(_prepare_write(run, None)))
         else:
             staging_dir = run.collectives.on_rank_zero(lambda: run.checkpoints.make_staging_dir(run.progress.step))
             patience = run.recipe.parallel.timeout.seconds
             sharded = ShardedSave(staging_dir, run.world.rank, run.world.world_size, patience, run.writer.cancelled)
             # No process starts writing until all have captured their state without an error.
-            run.writer.submit(run.collectives.on_all_ranks(lambda: _write_later(run, sharded)))
+            run.writer.submit(run.collectives.on_all_ranks(lambda: _prepare_write(run, sharded)))
         run.saved_position, run.saved_name = run.progress.position, name
-    if news := run.cadence.record_save(time.perf_counter() - begun):
+    if news := run.cadence.record_save(time.perf_counter() - start):
         run.display.message(news)
 
 
@@ -70,11 +70,11 @@ def finish_saving(run: Run) -> None:
     """
     # Many short waits, since one collective may not take longer than parallel.timeout, but a save may.
     patience = run.recipe.parallel.timeout.seconds / 10
-    before: tuple[int, int] | None = None
-    while (written := run.collectives.on_rank_zero(lambda: _written(run, patience))) is not None:
-        if written != before:
+    last_state: tuple[int, int] | None = None
+    while (state := run.collectives.on_rank_zero(lambda: _save_progress(run, patience))) is not None:
+        if state != last_state:
             run.heartbeat.tick()
-        before = written
+        last_state = state
         if run.strategy.is_sharded:
             # A process that cannot write may not be able to leave a note about it either.
             run.collectives.on_all_ranks(run.writer.raise_if_failed)
@@ -84,7 +84,7 @@ def finish_saving(run: Run) -> None:
         run.writer.wait()
 
 
-def _written(run: Run, patience_seconds: float) -> tuple[int, int] | None:
+def _save_progress(run: Run, patience_seconds: float) -> tuple[int, int] | None:
     """Return the signs of progress of a save: the bytes of all checkpoints, and the last change of the run directory.
 
     Returns:
@@ -97,7 +97,7 @@ def _written(run: Run, patience_seconds: float) -> tuple[int, int] | None:
     )
 
 
-def _write_later(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedCheckpoint | None]:
+def _prepare_write(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedCheckpoint | None]:
     """Copy the state now, and return the function that writes it.
 
     Args:
@@ -126,7 +126,7 @@ def _write_later(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedChe
     growing, small = sendable_records(run.directory) if mirroring is not None else ({}, ())
 
     def write() -> SavedCheckpoint:
-        begun, store = time.perf_counter(), run.checkpoints
+        start, store = time.perf_counter(), run.checkpoints
         run.directory.check_in_place()
         saved = store.save(step, states, facts, replace=True, file_metadata=run.file_metadata, sharded=sharded)
         run.directory.check_in_place()
@@ -137,10 +137,10 @@ def _write_later(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedChe
         protect = [*_note_best(run, best), *(mirroring.needed if mirroring is not None else ())]
         store.prune(keep=run.recipe.checkpoint.keep, protect=protect)
         if mirroring is not None:
-            mirroring.offer(
+            mirroring.submit(
                 LocalCheckpoint(step=step, path=saved.path, growing=growing, small=small, best=store.read_best())
             )
-        run.cadence.record_write(time.perf_counter() - begun)
+        run.cadence.record_write(time.perf_counter() - start)
         return saved
 
     return write
@@ -181,8 +181,8 @@ def finish_mirroring(run: Run) -> None:
                 f"checkpoint.mirror_patience={checkpoint.mirror_patience}; the run is saved in "
                 f"'{root}': fix the address and run the same command again."
             )
-        if lacking := mirroring.lacks:
-            message = f"the newest checkpoint is in '{root}', but not at {checkpoint.mirror}: {lacking}"
+        if missing := mirroring.problem:
+            message = f"the newest checkpoint is in '{root}', but not at {checkpoint.mirror}: {missing}"
             run.recorder.incident("mirror_behind", message)
             run.display.message(message)
             return

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 from paceline.distributed.local_launch import rank_variables
 from paceline.machine import available_cores
 from paceline.metrics.intervals import Interval, paired_ratio
-from paceline.processes import Child, ProcessGroup, without_rank
+from paceline.processes import Child, ProcessGroup, without_rank_variables
 from paceline.recipe.load import to_yaml
 from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
@@ -245,7 +245,7 @@ class _VariantRunner:
         config = partial(
             WorkerConfig, recipe=str(recipe), run_dir=run_dir, scratch=scratch, part=variant.part, parent=os.getpid()
         )
-        base, count, cores = without_rank(os.environ), variant.processes, available_cores()
+        base, count, cores = without_rank_variables(os.environ), variant.processes, available_cores()
         for rank in range(count):
             rank_environment = rank_variables(rank, count, meeting, cores=cores) if count > 1 else {}
             environment = {**base, "TMPDIR": str(temporary), **rank_environment}
@@ -360,10 +360,10 @@ class _VariantRunner:
         out_of_memory = [each for each in failures if each["out_of_memory"]]
         killed = [child for child in exited if (child.code or 0) < 0]
         if killed and not out_of_memory:
-            return MemberError(killed[0].exit_reason, out_of_memory=killed[0].code == -signal.SIGKILL)
+            return MemberError(killed[0].exit_message, out_of_memory=killed[0].code == -signal.SIGKILL)
         if reported := [*out_of_memory, *failures]:
             return MemberError(reported[0]["failed"], out_of_memory=reported[0]["out_of_memory"])
-        return MemberError(exited[0].exit_reason if exited else "it ended early")
+        return MemberError(exited[0].exit_message if exited else "it ended early")
 
 
 def _answer(turns: Connection[Any, Any]) -> dict[str, Any] | None:

@@ -10,11 +10,11 @@ from typing import Any
 
 from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError, TrainingError
-from paceline.recipe.layers import set_keys, spelled
+from paceline.recipe.layers import format_override, set_keys
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.preparation import build_shapes, plan_network, planner, without_initial_weights
 from paceline.world import World
 from paceline_advisor.apply import write_new
@@ -59,7 +59,7 @@ class Plans:
     def _refusal(self, overrides: Mapping[str, Any], processes: Sequence[int]) -> str:
         plans, shapes = [], None
         try:
-            recipe = without_initial_weights(with_stand_in_data(changed(self._recipe, overrides))[0])
+            recipe = without_initial_weights(with_placeholder_data(changed(self._recipe, overrides))[0])
             with preserved_state():
                 for count in processes:
                     task, world = build_task(recipe), World(world_size=count, local_world_size=count)
@@ -216,6 +216,6 @@ def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> Impro
         head.append(f"#   {changes}  ({each.name}; {effect}; {each.gain or 'not measured'})")
     write_new(path, "\n".join(head) + "\n" + to_yaml(after))
     keys = dict.fromkeys([*set_keys(to_tree(before)), *set_keys(to_tree(after))])
-    pairs = [(spelled(before, key), spelled(after, key)) for key in keys]
+    pairs = [(format_override(before, key), format_override(after, key)) for key in keys]
     lines = [line for old, new in pairs if old != new for line in (f"- {old}", f"+ {new}")]
     return Improved(path=path, met=tuple(applied), left_out=left_out, lines=tuple(lines))

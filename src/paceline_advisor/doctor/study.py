@@ -24,7 +24,7 @@ from paceline.records.reader import read_events
 from paceline.records.run_directory import RunDirectory
 from paceline.references import load_reference
 from paceline.tasks.task import build_task
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.preparation import plan_run
 from paceline.world import World
@@ -180,7 +180,7 @@ def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
     """
     start_time = time.perf_counter()
     loaded = load_recipe(options.recipe, options.overrides)
-    recipe, assumed = with_stand_in_data(loaded.recipe)
+    recipe, assumed = with_placeholder_data(loaded.recipe)
     unseen = {} if assumed is None else {"data": assumed}
     # By default, the fewest processes that the recipe's strategy is for.
     count = options.processes or (2 if recipe.parallel.strategy in ("ddp", "fsdp") else 1)

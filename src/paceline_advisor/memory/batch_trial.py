@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data.batch import Batch, Progress, chosen, tensors_in
+from paceline.data.batch import Batch, Progress, select_rows, tensors_in
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleSlice
@@ -25,7 +25,7 @@ from paceline.metrics.accumulator import Collector
 from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Model, Task, build_task
-from paceline.trainer.fake_batch import given_batch, largest_together, one_batch
+from paceline.trainer.fake_batch import fixed_batch, largest_micro_batch, one_batch
 from paceline.world import World
 
 REFERENCE = "paceline_advisor.memory.batch_trial:task"
@@ -139,11 +139,11 @@ class _Repeated:
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
         # Padded to the same size, a tall and a wide picture take more memory than two of the largest pictures.
-        largest = largest_together(self._task, geometry.largest_part, geometry.global_batch_size)
+        largest = largest_micro_batch(self._task, geometry.largest_part, geometry.global_batch_size)
         if largest is None:
             few = one_batch(geometry.seed, _FEW, self._task.sample_costs())
         else:
-            few = given_batch(geometry.seed, largest[:_FEW])
+            few = fixed_batch(geometry.seed, largest[:_FEW])
         example = next(iter(self._inner.train_batches(few, 0, 1, World())))
         ready: Batch | None = None
         for part in geometry.stream(first, last, world):
@@ -169,5 +169,5 @@ class _Repeated:
 def _repeated(example: Batch, part: SampleSlice) -> Batch:
     rows = len(example.ids)
     rows_of = [index % rows for index in range(len(part.ids))]
-    inputs, targets = (chosen(each, rows_of, of=rows) for each in (example.inputs, example.targets))
+    inputs, targets = (select_rows(each, rows_of, size=rows) for each in (example.inputs, example.targets))
     return replace(example, inputs=inputs, targets=targets, ids=part.ids, slice=part, broken=())

@@ -19,10 +19,10 @@ from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.plan import MachineFacts, Plan
 from paceline.plan.strategy import check_sharding
-from paceline.plan.strategy import weigh as weighed
+from paceline.plan.strategy import choose_automatically as weighed
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
 from paceline.units import format_bytes, format_count
 from paceline.world import World
@@ -406,7 +406,7 @@ def estimate_memory(
         PacelineError: If the recipe cannot be planned, or its network needs real values.
     """
     start_time = time.perf_counter()
-    recipe, assumed = with_stand_in_data(loaded.recipe)
+    recipe, assumed = with_placeholder_data(loaded.recipe)
     machine = _machine(device, processes, recipe)
     shards = processes if processes > 1 else SUPPOSED
     memory = machine.memory_bytes

@@ -24,7 +24,7 @@ from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import ModelError, RunDirectoryError, TrainingError
 from paceline.machine import memory_limit
 from paceline.pages.shown import Shown
-from paceline.plan.batching import micro_batch_size, with_fitting_ghosts
+from paceline.plan.batching import micro_batch_size, with_valid_ghost_size
 from paceline.plan.compute import resolve_evaluation_batch
 from paceline.recipe.data import Progressive
 from paceline.recipe.load import load_recipe, to_yaml
@@ -35,7 +35,7 @@ from paceline.recipe.training import Batch
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.memory import peak_private_of
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.preparation import without_mirror
 from paceline.units import Duration, format_bytes, format_count, format_seconds
@@ -192,7 +192,7 @@ def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
     return replace(
         recipe,
         model=replace(
-            with_fitting_ghosts(recipe.model, micro_batch),
+            with_valid_ghost_size(recipe.model, micro_batch),
             pretrained=False,
             initialize_from=None,
             initialize_partly=False,
@@ -328,7 +328,7 @@ def find_batch(options: FindBatch, log: Log) -> FoundBatch:
     loaded, memory = load_recipe(options.recipe, options.overrides), options.memory
     processes = choose_processes(options.processes, loaded.recipe).count
     check_alone("find-batch")
-    recipe, assumed = with_stand_in_data(loaded.recipe)
+    recipe, assumed = with_placeholder_data(loaded.recipe)
     if assumed:
         log(assumed)
     if recipe.model.compile:

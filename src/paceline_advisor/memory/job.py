@@ -9,7 +9,7 @@ from paceline.data.image.pipeline import LARGEST_SHARE_OF_DEVICE
 from paceline.errors import RecipeError
 from paceline.models.build import parameter_count
 from paceline.plan import MachineFacts, ParameterNumbers
-from paceline.plan.strategy import gradients_held_by_exact
+from paceline.plan.strategy import exact_gradient_count
 from paceline.telemetry.allocations import Allocation
 from paceline.trainer.fake_step import FakeStep
 from paceline_advisor.memory.allocator import INTERVALS, MIB, PLAIN, Settings
@@ -291,7 +291,7 @@ class Job:
         """Add permanent sets of gradients and buffer changes, a copy of the buffers, and sets that are exchanged."""
         buffers = step_total(step, "buffers")
         leaf = Allocation(sum(step.allocations[number].size for number in step.gradients()) + buffers, "gradients")
-        held = gradients_held_by_exact(self.plan.logical_ranks, self.plan.world_size)
+        held = exact_gradient_count(self.plan.logical_ranks, self.plan.world_size)
         step = with_permanent(with_gradients(step, [leaf] * held), [Allocation(buffers, "buffers")])
         if self.plan.world_size == 1:
             return step

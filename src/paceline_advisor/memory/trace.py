@@ -140,7 +140,7 @@ def trace_step(step: FakeStep, scored: ScoredSingly | None = None) -> StepTrace:
         cuts.append(len(trace.events))
         why_unscored = ""
         try:
-            if step.goes_one_by_one and step.scored_samples:
+            if step.is_sample_by_sample and step.evaluation_batch_size:
                 (scored or evaluation_of(step)).append_to(trace)
             else:
                 step.evaluate(_calling(trace))
@@ -209,7 +209,7 @@ def evaluation_of(step: FakeStep) -> ScoredSingly:
             most = max(most, total)
         return held, trace.allocations[held:], events, most
 
-    count = step.scored_samples
+    count = step.evaluation_batch_size
     held, allocations, events, most = traced(min(2, count))
     if count > 2:
         more = (count - 2) * max(0, most - traced(1)[3])
@@ -336,13 +336,13 @@ def _scaled(trace: StepTrace, micro_batch: int) -> StepTrace:
 def trace_steps(step: FakeStep) -> Steps:
     """Return the steps of a fake run, at all sizes."""
     scored = None
-    if step.goes_one_by_one and step.scored_samples:
+    if step.is_sample_by_sample and step.evaluation_batch_size:
         with contextlib.suppress(ModelError):  # each step then reports it
             scored = evaluation_of(step)
 
     def done(micro_batch: int) -> StepTrace:
-        step.show(micro_batch)
+        step.set_micro_batch(micro_batch)
         return trace_step(step, scored)
 
     given = max(step.micro_batch, 2 * _SMALLEST)
-    return Steps(done(given // 2), done(given), done, one_by_one=step.goes_one_by_one)
+    return Steps(done(given // 2), done(given), done, one_by_one=step.is_sample_by_sample)

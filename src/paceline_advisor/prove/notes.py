@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights import read_weights
-from paceline.data.batch import Batch, chosen
+from paceline.data.batch import Batch, select_rows
 from paceline.recipe.schema import Recipe
 
 Verdict = Literal["passed", "failed", "not applicable"]
@@ -241,7 +241,7 @@ def copies_of(network: nn.Module) -> dict[str, Tensor]:
 
 def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
     """Return some of a batch's samples, optionally in another order."""
-    inputs, targets = (chosen(each, rows, of=len(batch.ids)) for each in (batch.inputs, batch.targets))
+    inputs, targets = (select_rows(each, rows, size=len(batch.ids)) for each in (batch.inputs, batch.targets))
     return replace(batch, inputs=inputs, targets=targets, ids=batch.ids[list(rows)])
 
 

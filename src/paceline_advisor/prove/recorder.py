@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.data.balance import SampleLengths
-from paceline.data.batch import Batch, Progress, chosen, copied, mapped, tensors_in
+from paceline.data.batch import Batch, Progress, copied, mapped, select_rows, tensors_in
 from paceline.data.boxes.pipeline import BoxSubset
 from paceline.data.image.source import SubsetSource
 from paceline.data.order import StepGeometry
@@ -166,7 +166,7 @@ class Recorder(Task):
                 step=part.step,
                 logical_rank=part.logical_rank,
                 ids=batch.ids.tolist(),
-                contents=[content_of(tensors_in(chosen(both, [row], of=count))) for row in range(count)],
+                contents=[content_of(tensors_in(select_rows(both, [row], size=count))) for row in range(count)],
                 phantom=part.phantom,
                 generator=hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
                 evaluating=_evaluating(self._network),

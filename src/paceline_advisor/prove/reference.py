@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.data.batch import Batch, copied, joined_along_samples
-from paceline.data.random_draws import seed_of
+from paceline.data.random_draws import derive_seed
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate import evaluation_mode
@@ -171,7 +171,7 @@ class PlainLoop:
     def loss(self, batch: Batch, seed: int | None = None) -> Tensor:
         """Return the task's loss of a batch, with random numbers keyed by the batch's position or by ``seed``."""
         position = batch.slice
-        position_seed = seed_of(self._recipe.seed, position.step, position.logical_rank)
+        position_seed = derive_seed(self._recipe.seed, position.step, position.logical_rank)
         torch.manual_seed(position_seed if seed is None else seed)
         # A copy: a network may write into its inputs.
         copy = replace(batch, inputs=copied(batch.inputs), targets=copied(batch.targets))

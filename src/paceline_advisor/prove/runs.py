@@ -11,8 +11,8 @@ from torch import nn
 
 from paceline.errors import RecipeError, TrainingError
 from paceline.plan import Plan
-from paceline.plan.batching import with_fitting_ghosts
-from paceline.recipe.layers import set_keys, spelled
+from paceline.plan.batching import with_valid_ghost_size
+from paceline.recipe.layers import format_override, set_keys
 from paceline.recipe.load import load_recipe, to_tree, to_yaml
 from paceline.recipe.running import Checkpoint, Parallel, Profile, Telemetry
 from paceline.recipe.schedule import Schedule
@@ -84,9 +84,10 @@ def unproved_settings(recipe: Recipe) -> list[str]:
     """Return the recipe's non-default settings that a proof leaves out, as overrides."""
     proved, defaults = without_unneeded(recipe), Recipe()
     return [
-        spelled(recipe, key)
+        format_override(recipe, key)
         for key in set_keys(to_tree(recipe))
-        if key != "parallel.device" and spelled(recipe, key) not in (spelled(proved, key), spelled(defaults, key))
+        if key != "parallel.device"
+        and format_override(recipe, key) not in (format_override(proved, key), format_override(defaults, key))
     ]
 
 
@@ -228,7 +229,7 @@ def shortened(
     base = without_unneeded(recipe)
     return replace(
         base,
-        model=with_fitting_ghosts(base.model, micro_batch),
+        model=with_valid_ghost_size(base.model, micro_batch),
         data=replace(base.data, workers=0 if reads_files else "auto"),
         batch=Batch(global_size=sizes.global_batch, micro_size=micro_batch),
         optimizer=replace(base.optimizer, lr=rate),

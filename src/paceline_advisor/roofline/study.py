@@ -23,7 +23,7 @@ from paceline.models.ceilings import ceilings_of
 from paceline.models.flops import StepWork, WorkCounter
 from paceline.plain_json import load_json
 from paceline.recipe.load import load_recipe
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
 from paceline_advisor.commands import Roofline
 from paceline_advisor.roofline.report import LayerBound, LowIntensity, RooflineReport, layer_bounds, shape_findings
@@ -124,7 +124,7 @@ def roofline(options: Roofline, log: Log = lambda _: None) -> RooflineReport:
     """
     loaded = load_recipe(options.recipe, options.overrides)  # first: measuring a CPU takes seconds
     chosen = choose(options.device)
-    recipe, assumed = with_stand_in_data(loaded.recipe)
+    recipe, assumed = with_placeholder_data(loaded.recipe)
     if chosen.name == "cpu":
         recipe = replace(recipe, parallel=replace(recipe.parallel, device="cpu"))
     machine = None if chosen.name == "cpu" else machine_with(chosen)
@@ -154,7 +154,7 @@ def roofline(options: Roofline, log: Log = lambda _: None) -> RooflineReport:
 
 def count_step(step: FakeStep) -> StepWork:
     """Return the operators of one micro-batch's forward and backward pass, and of an update."""
-    step.settle()
+    step.init_optimizer_state()
     with WorkCounter(step.network) as counter:
         step.backward(step.forward())
         with counter.phase("optimizer"):

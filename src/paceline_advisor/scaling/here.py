@@ -18,7 +18,7 @@ from paceline.devices import recognise
 from paceline.errors import LaunchError, TrainingError
 from paceline.machine import available_cores, cpu_name
 from paceline.metrics.intervals import Interval, mean_interval
-from paceline.plan.batching import with_fitting_ghosts
+from paceline.plan.batching import with_valid_ghost_size
 from paceline.processes import ProcessGroup
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
@@ -64,7 +64,7 @@ def measure(
         if share.devices in threads:
             parallel = replace(parallel, threads=threads[share.devices])
         batch = Batch(global_size=per_device * processes, micro_size=share.micro_batch)
-        model = with_fitting_ghosts(recipe.model, share.micro_batch)
+        model = with_valid_ghost_size(recipe.model, share.micro_batch)
         return Variant(recipe=replace(recipe, model=model, batch=batch, parallel=parallel), processes=processes)
 
     names = {size: f"1 process as one of {size}" if size > 1 else "1 process" for size in alone}
@@ -119,7 +119,7 @@ def cluster_here(sizes: Sequence[int], *, on_cpu: bool = False) -> Cluster:
         within=_UNKNOWN_LINK,
         network=_UNKNOWN_LINK,
         cores_per_device=cores / (gpus or max(sizes)),
-        most_devices=gpus or None,
+        max_devices=gpus or None,
         shares_cores=not gpus,
         source=source,
     )
@@ -155,7 +155,7 @@ def probe(processes: int, *, size: int = PROBED_BYTES) -> Link:
         answer = Path(folder) / "answer.json"
         if not answer.exists():
             cause = (
-                f"{ending.failed[0].name}: {ending.failed[0].exit_reason}" if ending.failed else "there is no result"
+                f"{ending.failed[0].name}: {ending.failed[0].exit_message}" if ending.failed else "there is no result"
             )
             raise LaunchError(f"{processes} processes could not exchange messages: {cause[-300:]}")
         seconds = json.loads(answer.read_text())

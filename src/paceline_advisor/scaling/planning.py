@@ -14,7 +14,7 @@ from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.plan.batching import usable_processes
 from paceline.plan.rates import lr_factor
-from paceline.plan.strategy import weigh
+from paceline.plan.strategy import choose_automatically
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline_advisor.commands import Plan
@@ -244,7 +244,7 @@ def _sizes(recipe: Recipe, options: Plan) -> tuple[int, ...]:
         RecipeError: If no number can share the recipe's global batch.
     """
     cluster = cluster_here((1,)) if options.cluster is None else find_cluster(options.cluster)
-    available = available_cores() if cluster.shares_cores else cluster.most_devices or options.most_gpus
+    available = available_cores() if cluster.shares_cores else cluster.max_devices or options.most_gpus
     most = min(options.most_gpus, available)
     sizes = [2**power for power in range(int(math.log2(most)) + 1)]
     if options.batch_per_gpu is None:
@@ -262,7 +262,7 @@ def _strategy(recipe: Recipe, scaling: Scaling, size: int, memory: int | None) -
         return recipe.parallel.strategy, f"parallel.strategy={recipe.parallel.strategy}"
     if scaling.subject.unsharded:
         return "ddp", f"{size} processes; FSDP {scaling.subject.unsharded}"
-    return weigh(recipe, scaling.subject.numbers, size, memory)
+    return choose_automatically(recipe, scaling.subject.numbers, size, memory)
 
 
 def _rate(batch: int, recipe: Recipe, options: Plan) -> tuple[float, str]:

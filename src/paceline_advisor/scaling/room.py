@@ -23,7 +23,7 @@ from paceline.plan.strategy import check_sharding
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
 from paceline.tasks.detection import why_not_sharded
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.units import format_bytes
 from paceline_advisor.formulas.parallel_step import OneDevice
@@ -181,7 +181,7 @@ def of_one_process(recipe: Recipe, share: Share) -> Recipe:
     path = recipe.data.path
     if path is not None and not Path(path).exists():
         recipe = replace(recipe, data=replace(recipe.data, path=None))
-    recipe, _ = with_stand_in_data(recipe)
+    recipe, _ = with_placeholder_data(recipe)
     return replace(
         recipe,
         batch=Batch(global_size=share.micro_batch * share.passes, micro_size=share.micro_batch),

@@ -11,7 +11,7 @@ from paceline.clusters import Cluster, Link, find_cluster
 from paceline.command import Log
 from paceline.devices import Device, find_device
 from paceline.errors import PacelineError, RecipeError
-from paceline.machine import available_cores, load_warning
+from paceline.machine import available_cores, busy_message
 from paceline.metrics.intervals import Interval
 from paceline.models.ceilings import Ceilings, tf32_of
 from paceline.pages.charts import log_axis
@@ -349,9 +349,9 @@ class Scaling:
 
     def _check(self) -> None:
         options, cluster = self._options, self.cluster
-        if cluster.most_devices is not None and max(options.sizes) > cluster.most_devices:
+        if cluster.max_devices is not None and max(options.sizes) > cluster.max_devices:
             raise RecipeError(
-                f"--world-sizes asks for {max(options.sizes)} devices, but {cluster.title} has {cluster.most_devices}; "
+                f"--world-sizes asks for {max(options.sizes)} devices, but {cluster.title} has {cluster.max_devices}; "
                 "ask for fewer, or name a cluster (--cluster)."
             )
         if cluster.shares_cores and options.cluster is None and max(options.sizes) > _MOST_HERE:
@@ -367,7 +367,7 @@ class Scaling:
     def report(self) -> ScaleReport:
         """Compute the prediction."""
         options, notices = self._options, list(self.subject.notices)
-        busy = load_warning()  # before this process starts its own
+        busy = busy_message()  # before this process starts its own
         alone, together = self._measured()
         notices += [busy] if busy and (alone or together or options.measure) else []
         ones, basis, is_bound = self._basis(alone)
@@ -448,7 +448,7 @@ class Scaling:
         if not needs_figure and not options.measure:
             return {}, {}
         check_alone("measuring how a recipe scales")
-        most = self.cluster.most_devices or max(options.sizes)
+        most = self.cluster.max_devices or max(options.sizes)
         return measure(
             self._recipe,
             self.shares if needs_figure else {},

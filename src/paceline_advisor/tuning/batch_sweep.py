@@ -24,7 +24,7 @@ from paceline.metrics.intervals import Interval, time_to_event
 from paceline.pages.page import Block, Chart, Table, Text
 from paceline.pages.shown import Shown
 from paceline.plain_json import load_json
-from paceline.plan.batching import micro_batch_size, with_nearest_ghosts
+from paceline.plan.batching import micro_batch_size, with_nearest_ghost_size
 from paceline.plan.rates import lr_factor
 from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from paceline.recipe.running import Checkpoint
@@ -264,7 +264,7 @@ def with_batch(recipe: Recipe, batch: int, processes: int) -> Recipe:
     # A micro-batch is at most the batch.
     sizes = replace(recipe.batch, global_size=batch, micro_size=micro if micro == "auto" else min(micro, batch))
     without = replace(recipe, batch=sizes, model=replace(recipe.model, ghost_batch_norm=None))
-    return replace(without, model=with_nearest_ghosts(recipe.model, micro_batch_size(without, processes)))
+    return replace(without, model=with_nearest_ghost_size(recipe.model, micro_batch_size(without, processes)))
 
 
 def _run(options: SweepBatch, target: Target, loaded: LoadedRecipe, folder: Path) -> SweepRun:

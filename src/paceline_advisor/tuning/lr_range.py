@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 from paceline.command import Log
-from paceline.data.loaders.pytorch import worker_deaths_told
+from paceline.data.loaders.pytorch import explain_worker_deaths
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, TrainingError, did_you_mean
 from paceline.optim.schedules import Schedules
@@ -98,7 +98,7 @@ def take_steps(run: Run, sweep: Sweep, log: Callable[[str], None]) -> SweepSteps
         learning_rate=LearningRate(name=sweep.shape, peak=sweep.lowest, end=sweep.highest, total_steps=sweep.steps - 1)
     )
     steps_taken = SweepSteps()
-    with run.watchdog.watching(), worker_deaths_told():
+    with run.watchdog.watching(), explain_worker_deaths():
         batches = check_first_batch(run, warm_up(run, run.train_batches()))
         run.clock.start()
         ending: Ending | None = None

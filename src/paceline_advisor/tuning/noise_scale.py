@@ -29,7 +29,7 @@ from paceline.metrics.critical_batch import examples_ratio, steps_ratio
 from paceline.metrics.gradient_noise import Estimate, NoiseAverages, critical_range, estimate, linear_rate_excess
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
-from paceline.plan.batching import fixed_logical_ranks, with_nearest_ghosts
+from paceline.plan.batching import fixed_logical_ranks, with_nearest_ghost_size
 from paceline.recipe.load import load_recipe
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
@@ -296,7 +296,7 @@ def _into_micro_batches(recipe: Recipe, processes: int) -> Recipe:
     large = [count for count in counts if batch // count >= _FEW]
     count = min(large or counts[:1], key=lambda count: abs(count - max(_PARTS, processes)))
     micro = batch // count
-    model = with_nearest_ghosts(recipe.model, micro)
+    model = with_nearest_ghost_size(recipe.model, micro)
     return replace(recipe, model=model, batch=replace(recipe.batch, micro_size=micro))
 
 
@@ -308,7 +308,7 @@ def _of_step(run: Run, strategy: Replicas, batches: Sequence[Batch]) -> Estimate
         if not batch.weight:
             continue
         probe = GradientProbe(run, strategy, batch)
-        with probe.without_a_trace():
+        with probe.isolated():
             found = probe.gradients(run.network)
         gradients = [found[name] if name in found else torch.zeros_like(each) for name, each in trained]
         torch._foreach_add_(total, gradients, alpha=batch.weight)

@@ -27,10 +27,10 @@ from yaml import YAMLError
 from paceline.command import Log
 from paceline.distributed.local_launch import LAUNCHER_VARIABLE
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
-from paceline.files import refuse_special_files
+from paceline.files import refuse_special_inputs
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
-from paceline.plain_yaml import load_plain, resolved
+from paceline.plain_yaml import load_plain, resolve_values
 from paceline.recipe.load import load_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted
@@ -103,9 +103,9 @@ def read_search(path: Path) -> Search:
     Raises:
         RecipeError: If the file is not a mapping of recipe keys to lists or ranges.
     """
-    refuse_special_files(path)
+    refuse_special_inputs(path)
     try:
-        spaces = resolved(load_plain(path.read_text(encoding="utf-8")))
+        spaces = resolve_values(load_plain(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, YAMLError) as error:
         raise RecipeError(f"--search {path}: it cannot be read as YAML ({error}).") from error
     if not isinstance(spaces, dict) or not spaces:

@@ -15,7 +15,7 @@ from torchvision.models.detection import RetinaNet
 from paceline.data.batch import Batch
 from paceline.data.slices import SampleSlice
 from paceline.recipe.load import load_recipe
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline_advisor.doctor.anatomy import class_places, observe_network
 from paceline_advisor.doctor.behaviour import behave, preserved_state
 
@@ -76,7 +76,7 @@ def test_layers_are_placed_in_the_class_that_made_them_and_never_in_torchs_own()
 @pytest.mark.parametrize(("sides", "shown_side"), [([640, 800], 128), ([64], 64)])
 def test_pictures_of_a_detector_are_shown_small(sides: list[int], shown_side: int) -> None:
     overrides = {"model.name": "small_retinanet", "data.detection.short_sides": sides}
-    recipe, _ = with_stand_in_data(load_recipe("retinanet_resnet50_fpn_coco", overrides).recipe)
+    recipe, _ = with_placeholder_data(load_recipe("retinanet_resnet50_fpn_coco", overrides).recipe)
     shown: set[tuple[int, ...]] = set()
 
     def see(module: Any, given: Any) -> None:

@@ -13,7 +13,7 @@ from memory_cases import ON_CPU, Case
 from paceline.devices import find_device
 from paceline.distributed.device import describe_machine
 from paceline.recipe.load import load_recipe
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
 from paceline_advisor.memory.job import Job
@@ -90,7 +90,7 @@ def test_a_step_that_adds_gradients_up_is_as_if_they_had_been_there() -> None:
 
 
 def test_sizes_between_two_are_what_a_step_of_that_size_does() -> None:
-    with fake_step(with_stand_in_data(load_recipe("cifar10_fast").recipe)[0], machine=H100) as step:
+    with fake_step(with_placeholder_data(load_recipe("cifar10_fast").recipe)[0], machine=H100) as step:
         steps = trace_steps(step)
         assert steps.is_linear
         assert steps(100).allocations == steps.again(100).allocations

@@ -172,13 +172,13 @@ def test_a_micro_batch_of_one_is_worked_out_from_larger_ones(monkeypatch: pytest
     tried = recipe(batch__global_size=2, batch__micro_size=1)
     sizes: list[int] = []
     with without_collection(), fake_step(tried, machine=H100) as step:
-        show = step.show
+        show = step.set_micro_batch
 
         def seen(size: int) -> None:
             sizes.append(size)
             show(size)
 
-        monkeypatch.setattr(step, "show", seen)
+        monkeypatch.setattr(step, "set_micro_batch", seen)
         trace_steps(step)
     assert sizes == [2, 4]
 

@@ -89,7 +89,7 @@ def test_the_best_checkpoint_is_verified_like_any_other(store: CheckpointStore) 
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [
         ("absent", r"there is no run directory '.*absent'; give a run directory, a checkpoint directory"),
         ("absent.safetensors", r"there is no file '.*absent.safetensors'; give a run directory"),
@@ -99,12 +99,12 @@ def test_the_best_checkpoint_is_verified_like_any_other(store: CheckpointStore) 
         ("begun/checkpoints", r"'.*checkpoints' holds no checkpoint.*; give a run that has saved one"),
     ],
 )
-def test_what_does_not_exist_is_refused(tmp_path: Path, target: str, said: str) -> None:
+def test_what_does_not_exist_is_refused(tmp_path: Path, target: str, message: str) -> None:
     for name in ("empty", "begun"):
         (tmp_path / name).mkdir()
     (tmp_path / "begun" / "recipe.yaml").write_text("")
     (tmp_path / "begun" / "checkpoints").mkdir()
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         read_weights(tmp_path / target)
 
 
@@ -140,7 +140,7 @@ def test_a_prefix_of_some_names_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (POINTER, "git lfs pull"),
         (b"<!DOCTYPE html><html></html>", "HTML"),
@@ -151,10 +151,10 @@ def test_a_prefix_of_some_names_is_left_alone(tmp_path: Path) -> None:
         (b"", "0 bytes"),
     ],
 )
-def test_what_is_no_weights_file_is_called_by_its_name(tmp_path: Path, content: bytes, told: str) -> None:
+def test_what_is_no_weights_file_is_called_by_its_name(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         read_weights(path)
 
 

@@ -119,7 +119,7 @@ def test_folders_to_predict(tmp_path: Path, seed: int) -> None:
     left_out = SkippedItems()
     found = [each.path for each in pictures_of([tmp_path / "ask"], left_out)]
     assert {os.path.relpath(path, tmp_path / "ask") for path in found} == tree.used
-    assert count(left_out.sentences()) == len(tree.others)
+    assert count(left_out.summaries()) == len(tree.others)
 
 
 def tar(path: Path, names: Iterable[str], special: Iterable[str] = ()) -> Path:
@@ -140,13 +140,13 @@ def test_archives_to_predict(tmp_path: Path, seed: int) -> None:
     tree, special = drawn(seed, "png", "webp"), ("link.png", "hard.txt", "pipe.png")
     left_out = SkippedItems()
     assert len(list(members(tar(tmp_path / "x.tar", tree.names, special), left_out))) == len(tree.used)
-    assert count(left_out.sentences()) == len(tree.others) + len(special)
+    assert count(left_out.summaries()) == len(tree.others) + len(special)
     left_out = SkippedItems()
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         for name in escaped(tree.names):
             archive.writestr(name, b"x")
     assert len(list(members(tmp_path / "x.zip", left_out))) == len(tree.used)
-    assert count(left_out.sentences()) == len(tree.others)
+    assert count(left_out.summaries()) == len(tree.others)
 
 
 @seeds

@@ -104,17 +104,17 @@ def test_a_back_end_of_this_torch_is_taken_and_others_are_refused_with_what_is_h
             check_communication(backend, CPU)
 
 
-@pytest.mark.parametrize(("asked", "formed"), [("auto", "gloo"), ("ucc", "ucc")])
-def test_the_group_is_formed_with_the_back_end(asked: str, formed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("requested", "formed"), [("auto", "gloo"), ("ucc", "ucc")])
+def test_the_group_is_formed_with_the_back_end(requested: str, formed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(backend: str, **_: object) -> None:
         raise ValueError(f"it would be {backend}")
 
     monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
     launch = Launch(World(world_size=2, local_world_size=2), "file:///nowhere", "paceline")
     with pytest.raises(LaunchError, match=f"it would be {formed}"):
-        join(launch, CPU, backend=asked)
+        join(launch, CPU, backend=requested)
 
 
 def test_one_process_has_no_back_end(tiny_recipe: Path) -> None:
-    asked = load_recipe(tiny_recipe, ["parallel.backend=gloo"])
-    assert plan_only(asked).unused["parallel.backend"] == "one process does not communicate"
+    requested = load_recipe(tiny_recipe, ["parallel.backend=gloo"])
+    assert plan_only(requested).unused["parallel.backend"] == "one process does not communicate"

@@ -80,7 +80,7 @@ def test_others_are_counted_and_hidden_ones_ignored(tmp_path: Path, name: str, m
     write = written_zip if name.endswith("zip") else written_tar
     archive, left_out = write(tmp_path / name, FILES | hidden | other), SkippedItems()
     assert [str(each.path.relative_to(archive)) for each in members(archive, left_out)] == PICTURES
-    other, photos = sorted(left_out.sentences(), key=lambda told: "heic" in told)
+    other, photos = sorted(left_out.summaries(), key=lambda told: "heic" in told)
     assert "2 left out" in other
     assert all(each in other for each in ("notes.txt", "README"))
     assert "1 left out" in photos
@@ -95,7 +95,7 @@ def test_links_in_tars_are_counted(tmp_path: Path) -> None:
             archive.addfile(entry)
     left_out = SkippedItems()
     assert len(list(members(tmp_path / "x.tar", left_out))) == 1
-    (told,) = left_out.sentences()
+    (told,) = left_out.summaries()
     assert told.startswith("links and special files in archives: 4 left out (")
     assert "0-n" in told
 
@@ -121,7 +121,7 @@ def test_a_folder_is_searched_as_a_run_searches_one(tmp_path: Path) -> None:
         "pipe.png": "it is a named pipe, not a file",
         "x.png": b"x",
     }
-    told = " ".join(left_out.sentences())
+    told = " ".join(left_out.summaries())
     assert "linked/back" in told
     assert "movie.mp4" in told
     with pytest.raises(DataError, match="is a named pipe"):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.models.build import build_model
 from paceline.models.transfer import calm_classifier
 from paceline.recipe.model import Model
-from paceline.trainer.preparation import take_initial_weights
+from paceline.trainer.preparation import load_initial_weights
 
 NAME = "tf_efficientnet_lite0"
 PALACE, DAISY = 698, 985  # ImageNet's numbers
@@ -48,7 +48,7 @@ def loaded(weights: Path, classes: int) -> nn.Module:
     asked = Model(name=NAME, initialize_from=str(weights), initialize_partly=classes != 1000)
     torch.manual_seed(0)
     network = build_model(asked, num_classes=classes, in_channels=3)
-    take_initial_weights(network, asked)
+    load_initial_weights(network, asked)
     return network.eval()
 
 

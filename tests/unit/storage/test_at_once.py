@@ -12,8 +12,8 @@ from paceline.storage.remote import run_concurrently, run_in_thread
 
 _NEVER_ANSWERED = """
 import threading, time
-from paceline.storage.remote import begin, run_at_once
-begin(lambda: run_at_once(lambda _: time.sleep(300), range(9), threads=2, name="x"), name="y")
+from paceline.storage.remote import run_concurrently, run_in_thread
+run_in_thread(lambda: run_concurrently(lambda _: time.sleep(300), range(9), threads=2, name="x"), name="y")
 time.sleep(0.2)
 """
 

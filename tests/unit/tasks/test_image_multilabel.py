@@ -37,7 +37,7 @@ from paceline.recipe.load import load_recipe
 from paceline.tasks.image_multilabel import AsymmetricLoss, ImageMultilabel
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.world import World
 
 CPU = torch.device("cpu")
@@ -149,7 +149,7 @@ def test_a_recipe_for_classes_becomes_one_for_labels(tmp_path: Path) -> None:
     )
     loaded = load_recipe(str(tmp_path / "tags.yaml"))
     assert loaded.recipe.train.loss == "bce"
-    assert with_stand_in_data(replace(loaded.recipe, data=replace(loaded.recipe.data, path=None)))[1] is None
+    assert with_placeholder_data(replace(loaded.recipe, data=replace(loaded.recipe.data, path=None)))[1] is None
     task = build_task(loaded.recipe)
     facts = task.data_facts(World())
     assert (facts.description["classes"], facts.description["label_thresholds"]) == (2, [0.5, 0.5])

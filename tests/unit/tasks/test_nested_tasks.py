@@ -19,7 +19,7 @@ from measured_memory import measured_peak
 
 import paceline
 from paceline.cli.main import run as run_command_line
-from paceline.data.batch import Batch, chosen, joined_along_samples, rows_of, tensors_in
+from paceline.data.batch import Batch, joined_along_samples, rows_of, select_rows, tensors_in
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError
@@ -82,13 +82,13 @@ def test_samples_of_nested_batches_are_taken_and_put_together() -> None:
     batch = {"tokens": torch.arange(6).view(3, 2), "pair": ([torch.ones(1), torch.ones(2), torch.ones(3)], 7)}
     assert rows_of(batch) == rows_of(batch["pair"]) == 3
     assert rows_of([torch.zeros(9, 4)]) == 1
-    part = chosen(batch, [2, 0, 2], of=3)
+    part = select_rows(batch, [2, 0, 2], size=3)
     assert part["tokens"].tolist() == [[4, 5], [0, 1], [4, 5]]
     assert [len(each) for each in part["pair"][0]] == [3, 1, 3]
     assert part["pair"][1] == 7
-    whole = joined_along_samples([chosen(batch, [0], of=3), chosen(batch, [1, 2], of=3)])
+    whole = joined_along_samples([select_rows(batch, [0], size=3), select_rows(batch, [1, 2], size=3)])
     assert all(map(torch.equal, tensors_in(whole), tensors_in(batch)))
-    assert chosen(torch.arange(2), [0], of=3).tolist() == [0, 1]  # it belongs to no sample
+    assert select_rows(torch.arange(2), [0], size=3).tolist() == [0, 1]  # it belongs to no sample
 
 
 def test_the_same_sample_is_known_again_however_it_was_padded() -> None:

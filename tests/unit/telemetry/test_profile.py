@@ -127,7 +127,7 @@ def test_a_place_that_cannot_be_written_does_not_end_the_run(train_tiny: Any, ru
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("requested", "message"),
     [
         ({"telemetry.profile.after": "0 steps"}, "no warm-up step"),
         ({"telemetry.profile.after": "6 steps"}, "steps 7 to 9, beyond the run's 8"),
@@ -135,9 +135,11 @@ def test_a_place_that_cannot_be_written_does_not_end_the_run(train_tiny: Any, ru
         ({"telemetry.profile.steps": "off", "telemetry.profile.memory": True}, "nothing is profiled"),
     ],
 )
-def test_what_cannot_be_profiled_is_refused(asked: dict[str, Any], said: str, train_tiny: Any, runs: Path) -> None:
-    with pytest.raises(RecipeError, match=said):
-        train_tiny("run", {**PROFILED, **asked})
+def test_what_cannot_be_profiled_is_refused(
+    requested: dict[str, Any], message: str, train_tiny: Any, runs: Path
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        train_tiny("run", {**PROFILED, **requested})
     assert not (runs / "run").exists()
 
 
@@ -217,9 +219,9 @@ def test_a_device_that_fails_does_not_hide_what_it_ended_the_run_with() -> None:
     done = list[ProfileResult]()
     with pytest.raises(ZeroDivisionError):
         watched_by(Diary(device_fails=True), 3, done, fails=True)
-    [said] = done
-    assert said.problem is not None
-    assert said.problem.endswith("(an illegal memory access was encountered)")
+    [message] = done
+    assert message.problem is not None
+    assert message.problem.endswith("(an illegal memory access was encountered)")
 
 
 def test_the_time_of_the_tool_is_in_no_step(simulated_time: Any) -> None:

@@ -81,7 +81,7 @@ def test_what_a_gpu_sets_up_for_a_new_shape_is_not_counted(
         clock.now += 0.01 if (kind, len(batch.ids)) in seen else 8.0
         seen.add((kind, len(batch.ids)))
 
-    monkeypatch.setattr(module, "_SLOW_SECONDS", module._SLOW_SECONDS_OF_A_GPU)
+    monkeypatch.setattr(module, "_SLOW_SECONDS", module._SLOW_SECONDS_CUDA)
     result = train_tiny(
         "run",
         LONG | {"train.ema": "off"},
@@ -162,7 +162,7 @@ def test_what_stops_the_reading_is_raised_at_its_step() -> None:
 
     ahead = ReadAhead(batches())
     assert [ahead.read() is None for _ in range(5)] == [False] * 3 + [True] * 2
-    again = ahead.again()
+    again = ahead.replay()
     assert len([next(again) for _ in range(3)]) == 3
     with pytest.raises(ConnectionError, match="gone"):
         next(again)
@@ -170,7 +170,7 @@ def test_what_stops_the_reading_is_raised_at_its_step() -> None:
 
 def test_no_more_is_read_ahead_than_there_is_room_for() -> None:
     ahead = ReadAhead(iter([SimpleNamespace(inputs=torch.zeros(100), targets=()) for _ in range(5)]))
-    ahead.most_bytes = 1000.0
+    ahead.max_bytes = 1000.0
     assert [ahead.read() is None for _ in range(4)] == [False, False, True, True]
 
 

@@ -32,7 +32,7 @@ from paceline.data.text.tables import cells_of
 from paceline.data.text.tokenizer import ByteTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
-from paceline.files import SkippedItems, files_below, has_extension, is_folder, refuse_special_files, visible
+from paceline.files import SkippedItems, has_extension, is_folder, list_files, refuse_special_inputs, visible_entries
 from paceline.recipe.data import Data, Text
 from paceline.registry import open_dataset
 
@@ -138,7 +138,7 @@ def from_documents(
         tokenizer=tokenizer,
         digest=digest,
         reason=reason,
-        left_out=() if left_out is None else left_out.sentences(),
+        left_out=() if left_out is None else left_out.summaries(),
     )
 
 
@@ -206,7 +206,7 @@ def folder_splits(root: Path, fraction: float, left_out: SkippedItems) -> tuple[
         raise DataError(f"{root} holds tokens that `paceline pack` wrote; train on them with data.dataset=tokens.")
     if not (root / "train").is_dir():
         return (*split_by_name(_texts(root, left_out), fraction), None)
-    entries = visible(root)
+    entries = visible_entries(root)
     found = held_out_among([entry.name for entry in entries if is_folder(entry)])
     for entry in entries:
         if entry.name not in ("train", found):
@@ -220,18 +220,18 @@ def folder_splits(root: Path, fraction: float, left_out: SkippedItems) -> tuple[
 def _texts(root: Path, left_out: SkippedItems) -> Documents:
     """Yield every .txt file below a folder by relative path, sorted."""
     texts = []
-    for path in files_below(root, left_out):
+    for path in list_files(root, left_out):
         if has_extension(path, ("txt",)):
             texts.append((utf8(path), _text_of(root / path)))
         else:
             left_out.add("files that do not end in .txt", path)
     if not texts:
-        raise DataError("; ".join([f"there is no .txt file in {root}", *left_out.sentences()]) + "; check data.path.")
+        raise DataError("; ".join([f"there is no .txt file in {root}", *left_out.summaries()]) + "; check data.path.")
     return texts
 
 
 def _text_of(path: Path) -> str:
-    refuse_special_files(path)
+    refuse_special_inputs(path)
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -275,7 +275,7 @@ VOCABULARY = 50_257
 _TRAIN_DOCUMENTS, _VALIDATION_DOCUMENTS, _TOKENS = 10_000, 100, 1_000
 
 
-class _NoWords(ByteTokenizer):
+class _PlaceholderText(ByteTokenizer):
     """A placeholder tokenizer with GPT-2's vocabulary size, for plans without training."""
 
     vocabulary = VOCABULARY
@@ -289,9 +289,9 @@ class _NoWords(ByteTokenizer):
         return 4 * len(ids)
 
 
-def stand_in(data: Data) -> TextDataset:
+def placeholder(data: Data) -> TextDataset:
     """Return ten million tokens for the recipe's tokenizer if it names a file, or else for GPT-2's vocabulary size."""
-    tokenizer: Tokenizer = _NoWords() if data.text.tokenizer == "bytes" else open_tokenizer(data.text.tokenizer)
+    tokenizer: Tokenizer = _PlaceholderText() if data.text.tokenizer == "bytes" else open_tokenizer(data.text.tokenizer)
     zeros = [
         StoredCorpus(
             np.broadcast_to(np.uint16(0), count * _TOKENS),

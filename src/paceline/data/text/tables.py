@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.data.image.sets.huggingface import HuggingFaceFiles, choose_splits, find_files
-from paceline.data.image.tables import find_column, mapped, parts_of, reading, require_pyarrow, splits_of_files
+from paceline.data.image.tables import explain_errors, find_column, mapped, parts_of, require_pyarrow, splits_of_files
 from paceline.data.text.corpus import split_by_name
 from paceline.errors import DataError
-from paceline.files import SkippedItems, has_extension, refuse_special_files, visible
+from paceline.files import SkippedItems, has_extension, refuse_special_inputs, visible_entries
 from paceline.recipe.data import Data
 
 _LINES, _TSV = ("jsonl",), ("tsv", "tab")
@@ -88,7 +88,7 @@ def read_table(data: Data, choose: Choose, left_out: SkippedItems) -> TextTable:
     if parts.held_out is None:
         return TextTable(*split_by_name(rows, data.validation_fraction), None, files.features)
     of_split = [[rows[row] for row in part.tolist()] for part in parts.splits]
-    return TextTable(of_split[0], of_split[1], parts.told, files.features)
+    return TextTable(of_split[0], of_split[1], parts.description, files.features)
 
 
 def _plain_files(root: Path, left_out: SkippedItems) -> HuggingFaceFiles | None:
@@ -96,7 +96,7 @@ def _plain_files(root: Path, left_out: SkippedItems) -> HuggingFaceFiles | None:
     if not root.is_dir():
         splits = {"train": [root]} if has_extension(root.name, _ENDINGS) else {}
         return HuggingFaceFiles(root=root, splits=splits, is_parquet=False, features={}) if splits else None
-    names = sorted(entry.name for entry in visible(root))
+    names = sorted(entry.name for entry in visible_entries(root))
     paths = [root / name for name in names if has_extension(name, _ENDINGS)]
     for name in names if paths else ():
         if not has_extension(name, _ENDINGS):
@@ -119,8 +119,8 @@ def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bo
         DataError: If it cannot be read, or pyarrow is missing.
     """
     arrow = require_pyarrow()
-    refuse_special_files(file)
-    with reading(file), mapped(file) as content:
+    refuse_special_inputs(file)
+    with explain_errors(file), mapped(file) as content:
         if has_extension(file.name, _LINES):
             # A line must fit into a block.
             table = arrow.json.read_json(content, arrow.json.ReadOptions(block_size=max(2**20, content.size())))
