@@ -209,10 +209,10 @@ def test_a_landscape_is_that_of_the_loss_over_tokens() -> None:
     result = train("Sequences", "run", train__duration="5 steps", evaluate__batch_size=256)
     with trusting_code():
         subject = open_run(Path("run"), Landscape(runs=("run",)), World()).subject
-    found = subject.measure(subject.here(), "validation")
+    found = subject.measure(subject.current_weights(), "validation")
     assert found == pytest.approx({name: result.metrics[name] for name in found}, rel=1e-5)
     assert {*found} == {"loss", "accuracy", "median_loss"}
-    origin = subject.here()
+    origin = subject.current_weights()
     loss, slope = subject.loss_and_gradient(origin, "validation")
     assert loss == pytest.approx(found["loss"], rel=1e-5)
     step = 1e-3 * slope / slope.norm()
