@@ -150,6 +150,7 @@ def _cores(loading: Loading) -> str:
     if requested <= max(cores, loading.processes):
         return ""
     return (
-        f"{requested} loader processes (data.workers={loading.workers}) are requested, and "
-        f"{cores} core{'s' * (cores > 1)} may be used; more processes than cores are no faster: lower data.workers, or leave it to auto."
+        f"{requested} loader processes (data.workers={loading.workers}) are requested, and {cores} "
+        f"core{'s' * (cores > 1)} may be used; more processes than cores are no faster: lower data.workers, or leave it "
+        "to auto."
     )

@@ -257,7 +257,7 @@ class HuggingFaceTokenizer:
         return {"kind": KIND, "tokenizer_json": packed, "special": self._special}
 
     def write(self, folder: Path, max_length: int) -> None:
-        """Write the files from which Transformers' ``AutoTokenizer`` loads it, cutting texts to ``max_length`` tokens."""
+        """Write the files from which ``AutoTokenizer`` loads it, cutting texts to ``max_length`` tokens."""
         said = {_SAID[key]: token for key, token in self._special.items() if key in _SPOKEN}
         used = {"eos_token": self.end, "mask_token": self.mask, "pad_token": self.pad}
         said |= {key: str(self._library.id_to_token(number)) for key, number in used.items() if number is not None}
