@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.data.batch import Batch, chosen
+from paceline.data.batch import Batch, select_rows
 from paceline.data.order import StepGeometry
 from paceline.records.ledger import Entry, LedgerEntry, LedgerWriter, PositionEntry, ledger_path, read_ledger
 from paceline.report.audit import audit_run, used_samples
@@ -43,7 +43,7 @@ class Wrong:
 def with_ids(batch: Batch, ids: np.ndarray) -> Batch:
     rows = [index for index, sample in enumerate(batch.ids.tolist()) if sample in ids]
     size = len(batch.ids)
-    inputs, targets = (chosen(each, rows, of=size) for each in (batch.inputs, batch.targets))
+    inputs, targets = (select_rows(each, rows, size=size) for each in (batch.inputs, batch.targets))
     return replace(batch, inputs=inputs, targets=targets, ids=batch.ids[rows])
 
 
