@@ -64,12 +64,12 @@ def plain_seconds(model: nn.Module, optimizer: torch.optim.Optimizer, directory:
     path, before = directory / "plain.pt", directory / "before.pt"
     if path.exists():
         path.rename(before)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with path.open("wb") as file:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
         file.flush()
         os.fsync(file.fileno())
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     before.unlink(missing_ok=True)
     return seconds
 
@@ -91,9 +91,9 @@ def parts(runs: int, rest_seconds: float, directory: Path) -> dict[str, Any]:
 
     def count(part: str, does: Callable[[], Any]) -> None:
         time.sleep(rest_seconds)
-        begun = time.process_time()
+        started = time.process_time()
         does()
-        spent.setdefault(part, []).append(time.process_time() - begun)
+        spent.setdefault(part, []).append(time.process_time() - started)
 
     def write(at_once: int) -> None:
         with path.open("wb", buffering=0) as file:
@@ -102,7 +102,7 @@ def parts(runs: int, rest_seconds: float, directory: Path) -> dict[str, Any]:
                     file.write(piece[start : start + at_once])
             os.fsync(file.fileno())
 
-    ways = {
+    variants = {
         "writing each tensor by one call": partial(write, max(map(len, pieces))),
         "writing by calls of 1 MiB": partial(write, 2**20),
         "torch.save": partial(plain_seconds, model, optimizer, directory),
@@ -113,8 +113,8 @@ def parts(runs: int, rest_seconds: float, directory: Path) -> dict[str, Any]:
         count("BLAKE3", lambda: [blake3(piece).digest() for piece in pieces])
         count("SHA-256", lambda: [hashlib.sha256(piece).digest() for piece in pieces])
         # In an order drawn anew: who comes after another writes into pages that the other has freed.
-        for way in draw.sample(list(ways), len(ways)):
-            count(way, ways[way])
+        for variant in draw.sample(list(variants), len(variants)):
+            count(variant, variants[variant])
             path.unlink(missing_ok=True)
         if run == 0:  # makes memory and files
             spent.clear()
@@ -134,11 +134,11 @@ def measure(case: str, runs: int, rest_seconds: float, directory: Path) -> dict[
         time.sleep(rest_seconds)
         plain = plain_seconds(model, optimizer, directory)
         time.sleep(rest_seconds)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         states = registry.snapshot()
-        pause = time.perf_counter() - begun
+        pause = time.perf_counter() - started
         size = store.save(run, states, {}).size_bytes
-        total = time.perf_counter() - begun
+        total = time.perf_counter() - started
         store.prune(keep=1)
         if run:  # the first of each makes memory and files
             plains.append(plain)
@@ -166,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
         rows = [measure(case, options.runs, options.rest, Path(scratch)) for case in CASES]
-        apart = parts(options.runs, options.rest, Path(scratch))
+        part_costs = parts(options.runs, options.rest, Path(scratch))
     lines = [
         f"{row['case']} ({format_bytes(row['size_bytes'])}): training pauses for "
         f"{row['pause_over_plain']['median']:.3f} of the time of torch.save and fsync "
@@ -179,12 +179,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     each = ", ".join(
         f"{part} {found['median']:.3f} ({found['minimum']:.3f} to {found['maximum']:.3f})"
-        for part, found in apart["processor_seconds"].items()
+        for part, found in part_costs["processor_seconds"].items()
     )
-    lines.append(f"{apart['case']}, channels_last, processor seconds of each part: {each}.")
+    lines.append(f"{part_costs['case']}, channels_last, processor seconds of each part: {each}.")
     print("\n".join(lines))
     if not options.dry_run:
-        print(write_result("checkpoint-pause", {"measurements": rows, "parts": apart}, lines))
+        print(write_result("checkpoint-pause", {"measurements": rows, "parts": part_costs}, lines))
 
 
 if __name__ == "__main__":

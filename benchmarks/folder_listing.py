@@ -59,16 +59,16 @@ def main() -> None:
         root = Path(scratch, "images")
         make_tree(root, arguments.files, arguments.classes)
         time.sleep(4)  # folders that changed just now are not remembered
-        anew, remembered = [], []
+        relisted, remembered = [], []
         for _ in range(arguments.rounds):
             cache_file(root).unlink(missing_ok=True)
-            anew.append(seconds(root)[0])
+            relisted.append(seconds(root)[0])
             took, how = seconds(root)
             if "from a cached listing" not in how:
                 raise SystemExit(f"listed again: {how}")
             remembered.append(took)
         size = cache_file(root).stat().st_size
-    result = {"files": arguments.files, "anew_seconds": spread(anew), "remembered_seconds": spread(remembered)}
+    result = {"files": arguments.files, "anew_seconds": spread(relisted), "remembered_seconds": spread(remembered)}
     lines = [
         f"{arguments.files:,} small files in {arguments.classes:,} class folders; median of {arguments.rounds}.",
         "",

@@ -61,8 +61,8 @@ def rate(document: dict[str, object], seconds: float) -> float:
                     times = [(each["time"], each["samples"]) for each in found if each["event"] == "step"]
                 if len(times) > 3 and times[-1][0] - times[1][0] > seconds:
                     process.kill()
-    (begun, first), (ended, last) = times[1], times[-1]
-    return (last - first) / (ended - begun)
+    (started, first), (ended, last) = times[1], times[-1]
+    return (last - first) / (ended - started)
 
 
 def main() -> None:

@@ -92,12 +92,12 @@ def _on_cpu(recipe: Recipe, task: Task, plan: Plan, micro_batch: int) -> dict[st
 def _peak_within(watched: Any, mark: str) -> int:
     """The most that was in use while something went on, of all that was taken since the profiler began."""
     events = watched.profiler.kineto_results.events()
-    begun, ended = next((each.start_ns(), each.end_ns()) for each in events if each.name() == mark)
+    started, ended = next((each.start_ns(), each.end_ns()) for each in events if each.name() == mark)
     changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
     total = most = 0
     for moment, change in changes:
         total += change
-        if begun <= moment <= ended:
+        if started <= moment <= ended:
             most = max(most, total)
     return most
 
