@@ -217,7 +217,7 @@ def _answer_images(asked: Predict, device: torch.device, *, as_json: bool) -> in
     with loading():
         from paceline.files import LeftOut
         from paceline.inference.answer_files import answer_file, check_output
-        from paceline.inference.answers import BATCH, answers_ahead
+        from paceline.inference.answers import BATCH, predict_ahead
         from paceline.inference.predict import open_predictor
         from paceline.inference.sources import STANDARD_INPUT, picture_from_standard_input, pictures_of
         from paceline.inference.text import TextLabeller, texts_of
@@ -247,12 +247,12 @@ def _answer_images(asked: Predict, device: torch.device, *, as_json: bool) -> in
             f"--batch-size={batch_size} has no effect: a detector takes one picture at a time, since larger ones in a "
             "batch would change its predictions. Leave it out."
         )
-    answers = answers_ahead(
+    answers = predict_ahead(
         predictor,
         pictures,
         top_k=asked.top_k or predictor.usual_top_k,
         batch_size=batch_size or BATCH,
-        seen=None if asked.draw is None else _drawer(asked.draw, predictor.classes),
+        on_prediction=None if asked.draw is None else _drawer(asked.draw, predictor.classes),
     )
     with contextlib.closing(answers):
         if output is not None:

@@ -202,7 +202,7 @@ def look_at(network: nn.Module, batch: Batch, step: Callable[[], None]) -> Anato
             hooks.enter_context(module.register_forward_hook(partial(after, name)))
         with WorkCounter(network) as counter:
             step()
-    flops = _forward_flops(counter.found)
+    flops = _forward_flops(counter.work)
     named = {name: each for name, each in network.named_parameters() if each.requires_grad}
     laid_out = any(
         each.ndim == 4 and each.is_contiguous(memory_format=torch.channels_last) for each in tensors_in(batch.inputs)
