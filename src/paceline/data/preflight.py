@@ -151,6 +151,6 @@ def _cores(loading: Loading) -> str:
         return ""
     return (
         f"{requested} loader processes (data.workers={loading.workers}) are requested, and {cores} "
-        f"core{'s' * (cores > 1)} may be used; more processes than cores are no faster: lower data.workers, or leave it "
-        "to auto."
+        f"core{'s' * (cores > 1)} may be used; more processes than cores are no faster: lower data.workers, or leave "
+        "it to auto."
     )

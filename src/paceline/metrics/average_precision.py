@@ -67,8 +67,8 @@ class AveragePrecision:
         would fill its memory.
 
         Args:
-            values: ``detections`` and ``truth``, each with a dict per picture: ``boxes`` [·, 4], ``labels``, ``scores`` for
-                detections, ``crowd`` for objects, and bool ``masks`` [·, H, W] if they are compared.
+            values: ``detections`` and ``truth``, each with a dict per picture: ``boxes`` [·, 4], ``labels``, ``scores``
+                for detections, ``crowd`` for objects, and bool ``masks`` [·, H, W] if they are compared.
             ids: The pictures' numbers.
         """
         for sample, detections, truth in zip(ids.tolist(), values["found"], values["truth"], strict=True):

@@ -35,8 +35,8 @@ def named_metric(name: str, options: Mapping[str, Any]) -> Any:
         return factory(**arguments)
     except (TypeError, ValueError) as error:
         raise RecipeError(
-            f"{key}: {reference} does not take {arguments}: {error}. Name a factory: called with the options, it gives a "
-            "function of scores and targets."
+            f"{key}: {reference} does not take {arguments}: {error}. Name a factory: called with the options, it gives "
+            "a function of scores and targets."
         ) from error
 
 
@@ -96,7 +96,7 @@ class NamedMetrics:
             except Exception as error:
                 shapes = f"scores {list(scores.shape)} and targets {list(targets.shape)}"
                 raise RecipeError(
-                    f"evaluate.metrics.{name} gave no number for {shapes} ({type(error).__name__}: {error}): correct its "
-                    "options."
+                    f"evaluate.metrics.{name} gave no number for {shapes} ({type(error).__name__}: {error}): correct "
+                    "its options."
                 ) from error
         return results

@@ -32,16 +32,10 @@ class ExponentialMovingAverage:
         weight = 1.0 - min(self.decay, (1 + step) / (10 + step))
         averaged, current = _floating(self.module), _floating(self._source)
         torch._foreach_lerp_(averaged, current, weight)
-        for average_buffer, source_buffer in zip(_others(self.module), _others(self._source), strict=True):
+        for mean, value in zip(_others(self.module), _others(self._source), strict=True):
             # Keep -inf in masks: averaging it with itself would give NaN.
-            is_average = average_buffer.is_floating_point()
-            average_buffer.copy_(
-                torch.where(
-                    average_buffer == source_buffer, average_buffer, torch.lerp(average_buffer, source_buffer, weight)
-                )
-                if is_average
-                else source_buffer
-            )
+            is_average = mean.is_floating_point()
+            mean.copy_(torch.where(mean == value, mean, torch.lerp(mean, value, weight)) if is_average else value)
 
 
 def _floating(module: nn.Module) -> list[torch.Tensor]:

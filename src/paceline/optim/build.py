@@ -89,16 +89,15 @@ def build_schedules(recipe: Recipe, plan: Plan) -> Schedules:
     moves = schedule.momentum.name != "constant" and optimizer.name != "adafactor"
     if moves and optimizer.name not in RULES:
         raise RecipeError(
-            f"schedule.momentum.name={schedule.momentum.name} does not work with optimizer.name={optimizer.name}, which "
-            "takes momentum in its own options; leave it out."
+            f"schedule.momentum.name={schedule.momentum.name} does not work with optimizer.name={optimizer.name}, "
+            "which takes momentum in its own options; leave it out."
         )
     start = optimizer.momentum if optimizer.has("momentum") else optimizer.moment_decay[0]
+    decay = schedule.weight_decay
     return Schedules(
         learning_rate=LearningRate.of(schedule, plan),
         momentum=(schedule.momentum, start) if moves else None,
-        weight_decay=None
-        if schedule.weight_decay.name == "constant"
-        else (schedule.weight_decay, optimizer.weight_decay),
+        weight_decay=None if decay.name == "constant" else (decay, optimizer.weight_decay),
     )
 
 

@@ -108,8 +108,8 @@ class ImageTask(Task):
         start = data.progressive.start_size
         if start is not None and start >= dataset.image_size:
             raise RecipeError(
-                f"data.progressive.start_size={start}, but images grow from it to data.image_size={dataset.image_size}; "
-                "give a smaller one, or off."
+                f"data.progressive.start_size={start}, but images grow from it to data.image_size={dataset.image_size}"
+                "; give a smaller one, or off."
             )
         self._backend, backend_reason = choose_backend(self._shown(), dataset, world.local_world_size)
         self._workers, workers_reason = choose_workers(data, self._backend, world, remembered(self.recipe, world))
@@ -498,8 +498,8 @@ class ClassificationLoss:
             return losses
         problem = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"type {type(losses).__name__}"
         raise RecipeError(
-            f"train.loss={self._name} gave a result of {problem} for {len(logits)} samples, but a loss is a tensor of one "
-            "number for each sample (torch's: train.loss_options={reduction: none}); leave out the mean."
+            f"train.loss={self._name} gave a result of {problem} for {len(logits)} samples, but a loss is a tensor of "
+            "one number for each sample (torch's: train.loss_options={reduction: none}); leave out the mean."
         )
 
     def _distribution(self, targets: Tensor, classes: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -130,9 +130,8 @@ class ImageRegression(ImageTask):
 def _standardized(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the network's output and the targets, both [N, columns], in at least single precision."""
     predictions: Tensor = model(batch.inputs)
-    predictions = (predictions if predictions.dtype == torch.float64 else predictions.float()).reshape(
-        batch.targets.shape
-    )
+    predictions = predictions if predictions.dtype == torch.float64 else predictions.float()
+    predictions = predictions.reshape(batch.targets.shape)
     return predictions, batch.targets.to(predictions.dtype)
 
 

@@ -316,6 +316,6 @@ def check_supported(task: Task) -> None:
     keep_examples = task.recipe.evaluate.keep_examples
     if keep_examples not in (0, Evaluate().keep_examples) and type(task).answers is Task.answers:
         raise RecipeError(
-            f"evaluate.keep_examples={keep_examples} has no effect with the task {task_name(task)}, which does not say which "
-            "class was predicted; leave it out, or override its method `answers`."
+            f"evaluate.keep_examples={keep_examples} has no effect with the task {task_name(task)}, which does not say "
+            "which class was predicted; leave it out, or override its method `answers`."
         )

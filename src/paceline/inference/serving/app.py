@@ -120,7 +120,7 @@ def make_app(service: Service, model: str, sites: SiteCheck, say: Say, ready: Ca
         responses={403: _REFUSALS[403]},
         lifespan=lifespan,
     )
-    app.add_middleware(RequestGate, service=service, sites=sites, say=say)
+    app.add_middleware(_RequestGate, service=service, sites=sites, say=say)
     _add_error_handlers(app)
     _add_predict(app, service, model)
     _add_views(app, service, model)
@@ -283,7 +283,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return JSONResponse({"error": "the service failed; its log says why"}, 500)
 
 
-class RequestGate:
+class _RequestGate:
     """Rejects requests from other sites' pages and too large bodies; counts and logs every request, not its contents.
 
     It runs before routing, so it also guards unknown paths.
