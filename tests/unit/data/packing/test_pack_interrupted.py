@@ -36,7 +36,7 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(make_photos: Callable[...,
     program = (
         "import time\nfrom pathlib import Path\nfrom paceline.data.packing import shards\n"
         "from paceline.data.packing.pack import Request, pack\nstored = shards.encode_sample\n"
-        "shards.encode_sample = lambda *given: (time.sleep(0.03), stored(*given))[1]\n"  # else it is done before it is killed
+        "shards.encode_sample = lambda *given: (time.sleep(0.03), stored(*given))[1]\n"  # else it ends before the kill
         f"pack(Request(source={str(source)!r}, destination=Path({str(root)!r}), workers=2, **{options!r}), "
         "lambda *_: None, lambda _: None)"
     )
