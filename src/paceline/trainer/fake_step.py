@@ -362,7 +362,7 @@ def fake_step(
 
     Nothing is allocated for weights, activations or state, nothing is computed, and neither random states nor settings
     of torch change. Data are opened as far as the plan requires, and are not read; without ``data.path`` see
-    :func:`~paceline.trainer.fake_batch.with_stand_in_data`.
+    :func:`~paceline.trainer.fake_batch.with_placeholder_data`.
 
     Args:
         recipe: The recipe.
