@@ -92,7 +92,7 @@ class DirectionalMessages(nn.Module):
             # The bond of i and j receives from the bonds of k and j, for all k; the angle at j gives the weight.
             received = torch.einsum("nijkw,nkjw,nijk->nijw", angle(powers), sent, is_angle.float())
             messages = messages + update(torch.cat([messages, received], dim=-1))
-        return torch.as_tensor((self.energy(messages).squeeze(-1) * bonded).sum(dim=(1, 2)))
+        return (self.energy(messages).squeeze(-1) * bonded).sum(dim=(1, 2))
 
 
 class Energies(paceline.Task):

@@ -66,7 +66,7 @@ class Transducer(nn.Module):
         """Return logits after each frame and each prefix of the word, [N, MAX_FRAMES, 1 + MAX_LETTERS, 1 + LETTERS]."""
         encoded, _ = self.encoder(sounds)
         predicted, _ = self.predictor(self.embedding(F.pad(words.long(), (1, 0), value=BLANK)))
-        return torch.as_tensor(self.joiner(encoded[:, :, None] + predicted[:, None]))
+        return self.joiner(encoded[:, :, None] + predicted[:, None])
 
     def transcribe(self, sound: Tensor) -> list[int]:
         """Return the letters of one sound [1, frames, STACKED * BINS], at most one per frame, by greedy search."""
@@ -115,7 +115,7 @@ class Transcription(paceline.Task):
         # rnnt_loss requires contiguous tensors, as long as the longest sound and word of the batch.
         logits = model(*batch.inputs).float()[:, :frames, : letters + 1]
         arguments = (each.contiguous() for each in (logits, words[:, :letters], *lengths.unbind(dim=1)))
-        return torch.as_tensor(rnnt_loss(*arguments, blank=BLANK, reduction="none"))
+        return rnnt_loss(*arguments, blank=BLANK, reduction="none")
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """Return the mean loss of a micro-batch."""
