@@ -35,7 +35,7 @@ from paceline.recipe.unused import all_but
 
 TRAIN, HELD_OUT = 96, 24  # volumes
 SIDE, PATCH = 40, 32  # voxels along each axis of a volume, and of a patch
-BACKGROUND, ORGAN, TUMOUR = CLASSES = range(3)
+BACKGROUND, ORGAN, TUMOUR = range(3)
 
 
 def volume(number: int) -> tuple[Tensor, Tensor]:
@@ -53,14 +53,14 @@ def volume(number: int) -> tuple[Tensor, Tensor]:
     classes = np.full((SIDE, SIDE, SIDE), BACKGROUND)
     classes[ball(centre, radius)] = ORGAN
     classes[ball(tumour_centre, radius * rng.uniform(0.35, 0.5))] = TUMOUR
-
+    # The brightness of each class, and noise.
     intensities = np.array([0.0, 1.5, 0.7])[classes] + rng.normal(scale=0.5, size=classes.shape)
     return torch.from_numpy(intensities).float()[None], torch.from_numpy(classes)[None]
 
 
 def one_hot(classes: Tensor) -> Tensor:
     """Convert classes [N, 1, D, H, W] to a mask for each class, float [N, 3, D, H, W]."""
-    return F.one_hot(classes.squeeze(1), len(CLASSES)).movedim(-1, 1).float()
+    return F.one_hot(classes.squeeze(1), num_classes=3).movedim(-1, 1).float()
 
 
 def dice(masks: Tensor, targets: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def dice(masks: Tensor, targets: Tensor) -> Tensor:
     overlap = (masks * targets).sum(voxels)
     total = masks.sum(voxels) + targets.sum(voxels)
     # A small constant avoids 0 / 0 where a patch contains no organ.
-    return ((2 * overlap + 1e-5) / (total + 1e-5))[:, ORGAN:]
+    return ((2 * overlap + 1e-5) / (total + 1e-5))[:, 1:]  # without the background
 
 
 def losses(logits: Tensor, classes: Tensor) -> Tensor:

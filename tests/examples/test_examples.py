@@ -98,7 +98,7 @@ def check_estimate(name: str, recipe: str, overrides: dict[str, Any]) -> None:
     if name == "rnnt":  # its loss and its search depend on the lengths and letters of the batch
         done.refused("task=rnnt:Transcription cannot be run without values", " at rnnt.py:", "find-batch")
     else:
-        assert done.ended(0).document["needed"] > 0
+        assert done.ended(0).document["needed_bytes"] > 0
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -48,13 +48,16 @@ def test_the_loss_sums_over_all_alignments_of_padded_sounds(rnnt: Any) -> None:
 
 
 def test_the_transcription_follows_the_most_probable_letters(rnnt: Any) -> None:
-    """A joiner whose encoder outputs decide alone."""
-    network = rnnt.Transducer(width=1 + rnnt.LETTERS)
-    network.predictor = lambda embedded, state=None: (torch.zeros_like(embedded), state)
-    network.joiner = torch.nn.Identity()
-    letters = torch.tensor([0, 3, 0, 0, 5, 5])
-    network.encoder = lambda sound: (torch.eye(1 + rnnt.LETTERS)[letters][None], None)
-    assert network.transcribe(torch.zeros(1, 6, 1)) == [3, 5, 5]
+    """The predictor is as sure that a letter does not follow itself as the encoder is of its letters."""
+    heard = torch.eye(1 + rnnt.LETTERS)[[0, 3, 0, 5, 5, 3]]
+    heard[:, 0] += 0.5
+
+    def predict(letter: torch.Tensor, state: Any = None) -> tuple[torch.Tensor, Any]:
+        return -torch.eye(1 + rnnt.LETTERS)[letter] * (letter > 0)[..., None], state
+
+    parts = {"encoder": lambda sound: (heard[None], None), "embedding": lambda letter: letter, "joiner": lambda x: x}
+    network = SimpleNamespace(**parts, predictor=predict)
+    assert rnnt.Transducer.transcribe(network, torch.zeros(1, 6, 1)) == [3, 5, 3]
 
 
 def test_the_unet_s_loss_is_monai_s(monkeypatch: pytest.MonkeyPatch) -> None:
