@@ -87,14 +87,14 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 
 def evaluated(run_dir: Path, processes: int) -> dict[str, Any]:
     words = ("evaluate", run_dir, "--trust-code", "--json", "--processes", processes)
-    answer: dict[str, Any] = in_a_process(*words, cwd=EXAMPLES).ended(0).document
+    answer: dict[str, Any] = in_a_process(*words, cwd=EXAMPLES, timeout=600).ended(0).document
     return {name: value for name, value in answer.items() if name not in ("seconds", "path")}
 
 
 def check_estimate(name: str, recipe: str, overrides: dict[str, Any]) -> None:
     """The memory is estimated without running it; where that cannot be, one message says why."""
     words = (f"{key}={each if isinstance(each, str) else json.dumps(each)}" for key, each in overrides.items())
-    done = in_a_process("estimate", recipe, *words, "--json", cwd=EXAMPLES)
+    done = in_a_process("estimate", recipe, *words, "--json", cwd=EXAMPLES, timeout=600)
     if name == "rnnt":  # its loss and its search depend on the lengths and letters of the batch
         done.refused("task=rnnt:Transcription cannot be run without values", " at rnnt.py:", "find-batch")
     else:
@@ -115,7 +115,7 @@ def test_it_learns_survives_sigkill_and_is_scored_alike_by_one_to_three_processe
     assert losses[-1] < 0.9 * losses[0]
 
     asked = json.dumps([recipe, overrides, str(runs / "killed")])
-    killed = fork_server.run([sys.executable, "-c", KILLED, asked], cwd=EXAMPLES, env=dict(os.environ), timeout=300)
+    killed = fork_server.run([sys.executable, "-c", KILLED, asked], cwd=EXAMPLES, env=dict(os.environ), timeout=600)
     assert killed.returncode == -signal.SIGKILL
     resumed = paceline.train(recipe, overrides=overrides, run_dir=runs / "killed", quiet=True)
     assert [each["step"] > 0 for each in resumed.history("resume")] == [True]
@@ -123,8 +123,8 @@ def test_it_learns_survives_sigkill_and_is_scored_alike_by_one_to_three_processe
 
     alone = evaluated(whole.run_dir, processes=1)
     assert [evaluated(whole.run_dir, processes) for processes in (2, 3)] == [alone, alone]
-    in_a_process("audit", resumed.run_dir, cwd=EXAMPLES).ended(0)
-    in_a_process("report", resumed.run_dir, cwd=EXAMPLES).ended(0)
+    in_a_process("audit", resumed.run_dir, cwd=EXAMPLES, timeout=600).ended(0)
+    in_a_process("report", resumed.run_dir, cwd=EXAMPLES, timeout=600).ended(0)
     page = (resumed.run_dir / "report.html").read_text(encoding="utf-8")
     assert metric in page
     assert ("sample 24" in page) == (name == "diffusion")

@@ -26,7 +26,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import paceline
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
 from paceline.devices import Device
@@ -344,7 +343,7 @@ class FakeStep:
 
 def _line_of(error: Exception) -> str:
     """Return the innermost line that raised it outside of torch and this package, for a message."""
-    known = tuple(str(Path(each.__file__).parent) for each in (torch, paceline))
+    known = (str(Path(__file__).parents[1]), *torch.__path__)
     lines = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(known)]
     return f" at {Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else ""
 
