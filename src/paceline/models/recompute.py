@@ -47,7 +47,7 @@ class _Recomputed(nn.Module):
         return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
 
 
-def recompute_blocks(network: nn.Module, how: Recompute, *, name: str, compiled: bool = False) -> list[str]:
+def recompute_blocks(network: nn.Module, how: Recompute, *, compiled: bool = False) -> list[str]:
     """Make a network's blocks recompute their activations; return the blocks' names.
 
     Raises:
@@ -56,7 +56,7 @@ def recompute_blocks(network: nn.Module, how: Recompute, *, name: str, compiled:
     paths = blocks_of(network)
     if not paths:
         raise ModelError(
-            f"model.activation_checkpointing={how}: {name} has no repeated blocks (modules of several layers in a "
+            f"model.activation_checkpointing={how}: the network has no repeated blocks (modules of several layers in a "
             "Sequential, ModuleList or ModuleDict) that could be computed again; leave it out."
         )
     blocks = [network.get_submodule(path) for path in paths]

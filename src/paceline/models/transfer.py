@@ -89,7 +89,7 @@ def adapt(network: nn.Module, model: Model) -> None:
         normalise_in_groups(network, model.ghost_batch_norm, name=model.name)
     freeze(network, frozen_patterns(network, model), but=late_parameters(network, model))
     if model.activation_checkpointing is not None:
-        recompute_blocks(network, model.activation_checkpointing, name=model.name, compiled=model.compile)
+        recompute_blocks(network, model.activation_checkpointing, compiled=model.compile)
 
 
 def freeze(network: nn.Module, patterns: Sequence[str], but: Collection[str] = ()) -> None:
