@@ -332,7 +332,7 @@ class FakeStep:
             builds_own = not type(self.task).build_model.__module__.startswith("paceline.")
             what = f"task={task_name(self.task)}" if builds_own else f"model.name={self.recipe.model.name}"
             raise ModelError(
-                f"{what} cannot be run without values: {type(error).__name__}{at}{_line_of(error)} ({said}). Its "
+                f"{what} cannot be run without values: {type(error).__name__}{at}{_line_of(error)} ({text}). Its "
                 "computation depends on values, or uses an operator without a shapes-only form; measure it instead "
                 "with `paceline find-batch`."
             ) from error
