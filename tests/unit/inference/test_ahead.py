@@ -181,8 +181,8 @@ def test_parquet(trained: Path, pictures: Path, here: Path, capsys: pytest.Captu
     assert parquet.read_table("a.parquet").to_pylist() == expected
 
 
-LABELS: Any = SimpleNamespace(classes=("x", "y"), number_names=(), finds_boxes=False, kind=Answer)
-BOXES: Any = SimpleNamespace(classes=("x", "y"), number_names=(), finds_boxes=True, kind=Detections)
+LABELS: Any = SimpleNamespace(classes=("x", "y"), number_names=(), finds_boxes=False, finds_words=False, kind=Answer)
+BOXES: Any = SimpleNamespace(classes=("x", "y"), number_names=(), finds_boxes=True, finds_words=False, kind=Detections)
 
 
 def test_a_file_is_whole_or_not_there(here: Path) -> None:
