@@ -1,14 +1,18 @@
 # train   the first run: digits, on whatever this machine has
 # test    checks, then tests; THOROUGH=1 for all of them, THOROUGH=quarter for what CI runs
 # docs    the pages of docs/ as a site in site/, with the Python interface and every command; loads nothing from elsewhere
+# labs    the course: writes lab 1 into course/ (once) and opens it in Jupyter, which also prints its URL
 # .venv   the environment only; built again whenever pyproject.toml, constraints.txt or compiled code changes
 
 PYTHON ?= python3
 VENV   := .venv
 STAMP  := $(VENV)/.built
 LOG    := .venv-setup.log
+# Installs the extra $(2) unless its module $(1) can be imported.
+EXTRA   = $(VENV)/bin/python -c 'import $(1)' 2>/dev/null || { echo "Installing the extra $(2) …" >&2; \
+    $(VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[$(2)]'; }
 
-.PHONY: train test check docs clean .venv
+.PHONY: train test check docs labs clean .venv
 .DEFAULT_GOAL := train
 
 train: $(STAMP)
@@ -21,10 +25,16 @@ check: $(STAMP)
 	@scripts/check
 
 docs: $(STAMP)
-	@$(VENV)/bin/python -c 'import material, mkdocstrings' 2>/dev/null || \
-	    $(VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[docs]'
+	@$(call EXTRA,mkdocstrings_handlers.python,docs)
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 	@echo "Look at it: $(VENV)/bin/python -m http.server --directory site --bind 127.0.0.1"
+
+labs: $(STAMP)
+	@$(call EXTRA,jupytext,labs)
+	@[ -e course/1_scaling_training.ipynb ] || $(VENV)/bin/paceline labs start 1 course --no-open >/dev/null
+	@echo "Opening lab 1, course/1_scaling_training.ipynb. If no browser opens, open a URL below. Ctrl+C twice stops it."
+	@echo "Check your exercises: $(VENV)/bin/paceline labs check 1 course/1_scaling_training.ipynb"
+	@$(VENV)/bin/jupyter lab --log-level=CRITICAL course/1_scaling_training.ipynb
 
 $(VENV): $(STAMP)
 

@@ -25,7 +25,7 @@ from hardware import spread, write_result
 
 def train(recipe: str, overrides: Sequence[str], seed: int, run: Path) -> dict[str, Any]:
     """One run by the command line."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     command = [sys.executable, "-m", "paceline", "train", recipe, *overrides, f"seed={seed}"]
     done = subprocess.run([*command, "--run-dir", str(run), "--json"], stdout=subprocess.PIPE, text=True, check=True)
     summary = json.loads(done.stdout)
@@ -34,7 +34,7 @@ def train(recipe: str, overrides: Sequence[str], seed: int, run: Path) -> dict[s
         "top1_accuracy": summary["metrics"]["top1_accuracy"],
         "weights": summary["metrics"]["weights"],
         "train_seconds": summary["train_seconds"],
-        "command_seconds": time.perf_counter() - begun,
+        "command_seconds": time.perf_counter() - started,
         "throughput_samples_per_second": summary["throughput_samples_per_second"],
         "data_wait_fraction": summary["data_wait_fraction"],
         "ledger": summary["ledger"],

@@ -28,7 +28,7 @@ RECIPE = "digits"
 
 def measure(folder: Path, options: argparse.Namespace) -> None:
     """One result."""
-    asked = Bench(
+    command = Bench(
         recipe=RECIPE,
         overrides=("parallel.threads=1",),
         parts=("together",),
@@ -36,7 +36,7 @@ def measure(folder: Path, options: argparse.Namespace) -> None:
         launches=options.launches,
         seconds=options.seconds,
     )
-    loaded, rows = measure_grid(asked, lambda _: None)
+    loaded, rows = measure_grid(command, lambda _: None)
     BenchReport(kind="throughput", name=loaded.name, recipe=loaded.recipe, settings={}, rows=rows, notes=()).write(
         folder
     )

@@ -61,14 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         milliseconds: dict[str, list[float]] = {"decode": [], "check": []}
         for turn in range(options.rounds + 1):
             for label, values in milliseconds.items():
-                begun = time.process_time()
+                started = time.process_time()
                 for sample in range(len(source)):
                     if label == "decode":
                         source.read(sample)
                     else:
                         look(source, sample, viewer, row)
                 if turn:  # the first round warms up
-                    values.append(1000 * (time.process_time() - begun) / len(source))
+                    values.append(1000 * (time.process_time() - started) / len(source))
     pairs = zip(milliseconds["check"], milliseconds["decode"], strict=True)
     ratio = spread([check / decode for check, decode in pairs])
     figures = {label: spread(values) for label, values in milliseconds.items()}

@@ -7,9 +7,10 @@ take turns (A B A B …) on one disk; each writes new files, and removes those b
 machine's host takes free memory back after seconds and is slow to give it out again, so both begin after a rest, as
 saves do that are minutes apart: else one would write into pages that the other has just freed.
 
-What the processor does for a save is then counted part by part: the copy, laying out as files have it what the network
-holds as channels_last, SHA-256, and writing with ``fsync``, a tensor by one call and, as we do, by calls of 1 MiB;
-beside it all of ``torch.save`` with ``fsync``. Where all cores compute, these seconds are taken from the steps.
+The processor time of a save is then counted by part: the copy, the conversion of channels_last tensors to the layout of
+files, the digest (BLAKE3; SHA-256 for comparison), and writing with ``fsync``, by one call per tensor and, as Paceline
+does, by calls of 1 MiB; then all of ``torch.save`` with ``fsync``. Where all cores compute, this time is taken from the
+steps.
 
     python benchmarks/checkpoint.py [--runs 9] [--rest 5] [--directory FOLDER]
 """
@@ -28,7 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from blake3 import blake3
 from hardware import spread, write_result
 from torch import nn
 
@@ -61,12 +64,12 @@ def plain_seconds(model: nn.Module, optimizer: torch.optim.Optimizer, directory:
     path, before = directory / "plain.pt", directory / "before.pt"
     if path.exists():
         path.rename(before)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with path.open("wb") as file:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
         file.flush()
         os.fsync(file.fileno())
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     before.unlink(missing_ok=True)
     return seconds
 
@@ -81,14 +84,16 @@ def parts(runs: int, rest_seconds: float, directory: Path) -> dict[str, Any]:
     registry.add("optimizer", OptimizerComponent(optimizer))
     registry.snapshot()  # makes the memory that later ones copy into
     state = [*model.state_dict().values()] * 2  # momentum is as large
+    strided = [tensor.numpy() for tensor in state if not tensor.is_contiguous()]
+    buffer = np.empty(max(each.size for each in strided), np.float32)
     pieces = [memoryview(tensor.contiguous().numpy().tobytes()) for tensor in state]
-    path, digest, draw, spent = directory / "bytes", hashlib.sha256(), random.Random(0), dict[str, list[float]]()
+    path, draw, spent = directory / "bytes", random.Random(0), dict[str, list[float]]()
 
     def count(part: str, does: Callable[[], Any]) -> None:
         time.sleep(rest_seconds)
-        begun = time.process_time()
+        started = time.process_time()
         does()
-        spent.setdefault(part, []).append(time.process_time() - begun)
+        spent.setdefault(part, []).append(time.process_time() - started)
 
     def write(at_once: int) -> None:
         with path.open("wb", buffering=0) as file:
@@ -97,18 +102,19 @@ def parts(runs: int, rest_seconds: float, directory: Path) -> dict[str, Any]:
                     file.write(piece[start : start + at_once])
             os.fsync(file.fileno())
 
-    ways = {
+    variants = {
         "writing each tensor by one call": partial(write, max(map(len, pieces))),
         "writing by calls of 1 MiB": partial(write, 2**20),
         "torch.save": partial(plain_seconds, model, optimizer, directory),
     }
     for run in range(runs + 1):
         count("copy", registry.snapshot)
-        count("layout", lambda: [tensor.contiguous() for tensor in state])
-        count("SHA-256", lambda: [digest.update(piece) for piece in pieces])
+        count("layout", lambda: [np.copyto(buffer[: each.size].reshape(each.shape), each) for each in strided])
+        count("BLAKE3", lambda: [blake3(piece).digest() for piece in pieces])
+        count("SHA-256", lambda: [hashlib.sha256(piece).digest() for piece in pieces])
         # In an order drawn anew: who comes after another writes into pages that the other has freed.
-        for way in draw.sample(list(ways), len(ways)):
-            count(way, ways[way])
+        for variant in draw.sample(list(variants), len(variants)):
+            count(variant, variants[variant])
             path.unlink(missing_ok=True)
         if run == 0:  # makes memory and files
             spent.clear()
@@ -128,11 +134,11 @@ def measure(case: str, runs: int, rest_seconds: float, directory: Path) -> dict[
         time.sleep(rest_seconds)
         plain = plain_seconds(model, optimizer, directory)
         time.sleep(rest_seconds)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         states = registry.snapshot()
-        pause = time.perf_counter() - begun
+        pause = time.perf_counter() - started
         size = store.save(run, states, {}).size_bytes
-        total = time.perf_counter() - begun
+        total = time.perf_counter() - started
         store.prune(keep=1)
         if run:  # the first of each makes memory and files
             plains.append(plain)
@@ -160,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
         rows = [measure(case, options.runs, options.rest, Path(scratch)) for case in CASES]
-        apart = parts(options.runs, options.rest, Path(scratch))
+        part_costs = parts(options.runs, options.rest, Path(scratch))
     lines = [
         f"{row['case']} ({format_bytes(row['size_bytes'])}): training pauses for "
         f"{row['pause_over_plain']['median']:.3f} of the time of torch.save and fsync "
@@ -173,12 +179,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     each = ", ".join(
         f"{part} {found['median']:.3f} ({found['minimum']:.3f} to {found['maximum']:.3f})"
-        for part, found in apart["processor_seconds"].items()
+        for part, found in part_costs["processor_seconds"].items()
     )
-    lines.append(f"{apart['case']}, channels_last, processor seconds of each part: {each}.")
+    lines.append(f"{part_costs['case']}, channels_last, processor seconds of each part: {each}.")
     print("\n".join(lines))
     if not options.dry_run:
-        print(write_result("checkpoint-pause", {"measurements": rows, "parts": apart}, lines))
+        print(write_result("checkpoint-pause", {"measurements": rows, "parts": part_costs}, lines))
 
 
 if __name__ == "__main__":

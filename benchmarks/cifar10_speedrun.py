@@ -60,7 +60,7 @@ _ROUNDS = 5
 def measure(recipe: str, overrides: Sequence[str], seed: int, run: Path, target: float) -> dict[str, Any]:
     """One run by the command line."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    begun = time.time()
+    started = time.time()
     command = [sys.executable, "-m", "paceline", "train", recipe, *overrides, f"seed={seed}", "--run-dir", str(run)]
     subprocess.run([*command, "--json"], stdout=subprocess.DEVNULL, check=True)
     ended, after = time.time(), resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -74,13 +74,13 @@ def measure(recipe: str, overrides: Sequence[str], seed: int, run: Path, target:
         # At the end, of the weights or their average; of earlier evaluations the best would be chosen by chance.
         "top1_accuracy": max(each["top1_accuracy"] for each in scored if each["step"] == scored[-1]["step"]),
         "reached_at_step": None if reached is None else reached["step"],
-        "seconds_from_command": None if reached is None else reached["time"] - begun,
+        "seconds_from_command": None if reached is None else reached["time"] - started,
         # Of what came before it; with an average of the weights, both are scored at the same step.
         "seconds_of_steps": None if reached is None else _steps_and_scores(scored, reached["step"]),
         "train_seconds": scored[-1]["train_seconds"],
         "evaluation_seconds": sum(each["seconds"] for each in scored),
         "all_steps_seconds": _steps_and_scores(scored, scored[-1]["step"]),
-        "command_seconds": ended - begun,
+        "command_seconds": ended - started,
         "processor_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
     }
 
@@ -97,7 +97,7 @@ def race(options: argparse.Namespace, runs: Sequence[dict[str, Any]], precision:
     threads = options.threads or torch.get_num_threads()
     given = {"seconds": seconds, "precision": precision, "threads": threads}
     for name, seen in cifar.reached(_racers(options), _images(options), seconds, precision=precision, threads=threads):
-        line = cifar.told(seen, seconds)
+        line = cifar.summary_of_run(seen, seconds)
         print(line, flush=True)
         if not options.dry_run:
             print(write_result(f"{options.recipe}-beside-{name}", {**given, **seen}, [line], known), flush=True)
@@ -141,24 +141,24 @@ def step_costs(recipe: str) -> dict[str, float]:
     return found
 
 
-def _step_cost(asked: Model, frozen: Sequence[str]) -> float:
+def _step_cost(settings: Model, frozen: Sequence[str]) -> float:
     last = torch.channels_last
     torch.manual_seed(0)
     images, labels = torch.randn(500, 3, 32, 32).to(memory_format=last), torch.randint(0, 10, (500,))
-    network = build_model(asked, num_classes=10, in_channels=3).to(memory_format=last)
+    network = build_model(settings, num_classes=10, in_channels=3).to(memory_format=last)
     freeze(network, frozen)
     seconds = []
     for _ in range(_ROUNDS):
-        begun = time.process_time()
+        started = time.process_time()
         with torch.autocast("cpu", torch.bfloat16):
             loss = functional.cross_entropy(network(images), labels)
         loss.backward()
         network.zero_grad()
-        seconds.append(time.process_time() - begun)
+        seconds.append(time.process_time() - started)
     return min(seconds)
 
 
-def told(recipe: str, target: float, runs: Sequence[dict[str, Any]]) -> list[str]:
+def summary_of_run(recipe: str, target: float, runs: Sequence[dict[str, Any]]) -> list[str]:
     """The result for people."""
     accuracies = [each["top1_accuracy"] for each in runs]
     reached = [each for each in runs if each["reached_at_step"] is not None]
@@ -182,7 +182,7 @@ def told(recipe: str, target: float, runs: Sequence[dict[str, Any]]) -> list[str
     return lines
 
 
-def asked(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """What is to be measured; what cannot be is refused here, and not after hours of runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
@@ -230,7 +230,7 @@ def _check_images(options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the result files."""
-    options = asked(arguments)
+    options = parse_options(arguments)
     if options.step:
         torch.set_num_threads(1)
     elif options.threads:
@@ -252,10 +252,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run = Path(scratch) / f"seed-{seed}"
             runs.append(measure(options.recipe, [*options.overrides, *threads], seed, run, options.target))
             # After each, since all of them may take hours.
-            _tell(options, {"target": options.target, "runs": runs}, told(options.recipe, options.target, runs), known)
+            _tell(
+                options,
+                {"target": options.target, "runs": runs},
+                summary_of_run(options.recipe, options.target, runs),
+                known,
+            )
     if options.record:
         found = cifar_record.record(options.record, _images(options), len(runs))
-        lines = [*told(options.recipe, options.target, runs), *cifar_record.told(found)]
+        lines = [*summary_of_run(options.recipe, options.target, runs), *cifar_record.summary_of_run(found)]
         _tell(options, {"target": options.target, "runs": runs, "record": found}, lines, known)
     if options.peers:
         race(options, runs, precision, known)

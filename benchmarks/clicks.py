@@ -33,10 +33,10 @@ LINES, BATCH, ROWS, PAIRS = 100_000, 2048, 100_000, 7
 
 def train(seed: int, run: Path) -> dict[str, Any]:
     """One run by the command line."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     command = [sys.executable, "-m", "paceline", "train", "dlrm-synthetic", f"seed={seed}", "--run-dir", str(run)]
     done = subprocess.run([*command, "--json"], stdout=subprocess.PIPE, text=True, check=True)
-    whole = time.perf_counter() - begun
+    whole = time.perf_counter() - started
     summary, plan = json.loads(done.stdout), json.loads((run / "plan.json").read_text())
     figures = {key: summary["metrics"][key] for key in ("auc", "loss", "normalized_entropy")}
     best = plan["data"]["best_possible_auc"]
@@ -49,14 +49,14 @@ def reading(folder: Path) -> dict[str, float]:
     numbers, values = draws.integers(0, 1000, (LINES, 13)), draws.integers(0, 2**32, (LINES, 26))
     lines = ("\t".join(["0", *map(str, n), *(f"{v:08x}" for v in c)]) for n, c in zip(numbers, values, strict=True))
     (folder / "clicks.tsv").write_text("".join(f"{line}\n" for line in lines))
-    begun = time.process_time()
+    started = time.process_time()
     source = open_clicks(Data(dataset="criteo", path=str(folder / "clicks.tsv"), validation_fraction=0.0)).train
-    converted = time.process_time() - begun
+    converted = time.process_time() - started
     order = epoch_order(0, 0, LINES)
-    begun = time.process_time()
+    started = time.process_time()
     for at in range(0, LINES, BATCH):
         source.read(order[at : at + BATCH])
-    return {"convert": 1e6 * converted / LINES, "read": 1e6 * (time.process_time() - begun) / LINES}
+    return {"convert": 1e6 * converted / LINES, "read": 1e6 * (time.process_time() - started) / LINES}
 
 
 def steps() -> dict[str, Any]:
@@ -67,11 +67,11 @@ def steps() -> dict[str, Any]:
     dense, categories = torch.randn(128, 13), torch.randint(0, ROWS, (128, 26))
 
     def step(sparse: bool) -> float:
-        begun = time.process_time()
+        started = time.process_time()
         made[sparse](dense, categories).square().mean().backward()
         optimizers[sparse].step()
         optimizers[sparse].zero_grad()
-        return time.process_time() - begun
+        return time.process_time() - started
 
     step(sparse=True), step(sparse=False)
     pairs = [(step(sparse=False), step(sparse=True)) for _ in range(PAIRS)]

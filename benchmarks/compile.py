@@ -66,24 +66,24 @@ def make(options: argparse.Namespace, *, bf16: bool) -> Job:
     return Job(network, compiled, images, torch.randint(0, 10, (options.batch,)), optimizer, bf16)
 
 
-def timed(act: Callable[[Any], None], called: Any) -> float:
+def timed(action: Callable[[Any], None], called: Any) -> float:
     """Seconds of one call."""
-    begun = time.perf_counter()
-    act(called)
-    return time.perf_counter() - begun
+    started = time.perf_counter()
+    action(called)
+    return time.perf_counter() - started
 
 
-def measure(job: Job, way: str, rounds: int) -> dict[str, Any]:
+def measure(job: Job, variant: str, rounds: int) -> dict[str, Any]:
     """Time one thing compiled and not, in turns, after both have been done twice."""
-    act = getattr(job, way)
-    first = timed(act, job.compiled)
-    act(job.network)
-    usual = timed(act, job.compiled)
-    act(job.network)
+    action = getattr(job, variant)
+    first = timed(action, job.compiled)
+    action(job.network)
+    usual = timed(action, job.compiled)
+    action(job.network)
     plain, compiled = [], []
     for _ in range(rounds):
-        plain.append(timed(act, job.network))
-        compiled.append(timed(act, job.compiled))
+        plain.append(timed(action, job.network))
+        compiled.append(timed(action, job.compiled))
     gained = spread(plain)["median"] - spread(compiled)["median"]
     cost = first - usual
     return {
@@ -120,11 +120,11 @@ def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     for bf16 in (False, True):
         precision = "bf16" if bf16 else "fp32"
         job = make(options, bf16=bf16)
-        for way in WAYS:
-            found[f"{precision} {way}"] = result = measure(job, way, options.rounds)
+        for variant in WAYS:
+            found[f"{precision} {variant}"] = result = measure(job, variant, options.rounds)
             speedup, paid = result["speedup"], result["calls_until_paid"]
             lines.append(
-                f"{precision} {way}: compiled {speedup['median']:.2f} times as fast ({speedup['minimum']:.2f} to "
+                f"{precision} {variant}: compiled {speedup['median']:.2f} times as fast ({speedup['minimum']:.2f} to "
                 f"{speedup['maximum']:.2f}, {speedup['runs']} rounds); the first call took "
                 f"{result['first_call_seconds']:.0f} s, "
                 + ("which never pays." if paid is None else f"which pays after {paid:.0f} calls.")

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models import resnet50
 
 from paceline.data.image.augmentation import Box
-from paceline.data.image.decode import Picture
+from paceline.data.image.decode import LazyImage
 from paceline.data.image.transforms import resized_part
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.devices import DEVICES
@@ -303,7 +303,7 @@ def shrunk_decoding() -> Figures:
     pixels = np.random.default_rng(0).integers(0, 256, (900, 1200, 3), dtype=np.uint8)
     content = io.BytesIO()
     Image.fromarray(pixels).save(content, "JPEG", quality=90)
-    picture, box = Picture(content.getvalue(), 3), Box(16, 32, 800, 1040)
+    picture, box = LazyImage(content.getvalue(), 3), Box(16, 32, 800, 1040)
     found = []
     for shrink in (2, 4, 8):
         smaller, full = (resized_part(picture.part(box, each), 800 // (2 * shrink)).int() for each in (shrink, 1))

@@ -62,7 +62,7 @@ WITHIN = 3.0
 
 def swept(seeds: int, output: Path) -> SweepReport:
     """The sweep, which goes on where it was if it is begun again."""
-    asked = SweepBatch(
+    command = SweepBatch(
         recipe="digits",
         overrides=OVERRIDES,
         to=f"{TARGET.metric}={TARGET.value}",
@@ -72,12 +72,12 @@ def swept(seeds: int, output: Path) -> SweepReport:
         longest=Duration(60, "epochs"),
         output=output,
     )
-    report = conclude(sweep(asked, lambda line: print(line, flush=True)))
+    report = conclude(sweep(command, lambda line: print(line, flush=True)))
     write_result(output, "sweep-batch", report)
     return report
 
 
-def noise_on_the_way(rate: float, steps: int, folder: Path) -> tuple[NoiseReport, list[dict[str, Any]]]:
+def noise_during_training(rate: float, steps: int, folder: Path) -> tuple[NoiseReport, list[dict[str, Any]]]:
     """The noise scale at the weights of a run to the target, and what the run recorded itself."""
     changes = {
         "optimizer.lr": rate,
@@ -142,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         own = next(row for row in tuned.rows if row.batch == OWN_BATCH)
         assert tuned.law is not None
         assert own.steps is not None
-        noise, recorded = noise_on_the_way(own.lr, round(own.steps.middle), Path(scratch) / "run")
+        noise, recorded = noise_during_training(own.lr, round(own.steps.middle), Path(scratch) / "run")
     knee = tuned.law.critical_batch
     course = [(each.step, found.middle) for each in noise.points if (found := each.averages.noise_scale()) is not None]
     average = statistics.fmean(value for _, value in course)

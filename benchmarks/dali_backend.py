@@ -55,11 +55,11 @@ def write_photographs(root: Path, count: int) -> FileSource:
 def cost(backend: Backend, geometry: StepGeometry, epoch: int) -> float:
     """Processor time of an epoch, in ms per image."""
     steps = geometry.epochs.phases[0].steps_per_epoch
-    begun = time.process_time()
+    started = time.process_time()
     images = sum(
         len(each.ids) for each in backend.batches(geometry.stream(epoch * steps, (epoch + 1) * steps, World()))
     )
-    return 1000 * (time.process_time() - begun) / images
+    return 1000 * (time.process_time() - started) / images
 
 
 def differences(source: FileSource, view: View) -> dict[str, float]:
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=64)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     parts = Augment(crop="random_resized", flip=0.5)
     plain = View(image_size=224, channels=3, mean=(0.5,) * 3)
@@ -105,26 +105,33 @@ def main() -> None:
     views |= {f"{name}, bicubic": replace(view, interpolation="bicubic") for name, view in views.items()}
     result = {}
     lines = [
-        f"CPU-ms per image, medians of {asked.rounds} rounds, of {WIDTH}x{HEIGHT} JPEG files at 224 pixels;",
+        f"CPU-ms per image, medians of {options.rounds} rounds, of {WIDTH}x{HEIGHT} JPEG files at 224 pixels;",
         "and how far apart the two back-ends' pixels are, in grey levels.",
         "",
         "| view | pytorch | dali | pytorch/dali | largest | mean | over one level |",
         "|---|---|---|---|---|---|---|",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        source = write_photographs(Path(folder), asked.images)
-        geometry = StepGeometry(seed=0, samples=asked.images, global_batch_size=asked.batch_size, logical_ranks=1)
+        source = write_photographs(Path(folder), options.images)
+        geometry = StepGeometry(seed=0, samples=options.images, global_batch_size=options.batch_size, logical_ranks=1)
         for name, view in views.items():
             backends: dict[str, Backend] = {
                 "pytorch": PytorchBackend(source, view, workers=0),
                 "dali": DaliBackend(source, view, threads=1),
             }
-            found = measure(backends, geometry, asked.rounds)
+            found = measure(backends, geometry, options.rounds)
             ratio = statistics.median(p / d for p, d in zip(found["pytorch"], found["dali"], strict=True))
-            apart = differences(source, view)
-            result[name] = {key: spread(values) for key, values in found.items()} | {"ratio": ratio, "levels": apart}
+            part_costs = differences(source, view)
+            result[name] = {key: spread(values) for key, values in found.items()} | {
+                "ratio": ratio,
+                "levels": part_costs,
+            }
             costs = (f"{statistics.median(found[key]):.2f}" for key in ("pytorch", "dali"))
-            levels = (f"{apart['largest']:.0f}", f"{apart['mean']:.2f}", f"{100 * apart['share_over_one']:.3f} %")
+            levels = (
+                f"{part_costs['largest']:.0f}",
+                f"{part_costs['mean']:.2f}",
+                f"{100 * part_costs['share_over_one']:.3f} %",
+            )
             lines.append(f"| {' | '.join((name, *costs, f'{ratio:.2f}', *levels))} |")
     print(*lines, sep="\n")
     print(write_result("dali-backend", {"results": result, "versions": package_versions()}, lines))

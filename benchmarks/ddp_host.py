@@ -43,9 +43,9 @@ def step(model: nn.Module, inputs: torch.Tensor) -> float:
     """Processor seconds of a forward and backward pass: what others do on these cores is not in them."""
     for parameter in model.parameters():
         parameter.grad = None
-    begun = time.process_time()
+    started = time.process_time()
     model(inputs).sum().backward()
-    return time.process_time() - begun
+    return time.process_time() - started
 
 
 def kernels(model: nn.Module, inputs: torch.Tensor) -> int:

@@ -52,9 +52,9 @@ def folder(root: Path) -> Path:
     return root
 
 
-def confirm(name: str, asked: Doctor, **pace: Any) -> list[dict[str, Any]]:
+def confirm(name: str, command: Doctor, **pace: Any) -> list[dict[str, Any]]:
     """Measure a recipe's changes twice."""
-    diagnosis = examine(asked, lambda _: None)
+    diagnosis = examine(command, lambda _: None)
     first, second = (measure(diagnosis, lambda line: print(f"  {line}", file=sys.stderr), **pace) for _ in range(2))
     again = {each.name: each.gain for each in second.findings}
     rows = []

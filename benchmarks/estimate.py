@@ -32,11 +32,11 @@ from paceline_advisor.memory.variants import with_libraries
 def compared(case: Case, device: torch.device) -> list[dict[str, Any]]:
     """Estimate a run's first step, a later one and its evaluation, and do them."""
     recipe, machine = case.recipe(), describe_machine(device)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with without_collection(), fake_step(recipe, micro_batch=case.batch, machine=machine, scores=True) as step:
         trace = with_libraries(trace_step(step), machine)
     peak = peak_of(trace, caching=device.type == "cuda")
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     return [
         {
             "case": case.name,
@@ -68,10 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sizes = (format_bytes(row[key]) for key in ("estimated_bytes", "measured_bytes"))
             lines.append(f"| {row['case']} | {row['part']} | {' | '.join(sizes)} | {100 * row['error']:+.2f} % |")
             print(lines[-1], flush=True)
-    said = [_worst(rows, part) for part in (STEP, FIRST, EVALUATION)]
-    print(*said, sep="\n")
+    worst_lines = [_worst(rows, part) for part in (STEP, FIRST, EVALUATION)]
+    print(*worst_lines, sep="\n")
     if not options.dry_run:
-        print(write_result(f"estimate-memory{_without_wide_vectors(device)}", {"parts": rows}, [*said, "", *lines]))
+        print(
+            write_result(f"estimate-memory{_without_wide_vectors(device)}", {"parts": rows}, [*worst_lines, "", *lines])
+        )
 
 
 def _without_wide_vectors(device: torch.device) -> str:

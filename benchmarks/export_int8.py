@@ -87,7 +87,7 @@ def measure(run: Path, scratch: Path) -> dict[str, Any]:
         rows["int8 dynamic"] = row(path, images)
     except Exception as error:  # noqa: BLE001  # whatever ONNX Runtime raises of a network that it cannot round so
         print(f"int8 dynamic of {run}: {error}")
-    data, recipe = saved.described("data"), saved.described("recipe")
+    data, recipe = saved.description("data"), saved.description("recipe")
     return {
         "network": recipe["model"]["name"],
         "data": data["dataset"],
@@ -135,9 +135,9 @@ def main() -> None:
             "| stored as | top-1 | size | images/s |",
             "|---|---|---|---|",
         ]
-        for name, way in each["ways"].items():
-            speed = f"{way['images_per_second']:,.0f}" if "images_per_second" in way else ""
-            lines.append(f"| {name} | {way['top1_accuracy']:.2f} % | {way['bytes'] / 1e6:.2f} MB | {speed} |")
+        for name, variant in each["ways"].items():
+            speed = f"{variant['images_per_second']:,.0f}" if "images_per_second" in variant else ""
+            lines.append(f"| {name} | {variant['top1_accuracy']:.2f} % | {variant['bytes'] / 1e6:.2f} MB | {speed} |")
         lines.append("")
     write_result("export_int8", {"runs": found}, lines)
 

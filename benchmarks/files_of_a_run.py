@@ -71,7 +71,7 @@ def traced(root: Path) -> dict[str, set[str]]:
         for name in names:
             setattr(module, name, watched(part, getattr(module, name)))
     write_photos(root / "photos")
-    asked = {
+    overrides = {
         "data.path": str(root / "photos"),
         "data.image_size": 32,
         "data.workers": 0,
@@ -88,9 +88,9 @@ def traced(root: Path) -> dict[str, set[str]]:
     sys.setprofile(note)
     try:
         until = {"train.until": "3 steps"}
-        paceline.train("image_folder", overrides={**asked, **until}, run_dir=root / "run", quiet=True)
+        paceline.train("image_folder", overrides={**overrides, **until}, run_dir=root / "run", quiet=True)
         seen.pop("a resume", None)  # a new run opens its directory too
-        paceline.train("image_folder", overrides=asked, run_dir=root / "run", quiet=True)
+        paceline.train("image_folder", overrides=overrides, run_dir=root / "run", quiet=True)
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]  # which ends it; the types do not say so

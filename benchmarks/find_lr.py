@@ -62,9 +62,9 @@ def of_seed(
     known: dict[str, float],
 ) -> dict[str, Any]:
     """The range test of one seed, and the accuracy at every rate; what is known already is not trained again."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     found = paceline.find_lr(recipe, overrides=overrides, quiet=True, **settings)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     suggested = {name: None if each.lr is None else found.lr(name) for name, each in found.suggestions.items()}
     trained = {name: rate for name, rate in suggested.items() if rate is not None and (not rules or name in rules)}
     print(f"seed {overrides['seed']}: {suggested} in {seconds:.1f} s, {found.ending}", flush=True)
@@ -122,14 +122,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lowest", type=float)
     parser.add_argument("--steps", type=int)
     options = parser.parse_intermixed_args(arguments)
-    asked: dict[str, Any] = dict(word.split("=", 1) for word in options.overrides)
+    overrides_by_key: dict[str, Any] = dict(word.split("=", 1) for word in options.overrides)
     settings = {name: value for name in ("lowest", "steps") if (value := getattr(options, name)) is not None}
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         if options.subset:
-            subset(Path(asked["data.path"]), options.subset, scratch / "images")
-            asked["data.path"] = str(scratch / "images")
-        pairs = [f"{key}={value}" for key, value in asked.items()]
+            subset(Path(overrides_by_key["data.path"]), options.subset, scratch / "images")
+            overrides_by_key["data.path"] = str(scratch / "images")
+        pairs = [f"{key}={value}" for key, value in overrides_by_key.items()]
         with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
             asked_of = [{**_read(pairs), "seed": seed} for seed in options.seeds]
             known = [_known(options.again, seed) for seed in options.seeds]
@@ -140,8 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
     result, lines = summarised(seeds, options.grid)
     print("\n".join(lines))
-    said = {"overrides": options.overrides, "subset": options.subset, "settings": settings}
-    print(write_result(f"find-lr-{options.name or options.recipe}", {**said, **result, "seeds": seeds}, lines))
+    header = {"overrides": options.overrides, "subset": options.subset, "settings": settings}
+    print(write_result(f"find-lr-{options.name or options.recipe}", {**header, **result, "seeds": seeds}, lines))
 
 
 def _read(pairs: Sequence[str]) -> dict[str, Any]:

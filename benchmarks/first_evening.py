@@ -54,11 +54,20 @@ def once(options: argparse.Namespace, name: str, epochs: int, seed: int = 0) -> 
     with tempfile.TemporaryDirectory(prefix="evening-") as folder:
         out = Path(folder) / "out.json"
         if who == "paceline":
-            asked = [f"train.duration={epochs} epochs", f"seed={seed}", *more]
+            command_overrides = [f"train.duration={epochs} epochs", f"seed={seed}", *more]
             if from_weights:
                 given = ["model.name=tf_efficientnet_lite0", f"model.initialize_from={weights}"]
-                asked += [*given, f"data.image_size={size}"]
-            command = [sys.executable, "-m", "paceline", "train", str(photos), *asked, "--run-dir", f"{folder}/run"]
+                command_overrides += [*given, f"data.image_size={size}"]
+            command = [
+                sys.executable,
+                "-m",
+                "paceline",
+                "train",
+                str(photos),
+                *command_overrides,
+                "--run-dir",
+                f"{folder}/run",
+            ]
         else:
             given = [str(size), str(epochs), str(weights) if from_weights else "-", str(out), str(seed)]
             command = [
@@ -68,9 +77,9 @@ def once(options: argparse.Namespace, name: str, epochs: int, seed: int = 0) -> 
                 *given,
             ]
         variables = os.environ | {"YOLO_OFFLINE": "true", "YOLO_AUTOINSTALL": "false", "HF_HUB_OFFLINE": "1"}
-        begun = time.perf_counter()
+        started = time.perf_counter()
         subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder, env=variables)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         if who == "paceline":
             summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
             return seconds, float(summary["metrics"]["top1_accuracy"])

@@ -96,8 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         photos = Path(scratch) / "photos"
         write_photos(photos)
         for number, name in enumerate(options.only):
-            words = [each.format(photos=photos) for each in (RUNS | ON_A_GPU)[name]]
-            found[name] = one = compare(words, Path(scratch) / f"run-{number}")
+            command_words = [each.format(photos=photos) for each in (RUNS | ON_A_GPU)[name]]
+            found[name] = one = compare(command_words, Path(scratch) / f"run-{number}")
             lines.append(
                 f"| {name} | {one['expected_seconds']:.1f} s | {one['seconds']:.1f} s | {one['time_ratio']:.2f} | "
                 f"{one['memory_ratio']:.2f} |"

@@ -57,17 +57,17 @@ def parts(options: argparse.Namespace) -> dict[str, tuple[float, tuple[str, ...]
     return {name: each for name, each in found.items() if each[1]}
 
 
-def run(name: str, limit: float, words: Sequence[str], out: Path) -> str:
+def run(name: str, limit: float, command_words: Sequence[str], out: Path) -> str:
     """Run a part; how it ended."""
-    log, begun = out / f"{name}.log", time.monotonic()
+    log, started = out / f"{name}.log", time.monotonic()
     variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
     variables["PYTHONPATH"] = f"{ROOT / 'src'}{os.pathsep}{variables.get('PYTHONPATH', '')}"
     with log.open("w") as file:
-        command = ["timeout", "--kill-after=5", f"{limit:.0f}", sys.executable, *words]
+        command = ["timeout", "--kill-after=5", f"{limit:.0f}", sys.executable, *command_words]
         code = subprocess.run(
             command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=variables, check=False
         ).returncode
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - started
         if code != 124:  # a part that its limit ended is run again
             file.write(f"{DONE}{seconds:.0f} s, exit code {code}\n")
     return f"{name}: exit code {code} after {seconds:.0f} s"
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + 60 * options.minutes
-    for name, (limit, words) in parts(options).items():
+    for name, (limit, command_words) in parts(options).items():
         log = options.out / f"{name}.log"
         if (options.only and name not in options.only) or (log.is_file() and DONE in log.read_text()):
             continue
@@ -93,11 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if left < 10:
             print(f"{name}: no time is left for it")
             continue
-        begun = time.time()
-        print(run(name, min(limit, left), words, options.out), flush=True)
+        started = time.time()
+        print(run(name, min(limit, left), command_words, options.out), flush=True)
         print("  " + "\n  ".join(log.read_text(errors="replace").splitlines()[-12:]), flush=True)
         for file in RESULTS.glob("*"):
-            if file.stat().st_mtime >= begun:
+            if file.stat().st_mtime >= started:
                 shutil.copy(file, options.out)
 
 

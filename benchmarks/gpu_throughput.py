@@ -161,7 +161,7 @@ def measure(name: str, blocks: int, *, compiled: bool, tiny: bool) -> dict[str, 
     }
 
 
-def told(row: dict[str, Any]) -> str:
+def summary_of_run(row: dict[str, Any]) -> str:
     """The result for people."""
     ratio = row["ratio"]
     compiled = ", compiled" if row["compiled"] else ""
@@ -185,10 +185,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     for name in options.networks or WORK:
         rows.append(measure(name, options.blocks, compiled=options.compile, tiny=options.tiny))
-        print(told(rows[-1]), flush=True)
+        print(summary_of_run(rows[-1]), flush=True)
         if not (options.dry_run or options.tiny):
             claim = f"gpu-throughput{'-compiled' * options.compile}"
-            print(write_result(claim, {"measurements": rows}, [told(each) for each in rows]))
+            print(write_result(claim, {"measurements": rows}, [summary_of_run(each) for each in rows]))
         torch.cuda.empty_cache()
 
 

@@ -43,8 +43,8 @@ def facts() -> dict[str, Any]:
 def _revision() -> str:
     """The commit whose sources these are; ``+`` behind it if something of them was changed and not committed."""
 
-    def git(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", *words], capture_output=True, text=True, check=False, cwd=RESULTS.parents[1])
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=RESULTS.parents[1])
 
     changed = git("status", "--porcelain", "--", *_SOURCES).stdout != ""
     return git("rev-parse", "--short", "HEAD").stdout.strip() + "+" * changed

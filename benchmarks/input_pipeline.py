@@ -110,14 +110,14 @@ def ceilings(setting: Setting) -> dict[str, float]:
     import torch
 
     from paceline.data.image.augmentation import Box, draw, random_resized_box
-    from paceline.data.image.decode import Picture, read_file
+    from paceline.data.image.decode import LazyImage, read_file
     from paceline.data.image.transforms import resized_part
     from paceline.recipe.data import Augment
 
     torch.set_num_threads(1)
     paths = sorted(Path(setting.folder).glob("*/*"))[:500]
     contents = [read_file(path) for path in paths]
-    pictures = [Picture(content, 3, "") for content in contents]
+    pictures = [LazyImage(content, 3, "") for content in contents]
     attempts = draw(Augment(crop="random_resized"), 0, 0, np.arange(len(paths))).attempts
     assert attempts is not None
     boxes = [

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hardware import write_result
-from resume import RECIPE, Launch, audit_objections, last_step, newest_checkpoint, outcome, row, write_photos
+from resume import RECIPE, Launch, audit_problems, last_step, newest_checkpoint, outcome, row, write_photos
 
 WORLDS = (4, 2, 1)
 LONGEST_DELAY_SECONDS = 0.4  # several steps: the kill comes anywhere within one, or between
@@ -53,9 +53,9 @@ def train(run: Path, processes: int) -> None:
         launch.end()
 
 
-def kill_once(run: Path, processes: int, first: int, last: int, lot: random.Random) -> dict[str, Any]:
+def kill_once(run: Path, processes: int, first: int, last: int, rng: random.Random) -> dict[str, Any]:
     """Train until a moment drawn by lot, and SIGKILL every process."""
-    at, delay, in_save = lot.randint(first, last), lot.uniform(0, LONGEST_DELAY_SECONDS), lot.random() < 1 / 3
+    at, delay, in_save = rng.randint(first, last), rng.uniform(0, LONGEST_DELAY_SECONDS), rng.random() < 1 / 3
     launch = Launch(run.parent, run, processes=processes)
     try:
         launch.wait_for(lambda: last_step(run) >= at)
@@ -68,14 +68,14 @@ def kill_once(run: Path, processes: int, first: int, last: int, lot: random.Rand
     return {"step": last_step(run), "in_save": is_saving(run), "newest": newest_checkpoint(run)}
 
 
-def schedule(run: Path, steps: int, expected: dict[str, Any], lot: random.Random) -> dict[str, Any]:
+def schedule(run: Path, steps: int, expected: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Four processes, two, and one to the end."""
     kills = [
-        kill_once(run, WORLDS[0], 1, steps // 2, lot),
-        kill_once(run, WORLDS[1], steps // 2, steps - 10, lot),
+        kill_once(run, WORLDS[0], 1, steps // 2, rng),
+        kill_once(run, WORLDS[1], steps // 2, steps - 10, rng),
     ]
     train(run, WORLDS[2])
-    found, objections = outcome(run), audit_objections(run)
+    found, objections = outcome(run), audit_problems(run)
     differs = [key for key in expected if found[key] != expected[key]]
     return {"kills": kills, "differs_in": differs, "audit_objections": objections, "equal": not differs + objections}
 
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
     options = parser.parse_args(arguments)
-    lot = random.Random(options.seed)
+    rng = random.Random(options.seed)
     table = [row((*HEAD, "equal")), row(["---"] * (len(HEAD) + 1))]
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="schedules-") as scratch:
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         expected = outcome(studio / "undisturbed")
         print("\n".join(table), flush=True)
         for number in range(1, options.schedules + 1):
-            found.append(schedule(studio / f"schedule-{number}", options.steps, expected, lot))
+            found.append(schedule(studio / f"schedule-{number}", options.steps, expected, rng))
             table.append(table_row(number, found[-1]))
             print(table[-1], flush=True)
     equal = sum(one["equal"] for one in found)

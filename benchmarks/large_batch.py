@@ -68,10 +68,10 @@ def variants(epochs: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def look(run: Path) -> dict[str, float]:
+def measure_landscape(run: Path) -> dict[str, float]:
     """The figures of one run."""
-    asked = Landscape(runs=(str(run),), samples=SAMPLES, measure=("sharpness", "curvature"), tolerance=0.02)
-    (found,) = explore(asked, print).runs
+    command = Landscape(runs=(str(run),), samples=SAMPLES, measure=("sharpness", "curvature"), tolerance=0.02)
+    (found,) = explore(command, print).runs
     assert found.curvature is not None
     assert found.gap is not None
     return {
@@ -98,11 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(options.seeds):
             for number, (name, changes) in enumerate(ways.items()):
-                begun, run = time.perf_counter(), Path(folder) / f"{number}-{seed}"
+                started, run = time.perf_counter(), Path(folder) / f"{number}-{seed}"
                 overrides = {**RECIPE, "train.duration": f"{options.epochs} epochs", "seed": seed, **changes}
                 paceline.train("digits", overrides=overrides, run_dir=run, quiet=True)
-                figures[name].append(look(run))
-                print(f"{name}, seed {seed}, {time.perf_counter() - begun:.0f} s: {figures[name][-1]}", flush=True)
+                figures[name].append(measure_landscape(run))
+                print(f"{name}, seed {seed}, {time.perf_counter() - started:.0f} s: {figures[name][-1]}", flush=True)
     spreads = {name: {key: spread([run[key] for run in runs]) for key in runs[0]} for name, runs in figures.items()}
     lines = table(spreads)
     print("\n".join(lines))

@@ -61,8 +61,8 @@ def rate(document: dict[str, object], seconds: float) -> float:
                     times = [(each["time"], each["samples"]) for each in found if each["event"] == "step"]
                 if len(times) > 3 and times[-1][0] - times[1][0] > seconds:
                     process.kill()
-    (begun, first), (ended, last) = times[1], times[-1]
-    return (last - first) / (ended - begun)
+    (started, first), (ended, last) = times[1], times[-1]
+    return (last - first) / (ended - started)
 
 
 def main() -> None:
@@ -87,9 +87,9 @@ def main() -> None:
             text=True,
         )
     table = {int(count): value for count, value in json.loads(done.stdout.splitlines()[-1])["rates"].items()}
-    from paceline.data.image.feeding import Feeding
+    from paceline.data.image.feeding import FeedRates
 
-    chosen = Feeding(table, 0.0).best
+    chosen = FeedRates(table, 0.0).best
     found: dict[tuple[int, int], list[float]] = {}
     for _ in range(arguments.rounds):
         for workers, ready in itertools.product(range(cores + 1), PREFETCH):

@@ -64,15 +64,15 @@ def photographs(folder: Path, count: int) -> FileSource:
 def first_batches(source: FileSource, batch: int, workers: int) -> tuple[float, float]:
     """Seconds to the first and to the tenth batch."""
     geometry = StepGeometry(seed=0, samples=len(source), global_batch_size=batch, logical_ranks=1)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     backend = pytorch.PytorchBackend(source, View(image_size=224, channels=3, augment=AUGMENT), workers=workers)
     try:
         batches = backend.batches(geometry.stream(0, 10, World()))
         next(batches)
-        first = time.perf_counter() - begun
+        first = time.perf_counter() - started
         for _ in range(9):
             next(batches)
-        return first, time.perf_counter() - begun
+        return first, time.perf_counter() - started
     finally:
         backend.close()
 
@@ -87,12 +87,12 @@ def boundary(source: FileSource) -> tuple[float, float, float]:
     try:
         batches = backend.batches(geometry.stream(last - 60, last + 40, World()))
         while True:
-            begun, cpu = time.perf_counter(), time.thread_time()
+            started, cpu = time.perf_counter(), time.thread_time()
             if next(batches, None) is None:
                 break
             used.append(time.thread_time() - cpu)
             time.sleep(STEP_SECONDS)
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(time.perf_counter() - started)
     finally:
         backend.close()
     # Loader processes are ahead: the order is asked for some steps before the epoch ends.
@@ -106,7 +106,7 @@ def measure_first(rounds: int, workers: int, batch: int) -> dict[str, Any]:
         source = photographs(Path(folder), 20 * batch)
         for _ in range(rounds):
             found["in parts"].append(first_batches(source, batch, workers))
-            with replaced(pytorch, "in_parts", lambda piece, parts: [piece]):
+            with replaced(pytorch, "split_slice", lambda piece, parts: [piece]):
                 found["whole"].append(first_batches(source, batch, workers))
     return {
         name: {"first_seconds": spread([a for a, _ in each]), "ten_seconds": spread([b for _, b in each])}

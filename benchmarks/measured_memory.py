@@ -25,7 +25,7 @@ from paceline.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.tasks.detection import Detection
 from paceline.tasks.task import Task, build_task
-from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, given_batch, largest_together
+from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, fixed_batch, largest_micro_batch
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import build_network, plan_run, without_initial_weights
 from paceline.trainer.process_settings import restore_random_states
@@ -92,12 +92,12 @@ def _on_cpu(recipe: Recipe, task: Task, plan: Plan, micro_batch: int) -> dict[st
 def _peak_within(watched: Any, mark: str) -> int:
     """The most that was in use while something went on, of all that was taken since the profiler began."""
     events = watched.profiler.kineto_results.events()
-    begun, ended = next((each.start_ns(), each.end_ns()) for each in events if each.name() == mark)
+    started, ended = next((each.start_ns(), each.end_ns()) for each in events if each.name() == mark)
     changes = sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]")
     total = most = 0
     for moment, change in changes:
         total += change
-        if begun <= moment <= ended:
+        if started <= moment <= ended:
             most = max(most, total)
     return most
 
@@ -156,9 +156,9 @@ def _batch_of(task: Task, plan: Plan, placement: Placement, count: int) -> Batch
     if not isinstance(task, Detection):
         return _filled(batch_maker(task, plan, placement)(count), placement.device)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:
-        ids = largest_together(task, count, plan.global_batch_size)
+        ids = largest_micro_batch(task, count, plan.global_batch_size)
         assert ids is not None
-        geometry = given_batch(task.recipe.seed, ids)
+        geometry = fixed_batch(task.recipe.seed, ids)
         return next(iter(pipeline.train_batches(geometry, 0, 1, World())))
 
 

@@ -204,12 +204,12 @@ def measure(contenders: dict[str, Contender], rounds: int, slow: Sequence[str], 
         for name, epoch in contenders.items():
             if name in slow and number > 2:
                 continue
-            begun, used = time.perf_counter(), cpu_seconds()
+            started, used = time.perf_counter(), cpu_seconds()
             total = sum(len(inputs) for inputs in epoch(number))
             if total != samples:
                 raise AssertionError(f"{name} gave {total} images of {samples}")
             if number:  # the first round warms up
-                seconds[name].append(time.perf_counter() - begun)
+                seconds[name].append(time.perf_counter() - started)
                 cpu[name].append(cpu_seconds() - used)
     return {
         name: {

@@ -38,7 +38,7 @@ def processor_seconds(network: nn.Module, batch: int, size: int, rounds: int) ->
     images, labels = torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
     times: dict[str, list[float]] = {"step": [], "update": []}
     for number in range(rounds + 2):
-        begun = time.process_time()
+        started = time.process_time()
         optimizer.zero_grad()
         F.cross_entropy(network(images), labels).backward()
         optimizer.step()
@@ -46,7 +46,7 @@ def processor_seconds(network: nn.Module, batch: int, size: int, rounds: int) ->
         average.update(number)
         ended = time.process_time()
         if number > 1:  # the first ones make buffers
-            times["step"].append(between - begun)
+            times["step"].append(between - started)
             times["update"].append(ended - between)
     return times
 

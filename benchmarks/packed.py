@@ -114,7 +114,7 @@ def _beton(setting: Setting, mode: str) -> Path:
     from PIL import Image
 
     paths = sorted(Path(setting.folder).glob("*/*"))
-    asked = MODES[mode]
+    settings = MODES[mode]
 
     class Files:
         def __len__(self) -> int:
@@ -122,7 +122,7 @@ def _beton(setting: Setting, mode: str) -> Path:
 
         def __getitem__(self, index: int) -> tuple[Any, int]:
             # FFCV takes a path where its own encoding is replaced below, and an image elsewhere.
-            return (paths[index] if asked["mode"] == "original" else Image.open(paths[index]).convert("RGB")), 0
+            return (paths[index] if settings["mode"] == "original" else Image.open(paths[index]).convert("RGB")), 0
 
     def keep(_: Any, destination: Any, path: Path, malloc: Any) -> None:
         with Image.open(path) as image:
@@ -132,13 +132,17 @@ def _beton(setting: Setting, mode: str) -> Path:
         destination["data_ptr"], storage = malloc(content.nbytes)
         storage[:] = content
 
-    if asked["mode"] == "original":
+    if settings["mode"] == "original":
         RGBImageField.encode = keep
     options = {
         "original": {},
-        "jpeg": {"write_mode": "jpg", "max_resolution": asked.get("max_side"), "jpeg_quality": asked.get("quality")},
-        "raw": {"write_mode": "raw", "max_resolution": asked.get("max_side")},
-    }[asked["mode"]]
+        "jpeg": {
+            "write_mode": "jpg",
+            "max_resolution": settings.get("max_side"),
+            "jpeg_quality": settings.get("quality"),
+        },
+        "raw": {"write_mode": "raw", "max_resolution": settings.get("max_side")},
+    }[settings["mode"]]
     file = Path(setting.files) / f"{mode}.beton"
     if not file.exists():
         writer = DatasetWriter(f"{file}.part", {"image": RGBImageField(**options), "label": IntField()}, num_workers=1)

@@ -51,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seconds: dict[str, list[float]] = {label: [] for label in steps}
     for _ in range(options.rounds):
         for label, step in steps.items():
-            begun = time.perf_counter()
+            started = time.perf_counter()
             step()
             step()
-            seconds[label].append((time.perf_counter() - begun) / 2)
+            seconds[label].append((time.perf_counter() - started) / 2)
     base = seconds[name(bf16=False, channels_last=False)]
     speedups = {
         label: spread([b / own for b, own in zip(base, values, strict=True)]) for label, values in seconds.items()

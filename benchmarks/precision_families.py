@@ -79,10 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             seconds: list[list[float]] = [[], []]
             for number in range(options.rounds + 2):
                 for step, taken in zip(steps, seconds, strict=True):
-                    begun = time.perf_counter()
+                    started = time.perf_counter()
                     step()
                     if number > 1:
-                        taken.append(time.perf_counter() - begun)
+                        taken.append(time.perf_counter() - started)
             ratios = [slow / fast for slow, fast in zip(*seconds, strict=True)]
             share = depthwise_share(build(name, options.size).eval(), images)
             rate = options.batch / statistics.median(seconds[0])

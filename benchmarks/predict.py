@@ -24,7 +24,7 @@ import torch
 from hardware import spread, write_result
 
 import paceline
-from paceline.files import LeftOut
+from paceline.files import SkippedItems
 from paceline.inference.answers import Answer
 from paceline.inference.predict import Predictor, load_predictor
 from paceline.inference.sources import pictures_of
@@ -52,7 +52,7 @@ def unpacked(source: Path, count: int, scratch: Path) -> Path:
     return folder
 
 
-def one_after_the_other(predictor: Predictor, paths: list[Path]) -> Iterator[Answer]:
+def sequential(predictor: Predictor, paths: list[Path]) -> Iterator[Answer]:
     """The way before: decode a batch, ask, decode the next."""
     for start in range(0, len(paths), BATCH):
         part = paths[start : start + BATCH]
@@ -66,10 +66,10 @@ def ahead(predictor: Predictor, paths: list[Path]) -> Iterator[Answer]:
     return predictor.predict(paths, top_k=TOP_K, batch_size=BATCH)
 
 
-def timed(way: Callable[[Predictor, list[Path]], Iterator[Answer]], predictor: Predictor, paths: list[Path]) -> Any:
+def timed(variant: Callable[[Predictor, list[Path]], Iterator[Answer]], predictor: Predictor, paths: list[Path]) -> Any:
     """Images a second, and the answers."""
     begin = time.perf_counter()
-    answers = list(way(predictor, paths))
+    answers = list(variant(predictor, paths))
     return len(paths) / (time.perf_counter() - begin), answers
 
 
@@ -98,14 +98,14 @@ def measure(predictor: Predictor, paths: list[Path], rounds: int) -> dict[str, A
     timed(ahead, predictor, paths[: 2 * BATCH])
     resident = []
     for _ in range(rounds):
-        before, old = timed(one_after_the_other, predictor, paths)
+        before, old = timed(sequential, predictor, paths)
         now, new = timed(ahead, predictor, paths)
         if old != new:
             raise SystemExit("the two ways differ")
         found["one after the other"].append(before)
         found["ahead"].append(now)
         resident.append(resident_mebibytes())
-    return {**{way: spread(values) for way, values in found.items()}, "resident_mebibytes": resident}
+    return {**{variant: spread(values) for variant, values in found.items()}, "resident_mebibytes": resident}
 
 
 def resident_mebibytes() -> float:
@@ -124,22 +124,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         images = unpacked(arguments.images, arguments.count, scratch)
-        paths = [each.path for each in islice(pictures_of([images], LeftOut()), arguments.count)]
+        paths = [each.path for each in islice(pictures_of([images], SkippedItems()), arguments.count)]
         result["images"] = len(paths)
         for name, (network, size) in NETWORKS.items():
             result[name] = measure(trained(scratch, network, size), paths, arguments.rounds)
-    said = (
+    summary = (
         f"{len(paths):,} JPEG files, batches of {BATCH}; images a second, median (lowest to highest) of "
         f"{arguments.rounds} rounds, the two ways in turn. The answers were compared: equal to the bit."
     )
     lines = [
-        said,
+        summary,
         "",
         "| network | one after the other | reading ahead |",
         "|---|---|---|",
     ]
     for name in NETWORKS:
-        cells = (result[name][way] for way in ("one after the other", "ahead"))
+        cells = (result[name][variant] for variant in ("one after the other", "ahead"))
         shown = (f"{each['median']:.0f} ({each['minimum']:.0f} to {each['maximum']:.0f})" for each in cells)
         lines.append(f"| {name} | {' | '.join(shown)} |")
     print("\n".join(lines))

@@ -57,7 +57,7 @@ def main() -> None:
     """Measure, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     measured: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         run = Path(scratch) / "run"
@@ -65,7 +65,7 @@ def main() -> None:
         paceline.train("digits", overrides=often, run_dir=run, quiet=True)
         for count in COUNTS:
             repeated(run, count)
-            found = [measure(run) for _ in range(asked.runs)]
+            found = [measure(run) for _ in range(options.runs)]
             measured[str(count)] = {"seconds": [each for each, _ in found], "bytes": found[-1][1]}
             print(count, measured[str(count)])
     write(measured)

@@ -35,7 +35,7 @@ import numpy as np
 from hardware import spread, write_result
 from PIL import Image
 
-from paceline.records.reader import without_clock
+from paceline.records.reader import strip_timings
 
 MARK = "PACELINE_BENCHMARK_FAMILY"
 PROCESSES = 2
@@ -126,7 +126,7 @@ class Launch:
         ]
         return ranks, sorted(loaders)
 
-    def victims(self, which: str, lot: random.Random) -> list[int]:
+    def victims(self, which: str, rng: random.Random) -> list[int]:
         """The processes that ``which`` stands for, as soon as all are started."""
         wanted = PROCESSES * (1 + int(RECIPE["data"]["workers"]))
         self.wait_for(lambda: sum(map(len, self._ranks_and_loaders())) >= wanted)
@@ -137,7 +137,7 @@ class Launch:
             case "all ranks":
                 return list(ranks.values())
             case "a loader process":
-                return [lot.choice(loaders)]
+                return [rng.choice(loaders)]
             case _:
                 return [ranks[int(which.removeprefix("rank "))]]
 
@@ -228,11 +228,11 @@ def outcome(run: Path) -> dict[str, Any]:
     """Everything in which two runs of the same thing must be equal."""
     summary = json.loads((run / "summary.json").read_text())
     keys = ("status", "step", "epoch", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger")
-    records = [without_clock(event) for event in events_of(run) if event["event"] in ("step", "evaluation")]
+    records = [strip_timings(event) for event in events_of(run) if event["event"] in ("step", "evaluation")]
     return {**{key: summary[key] for key in keys}, "records": records}
 
 
-def audit_objections(run: Path) -> list[str]:
+def audit_problems(run: Path) -> list[str]:
     """What ``paceline audit`` has to object."""
     command = [sys.executable, "-m", "paceline", "audit", str(run), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -240,12 +240,12 @@ def audit_objections(run: Path) -> list[str]:
     return [] if document["passed"] and done.returncode == 0 else document["objections"] or [done.stderr]
 
 
-def trial(run: Path, at: int, which: str, expected: dict[str, Any], lot: random.Random) -> dict[str, Any]:
+def trial(run: Path, at: int, which: str, expected: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Kill a run once, as soon as it has recorded a step, resume it, and compare."""
     studio = run.parent
     launch = Launch(studio, run)
     try:
-        victims = launch.victims(which, lot)  # looked up before: a run would go on meanwhile
+        victims = launch.victims(which, rng)  # looked up before: a run would go on meanwhile
         launch.wait_for(lambda: last_step(run) >= at)
         kill(victims)
         if which == "everyone":
@@ -256,16 +256,16 @@ def trial(run: Path, at: int, which: str, expected: dict[str, Any], lot: random.
     finally:
         launch.end()
     reached, resumed_from = last_step(run), newest_checkpoint(run)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     launch = Launch(studio, run)
     try:
         launch.wait_for(lambda: last_step(run) > reached)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         if launch.wait():
             raise RuntimeError(f"the resumed run failed:\n{launch.log()}")
     finally:
         launch.end()
-    found, objections = outcome(run), audit_objections(run)
+    found, objections = outcome(run), audit_problems(run)
     return {
         "kill_step": reached,
         "killed": which,
@@ -317,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         PROCESSES = 1
         RECIPE["parallel"]["device"] = "cuda"
         RECIPE["train"]["deterministic"] = True
-    lot = random.Random(options.seed)
+    rng = random.Random(options.seed)
     table = [row(("trial", "kill step", "killed", "steps lost", "seconds to recover", "equal")), row(["---"] * 6)]
     trials: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="resume-") as scratch:
@@ -330,9 +330,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Each kind equally often.
         victims = VICTIMS[: 3 + PROCESSES]
         kinds = [victims[number % len(victims)] for number in range(options.trials)]
-        for number, which in enumerate(lot.sample(kinds, len(kinds)), start=1):
-            at = lot.randint(1, options.steps - 1)
-            trials.append(trial(studio / f"trial-{number}", at, which, expected, lot))
+        for number, which in enumerate(rng.sample(kinds, len(kinds)), start=1):
+            at = rng.randint(1, options.steps - 1)
+            trials.append(trial(studio / f"trial-{number}", at, which, expected, rng))
             table.append(table_row(number, trials[-1]))
             print(table[-1], flush=True)
     equal = sum(one["equal"] for one in trials)

@@ -64,7 +64,7 @@ class Step:
             with counter.phase("optimizer"):
                 self.optimizer.step()
         self.optimizer.zero_grad()
-        return counter.found
+        return counter.work
 
     def seconds(self) -> float:
         """Time of one step, after all that went before."""
@@ -77,10 +77,10 @@ def _seconds(act: Callable[[], Any], device: torch.device) -> float:
             torch.get_device_module(device).synchronize()
 
     settle()
-    begun = time.perf_counter()
+    started = time.perf_counter()
     act()
     settle()
-    return time.perf_counter() - begun
+    return time.perf_counter() - started
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -107,10 +107,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         middle = statistics.median(times[name])
         rows.append({"network": name, "least_seconds": bound, "ratio": middle / bound, **spread(times[name])})
         lines.append(f"| {name} | {1e3 * bound:.1f} ms | {1e3 * middle:.1f} ms | {middle / bound:.2f} |")
-    said = f"{named.title}: {named.source.partition('; kept in')[0]}"  # where is this machine's affair
-    print("\n".join([said, "", *lines]))
+    source = f"{named.title}: {named.source.partition('; kept in')[0]}"  # where is this machine's affair
+    print("\n".join([source, "", *lines]))
     if not options.dry_run:
-        print(write_result("roofline", {"device": named.title, "peaks": said, "networks": rows}, [said, "", *lines]))
+        print(
+            write_result("roofline", {"device": named.title, "peaks": source, "networks": rows}, [source, "", *lines])
+        )
 
 
 if __name__ == "__main__":

@@ -72,15 +72,15 @@ def predicted(row: Published, **changed: float) -> Prediction:
     """What is predicted of a row by one GPU's rate and the cluster's datasheet, with constants changed if asked for."""
     cluster = CLUSTERS[row.cluster]
     device = None if cluster.device is None else find_device(cluster.device).multiprocessors
-    way = ParallelConfig(strategy="ddp", micro_batch=row.batch, passes=row.passes, units_per_device=device)
+    variant = ParallelConfig(strategy="ddp", micro_batch=row.batch, passes=row.passes, units_per_device=device)
     one = OneDevice(seconds=row.batch / row.one, samples=row.batch)
     host = host_of(row)
     if host.seconds_per_sample == 0:
         changed.pop("seconds_per_sample", None)
-    return predict(network_of(row.network), one, fabric_of(cluster, row.gpus), replace(host, **changed), way)
+    return predict(network_of(row.network), one, fabric_of(cluster, row.gpus), replace(host, **changed), variant)
 
 
-def judged(row: Published) -> dict[str, Any]:
+def compared_row(row: Published) -> dict[str, Any]:
     """A row with what is predicted of it."""
     found = predicted(row)
     low, high = found.samples / found.high_seconds, found.samples / found.low_seconds
@@ -143,10 +143,10 @@ def goyal() -> list[dict[str, float]]:
     """Efficiency beside one server of 8 GPUs, predicted and published."""
     cluster, network = CLUSTERS["big-basin"], network_of("resnet50")
     one = OneDevice(seconds=GOYAL_STEP_SECONDS, samples=32)
-    way = ParallelConfig(strategy="ddp", micro_batch=32)
+    variant = ParallelConfig(strategy="ddp", micro_batch=32)
 
     def step(gpus: int) -> float:
-        return predict(network, one, fabric_of(cluster, gpus), Host(), way).seconds
+        return predict(network, one, fabric_of(cluster, gpus), Host(), variant).seconds
 
     return [
         {"gpus": gpus, "predicted": step(8) / step(gpus), "published": published}
@@ -160,7 +160,7 @@ def main() -> None:
     result: dict[str, Any] = {"host_seconds": HOST_SECONDS}
     lines = ["Predicted from one GPU's published rate and the cluster's datasheet, against the published rate.", ""]
     for name, rows in groups.items():
-        found = [judged(row) for row in rows]
+        found = [compared_row(row) for row in rows]
         result[name] = {**summary(found), "each": found}
         lines += [f"## {name}", "", *_summary_lines(found), "", *_row_lines(found), ""]
     result |= {"sensitivity": sensitivity(), "fitted_elsewhere": fitted_elsewhere(), "goyal": goyal()}

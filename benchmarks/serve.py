@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 from hardware import write_result
 
 import paceline
-from paceline.files import LeftOut
+from paceline.files import SkippedItems
 from paceline.inference.sources import pictures_of
 from paceline.metrics.intervals import quantile
 
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--concurrency", type=int, default=32)
     arguments = parser.parse_args()
-    bodies = [form(each.read()) for each in islice(pictures_of([arguments.images], LeftOut()), 500)]
+    bodies = [form(each.read()) for each in islice(pictures_of([arguments.images], SkippedItems()), 500)]
     with tempfile.TemporaryDirectory() as folder:
         run = trained(Path(folder))
         command = [sys.executable, "-m", "paceline", "serve", str(run), "--port", "0", "--json"]

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from paceline.data.order import epoch_order
-from paceline.data.random_draws import seed_of
+from paceline.data.random_draws import derive_seed
 from paceline.models.small_resnet import small_resnet
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ ROUNDS = 9
 
 def processor_seconds(call: Callable[[], Any], times: int = 1) -> float:
     """Of one call, on average over ``times``."""
-    begun = time.process_time()
+    started = time.process_time()
     for _ in range(times):
         call()
-    return (time.process_time() - begun) / times
+    return (time.process_time() - started) / times
 
 
 def draws() -> dict[str, Any]:
@@ -43,7 +43,7 @@ def draws() -> dict[str, Any]:
     steps = iter(range(10**9))
 
     def reseed() -> None:
-        torch.default_generator.manual_seed(seed_of(0, next(steps), 0))
+        torch.default_generator.manual_seed(derive_seed(0, next(steps), 0))
 
     epochs = iter(range(10**6))
     return {
@@ -74,10 +74,10 @@ def looking_at_gradients() -> dict[str, Any]:
     step()
     gradients = [each.grad for each in network.parameters() if each.grad is not None]
 
-    def look() -> bool:
+    def measure_landscape() -> bool:
         return bool(nn.utils.get_total_norm(gradients).isfinite())
 
-    shares = [processor_seconds(look, 20) / processor_seconds(step) for _ in range(ROUNDS)]
+    shares = [processor_seconds(measure_landscape, 20) / processor_seconds(step) for _ in range(ROUNDS)]
     return {"share": spread(shares)}
 
 
@@ -127,15 +127,15 @@ def loaders_anew() -> dict[str, Any]:
             DataLoader(samples, num_workers=2, multiprocessing_context=how, persistent_workers=is_kept)
             for is_kept in (False, True)
         ]
-        anew: list[float] = []
+        relisted: list[float] = []
         kept: list[float] = []
         for _ in range(ROUNDS + 1):
-            for loader, seconds in zip(loaders, (anew, kept), strict=True):
-                begun = time.perf_counter()
+            for loader, seconds in zip(loaders, (relisted, kept), strict=True):
+                started = time.perf_counter()
                 list(loader)
-                seconds.append(time.perf_counter() - begun)
+                seconds.append(time.perf_counter() - started)
         # In the first epoch both begin them.
-        found[f"{how}_seconds"] = spread([one - other for one, other in zip(anew[1:], kept[1:], strict=True)])
+        found[f"{how}_seconds"] = spread([one - other for one, other in zip(relisted[1:], kept[1:], strict=True)])
     return found
 
 

@@ -48,9 +48,9 @@ print(time.time())
 
 def plain_seconds(settings: str) -> float:
     """Seconds to the plain script's first step."""
-    begun = time.time()
+    started = time.time()
     done = subprocess.run([sys.executable, "-c", PLAIN, settings], capture_output=True, text=True, check=True)
-    return float(done.stdout) - begun
+    return float(done.stdout) - started
 
 
 def own_seconds() -> float:
@@ -63,14 +63,14 @@ def own_seconds() -> float:
             "telemetry.log_every=1 steps",
             "schedule.warmup=null",
         ]
-        begun = time.time()
+        started = time.time()
         subprocess.run(
             [sys.executable, "-m", "paceline", "train", "digits", *overrides, "--run-dir", str(run)],
             capture_output=True,
             check=True,
         )
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return float(next(event["time"] for event in events if event["event"] == "step")) - begun
+    return float(next(event["time"] for event in events if event["event"] == "step")) - started
 
 
 def digits_settings() -> str:

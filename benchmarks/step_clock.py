@@ -43,7 +43,7 @@ class NoClock(StepClock):
         """Leave out nothing."""
         return self._nothing
 
-    def turn_to(self, index: int) -> int:
+    def set_phase(self, index: int) -> int:
         """Change nothing."""
         return index
 
@@ -73,9 +73,9 @@ class TakingTurns(StepClock):
         """Its pause."""
         return self.now.paused()
 
-    def turn_to(self, index: int) -> int:
+    def set_phase(self, index: int) -> int:
         """Change its phase."""
-        return self.now.turn_to(index)
+        return self.now.set_phase(index)
 
     def end_step(self, samples: int) -> None:
         """Close its step."""
@@ -159,11 +159,11 @@ def cost_of_a_span() -> float:
     clock.start()
     costs = []
     for _ in range(50):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(1000):
             with clock.span("forward"):
                 pass
-        costs.append((time.perf_counter() - begun) * 1e3)
+        costs.append((time.perf_counter() - started) * 1e3)
     return min(costs)
 
 
@@ -173,7 +173,7 @@ def cost_of_a_step() -> float:
     clock.start()
     costs = []
     for _ in range(50):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(200):
             with clock.span("data_wait"), clock.span("h2d"):
                 pass
@@ -185,7 +185,7 @@ def cost_of_a_step() -> float:
                 with clock.span(phase):
                     pass
             clock.end_step(1)
-        costs.append((time.perf_counter() - begun) * 5e3)
+        costs.append((time.perf_counter() - started) * 5e3)
     return min(costs)
 
 

@@ -38,13 +38,13 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def trial(run: Path, processes: int, lot: random.Random) -> dict[str, float]:
+def trial(run: Path, processes: int, rng: random.Random) -> dict[str, float]:
     """Stop a run once; seconds from the signal, and what a step and the save took."""
     launch = Launch(run.parent, run, processes=processes)
     try:
         launch.wait_for(lambda: last_step(run) >= 3)
-        time.sleep(lot.uniform(0, LONGEST_STEP_SECONDS))
-        asked = time.time()
+        time.sleep(rng.uniform(0, LONGEST_STEP_SECONDS))
+        requested = time.time()
         launch.process.send_signal(signal.SIGTERM)
         if (code := launch.wait()) != 75:
             raise RuntimeError(f"the run ended with exit code {code}:\n{launch.log()}")
@@ -59,15 +59,15 @@ def trial(run: Path, processes: int, lot: random.Random) -> dict[str, float]:
     return {
         "step_seconds": step,
         "save_seconds": saved - saving,
-        "last_step_after_steps": max(0.0, steps[-1] - asked) / step,
-        "saved_after_seconds": saved - asked,
-        "left_after_seconds": left - asked,
+        "last_step_after_steps": max(0.0, steps[-1] - requested) / step,
+        "saved_after_seconds": saved - requested,
+        "left_after_seconds": left - requested,
     }
 
 
-def measure(studio: Path, processes: int, trials: int, lot: random.Random) -> dict[str, Any]:
+def measure(studio: Path, processes: int, trials: int, rng: random.Random) -> dict[str, Any]:
     """Several stops of runs of so many processes."""
-    found = [trial(studio / f"run-{processes}-{number}", processes, lot) for number in range(trials)]
+    found = [trial(studio / f"run-{processes}-{number}", processes, rng) for number in range(trials)]
     return {"processes": processes, **{key: spread([each[key] for each in found]) for key in found[0]}}
 
 
@@ -79,11 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the lots")
     parser.add_argument("--dry-run", action="store_true", help="print, write no result files")
     options = parser.parse_args(arguments)
-    lot = random.Random(options.seed)
+    rng = random.Random(options.seed)
     with tempfile.TemporaryDirectory(prefix="stop-") as scratch:
         studio = Path(scratch)
         (studio / "recipe.yaml").write_text(json.dumps(RECIPE))
-        rows = [measure(studio, processes, options.trials, lot) for processes in options.processes]
+        rows = [measure(studio, processes, options.trials, rng) for processes in options.processes]
     lines = [
         f"{row['processes']} process{'es' if row['processes'] > 1 else ''}: after SIGTERM the last step ended within "
         f"{row['last_step_after_steps']['maximum']:.2f} times a step's time (median "

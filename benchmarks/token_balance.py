@@ -66,17 +66,17 @@ def of_documentation() -> NDArray[np.int64]:
     return np.array([len(text.encode()) + 1 for _, text in python_documentation()], dtype=np.int64)
 
 
-def geometry(way: str, lengths: NDArray[np.int64], batch: int, context: int) -> StepGeometry:
+def geometry(variant: str, lengths: NDArray[np.int64], batch: int, context: int) -> StepGeometry:
     """The steps of one epoch."""
-    table = packed_rows(lengths, context, 0) if way == "packed" else single_rows(lengths, context)
-    width = context if way == "packed" else None
+    table = packed_rows(lengths, context, 0) if variant == "packed" else single_rows(lengths, context)
+    width = context if variant == "packed" else None
     return StepGeometry(
         seed=0,
         samples=len(table),
         global_batch_size=batch,
-        logical_ranks=PROCESSES * 4 if way == FINE else PROCESSES,
-        lengths=SampleLengths(tokens=table.tokens, multiple=MULTIPLE, width=width, most=context),
-        balanced=way != "drawn",
+        logical_ranks=PROCESSES * 4 if variant == FINE else PROCESSES,
+        lengths=SampleLengths(tokens=table.tokens, multiple=MULTIPLE, width=width, max_width=context),
+        balanced=variant != "drawn",
     )
 
 
@@ -131,35 +131,38 @@ class Timed(LanguageModeling):
         return super().loss(model, batch)
 
 
-def tokens_per_second(folder: Path, way: str, run_dir: Path, steps: int) -> float:
+def tokens_per_second(folder: Path, variant: str, run_dir: Path, steps: int) -> float:
     """Of the steps of a short run but the first ones, by processor time."""
-    overrides = {**RECIPE, "data.path": str(folder), "train.duration": f"{_WARMUP + steps} steps", **CUTS[way]}
+    overrides = {**RECIPE, "data.path": str(folder), "train.duration": f"{_WARMUP + steps} steps", **CUTS[variant]}
     Timed.notes.clear()
     paceline.train("gpt-small-docs", overrides=overrides, run_dir=run_dir, task=Timed, quiet=True)
     # The rehearsal came first; of the last micro-batch only the beginning is known.
-    notes = [each for each in Timed.notes[way != "packed" :] if each[0] >= _WARMUP]
+    notes = [each for each in Timed.notes[variant != "packed" :] if each[0] >= _WARMUP]
     return sum(tokens for _, _, tokens in notes[:-1]) / (notes[-1][1] - notes[0][1])
 
 
 def timed(rounds: int, steps: int) -> dict[str, Any]:
     """Tokens per second each way, the ways in turns, and what each makes of the drawn one."""
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    found: dict[str, list[float]] = {variant: [] for variant in WAYS}
     with tempfile.TemporaryDirectory() as scratch:
         documents(Path(scratch), 1500)
         for number in range(rounds):
-            for way in WAYS:
-                run_dir = Path(scratch) / f"{way}-{number}"
-                found[way].append(tokens_per_second(Path(scratch), way, run_dir, steps))
-                print(number, way, f"{found[way][-1]:,.0f} tokens a second", flush=True)
-    ratios = {way: [a / b for a, b in zip(found[way], found["drawn"], strict=True)] for way in WAYS}
-    return {way: {"tokens_per_processor_second": spread(found[way]), "of_drawn": spread(ratios[way])} for way in WAYS}
+            for variant in WAYS:
+                run_dir = Path(scratch) / f"{variant}-{number}"
+                found[variant].append(tokens_per_second(Path(scratch), variant, run_dir, steps))
+                print(number, variant, f"{found[variant][-1]:,.0f} tokens a second", flush=True)
+    ratios = {variant: [a / b for a, b in zip(found[variant], found["drawn"], strict=True)] for variant in WAYS}
+    return {
+        variant: {"tokens_per_processor_second": spread(found[variant]), "of_drawn": spread(ratios[variant])}
+        for variant in WAYS
+    }
 
 
 def packing_seconds(count: int) -> float:
     """Processor time of packing so many documents."""
-    lengths, begun = lognormal(count), time.process_time()
+    lengths, started = lognormal(count), time.process_time()
     packed_rows(lengths, CONTEXT, 0)
-    return time.process_time() - begun
+    return time.process_time() - started
 
 
 def main() -> None:
@@ -167,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=25)
-    asked = parser.parse_args()
+    requested = parser.parse_args()
     cases = {
         "lognormal, 20,000 documents": (lognormal(20_000), CONTEXT),
         "the embedded documentation": (of_documentation(), 2048),
@@ -179,14 +182,14 @@ def main() -> None:
     ]
     for name, (lengths, context) in cases.items():
         for batch in (32, 256):
-            for way in ("drawn", "balanced", FINE, "packed"):
-                steps = geometry(way, lengths, batch, context)
+            for variant in ("drawn", "balanced", FINE, "packed"):
+                steps = geometry(variant, lengths, batch, context)
                 if steps.samples // batch < 3:
                     continue
                 each = epoch(steps)
-                result["epochs"][f"{name}, {batch}, {way}"] = each
+                result["epochs"][f"{name}, {batch}, {variant}"] = each
                 lines.append(
-                    f"| {name} | {batch} | {way} | {each['tokens_least']:.1%} / {each['tokens_mean']:.1%} | "
+                    f"| {name} | {batch} | {variant} | {each['tokens_least']:.1%} / {each['tokens_mean']:.1%} | "
                     f"{each['padding']:.1%} | {each['imbalance']:.3f} | {each['useful']:.1%} | {each['shapes']} |"
                 )
     print("\n".join(lines), flush=True)
@@ -195,12 +198,12 @@ def main() -> None:
         f"A million documents are packed within {result['packing_seconds_of_a_million']:.1f} s of processor time.",
         "",
     ]
-    result["steps"] = timed(asked.rounds, asked.steps)
+    result["steps"] = timed(requested.rounds, requested.steps)
     lines += ["| way | tokens per processor second | of drawn |", "|---|---|---|"]
-    for way, each in result["steps"].items():
+    for variant, each in result["steps"].items():
         rate, ratio = each["tokens_per_processor_second"], each["of_drawn"]
         lines.append(
-            f"| {way} | {rate['median']:,.0f} ({rate['minimum']:,.0f} to {rate['maximum']:,.0f}) | "
+            f"| {variant} | {rate['median']:,.0f} ({rate['minimum']:,.0f} to {rate['maximum']:,.0f}) | "
             f"{ratio['median']:.2f} ({ratio['minimum']:.2f} to {ratio['maximum']:.2f}) |"
         )
     print(write_result("token-balance", result, lines))

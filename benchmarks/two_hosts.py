@@ -104,7 +104,7 @@ class TwoHosts:
 
     def start(self, name: str) -> float:
         """Give the command on a host; when that was."""
-        begun = time.time()
+        started = time.time()
         self.launched[name] = Launch(
             self.folder,
             self.run,
@@ -112,25 +112,25 @@ class TwoHosts:
             before=self.network.hosts[name].before,
             variables={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"},
         )
-        return begun
+        return started
 
     def kill(self, name: str) -> float:
         """Let a host lose its power; when that was."""
-        begun = time.time()
+        started = time.time()
         self.launched[name].end()
-        return begun
+        return started
 
     def cut(self, name: str) -> float:
         """Take a host off the network; when that was."""
-        begun = time.time()
+        started = time.time()
         self.network.cut(self.network.hosts[name])
-        return begun
+        return started
 
     def join(self, name: str) -> float:
         """Bring it back; when that was."""
-        begun = time.time()
+        started = time.time()
         self.network.join(self.network.hosts[name])
-        return begun
+        return started
 
     def seconds_to(self, size: int, *, after: float) -> float:
         """Wait for the first step that so many processes made in a world that began after a moment."""

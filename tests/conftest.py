@@ -298,13 +298,13 @@ def _on_two_ranks(
         for rank in range(ranks)
     ]
     try:
-        said = [process.communicate(timeout=seconds) for process in started]
+        outputs = [process.communicate(timeout=seconds) for process in started]
     finally:
         for process in started:
             process.kill()
             process.communicate()  # else a pipe that is left open is told in place of why
-    assert [process.returncode for process in started] == [0] * ranks, said
-    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+    assert [process.returncode for process in started] == [0] * ranks, outputs
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
 
 
 @pytest.fixture
@@ -408,10 +408,10 @@ def train_shared(tiny_recipe: Path) -> Iterator[Callable[..., Any]]:
     with _folder_for_runs() as folder, _training(tiny_recipe, folder) as train:
 
         def once(overrides: Mapping[str, Any]) -> Any:
-            asked = json.dumps(dict(overrides), sort_keys=True, default=repr)
-            if asked not in trained:
-                trained[asked] = train(f"run-{len(trained)}", overrides)
-            return trained[asked]
+            key = json.dumps(dict(overrides), sort_keys=True, default=repr)
+            if key not in trained:
+                trained[key] = train(f"run-{len(trained)}", overrides)
+            return trained[key]
 
         yield once
 

@@ -30,9 +30,9 @@ def plan_of(loaded: LoadedRecipe, processes: int) -> Plan:
 def check_keys(conversion: Conversion, keys: dict[str, object], folder: Path) -> None:
     """Nothing is refused, the recipe can be read, and has these values by their dotted keys."""
     assert conversion.refused == ()
-    for dotted, wanted in keys.items():
+    for dotted, expected in keys.items():
         found: object = conversion.tree
         for part in dotted.split("."):
             found = found.get(part) if isinstance(found, dict) else None
-        assert found == wanted, dotted
+        assert found == expected, dotted
     load(conversion, folder)

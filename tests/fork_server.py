@@ -163,8 +163,8 @@ def _start(command: dict[str, Any], streams: list[int]) -> int:
     return int.from_bytes(answer, "big")
 
 
-def _adopt_orphans(wanted: bool) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(wanted), 0, 0, 0):
+def _adopt_orphans(expected: bool) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(expected), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
 
 

@@ -67,30 +67,30 @@ class HubServer:
             return self._post(request, path, body)
         if found := _FILE.fullmatch(path):
             return self._file(request, f"{'datasets' if found[1] else 'models'}/{found[2]}", found[4])
-        asked = _API.fullmatch(path)
-        repository = f"{asked[1]}/{asked[2]}" if asked else ""
-        if asked is None or repository not in self.files:
+        match = _API.fullmatch(path)
+        repository = f"{match[1]}/{match[2]}" if match else ""
+        if match is None or repository not in self.files:
             return self._missing(request, "RepoNotFound")
-        if asked[4] not in (None, "main", self.commit(repository)):
+        if match[4] not in (None, "main", self.commit(repository)):
             return self._missing(request, "RevisionNotFound")
-        if asked[3] == "tree":
+        if match[3] == "tree":
             return self._json(request, [_entry(*each) for each in self.files[repository].items()])
-        return self._json(request, {"id": asked[2], "sha": self.commit(repository), "siblings": [], "private": False})
+        return self._json(request, {"id": match[2], "sha": self.commit(repository), "siblings": [], "private": False})
 
     def _post(self, request: BaseHTTPRequestHandler, path: str, body: bytes) -> None:
         if path == "/api/validate-yaml":
             return self._json(request, {"errors": [], "warnings": []})
         if path == "/api/repos/create":
-            asked = json.loads(body)
-            name = f"{asked['organization']}/{asked['name']}"
-            self.private[name] = asked.get("private", asked.get("visibility") == "private")
+            match = json.loads(body)
+            name = f"{match['organization']}/{match['name']}"
+            self.private[name] = match.get("private", match.get("visibility") == "private")
             self.files.setdefault(f"models/{name}", {})
             return self._json(request, {"url": f"{self.endpoint}/{name}", "name": name})
         found = _API.fullmatch(path)
         assert found is not None, path
         if found[3] == "preupload":
-            wanted = [each["path"] for each in json.loads(body)["files"]]
-            files = [{"path": each, "uploadMode": "regular", "shouldIgnore": False} for each in wanted]
+            expected = [each["path"] for each in json.loads(body)["files"]]
+            files = [{"path": each, "uploadMode": "regular", "shouldIgnore": False} for each in expected]
             return self._json(request, {"files": files})
         assert found[3] == "commit", path
         for line in map(json.loads, body.splitlines()):

@@ -126,14 +126,14 @@ class Sequences(_Own):
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         logits = model(batch.inputs["tokens"], batch.inputs["mask"])
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        wanted = batch.targets["next"]
-        counts = wanted >= 0
-        nats = F.cross_entropy(logits.transpose(1, 2), wanted, ignore_index=-100, reduction="none").sum(dim=1)
+        expected = batch.targets["next"]
+        counts = expected >= 0
+        nats = F.cross_entropy(logits.transpose(1, 2), expected, ignore_index=-100, reduction="none").sum(dim=1)
         tokens = counts.sum(dim=1)
         return {
             "nats": nats,
             "tokens": tokens,
-            "right": ((logits.argmax(dim=2) == wanted) & counts).sum(dim=1),
+            "right": ((logits.argmax(dim=2) == expected) & counts).sum(dim=1),
             "median_loss_of_sample": nats / tokens,
         }
 
@@ -160,9 +160,9 @@ class Sequences(_Own):
             noise = (draws[:, 2 + place] * VOCABULARY * 3).astype(np.int64)
             tokens[:, place + 1] = np.where(noise < VOCABULARY, noise, step)
         mask = np.arange(longest) < lengths[:, None]
-        wanted = np.where(mask, tokens[:, 1:], -100)
+        expected = np.where(mask, tokens[:, 1:], -100)
         inputs = {"tokens": torch.from_numpy(tokens[:, :-1] * mask), "mask": torch.from_numpy(mask)}
-        return inputs, {"next": torch.from_numpy(wanted), "lengths": torch.from_numpy(lengths)}
+        return inputs, {"next": torch.from_numpy(expected), "lengths": torch.from_numpy(lengths)}
 
 
 class Boxer(nn.Module):

@@ -58,6 +58,19 @@ def reviews(count: int, classes: tuple[str, ...] = ("animal", "other")) -> list[
     return rows
 
 
+def tagged(count: int) -> list[dict[str, list[str]]]:
+    """Sentences of very different lengths, whose animals and places are entities of one or two words."""
+    rows = []
+    kinds = {**dict.fromkeys(WORDS[2:6], "ANIMAL"), **dict.fromkeys(WORDS[13:16], "PLACE")}
+    for number in range(count):
+        words = [WORDS[(number * 7 + at * (3 + number % 4)) % len(WORDS)] for at in range(1 + number % 11)]
+        types = [kinds.get(word) for word in words]
+        pairs = zip([None, *types], types, strict=False)
+        tags = ["O" if kind is None else f"{'I' if kind == before else 'B'}-{kind}" for before, kind in pairs]
+        rows.append({"tokens": words, "tags": tags})
+    return rows
+
+
 def chats(count: int) -> list[dict[str, Any]]:
     """Conversations of one or two turns."""
     rows = []
@@ -65,8 +78,8 @@ def chats(count: int) -> list[dict[str, Any]]:
         turns = []
         for turn in range(1 + number % 2):
             at = (number + turn) % 4
-            asked = " ".join(WORDS[(number + 3 * word) % len(WORDS)] for word in range(1 + number % 5))
-            turns.append({"role": "user", "content": f"{asked} {WORDS[2 + at]}"})
+            question = " ".join(WORDS[(number + 3 * word) % len(WORDS)] for word in range(1 + number % 5))
+            turns.append({"role": "user", "content": f"{question} {WORDS[2 + at]}"})
             turns.append({"role": "assistant", "content": f"the {WORDS[2 + at]} {WORDS[6 + at]}"})
         rows.append({"messages": turns})
     return rows

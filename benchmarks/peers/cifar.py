@@ -67,7 +67,7 @@ def _race(name: str, folder: str, seconds: float, threads: int) -> dict[str, Any
     return seen
 
 
-def told(seen: dict[str, Any], seconds: float) -> str:
+def summary_of_run(seen: dict[str, Any], seconds: float) -> str:
     """For people, what one reached."""
     if "failed" in seen:
         return f"{seen['title']}: failed: {' '.join(seen['failed'].split())[-200:]}"

@@ -64,9 +64,9 @@ class Budget:
     @contextmanager
     def race(self) -> Iterator[None]:
         """Around the training."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         yield
-        self.took = time.perf_counter() - begun
+        self.took = time.perf_counter() - started
 
     def write(self, model: nn.Module, batch: int) -> None:
         """Score the network on the test images, and write what it reached."""

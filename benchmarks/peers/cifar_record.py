@@ -31,7 +31,7 @@ def record(program: Path, source: Path, runs: int) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory(prefix="cifar-record-") as folder:
         _files(source, Path(folder) / "cifar10")
-        said: list[str] = []
+        output: list[str] = []
         command = [sys.executable, "-u", str(program.resolve())]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=dict(os.environ)
@@ -40,14 +40,14 @@ def record(program: Path, source: Path, runs: int) -> dict[str, Any]:
             found = []
             try:
                 for line in process.stdout:
-                    said.append(line)
-                    found = finished(said)
+                    output.append(line)
+                    found = finished(output)
                     if len(found) >= runs:
                         break
             finally:
                 process.kill()
         if len(found) < runs:
-            sys.exit(f"{program} ended after {len(found)} of {runs} runs:\n{''.join(said[-12:])}")
+            sys.exit(f"{program} ended after {len(found)} of {runs} runs:\n{''.join(output[-12:])}")
     return {"program": program.name, "runs": found}
 
 
@@ -74,7 +74,7 @@ def finished(lines: Iterable[str]) -> list[dict[str, float]]:
     return found
 
 
-def told(found: dict[str, Any]) -> list[str]:
+def summary_of_run(found: dict[str, Any]) -> list[str]:
     """For people."""
     accuracies = [each["top1_accuracy"] for each in found["runs"]]
     seconds = [each["seconds"] for each in found["runs"]]

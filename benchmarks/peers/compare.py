@@ -63,9 +63,11 @@ def train(name: str, python: Path, spec: Spec, folder: Path) -> dict[str, Any]:
     own = {"OMP_NUM_THREADS": str(spec.threads), "PYTHONPATH": f"{HERE}{os.pathsep}{sources}"}
     variables = {**os.environ, **own, **peer.variables}
     variables.pop("PYTHONDONTWRITEBYTECODE", None)  # each finds its sources compiled, as those that are installed do
-    begun = time.time()
-    with (folder / "said.txt").open("w") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said, env=variables, cwd=folder, start_new_session=True)
+    started = time.time()
+    with (folder / "said.txt").open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=variables, cwd=folder, start_new_session=True
+        )
         try:
             code = process.wait(LIMIT_SECONDS)
         except BaseException:
@@ -76,10 +78,10 @@ def train(name: str, python: Path, spec: Spec, folder: Path) -> dict[str, Any]:
         last = "\n".join((folder / "said.txt").read_text(errors="replace").splitlines()[-12:])
         raise RuntimeError(f"{name} ended with exit code {code}:\n{last}")
     seen = json.loads(out.read_text())
-    asked = RESUMED_STEPS if spec.resume else spec.total
-    if len(seen["steps"]) < asked:
-        raise RuntimeError(f"{name} has noted {len(seen['steps'])} steps, and {asked} were asked for")
-    return {"started": begun, **seen}
+    steps_requested = RESUMED_STEPS if spec.resume else spec.total
+    if len(seen["steps"]) < steps_requested:
+        raise RuntimeError(f"{name} has noted {len(seen['steps'])} steps, and {steps_requested} were asked for")
+    return {"started": started, **seen}
 
 
 def figures_of(name: str, python: Path, workload: Workload, folder: Path) -> dict[str, float]:
@@ -210,7 +212,7 @@ def _crop(number: int, folder: Path) -> None:
         part.save(folder / kind / f"{number:05}.jpg", quality=92)
 
 
-def asked(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """What is to be measured: ``workloads``, in this order; what cannot be is refused."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     every = "\n".join(f"  {key:14}{workload.title}" for key, workload in WORKLOADS.items())
@@ -244,7 +246,7 @@ def asked(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write the result files."""
-    options = asked(arguments)
+    options = parse_options(arguments)
     without_us = []
     for key in options.workloads:
         workload = WORKLOADS[key]

@@ -111,9 +111,9 @@ def _made(name: str, packages: Sequence[str], *options: str, below: Path | None 
         venv.create(folder, with_pip=True, clear=True)
         if below is not None:
             (_packages_of(python) / "below.pth").write_text(f"{_packages_of(below)}\n")
-        with log.open("w") as said:
+        with log.open("w") as output:
             command = [python, "-m", "pip", "install", *packages, *options]
-            done = subprocess.run(command, check=False, stdout=said, stderr=subprocess.STDOUT)
+            done = subprocess.run(command, check=False, stdout=output, stderr=subprocess.STDOUT)
         if done.returncode:
             last = "\n".join(log.read_text().splitlines()[-5:])
             raise SystemExit(

@@ -124,9 +124,9 @@ class Clock:
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """Around scoring the held-out images."""
-        begun = time.time()
+        started = time.time()
         yield
-        self.evaluations.append((begun, time.time()))
+        self.evaluations.append((started, time.time()))
 
     def write(self, path: str, **more: Any) -> None:
         """Write what was seen; only the first rank does, and none goes on to leave while another still exchanges."""
@@ -163,7 +163,7 @@ def begin() -> tuple[Spec, Clock, str]:
 
 
 def as_json(spec: Spec) -> str:
-    """The training as :func:`begin` reads it."""
+    """The training as :func:`run_in_thread` reads it."""
     return json.dumps(dataclasses.asdict(spec))
 
 

@@ -89,13 +89,13 @@ Paceline keeps freed memory for the next step, as the tuned loop does; the rest 
 Paceline first checks recipe and data, plans, and opens its records ([decision
 69](decisions/0069-start-up-and-memory.md)).""",
     "resumed_first_step_seconds": """\
-Paceline also verifies the SHA-256 of every file of the checkpoint.""",
+Paceline also verifies every byte of the checkpoint.""",
     "saving_step_milliseconds": """\
 [Decision 69](decisions/0069-start-up-and-memory.md) explains the cost of a save.""",
     "standstill_milliseconds": """\
 Paceline copies the state, and the writing thread shares two cores with the next steps.""",
     "pause_milliseconds": """\
-Paceline computes the SHA-256 of all data; it and the loops by hand also flush to disk, so that a power cut cannot lose
+Paceline computes a digest of all data; it and the loops by hand also flush to disk, so that a power cut cannot lose
 the checkpoint ([decision 5](decisions/0005-checkpoints.md)).""",
 }
 
@@ -154,7 +154,7 @@ def newest() -> dict[str, dict[str, Any]]:
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     """The page in Markdown."""
-    here, there = ({name: results[name] for name in asked if name in results} for asked in (ORDER, ON_GPU))
+    here, there = ({name: results[name] for name in names if name in results} for names in (ORDER, ON_GPU))
     table = rows(here)
     gpu = _WITH_GPU if there else _NO_GPU
     lines = [*_INTRODUCTION.format(**_facts(here), gpu=gpu).splitlines(), "", *_ratios(table), ""]
@@ -207,9 +207,9 @@ def _quicker(result: Mapping[str, Any], key: str, row: Row | None) -> list[str]:
         # What may be about nothing, or less, has no ratio; but it has a difference within each round.
         margin = row.costs[name][0] - 1 if row else statistics.median(other - own for other, own in pairs)
         if margin < (-_ROUNDED if row else 0):
-            said = "{:.2f} ({:.2f} to {:.2f})".format(*row.costs[name]) if row else _spread(each["values"])
+            cost = "{:.2f} ({:.2f} to {:.2f})".format(*row.costs[name]) if row else _spread(each["values"])
             rounds = f"{sum(other < own for other, own in pairs)} of {len(pairs)} rounds"
-            found.append((margin, f"{each['title']} {said}, in {rounds}"))
+            found.append((margin, f"{each['title']} {cost}, in {rounds}"))
     return [text for _, text in sorted(found)]
 
 

@@ -48,8 +48,8 @@ def main() -> None:
         batches_held_out = held_out(spec)
         with clock.evaluation(), torch.inference_mode():
             for inputs, labels in batches_held_out:
-                found, asked = accelerator.gather_for_metrics((model(inputs).argmax(1), labels))
-                clock.seen += int((found == asked).sum())
+                found, targets = accelerator.gather_for_metrics((model(inputs).argmax(1), labels))
+                clock.seen += int((found == targets).sum())
     clock.write(out)
     accelerator.end_training()
 

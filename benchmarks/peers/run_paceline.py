@@ -36,11 +36,11 @@ def noise(data: Data) -> ImageDataset:
     """The images that the others are given."""
     size = data.image_size if isinstance(data.image_size, int) else 32
     counts = (5 * SAMPLES if data.augment.crop == "pad" else SAMPLES, int(os.environ["HELD_OUT"]) or 64)
-    (train, labels), (held_out, asked) = (pixels(count, size, seed) for seed, count in enumerate(counts))
+    (train, labels), (held_out, targets) = (pixels(count, size, seed) for seed, count in enumerate(counts))
     return ImageDataset(
         name="noise",
         train=ArraySource(train.permute(0, 2, 3, 1).contiguous().numpy(), labels.numpy(), "noise"),
-        validation=ArraySource(held_out.permute(0, 2, 3, 1).contiguous().numpy(), asked.numpy(), "noise"),
+        validation=ArraySource(held_out.permute(0, 2, 3, 1).contiguous().numpy(), targets.numpy(), "noise"),
         classes=tuple("0123456789"),
         channels=3,
         image_size=size,
@@ -61,9 +61,9 @@ _AUGMENT: dict[str, Any] = {
 def packed(spec: Spec) -> str:
     """The folder packed as pixels, as its documentation says for processors that cannot keep up; made once."""
     place = Path(spec.folder).parent / "packed"
-    asked = ["--kind", "image_folder", "--mode", "raw", "--max-side", "400"]
+    arguments = ["--kind", "image_folder", "--mode", "raw", "--max-side", "400"]
     if not (place / "packed.json").exists():
-        subprocess.run([sys.executable, "-m", "paceline", "pack", spec.folder, str(place), *asked], check=True)
+        subprocess.run([sys.executable, "-m", "paceline", "pack", spec.folder, str(place), *arguments], check=True)
     return str(place)
 
 

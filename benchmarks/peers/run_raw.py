@@ -48,9 +48,9 @@ def main() -> None:
         clock.step()
     if spec.evaluate:
         model.eval()
-        asked = held_out(spec)
+        batches_held_out = held_out(spec)
         with clock.evaluation(), torch.inference_mode(), spec.autocast():
-            for inputs, labels in asked:
+            for inputs, labels in batches_held_out:
                 clock.seen += int((model(inputs).argmax(1) == labels).sum())
     clock.write(out)
     if spec.processes > 1:

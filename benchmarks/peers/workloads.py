@@ -65,8 +65,8 @@ def images_per_second(spec: Spec, seen: Seen) -> float:
 
 def evaluated_per_second(spec: Spec, seen: Seen) -> float:
     """Held-out images over the time that scoring them took."""
-    begun, ended = seen["evaluations"][0]
-    return float(spec.evaluate / (ended - begun))
+    started, ended = seen["evaluations"][0]
+    return float(spec.evaluate / (ended - started))
 
 
 def first_step_seconds(_spec: Spec, seen: Seen) -> float:

@@ -50,9 +50,9 @@ def __getattr__(name: str) -> Any:
     from paceline.loading import loading
 
     with loading():
-        found = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = found  # later accesses no longer call this function
-    return found
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value  # later accesses no longer call this function
+    return value
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 # Known classifiers of torchvision's detectors, which do not have a single last layer.
-_OF_DETECTORS = ("roi_heads.box_predictor", "roi_heads.mask_predictor", "head.classification_head.cls_logits")
+_DETECTOR_HEADS = ("roi_heads.box_predictor", "roi_heads.mask_predictor", "head.classification_head.cls_logits")
 
 
 def classifier_layers(network: nn.Module) -> list[str]:
@@ -14,19 +14,24 @@ def classifier_layers(network: nn.Module) -> list[str]:
     The classifier is given by the network's ``get_classifier``, as in timm; the layers that Transformers adds to its
     base model; a detector's predictors; or else the last linear layer, as in torchvision's networks.
     """
-    said: object = getattr(network, "get_classifier", lambda: None)()
-    heads = said if isinstance(said, tuple | list) else (said,)
+    classifier: object = getattr(network, "get_classifier", lambda: None)()
+    heads = classifier if isinstance(classifier, tuple | list) else (classifier,)
     modules = {name: module for name, module in network.named_modules() if name}
-    found = [
+    names = [
         name
         for name, module in modules.items()
         if any(module is each for each in heads) and next(module.parameters(), None) is not None
     ]
     linear = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-    return found or _beside_base(network, linear) or [name for name in _OF_DETECTORS if name in modules] or linear[-1:]
+    return (
+        names
+        or _outside_base_model(network, linear)
+        or [name for name in _DETECTOR_HEADS if name in modules]
+        or linear[-1:]
+    )
 
 
-def _beside_base(network: nn.Module, linear: list[str]) -> list[str]:
+def _outside_base_model(network: nn.Module, linear: list[str]) -> list[str]:
     """Return the linear layers of a Transformers network outside of its base model, wherever it is nested."""
     for name, module in network.named_modules():
         base = getattr(module, "base_model_prefix", "")

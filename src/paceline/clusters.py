@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 from paceline.plain_yaml import BoundedLoader
 
 
@@ -39,7 +39,7 @@ class Cluster:
         network: Link between machines, per machine: all its network cards together.
         cores_per_device: Physical CPU cores per accelerator; None if unknown.
         price_per_device_hour: A public price in US dollars; None if there is none.
-        most_devices: Maximum number available; None if unknown.
+        max_devices: Maximum number available; None if unknown.
         shares_cores: Whether the processes compute on the node's CPU cores, without accelerators.
         source: Source of the figures.
     """
@@ -52,7 +52,7 @@ class Cluster:
     network: Link
     cores_per_device: float | None
     price_per_device_hour: float | None = None
-    most_devices: int | None = None
+    max_devices: int | None = None
     shares_cores: bool = False
     source: str = ""
 
@@ -90,31 +90,33 @@ EXAMPLE = (
 )
 
 
-def _described(name: str, found: Any, path: Path) -> Cluster:
+def _parse_cluster(name: str, entry: Any, path: Path) -> Cluster:
     """Read a file's description of a cluster.
 
     Raises:
         RecipeError: Naming the missing, unknown or invalid key.
     """
-    if not isinstance(found, dict):
-        raise RecipeError(f"{path}: found {found!r}, but a cluster is keys and values: {EXAMPLE}.")
+    if not isinstance(entry, dict):
+        raise RecipeError(f"{path}: found {entry!r}, but a cluster is keys and values: {EXAMPLE}.")
     try:
-        table = _ClusterTable.model_validate(found)
+        table = _ClusterTable.model_validate(entry)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         match first["type"]:
             case "missing":
-                told = f"key '{key}' is missing; a cluster has at least: {EXAMPLE}."
+                problem = f"key '{key}' is missing; a cluster has at least: {EXAMPLE}."
             case "extra_forbidden":
                 known = _LinkTable.model_fields if "." in key else _ClusterTable.model_fields
-                told = f"key '{key}' is unknown.{did_you_mean(str(first['loc'][-1]), known)} It has {', '.join(known)}."
+                problem = (
+                    f"key '{key}' is unknown.{did_you_mean(str(first['loc'][-1]), known)} It has {', '.join(known)}."
+                )
             case "model_type":
                 keys = " and ".join(_LinkTable.model_fields)
-                told = f"{key} is {first['input']!r}, but it has exactly the keys {keys}."
+                problem = f"{key} is {first['input']!r}, but it has exactly the keys {keys}."
             case _:
-                told = f"{key} is {first['input']!r}; {first['msg'].replace('Input should', 'it must')}."
-        raise RecipeError(f"{path}: {told}") from None
+                problem = f"{key} is {first['input']!r}; {first['msg'].replace('Input should', 'it must')}."
+        raise RecipeError(f"{path}: {problem}") from None
     return Cluster(
         name=name,
         title=table.title or str(path),
@@ -124,13 +126,13 @@ def _described(name: str, found: Any, path: Path) -> Cluster:
         network=table.network.link,
         cores_per_device=table.cores_per_gpu,
         price_per_device_hour=table.price_per_gpu_hour,
-        most_devices=table.most_gpus,
+        max_devices=table.most_gpus,
         source=table.source or str(path),
     )
 
 
 def _load(path: Path) -> Any:
-    refuse_odd_kinds(path)
+    refuse_special_inputs(path)
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
     except (OSError, UnicodeDecodeError) as error:
@@ -139,9 +141,9 @@ def _load(path: Path) -> Any:
         raise RecipeError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
 
 
-_KNOWN = Path(__file__).with_suffix(".yaml")
+_CLUSTER_FILE = Path(__file__).with_suffix(".yaml")
 CLUSTERS: Mapping[str, Cluster] = MappingProxyType(
-    {name: _described(name, found, _KNOWN) for name, found in _load(_KNOWN).items()}
+    {name: _parse_cluster(name, found, _CLUSTER_FILE) for name, found in _load(_CLUSTER_FILE).items()}
 )
 
 
@@ -153,7 +155,7 @@ def find_cluster(name: str) -> Cluster:
     """
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
-        return _described(path.stem, _load(path), path)
+        return _parse_cluster(path.stem, _load(path), path)
     key = name.lower().replace("_", "-").replace(" ", "-")
     if key not in CLUSTERS:
         raise RecipeError(

@@ -18,7 +18,7 @@ from paceline.errors import DataError
 from paceline.references import load_reference
 from paceline.registry import installed
 
-_OURS = "paceline.data.image.sets"
+_BUILTIN_PACKAGE = "paceline.data.image.sets"
 _FAMILY = ":NAME"
 
 Opener = Callable[[Any], Any]
@@ -67,45 +67,45 @@ def dataset(name: str, *, keys: Sequence[str] = (), size: Size | None = None) ->
 
 def dataset_names() -> tuple[str, ...]:
     """Return the names of all data sets: built-in ones first, then those of other packages, without imports."""
-    _load_ours()
+    _load_builtin()
     return tuple(dict.fromkeys((*sorted(_entries), *installed("datasets"))))
 
 
 def find_dataset(name: str) -> DatasetEntry | None:
     """Return the data set of that name, or None; imports the package that provides it."""
-    _load_ours()
+    _load_builtin()
     family = name.partition(":")[0] + _FAMILY
     if name not in _entries and family not in _entries and name in installed("datasets"):
-        found = load_reference(installed("datasets")[name], DataError, installed=True)
+        entry = load_reference(installed("datasets")[name], DataError, installed=True)
         if name not in _entries:  # an undecorated function
-            dataset(name, keys=("path", "options"))(found)
+            dataset(name, keys=("path", "options"))(entry)
     return _entries.get(name) or _entries.get(family)
 
 
 @cache
-def _load_ours() -> None:
-    for module in pkgutil.iter_modules(importlib.import_module(_OURS).__path__, f"{_OURS}."):
+def _load_builtin() -> None:
+    for module in pkgutil.iter_modules(importlib.import_module(_BUILTIN_PACKAGE).__path__, f"{_BUILTIN_PACKAGE}."):
         importlib.import_module(module.name)
 
 
 class DatasetsUsing(Collection[str]):
     """Names of the data sets that a key applies to; looked up on first use."""
 
-    def __init__(self, key: str, *others: str) -> None:
+    def __init__(self, key: str, *extra_names: str) -> None:
         """Store the key, and names of data sets that are not in the registry."""
         self._key = key
-        self._others = others
+        self._extra_names = extra_names
 
     @property
     def _names(self) -> tuple[str, ...]:
-        _load_ours()
-        return (*sorted(name for name, each in _entries.items() if self._key in each.keys), *self._others)
+        _load_builtin()
+        return (*sorted(name for name, each in _entries.items() if self._key in each.keys), *self._extra_names)
 
     def __contains__(self, name: object) -> bool:
-        if name in self._others:
+        if name in self._extra_names:
             return True
-        found = find_dataset(name) if isinstance(name, str) else None
-        return found is not None and self._key in found.keys
+        entry = find_dataset(name) if isinstance(name, str) else None
+        return entry is not None and self._key in entry.keys
 
     def __len__(self) -> int:
         return len(self._names)

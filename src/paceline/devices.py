@@ -63,7 +63,7 @@ def _read_devices() -> dict[str, Device]:
 
 
 DEVICES: Mapping[str, Device] = MappingProxyType(_read_devices())
-_ALSO = MappingProxyType({"v100": "v100-16gb", "a100": "a100-80gb", "h100-sxm": "h100"})
+_ALIASES = MappingProxyType({"v100": "v100-16gb", "a100": "a100-80gb", "h100-sxm": "h100"})
 
 
 def find_device(name: str) -> Device:
@@ -73,12 +73,12 @@ def find_device(name: str) -> Device:
         RecipeError: If there is no such device.
     """
     key = name.lower().replace("_", "-").replace(" ", "-")
-    found = DEVICES.get(_ALSO.get(key, key))
-    if found is None:
+    device = DEVICES.get(_ALIASES.get(key, key))
+    if device is None:
         raise RecipeError(
-            f"device: '{name}' is not known.{did_you_mean(key, (*DEVICES, *_ALSO))} Known: {', '.join(DEVICES)}."
+            f"device: '{name}' is not known.{did_you_mean(key, (*DEVICES, *_ALIASES))} Known: {', '.join(DEVICES)}."
         )
-    return found
+    return device
 
 
 def recognise(reported: str) -> Device | None:

@@ -85,7 +85,7 @@ class OtherProcessError(TrainingError):
     """The run failed on another process, whose error has the details."""
 
 
-_SIMILAR, _NEARLY_AS_NEAR = 0.6, 0.15  # similarity from 0 to 1
+_CUTOFF, _MAX_GAP = 0.6, 0.15  # similarity from 0 to 1
 
 
 def did_you_mean(value: str, options: Iterable[str], *, count: int = 3, shown: Callable[[str], str] = str) -> str:
@@ -95,13 +95,13 @@ def did_you_mean(value: str, options: Iterable[str], *, count: int = 3, shown: C
         value: The given name. options: The possible names. count: Maximum number of names.
         shown: How a name is written in the sentence, if that differs from how names are compared.
     """
-    close = difflib.get_close_matches(value, list(options), n=count, cutoff=_SIMILAR)
-    if not close:
+    matches = difflib.get_close_matches(value, list(options), n=count, cutoff=_CUTOFF)
+    if not matches:
         return ""
-    least = _likeness(close[0], value) - _NEARLY_AS_NEAR  # drops weak matches next to a close one
-    close = [name for name in close if _likeness(name, value) >= least]
-    return f" Did you mean {' or '.join(repr(shown(name)) for name in close)}?"
+    threshold = _similarity(matches[0], value) - _MAX_GAP  # drops weak matches next to a close one
+    matches = [name for name in matches if _similarity(name, value) >= threshold]
+    return f" Did you mean {' or '.join(repr(shown(name)) for name in matches)}?"
 
 
-def _likeness(name: str, value: str) -> float:
+def _similarity(name: str, value: str) -> float:
     return difflib.SequenceMatcher(None, name, value).ratio()

@@ -8,7 +8,7 @@ from typing import Any
 
 # Controls (except tab and newline), invisible and direction-changing marks, line separators, and code points that
 # cannot be encoded. The joiners U+200C and U+200D are kept: scripts and emoji need them.
-_NOT_SHOWN = re.compile(
+_UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
@@ -16,7 +16,7 @@ _NOT_SHOWN = re.compile(
 
 def printable(text: str) -> str:
     """Escape (``\\x1b``) characters that move the cursor, hide or reorder text, or set a title."""
-    return _NOT_SHOWN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def one_line(text: str) -> str:

@@ -17,13 +17,13 @@ class Library:
     """One optional library.
 
     Attributes:
-        distribution: Its package name. module: Its import name. at_least: Minimum version; empty for any.
+        distribution: Its package name. module: Its import name. min_version: Minimum version; empty for any.
         instead: Another distribution of the same module; empty if there is none.
     """
 
     distribution: str
     module: str
-    at_least: str = ""
+    min_version: str = ""
     instead: str = ""
 
     @property
@@ -37,13 +37,13 @@ class Library:
         return _version(self.distribution) or _version(self.instead)
 
     @property
-    def why_not(self) -> str:
+    def unavailable_reason(self) -> str:
         """Return why it cannot be used; empty if it can."""
         version = self.version
         if version is None:
             return f"{self.distribution} is not installed"
-        if _numbers(version) < _numbers(self.at_least):
-            return f"{self.distribution} {version} is older than {self.at_least}"
+        if _numbers(version) < _numbers(self.min_version):
+            return f"{self.distribution} {version} is older than {self.min_version}"
         return ""
 
 
@@ -53,13 +53,13 @@ class Extra:
 
     Attributes:
         name: As in ``pyproject.toml``.
-        brings: The features that require it.
+        features: The features that require it.
         libraries: The libraries it installs.
         only_on: The only supported system, as in ``sys.platform``; empty for any.
     """
 
     name: str
-    brings: str
+    features: str
     libraries: tuple[Library, ...]
     only_on: str = ""
 
@@ -69,17 +69,17 @@ class Extra:
         return f"pip install 'paceline[{self.name}]'"
 
     @property
-    def why_not(self) -> str:
+    def unavailable_reason(self) -> str:
         """Return why it cannot be used here; empty if it can."""
         if self.only_on and not sys.platform.startswith(self.only_on):
             return f"it is for {self.only_on} only, and this is {sys.platform}"
-        return ", ".join(why for library in self.libraries if (why := library.why_not))
+        return ", ".join(reason for library in self.libraries if (reason := library.unavailable_reason))
 
 
 def _libraries(*distributions: str) -> tuple[Library, ...]:
     """Return libraries whose import name is their distribution name, some with a minimum version."""
     parts = [each.partition(">=") for each in distributions]
-    return tuple(Library(name, name.replace("-", "_"), least) for name, _, least in parts)
+    return tuple(Library(name, name.replace("-", "_"), minimum) for name, _, minimum in parts)
 
 
 _DALI = Library("nvidia-dali-cuda130", "nvidia.dali", "2", instead="nvidia-dali-cuda120")

@@ -19,7 +19,7 @@ _SYSTEM = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "__macosx"})
 LFS_START = b"version https://git-lfs"
 """How the small text begins that stands for a file which Git LFS keeps elsewhere."""
 LFS_POINTER = "a Git LFS pointer, not the file itself: run `git lfs pull` where it was cloned"
-_NAMED, _LONGEST, _MOST_ENDINGS = 3, 10, 1000
+_MAX_NAMES, _MAX_EXTENSION_LENGTH, _MAX_EXTENSIONS = 3, 10, 1000
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a named pipe",
@@ -39,13 +39,13 @@ def is_ignored_member(path: str) -> bool:
     return any(map(is_ignored, path.split("/")))
 
 
-def has_ending(name: str, endings: Iterable[str]) -> bool:
+def has_extension(name: str, extensions: Iterable[str]) -> bool:
     """Whether a name has one of some extensions, given in lower case and without the dot."""
-    _, dot, ending = name.rpartition(".")
-    return bool(dot) and ending.lower() in endings
+    _, dot, extension = name.rpartition(".")
+    return bool(dot) and extension.lower() in extensions
 
 
-def odd_kind(path: str | Path) -> str | None:
+def special_kind(path: str | Path) -> str | None:
     """Return what kind of object a path is if it is not a regular file; None for a regular or missing file.
 
     Opening a named pipe would wait for a writer, perhaps forever.
@@ -57,66 +57,71 @@ def odd_kind(path: str | Path) -> str | None:
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 
-def refuse_odd_kinds(path: str | Path) -> None:
+def refuse_special_inputs(path: str | Path) -> None:
     """Refuse anything but a regular file before opening it; also refuse the Git LFS pointer of a missing file.
 
     Raises:
         DataError: If it is a folder, a named pipe, a socket, a device or a Git LFS pointer.
     """
-    if kind := odd_kind(path):
+    if kind := special_kind(path):
         raise DataError(f"{str(path)!r} is {kind}, not a file: remove it, or correct the path.")
     with contextlib.suppress(OSError), open(path, "rb") as file:  # its reader reports what cannot be read
         if file.read(len(LFS_START)) == LFS_START:
             raise DataError(f"{str(path)!r} is {LFS_POINTER}.")
 
 
-def refuse_odd_outputs(*paths: Path) -> None:
+def refuse_special_outputs(*paths: Path) -> None:
     """Refuse to write to anything but a regular file: a rename would replace it, and opening a named pipe would wait.
 
     Raises:
         RunDirectoryError: If one is a folder, a link, a named pipe, a socket or a device; a missing file is fine.
     """
     for path in paths:
-        kind = "a link" if path.is_symlink() else odd_kind(path)
+        kind = "a link" if path.is_symlink() else special_kind(path)
         if kind:
             raise RunDirectoryError(f"'{path}' is {kind}, not a file, and is not replaced: give another name.")
 
 
-class LeftOut:
+class SkippedItems:
     """Counts unused files by reason, and keeps the first names of each."""
 
     def __init__(self) -> None:
-        self._endings: dict[str, Counter[str]] = {}
+        self._extensions: dict[str, Counter[str]] = {}
         self._first: dict[str, list[str]] = {}
 
     def add(self, reason: str, name: str, detail: str = "") -> None:
         """Count a file, folder, member or row; the reason is a plural noun ("files with other endings")."""
-        endings, first = self._endings.setdefault(reason, Counter()), self._first.setdefault(reason, [])
-        _, dot, ending = name.rpartition(".")
+        extensions, first = self._extensions.setdefault(reason, Counter()), self._first.setdefault(reason, [])
+        _, dot, extension = name.rpartition(".")
         # Names of archive members are arbitrary: neither long extensions nor many of them are kept.
-        is_kept = dot and "/" not in ending and len(ending) <= _LONGEST and len(endings) < _MOST_ENDINGS
-        endings[f".{ending.lower()}" if is_kept else ""] += 1
-        if len(first) < _NAMED:
+        is_kept = (
+            dot
+            and "/" not in extension
+            and len(extension) <= _MAX_EXTENSION_LENGTH
+            and len(extensions) < _MAX_EXTENSIONS
+        )
+        extensions[f".{extension.lower()}" if is_kept else ""] += 1
+        if len(first) < _MAX_NAMES:
             first.append(f"{name!r} ({detail})" if detail else repr(name))
 
-    def told(self) -> tuple[str, ...]:
+    def summaries(self) -> tuple[str, ...]:
         """Return one sentence for each reason, with the number of files left out."""
-        return self.listed(" left out")
+        return self.counts(" left out")
 
-    def listed(self, verb: str = "") -> tuple[str, ...]:
+    def counts(self, verb: str = "") -> tuple[str, ...]:
         """Return one line for each reason, with the number of files."""
-        return tuple(self._sentence(reason, verb) for reason in self._endings)
+        return tuple(self._summary(reason, verb) for reason in self._extensions)
 
-    def _sentence(self, reason: str, verb: str) -> str:
-        endings, first = self._endings[reason], self._first[reason]
-        total = endings.total()
-        parts = [f"{count:,} {ending}" for ending, count in endings.most_common(_NAMED) if ending]
-        by_ending = f"{', '.join(parts)}; " if len(endings) > 1 and parts else ""
+    def _summary(self, reason: str, verb: str) -> str:
+        extensions, first = self._extensions[reason], self._first[reason]
+        total = extensions.total()
+        parts = [f"{count:,} {extension}" for extension, count in extensions.most_common(_MAX_NAMES) if extension]
+        by_extension = f"{', '.join(parts)}; " if len(extensions) > 1 and parts else ""
         names = ", ".join(first) + (", …" if total > len(first) else "")
-        return f"{reason}: {total:,}{verb} ({by_ending}{names})"
+        return f"{reason}: {total:,}{verb} ({by_extension}{names})"
 
 
-def entries_of(folder: str | Path) -> list[os.DirEntry[str]]:
+def list_entries(folder: str | Path) -> list[os.DirEntry[str]]:
     """Return all entries of a folder.
 
     Raises:
@@ -132,9 +137,9 @@ def entries_of(folder: str | Path) -> list[os.DirEntry[str]]:
         ) from None
 
 
-def visible(folder: str | Path) -> list[os.DirEntry[str]]:
+def visible_entries(folder: str | Path) -> list[os.DirEntry[str]]:
     """Return the entries of a folder that are not ignored; raises DataError if it cannot be listed."""
-    return [entry for entry in entries_of(folder) if not is_ignored(entry.name)]
+    return [entry for entry in list_entries(folder) if not is_ignored(entry.name)]
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
@@ -145,7 +150,7 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def files_below(root: str | Path, left_out: LeftOut) -> list[str]:
+def list_files(root: str | Path, skipped: SkippedItems) -> list[str]:
     """Return the sorted relative paths of all files below a folder that are not ignored.
 
     Linked folders are followed, each folder once: a link to one that was already read, or that contains ``root``, is
@@ -154,9 +159,9 @@ def files_below(root: str | Path, left_out: LeftOut) -> list[str]:
     Raises:
         DataError: If a folder cannot be listed.
     """
-    top = os.path.realpath(root)
-    seen = {_identity(each) for each in (top, *map(str, Path(top).parents))}
-    found: list[str] = []
+    real_root = os.path.realpath(root)
+    seen = {_identity(each) for each in (real_root, *map(str, Path(real_root).parents))}
+    paths: list[str] = []
     folders, links = [""], list[str]()
     while folders or links:
         if not folders:  # links come after all folders that are inside themselves
@@ -164,21 +169,21 @@ def files_below(root: str | Path, left_out: LeftOut) -> list[str]:
         folder = (folders or links).pop()
         identity = _identity(os.path.join(root, folder))
         if folder and identity in seen:
-            left_out.add("links to folders that are already read", folder)
+            skipped.add("links to folders that are already read", folder)
             continue
         seen.add(identity)
-        for entry in visible(os.path.join(root, folder)):
+        for entry in visible_entries(os.path.join(root, folder)):
             path = os.path.join(folder, entry.name)
             if not is_folder(entry):
-                found.append(path)
+                paths.append(path)
             else:
                 (links if entry.is_symlink() else folders).append(path)
-    return sorted(found)
+    return sorted(paths)
 
 
 def _identity(folder: str) -> tuple[int, int]:
     try:
-        found = os.stat(folder)
+        status = os.stat(folder)
     except OSError:  # listing it reports the problem
         return (0, 0)
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_OWN_GROUPS = Path("/proc/self/cgroup")
+_PROCESS_GROUPS = Path("/proc/self/cgroup")
 
 
 def available_cores() -> int:
     """Count the cores this process may use, by its affinity and, on Linux, its cpusets and CPU quota."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(bound, int(cpu_quota() or bound)))
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(affinity, int(cpu_quota() or affinity)))
 
 
-def busy_in_words(load: float | None = None) -> str:
+def busy_message(load: float | None = None) -> str:
     """Return a sentence if other processes keep all of this machine's cores busy; else an empty string.
 
     Args:
@@ -44,28 +44,28 @@ def memory_bytes() -> int | None:
     return installed if limit is None else min(installed, limit)
 
 
-def cpu_quota(groups: Path = _CGROUPS, own: Path = _OWN_GROUPS) -> float | None:
+def cpu_quota(groups: Path = _CGROUPS, process_groups: Path = _PROCESS_GROUPS) -> float | None:
     """Return the CPU quota of this process's control groups and their parents, in cores; None without a limit.
 
     A container with `--cpus=2` sees all cores of its host, and is throttled whenever it uses more than two.
     """
     quotas = []
-    for folder in _folders("cpu", groups, own):
-        whole = _words(folder / "cpu.max")  # version 2: quota and period, in microseconds
-        parts = whole or _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
-        if len(parts) == 2 and parts[0].isdigit() and int(parts[1]) > 0:
-            quotas.append(int(parts[0]) / int(parts[1]))
+    for folder in _cgroup_folders("cpu", groups, process_groups):
+        quota = _read_fields(folder / "cpu.max")  # version 2: quota and period, in microseconds
+        quota = quota or _read_fields(folder / "cpu.cfs_quota_us") + _read_fields(folder / "cpu.cfs_period_us")
+        if len(quota) == 2 and quota[0].isdigit() and int(quota[1]) > 0:
+            quotas.append(int(quota[0]) / int(quota[1]))
     return min(quotas, default=None)
 
 
-def memory_limit(groups: Path = _CGROUPS, own: Path = _OWN_GROUPS) -> int | None:
+def memory_limit(groups: Path = _CGROUPS, process_groups: Path = _PROCESS_GROUPS) -> int | None:
     """Return the memory limit of this process's control groups in bytes; None without a limit."""
     limits = [
-        int(word)
-        for folder in _folders("memory", groups, own)
+        int(field)
+        for folder in _cgroup_folders("memory", groups, process_groups)
         for name in ("memory.max", "memory.limit_in_bytes")
-        for word in _words(folder / name)
-        if word.isdigit()
+        for field in _read_fields(folder / name)
+        if field.isdigit()
     ]
     return min(limits, default=None)
 
@@ -84,17 +84,17 @@ def cpu_name() -> str:
 
 def cache_folder() -> Path:
     """Return the cache folder for recomputable results (XDG Base Directory Specification); it may not exist."""
-    home = os.environ.get("XDG_CACHE_HOME", "")
+    root = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        return (Path(home) if Path(home).is_absolute() else Path.home() / ".cache") / "paceline"
+        return (Path(root) if Path(root).is_absolute() else Path.home() / ".cache") / "paceline"
     except RuntimeError:  # a user without a home directory: no temporary folder can be trusted
         return Path(os.devnull) / "paceline"
 
 
-def _folders(controller: str, groups: Path, own: Path) -> Iterator[Path]:
+def _cgroup_folders(controller: str, groups: Path, process_groups: Path) -> Iterator[Path]:
     """Yield the folders of this process's control group and its parents, of version 1 or 2."""
     try:
-        lines = own.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = process_groups.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return  # not Linux
     for line in lines:
@@ -107,7 +107,7 @@ def _folders(controller: str, groups: Path, own: Path) -> Iterator[Path]:
         yield from (folder for folder in (inner, *inner.parents) if folder == root or root in folder.parents)
 
 
-def _words(path: Path) -> list[str]:
+def _read_fields(path: Path) -> list[str]:
     try:
         return path.read_text(encoding="utf-8", errors="replace").split()
     except OSError:

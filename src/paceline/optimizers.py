@@ -17,46 +17,48 @@ class Rule:
 
     Attributes:
         reference: Its class.
-        takes: The keys of the recipe's ``optimizer`` section that it takes.
-        keeps: Numbers that it stores for each parameter.
-        keeps_momentum: Whether it stores one more if its momentum is not 0.
+        keys: The keys of the recipe's ``optimizer`` section that it takes.
+        state_numbers: Numbers that it stores for each parameter.
+        has_momentum_state: Whether it stores one more if its momentum is not 0.
         betas: The authors' default.
         eps: The authors' default.
         fixed: Additional arguments of its class.
     """
 
     reference: str
-    takes: tuple[str, ...] = ()
-    keeps: int = 2
-    keeps_momentum: bool = False
+    keys: tuple[str, ...] = ()
+    state_numbers: int = 2
+    has_momentum_state: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 
 RULES = {
-    "sgd": Rule(reference="torch.optim:SGD", takes=("momentum", "nesterov"), keeps=0, keeps_momentum=True),
-    "adamw": Rule(reference="torch.optim:AdamW", takes=("betas", "eps")),
-    "rmsprop": Rule(reference="torch.optim:RMSprop", takes=("momentum", "alpha", "eps"), keeps=1, keeps_momentum=True),
-    "adafactor": Rule(reference="torch.optim:Adafactor", keeps=0),
+    "sgd": Rule(reference="torch.optim:SGD", keys=("momentum", "nesterov"), state_numbers=0, has_momentum_state=True),
+    "adamw": Rule(reference="torch.optim:AdamW", keys=("betas", "eps")),
+    "rmsprop": Rule(
+        reference="torch.optim:RMSprop", keys=("momentum", "alpha", "eps"), state_numbers=1, has_momentum_state=True
+    ),
+    "adafactor": Rule(reference="torch.optim:Adafactor", state_numbers=0),
     # LAMB's own clipping is off: gradients are clipped only by optimizer.clip_norm.
-    "lamb": Rule(reference="timm.optim:Lamb", takes=("betas", "eps"), eps=1e-6, fixed={"max_grad_norm": None}),
+    "lamb": Rule(reference="timm.optim:Lamb", keys=("betas", "eps"), eps=1e-6, fixed={"max_grad_norm": None}),
     "lars": Rule(
         reference="timm.optim:Lars",
-        takes=("momentum", "nesterov", "trust_coefficient", "eps"),
-        keeps=0,
-        keeps_momentum=True,
+        keys=("momentum", "nesterov", "trust_coefficient", "eps"),
+        state_numbers=0,
+        has_momentum_state=True,
     ),
-    "lion": Rule(reference="timm.optim:Lion", takes=("betas",), keeps=1, betas=(0.9, 0.99)),
-    "muon": Rule(reference="timm.optim:Muon", takes=("momentum", "nesterov", "betas"), betas=(0.9, 0.95)),
+    "lion": Rule(reference="timm.optim:Lion", keys=("betas",), state_numbers=1, betas=(0.9, 0.99)),
+    "muon": Rule(reference="timm.optim:Muon", keys=("momentum", "nesterov", "betas"), betas=(0.9, 0.95)),
 }
-OTHER = Rule(reference="")
+UNKNOWN_RULE = Rule(reference="")
 """Assumed of any other optimizer: it keeps as much state as Adam, and takes none of the keys."""
 
 
-def taking(key: str) -> tuple[str, ...]:
+def optimizers_with(key: str) -> tuple[str, ...]:
     """Return the names of built-in optimizers that take a key of the recipe."""
-    return tuple(name for name, rule in RULES.items() if key in rule.takes)
+    return tuple(name for name, rule in RULES.items() if key in rule.keys)
 
 
 _OF_TORCH = ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "Rprop")
@@ -70,6 +72,6 @@ _OF_TIMM = (
     "nlars nmuon novograd novogradc novogradw radabelief radamlegacy radamw rmsproptf rmsproptfc rmsproptfw "
     "sgdc sgdp sgdw"
 )
-OF_LIBRARIES = {name.lower(): f"torch.optim:{name}" for name in _OF_TORCH}
-OF_LIBRARIES |= {name: f"paceline.optim.of_timm:{name}" for name in _OF_TIMM.split()}
+LIBRARY_OPTIMIZERS = {name.lower(): f"torch.optim:{name}" for name in _OF_TORCH}
+LIBRARY_OPTIMIZERS |= {name: f"paceline.optim.of_timm:{name}" for name in _OF_TIMM.split()}
 """References of the other optimizers of torch and timm, by name."""

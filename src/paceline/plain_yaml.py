@@ -9,22 +9,22 @@ from typing import Any
 
 import yaml
 
-_CHARACTERS = 1_000_000
-MOST_LEVELS = 50
-_VALUES = 100_000
-_DIGITS = 100
+_MAX_CHARACTERS = 1_000_000
+MAX_DEPTH = 50
+_MAX_VALUES = 100_000
+_MAX_DIGITS = 100
 
 _CORE = "tag:yaml.org,2002:"
 _AS_WRITTEN = "!as-written"
 _READ_BY_VALUE = {f"{_CORE}{kind}" for kind in ("int", "float", "bool")}
 _ALLOWED = _READ_BY_VALUE | {f"{_CORE}{kind}" for kind in ("str", "null", "seq", "map")} | {None, "!"}
-_WHOLE = re.compile(r"0|-?[1-9][0-9]*")
+_INTEGER = re.compile(r"0|-?[1-9][0-9]*")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|0o[0-7]+")
 _TWO_READINGS = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?|\.(nan|NaN|NAN))")
 _SWITCHES = {"on": True, "yes": True, "true": True, "off": False, "no": False, "false": False}
 
 
-class AsWritten(str):
+class AmbiguousScalar(str):
     """An unquoted scalar that programs read differently, such as ``1e3``, ``010`` or ``off``; its field decides."""
 
     __slots__ = ()
@@ -32,14 +32,14 @@ class AsWritten(str):
     def __repr__(self) -> str:
         return str(self)
 
-    def settled(self) -> object:
+    def resolve(self) -> object:
         """Return a value without a field that gives its type: a switch, a number or text.
 
         Raises:
             ValueError: If programs read it as different numbers.
         """
-        if as_switch(self) is not self:
-            return as_switch(self)
+        if to_boolean(self) is not self:
+            return to_boolean(self)
         if _TWO_READINGS.fullmatch(self):
             raise ValueError(f"found {self}, which YAML parsers read differently; write a plain number, or '{self}'")
         with contextlib.suppress(ValueError):
@@ -53,17 +53,17 @@ class AsWritten(str):
         return number
 
 
-def as_switch(value: object) -> object:
+def to_boolean(value: object) -> object:
     """Return the boolean that ``on``, ``off``, ``yes`` or ``no`` stands for, and any other value unchanged."""
-    return _SWITCHES.get(value.lower(), value) if isinstance(value, AsWritten) else value
+    return _SWITCHES.get(value.lower(), value) if isinstance(value, AmbiguousScalar) else value
 
 
 class BoundedLoader(yaml.SafeLoader):
     """YAML with limited nesting, numbers and aliases, with unique keys and without custom tags."""
 
     def __init__(self, text: str) -> None:
-        if len(text) > _CHARACTERS:
-            raise yaml.YAMLError(f"found {len(text):,} characters; {_CHARACTERS:,} is the limit.")
+        if len(text) > _MAX_CHARACTERS:
+            raise yaml.YAMLError(f"found {len(text):,} characters; {_MAX_CHARACTERS:,} is the limit.")
         super().__init__(text)
         self._depth = 0
         self._sizes: dict[yaml.Node, tuple[int, int]] = {}
@@ -72,23 +72,23 @@ class BoundedLoader(yaml.SafeLoader):
         """Compose a node, and measure its size with aliases expanded."""
         event = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's stub
         if getattr(event, "tag", None) not in _ALLOWED:
-            raise _refused(f"the tag '{event.tag.replace(_CORE, '!!')}' is not supported; remove it", event)
+            raise _marked_error(f"the tag '{event.tag.replace(_CORE, '!!')}' is not supported; remove it", event)
         self._depth += 1
-        if self._depth > MOST_LEVELS:
-            raise _refused(f"values are nested more than {MOST_LEVELS} deep", event)
+        if self._depth > MAX_DEPTH:
+            raise _marked_error(f"values are nested more than {MAX_DEPTH} deep", event)
         node = super().compose_node(parent, index)
         self._depth -= 1
         if isinstance(event, yaml.AliasEvent):
             if node not in self._sizes:
-                raise _refused(f"the alias '*{event.anchor}' contains itself", event)
+                raise _marked_error(f"the alias '*{event.anchor}' contains itself", event)
             return node
         assert node is not None
-        inside: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
-        parts = [self._sizes[item[1] if isinstance(item, tuple) else item] for item in inside]
+        children: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
+        parts = [self._sizes[item[1] if isinstance(item, tuple) else item] for item in children]
         size, depth = 1 + sum(part[0] for part in parts), 1 + max((part[1] for part in parts), default=0)
-        if size > _VALUES or depth > MOST_LEVELS:
-            limit = f"{_VALUES:,} values" if size > _VALUES else f"{MOST_LEVELS} levels"
-            raise _refused(f"there are more than {limit} after aliases are expanded", event)
+        if size > _MAX_VALUES or depth > MAX_DEPTH:
+            limit = f"{_MAX_VALUES:,} values" if size > _MAX_VALUES else f"{MAX_DEPTH} levels"
+            raise _marked_error(f"there are more than {limit} after aliases are expanded", event)
         self._sizes[node] = size, depth
         return node
 
@@ -98,20 +98,20 @@ class BoundedLoader(yaml.SafeLoader):
         if event.tag in _READ_BY_VALUE:
             event.tag, event.implicit = None, (True, False)
         node = super().compose_scalar_node(anchor)
-        if node.tag not in (f"{_CORE}str", f"{_CORE}null") and len(node.value) > _DIGITS:
-            raise _refused(f"found a number of {len(node.value):,} digits; {_DIGITS} is the limit", event)
+        if node.tag not in (f"{_CORE}str", f"{_CORE}null") and len(node.value) > _MAX_DIGITS:
+            raise _marked_error(f"found a number of {len(node.value):,} digits; {_MAX_DIGITS} is the limit", event)
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Compose a mapping whose keys are names."""
         node = super().compose_mapping_node(anchor)
-        seen: set[str] = set()
+        names: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise _refused("found a list or mapping as a key, but a key is a name", key)
-            if key.value in seen:
-                raise _refused(f"key '{key.value}' appears twice; keep one", key)
-            seen.add(key.value)
+                raise _marked_error("found a list or mapping as a key, but a key is a name", key)
+            if key.value in names:
+                raise _marked_error(f"key '{key.value}' appears twice; keep one", key)
+            names.add(key.value)
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
@@ -119,14 +119,15 @@ class BoundedLoader(yaml.SafeLoader):
         for key, value in node.value:
             merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
             if key.tag == f"{_CORE}merge" and not all(isinstance(each, yaml.MappingNode) for each in merged):
-                raise _refused("'<<' merges a mapping, or a list of mappings", value)
+                raise _marked_error("'<<' merges a mapping, or a list of mappings", value)
         super().flatten_mapping(node)
 
 
 class PlainLoader(BoundedLoader):
     """YAML in which a scalar is an integer, true, false or null only if every program agrees.
 
-    Numbers of other forms and switches are :class:`AsWritten`, and everything else is text. Keys are text as written.
+    Numbers of other forms and switches are :class:`AmbiguousScalar`, and everything else is text. Keys are text as
+    written.
     """
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: tuple[bool, bool]) -> str:
@@ -134,7 +135,7 @@ class PlainLoader(BoundedLoader):
         tag: str = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]  # PyYAML's stub
         if kind is not yaml.ScalarNode or not implicit[0] or tag in (f"{_CORE}null", f"{_CORE}merge"):
             return tag
-        if _WHOLE.fullmatch(value) or value.lower() in ("true", "false"):
+        if _INTEGER.fullmatch(value) or value.lower() in ("true", "false"):
             return tag
         return _AS_WRITTEN if tag != f"{_CORE}str" or _FLOAT.fullmatch(value) else tag
 
@@ -152,7 +153,7 @@ class PlainLoader(BoundedLoader):
         return yaml.ScalarNode(tag, key.value, key.start_mark, key.end_mark)
 
 
-PlainLoader.add_constructor(_AS_WRITTEN, lambda _, node: AsWritten(node.value))
+PlainLoader.add_constructor(_AS_WRITTEN, lambda _, node: AmbiguousScalar(node.value))
 
 
 class PlainDumper(yaml.SafeDumper):
@@ -162,9 +163,9 @@ class PlainDumper(yaml.SafeDumper):
 PlainDumper.add_implicit_resolver(f"{_CORE}float", re.compile(f"(?:{_FLOAT.pattern})$"), list("-+.0123456789"))
 
 
-def _refused(problem: str, place: Any) -> yaml.MarkedYAMLError:
+def _marked_error(problem: str, node: Any) -> yaml.MarkedYAMLError:
     """Return what is wrong with an event or a node."""
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 
 def load_plain(text: str) -> Any:
@@ -182,17 +183,20 @@ def yaml_line(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def settled(value: Any) -> Any:
-    """Return a value with every :class:`AsWritten` in it settled.
+def resolve_values(value: Any) -> Any:
+    """Return a value with every :class:`AmbiguousScalar` in it settled.
 
     Raises:
         ValueError: If one is ambiguous.
     """
     match value:
         case dict():
-            return {int(key) if isinstance(key, AsWritten) else key: settled(item) for key, item in value.items()}
+            return {
+                int(key) if isinstance(key, AmbiguousScalar) else key: resolve_values(item)
+                for key, item in value.items()
+            }
         case list():
-            return [settled(item) for item in value]
-        case AsWritten():
-            return value.settled()
+            return [resolve_values(item) for item in value]
+        case AmbiguousScalar():
+            return value.resolve()
     return value

@@ -25,7 +25,7 @@ from typing import Any, Literal, Self
 _VARIABLE = "PACELINE_PROCESS_GROUPS"
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # For a program with loader processes: they notice within half a second that it is gone, and then remove its files.
-LOADERS_LEAVE_SECONDS = 3.0
+LOADER_GRACE_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 _KILL_POLL_SECONDS = 0.005
 # SIGKILL ends a process as soon as it returns from the kernel; one that waits for a device or a server may never
@@ -53,7 +53,7 @@ class Child:
         return self.process.poll()
 
     @property
-    def ending(self) -> str:
+    def exit_message(self) -> str:
         """Describe how it ended, in one line: a signal, the last line it wrote, or an exit code."""
         code = self.process.poll()
         if code is None:
@@ -66,7 +66,7 @@ class Child:
 
 
 @dataclass(frozen=True)
-class Ending:
+class WaitResult:
     """Why a wait ended.
 
     Attributes:
@@ -93,13 +93,13 @@ class ProcessGroup:
     Attributes:
         good_codes: Exit codes that do not count as failures.
         signals: Signals to send to each child while :meth:`wait` waits, see :func:`received_signals`.
-        leave_seconds: Seconds that descendants have to end by themselves once their child is gone (Linux).
+        grace_seconds: Seconds that descendants have to end by themselves once their child is gone (Linux).
         children: The processes started so far.
     """
 
-    good_codes: tuple[int, ...] = (0,)
+    success_codes: tuple[int, ...] = (0,)
     signals: Sequence[int] = ()
-    leave_seconds: float = 0.0
+    grace_seconds: float = 0.0
     children: list[Child] = field(default_factory=list)
     _mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     _signals_sent: int = 0
@@ -136,7 +136,7 @@ class ProcessGroup:
         after_end: float = math.inf,
         failed: Callable[[], bool] = lambda: False,
         cancelled: Callable[[], bool] = lambda: False,
-    ) -> Ending:
+    ) -> WaitResult:
         """Wait until every child has ended; the first failure ends all children.
 
         Args:
@@ -148,15 +148,17 @@ class ProcessGroup:
         """
         deadline = time.monotonic() + timeout
         failure_at = end_at = math.inf
-        died: list[Child] = []
+        failures: list[Child] = []
         while True:
             running = [child for child in self.children if child.code is None]
             ended = [child for child in self.children if child.process.returncode is not None]
-            died += [child for child in ended if child.process.returncode not in self.good_codes and child not in died]
+            failures += [
+                child for child in ended if child.process.returncode not in self.success_codes and child not in failures
+            ]
             if not running:
-                return Ending(tuple(died))
+                return WaitResult(tuple(failures))
             now = time.monotonic()
-            if died or failed():
+            if failures or failed():
                 failure_at = min(failure_at, now)
             if ended:
                 end_at = min(end_at, now)
@@ -166,10 +168,10 @@ class ProcessGroup:
                 "time": now > deadline,
                 "cancelled": cancelled(),
             }
-            for reason, holds in reasons.items():
-                if holds:
+            for reason, applies in reasons.items():
+                if applies:
                     self.kill()
-                    return Ending(tuple(died), tuple(running), reason)
+                    return WaitResult(tuple(failures), tuple(running), reason)
             for number in self.signals[self._signals_sent :]:
                 self.send(number)
                 self._signals_sent += 1
@@ -183,14 +185,14 @@ class ProcessGroup:
 
     def members(self) -> set[int]:
         """Return the ids of all living processes of this group: children and their descendants (Linux)."""
-        return set(_marked(self._mark))
+        return set(_marked_processes(self._mark))
 
     def kill(self, *, detached: bool = True) -> None:
         """Kill and reap every child, and kill its descendants; with ``detached``, those in other sessions too.
 
         A process that does not end within 20 seconds of being killed is named on standard error and left running.
         """
-        by_group = not can_find_descendants() or not self.leave_seconds
+        by_group = not can_find_descendants() or not self.grace_seconds
         for child in self.children:
             # The id of a reaped child may now belong to another process; its descendants are found below.
             if by_group and (child.code is None or not can_find_descendants()):
@@ -201,22 +203,22 @@ class ProcessGroup:
         for child in self.children:
             with suppress(subprocess.TimeoutExpired):
                 child.process.wait(max(0.0, killed + _KILL_SECONDS - time.monotonic()))
-        left = {child.process.pid for child in self.children if child.code is None}
-        deadline = time.monotonic() + self.leave_seconds
+        remaining = {child.process.pid for child in self.children if child.code is None}
+        deadline = time.monotonic() + self.grace_seconds
         # A process that is being forked meanwhile is found by the next scan.
         while members := {pid for pid in self.members() if detached or not self._is_detached(pid)}:
             if time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
                 continue
-            if time.monotonic() > deadline + _KILL_SECONDS or members <= left:
-                left |= members
+            if time.monotonic() > deadline + _KILL_SECONDS or members <= remaining:
+                remaining |= members
                 break
             for pid in members:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_KILL_POLL_SECONDS)
-        if left:
-            ids = ", ".join(map(str, sorted(left)))
+        if remaining:
+            ids = ", ".join(map(str, sorted(remaining)))
             sys.stderr.write(
                 f"paceline: cannot kill process {ids}, which is blocked in the kernel; it is left running.\n"
             )
@@ -231,7 +233,7 @@ class ProcessGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill(detached=any(child.code not in self.good_codes for child in self.children))
+        self.kill(detached=any(child.code not in self.success_codes for child in self.children))
 
 
 @contextmanager
@@ -250,7 +252,7 @@ def received_signals(numbers: Iterable[signal.Signals]) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def without_rank(environ: Mapping[str, str]) -> dict[str, str]:
+def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return an environment without the variables that assign a process its rank and world."""
     return {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
 
@@ -260,13 +262,13 @@ def can_find_descendants() -> bool:
     return sys.platform == "linux" and Path("/proc/self/environ").exists()
 
 
-def _marked(mark: str) -> Iterator[int]:
+def _marked_processes(mark: str) -> Iterator[int]:
     if not can_find_descendants():
         return
-    prefix, wanted = f"{_VARIABLE}=".encode(), mark.encode()
+    prefix, needle = f"{_VARIABLE}=".encode(), mark.encode()
     for entry in Path("/proc").iterdir():
         # The environment of a process just forked, or ended, is empty or gone; another user's cannot be read.
         with suppress(OSError):
             variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            if any(each.startswith(prefix) and wanted in each for each in variables):
+            if any(each.startswith(prefix) and needle in each for each in variables):
                 yield int(entry.name)

@@ -40,13 +40,13 @@ def is_reference(name: str) -> bool:
     return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def call_reference(key: str, reference: str, made: Any, error: type[PacelineError], *arguments: Any) -> Any:
+def call_reference(key: str, reference: str, target: Any, error: type[PacelineError], *arguments: Any) -> Any:
     """Call an object that a recipe names; errors from its own code pass through.
 
     Args:
         key: The recipe's key, for the message.
         reference: The reference it contains.
-        made: The object that it refers to.
+        target: The object that it refers to.
         error: The class of errors.
         arguments: The arguments of the call.
 
@@ -54,12 +54,14 @@ def call_reference(key: str, reference: str, made: Any, error: type[PacelineErro
         PacelineError: As ``error``, if the object cannot be called with these arguments: it is of the wrong kind.
     """
     try:
-        return made(*arguments)
-    except TypeError as wrong:
-        if wrong.__traceback__ is not None and wrong.__traceback__.tb_next is not None:
+        return target(*arguments)
+    except TypeError as mismatch:
+        if mismatch.__traceback__ is not None and mismatch.__traceback__.tb_next is not None:
             raise  # inside the called code
-        given = ", ".join(type(each).__name__ for each in arguments)
-        raise error(f"{key}={reference} cannot be called with ({given}): {wrong}. Name a factory for {key}.") from None
+        types = ", ".join(type(each).__name__ for each in arguments)
+        raise error(
+            f"{key}={reference} cannot be called with ({types}): {mismatch}. Name a factory for {key}."
+        ) from None
 
 
 def load_reference(reference: str, error: type[PacelineError], *, installed: bool = False) -> Any:
@@ -75,18 +77,18 @@ def load_reference(reference: str, error: type[PacelineError], *, installed: boo
         PacelineError: As ``error``, if the module or the attribute does not exist.
     """
     module_name, _, attribute = reference.partition(":")
-    here = str(Path.cwd())
-    if not installed and here not in sys.path:
-        sys.path.append(here)  # after the libraries, which a file of the same name must not shadow
+    current_dir = str(Path.cwd())
+    if not installed and current_dir not in sys.path:
+        sys.path.append(current_dir)  # after the libraries, which a file of the same name must not shadow
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as missing:
         if missing.name is None or not f"{module_name}.".startswith(f"{missing.name}."):
             raise
-        where = "be importable" if installed else f"be importable or be in {here}"
-        raise error(f"'{reference}': there is no module '{missing.name}'; it must {where}.") from None
+        condition = "be importable" if installed else f"be importable or be in {current_dir}"
+        raise error(f"'{reference}': there is no module '{missing.name}'; it must {condition}.") from None
     if not hasattr(module, attribute):
-        hidden = Path(here, *module_name.split(".")).with_suffix(".py")
+        hidden = Path(current_dir, *module_name.split(".")).with_suffix(".py")
         if hidden.is_file() and not hidden.samefile(getattr(module, "__file__", None) or sys.executable):
             raise error(
                 f"'{reference}': another module '{module_name}' hides {hidden}; rename that file, and give its "

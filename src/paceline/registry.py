@@ -28,7 +28,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar
 
 from paceline.errors import DataError, PacelineError, did_you_mean
-from paceline.optimizers import OF_LIBRARIES, RULES
+from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES
 from paceline.references import call_reference, is_reference, load_reference
 
 _T = TypeVar("_T")
@@ -69,6 +69,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "distillation": "paceline.tasks.distillation:Distillation",
         "language_modeling": "paceline.tasks.language_modeling:LanguageModeling",
         "text_classification": "paceline.tasks.text_classification:TextClassification",
+        "token_classification": "paceline.tasks.token_classification:TokenClassification",
         "recommendation": "paceline.tasks.recommendation:Recommendation",
         "detection": "paceline.tasks.detection:Detection",
         "segmentation": "paceline.tasks.segmentation:Segmentation",
@@ -92,31 +93,31 @@ def installed(kind: Kind) -> dict[str, str]:
     """
     from importlib.metadata import entry_points  # slow to import, and `--help` needs none
 
-    found: dict[str, str] = {}
+    references: dict[str, str] = {}
     for each in sorted(entry_points(group=f"paceline.{kind}"), key=lambda entry: (entry.name, entry.value)):
-        if found.setdefault(each.name, each.value) != each.value:
+        if references.setdefault(each.name, each.value) != each.value:
             raise PacelineError(
-                f"two installed packages register '{each.name}' in paceline.{kind}: {found[each.name]} and "
+                f"two installed packages register '{each.name}' in paceline.{kind}: {references[each.name]} and "
                 f"{each.value}; uninstall one of them."
             )
-    return {name: value for name, value in found.items() if name not in _BUILT_IN[kind]}
+    return {name: value for name, value in references.items() if name not in _BUILT_IN[kind]}
 
 
 def known_names(kind: Kind) -> dict[str, str]:
     """Return all names of a kind and their references: built in, from installed packages, and from libraries."""
-    of_libraries = OF_LIBRARIES if kind == "optimizers" else {}
-    return of_libraries | installed(kind) | _BUILT_IN[kind]
+    library_names = LIBRARY_OPTIMIZERS if kind == "optimizers" else {}
+    return library_names | installed(kind) | _BUILT_IN[kind]
 
 
-def why_unknown(kind: Kind, name: str) -> str:
+def name_problem(kind: Kind, name: str) -> str:
     """Return what is wrong with a name, with the nearest names; empty if it is registered, or a reference."""
     if name in _BUILT_IN[kind] or is_reference(name) or name in known_names(kind):
         return ""
-    what = "loss" if kind == "losses" else kind.removesuffix("s")
+    noun = "loss" if kind == "losses" else kind.removesuffix("s")
     listed = ", ".join((*_BUILT_IN[kind], *installed(kind)))
-    more = ", another optimizer of torch.optim or timm" if kind == "optimizers" else ""
+    suffix = ", another optimizer of torch.optim or timm" if kind == "optimizers" else ""
     return (
-        f"unknown {what} '{name}'.{did_you_mean(name, known_names(kind))} Known: {listed}{more}, or your own "
+        f"unknown {noun} '{name}'.{did_you_mean(name, known_names(kind))} Known: {listed}{suffix}, or your own "
         "package.module:name"
     )
 
@@ -127,36 +128,36 @@ def load(kind: Kind, name: str, error: type[PacelineError]) -> Any:
     Raises:
         PacelineError: As ``error``, if there is no such name, module or attribute.
     """
-    if why := why_unknown(kind, name):
-        raise error(f"{why}.")
-    is_own = name not in _BUILT_IN[kind] and is_reference(name)
-    reference = name if is_own else _BUILT_IN[kind].get(name) or known_names(kind)[name]
-    found = load_reference(reference, error, installed=not is_own)
-    if not callable(found):
-        raise error(f"'{reference}' is a {type(found).__name__}, which cannot be called: name a function or a class.")
-    return found
+    if problem := name_problem(kind, name):
+        raise error(f"{problem}.")
+    is_custom = name not in _BUILT_IN[kind] and is_reference(name)
+    reference = name if is_custom else _BUILT_IN[kind].get(name) or known_names(kind)[name]
+    target = load_reference(reference, error, installed=not is_custom)
+    if not callable(target):
+        raise error(f"'{reference}' is a {type(target).__name__}, which cannot be called: name a function or a class.")
+    return target
 
 
-def open_dataset(name: str, ours: Mapping[str, Callable[[Any], _T]], kind: type[_T], data: Any) -> _T:
+def open_dataset(name: str, builtin: Mapping[str, Callable[[Any], _T]], kind: type[_T], data: Any) -> _T:
     """Open a data set of one kind: built in, from an installed package, or custom.
 
     Args:
         name: The recipe's ``data.dataset``.
-        ours: Functions that open the built-in ones.
+        builtin: Functions that open the built-in ones.
         kind: The class of such data sets.
         data: The recipe's data section, passed to that function.
 
     Raises:
         DataError: If there is no such data set, or the function that opens it returns something else.
     """
-    if name in ours:
-        return ours[name](data)
+    if name in builtin:
+        return builtin[name](data)
     if not is_reference(name) and name not in installed("datasets"):
         raise DataError(
-            f"data.dataset is {name!r}, which is not a {kind.__name__}; known are {', '.join(ours)} and "
-            f"'package.module:factory'.{did_you_mean(name, ours)}"
+            f"data.dataset is {name!r}, which is not a {kind.__name__}; known are {', '.join(builtin)} and "
+            f"'package.module:factory'.{did_you_mean(name, builtin)}"
         )
-    found = call_reference("data.dataset", name, load("datasets", name, DataError), DataError, data)
-    if not isinstance(found, kind):
-        raise DataError(f"data.dataset={name} gave a {type(found).__name__}, not a {kind.__name__}.")
-    return found
+    opened = call_reference("data.dataset", name, load("datasets", name, DataError), DataError, data)
+    if not isinstance(opened, kind):
+        raise DataError(f"data.dataset={name} gave a {type(opened).__name__}, not a {kind.__name__}.")
+    return opened

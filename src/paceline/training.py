@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import IO
 
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
-from paceline.processes import ProcessGroup, received_signals, without_rank
+from paceline.processes import ProcessGroup, received_signals, without_rank_variables
 from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, to_yaml
 from paceline.records.reader import read_summary
-from paceline.records.run_directory import RunDirectory, default_run_directory, why_no_run
+from paceline.records.run_directory import RunDirectory, default_run_directory, no_run_message
 from paceline.references import trusting_code
 from paceline.report.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
@@ -71,7 +71,7 @@ def train(
                 "run_dir of a run to continue."
             )
         if not RunDirectory(directory).exists():
-            raise RunDirectoryError(why_no_run(directory, "that of a run to continue, or name a recipe"))
+            raise RunDirectoryError(no_run_message(directory, "that of a run to continue, or name a recipe"))
         recipe = directory
     options = Options(
         run_dir=directory,
@@ -83,8 +83,8 @@ def train(
     )
     with trusting_code():  # training a recipe runs the code it names
         if recipe is not None and is_data(recipe):
-            tell = (lambda line: None) if quiet else print
-            recipe, overrides = recipe_for_data(str(recipe), overrides, options.run_dir, tell)
+            log = (lambda line: None) if quiet else print
+            recipe, overrides = recipe_for_data(str(recipe), overrides, options.run_dir, log)
         loaded = load_recipe(recipe, overrides)
     if processes > 1:
         return _train_in_processes(loaded, options, task, processes, quiet=quiet)
@@ -114,33 +114,33 @@ def _train_in_processes(
         recipe = dataclasses.replace(recipe, task=name)
     root = options.run_dir or default_run_directory(loaded.name)
     is_main = threading.current_thread() is threading.main_thread()
-    with contextlib.ExitStack() as held:
-        scratch = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
-        signals = held.enter_context(received_signals(STOP_SIGNALS)) if is_main else []
-        group = held.enter_context(ProcessGroup(good_codes=(0, 75), signals=signals))
+    with contextlib.ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
+        signals = stack.enter_context(received_signals(STOP_SIGNALS)) if is_main else []
+        group = stack.enter_context(ProcessGroup(success_codes=(0, 75), signals=signals))
         path = scratch / f"{loaded.name}.yaml"
         path.write_text(to_yaml(recipe), encoding="utf-8")
-        words = [str(path), "--processes", str(processes), "--run-dir", str(root), "--resume", options.resume]
+        arguments = [str(path), "--processes", str(processes), "--run-dir", str(root), "--resume", options.resume]
         child = group.start(
-            [sys.executable, "-P", "-m", "paceline", "train", *words],
-            env={**without_rank(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            [sys.executable, "-P", "-m", "paceline", "train", *arguments],
+            env={**without_rank_variables(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdout=subprocess.DEVNULL if quiet else subprocess.PIPE,
             stderr=scratch / "errors",
         )
-        reader = threading.Thread(target=_pass_on, args=(child.process.stdout,), daemon=True)
+        reader = threading.Thread(target=_forward_output, args=(child.process.stdout,), daemon=True)
         reader.start()
         group.wait()
         reader.join()
-        said = (scratch / "errors").read_text(encoding="utf-8", errors="replace")
-        if child.code not in group.good_codes:
+        stderr = (scratch / "errors").read_text(encoding="utf-8", errors="replace")
+        if child.code not in group.success_codes:
             failure = RecipeError if child.code == 2 else TrainingError
-            raise failure(said.strip().removeprefix("paceline: ") or child.ending)
-        sys.stderr.write(said)  # warnings
+            raise failure(stderr.strip().removeprefix("paceline: ") or child.exit_message)
+        sys.stderr.write(stderr)  # warnings
     summary = read_summary(RunDirectory(root))
     return TrainResult(status=summary.status, run_dir=root, summary=summary)
 
 
-def _pass_on(stream: IO[bytes] | None) -> None:
+def _forward_output(stream: IO[bytes] | None) -> None:
     """Print lines as they arrive: in a notebook, output that a process writes itself is not shown."""
     if stream is not None:
         with io.TextIOWrapper(stream, encoding="utf-8", errors="replace") as lines:

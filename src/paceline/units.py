@@ -119,9 +119,9 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.2f} s"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remainder = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {remainder:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
 
@@ -150,8 +150,8 @@ def parse_bytes(text: str) -> int:
 
 def metric_title(name: str) -> str:
     """Return a metric's display name: ``top-1 accuracy``, ``bits per byte``, ``box mAP50``, ``macro F1``."""
-    found = re.sub(r"\bmap(\d*)$", r"mAP\1", re.sub(r"^top(\d+)", r"top-\1", name).replace("_", " "))
-    return re.sub(r" f1$", " F1", re.sub(r"^(m?)iou\b", r"\1IoU", found))
+    title = re.sub(r"\bmap(\d*)$", r"mAP\1", re.sub(r"^top(\d+)", r"top-\1", name).replace("_", " "))
+    return re.sub(r" f1$", " F1", re.sub(r"^(m?)iou\b", r"\1IoU", title))
 
 
 def metric_unit(name: str) -> str:
@@ -172,5 +172,5 @@ def format_count(count: float) -> str:
 
 def counted(count: int, noun: str) -> str:
     """Format a count with its noun: ``1 process``, ``2 processes``."""
-    ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
-    return f"{format_count(count)} {noun}{ending}"
+    suffix = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{format_count(count)} {noun}{suffix}"

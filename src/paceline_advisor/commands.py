@@ -665,7 +665,7 @@ class Landscape:
         return what in (self.measure or (one if len(self.targets) == 1 else several))
 
     def __post_init__(self) -> None:
-        targets, asked = self.targets, {*self.measure}
+        targets, requested = self.targets, {*self.measure}
         if not targets:
             raise PacelineError(
                 "no run was named, only overrides; give a run directory, a checkpoint or a weights file."
@@ -676,17 +676,17 @@ class Landscape:
                 raise PacelineError(
                     f"--output={self.output} is inside the run '{target}', which is only read; give another folder."
                 )
-        if "line" in asked and len(targets) != 2:
+        if "line" in requested and len(targets) != 2:
             count = "1 run was" if len(targets) == 1 else f"{len(targets)} runs were"
             raise PacelineError(f"--measure line is the path from one run to another, but {count} given; give two.")
         unused = {
-            "--points": self.points != Landscape.points and not {"curve", "line"} & asked,
-            "--grid": self.grid != Landscape.grid and not {"surface", "trajectory"} & asked,
-            "--range": self.reach != Landscape.reach and not {"curve", "surface"} & asked,
-            "--epsilon": self.epsilon != Landscape.epsilon and "sharpness" not in asked,
-            "--subspace": self.subspace is not None and "sharpness" not in asked,
+            "--points": self.points != Landscape.points and not {"curve", "line"} & requested,
+            "--grid": self.grid != Landscape.grid and not {"surface", "trajectory"} & requested,
+            "--range": self.reach != Landscape.reach and not {"curve", "surface"} & requested,
+            "--epsilon": self.epsilon != Landscape.epsilon and "sharpness" not in requested,
+            "--subspace": self.subspace is not None and "sharpness" not in requested,
         }
-        if asked and (option := next((each for each, is_unused in unused.items() if is_unused), None)):
+        if requested and (option := next((each for each, is_unused in unused.items() if is_unused), None)):
             raise PacelineError(f"{option} has no effect on --measure {','.join(self.measure)}; leave it out.")
 
 

@@ -17,7 +17,7 @@ from typing import Self
 
 from paceline.distributed.environment import read_launch
 from paceline.errors import LaunchError
-from paceline.processes import ProcessGroup, can_find_descendants, without_rank
+from paceline.processes import ProcessGroup, can_find_descendants, without_rank_variables
 
 _POLL_SECONDS = 0.002
 
@@ -53,7 +53,7 @@ class Launch:
         try:
             child = self._group.start(
                 [sys.executable, "-P", "-m", "paceline", *arguments],
-                env={**without_rank(os.environ), "TMPDIR": temporary, **(variables or {})},
+                env={**without_rank_variables(os.environ), "TMPDIR": temporary, **(variables or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=self._out,
                 stderr=self._err,
@@ -137,9 +137,9 @@ class Launch:
             time.sleep(0.02)
         return 0
 
-    def _overdue(self, what: str) -> OverdueError:
+    def _overdue(self, outcome: str) -> OverdueError:
         self.kill()
-        return OverdueError(f"the run {what} after {self._limit:.0f} s, and was killed")
+        return OverdueError(f"the run {outcome} after {self._limit:.0f} s, and was killed")
 
     def __enter__(self) -> Self:
         return self
@@ -151,12 +151,12 @@ class Launch:
 def said(launch: Launch) -> str:
     """Return the final message of a launch, in one line."""
     code = launch.process.poll()
-    _, begins, told = f"\n{launch.err.strip()}".partition("\npaceline: ")
-    if begins:
-        first, *others = told.splitlines()
+    _, has_message, message = f"\n{launch.err.strip()}".partition("\npaceline: ")
+    if has_message:
+        first, *others = message.splitlines()
         if others and first.endswith(":"):
             # A traceback's cause is in its last line; any other message is a list.
-            return others[-1] if "Traceback" in told else " ".join([first, *map(str.strip, others)])
+            return others[-1] if "Traceback" in message else " ".join([first, *map(str.strip, others)])
         return first
     if code is not None and code < 0:
         return f"ended by {signal.Signals(-code).name}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ class Exercise:
         written: The cell the student edits.
         check: The cell that checks it.
         hint: The cell with a hint.
-        answer: The cell with an answer.
+        answer: The cell that lets later cells use the course's answer if the exercise is not done.
     """
 
     name: str
@@ -108,11 +107,3 @@ def exercises_of(notebook: Any, name: str) -> Iterator[Exercise]:
         if len(named) != 1:
             raise LabError(f"{name}: cell {check + 1} checks {len(named)} exercises; it should check one.")
         yield Exercise(named[0], at, check, hint, answer)
-
-
-def with_answers(notebook: Any, exercises: tuple[Exercise, ...]) -> Any:
-    """Return a copy of a lab's notebook with the answers in place of the exercises."""
-    answered = copy.deepcopy(notebook)
-    for exercise in exercises:
-        answered.cells[exercise.written].source = notebook.cells[exercise.answer].source
-    return answered

@@ -66,18 +66,18 @@ def student_cells(notebook: Any, lab: Lab, file: Path) -> dict[str, StudentCells
     """
     names = [exercise.name for exercise in lab.exercises]
     found: dict[str, StudentCells] = {}
-    now, inside = StudentCells(), False
+    current, inside = StudentCells(), False
     for cell in notebook.cells:
         tags = tags_of(cell)
         if cell.cell_type != "code":
             continue
         if "check" in tags:
-            found.update({name: now for name in names_in(cell) if name in names and name not in found})
-            now, inside = StudentCells(), False
+            found.update({name: current for name in names_in(cell) if name in names and name not in found})
+            current, inside = StudentCells(), False
         elif "setup" in tags:
-            now.setup.append(cell.source)
+            current.setup.append(cell.source)
         elif "exercise" in tags or (inside and "answer" not in tags):
-            now.cells.append(cell.source)
+            current.cells.append(cell.source)
             inside = True
     if not found:
         raise LabError(
@@ -92,15 +92,16 @@ def _plan(lab: Lab, written: dict[str, StudentCells]) -> Iterator[dict[str, str]
     shipped = {cell.source for cell in lab.notebook.cells if "setup" in tags_of(cell)}
     begun = {exercise.written: exercise.name for exercise in lab.exercises if exercise.name in written}
     ended = {exercise.check: exercise for exercise in lab.exercises if exercise.name in written}
+    answers = lab.answers
     for at, cell in enumerate(lab.notebook.cells):
         if "setup" in tags_of(cell):
             yield {"kind": "setup", "exercise": "", "source": cell.source}
         if at in begun:
             yield from _student_steps(begun[at], written[begun[at]], shipped)
         if at in ended:
-            name, answer = ended[at].name, lab.notebook.cells[ended[at].answer]
+            name = ended[at].name
             yield {"kind": "check", "exercise": name, "source": cell.source}
-            yield {"kind": "answer", "exercise": name, "source": answer.source}
+            yield {"kind": "answer", "exercise": name, "source": answers[name]}
 
 
 def _student_steps(name: str, own: StudentCells, shipped: set[str]) -> Iterator[dict[str, str]]:

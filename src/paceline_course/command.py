@@ -5,15 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import click
 
 from paceline.cli.options import FiniteRange, LocalPath, json_option
-from paceline.cli.output import concluded, echo, print_json, print_table
+from paceline.cli.output import echo, print_json, print_table, store_verdict
 from paceline.errors import LabError
-from paceline.files import refuse_odd_outputs
+from paceline.files import refuse_special_outputs
 
 _lab_argument: Callable[[Any], Any] = click.argument("number", metavar="N")
 
@@ -78,8 +79,7 @@ def list_labs(as_json: bool) -> None:
 def start(number: str, folder: Path, no_open: bool, as_json: bool) -> int:
     """Write the notebook of lab N and its files into FOLDER (default: the current directory), and open it in Jupyter.
 
-    No file is overwritten. Jupyter opens only on a terminal and if it is installed. In the notebook, each answer is
-    folded below the exercise's hint.
+    No file is overwritten. Jupyter opens only on a terminal and if it is installed.
 
     \b
     Examples:
@@ -87,7 +87,7 @@ def start(number: str, folder: Path, no_open: bool, as_json: bool) -> int:
       paceline labs start 2a course --no-open
     """
     from paceline_course.course import find_lab
-    from paceline_course.starting import can_open_jupyter, start_lab
+    from paceline_course.starting import start_lab
 
     lab = find_lab(number)
     notebook = start_lab(lab, folder)
@@ -96,7 +96,7 @@ def start(number: str, folder: Path, no_open: bool, as_json: bool) -> int:
         return 0
     echo(f"Lab {lab.number}, {lab.title}: {notebook}")
     echo(f"Check your exercises: paceline labs check {lab.number} {notebook}")
-    if can_open_jupyter() and not no_open and sys.stdout.isatty():
+    if find_spec("jupyterlab") and not no_open and sys.stdout.isatty():
         return subprocess.call([sys.executable, "-P", "-m", "jupyterlab", str(notebook)])
     echo(f"Open it: jupyter lab {notebook}")
     return 0
@@ -135,7 +135,7 @@ def check(number: str, file: Path | None, seconds: float, as_json: bool) -> int:
             raise LabError(f"there is no {file} here; {writes}{yours}.")
     verdicts = check_lab(lab, file, seconds=seconds)
     done = sum(each.is_done for each in verdicts)
-    code = concluded(passed=done == len(verdicts))
+    code = store_verdict(passed=done == len(verdicts))
     if as_json:
         exercises = [{"name": each.name, "done": each.is_done, "missing": each.missing} for each in verdicts]
         print_json({"lab": lab.number, "file": str(file), "done": done, "exercises": exercises})
@@ -179,7 +179,7 @@ def slides(number: str, output: Path, marp: Path | None, seconds: float, as_json
         raise LabError(f"'{output}' must end in .md or .html.")
     if not output.parent.is_dir():
         raise LabError(f"there is no folder '{output.parent}' for '{output.name}'.")
-    refuse_odd_outputs(output)
+    refuse_special_outputs(output)
     program = find_marp(marp) if output.suffix == ".html" else None
     executed = execute(lab.notebook, lab, seconds=seconds)
     if executed.error:
@@ -217,7 +217,7 @@ def grade(file: Path, as_json: bool) -> int:
     from paceline_course.grading import grade as mark
 
     marks = mark(file, on_progress=lambda line: echo(line, err=True))
-    code = concluded(passed=marks.passed)
+    code = store_verdict(passed=marks.passed)
     if as_json:
         print_json({"file": str(file), **marks.to_json()})
         return code

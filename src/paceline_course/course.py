@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +16,9 @@ from paceline_course.cells import Exercise, exercises_of, read_notebook, tags_of
 
 _FILE = re.compile(r"(\d+)([a-z]?)_(\w+)\.py")
 _HEADING = re.compile(r"^#\s+(?:Lab\s+\w+\s*[:.–-]\s*)?(.+?)\s*$", re.MULTILINE)
-_WORDS = {"an": 1, "one": 1, "two": 2, "three": 3, "four": 4, "five": 5, "six": 6}
-_DURATION = re.compile(rf"\b(\d+|{'|'.join(_WORDS)})( and a half)?\s(minute|hour)s?\b( and a half)?", re.IGNORECASE)
+_MINUTES = re.compile(r"\*\*Time:\*\* about (\d+) minutes")
 _CELL = re.compile(r"^# %%(?: (.*))?$", re.MULTILINE)
 _TAGS = re.compile(r"tags=(\[.*?\])")
-_ANSWER = "reference"
-_INTRODUCTION = 6  # first cells, one of which states the duration
 
 
 @dataclass(frozen=True)
@@ -59,9 +55,8 @@ class Lab:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Files that belong to the lab: those in the folder with its name, without the reference answer."""
-        files = (self.path.parent / self.name).glob("*")
-        return tuple(sorted(path for path in files if path.is_file() and path.stem != _ANSWER))
+        """Files that belong to the lab: those in the folder with its name."""
+        return tuple(sorted((self.path.parent / self.name).glob("*.*")))
 
     def copy_files(self, folder: Path) -> None:
         """Copy the lab's files into a folder."""
@@ -88,9 +83,9 @@ class Lab:
 
     @property
     def minutes(self) -> int | None:
-        """Duration that the introduction states, in minutes; None if it states none."""
-        cells = [cell for cell in self.outline.cells[:_INTRODUCTION] if cell.cell_type == "markdown"]
-        return max((found for cell in cells for found in _durations(cell.source)), default=None)
+        """Duration that the text states (``**Time:** about 90 minutes``); None if it states none."""
+        match = _MINUTES.search(self.path.read_text(encoding="utf-8"))
+        return int(match[1]) if match else None
 
     @cached_property
     def exercises(self) -> tuple[Exercise, ...]:
@@ -101,6 +96,13 @@ class Lab:
     def exercise_names(self) -> list[str]:
         """The exercises' names, such as ``2a.3``, in order."""
         return [each.name for each in exercises_of(self.outline, self.path.name)]
+
+    @property
+    def answers(self) -> dict[str, str]:
+        """The instructor's answer to each exercise, as the source of a cell that replaces the exercise's cell."""
+        text = (self.path.parent / "instructor" / f"{self.number}.py").read_text(encoding="utf-8")
+        _, *cells = _CELL.split(text)
+        return {name: re.sub("^# (?=%%)", "", source.strip()) for name, source in zip(*[iter(cells)] * 2, strict=True)}
 
     @property
     def slides(self) -> int:
@@ -117,14 +119,6 @@ def _outline_cell(options: str | None, text: str) -> SimpleNamespace:
         metadata={"tags": json.loads(tags[1]) if tags else []},
         source=source.strip(),
     )
-
-
-def _durations(text: str) -> Iterator[int]:
-    """Yield all durations that a text mentions, in minutes."""
-    for match in _DURATION.finditer(" ".join(text.split())):
-        count = _WORDS.get(match[1].lower()) or int(match[1])
-        half = 0.5 if match[2] or match[4] else 0
-        yield round((count + half) * (60 if match[3].lower() == "hour" else 1))
 
 
 def course_folder() -> Path:

@@ -25,7 +25,7 @@ class Verdict:
         return f"{self.name}  done" if self.is_done else f"{self.name}  not yet: {self.missing}"
 
 
-# The latest verdict on each exercise in this process, for `paceline labs check`.
+# The latest verdict on each exercise in this process.
 VERDICTS: dict[str, Verdict] = {}
 
 
@@ -51,3 +51,20 @@ def exercise(name: str) -> Iterator[None]:
         verdict = Verdict(name, is_done=True)
     VERDICTS[name] = verdict
     print(verdict)
+
+
+def use_answer(name: str) -> None:
+    """Run the course's answer to an exercise in the notebook, unless the exercise is done, so that later cells work.
+
+    Args:
+        name: The exercise's name, such as ``2a.3``.
+    """
+    if name in VERDICTS and VERDICTS[name].is_done:
+        print(f"{name}  later cells use your code")
+        return
+    from IPython import get_ipython
+
+    from paceline_course.course import find_lab
+
+    get_ipython().run_cell(find_lab(name.partition(".")[0]).answers[name])
+    print(f"{name}  later cells use the course's answer; run your own cell again before you repeat the check")

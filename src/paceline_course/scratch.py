@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.processes import ProcessGroup, without_rank
+from paceline.processes import ProcessGroup, without_rank_variables
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def run_in_scratch(module: str, arguments: Sequence[str], folder: Path, *, secon
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    inherited = without_rank(os.environ)
+    inherited = without_rank_variables(os.environ)
     # Relative paths would be wrong in the child's working directory.
     paths = [os.path.abspath(path) for path in inherited.get("PYTHONPATH", "").split(os.pathsep) if path]
     programs = Path(sys.executable).parent

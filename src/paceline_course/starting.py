@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 from paceline.errors import LabError
-from paceline_course.cells import tags_of
+from paceline_course.cells import read_notebook
 from paceline_course.course import Lab
 
 
 def start_lab(lab: Lab, folder: Path) -> Path:
-    """Write a lab's notebook and files into a folder.
+    """Write a lab's notebook and files into a folder; they contain no answers.
 
     Args:
         lab: The lab.
@@ -34,30 +31,15 @@ def start_lab(lab: Lab, folder: Path) -> Path:
             f"'{folder / existing[0]}' exists already and may contain your work: continue with it, or start again in "
             f"another folder, for example `paceline labs start {lab.number} again`."
         )
-    text = nbformat.writes(for_student(lab.notebook))
+    notebook = read_notebook(lab.path)
+    del notebook.metadata["jupytext"]  # the student's notebook is not paired with a text file
+    for number, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{number:03}"  # every student gets the same notebook
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lab.copy_files(folder)
         with (folder / lab.file_name).open("x", encoding="utf-8") as file:
-            file.write(text)
+            file.write(nbformat.writes(notebook))
     except OSError as error:
         raise LabError(f"the lab cannot be written to '{folder}' ({error.strerror}); name another folder.") from error
     return folder / lab.file_name
-
-
-def for_student(notebook: Any) -> Any:
-    """Return a student's copy of a notebook: answers are folded, and nothing has run yet."""
-    copied = copy.deepcopy(notebook)
-    copied.metadata.pop("jupytext", None)  # the student's notebook is not paired with a text file
-    for number, cell in enumerate(copied.cells):
-        cell["id"] = f"cell-{number:03}"  # every student gets the same notebook
-        if "answer" in tags_of(cell):
-            cell.metadata.setdefault("jupyter", {})["source_hidden"] = True
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
-    return copied
-
-
-def can_open_jupyter() -> bool:
-    """Return whether JupyterLab is installed for this Python."""
-    return importlib.util.find_spec("jupyterlab") is not None

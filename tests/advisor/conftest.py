@@ -47,8 +47,8 @@ def proof(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_recipe: Path, ti
         monkeypatch.setitem(sys.modules, "planted", planted)
         monkeypatch.setenv("TMPDIR", str(tmp_path))
         monkeypatch.setattr("tempfile.tempdir", None)
-        asked = {"task": "planted:task", "train.ema": 0.9, **(overrides or {})}
-        pairs = tuple(f"{key}={value}" for key, value in asked.items())
+        requested = {"task": "planted:task", "train.ema": 0.9, **(overrides or {})}
+        pairs = tuple(f"{key}={value}" for key, value in requested.items())
         report = prove(Prove(recipe=str(tiny_recipe), overrides=pairs, processes=1), lambda _: None)
         assert list(tmp_path.glob("paceline-*")) == []
         return {check.name: check for check in report.checks}

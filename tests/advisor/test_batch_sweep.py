@@ -40,7 +40,7 @@ QUICK = (
 TARGET = Target("top1_accuracy", 40)
 
 
-def asked(tmp_path: Path, **changes: Any) -> SweepBatch:
+def requested(tmp_path: Path, **changes: Any) -> SweepBatch:
     base = SweepBatch(
         recipe="digits",
         overrides=QUICK,
@@ -61,39 +61,41 @@ def test_rules_start_from_the_recipes_own() -> None:
 
 
 def test_runs_end_at_the_target_and_are_made_once(tmp_path: Path) -> None:
-    said: list[str] = []
-    swept = sweep(asked(tmp_path), said.append)
+    message: list[str] = []
+    swept = sweep(requested(tmp_path), message.append)
     # Both rules have the recipe's own batch in common.
     assert [(run.batch, run.lr) for run in swept.runs.values()] == [(32, 0.1), (32, 0.141421), (64, 0.2)]
     assert all(run.reached and 0 < run.steps < 100 for run in swept.runs.values())
-    assert len(said) == 3
+    assert len(message) == 3
 
     # Killed while it wrote the last line: that run is made again, and the others are not.
     book = tmp_path / RUNS_FILE
     lines = book.read_text().splitlines()
     book.write_text("\n".join([*lines[:-1], lines[-1][:20]]))
-    again = sweep(asked(tmp_path), said.append)
-    assert said[3] == "2 of 3 runs are already done"
-    assert len(said) == 5
+    again = sweep(requested(tmp_path), message.append)
+    assert message[3] == "2 of 3 runs are already done"
+    assert len(message) == 5
     same = [replace(run, seconds=0) for run in again.runs.values()]
     assert same == [replace(run, seconds=0) for run in swept.runs.values()]
 
     with pytest.raises(PacelineError, match="another sweep"):
-        sweep(asked(tmp_path, to="top1_accuracy=41"))
+        sweep(requested(tmp_path, to="top1_accuracy=41"))
     for damaged in ("[1, 2]", "[" * 100_000, "null", '{"target": 1}\n[]'):
         book.write_text(damaged + "\n")
         with pytest.raises(RunDirectoryError, match=RUNS_FILE):
-            sweep(asked(tmp_path))
+            sweep(requested(tmp_path))
 
 
 def test_a_run_is_the_same_in_processes_of_its_own(tmp_path: Path) -> None:
     both = (*QUICK, "parallel.exact=true", "parallel.logical_ranks=2")
-    here, there = (
-        sweep(asked(tmp_path / str(count), overrides=both, batch_sizes=(32,), lr_rules=("linear",), processes=count))
+    here, present = (
+        sweep(
+            requested(tmp_path / str(count), overrides=both, batch_sizes=(32,), lr_rules=("linear",), processes=count)
+        )
         for count in (1, 2)
         if not (tmp_path / str(count)).mkdir()
     )
-    assert [run.steps for run in here.runs.values()] == [run.steps for run in there.runs.values()]
+    assert [run.steps for run in here.runs.values()] == [run.steps for run in present.runs.values()]
 
 
 def test_who_does_not_get_there_is_counted_as_such(tmp_path: Path) -> None:
@@ -102,7 +104,7 @@ def test_who_does_not_get_there_is_counted_as_such(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"batch_sizes": (64,), "lr_rules": ("constant",), "longest": Duration(10, "steps")}
     # To stop on the way is of no use here, and is left out.
     changes["overrides"] = (*QUICK, "train.until=5 steps")
-    swept = sweep(asked(tmp_path, **changes, to="top1_accuracy=99.9"))
+    swept = sweep(requested(tmp_path, **changes, to="top1_accuracy=99.9"))
     (run,) = swept.runs.values()
     assert (run.reached, run.steps, run.evaluations, run.trouble) == (False, 10, 2, "")
     report = conclude(swept)
@@ -113,29 +115,29 @@ def test_who_does_not_get_there_is_counted_as_such(tmp_path: Path) -> None:
 
 def test_the_first_run_that_fails_ends_it(tmp_path: Path) -> None:
     with pytest.raises(PacelineError, match="cannot be cut"):
-        sweep(asked(tmp_path, overrides=(*QUICK, "parallel.logical_ranks=3")))
+        sweep(requested(tmp_path, overrides=(*QUICK, "parallel.logical_ranks=3")))
     with pytest.raises(RecipeError, match=r"evaluate\.every"):
-        sweep(asked(tmp_path, overrides=(*QUICK, "evaluate.every=off")))
+        sweep(requested(tmp_path, overrides=(*QUICK, "evaluate.every=off")))
     with pytest.raises(RecipeError, match=r"batch\.growth"):
-        sweep(asked(tmp_path, overrides=(*QUICK, "batch.growth.2=128")))
+        sweep(requested(tmp_path, overrides=(*QUICK, "batch.growth.2=128")))
 
 
 def test_a_batch_that_cannot_be_run_is_refused_before_the_first_run(tmp_path: Path) -> None:
-    said: list[str] = []
+    message: list[str] = []
     cut = (*QUICK, "batch.global_size=48", "batch.micro_size=48")
     with pytest.raises(RecipeError, match=r"--batch-sizes: a run with 64 is not possible: .*micro_size=48"):
-        sweep(asked(tmp_path, overrides=cut, batch_sizes=(48, 64)), said.append)
+        sweep(requested(tmp_path, overrides=cut, batch_sizes=(48, 64)), message.append)
     with pytest.raises(
         RecipeError, match=r"--batch-sizes: a step of 5,000 samples cannot be made of an epoch of 1,438"
     ):
-        sweep(asked(tmp_path, overrides=QUICK, batch_sizes=(48, 5000)), said.append)
-    assert said == []
+        sweep(requested(tmp_path, overrides=QUICK, batch_sizes=(48, 5000)), message.append)
+    assert message == []
     assert not (tmp_path / RUNS_FILE).exists()
 
 
 def test_batch_norms_groups_follow_the_batch(tmp_path: Path) -> None:
     ghosts = (*QUICK, "model.ghost_batch_norm=32")
-    swept = sweep(asked(tmp_path, overrides=ghosts, batch_sizes=(16, 48, 64), lr_rules=("constant",)))
+    swept = sweep(requested(tmp_path, overrides=ghosts, batch_sizes=(16, 48, 64), lr_rules=("constant",)))
     assert [run.trouble for run in swept.runs.values()] == ["", "", ""]
     recipe = swept.loaded.recipe
     assert [with_batch(recipe, batch, 1).model.ghost_batch_norm for batch in (16, 48, 64)] == [None, 24, 32]
@@ -150,13 +152,13 @@ def test_a_run_that_fails_later_leaves_the_others(tmp_path: Path, monkeypatch: p
         return run_in_place(loaded, target, folder)
 
     monkeypatch.setattr("paceline_advisor.tuning.batch_sweep.run_in_place", limited)
-    report = conclude(sweep(asked(tmp_path, lr_rules=("constant",))))
+    report = conclude(sweep(requested(tmp_path, lr_rules=("constant",))))
     assert [(row.reached, row.steps is None) for row in report.rules[0].rows] == [(1, False), (0, True)]
     assert any("no more shared memory" in note for note in report.notes)
     monkeypatch.undo()
-    said: list[str] = []
-    assert all(run.reached for run in sweep(asked(tmp_path, lr_rules=("constant",)), said.append).runs.values())
-    assert said[0] == "1 of 2 runs are already done"
+    message: list[str] = []
+    assert all(run.reached for run in sweep(requested(tmp_path, lr_rules=("constant",)), message.append).runs.values())
+    assert message[0] == "1 of 2 runs are already done"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_steps_lie_between_two_evaluations(scores: Sequence[float], reached: boo
     assert steps_to(run, TARGET) == steps
 
 
-def made_up(knee: float = 100) -> Swept:
+def synthetic(knee: float = 100) -> Swept:
     """A sweep whose linear rule follows the law, and whose constant rule never gets there."""
     import math
 
@@ -180,13 +182,13 @@ def made_up(knee: float = 100) -> Swept:
             for rule in ("linear", "constant"):
                 (rate,) = rates_of("linear" if rule == "linear" else "constant", batch, 64, 0.2)
                 steps = 50 * (1 + knee / batch) * math.exp(0.02 * (seed - 1))
-                there = rule == "linear" or batch == 64
+                present = rule == "linear" or batch == 64
                 run = SweepRun(
                     batch=batch,
                     lr=rate,
                     seed=seed,
-                    reached=there,
-                    steps=steps if there else 500,
+                    reached=present,
+                    steps=steps if present else 500,
                     samples_per_step=batch,
                     evaluations=9,
                     seconds=1,
@@ -199,11 +201,11 @@ def made_up(knee: float = 100) -> Swept:
         lr_rules=("linear", "constant"),
         seeds=3,
     )
-    return Swept(asked=request, target=TARGET, loaded=loaded, base_rate=0.2, runs=runs)
+    return Swept(options=request, target=TARGET, loaded=loaded, base_rate=0.2, runs=runs)
 
 
 def test_the_knee_is_found_and_shown(tmp_path: Path) -> None:
-    report = conclude(made_up())
+    report = conclude(synthetic())
     linear, constant = report.rules
     assert linear.law is not None
     assert linear.law.critical_batch.middle == pytest.approx(100, rel=0.01)
@@ -218,7 +220,7 @@ def test_the_knee_is_found_and_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps_of", "said"),
+    ("steps_of", "message"),
     [
         (lambda batch, _: 10 * batch**0.5, "knee below"),
         (lambda batch, seed: 1e4 / batch**0.5 * 30.0 ** (seed - 1), "on neither side"),
@@ -228,25 +230,25 @@ def test_the_knee_is_found_and_shown(tmp_path: Path) -> None:
     ids=["rising", "no order", "falling", "level"],
 )
 def test_a_sweep_that_does_not_bound_its_knee_is_still_shown(
-    steps_of: Callable[[int, int], float], said: str, tmp_path: Path
+    steps_of: Callable[[int, int], float], message: str, tmp_path: Path
 ) -> None:
-    swept = made_up()
+    swept = synthetic()
     runs = {key: replace(run, steps=steps_of(run.batch, run.seed)) for key, run in swept.runs.items()}
-    report = conclude(replace(swept, asked=replace(swept.asked, lr_rules=("linear",)), runs=runs))
-    assert said in knee_in_words(report.rules[0])
+    report = conclude(replace(swept, options=replace(swept.options, lr_rules=("linear",)), runs=runs))
+    assert message in knee_in_words(report.rules[0])
     assert all("nan" not in cell for row in table_rows(report.rules[0]) for cell in row)
     assert len(write_result(tmp_path, "sweep-batch", report)) == 2
 
 
 def test_the_best_rate_is_the_one_with_which_most_get_there() -> None:
-    swept = made_up()
+    swept = synthetic()
     runs = {}
     for rate in rates_of("tuned", 64, 64, 0.2):
         for seed in range(3):
-            there = rate in (0.2, 0.4) or (rate == 0.05 and seed == 0)
+            present = rate in (0.2, 0.4) or (rate == 0.05 and seed == 0)
             steps = {0.05: 10.0, 0.2: 80.0, 0.4: 60.0}.get(rate, 500.0)
-            run = replace(swept.runs[64, 0.2, 0], lr=rate, seed=seed, reached=there, steps=steps)
+            run = replace(swept.runs[64, 0.2, 0], lr=rate, seed=seed, reached=present, steps=steps)
             runs[run.key] = run
-    tuned = replace(swept, asked=replace(swept.asked, batch_sizes=(64,), lr_rules=("tuned",)), runs=runs)
+    tuned = replace(swept, options=replace(swept.options, batch_sizes=(64,), lr_rules=("tuned",)), runs=runs)
     (row,) = conclude(tuned).rules[0].rows
     assert (row.lr, row.reached) == (0.4, 3)

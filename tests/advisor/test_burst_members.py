@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import LaunchError
 from paceline.recipe.load import load_recipe
-from paceline_advisor.bench.interleaved import of_all, run_bursts
+from paceline_advisor.bench.interleaved import of_all, run_interleaved
 from paceline_advisor.launches import Launch
 
 
@@ -56,7 +56,7 @@ def test_a_variant_that_cannot_be_started_is_reported_and_leaves_nothing(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     gc.collect()  # other tests' files are not closed meanwhile
     before = set(os.listdir("/proc/self/fd"))
-    found = run_bursts({"a": load_recipe(tiny_recipe).recipe}, rounds=1, block_seconds=0.05, processes=2)["a"]
+    found = run_interleaved({"a": load_recipe(tiny_recipe).recipe}, rounds=1, block_seconds=0.05, processes=2)["a"]
     assert found.trouble == "a process cannot be started (Argument list too long)"
     assert set(os.listdir("/proc/self/fd")) <= before
     assert list(tmp_path.iterdir()) == []

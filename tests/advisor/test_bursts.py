@@ -72,7 +72,7 @@ def recipe(path: Path, task: str = "") -> Recipe:
 @pytest.fixture(scope="module")
 def measured(tiny_recipe: Path, tasks: Path) -> dict[str, Any]:
     """Some variants in one go."""
-    from paceline_advisor.bench.interleaved import Variant, run_bursts
+    from paceline_advisor.bench.interleaved import Variant, run_interleaved
 
     variants = {
         "plain": recipe(tiny_recipe),
@@ -81,7 +81,7 @@ def measured(tiny_recipe: Path, tasks: Path) -> dict[str, Any]:
         "starved, computing": Variant(recipe=recipe(tiny_recipe, "Starved"), part="compute"),
         "starved, data": Variant(recipe=recipe(tiny_recipe, "Starved"), part="data"),
     }
-    return run_bursts(variants, rounds=4, block_seconds=0.2)
+    return run_interleaved(variants, rounds=4, block_seconds=0.2)
 
 
 def test_what_takes_longer_is_told_apart(measured: dict[str, Any]) -> None:
@@ -118,12 +118,12 @@ def test_parts_are_measured_by_themselves(measured: dict[str, Any]) -> None:
 
 
 def test_who_fails_is_reported_and_the_others_go_on(tiny_recipe: Path, tasks: Path) -> None:
-    from paceline_advisor.bench.interleaved import run_bursts
+    from paceline_advisor.bench.interleaved import run_interleaved
 
     variants = {name: recipe(tiny_recipe, task) for name, task in (("a", ""), ("b", "Greedy"), ("c", "Dying"))}
     variants["d"] = load_recipe(tiny_recipe, {"model.name": "no_such_network"}).recipe
-    said: list[str] = []
-    found = run_bursts(variants, rounds=2, block_seconds=0.1, say=said.append)
+    message: list[str] = []
+    found = run_interleaved(variants, rounds=2, block_seconds=0.1, log=message.append)
     assert (found["a"].trouble, len(found["a"].rounds)) == ("", 2)
     assert found["b"].out_of_memory
     assert "allocate memory" in found["b"].trouble
@@ -131,13 +131,13 @@ def test_who_fails_is_reported_and_the_others_go_on(tiny_recipe: Path, tasks: Pa
     assert "SIGKILL" in found["c"].trouble
     assert "no_such_network" in found["d"].trouble
     assert not found["d"].out_of_memory
-    assert any("once more alone" in line for line in said)
+    assert any("once more alone" in line for line in message)
 
 
 def test_several_processes_make_one_variant(tiny_recipe: Path, tasks: Path) -> None:
-    from paceline_advisor.bench.interleaved import run_bursts
+    from paceline_advisor.bench.interleaved import run_interleaved
 
-    found = run_bursts({"two": recipe(tiny_recipe)}, rounds=2, block_seconds=0.1, processes=2)["two"]
+    found = run_interleaved({"two": recipe(tiny_recipe)}, rounds=2, block_seconds=0.1, processes=2)["two"]
     assert found.trouble == ""
     assert found.facts["micro_batch_size"] == 8
     assert all(each.samples <= 16 * each.steps for each in found.rounds)
@@ -145,10 +145,10 @@ def test_several_processes_make_one_variant(tiny_recipe: Path, tasks: Path) -> N
 
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_what_is_measured_is_the_recipe_without_an_end(name: str, tmp_path: Path) -> None:
-    from paceline_advisor.bench.interleaved import for_bursts
+    from paceline_advisor.bench.interleaved import recipe_for_timing
 
     recipe = load_recipe(name).recipe
-    endless = for_bursts(recipe)
+    endless = recipe_for_timing(recipe)
     (tmp_path / "endless.yaml").write_text(to_yaml(endless))
     assert load_recipe(tmp_path / "endless.yaml").recipe == endless
     assert (endless.model, endless.data, endless.batch, endless.optimizer) == (
@@ -169,10 +169,11 @@ def test_a_steady_drift_favours_nobody() -> None:
 PROGRAM = """
 import sys
 from paceline.recipe.load import load_recipe, shipped_recipes, to_yaml
-from paceline_advisor.bench.interleaved import run_bursts
+from paceline_advisor.bench.interleaved import run_interleaved
 recipe = load_recipe(sys.argv[1], {"data.backend": "pytorch", "data.workers": 1}).recipe
 print("begun", flush=True)
-run_bursts(dict.fromkeys(sys.argv[2], recipe), rounds=1000, block_seconds=0.2, say=lambda line: print(line, flush=True))
+variants = dict.fromkeys(sys.argv[2], recipe)
+run_interleaved(variants, rounds=1000, block_seconds=0.2, log=lambda line: print(line, flush=True))
 """
 
 

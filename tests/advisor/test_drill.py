@@ -9,14 +9,14 @@ import pytest
 from paceline.errors import LaunchError, PacelineError, RecipeError
 from paceline.recipe.load import load_recipe
 from paceline_advisor.commands import Drill
+from paceline_advisor.drill.context import DrillContext
 from paceline_advisor.drill.faults import _copy_of_a_class, all_faults
-from paceline_advisor.drill.ground import Ground
 from paceline_advisor.drill.study import SHORTEST, drill, shortened
 
 
 def test_a_shortened_recipe_saves_often_and_keeps_its_own_warm_up_in_percent() -> None:
-    asked = Drill(recipe="digits", steps=40)
-    recipe = load_recipe("digits", shortened(asked)).recipe
+    requested = Drill(recipe="digits", steps=40)
+    recipe = load_recipe("digits", shortened(requested)).recipe
     assert str(recipe.train.duration) == "40 steps"
     assert (recipe.checkpoint.every.value, recipe.checkpoint.keep) == (4, 3)
     assert str(recipe.evaluate.every) == "10 steps"
@@ -26,21 +26,21 @@ def test_a_shortened_recipe_saves_often_and_keeps_its_own_warm_up_in_percent() -
 
 
 def test_a_warm_up_of_epochs_is_shortened_with_the_run() -> None:
-    asked = Drill(recipe="digits", overrides=("schedule.warmup=5 epochs",), steps=40)
-    warmup = load_recipe("digits", (*asked.overrides, *shortened(asked))).recipe.schedule.warmup
+    requested = Drill(recipe="digits", overrides=("schedule.warmup=5 epochs",), steps=40)
+    warmup = load_recipe("digits", (*requested.overrides, *shortened(requested))).recipe.schedule.warmup
     assert (warmup.value, warmup.unit) == (4, "steps")
 
 
 def test_what_the_recipe_switches_off_stays_off() -> None:
-    asked = Drill(recipe="digits", overrides=("evaluate.every=off", "checkpoint.keep=7"))
-    recipe = load_recipe("digits", (*asked.overrides, *shortened(asked))).recipe
+    requested = Drill(recipe="digits", overrides=("evaluate.every=off", "checkpoint.keep=7"))
+    recipe = load_recipe("digits", (*requested.overrides, *shortened(requested))).recipe
     assert recipe.evaluate.every is None
     assert recipe.checkpoint.keep == 7
 
 
 def test_several_processes_are_drilled_exactly() -> None:
-    asked = Drill(recipe="digits", processes=2)
-    assert load_recipe("digits", shortened(asked)).recipe.parallel.exact
+    requested = Drill(recipe="digits", processes=2)
+    assert load_recipe("digits", shortened(requested)).recipe.parallel.exact
 
 
 def test_a_run_too_short_to_be_disturbed_is_refused() -> None:
@@ -64,11 +64,11 @@ def test_a_rank_of_a_launch_cannot_drill(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_run_that_is_refused_once_it_has_been_planned_is_a_mistake_too(tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
     (tmp_path / "undisturbed" / "mine.txt").write_text("")
-    ground = Ground(
+    context = DrillContext(
         recipe="digits", overrides=(), processes=1, steps=SHORTEST, every=2, scratch=tmp_path, limit_seconds=100
     )
     with pytest.raises(PacelineError, match=r"without a fault \(exit code 2\): .* is not empty") as caught:
-        ground.train_undisturbed(ground.undisturbed)
+        context.train_undisturbed(context.undisturbed)
     assert caught.value.exit_code == 2
 
 

@@ -81,7 +81,7 @@ def disturb(*_: Any) -> None:
 
 
 @pytest.fixture
-def of_ones_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def custom(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Settings and states that no run would choose."""
     monkeypatch.setenv("TO_BE_KEPT", "yes")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
@@ -112,7 +112,7 @@ def a_broken_loader() -> None:
     raise DataError("the disk is gone")
 
 
-def control_c() -> None:
+def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -139,7 +139,7 @@ def test_rates_rise_as_asked(find: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_process_is_as_it_was(find: Callable[..., Any], of_ones_own: None, deterministic: bool) -> None:
+def test_the_process_is_as_it_was(find: Callable[..., Any], custom: None, deterministic: bool) -> None:
     before = process()
     overrides = {**SENSITIVE, "train.deterministic": deterministic, "train.float32_matmul": "highest"}
     found = find(overrides, on_loss=disturb)
@@ -148,10 +148,10 @@ def test_the_process_is_as_it_was(find: Callable[..., Any], of_ones_own: None, d
 
 
 @pytest.mark.parametrize(
-    ("error", "raised"), [(a_broken_loader, DataError), (control_c, KeyboardInterrupt)], ids=["loader", "Ctrl-C"]
+    ("error", "raised"), [(a_broken_loader, DataError), (interrupt, KeyboardInterrupt)], ids=["loader", "Ctrl-C"]
 )
 def test_it_is_also_after_an_error(
-    find: Callable[..., Any], of_ones_own: None, error: Callable[[], None], raised: type[BaseException]
+    find: Callable[..., Any], custom: None, error: Callable[[], None], raised: type[BaseException]
 ) -> None:
     before = process()
     with pytest.raises(raised):
@@ -173,19 +173,19 @@ def test_the_following_training_has_the_same_bits(find: Callable[..., Any], trai
 def test_a_suggestion_far_below_the_recipes_own_rate_is_told_of(find: Callable[..., Any]) -> None:
     """As of weights that were trained already: what falls are the first batches, which is no rate to train at."""
 
-    def falls_at_once(batch: Any, loss: torch.Tensor) -> torch.Tensor:
+    def falls_immediately(batch: Any, loss: torch.Tensor) -> torch.Tensor:
         return loss * 0 + (2 - batch.slice.step / 20 if batch.slice.step < 20 else 1.0)
 
-    far = find({"optimizer.lr": 10.0}, on_loss=falls_at_once, steps=60, lowest=1e-7, highest=1e-1, smoothing=0.5)
-    near = find({"optimizer.lr": 1e-5}, on_loss=falls_at_once, steps=60, lowest=1e-7, highest=1e-1, smoothing=0.5)
+    far = find({"optimizer.lr": 10.0}, on_loss=falls_immediately, steps=60, lowest=1e-7, highest=1e-1, smoothing=0.5)
+    near = find({"optimizer.lr": 1e-5}, on_loss=falls_immediately, steps=60, lowest=1e-7, highest=1e-1, smoothing=0.5)
     assert far.suggestions["median"].lr == near.suggestions["median"].lr is not None
     assert any("times below the recipe's own rate" in note for note in far.notes)
     assert not any("times below" in note for note in near.notes)
 
 
-@pytest.mark.parametrize(("rising", "told"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("rising", "reported"), [(True, False), (False, True)])
 def test_rates_above_the_highest_are_spoken_of_only_where_the_loss_still_falls(
-    find: Callable[..., Any], *, rising: bool, told: bool
+    find: Callable[..., Any], *, rising: bool, reported: bool
 ) -> None:
     """All steps may be taken although nothing better lies above: the loss rose, but not to four times its best."""
 
@@ -195,7 +195,7 @@ def test_rates_above_the_highest_are_spoken_of_only_where_the_loss_still_falls(
 
     found = find(on_loss=shaped, steps=40, smoothing=0.5)
     assert found.ending == "highest"
-    assert any("above it" in note for note in found.notes) == told
+    assert any("above it" in note for note in found.notes) == reported
 
 
 def test_it_ends_where_the_loss_diverges(find: Callable[..., Any]) -> None:
@@ -210,10 +210,10 @@ def test_it_ends_where_the_loss_diverges(find: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("what", [math.nan, math.inf])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_it_ends_where_the_loss_is_no_number(find: Callable[..., Any], what: float, precision: str) -> None:
-    def spoil(batch: Any, loss: torch.Tensor) -> torch.Tensor:
+    def corrupt(batch: Any, loss: torch.Tensor) -> torch.Tensor:
         return loss * what if batch.slice.step >= 20 else loss
 
-    found = find({"train.precision": precision}, on_loss=spoil, steps=40)
+    found = find({"train.precision": precision}, on_loss=corrupt, steps=40)
     assert (found.ending, len(found.rates)) == ("not_finite", 20)
     assert all(math.isfinite(each) for each in found.losses)
 
@@ -259,9 +259,9 @@ def test_a_recipe_with_the_rate_says_so(find: Callable[..., Any], tmp_path: Path
 def test_a_page_and_its_numbers(find: Callable[..., Any], tmp_path: Path) -> None:
     found = find(steps=60, highest=1.0, lowest=1e-5)
     document, page = write_result(tmp_path, "find-lr", found)
-    told = json.loads(document.read_text())
-    assert told["losses"] == list(found.losses)
-    assert told["suggestions"]["valley"]["lr"] == found.suggestions["valley"].lr
+    reported = json.loads(document.read_text())
+    assert reported["losses"] == list(found.losses)
+    assert reported["suggestions"]["valley"]["lr"] == found.suggestions["valley"].lr
     text = page.read_text()
     assert "Range test of tiny" in text
     assert "smoothed" in text
@@ -269,7 +269,7 @@ def test_a_page_and_its_numbers(find: Callable[..., Any], tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"lowest": 0.0}, "must go from a rate above 0"),
         ({"lowest": 1.0, "highest": 0.1}, "from 1 to 0.1 is not possible"),
@@ -281,8 +281,8 @@ def test_a_page_and_its_numbers(find: Callable[..., Any], tmp_path: Path) -> Non
         ({"divergence": 1.0}, "a factor above 1"),
     ],
 )
-def test_settings_that_cannot_be_are_told(tiny_recipe: Path, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(PacelineError, match=said):
+def test_settings_that_cannot_be_are_told(tiny_recipe: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(PacelineError, match=message):
         find_lr(tiny_recipe, quiet=True, **settings)
 
 

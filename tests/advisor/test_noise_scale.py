@@ -60,11 +60,11 @@ def test_a_run_is_measured_at_each_checkpoint_and_stays_as_it_is(tmp_path: Path)
     changes = ("checkpoint.every=4 steps", "checkpoint.keep=3", "train.duration=8 steps", "train.ema=0.5")
     train_recipe(load_recipe("digits", (*SMALL, *changes)), Options(run_dir=run))
     before = digest(run)
-    told: list[str] = []
-    report = measure_noise(NoiseScale(target=str(run), steps=5), told.append)
+    reported: list[str] = []
+    report = measure_noise(NoiseScale(target=str(run), steps=5), reported.append)
     assert digest(run) == before
     assert [point.step for point in report.points] == [4, 8]
-    assert len(told) == 2
+    assert len(reported) == 2
     one, other = (point.averages.mean_variance for point in report.points)
     assert one != other
     # The batch is cut for itself: one process, one micro-batch in the recipe.

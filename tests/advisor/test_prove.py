@@ -22,11 +22,11 @@ from paceline.recipe.load import load_recipe
 from paceline.tasks.task import Task, build_task
 from paceline.world import World
 from paceline_advisor.commands import Prove
-from paceline_advisor.prove.notes import Orders
+from paceline_advisor.prove.notes import RecorderConfig
+from paceline_advisor.prove.recorder import REFERENCE, Recorder
 from paceline_advisor.prove.reference import difference
-from paceline_advisor.prove.runs import Sizes, set_aside, shortened
+from paceline_advisor.prove.runs import Sizes, shortened, unproved_settings
 from paceline_advisor.prove.study import prove
-from paceline_advisor.prove.witness import REFERENCE, Witness
 
 Proof, Failed = Callable[..., Any], Callable[..., set[str]]
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -256,11 +256,11 @@ def test_an_override_without_effect_is_refused(proof: Proof) -> None:
         proof(overrides={"parallel.bucket_cap_mb": 7})
 
 
-@pytest.mark.parametrize(("found", "wanted", "relative"), [(1.0, 2.0, 0.5), (float("nan"), 2.0, float("inf"))])
-def test_a_gradient_that_is_no_number_differs_most(found: float, wanted: float, relative: float) -> None:
-    mine = {"a": torch.tensor([found]), "b": torch.tensor([1.0]), "c": None}
-    theirs = {"a": torch.tensor([wanted]), "b": torch.tensor([1.0]), "c": torch.zeros(1)}
-    gap = difference(mine, theirs)
+@pytest.mark.parametrize(("found", "expected", "relative"), [(1.0, 2.0, 0.5), (float("nan"), 2.0, float("inf"))])
+def test_a_gradient_that_is_no_number_differs_most(found: float, expected: float, relative: float) -> None:
+    ours = {"a": torch.tensor([found]), "b": torch.tensor([1.0]), "c": None}
+    theirs = {"a": torch.tensor([expected]), "b": torch.tensor([1.0]), "c": torch.zeros(1)}
+    gap = difference(ours, theirs)
     assert (gap.relative, gap.where) == (relative, "a")
 
 
@@ -288,29 +288,31 @@ def test_what_is_rehearsed_is_not_taken_for_training(
     recipe.write_text(DOCUMENTS.replace("PATH", str(tmp_path / "books")))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    asked = Prove(recipe=str(recipe), overrides=(f"batch.balance={str(balance).lower()}",), processes=1)
-    checks = {check.name: check for check in prove(asked, lambda _: None).checks}
+    requested = Prove(recipe=str(recipe), overrides=(f"batch.balance={str(balance).lower()}",), processes=1)
+    checks = {check.name: check for check in prove(requested, lambda _: None).checks}
     assert [check for check in checks.values() if check.verdict == "failed"] == []
     assert {checks[name].verdict for name in ("order", "samples", "gradient", "tail")} == {"passed"}
 
 
 def test_of_a_detector_s_pictures_some_are_taken_from_all_over(tmp_path: Path) -> None:
     task = build_task(load_recipe("shapes-maskrcnn").recipe)
-    orders = Orders(task=REFERENCE, folder=str(tmp_path), samples=5, evaluation_samples=3, double=True, kept_steps=())
-    whole = task.dataset
-    facts = Witness(task, orders).data_facts(World())
+    orders = RecorderConfig(
+        task=REFERENCE, folder=str(tmp_path), samples=5, evaluation_samples=3, double=True, kept_steps=()
+    )
+    complete = task.dataset
+    facts = Recorder(task, orders).data_facts(World())
     assert (facts.train_samples, facts.evaluation_samples) == (5, 3)
     few = task.dataset
     assert (len(few.train), len(few.validation)) == (5, 3)
-    for mine, its in ((0, 0), (1, 499), (4, 1999)):
-        assert few.train.path(mine) == whole.train.path(its)
-        assert (few.train.image(mine) == whole.train.image(its)).all()
-        assert (few.train.sizes[mine] == whole.train.sizes[its]).all()
-        boxes = (each.objects(number, masks=False).boxes for each, number in ((few.train, mine), (whole.train, its)))
+    for ours, its in ((0, 0), (1, 499), (4, 1999)):
+        assert few.train.path(ours) == complete.train.path(its)
+        assert (few.train.image(ours) == complete.train.image(its)).all()
+        assert (few.train.sizes[ours] == complete.train.sizes[its]).all()
+        boxes = (each.objects(number, masks=False).boxes for each, number in ((few.train, ours), (complete.train, its)))
         assert np.array_equal(*boxes)
 
 
-# What is for other machines, or of no use to a short run, is set aside, and told
+# What is for other machines, or of no use to a short run, is left out, and reported
 
 
 def test_adapters_that_drop_are_no_mistake(proof: Proof, failed: Failed) -> None:
@@ -331,10 +333,10 @@ class Doubled:
 
 
 def test_what_a_task_evaluates_in_the_networks_place_is_proved(proof: Any, failed: Any, tiny_task: Any) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
 
     def score(model: Any, batch: Batch, _: Any) -> None:
-        asked.append(type(model).__name__)
+        requested.append(type(model).__name__)
 
     def make(recipe: Any) -> Any:
         task = tiny_task(on_score=score)(recipe)
@@ -342,7 +344,7 @@ def test_what_a_task_evaluates_in_the_networks_place_is_proved(proof: Any, faile
         return task
 
     assert failed(proof(task=make)) == set()
-    assert set(asked) == {"Doubled"}
+    assert set(requested) == {"Doubled"}
 
 
 def test_a_task_that_knows_no_views_is_refused_by_its_own_name(proof: Any, tiny_task: Any) -> None:
@@ -355,9 +357,9 @@ def test_a_task_that_knows_no_views_is_refused_by_its_own_name(proof: Any, tiny_
         proof(task=make, overrides={"evaluate.augment": "flip"})
 
 
-def test_whatever_a_task_can_be_asked_the_witness_passes_on() -> None:
+def test_recorder_forwards_every_task_method() -> None:
     hooks = {name for name, each in vars(Task).items() if callable(each)} - {"__init__"}
-    assert hooks <= set(vars(Witness))
+    assert hooks <= set(vars(Recorder))
 
 
 def test_adapters_drop_nothing_in_short_runs(tiny_recipe: Path) -> None:
@@ -365,4 +367,4 @@ def test_adapters_drop_nothing_in_short_runs(tiny_recipe: Path) -> None:
     recipe = load_recipe(tiny_recipe, overrides).recipe
     adapters = shortened(recipe, Sizes.of(52, 21, 1), micro_batch=4).model.adapters
     assert (adapters.rank, adapters.dropout) == (2, 0.0)
-    assert set(set_aside(recipe)) == {"model.adapters.dropout=0.2", "parallel.strategy=ddp"}
+    assert set(unproved_settings(recipe)) == {"model.adapters.dropout=0.2", "parallel.strategy=ddp"}

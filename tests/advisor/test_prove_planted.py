@@ -50,8 +50,8 @@ TRUE = SimpleNamespace(
 
 
 def without_the_tail(samples: int, sizes: Any) -> Any:
-    whole = Epochs.cut(samples, sizes)
-    phases = (dataclasses.replace(each, steps_per_epoch=samples // each.global_batch_size) for each in whole.phases)
+    complete = Epochs.cut(samples, sizes)
+    phases = (dataclasses.replace(each, steps_per_epoch=samples // each.global_batch_size) for each in complete.phases)
     return Epochs(samples, tuple(phases))
 
 
@@ -161,12 +161,12 @@ SAID = {
 
 @pytest.mark.parametrize("case", [*TRAINERS, *(pytest.param(case, marks=pytest.mark.thorough) for case in THOROUGH)])
 def test_a_trainer_that(case: str, proof: Proof, failed: Failed, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, name, replacement, wanted, asked = (TRAINERS | THOROUGH)[case]
+    where, name, replacement, expected, requested = (TRAINERS | THOROUGH)[case]
     monkeypatch.setattr(where, name, replacement)
-    networks = {key: asked[key] for key in asked if key == "make_network"}
-    checks = proof(overrides={key: each for key, each in asked.items() if key not in networks}, **networks)
-    assert failed(checks) >= wanted
-    assert failed(checks) == wanted or case.startswith(MORE_FAIL)
+    networks = {key: requested[key] for key in requested if key == "make_network"}
+    checks = proof(overrides={key: each for key, each in requested.items() if key not in networks}, **networks)
+    assert failed(checks) >= expected
+    assert failed(checks) == expected or case.startswith(MORE_FAIL)
     check, words = SAID.get(case, ("run", ""))
     assert words in checks[check].found
 
@@ -259,8 +259,10 @@ def whole_only(true: Any, geometry: Any, *given: Any) -> Iterator[Batch]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("stream", "wanted"), [(without_the_epoch, {"order"}), (whole_only, {"tail", "order", "run"})])
-def test_a_pipeline_of_ones_own(proof: Proof, failed: Failed, tiny_task: Any, stream: Any, wanted: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("stream", "expected"), [(without_the_epoch, {"order"}), (whole_only, {"tail", "order", "run"})]
+)
+def test_a_pipeline_of_ones_own(proof: Proof, failed: Failed, tiny_task: Any, stream: Any, expected: set[str]) -> None:
     def make(recipe: Any) -> Any:
         task = tiny_task()(recipe)
         opened = task.open_pipeline
@@ -274,12 +276,12 @@ def test_a_pipeline_of_ones_own(proof: Proof, failed: Failed, tiny_task: Any, st
         return task
 
     checks = proof(task=make)
-    assert failed(checks) >= wanted
+    assert failed(checks) >= expected
     if stream is whole_only:
         assert "step 3 took 0 samples instead of 9" in checks["tail"].found
         assert "StopIteration" in checks["run"].found
     else:
-        assert failed(checks) == wanted
+        assert failed(checks) == expected
 
 
 # Networks of one's own
@@ -317,11 +319,11 @@ NETWORKS: dict[str, tuple[Callable[[Any], nn.Module], set[str], str]] = {
 
 @pytest.mark.parametrize("case", NETWORKS)
 def test_a_network_that(case: str, proof: Proof, failed: Failed, perceptron: type[nn.Module]) -> None:
-    make, wanted, words = NETWORKS[case]
-    asked = {"model.options": "{dropout: 0.3}"} if "asked for" in case else {}
-    checks = proof(make_network=lambda: make(perceptron), overrides=asked)
-    assert failed(checks) == wanted
-    assert words in checks[max(wanted)].found
+    make, expected, words = NETWORKS[case]
+    requested = {"model.options": "{dropout: 0.3}"} if "asked for" in case else {}
+    checks = proof(make_network=lambda: make(perceptron), overrides=requested)
+    assert failed(checks) == expected
+    assert words in checks[max(expected)].found
 
 
 def test_a_dropout_that_is_never_called(proof: Proof, failed: Failed, perceptron: type[nn.Module]) -> None:

@@ -17,7 +17,7 @@ from paceline_advisor.tuning import tune as module
 
 
 @pytest.fixture
-def asked(tiny_recipe: Path, tmp_path: Path) -> Callable[..., Tune]:
+def requested(tiny_recipe: Path, tmp_path: Path) -> Callable[..., Tune]:
     """``asked("optimizer.lr: [0.1, 0.2]", trials=3)``; each evaluates twenty times."""
 
     def make(search: str, *overrides: str, **more: Any) -> Tune:
@@ -30,7 +30,7 @@ def asked(tiny_recipe: Path, tmp_path: Path) -> Callable[..., Tune]:
 
 
 @pytest.mark.parametrize(
-    ("search", "said"),
+    ("search", "message"),
     [
         ("", "must map recipe keys"),
         ("- 1", "must map recipe keys"),
@@ -47,19 +47,21 @@ def asked(tiny_recipe: Path, tmp_path: Path) -> Callable[..., Tune]:
         ("a: [", "cannot be read"),
     ],
 )
-def test_a_wrong_search_is_refused_before_the_first_trial(asked: Callable[..., Tune], search: str, said: str) -> None:
+def test_a_wrong_search_is_refused_before_the_first_trial(
+    requested: Callable[..., Tune], search: str, message: str
+) -> None:
     with pytest.raises(RecipeError, match=r"search\.yaml") as raised:
-        module.tune(asked(search), lambda _: None)
-    assert said in str(raised.value)
-    assert not asked(search).output.exists()
+        module.tune(requested(search), lambda _: None)
+    assert message in str(raised.value)
+    assert not requested(search).output.exists()
 
 
 def test_a_bad_trial_is_stopped_and_another_search_is_refused(
-    asked: Callable[..., Tune], monkeypatch: pytest.MonkeyPatch
+    requested: Callable[..., Tune], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_UNPRUNED_TRIALS", 1)
     # Rates of the second kind learn nothing; a run of it is long enough to be stopped.
-    search = asked("optimizer.lr: [0.05, 1.0e-12]", "train.duration=2000 steps", trials=4)
+    search = requested("optimizer.lr: [0.05, 1.0e-12]", "train.duration=2000 steps", trials=4)
     report = module.tune(search, lambda _: None)
     states = [(each.params["optimizer.lr"], each.state.name) for each in report.trials]
     good = next(number for number, (rate, _) in enumerate(states) if rate == 0.05)
@@ -69,4 +71,4 @@ def test_a_bad_trial_is_stopped_and_another_search_is_refused(
     document = report.to_json()
     assert document["best"] == report.ranked[0].user_attrs["run"]
     with pytest.raises(RunDirectoryError, match="another search"):
-        module.tune(asked("optimizer.lr: [0.1]", trials=9), lambda _: None)
+        module.tune(requested("optimizer.lr: [0.1]", trials=9), lambda _: None)

@@ -17,23 +17,23 @@ _FLAGS = (
 _PATIENCE_MS = 90_000
 
 
-class Opened:
+class OpenedPage:
     """A page in the browser.
 
     Attributes:
         page: Playwright's.
         requests: Addresses that it asked for.
-        complaints: Whatever it wrote to the console, and errors that nobody caught.
+        unreadable_files: Whatever it wrote to the console, and errors that nobody caught.
     """
 
     def __init__(self, page: Any) -> None:
         self.page = page
         self.requests: list[str] = []
-        self.complaints: list[str] = []
+        self.unreadable_files: list[str] = []
         page.on("request", lambda request: self.requests.append(request.url))
-        page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("dialog", lambda dialog: self.complaints.append(f"dialog: {dialog.message}") or dialog.dismiss())
+        page.on("console", lambda message: self.unreadable_files.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: self.unreadable_files.append(str(error)))
+        page.on("dialog", lambda dialog: self.unreadable_files.append(f"dialog: {dialog.message}") or dialog.dismiss())
 
     def figure(self, title: str) -> dict[str, Any]:
         """What Plotly has drawn in the chart of that title: its data, read from the page."""
@@ -67,17 +67,17 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def show(browser: Any) -> Iterator[Callable[..., Opened]]:
+def show(browser: Any) -> Iterator[Callable[..., OpenedPage]]:
     """``show(path, width=…, scheme=…, before=…)`` opens a page, or a URL, and waits until its charts are drawn."""
     contexts = []
 
     def open_page(
         path: Path | str, *, width: int = 1280, scheme: str = "light", before: str = "", drawn: bool = True
-    ) -> Opened:
+    ) -> OpenedPage:
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         contexts.append(context)
         context.set_default_timeout(_PATIENCE_MS)
-        opened = Opened(context.new_page())
+        opened = OpenedPage(context.new_page())
         if before:
             opened.page.add_init_script(before)
         opened.page.goto(path if isinstance(path, str) else path.resolve().as_uri())

@@ -59,9 +59,9 @@ def folder(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def events(run: Path, kind: str, **wanted: str) -> list[dict[str, Any]]:
-    told = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return [each for each in told if each["event"] == kind and wanted.items() <= each.items()]
+def events(run: Path, kind: str, **expected: str) -> list[dict[str, Any]]:
+    reported = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [each for each in reported if each["event"] == kind and expected.items() <= each.items()]
 
 
 def points(found: list[dict[str, Any]], key: str) -> list[tuple[int, float | None]]:
@@ -74,7 +74,7 @@ def test_nothing_is_asked_for_and_nothing_goes_wrong(folder: Path, show: Call) -
         opened.page.mouse.wheel(0, 100_000)
         opened.page.hover(".plot")
         assert opened.requests == [(folder / name).resolve().as_uri()]
-        assert opened.complaints == []
+        assert opened.unreadable_files == []
         # Even a script that got in could not ask for anything.
         refused = opened.page.evaluate("fetch('https://example.invalid/').then(() => 'asked', () => 'refused')")
         assert refused == "refused"
@@ -128,10 +128,10 @@ def test_nothing_is_cut_off_or_lies_upon_another(folder: Path, show: Call, name:
             .map(({left, right, top, bottom}) => [left, right, top, bottom])"""
     )
     assert len(boxes) >= 9
-    for at, (left, right, top, bottom) in enumerate(boxes):
-        assert 0 <= left < right <= width
+    for at, (remaining, right, top, bottom) in enumerate(boxes):
+        assert 0 <= remaining < right <= width
         for other in boxes[at + 1 :]:
-            assert right <= other[0] or other[1] <= left or bottom <= other[2] or other[3] <= top
+            assert right <= other[0] or other[1] <= remaining or bottom <= other[2] or other[3] <= top
     outside = page.evaluate(
         """() => [...document.querySelectorAll(".plot")].flatMap(plot => {
             const box = plot.getBoundingClientRect();

@@ -21,7 +21,7 @@ def assert_refused(done: Done, *words: str) -> None:
     assert done.refused(*words).err.count("\n") == 1, done.err
 
 
-def everything_in(root: Path) -> dict[str, bytes]:
+def files_in(root: Path) -> dict[str, bytes]:
     """All files under a directory with their contents; of a lock, which names who held it last, none."""
     files = [path for path in sorted(root.rglob("*")) if path.is_file()]
     return {str(path.relative_to(root)): b"" if path.name == ".lock" else path.read_bytes() for path in files}
@@ -122,7 +122,7 @@ def test_a_file_that_is_no_image(
 def test_a_directory_that_cannot_be(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("mine")
     assert_refused(paceline_here("train", "digits", *tiny, "--run-dir", place), place)
-    assert everything_in(tmp_path) == {"file": b"mine"}
+    assert files_in(tmp_path) == {"file": b"mine"}
 
 
 def test_damaged_weights_are_not_scored(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
@@ -194,10 +194,10 @@ def test_prediction_of_a_broken_image(paceline_here: Call, finished: Path, tmp_p
     """The others are labelled all the same."""
     write_images(tmp_path / "photos", 2)
     (tmp_path / "photos" / "1a.png").write_bytes(b"this is no image")
-    told, as_json = (paceline_here("predict", finished, "photos", *more) for more in ((), ("--json",)))
-    assert (told.code, as_json.code, told.err, as_json.err) == (1, 1, "", "")
-    assert [line.split()[0] for line in told.out.splitlines()] == [f"photos/{n}.png" for n in ("0", "1", "1a")]
-    assert "unreadable" in told.out.splitlines()[2]
+    reported, as_json = (paceline_here("predict", finished, "photos", *more) for more in ((), ("--json",)))
+    assert (reported.code, as_json.code, reported.err, as_json.err) == (1, 1, "", "")
+    assert [line.split()[0] for line in reported.out.splitlines()] == [f"photos/{n}.png" for n in ("0", "1", "1a")]
+    assert "unreadable" in reported.out.splitlines()[2]
     rows = as_json.document
     assert [row["error"] is None for row in rows] == [True, True, False]
     assert [len(row["labels"]) for row in rows] == [3, 3, 0]
@@ -261,14 +261,14 @@ def few_files() -> Iterator[None]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("asked", [("--plan-only",), ("--run-dir", "run")], ids=["plan", "run"])
+@pytest.mark.parametrize("requested", [("--plan-only",), ("--run-dir", "run")], ids=["plan", "run"])
 def test_loader_processes_that_would_run_out_of_files(
-    paceline_here: Any, write_images: Any, tmp_path: Path, few_files: None, asked: tuple[str, ...]
+    paceline_here: Any, write_images: Any, tmp_path: Path, few_files: None, requested: tuple[str, ...]
 ) -> None:
     for name in ("cat", "dog"):
         write_images(tmp_path / "photos" / name, count=8)
     overrides = ("data.path=photos", "data.image_size=32", "model.name=small_resnet", "model.options=null")
-    done = paceline_here("train", *FOLDER, *overrides, "batch.global_size=4", "data.workers=20", *asked)
+    done = paceline_here("train", *FOLDER, *overrides, "batch.global_size=4", "data.workers=20", *requested)
     assert_refused(done, "20 loader processes (data.workers=20, data.prefetch=2)", "'ulimit -n ", "lower data.workers")
     assert not (tmp_path / "run").exists()
 

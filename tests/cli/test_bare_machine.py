@@ -18,9 +18,9 @@ def _own_mounts(in_shell: InShell) -> None:
 def test_a_run_needs_no_proc(tiny: tuple[str, ...], tmp_path: Path, in_shell: InShell) -> None:
     _own_mounts(in_shell)
     script = """unshare -m bash -c 'mount -t tmpfs none /proc && exec "$@"' "$0" "$@" """
-    code, told = in_shell(script, "train", "digits", *tiny, "--run-dir", "run")
-    assert code == 0, told
-    assert "Traceback" not in told  # a library of torch's may say that it misses /proc/cpuinfo
+    code, reported = in_shell(script, "train", "digits", *tiny, "--run-dir", "run")
+    assert code == 0, reported
+    assert "Traceback" not in reported  # a library of torch's may say that it misses /proc/cpuinfo
 
 
 def test_without_a_folder_for_temporary_files_the_launcher_says_so(
@@ -29,14 +29,14 @@ def test_without_a_folder_for_temporary_files_the_launcher_says_so(
     _own_mounts(in_shell)
     read_only = f"for each in /tmp /var/tmp {tmp_path}; do mount --bind -o ro $each $each; done; cd {tmp_path}"
     script = f"""TMPDIR=/no-such unshare -m bash -c '{read_only} && exec "$@"' "$0" "$@" """
-    code, told = in_shell(script, "train", "digits", *tiny, "--processes", "2", "--run-dir", "run")
+    code, reported = in_shell(script, "train", "digits", *tiny, "--processes", "2", "--run-dir", "run")
     assert code == 2
-    assert len(told.splitlines()) == 1
-    assert "TMPDIR" in told
+    assert len(reported.splitlines()) == 1
+    assert "TMPDIR" in reported
 
 
 def test_too_small_an_address_space_is_named(tiny: tuple[str, ...], tmp_path: Path, in_shell: InShell) -> None:
-    code, told = in_shell('ulimit -v 1500000; exec "$@"', "train", "digits", *tiny)
+    code, reported = in_shell('ulimit -v 1500000; exec "$@"', "train", "digits", *tiny)
     assert code == 2
-    assert len(told.splitlines()) == 1
-    assert "ulimit -v" in told
+    assert len(reported.splitlines()) == 1
+    assert "ulimit -v" in reported

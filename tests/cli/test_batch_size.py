@@ -53,12 +53,12 @@ def test_a_sweep_prints_each_rule_and_goes_on(paceline_here: Call, tiny: tuple[s
 
 
 def test_plan_and_run_say_the_same_of_a_batch_larger_than_the_data(paceline_here: Call, tiny: tuple[str, ...]) -> None:
-    asked = (*tiny, "data.subset=12", "batch.global_size=64", "train.duration=2 steps")
-    planned = paceline_here("train", "digits", *asked, "--plan-only")
-    run = paceline_here("train", "digits", *asked, "--run-dir", "run")
+    requested = (*tiny, "data.subset=12", "batch.global_size=64", "train.duration=2 steps")
+    planned = paceline_here("train", "digits", *requested, "--plan-only")
+    run = paceline_here("train", "digits", *requested, "--run-dir", "run")
     assert (planned.code, run.code) == (0, 0), run.err
-    told = "batch.global_size=64: larger than the 12 training samples, so the global batch is 12"
-    assert told in " ".join(planned.out.split())
-    assert told in " ".join(run.out.split())
+    reported = "batch.global_size=64: larger than the 12 training samples, so the global batch is 12"
+    assert reported in " ".join(planned.out.split())
+    assert reported in " ".join(run.out.split())
     assert "2 steps of 12 " in run.out
     assert "64 = 1 process x 1 micro-batch x 64 samples, cut to 12 samples" in planned.out

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from calls import Call
 
-from paceline.data.image.feeding import Feeding, remember
+from paceline.data.image.feeding import FeedRates, remember
 from paceline.recipe.load import load_recipe
 
 SHORT = ("--rounds", "2", "--seconds", "0.05")
@@ -77,11 +77,11 @@ def test_loader_processes_are_those_of_a_run(paceline_here: Call, write_images: 
         "batch: {global_size: 8}\nparallel: {device: cpu}\ntrain: {precision: fp32, duration: 9 epochs}\n"
     )
     bench = ("bench", "photos.yaml", "--parts", "data", *SHORT)
-    told = paceline_here(*bench).ended(0)
-    assert "data.workers=auto: " in told.out
-    assert "would first measure" in told.out
+    reported = paceline_here(*bench).ended(0)
+    assert "data.workers=auto: " in reported.out
+    assert "would first measure" in reported.out
     # What a run has measured and remembered is what is used.
-    remember(load_recipe(tmp_path / "photos.yaml").recipe, Feeding({0: 1.0, 2: 10.0}, alone=20.0))
+    remember(load_recipe(tmp_path / "photos.yaml").recipe, FeedRates({0: 1.0, 2: 10.0}, alone=20.0))
     document = paceline_here(*bench, "--json").document
     (row,) = document["rows"]
     assert (row["workers"], row["workers_measured"]) == (2, True)
@@ -105,15 +105,15 @@ def test_latencies(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -
         ]
         assert rows[4]["scenario"] == "offline"
         for row in rows[:4]:
-            told = row["latency_seconds"]
-            assert 0 < told["p50"] <= told["p90"] <= told["p95"] <= told["p99"]
+            reported = row["latency_seconds"]
+            assert 0 < reported["p50"] <= reported["p90"] <= reported["p95"] <= reported["p99"]
             # The one is a mean over parts, of which the last, shorter one is left out: near, also where some are slow.
-            assert row["samples_per_second"]["middle"] == pytest.approx(row["batch_size"] / told["mean"], rel=0.5)
+            assert row["samples_per_second"]["middle"] == pytest.approx(row["batch_size"] / reported["mean"], rel=0.5)
 
 
 def test_time_to_a_target(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
-    asked = ("train.duration=40 steps", "evaluate.every=10 steps", "checkpoint.every=off")
-    bench = ("bench", "digits", *tiny, *asked, "--price-per-hour", "3.6", "--json")
+    requested = ("train.duration=40 steps", "evaluate.every=10 steps", "checkpoint.every=off")
+    bench = ("bench", "digits", *tiny, *requested, "--price-per-hour", "3.6", "--json")
     done = paceline_here(*bench, "--runs", "2", "--to", "top1_accuracy=20", "--output", "out").ended(0)
     row = done.document["rows"][0]
     assert row["reached"] == 2

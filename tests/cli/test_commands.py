@@ -109,17 +109,17 @@ def test_version(paceline_here: Call) -> None:
 @pytest.mark.real_processes
 @pytest.mark.everyday
 def test_help_loads_no_torch_and_is_there_at_once(paceline: Call) -> None:
-    def spent(do: Callable[[], Any]) -> float:
+    def used_seconds(do: Callable[[], Any]) -> float:
         # Of the processor: the clock on the wall also counts what else the machine does.
-        begun = resource.getrusage(resource.RUSAGE_CHILDREN)
+        started = resource.getrusage(resource.RUSAGE_CHILDREN)
         do()
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return ended.ru_utime + ended.ru_stime - begun.ru_utime - begun.ru_stime
+        return ended.ru_utime + ended.ru_stime - started.ru_utime - started.ru_stime
 
     bare, seconds = [], []
     for _ in range(5):
-        bare.append(spent(lambda: subprocess.run([sys.executable, "-c", "pass"], check=True)))
-        seconds.append(spent(lambda: paceline("--help")))
+        bare.append(used_seconds(lambda: subprocess.run([sys.executable, "-c", "pass"], check=True)))
+        seconds.append(used_seconds(lambda: paceline("--help")))
     assert paceline("--help").code == 0
     traced = paceline("--help", interpreter=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip() for line in traced.err.splitlines()}
@@ -139,12 +139,12 @@ def test_what_needs_no_torch_loads_none(paceline: Call, arguments: tuple[str, ..
 
 
 def test_recipes(paceline_here: Call) -> None:
-    told, as_json = paceline_here("recipes"), paceline_here("recipes", "--json")
+    reported, as_json = paceline_here("recipes"), paceline_here("recipes", "--json")
     rows = as_json.document
     assert {"name", "task", "description"} == set(rows[0])
     assert {"digits", "image_folder"} <= {row["name"] for row in rows}
     for row in rows:
-        assert row["name"] in told.out
+        assert row["name"] in reported.out
         assert row["description"]
 
 
@@ -174,8 +174,8 @@ def test_environment(paceline_here: Call) -> None:
     assert document["jpeg_decoder"].startswith("compiled, with ") or "is not available (" in document["jpeg_decoder"]
     assert document["backends"]["pytorch"] == "available"
     assert document["backends"]["dali"] == "available" or "pip install" in document["backends"]["dali"]
-    told = paceline_here("env").ended(0)
-    assert "devices" in told.out
+    reported = paceline_here("env").ended(0)
+    assert "devices" in reported.out
 
 
 # ----------------------------------------------------------------------------------------------- what a run is
@@ -294,12 +294,12 @@ def test_train_as_json(
 
 def test_the_plan_for_a_cluster_needs_no_cluster(paceline_here: Call, tmp_path: Path) -> None:
     arguments = ("train", "digits", "batch.global_size=640", "--plan-only", "--processes", "64")
-    told, as_json = paceline_here(*arguments), paceline_here(*arguments, "--json")
+    reported, as_json = paceline_here(*arguments), paceline_here(*arguments, "--json")
     plan = as_json.document["plan"]
     assert (plan["world_size"], plan["micro_batch_size"], plan["logical_ranks"]) == (64, 10, 64)
     assert plan["strategy"] == "ddp"
-    assert (told.code, told.err) == (0, "")
-    assert "640 = 64 processes x 1 micro-batch x 10 samples" in told.out
+    assert (reported.code, reported.err) == (0, "")
+    assert "640 = 64 processes x 1 micro-batch x 10 samples" in reported.out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -314,9 +314,9 @@ def test_evaluate(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
     checkpoint = finished / "checkpoints" / "step-00000006"
     for target in (checkpoint, checkpoint / "ema.safetensors"):
         assert paceline_here("evaluate", target, "--json").document == answer
-    told = paceline_here("evaluate", finished)
-    assert (told.code, told.err) == (0, "")
-    assert f"{answer['top1_accuracy']:.2f} %" in told.out
+    reported = paceline_here("evaluate", finished)
+    assert (reported.code, reported.err) == (0, "")
+    assert f"{answer['top1_accuracy']:.2f} %" in reported.out
 
 
 def test_evaluate_by_class(paceline_here: Call, finished: Path) -> None:
@@ -326,12 +326,12 @@ def test_evaluate_by_class(paceline_here: Call, finished: Path) -> None:
     right = sum(each["recall"] * each["count"] / 100 for each in classes)
     assert round(right) == answer["top1_correct"]
     assert answer["mean"]["f1"] == pytest.approx(sum(each["f1"] for each in classes) / len(classes))
-    told = paceline_here("evaluate", finished, "--per-class")
-    assert (told.code, told.err) == (0, "")
-    first = [line.split()[0] for line in told.out.splitlines() if line.strip()]
+    reported = paceline_here("evaluate", finished, "--per-class")
+    assert (reported.code, reported.err) == (0, "")
+    first = [line.split()[0] for line in reported.out.splitlines() if line.strip()]
     rows = [each for each in first if each in {known["class"] for known in classes}]
     assert rows == [each["class"] for each in classes]
-    assert f"{classes[0]['f1']:.2f} %" in told.out
+    assert f"{classes[0]['f1']:.2f} %" in reported.out
 
 
 def test_evaluate_the_best(paceline_here: Call, finished: Path) -> None:
@@ -342,14 +342,14 @@ def test_evaluate_the_best(paceline_here: Call, finished: Path) -> None:
 
 def test_evaluate_at_several_sizes(paceline_here: Call, finished: Path, tiny: tuple[str, ...], tmp_path: Path) -> None:
     assert paceline_here("train", "digits", *tiny, "data.holdout_fraction=0.1", "--run-dir", "run").code == 0
-    told = paceline_here("evaluate", "run", "--sizes", "8,12,16")
-    assert (told.code, told.err) == (0, "")
-    assert "on 143 training images that were held out" in told.out
+    reported = paceline_here("evaluate", "run", "--sizes", "8,12,16")
+    assert (reported.code, reported.err) == (0, "")
+    assert "on 143 training images that were held out" in reported.out
     document = paceline_here("evaluate", "run", "--sizes", "8,12,16", "--json").document
     assert [row["size"] for row in document["sizes"]] == [8, 12, 16]
-    assert f"best by top1_accuracy: data.evaluation_size={document['best_size']}" in told.out
+    assert f"best by top1_accuracy: data.evaluation_size={document['best_size']}" in reported.out
     for row in document["sizes"]:
-        assert f"{row['top1_accuracy']:.2f} %" in told.out
+        assert f"{row['top1_accuracy']:.2f} %" in reported.out
     on_validation = paceline_here("evaluate", finished, "--sizes", "8,12", "--on", "validation")
     assert "on 359 validation images" in on_validation.out
     assert "note: a size chosen on the validation images is fitted to them" in on_validation.out
@@ -370,7 +370,7 @@ def test_predictions_file(paceline_here: Call, finished: Path, tmp_path: Path, s
         assert all(str(row["target"]) == row["target_class"] for row in rows)  # the classes of digits
         pairs = [[row["prediction"], row["target"]] for row in rows]
     assert len(pairs) == 359
-    assert sum(left == right for left, right in pairs) == answer["top1_correct"]
+    assert sum(remaining == right for remaining, right in pairs) == answer["top1_correct"]
 
 
 def test_predict(paceline_here: Call, finished: Path, tmp_path: Path, write_images: Call) -> None:
@@ -383,8 +383,8 @@ def test_predict(paceline_here: Call, finished: Path, tmp_path: Path, write_imag
         assert set(row["labels"]) <= {str(digit) for digit in range(10)}
     everything = paceline_here("predict", finished, "photos/1.png", "--top-k", "99", "--json").document
     assert sum(everything[0]["probabilities"]) == pytest.approx(1)
-    told = paceline_here("predict", finished, "photos")
-    assert (told.code, told.err, len(told.out.splitlines())) == (0, "", 3)
+    reported = paceline_here("predict", finished, "photos")
+    assert (reported.code, reported.err, len(reported.out.splitlines())) == (0, "", 3)
 
 
 def test_predict_reports_what_it_leaves_out(
@@ -399,8 +399,8 @@ def test_predict_reports_what_it_leaves_out(
     assert done.document["left_out"] == [done.err.removeprefix("note: ").rstrip()]
     answers = (tmp_path / "answers.csv").read_text(encoding="utf-8")
     assert "\nphotos/caf\\udce9.png,1," in answers
-    told = paceline_here("predict", finished, "photos")
-    assert (told.code, told.err) == (0, done.err)
+    reported = paceline_here("predict", finished, "photos")
+    assert (reported.code, reported.err) == (0, done.err)
     os.mkfifo(tmp_path / "pipe.png")
     refused = paceline_here("predict", finished, "pipe.png")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
@@ -415,8 +415,8 @@ def test_a_run_in_parts(paceline_here: Call, tmp_path: Path, tiny: tuple[str, ..
     stopped = strict_json((tmp_path / "run" / "summary.json").read_text())
     assert (stopped["status"], stopped["step"], stopped["details"]["ending"]) == ("stopped", 3, "until")
     assert paceline_here(*command, "--until", "3 steps").code == 75  # there already
-    whole = paceline_here(*command)
-    assert (whole.code, whole.err) == (0, "")
+    complete = paceline_here(*command)
+    assert (complete.code, complete.err) == (0, "")
     ended, undisturbed = (strict_json((each / "summary.json").read_text()) for each in (tmp_path / "run", finished))
     assert ended["weights_sha256"] == undisturbed["weights_sha256"]
     message = "train.until: found 3, but a duration is a number with a unit"
@@ -455,8 +455,8 @@ def _left(*arguments: str, folder: Path, lines: int = 0) -> tuple[int, str, str]
         if lines:
             with os.fdopen(reader, buffering=1) as output:
                 read = "".join(output.readline() for _ in range(lines))
-        _, told = process.communicate(timeout=120)
-    return process.returncode, told, read
+        _, reported = process.communicate(timeout=120)
+    return process.returncode, reported, read
 
 
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
@@ -477,9 +477,9 @@ def test_a_verdict_that_nobody_reads_is_no_other(finished: Path, tmp_path: Path)
 def test_a_run_goes_on_when_its_reader_leaves(tiny: tuple[str, ...], tmp_path: Path) -> None:
     """`paceline train … | true` trains to its end, and ends with the exit code that it would have had."""
     command = ("train", "digits", *tiny, "train.until=2 steps", "--run-dir", "run")
-    code, told, _ = _left(*command, folder=tmp_path)
-    assert code == 75, told
-    assert told == "paceline: progress is no longer shown (Broken pipe); the run continues.\n"
+    code, reported, _ = _left(*command, folder=tmp_path)
+    assert code == 75, reported
+    assert reported == "paceline: progress is no longer shown (Broken pipe); the run continues.\n"
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "stopped"
 
 
@@ -521,8 +521,8 @@ print(result.status, result.summary.weights_sha256, result.metrics["top1_accurac
 
 
 def test_a_plan_names_the_optimizer_and_what_moves_with_the_step(paceline_here: Call) -> None:
-    asked = ("optimizer.clip_norm=1", "schedule.momentum.name=linear", "schedule.momentum.end=0.5")
-    plan = paceline_here("train", "digits", "--plan-only", *asked).out
+    requested = ("optimizer.clip_norm=1", "schedule.momentum.name=linear", "schedule.momentum.end=0.5")
+    plan = paceline_here("train", "digits", "--plan-only", *requested).out
     said = next(line for line in plan.splitlines() if line.strip().startswith("optimizer "))
     assert said.split(maxsplit=1)[1] == (
         "sgd, momentum 0.9 to 0.5 (linear), weight decay 0.0005, gradient's norm at most 1"

@@ -64,28 +64,28 @@ TYPED = {
 
 def test_bash(here: Path) -> None:
     """Bash breaks words at ``=`` and replaces what comes after it; so that is what it must be given."""
-    asked = "\n".join(
+    requested = "\n".join(
         f"COMP_LINE={shlex.quote(line)} COMP_POINT={len(line)}; _paceline_completion paceline 2>/dev/null; "
         "printf '%s\\n' \"${COMPREPLY[@]}\"; echo =="
         for line in TYPED
     )
     bash = shutil.which("bash")
     assert bash is not None
-    out = call(bash, "--norc", "-c", f'eval "$(paceline completion bash)"\n{asked}', cwd=here)
+    out = call(bash, "--norc", "-c", f'eval "$(paceline completion bash)"\n{requested}', cwd=here)
     answers = [set(lines.split("\n")) - {""} for lines in re.split(r"^==\n", out, flags=re.MULTILINE)[:-1]]
-    for (line, wanted), given in zip(TYPED.items(), answers, strict=True):
+    for (line, expected), given in zip(TYPED.items(), answers, strict=True):
         after = line.split()[-1].rpartition("=")[1] if not line.endswith(" ") else ""
-        assert given == {item.rpartition("=")[2] if after else item for item in wanted}, line
+        assert given == {item.rpartition("=")[2] if after else item for item in expected}, line
 
 
 def test_fish(here: Path) -> None:
     fish = shutil.which("fish")
     if fish is None:
         pytest.skip("needs fish")
-    asked = "; ".join(f"complete -C {shlex.quote(line)}; echo ==" for line in TYPED)
-    out = call(fish, "--no-config", "-c", f"paceline completion fish | source; {asked}", cwd=here)
-    for (line, wanted), given in zip(TYPED.items(), re.split(r"^==\n", out, flags=re.MULTILINE), strict=False):
-        assert {item.split("\t")[0] for item in given.splitlines()} == wanted, line
+    requested = "; ".join(f"complete -C {shlex.quote(line)}; echo ==" for line in TYPED)
+    out = call(fish, "--no-config", "-c", f"paceline completion fish | source; {requested}", cwd=here)
+    for (line, expected), given in zip(TYPED.items(), re.split(r"^==\n", out, flags=re.MULTILINE), strict=False):
+        assert {item.split("\t")[0] for item in given.splitlines()} == expected, line
 
 
 def test_zsh(here: Path) -> None:
@@ -93,14 +93,14 @@ def test_zsh(here: Path) -> None:
     zsh = shutil.which("zsh")
     script = call("paceline", "completion", "zsh", cwd=here)
     assert "compadd -U -S ''" in script
-    asked = {
+    requested = {
         "COMP_WORDS": "paceline train digits schedule.warmup_s",
         "COMP_CWORD": "3",
         "_PACELINE_COMPLETE": "zsh_complete",
     }
-    assert call("paceline", cwd=here, **asked) == "plain\nschedule.warmup_shape=\n_\n"
-    asked |= {"COMP_WORDS": "paceline train dig", "COMP_CWORD": "2"}
-    assert call("paceline", cwd=here, **asked).startswith("plain\ndigits\nHandwritten digits")
+    assert call("paceline", cwd=here, **requested) == "plain\nschedule.warmup_shape=\n_\n"
+    requested |= {"COMP_WORDS": "paceline train dig", "COMP_CWORD": "2"}
+    assert call("paceline", cwd=here, **requested).startswith("plain\ndigits\nHandwritten digits")
     if zsh is None:
         pytest.skip("needs zsh, to see that it reads the script")
     (here / "_paceline").write_text(script)

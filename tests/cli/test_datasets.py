@@ -76,8 +76,8 @@ def test_names_that_look_like_numbers_come_back_as_they_were(
     for name in ("01", "02", "1e3", "nan", "on"):
         write_images(tmp_path / "photos" / name, 8)
     run = ["train", "image_folder", *tiny, "model.name=small_resnet", "data.path=photos", "data.image_size=12"]
-    asked = "data.only_classes=['01', nan, 'on', 1e3]"
-    paceline_here(*run, asked, "batch.global_size=8", "train.duration=1 steps", "--run-dir=run").ended(0)
+    requested = "data.only_classes=['01', nan, 'on', 1e3]"
+    paceline_here(*run, requested, "batch.global_size=8", "train.duration=1 steps", "--run-dir=run").ended(0)
     answered = paceline_here("predict", "run", "photos/01/0.png", "--top-k=4", "--json")
     assert sorted(answered.document[0]["labels"]) == ["01", "1e3", "nan", "on"]
 

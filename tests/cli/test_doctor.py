@@ -84,8 +84,10 @@ def test_the_device_that_is_here_may_be_named_to_measure_on() -> None:
 
 
 def test_what_a_change_is_worth_is_measured(paceline_here: Call, tmp_path: Path) -> None:
-    asked = ("model.options={width: 4, stages: 1}", "telemetry.log_every=1 step", "train.duration=100 steps")
-    done = paceline_here("doctor", "digits", *asked, "--measure", "--rounds", "4", "--json", "--apply", "better.yaml")
+    requested = ("model.options={width: 4, stages: 1}", "telemetry.log_every=1 step", "train.duration=100 steps")
+    done = paceline_here(
+        "doctor", "digits", *requested, "--measure", "--rounds", "4", "--json", "--apply", "better.yaml"
+    )
     document = done.document
     (found,) = [each for each in document["findings"] if each["name"] == "log_every_step"]
     gain = found["gain"]

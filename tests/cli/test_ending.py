@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.streams import ends_in_order
+from paceline.cli.streams import exit_on_signals
 
 SIGNALS = [signal.SIGTERM, signal.SIGHUP]
 
@@ -26,7 +26,7 @@ def test_a_request_to_end_is_an_exit(number: signal.Signals) -> None:
     def before(*_: Any) -> None: ...
 
     signal.signal(number, before)
-    with pytest.raises(SystemExit) as ended, ends_in_order():
+    with pytest.raises(SystemExit) as ended, exit_on_signals():
         os.kill(os.getpid(), number)
     assert ended.value.code == 128 + number
     assert signal.getsignal(number) is before
@@ -34,6 +34,6 @@ def test_a_request_to_end_is_an_exit(number: signal.Signals) -> None:
 
 def test_what_was_to_be_ignored_still_is(number: signal.Signals) -> None:
     signal.signal(number, signal.SIG_IGN)
-    with ends_in_order():
+    with exit_on_signals():
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) == signal.SIG_IGN

@@ -22,15 +22,17 @@ def test_what_is_written_is_said(paceline_here: Call, finished: Path, tmp_path: 
     paceline_here("export", finished, "--format", "onnx", "--output", "a.onnx").refused(
         "already exists and is not overwritten"
     )
-    for words, said in {
+    for words, message in {
         ("nowhere", "--output", "new/weights.onnx"): "there is no run directory 'nowhere'",
         (finished, "--format", "timm", "--output", "new/hub"): "use --format safetensors, onnx or torch-export",
     }.items():
-        paceline_here("export", *words).refused(said)
+        paceline_here("export", *words).refused(message)
     assert [each.name for each in tmp_path.iterdir()] == ["a.onnx"]
-    said = paceline_here("export", finished, "--quantize", "bf16", "--output", "new/b.safetensors", "--json").document
-    assert said["bytes"] == (tmp_path / "new" / "b.safetensors").stat().st_size
-    assert said["format"] == "safetensors"
+    message = paceline_here(
+        "export", finished, "--quantize", "bf16", "--output", "new/b.safetensors", "--json"
+    ).document
+    assert message["bytes"] == (tmp_path / "new" / "b.safetensors").stat().st_size
+    assert message["format"] == "safetensors"
 
 
 @pytest.fixture
@@ -43,18 +45,18 @@ def of_timm(tmp_path: Path, paceline_here: Call, tiny: tuple[str, ...]) -> Path:
 def test_an_export_is_listed_and_then_pushed(
     hub: HubServer, of_timm: Path, paceline_here: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ("export", of_timm, "--format", "timm", "--push", "me/digits")
-    paceline_here(*asked, "--yes").refused("in the environment variable HF_TOKEN")
+    requested = ("export", of_timm, "--format", "timm", "--push", "me/digits")
+    paceline_here(*requested, "--yes").refused("in the environment variable HF_TOKEN")
     monkeypatch.setenv("HF_TOKEN", "hf_planted-token")
-    done = paceline_here(*asked).ended(0)
+    done = paceline_here(*requested).ended(0)
     names = ["README.md", "config.json", "model.safetensors"]
     assert [line.split(": ")[0] for line in done.out.splitlines()[:3]] == names
     assert "Nothing was uploaded: add --yes" in done.out
     assert not hub.requests
-    said = paceline_here(*asked, "--yes", "--json").document
-    assert said["uploaded"]
+    message = paceline_here(*requested, "--yes", "--json").document
+    assert message["uploaded"]
     sent = hub.files["models/me/digits"]
-    assert said["files"] == {name: len(content) for name, content in sent.items()}
+    assert message["files"] == {name: len(content) for name, content in sent.items()}
     assert hub.private == {"me/digits": True}
     assert hub.tokens == {"Bearer hf_planted-token"}
     network = build_model(Model(name="hf-hub:me/digits", pretrained=True), num_classes=10, in_channels=1)
@@ -62,7 +64,7 @@ def test_an_export_is_listed_and_then_pushed(
     again = paceline_here("export", "hf://me/digits", "--format", "timm", "--output", "again").ended(0)
     assert "timm matches the network" in again.out
     hub.close()
-    failed = paceline_here(*asked, "--yes").refused("cannot upload to me/digits")
+    failed = paceline_here(*requested, "--yes").refused("cannot upload to me/digits")
     assert "hf_planted-token" not in failed.err
 
 

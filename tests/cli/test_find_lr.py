@@ -16,8 +16,8 @@ QUICK = ("--lowest", "1e-4", "--highest", "3", "--steps", "80")
 def test_a_range_test_is_told_and_applied(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     done = paceline_here("find-lr", "digits", *tiny, *QUICK, "--apply", "better.yaml", "--output", "lr").ended(0)
     assert done.out.startswith("Range test of digits on ")
-    for said in ("optimizer.lr=0.1", "valley", "steepest", "minimum", "slide", "written: lr/find-lr.html"):
-        assert said in done.out
+    for message in ("optimizer.lr=0.1", "valley", "steepest", "minimum", "slide", "written: lr/find-lr.html"):
+        assert message in done.out
     assert "step 80 of 80" in done.err
     document = json.loads((tmp_path / "lr" / "find-lr.json").read_text())
     applied = load_recipe(tmp_path / "better.yaml").recipe.optimizer.lr

@@ -44,7 +44,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def weights_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def local_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the hub had them: the plan does not load any."""
     monkeypatch.setattr(first_recipe, "why_no_weights", lambda _: "")
 
@@ -63,8 +63,8 @@ def test_a_folder_named_like_a_recipe_is_told(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     assert load_recipe("cifar10").notices == ()
     (tmp_path / "cifar10" / "cat").mkdir(parents=True)
-    (told,) = load_recipe("cifar10").notices
-    assert "write ./cifar10" in told
+    (reported,) = load_recipe("cifar10").notices
+    assert "write ./cifar10" in reported
     assert is_data("./cifar10")
     assert load_recipe("cifar10", ["data.path=cifar10"]).notices == ()
 
@@ -98,7 +98,7 @@ def test_from_scratch_where_no_weights_are_at_hand(photos: Path, paceline_here: 
 
 
 def test_from_published_weights_where_they_are(
-    photos: Path, weights_at_hand: None, monkeypatch: pytest.MonkeyPatch
+    photos: Path, local_weights: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = first_recipe.choose_recipe(str(photos), [])
     assert found.recipe == "fine_tune"
@@ -109,15 +109,15 @@ def test_from_published_weights_where_they_are(
 
 
 def test_unequal_classes_are_told_with_what_helps(photos: Path) -> None:
-    def told(*asked: str) -> list[str]:
-        return [each for each in first_recipe.choose_recipe(str(photos), asked).reasons if "data.sampling" in each]
+    def reported(*requested: str) -> list[str]:
+        return [each for each in first_recipe.choose_recipe(str(photos), requested).reasons if "data.sampling" in each]
 
-    assert told() == []
+    assert reported() == []
     for number in range(2, 16):
         (photos / "dog" / f"{number:02d}.jpg").unlink()
-    (hint,) = told()
+    (hint,) = reported()
     assert hint.startswith("'cat' has 13 images and 'dog' 1")
-    assert told("train.class_weights=balanced") == []
+    assert reported("train.class_weights=balanced") == []
 
 
 @pytest.mark.everyday
@@ -125,15 +125,15 @@ def test_a_weights_file_is_enough(photos: Path, tmp_path: Path, paceline_here: C
     """No weights are fetched, the classifier of other classes begins anew, and small images are enlarged."""
     weights = timm.create_model("mobilenetv3_small_050", num_classes=7).state_dict()
     save_file(weights, tmp_path / "weights.safetensors")
-    asked = ("model.name=mobilenetv3_small_050", f"model.initialize_from={tmp_path / 'weights.safetensors'}")
+    requested = ("model.name=mobilenetv3_small_050", f"model.initialize_from={tmp_path / 'weights.safetensors'}")
     for path in photos.rglob("*.jpg"):
         with Image.open(path) as image:
             small = image.resize((32, 32))
         small.save(path)
-    found = first_recipe.choose_recipe(str(photos), asked)
+    found = first_recipe.choose_recipe(str(photos), requested)
     assert {"model.pretrained=null", "model.initialize_partly=true", "data.image_size=96"} <= set(found.overrides)
     done = paceline_here(
-        "train", "photos", *asked, *SHORT, "train.duration=1 steps", "data.workers=0", "--run-dir", "r"
+        "train", "photos", *requested, *SHORT, "train.duration=1 steps", "data.workers=0", "--run-dir", "r"
     ).ended(0)
     assert "classifier.bias are newly initialised" in " ".join(done.out.split())
     assert "dropped" not in done.out
@@ -160,17 +160,17 @@ def test_a_table(photos: Path, tmp_path: Path, table: str) -> None:
     assert {"data.dataset=csv", f"data.path={tmp_path / f'labels.{table}'}"} <= set(found.overrides)
 
 
-@pytest.mark.parametrize("asked", ["data.path=elsewhere", "task=detection", "data.target_columns=[age]"])
-def test_two_answers_to_what_is_trained_on_are_refused(photos: Path, asked: str) -> None:
-    with pytest.raises(PacelineError, match=asked.partition("=")[0]):
-        first_recipe.choose_recipe(str(photos), [asked])
+@pytest.mark.parametrize("requested", ["data.path=elsewhere", "task=detection", "data.target_columns=[age]"])
+def test_two_answers_to_what_is_trained_on_are_refused(photos: Path, requested: str) -> None:
+    with pytest.raises(PacelineError, match=requested.partition("=")[0]):
+        first_recipe.choose_recipe(str(photos), [requested])
 
 
 def test_a_run_that_is_there_keeps_what_was_chosen(
     photos: Path, paceline_here: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = (*SHORT, "data.image_size=16", "train.duration=4 steps", "data.workers=0")
-    paceline_here("train", "photos", *asked, "train.until=2 steps", "--run-dir", "run").ended(75)
+    requested = (*SHORT, "data.image_size=16", "train.duration=4 steps", "data.workers=0")
+    paceline_here("train", "photos", *requested, "train.until=2 steps", "--run-dir", "run").ended(75)
     monkeypatch.setattr(first_recipe, "why_no_weights", lambda _: "")  # another choice would be made by now
     paceline_here("train", "photos", "train.until=null", "--run-dir", "run").ended(0)
     assert json.loads(Path("run/summary.json").read_text())["step"] == 4
@@ -179,9 +179,9 @@ def test_a_run_that_is_there_keeps_what_was_chosen(
 def test_ones_own_network_goes_on(photos: Path, tmp_path: Path, paceline_here: Call) -> None:
     body = "return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * 256, num_classes))"
     (tmp_path / "own_net.py").write_text(f"from torch import nn\ndef make(num_classes, in_channels): {body}\n")
-    asked = (*SHORT, "model.name=own_net:make", "data.image_size=16", "train.duration=2 steps", "data.workers=0")
+    requested = (*SHORT, "model.name=own_net:make", "data.image_size=16", "train.duration=2 steps", "data.workers=0")
     for _ in range(2):  # the second time it is complete, and its recipe names code
-        paceline_here("train", "photos", *asked, "--run-dir", "run").ended(0)
+        paceline_here("train", "photos", *requested, "--run-dir", "run").ended(0)
 
 
 def test_images_with_masks_are_no_classes(tmp_path: Path) -> None:

@@ -40,21 +40,21 @@ def run(paceline_here: Call, write_images: Call, tmp_path: Path) -> Path:
 def test_terminals_and_spreadsheets_show_them(
     paceline_here: Call, write_images: Call, run: Path, tmp_path: Path
 ) -> None:
-    asked = write_images(tmp_path / "asked", count=1)
-    shutil.copy(asked / "0.png", asked / "\x1b[31mred\nb.png")
-    (asked / "=1\u202e.png").write_text("no image")
-    done = paceline_here("predict", run, asked).ended(1)
+    requested = write_images(tmp_path / "asked", count=1)
+    shutil.copy(requested / "0.png", requested / "\x1b[31mred\nb.png")
+    (requested / "=1\u202e.png").write_text("no image")
+    done = paceline_here("predict", run, requested).ended(1)
     assert len(done.out.splitlines()) == 3
     assert "asked/\\x1b[31mred\\nb.png" in done.out
     assert "=1\\u202e.png" in done.out
     assert "dog\\x1b]0;title\\x07" in done.out
     assert not {"\x1b", "\x07", "\u202e"} & set(done.out + done.err)
 
-    assert paceline_here("predict", run, asked, "--output", "answers.csv").code == 1
+    assert paceline_here("predict", run, requested, "--output", "answers.csv").code == 1
     with (tmp_path / "answers.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert {row["label"] for row in rows} == {"'=cat", f"dog{ESCAPE}", ""}
-    assert f"{asked}/\x1b[31mred\nb.png" in {row["path"] for row in rows}
+    assert f"{requested}/\x1b[31mred\nb.png" in {row["path"] for row in rows}
 
     for question in (("check-data", "photos"), ("evaluate", run, "--predictions", "samples.csv"), ("doctor", run)):
         done = paceline_here(*question)

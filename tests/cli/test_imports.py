@@ -54,10 +54,10 @@ def test_what_is_refused_ends_with_two_and_names_it(tmp_path: Path, capsys: pyte
     output = tmp_path / "recipe.yaml"
     words = ["import-timm", "--output", str(output), "--", *A3.split(), "--sync-bn", "--cooldown-epochs", "3"]
     assert run(words) == 2
-    said = capsys.readouterr().err
-    assert "--cooldown-epochs 3: schedules have no cooldown" in said
-    assert "--sync-bn true: BatchNorm normalises" in said
-    assert "--skip sync-bn --skip cooldown-epochs" in said
+    message = capsys.readouterr().err
+    assert "--cooldown-epochs 3: schedules have no cooldown" in message
+    assert "--sync-bn true: BatchNorm normalises" in message
+    assert "--skip sync-bn --skip cooldown-epochs" in message
     assert not output.exists()
     assert run([*words[:3], "--skip", "sync-bn", "--skip", "cooldown-epochs", *words[3:]]) == 0
     assert "# Left out: --cooldown-epochs" in output.read_text()

@@ -1,4 +1,4 @@
-"""`paceline labs`: what it lists, writes, checks and marks, and what it says to a mistake."""
+"""`paceline labs`: listing, starting, checking, slides and grading, and messages about mistakes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src"
 
 
-def test_the_labs_are_listed(paceline_here: Call, tmp_path: Path) -> None:
+def test_list(paceline_here: Call, tmp_path: Path) -> None:
     shown = paceline_here("labs", "list").ended(0)
     assert shown.out.splitlines()[0].split() == ["lab", "title", "minutes", "exercises", "started", "here"]
     listed = paceline_here("labs", "list", "--json").document
@@ -31,18 +31,18 @@ def test_the_labs_are_listed(paceline_here: Call, tmp_path: Path) -> None:
     assert paceline_here("labs", "list", "--json").document[0]["started"]
 
 
-def test_a_lab_is_started_once_and_checked(paceline_here: Call, tmp_path: Path) -> None:
-    begun = paceline_here("labs", "start", "1", "mine").ended(0)
+def test_start_once_and_check(paceline_here: Call, tmp_path: Path) -> None:
+    started = paceline_here("labs", "start", "1", "mine").ended(0)
     (notebook,) = (tmp_path / "mine").glob("*.ipynb")
-    assert f"paceline labs check 1 mine/{notebook.name}" in begun.out
-    assert f"jupyter lab mine/{notebook.name}" in begun.out
+    assert f"paceline labs check 1 mine/{notebook.name}" in started.out
+    assert f"jupyter lab mine/{notebook.name}" in started.out
     before = notebook.read_bytes()
     paceline_here("labs", "start", "1", "mine").refused("exists already and may contain your work")
     assert notebook.read_bytes() == before
-    nothing = paceline_here("labs", "check", "1")
-    assert nothing.code == 2
+    elsewhere = paceline_here("labs", "check", "1")
+    assert elsewhere.code == 2
     assert (
-        f"is no {notebook.name} here; name your notebook: `paceline labs check 1 mine/{notebook.name}`" in nothing.err
+        f"is no {notebook.name} here; name your notebook: `paceline labs check 1 mine/{notebook.name}`" in elsewhere.err
     )
     assert paceline_here("labs", "list", "--json").document[0]["started"]
     checked = paceline_here("labs", "check", "1", notebook).ended(1)
@@ -54,7 +54,7 @@ def test_a_lab_is_started_once_and_checked(paceline_here: Call, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("start", "77"), "there is no lab '77'"),
         (("check", "77"), "there is no lab '77'"),
@@ -71,18 +71,21 @@ def test_a_lab_is_started_once_and_checked(paceline_here: Call, tmp_path: Path) 
         (("nonsense",), "nonsense"),
     ],
 )
-def test_a_mistake_is_one_sentence(paceline_here: Call, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_mistakes(paceline_here: Call, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     (tmp_path / "notes.txt").write_text("notes")
     (tmp_path / "broken.ipynb").write_text("{")
     (tmp_path / "other.py").write_text("print(1)\n")
-    done = paceline_here("labs", *words).refused(said)
+    done = paceline_here("labs", *words).refused(message)
     assert len(done.err.strip().splitlines()) == 1
 
 
-def test_without_the_extra_it_is_named(tmp_path: Path) -> None:
+def test_without_the_extra(tmp_path: Path) -> None:
+    extra = ("IPython", "jupyterlab", "jupytext", "matplotlib", "nbclient", "nbformat", "psutil")
     program = (
-        "import sys; sys.modules['jupytext'] = None; from paceline.cli.main import run; sys.exit(run(sys.argv[1:]))"
+        f"import sys; sys.modules.update(dict.fromkeys({extra}))\n"
+        "from paceline.cli.main import run; sys.exit(run(sys.argv[1:]))"
     )
+    (tmp_path / "mine.py").touch()
 
     def labs(*arguments: str) -> subprocess.CompletedProcess[str]:
         return fork_server.run(
@@ -94,16 +97,19 @@ def test_without_the_extra_it_is_named(tmp_path: Path) -> None:
             timeout=100,
         )
 
-    assert labs("list").returncode == 0
-    done = labs("start", "1", "--no-open")
-    assert done.returncode == 2
-    assert "pip install 'paceline[labs]'" in done.stderr
-    assert "Traceback" not in done.stderr
+    listed = labs("list")
+    assert (listed.returncode, listed.stderr) == (0, "")
+    assert "Data parallelism, step by step" in listed.stdout
+    for words in (("start", "1"), ("check", "1", "mine.py"), ("slides", "1", "--output", "1.md")):
+        done = labs(*words)
+        assert done.returncode == 2, words
+        assert done.stderr.endswith("install it with: pip install 'paceline[labs]'\n"), words
+        assert done.stderr.count("\n") == 1, words
 
 
 @pytest.mark.parametrize(("options", "opens"), [((), True), (("--no-open",), False)])
-def test_jupyter_is_opened_on_a_terminal(tmp_path: Path, options: tuple[str, ...], opens: bool) -> None:
-    """A module called jupyterlab says what it was asked for, in place of a server that would not end."""
+def test_start_opens_jupyter_on_a_terminal(tmp_path: Path, options: tuple[str, ...], opens: bool) -> None:
+    """A stand-in for jupyterlab prints its arguments: a real server would not end."""
     (tmp_path / "found").mkdir()
     (tmp_path / "found" / "jupyterlab.py").write_text("import sys\nprint('OPENED', *sys.argv[1:])\n")
     above, below = pty.openpty()
@@ -115,22 +121,22 @@ def test_jupyter_is_opened_on_a_terminal(tmp_path: Path, options: tuple[str, ...
         stdout=below,
         stderr=subprocess.PIPE,
     )
-    _, complaints = process.communicate(timeout=100)
+    _, unreadable_files = process.communicate(timeout=100)
     os.close(below)
     shown = os.read(above, 10000).decode()
     os.close(above)
-    assert process.returncode == 0, complaints
+    assert process.returncode == 0, unreadable_files
     (notebook,) = tmp_path.glob("*.ipynb")
     assert (f"OPENED {notebook.name}" in shown) == opens
 
 
-def test_a_right_answer_passes(paceline: Call) -> None:
-    reference = SOURCES / "paceline_course" / "notebooks" / "assessment" / "reference.py"
+def test_reference_program_passes(paceline: Call) -> None:
+    reference = SOURCES / "paceline_course" / "notebooks" / "instructor" / "reference.py"
     right = paceline("labs", "grade", reference, timeout=280).ended(0)
     assert right.out.splitlines()[-1] == "Passed."
 
 
-def test_marks_are_shown_with_their_reasons(paceline: Call, tmp_path: Path) -> None:
+def test_lost_points_have_reasons(paceline: Call, tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("pass\n")
     wrong = paceline("labs", "grade", "empty.py", "--json", timeout=280)
     marks = wrong.document
@@ -139,9 +145,9 @@ def test_marks_are_shown_with_their_reasons(paceline: Call, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_slides_are_written(paceline: Call, tmp_path: Path) -> None:
-    """The whole command on a lab that runs in a moment."""
-    pytest.importorskip("nbclient", reason="needs nbclient, which the extra labs brings")
+def test_slides(paceline: Call, tmp_path: Path) -> None:
+    """Run the whole command on a very short lab."""
+    pytest.importorskip("nbclient", reason="needs nbclient, which the extra labs installs")
     ignored = shutil.ignore_patterns("__pycache__", "notebooks")
     shutil.copytree(SOURCES, tmp_path / "src", ignore=ignored)
     notebooks = tmp_path / "src" / "paceline_course" / "notebooks"

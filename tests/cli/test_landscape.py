@@ -27,8 +27,8 @@ def test_a_look_at_a_run(paceline_here: Call, finished: Path, tmp_path: Path) ->
 
 @pytest.mark.thorough  # the same as of the study itself, through the launcher
 def test_two_processes_give_the_same_document(paceline: Call, finished: Path) -> None:
-    asked = ("landscape", finished, "parallel.threads=1", "--samples", "64", "--points", "4", "--iterations", "2")
-    asked += ("--measure", "curve,sharpness", "--epsilon", "1e-3", "--batch-norm", "stored", "--json")
-    alone, both = paceline(*asked), paceline(*asked, "--processes", "2")
+    requested = ("landscape", finished, "parallel.threads=1", "--samples", "64", "--points", "4", "--iterations", "2")
+    requested += ("--measure", "curve,sharpness", "--epsilon", "1e-3", "--batch-norm", "stored", "--json")
+    alone, both = paceline(*requested), paceline(*requested, "--processes", "2")
     assert alone.code == both.code == 0, alone.err + both.err
     assert both.document == alone.document

@@ -27,7 +27,7 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["optimizer.rl=1", "--run-dir", "r"], "optimizer.rl"),
         (
@@ -45,9 +45,9 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_mistake_is_found_before_anything_is_queued(
-    paceline_here: Call, tmp_path: Path, sbatch: Path, words: list[str], said: str
+    paceline_here: Call, tmp_path: Path, sbatch: Path, words: list[str], message: str
 ) -> None:
-    paceline_here("launch", "slurm", "digits", *words).refused(said)
+    paceline_here("launch", "slurm", "digits", *words).refused(message)
     assert not sbatch.exists()
     assert not (tmp_path / "r").exists()
 
@@ -66,10 +66,10 @@ def test_a_script_is_kept_with_the_run_and_submitted(paceline_here: Call, tmp_pa
 
 
 def test_json_says_where_each_run_will_be(paceline_here: Call, tmp_path: Path, sbatch: Path) -> None:
-    told = paceline_here("launch", "slurm", "digits", "--run-dir", "s", "--array", "seed=1,2", "--json").document
-    assert told["job_id"] == "41"
-    assert told["run_dirs"] == [str(tmp_path / "s" / f"seed={seed}") for seed in (1, 2)]
-    assert Path(told["script"]).read_text() == told["text"]
+    reported = paceline_here("launch", "slurm", "digits", "--run-dir", "s", "--array", "seed=1,2", "--json").document
+    assert reported["job_id"] == "41"
+    assert reported["run_dirs"] == [str(tmp_path / "s" / f"seed={seed}") for seed in (1, 2)]
+    assert Path(reported["script"]).read_text() == reported["text"]
 
 
 def test_a_recipe_for_gpus_can_be_queued_where_there_are_none(paceline_here: Call) -> None:
@@ -119,14 +119,14 @@ def test_a_job_of_several_pods(paceline_here: Call) -> None:
     assert "--rdzv-endpoint=digits-0.digits:29500" in container["command"]
     wrapped = container["command"].index("python")
     for index, is_host in enumerate((1, 0)):
-        told = subprocess.run(
+        reported = subprocess.run(
             [*container["command"][:wrapped], "env"],
             env={"PATH": os.defpath, "JOB_COMPLETION_INDEX": str(index)},
             capture_output=True,
             text=True,
             check=True,
         )
-        assert f"PET_RDZV_CONF=is_host={is_host},read_timeout=600\n" in told.stdout
+        assert f"PET_RDZV_CONF=is_host={is_host},read_timeout=600\n" in reported.stdout
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/runs", "/dev/shm"}
     claim, memory = pod["volumes"]
     assert claim["persistentVolumeClaim"]["claimName"] == "disk"
@@ -156,21 +156,21 @@ def test_what_the_pods_do_trains_together(
         subprocess.Popen(
             [here.sub(f"localhost:{port}", substituted.get(word, word)) for word in container["command"]],
             cwd=tmp_path,
-            env=ours | told | {each["name"]: each["value"] for each in container.get("env", [])},
+            env=ours | reported | {each["name"]: each["value"] for each in container.get("env", [])},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for spec, told in reversed(pods)
+        for spec, reported in reversed(pods)
         for container in spec["containers"]
     ]
     try:
-        said = [each.communicate(timeout=240)[0] for each in started]
+        message = [each.communicate(timeout=240)[0] for each in started]
     finally:
         for each in started:
             each.terminate()  # which torchrun passes on
             each.wait()
-    assert [each.returncode for each in started] == [0, 0], said
+    assert [each.returncode for each in started] == [0, 0], message
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
     assert (summary["status"], summary["world_size"]) == ("completed", 2)
 
@@ -198,6 +198,6 @@ def test_a_pytorch_job(paceline_here: Call, nodes: int, roles: dict[str, int]) -
         assert container["name"] == "pytorch"
         meeting = "--standalone" if nodes == 1 else "--rdzv-endpoint=digits-master-0:29500"
         is_host = int(spec is specs["Master"])
-        told = [] if nodes == 1 else [{"name": "PET_RDZV_CONF", "value": f"is_host={is_host},read_timeout=600"}]
-        assert container.get("env", []) == told
+        reported = [] if nodes == 1 else [{"name": "PET_RDZV_CONF", "value": f"is_host={is_host},read_timeout=600"}]
+        assert container.get("env", []) == reported
         assert meeting in container["command"]

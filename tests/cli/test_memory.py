@@ -13,8 +13,8 @@ from paceline.recipe.load import load_recipe
 def test_an_estimate_tells_causes_sizes_devices_and_a_verdict(paceline_here: Call, tiny: tuple[str, ...]) -> None:
     done = paceline_here("estimate", "digits", *tiny, "--device", "h100").ended(0)
     assert done.out.startswith("Memory of a training step of digits on NVIDIA H100 SXM5 80 GB\n")
-    for said in ("activations", "optimizer", "average", "largest micro-batch", "b200", "On 8 processes: ddp, since"):
-        assert said in done.out
+    for message in ("activations", "optimizer", "average", "largest micro-batch", "b200", "On 8 processes: ddp, since"):
+        assert message in done.out
 
 
 def test_what_ends_a_search_and_what_a_device_lacks_is_said(paceline_here: Call, tiny: tuple[str, ...]) -> None:
@@ -38,8 +38,8 @@ def test_an_estimate_is_one_document(paceline_here: Call, tiny: tuple[str, ...])
 @pytest.mark.world_size(2)
 def test_a_found_batch_can_be_applied(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "found.yaml"
-    asked = (*tiny, "batch.global_size=16", "--processes", "2", "--apply", path, "--json")
-    found = paceline_here("find-batch", "digits", *asked).ended(0).document
+    requested = (*tiny, "batch.global_size=16", "--processes", "2", "--apply", path, "--json")
+    found = paceline_here("find-batch", "digits", *requested).ended(0).document
     assert (found["largest_micro_batch"], found["refused_micro_batch"]) == (8, None)
     assert found["trials"][-1]["fits"] is True
     recipe = load_recipe(path).recipe

@@ -88,10 +88,10 @@ MISTAKES = [
     ("explain epochs", "Did you mean 'train.duration'?"),
     ("explain optimzer", "Did you mean 'optimizer'?"),
     # What a recipe asks for; where it is refused before training, nothing is left that the corrected command finds.
-    *((f"train digits parallel.device=cpu --run-dir run {typed}", said) for typed, said in OVERRIDES),
+    *((f"train digits parallel.device=cpu --run-dir run {typed}", message) for typed, message in OVERRIDES),
     *(
-        (f"train digits parallel.device=cpu {typed} {how}", said)
-        for typed, said in UNUSED
+        (f"train digits parallel.device=cpu {typed} {how}", message)
+        for typed, message in UNUSED
         for how in ("--plan-only", "--run-dir run")
     ),
     ("train digits batch.global_size=96 --plan-only --processes 64", "batch.global_size=96 … 64 processes … 96"),
@@ -226,14 +226,14 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("typed", "said"), MISTAKES)
+@pytest.mark.parametrize(("typed", "message"), MISTAKES)
 def test_a_mistake_is_one_sentence_and_changes_nothing(
-    paceline_here: Call, finished: Path, tmp_path: Path, typed: str, said: str
+    paceline_here: Call, finished: Path, tmp_path: Path, typed: str, message: str
 ) -> None:
     (tmp_path / "there.yaml").write_text("mine")
     (tmp_path / "empty").mkdir()
     before = sorted(finished.rglob("*"))
-    done = paceline_here(*shlex.split(typed.replace("RUN", str(finished)))).refused(*said.split(" … "))
+    done = paceline_here(*shlex.split(typed.replace("RUN", str(finished)))).refused(*message.split(" … "))
     assert done.err.count("\n") == 1, done.err
     assert {path.name for path in tmp_path.iterdir()} == {"there.yaml", "empty"}
     assert (tmp_path / "there.yaml").read_text() == "mine"

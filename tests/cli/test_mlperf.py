@@ -39,12 +39,12 @@ def test_logs_are_written_where_they_are_listed(
     runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["mlperf", *runs, *SAID]) == 0
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     log = Path(runs[0]) / "mlperf" / "result_0.txt"
     assert log.is_file()
     assert (Path(runs[0]) / "mlperf" / "README.md").is_file()
-    assert str(log) in told
-    assert "a log in MLPerf's format, not an MLPerf result" in told
+    assert str(log) in reported
+    assert "a log in MLPerf's format, not an MLPerf result" in reported
     assert run(["mlperf", *runs, *SAID, "--output", str(tmp_path), "--json"]) == 0
     written = json.loads(capsys.readouterr().out)["runs"]
     assert [each["run_dir"] for each in written] == runs
@@ -63,7 +63,7 @@ def test_a_folder_of_logs_is_of_one_set_of_runs(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["{0}"], "these are not set: telemetry.submission.org"),
         (["{0}", "{0}", *SAID], "is named twice"),
@@ -73,9 +73,9 @@ def test_a_folder_of_logs_is_of_one_set_of_runs(
     ],
 )
 def test_mistakes_are_one_sentence(
-    runs: list[str], capsys: pytest.CaptureFixture[str], words: list[str], told: str
+    runs: list[str], capsys: pytest.CaptureFixture[str], words: list[str], reported: str
 ) -> None:
     assert run(["mlperf", *(word.format(*runs) for word in words)]) == 2
-    said = capsys.readouterr()
-    assert told in said.err
-    assert said.out == ""
+    message = capsys.readouterr()
+    assert reported in message.err
+    assert message.out == ""

@@ -70,7 +70,7 @@ def picture(tmp_path: Path) -> Path:
     return tmp_path / "picture.png"
 
 
-def spoilt(at: str, value: float) -> Callable[[str, torch.Tensor], torch.Tensor]:
+def corrupted(at: str, value: float) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """One value of the tensor whose name ends so."""
 
     def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def spoilt(at: str, value: float) -> Callable[[str, torch.Tensor], torch.Tensor]
     return change
 
 
-def as_it_is(_: str, tensor: torch.Tensor) -> torch.Tensor:
+def unchanged(_: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -106,7 +106,7 @@ def questions(weights: Path, picture: Path, here: Path) -> dict[str, tuple[objec
 def test_weights_are_refused_by_name(
     paceline_here: Call, finished: Path, written: Write, picture: Path, at: str, value: float
 ) -> None:
-    weights = written(finished, spoilt(at, value))
+    weights = written(finished, corrupted(at, value))
     for command, question in questions(weights, picture, picture.parent).items():
         done = paceline_here(*question)
         assert (done.code, done.out) == (1, ""), command
@@ -119,7 +119,7 @@ def test_weights_are_refused_by_name(
 def test_so_are_means_and_deviations(
     paceline_here: Call, finished: Path, written: Write, picture: Path, key: str, value: float
 ) -> None:
-    weights = written(finished, as_it_is, **{key: [value]})
+    weights = written(finished, unchanged, **{key: [value]})
     for command, question in questions(weights, picture, picture.parent).items():
         done = paceline_here(*question)
         assert (done.code, done.out) == (1, ""), command
@@ -139,21 +139,21 @@ def test_outputs_that_overflow_are_no_answer(
     paceline_here: Call, finished: Path, written: Write, picture: Path
 ) -> None:
     weights = written(finished, huge)
-    asked = questions(weights, picture, picture.parent)
-    done = paceline_here(*asked["predict"]).ended(1)
+    requested = questions(weights, picture, picture.parent)
+    done = paceline_here(*requested["predict"]).ended(1)
     assert "picture.png" in done.out
     assert "not a finite number" in done.out
     assert "nan %" not in done.out
-    document = paceline_here(*asked["predict"], "--json").ended(1)
+    document = paceline_here(*requested["predict"], "--json").ended(1)
     assert "NaN" not in document.out
     assert "not a finite number" in document.document[0]["error"]
-    assert paceline_here(*asked["predict"], "--output", picture.parent / "answers.csv").code == 1
+    assert paceline_here(*requested["predict"], "--output", picture.parent / "answers.csv").code == 1
     (row,) = csv.DictReader((picture.parent / "answers.csv").read_text().splitlines())
     assert (row["label"], row["probability"]) == ("", "")
-    done = paceline_here(*asked["program"]).ended(1)
+    done = paceline_here(*requested["program"]).ended(1)
     assert "finite" in done.err
     lines = picture.parent / "lines.jsonl"
-    done = paceline_here(*asked["evaluate"], "--predictions", lines).ended(1)
+    done = paceline_here(*requested["evaluate"], "--predictions", lines).ended(1)
     assert "loss" in done.err
     assert "NaN" not in lines.read_text()
 
@@ -168,7 +168,7 @@ def test_so_it_is_for_every_task(paceline_here: Call, written: Write, picture: P
         "boxes": ((picture,), "backbone.stem.0.weight"),
         "text": (("--prompt", "The"), "tokens.weight"),
     }[task]
-    weights = written(tmp_path / "run", spoilt("weight", float("nan")))
+    weights = written(tmp_path / "run", corrupted("weight", float("nan")))
     for question in (("predict", weights, *sources), ("evaluate", weights)):
         done = paceline_here(*question)
         assert (done.code, done.out) == (1, ""), done.err

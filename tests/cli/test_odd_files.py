@@ -80,8 +80,8 @@ def test_what_is_left_out_is_told_in_the_plan_at_the_start_and_by_check_data(
         assert paceline_here("train", *recipe, "--run-dir", f"run-{kind}").code == 0
         if kind == "image_folder":
             assert f"note: {expected}" in paceline_here("evaluate", f"run-{kind}").out
-        told, *_ = paceline_here("evaluate", f"run-{kind}", "--json").document["left_out"]
-        assert expected in told
+        reported, *_ = paceline_here("evaluate", f"run-{kind}", "--json").document["left_out"]
+        assert expected in reported
         checked = paceline_here("check-data", source, "--json")
         findings = {each["kind"]: each for each in checked.document["findings"]}
         names = [entry["name"] for entry in findings["unread"]["entries"]]

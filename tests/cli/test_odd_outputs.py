@@ -31,18 +31,18 @@ def test_odd_outputs_are_refused_untouched(
 ) -> None:
     words = [word.format(run=finished, out=tmp_path / "out") for word in command]
     target = Path(next(word for word in words if word.startswith(str(tmp_path / "out"))))
-    beside = tmp_path / "beside"
+    next_to = tmp_path / "beside"
     if kind == "pipe":
         os.mkfifo(target)
     else:
-        target.symlink_to(beside)
+        target.symlink_to(next_to)
         if kind == "link":
-            beside.write_text("my notes")
+            next_to.write_text("my notes")
     before = target.lstat()
     done = paceline_here(*words).refused(str(target))
     assert len(done.err.strip().splitlines()) == 1
     assert os.path.samestat(before, target.lstat())
-    assert beside.exists() == (kind == "link")
+    assert next_to.exists() == (kind == "link")
     if kind == "link":
         assert target.read_text() == "my notes"
 

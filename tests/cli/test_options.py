@@ -56,12 +56,12 @@ def test_no_folder_called_tilde_is_made(
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
     (home / "r.yaml").write_text("base: digits\ntelemetry: {report: no}\n")
-    asked = (*tiny, "train.duration=1 steps", "evaluate.every=off", "checkpoint.every=1 steps")
-    paceline_here("train", "~/r.yaml", *asked, "data.saved_split=~/split.json", "--run-dir=~/r1").ended(0)
+    requested = (*tiny, "train.duration=1 steps", "evaluate.every=off", "checkpoint.every=1 steps")
+    paceline_here("train", "~/r.yaml", *requested, "data.saved_split=~/split.json", "--run-dir=~/r1").ended(0)
     Image.new("L", (8, 8)).save(home / "x.png")
     assert paceline_here("predict", "~/r1", "~/x.png").code == 0
     weights = f"model.initialize_from=~/r1/checkpoints/step-{1:08d}"
-    paceline.train("~/r.yaml", overrides=[*asked, weights], run_dir="~/r2", quiet=True)
+    paceline.train("~/r.yaml", overrides=[*requested, weights], run_dir="~/r2", quiet=True)
     assert {path.name for path in home.iterdir()} >= {"r1", "r2", "split.json"}
     assert not (tmp_path / "~").exists()
 

@@ -43,17 +43,18 @@ def test_weights_that_fit_are_accepted_and_a_run_that_goes_on_needs_none(
 def test_without_checkpoints_one_is_saved_at_the_end_and_said(
     tmp_path: Path, paceline_here: Call, tiny: tuple[str, ...]
 ) -> None:
-    asked = ("train", "digits", *tiny, "checkpoint.every=off", "checkpoint.keep_best=false")
+    requested = ("train", "digits", *tiny, "checkpoint.every=off", "checkpoint.keep_best=false")
     assert (
-        "off: only at the end, on a stop request and for the best" in paceline_here(*asked, "--plan-only").ended(0).out
+        "off: only at the end, on a stop request and for the best"
+        in paceline_here(*requested, "--plan-only").ended(0).out
     )
-    done = paceline_here(*asked, "--run-dir", "run").ended(0)
+    done = paceline_here(*requested, "--run-dir", "run").ended(0)
     [saved] = (tmp_path / "run" / "checkpoints").glob("step-*")
     assert f"of step {int(saved.name[5:])}, saved as the run ended (checkpoint.every=off)" in done.out
 
 
 def test_a_back_end_that_is_not_here_is_refused(paceline_here: Call, tiny: tuple[str, ...]) -> None:
-    asked = ("train", "digits", *tiny, "parallel.device=cpu", "parallel.backend=nccl")
-    said = "has gloo for cpu; use one of them, or parallel.backend=auto"
-    paceline_here(*asked, "--processes", "2", "--plan-only").refused(said)
-    paceline_here(*asked, "--run-dir", "run").refused(said)
+    requested = ("train", "digits", *tiny, "parallel.device=cpu", "parallel.backend=nccl")
+    message = "has gloo for cpu; use one of them, or parallel.backend=auto"
+    paceline_here(*requested, "--processes", "2", "--plan-only").refused(message)
+    paceline_here(*requested, "--run-dir", "run").refused(message)

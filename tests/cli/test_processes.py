@@ -10,7 +10,7 @@ import click
 import pytest
 from calls import Call
 
-from paceline.cli.options import Processes, choose_processes, is_one_of_several, usable_gpus
+from paceline.cli.options import Processes, choose_processes, is_launched_rank, usable_gpus
 from paceline.recipe.load import load_recipe
 
 
@@ -27,7 +27,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Call:
 
 
 @pytest.mark.parametrize(
-    ("asked", "present", "count"),
+    ("requested", "present", "count"),
     [
         ("auto", (4, 2), 4),
         ("auto", (0, 2), 2),
@@ -38,9 +38,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Call:
         ("mps", (4, 2), 0),
     ],
 )
-def test_gpus_of_the_kind_that_is_asked_for_count(gpus: Any, asked: str, present: Any, count: int) -> None:
+def test_gpus_of_the_kind_that_is_asked_for_count(gpus: Any, requested: str, present: Any, count: int) -> None:
     gpus(*present)
-    assert usable_gpus(asked) == count
+    assert usable_gpus(requested) == count
 
 
 @pytest.mark.parametrize(("present", "count"), [(0, 1), (1, 1), (2, 2), (8, 8)])
@@ -71,12 +71,12 @@ def test_one_gpu_is_enough_for_a_strategy_of_one(gpus: Any) -> None:
 def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
-    assert not is_one_of_several(4)
+    assert not is_launched_rank(4)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert is_one_of_several(None)
+    assert is_launched_rank(None)
     with pytest.raises(click.UsageError, match="--processes starts its own ranks"):
-        is_one_of_several(2)
+        is_launched_rank(2)
 
 
 @pytest.mark.parametrize(

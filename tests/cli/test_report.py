@@ -15,10 +15,10 @@ def test_training_leaves_a_report_and_says_where(paceline_here: Call, tiny: tupl
     off = paceline_here("train", "digits", *tiny, "telemetry.report=off", "--run-dir", "off").ended(0)
     assert "report" not in off.out
     assert not (tmp_path / "off" / "report.html").exists()
-    said = {name: json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "off")}
+    message = {name: json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "off")}
     # P5: whoever looks on changes nothing.
-    assert said["run"]["weights_sha256"] == said["off"]["weights_sha256"]
-    assert said["run"]["ema_sha256"] == said["off"]["ema_sha256"]
+    assert message["run"]["weights_sha256"] == message["off"]["weights_sha256"]
+    assert message["run"]["ema_sha256"] == message["off"]["ema_sha256"]
 
 
 def test_a_stopped_run_has_its_report(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
@@ -53,10 +53,10 @@ def test_a_report_that_cannot_be_written_is_a_notice(
 
 
 def test_reports_on_demand(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
-    told = paceline_here("report", finished, "--output", "page.html", "--json").ended(0).document
-    assert told["report"] == "page.html"
-    assert told["size_bytes"] == (tmp_path / "page.html").stat().st_size < 6_000_000
-    assert told["runs"][0]["status"] == "completed"
+    reported = paceline_here("report", finished, "--output", "page.html", "--json").ended(0).document
+    assert reported["report"] == "page.html"
+    assert reported["size_bytes"] == (tmp_path / "page.html").stat().st_size < 6_000_000
+    assert reported["runs"][0]["status"] == "completed"
     again = paceline_here("report", finished, finished, "--output", "again.html")
     assert again.out.startswith("again.html (")
     paceline_here("report", tmp_path).refused("holds no run")

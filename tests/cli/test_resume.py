@@ -17,9 +17,9 @@ def digest(run: Path) -> str:
 
 
 def test_a_run_of_two_processes_goes_on_with_two(paceline: Call, tiny: Any, tmp_path: Path) -> None:
-    asked = ("train", "digits", *tiny, *NO_EVALUATION, "--processes=2", "--run-dir")
-    assert paceline(*asked, "whole").code == 0
-    part = paceline(*asked, "part", "--until", "2 steps").ended(75)
+    requested = ("train", "digits", *tiny, *NO_EVALUATION, "--processes=2", "--run-dir")
+    assert paceline(*requested, "whole").code == 0
+    part = paceline(*requested, "part", "--until", "2 steps").ended(75)
     assert "resume part train.until=null" in part.out
     (tmp_path / "elsewhere").mkdir()
     for until, code in (("4 steps", 75), ("null", 0)):  # it stays known after the first
@@ -48,8 +48,8 @@ def test_no_second_run_by_accident(paceline_here: Call, finished: Path) -> None:
     shutil.copytree(finished, "run")
     paceline_here("train", "run", "parallel.device=cpu").refused("paceline resume run")
     assert not Path("runs").exists()
-    begun = paceline_here("train", "run", "train.until=1 step", "--run-dir", "another").ended(75)
-    assert "new run in another" in begun.out
+    started = paceline_here("train", "run", "train.until=1 step", "--run-dir", "another").ended(75)
+    assert "new run in another" in started.out
     assert "new run" not in paceline_here("train", "run", "train.until=2 steps", "--run-dir", "another").out
 
 

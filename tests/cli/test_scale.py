@@ -59,8 +59,8 @@ def test_without_a_figure_the_roofline_bounds_it_and_that_is_said(paceline_here:
     assert document["is_bound"]
     assert "dense bf16 peak" in document["basis"]
     one, *several = document["rows"]
-    told = paceline_here("roofline", "resnet50", *words, "--device", "h100", "--json").document
-    assert one["samples_per_second"] == pytest.approx(told["most_samples_per_second"], rel=1e-3)
+    reported = paceline_here("roofline", "resnet50", *words, "--device", "h100", "--json").document
+    assert one["samples_per_second"] == pytest.approx(reported["most_samples_per_second"], rel=1e-3)
     for row in several:
         assert row["samples_per_second_high"] <= one["samples_per_second"] * row["devices"] * (1 + 1e-6)
     shown = paceline_here("scale", *SMALL, "--cluster", "dgx-h100", "--world-sizes", "8")
@@ -112,8 +112,8 @@ def test_times_and_counts_are_for_people(paceline_here: Call) -> None:
 def test_a_bound_ends_with_one(paceline_here: Call) -> None:
     done = paceline_here("plan", *SMALL, "--cluster", "dgx-a100", "--most-gpus", "2", "--deadline", "8h").ended(1)
     assert "No choice from a bound" in done.out
-    told = paceline_here("plan", *SMALL, "--cluster", "dgx-a100", "--most-gpus", "2", "--deadline", "8h", "--json")
-    document = told.document
+    reported = paceline_here("plan", *SMALL, "--cluster", "dgx-a100", "--most-gpus", "2", "--deadline", "8h", "--json")
+    document = reported.document
     assert (document["chosen"], document["is_bound"]) == (None, True)
     assert document["nearest"]["fits"]
 

@@ -154,17 +154,17 @@ def test_it_answers_as_predict_does(service: Serving, finished: Path, tmp_path: 
     for number, image in enumerate(images):
         (tmp_path / f"{number}.png").write_bytes(image)
     expected = paceline_here("predict", finished, "0.png", "1.png", "2.png", "--top-k", 10, "--json").document
-    status, told, headers = service.predict(*images, b"no image", query="?top_k=10")
+    status, reported, headers = service.predict(*images, b"no image", query="?top_k=10")
     assert status == 200
     assert headers["x-content-type-options"] == "nosniff"
-    assert [each["name"] for each in told["predictions"]] == [f"{number}.png" for number in range(4)]
-    for found, wanted in zip(told["predictions"], expected, strict=False):
+    assert [each["name"] for each in reported["predictions"]] == [f"{number}.png" for number in range(4)]
+    for found, wanted in zip(reported["predictions"], expected, strict=False):
         assert found["labels"] == wanted["labels"]
         assert found["probabilities"] == pytest.approx(wanted["probabilities"], abs=1e-6)
-    assert told["predictions"][3]["labels"] == []
-    assert "not an image" in told["predictions"][3]["error"]
+    assert reported["predictions"][3]["labels"] == []
+    assert "not an image" in reported["predictions"][3]["error"]
     summary = json.loads((finished / "summary.json").read_text())
-    assert told["weights_sha256"] == summary["ema_sha256"] == service.said["weights_sha256"]
+    assert reported["weights_sha256"] == summary["ema_sha256"] == service.said["weights_sha256"]
     assert [len(each["labels"]) for each in service.predict(*images)[1]["predictions"]] == [3, 3, 3]
 
 
@@ -209,9 +209,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_refused(service: Serving, case: str) -> None:
     body, headers, expected, words = REFUSED[case]
-    status, told, _ = service.ask("POST", "/predict", body(), **{"Content_Type": FORM, **headers})
-    assert (status, set(told)) == (expected, {"error"})
-    assert words in told["error"]
+    status, reported, _ = service.ask("POST", "/predict", body(), **{"Content_Type": FORM, **headers})
+    assert (status, set(reported)) == (expected, {"error"})
+    assert words in reported["error"]
     assert service.predict(picture(0))[0] == 200
 
 
@@ -223,9 +223,9 @@ def test_a_body_without_a_length_is_counted(service: Serving) -> None:
         for _ in range(100):
             yield bytes(20_000)
 
-    status, told, _ = service.ask("POST", "/predict", pieces(), Content_Type=FORM)
+    status, reported, _ = service.ask("POST", "/predict", pieces(), Content_Type=FORM)
     assert status == 413
-    assert "104,857" in told["error"]
+    assert "104,857" in reported["error"]
 
 
 @pytest.mark.parametrize(
@@ -241,8 +241,8 @@ def test_a_body_without_a_length_is_counted(service: Serving) -> None:
     ],
 )
 def test_other_questions(service: Serving, method: str, path: str, expected: int) -> None:
-    status, told, _ = service.ask(method, path, form(picture(0)) if method == "POST" else None, Content_Type=FORM)
-    assert (status, set(told)) == (expected, {"error"})
+    status, reported, _ = service.ask(method, path, form(picture(0)) if method == "POST" else None, Content_Type=FORM)
+    assert (status, set(reported)) == (expected, {"error"})
 
 
 OTHERS = {
@@ -266,9 +266,9 @@ OTHERS = {
 def test_pages_of_others_are_not_answered(service: Serving, method: str, path: str, case: str) -> None:
     headers, words = OTHERS[case]
     body = form(picture(0)) if method == "POST" else None
-    status, told, _ = service.ask(method, path, body, Content_Type=FORM, X_Forwarded_Host="localhost", **headers)
+    status, reported, _ = service.ask(method, path, body, Content_Type=FORM, X_Forwarded_Host="localhost", **headers)
     assert status == 403
-    assert words in told["error"]
+    assert words in reported["error"]
 
 
 def test_who_is_let_in(service: Serving) -> None:
@@ -343,9 +343,9 @@ def test_a_slow_upload_is_refused_and_broken_http_harms_nobody(start: Call, fini
 
 def test_a_full_queue_says_when_to_come_back(start: Call, finished: Path) -> None:
     service = start(finished, "--max-queue", 1)
-    status, told, headers = service.predict(picture(0), picture(1))
+    status, reported, headers = service.predict(picture(0), picture(1))
     assert (status, headers["retry-after"]) == (503, "1")
-    assert "try again" in told["error"]
+    assert "try again" in reported["error"]
     assert service.predict(picture(0))[0] == 200
 
 
@@ -362,14 +362,14 @@ def test_it_finishes_what_it_took(start: Call, finished: Path, number: int) -> N
     """A request whose body is not whole yet when the signal comes is answered; new ones find nobody."""
     service = start(finished)
     body = form(picture(0))
-    with service.connect() as begun:
-        begun.sendall(head(len(body)) + body[:50])
+    with service.connect() as started:
+        started.sendall(head(len(body)) + body[:50])
         assert service.predict(picture(1))[0] == 200  # so that the first one has been taken
         service.process.send_signal(number)
         while takes_connections(service):
             time.sleep(0.05)
-        begun.sendall(body[50:])
-        answer = answer_of(begun)
+        started.sendall(body[50:])
+        answer = answer_of(started)
     assert answer.startswith(b"HTTP/1.1 200")
     assert b'"labels"' in answer
     assert service.stop() == 0
@@ -381,9 +381,9 @@ def test_five_hundred_requests_at_once_and_no_memory(service: Serving) -> None:
     images = [picture(seed, "BMP", 170) for seed in range(8)]
 
     def labels(image: bytes) -> list[str]:
-        status, told, _ = service.predict(image)
-        assert status == 200, told
-        return told["predictions"][0]["labels"]
+        status, reported, _ = service.predict(image)
+        assert status == 200, reported
+        return reported["predictions"][0]["labels"]
 
     wanted = [labels(image) for image in images]
 
@@ -432,8 +432,8 @@ def test_schemathesis_finds_nothing(service: Serving, tmp_path: Path) -> None:
 
 
 def test_places_that_cannot_be_had(paceline_here: Call, finished: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = paceline_here("serve", finished, "--port", taken.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        done = paceline_here("serve", finished, "--port", used.getsockname()[1])
     assert (done.code, done.out) == (2, "")
     assert "cannot listen" in done.err
     assert paceline_here("serve", finished, "--host", "nowhere.invalid").code == 2

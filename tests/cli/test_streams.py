@@ -21,11 +21,11 @@ InShell = Callable[..., tuple[int, str]]
 def test_a_command_that_cannot_print_fails_with_one_sentence(
     arguments: str, streams: str, why: str, in_shell: InShell
 ) -> None:
-    code, told = in_shell(f'set -o pipefail; "$@" {streams}', *arguments.split())
+    code, reported = in_shell(f'set -o pipefail; "$@" {streams}', *arguments.split())
     assert code == 1
-    assert len(told.splitlines()) == 1
-    assert "standard output" in told
-    assert why in told
+    assert len(reported.splitlines()) == 1
+    assert "standard output" in reported
+    assert why in reported
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_nor_do_several_ranks_need_streams(tiny: tuple[str, ...], tmp_path: Path
 
 def test_a_closed_stream_shares_its_number_with_no_file(tmp_path: Path) -> None:
     """What writes to number 1 or 2, as C libraries do, would otherwise write into a file of the run."""
-    program = "import os; from paceline.cli.streams import hold_streams; hold_streams(); os._exit(os.open('file', 65))"
+    program = "import os; from paceline.cli.streams import wrap_streams; wrap_streams(); os._exit(os.open('file', 65))"
     done = subprocess.run(
         ["bash", "-c", f'exec "{sys.executable}" -c "{program}" <&- >&- 2>&-'],
         cwd=tmp_path,

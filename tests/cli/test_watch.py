@@ -42,25 +42,25 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[Any], seco
 
 def read_all(terminal: int, process: subprocess.Popen[Any], until: str = "", seconds: float = 120) -> str:
     """What is written to a terminal until the process ends, or says something."""
-    said, deadline = b"", time.monotonic() + seconds
+    message, deadline = b"", time.monotonic() + seconds
     while time.monotonic() < deadline:
         if select.select([terminal], [], [], 0.2)[0]:
             try:
-                said += os.read(terminal, 65536)
+                message += os.read(terminal, 65536)
             except OSError:  # the other side has closed it
                 break
         elif process.poll() is not None:
             break
-        if until and until.encode() in said:
+        if until and until.encode() in message:
             break
-    return said.decode(errors="replace")
+    return message.decode(errors="replace")
 
 
 def test_lines_in_a_pipe_follow_a_run_through_a_kill_to_its_end(tmp_path: Path, tiny: tuple[str, ...]) -> None:
-    asked = [*tiny, "train.duration=600 steps", "checkpoint.every=40 steps", "telemetry.log_every=10 steps"]
-    asked += ["evaluate.every=100 steps", "evaluate.keep_examples=0"]
+    requested = [*tiny, "train.duration=600 steps", "checkpoint.every=40 steps", "telemetry.log_every=10 steps"]
+    requested += ["evaluate.every=100 steps", "evaluate.keep_examples=0"]
     run, events = tmp_path / "run", tmp_path / "run" / "events.jsonl"
-    words = ["train", "digits", *asked, "--run-dir", "run"]
+    words = ["train", "digits", *requested, "--run-dir", "run"]
     training = start(*words, cwd=tmp_path, stdout=subprocess.DEVNULL)
     wait_for((run / "recipe.yaml").exists, training)
     watching = start("watch", "run", "--interval", "0.1", cwd=tmp_path, stdout=subprocess.PIPE, text=True)
@@ -77,16 +77,16 @@ def test_lines_in_a_pipe_follow_a_run_through_a_kill_to_its_end(tmp_path: Path, 
         training.kill()
     assert watching.returncode == 0
     lines = out.splitlines()
-    told = [json.loads(line) for line in events.read_text().splitlines()]
-    places = [f"step {each['step']}/600 " for each in told if each["event"] == "step"]
+    reported = [json.loads(line) for line in events.read_text().splitlines()]
+    places = [f"step {each['step']}/600 " for each in reported if each["event"] == "step"]
     assert [place for place in places if not any(place in line for line in lines)] == []
     assert any("resumed from step-" in line for line in lines)
     assert lines[-1] == "run: completed, step 600/600"
 
 
 def test_a_terminal_shows_curves_and_is_left_with_ctrl_c(tmp_path: Path, tiny: tuple[str, ...]) -> None:
-    asked = [*tiny, "train.duration=100000 steps", "evaluate.every=50 steps", "evaluate.keep_examples=0"]
-    training = start("train", "digits", *asked, "--run-dir", "run", cwd=tmp_path, stdout=subprocess.DEVNULL)
+    requested = [*tiny, "train.duration=100000 steps", "evaluate.every=50 steps", "evaluate.keep_examples=0"]
+    training = start("train", "digits", *requested, "--run-dir", "run", cwd=tmp_path, stdout=subprocess.DEVNULL)
     ours, theirs = pty.openpty()
     try:
         wait_for(lambda: b'"evaluation"' in _content(tmp_path / "run" / "events.jsonl"), training)
@@ -99,14 +99,14 @@ def test_a_terminal_shows_curves_and_is_left_with_ctrl_c(tmp_path: Path, tiny: t
             start_new_session=True,
         )
         os.close(theirs)
-        said = read_all(ours, watching, until="top-1 %")
+        message = read_all(ours, watching, until="top-1 %")
         for each in ("running", "training loss", "top-1 accuracy", "/100000", " left", "forward", "a step"):
-            assert each in said, each
-        assert any("\u2801" <= letter <= "\u28ff" for letter in said)
+            assert each in message, each
+        assert any("\u2801" <= letter <= "\u28ff" for letter in message)
         os.killpg(watching.pid, signal.SIGINT)
         rest = read_all(ours, watching)
         assert watching.wait(timeout=120) == 0
-        assert "Traceback" not in said + rest
+        assert "Traceback" not in message + rest
         assert training.poll() is None  # and goes on
     finally:
         training.kill()
@@ -133,5 +133,5 @@ def test_several_runs_that_are_over_are_told_and_left(paceline_here: Call, finis
 
 
 def test_a_directory_without_a_run_is_one_sentence(paceline_here: Call, finished: Path) -> None:
-    for wrong, said in ((finished / "nowhere", "there is no run"), (finished / "checkpoints", "holds no run")):
-        paceline_here("watch", wrong).refused(said, f"Did you mean {finished}?")
+    for wrong, message in ((finished / "nowhere", "there is no run"), (finished / "checkpoints", "holds no run")):
+        paceline_here("watch", wrong).refused(message, f"Did you mean {finished}?")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-_TO_END_SECONDS = 20.0  # of what is killed, until it has had the processor to end on
+_EXIT_SECONDS = 20.0  # for killed processes to exit on a busy machine
 
 SAMPLE = """\
 # ---
@@ -28,7 +28,7 @@ SAMPLE = """\
 # %% [markdown] tags=["slide"]
 # # Lab 9b: Sums of numbers
 #
-# What a sum is. It takes about an hour and a half; exercises take five minutes.
+# How to add numbers. **Time:** about 90 minutes; an exercise takes 5 minutes.
 
 # %% tags=["setup"]
 from paceline_course import exercise
@@ -36,8 +36,8 @@ from paceline_course import exercise
 numbers = [1, 2, 3]
 
 # %%
-shown = "what no check needs"
-print(len(Path("beside.txt").read_text()) if False else "figures")
+unused = "no check needs this cell"
+print(len(Path("extra.txt").read_text()) if False else "figures")
 
 # %% tags=["slide"]
 print("the sum is", sum(numbers))
@@ -59,10 +59,8 @@ with exercise("9b.1"):
 # <details><summary>Hint</summary>A loop.</details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-def add(values: list[int]) -> int:
-    return sum(values)
-
+# %% tags=["answer"]
+pass
 
 # %% [markdown] tags=["slide"]
 # ## A prediction
@@ -84,7 +82,17 @@ with exercise("9b.2"):
 # %% [markdown] tags=["hint"]
 # <details><summary>Hint</summary>Add them.</details>
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
+# %% tags=["answer"]
+pass
+"""
+
+ANSWERS = """\
+# %% 9b.1
+def add(values: list[int]) -> int:
+    return sum(values)
+
+
+# %% 9b.2
 # %%writefile guess.py
 total = 6
 """
@@ -92,27 +100,29 @@ total = 6
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Any:
-    """A lab of two exercises, with a file beside it."""
+    """A lab of two exercises, with an additional file."""
     from paceline_course.course import Lab
 
-    pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
+    pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs installs")
     path = tmp_path / "course" / "9b_sums.py"
     (path.parent / "sums").mkdir(parents=True)
-    (path.parent / "sums" / "beside.txt").write_text("beside")
-    (path.parent / "sums" / "reference.py").write_text("an answer to look up")
+    (path.parent / "sums" / "extra.txt").write_text("extra")
+    (path.parent / "instructor").mkdir()
+    (path.parent / "instructor" / "9b.py").write_text(ANSWERS)
     path.write_text(SAMPLE)
     return Lab(path)
 
 
 @pytest.fixture
 def student(lab: Any, tmp_path: Path) -> Callable[..., Path]:
-    """``student({"9b.1": source, …})``: a notebook with these exercises written, the others as they were."""
+    """``student({"9b.1": source, …})``: a started notebook with these exercises filled in."""
     import nbformat
 
-    from paceline_course.starting import for_student
+    from paceline_course.cells import read_notebook
+    from paceline_course.starting import start_lab
 
     def write(sources: dict[str, str], change: Callable[[Any], None] = lambda _: None) -> Path:
-        notebook = for_student(lab.notebook)
+        notebook = read_notebook(start_lab(lab, tmp_path / uuid.uuid4().hex))
         for exercise in lab.exercises:
             cell = notebook.cells[exercise.written]
             cell.source = sources.get(exercise.name, cell.source)
@@ -125,12 +135,12 @@ def student(lab: Any, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No process that a test started, at whatever remove, is alive after it."""
+def no_process_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail if a process that the test started, directly or indirectly, is still running."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv("PACELINE_TEST_OF_LABS", mark)
     yield
-    deadline = time.monotonic() + _TO_END_SECONDS
+    deadline = time.monotonic() + _EXIT_SECONDS
     while (left := _alive(mark.encode())) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []

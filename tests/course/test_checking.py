@@ -1,4 +1,4 @@
-"""Exercises are checked by the shipped checks, whatever a student's notebook has, does or starts."""
+"""The course's own checks decide, whatever a student's notebook contains, does or starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import LabError
-from paceline_course.cells import with_answers
+from paceline_course.cells import read_notebook
 from paceline_course.checking import check_lab
 from paceline_course.course import Lab
 
@@ -23,14 +23,14 @@ Student = Callable[..., Path]
 
 
 def missing(lab: Lab, file: Path, seconds: float = 100) -> dict[str, str]:
-    """What is missing of each exercise, nothing for one that is done."""
+    """What each exercise lacks; an empty string if it is done."""
     verdicts = check_lab(lab, file, seconds=seconds)
     assert [verdict.name for verdict in verdicts] == ["9b.1", "9b.2"]
     assert all(verdict.is_done == (not verdict.missing) for verdict in verdicts)
     return {verdict.name: verdict.missing for verdict in verdicts}
 
 
-def test_as_shipped_nothing_is_done_and_with_answers_all_is(lab: Lab, student: Student, tmp_path: Path) -> None:
+def test_open_exercises_and_right_answers(lab: Lab, student: Student, tmp_path: Path) -> None:
     import jupytext
 
     assert missing(lab, student({})) == {
@@ -39,21 +39,22 @@ def test_as_shipped_nothing_is_done_and_with_answers_all_is(lab: Lab, student: S
     }
     assert missing(lab, student(RIGHT)) == {"9b.1": "", "9b.2": ""}
     text = tmp_path / "mine.py"
-    jupytext.write(with_answers(lab.notebook, lab.exercises), text, fmt="py:percent")
+    notebook = read_notebook(student(lab.answers))
+    jupytext.write(notebook, text, fmt="py:percent")
     assert "# %%writefile" in text.read_text()
     assert missing(lab, text) == {"9b.1": "", "9b.2": ""}
 
 
-def test_only_set_up_exercises_and_checks_are_run(lab: Lab, student: Student) -> None:
-    def spoil(notebook: Any) -> None:
-        notebook.cells[2].source = "raise RuntimeError('not needed by any check')"
+def test_only_setup_exercises_and_checks_run(lab: Lab, student: Student) -> None:
+    def break_unused_cell(notebook: Any) -> None:
+        notebook.cells[2].source = "raise RuntimeError('no check needs this cell')"
 
-    assert "Path" in lab.notebook.cells[2].source, "which no cell imports"
-    assert missing(lab, student(RIGHT, spoil)) == {"9b.1": "", "9b.2": ""}
+    assert "Path" in lab.notebook.cells[2].source, "a name that no cell imports"
+    assert missing(lab, student(RIGHT, break_unused_cell)) == {"9b.1": "", "9b.2": ""}
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("def add(values):\n    return 7", r"the sum of \[1, 2, 3\] is not 7"),
         ("def add(values):\n    return values[9]", "IndexError: list index out of range"),
@@ -67,30 +68,30 @@ def test_only_set_up_exercises_and_checks_are_run(lab: Lab, student: Student) ->
         ("%%no_such_magic\n1", ".+"),
     ],
 )
-def test_what_is_missing_is_said(lab: Lab, student: Student, source: str, said: str) -> None:
+def test_message_about_an_unfinished_exercise(lab: Lab, student: Student, source: str, message: str) -> None:
     found = missing(lab, student({**RIGHT, "9b.1": source}))
-    assert re.fullmatch(said, found["9b.1"]), found
-    # The answer stands in for what is not done, as in the notebook.
+    assert re.fullmatch(message, found["9b.1"]), found
+    # The answer replaces the unfinished exercise, as in the notebook.
     assert found["9b.2"] == ""
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("import os\nos._exit(3)", "it ended Python with exit code 3"),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "it ended Python with SIGKILL"),
     ],
 )
-def test_an_exercise_that_ends_python_is_named(lab: Lab, student: Student, source: str, said: str) -> None:
+def test_exercise_that_ends_python(lab: Lab, student: Student, source: str, message: str) -> None:
     found = missing(lab, student({**RIGHT, "9b.1": source}))
-    assert found == {"9b.1": said, "9b.2": f"not checked, because 9b.1{said.removeprefix('it')}"}
+    assert found == {"9b.1": message, "9b.2": f"not checked, because 9b.1{message.removeprefix('it')}"}
 
 
 @pytest.mark.parametrize(
     "source",
     [
         "import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'while True: pass'], start_new_session=True)",
-        # Each takes its full time.
+        # Each of these runs until the timeout.
         pytest.param("while True:\n    pass", marks=pytest.mark.thorough),
         pytest.param(
             "while True:\n    try:\n        print('x' * 10000)\n    except BaseException:\n        pass",
@@ -98,7 +99,7 @@ def test_an_exercise_that_ends_python_is_named(lab: Lab, student: Student, sourc
         ),
     ],
 )
-def test_an_exercise_without_end_is_ended_with_all_it_started(lab: Lab, student: Student, source: str) -> None:
+def test_timeout_ends_all_processes(lab: Lab, student: Student, source: str) -> None:
     begun = time.monotonic()
     found = missing(lab, student({**RIGHT, "9b.2": source}), seconds=40)
     assert found["9b.1"] == ""
@@ -106,14 +107,19 @@ def test_an_exercise_without_end_is_ended_with_all_it_started(lab: Lab, student:
     assert time.monotonic() - begun < 200
 
 
-def test_the_students_own_checks_do_not_count(lab: Lab, student: Student) -> None:
-    def soften(notebook: Any) -> None:
+def test_use_answer_does_nothing_in_a_check(lab: Lab, student: Student) -> None:
+    source = "from paceline_course import use_answer\nuse_answer('1.1')\nadd = training_hours"
+    assert missing(lab, student({**RIGHT, "9b.1": source}))["9b.1"].startswith("NameError: name 'training_hours'")
+
+
+def test_changed_checks_do_not_count(lab: Lab, student: Student) -> None:
+    def weaken_check(notebook: Any) -> None:
         notebook.cells[lab.exercises[0].check].source = 'with exercise("9b.1"):\n    pass'
 
-    assert missing(lab, student({}, soften))["9b.1"] == "nothing is written here yet"
+    assert missing(lab, student({}, weaken_check))["9b.1"] == "nothing is written here yet"
 
 
-def test_cells_that_a_student_adds_or_moves_belong_to_the_exercise(lab: Lab, student: Student) -> None:
+def test_added_and_moved_cells_belong_to_the_exercise(lab: Lab, student: Student) -> None:
     from nbformat.v4 import new_code_cell
 
     def split(notebook: Any) -> None:
@@ -129,7 +135,7 @@ def test_cells_that_a_student_adds_or_moves_belong_to_the_exercise(lab: Lab, stu
     assert missing(lab, student(RIGHT, swap)) == {"9b.1": "", "9b.2": ""}
 
 
-def test_a_set_up_that_a_student_changes_counts(lab: Lab, student: Student) -> None:
+def test_changed_setup_cells_run(lab: Lab, student: Student) -> None:
     def prepare(notebook: Any) -> None:
         notebook.cells[1].source = "from math import fsum"
 
@@ -137,7 +143,7 @@ def test_a_set_up_that_a_student_changes_counts(lab: Lab, student: Student) -> N
     assert missing(lab, student(own, prepare)) == {"9b.1": "", "9b.2": ""}
 
 
-def test_an_exercise_that_was_deleted_is_told(lab: Lab, student: Student) -> None:
+def test_deleted_exercise(lab: Lab, student: Student) -> None:
     def delete(notebook: Any) -> None:
         del notebook.cells[lab.exercises[0].check]
 
@@ -147,7 +153,7 @@ def test_an_exercise_that_was_deleted_is_told(lab: Lab, student: Student) -> Non
     }
 
 
-def test_a_notebook_of_something_else_is_a_sentence(lab: Lab, student: Student) -> None:
+def test_notebook_of_another_topic(lab: Lab, student: Student) -> None:
     def empty(notebook: Any) -> None:
         notebook.cells.clear()
 
@@ -155,20 +161,20 @@ def test_a_notebook_of_something_else_is_a_sentence(lab: Lab, student: Student) 
         check_lab(lab, student({}, empty), seconds=100)
 
 
-def test_a_lab_whose_set_up_fails_is_a_sentence(lab: Lab, student: Student) -> None:
+def test_failing_setup(lab: Lab, student: Student) -> None:
     path = student({})
     lab.notebook.cells[1].source = "import no_such_library"
     with pytest.raises(LabError, match=r"set-up of lab 9b failed: ModuleNotFoundError: No module"):
         check_lab(lab, path, seconds=100)
 
 
-def test_nothing_is_written_beside_the_notebook_or_at_home(
+def test_nothing_is_written_next_to_the_notebook_or_in_home(
     lab: Lab, student: Student, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
-    (tmp_path / "temporary").mkdir()  # of its own: other tests use the usual one meanwhile
+    (tmp_path / "temporary").mkdir()  # other tests use the usual folder at the same time
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     path = student(RIGHT)
     before = sorted(tmp_path.rglob("*"))

@@ -1,30 +1,30 @@
-"""Labs are found in a checkout, and say what they are about."""
+"""Find the labs, and read what they state about themselves."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from paceline.cli.main import run
 from paceline.errors import LabError
 from paceline_course.cells import tags_of
 from paceline_course.course import Lab, all_labs, find_lab
 
-NOTEBOOKS = Path(__file__).parents[2] / "src" / "paceline_course" / "notebooks"
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = ROOT / "src" / "paceline_course" / "notebooks"
 
 
-def test_a_lab_says_what_it_is(lab: Lab) -> None:
+def test_title_duration_and_parts_of_a_lab(lab: Lab) -> None:
     assert (lab.number, lab.name, lab.title) == ("9b", "sums", "Sums of numbers")
     assert lab.minutes == 90
     assert lab.slides == 2
     assert lab.exercise_names == ["9b.1", "9b.2"]
-    assert [path.name for path in lab.files] == ["beside.txt"]
+    assert [path.name for path in lab.files] == ["extra.txt"]
+    assert lab.answers["9b.2"] == "%%writefile guess.py\ntotal = 6"
 
 
-def test_the_outline_of_a_lab_is_its_notebook() -> None:
-    pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
+def test_outline_equals_notebook() -> None:
+    pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs installs")
     for lab in all_labs():
         pairs = list(zip(lab.outline.cells, lab.notebook.cells, strict=True))
         assert all(ours.cell_type == theirs.cell_type and tags_of(ours) == tags_of(theirs) for ours, theirs in pairs)
@@ -35,48 +35,36 @@ def test_the_outline_of_a_lab_is_its_notebook() -> None:
 @pytest.mark.parametrize(
     ("words", "minutes"),
     [
-        ("about 75 minutes, exercises of 5 minutes", 75),
-        ("about two hours; it runs in three minutes", 120),
-        ("two and a half hours", 150),
-        ("an hour", 60),
-        ("as long as you like", None),
+        ("**Time:** about 75 minutes, 5 minutes for each exercise", 75),
+        ("It runs in 5 minutes.", None),
     ],
 )
-def test_minutes_are_read_from_the_text(tmp_path: Path, words: str, minutes: int | None) -> None:
+def test_duration_is_read_from_the_text(tmp_path: Path, words: str, minutes: int | None) -> None:
     path = tmp_path / "1_x.py"
-    path.write_text(f"# %% [markdown]\n# # Lab 1: X\n#\n# It takes\n# {words}.\n")
+    path.write_text(f"# %% [markdown]\n# # Lab 1: X\n#\n# {words}\n")
     assert Lab(path).minutes == minutes
 
 
-def test_the_labs_are_listed_without_the_library_of_notebooks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "jupytext", None)
-    monkeypatch.setitem(sys.modules, "nbformat", None)
-    assert run(["labs", "list"]) == 0
-    assert "Data parallelism, step by step" in capsys.readouterr().out
-    assert run(["labs", "check", "1"]) == 2
-
-
-def test_the_course_is_in_order_and_complete() -> None:
+def test_all_labs_are_found_in_order() -> None:
     files = {path.name for path in NOTEBOOKS.glob("[0-9]*.py")}
     labs = all_labs()
     assert {lab.path.name for lab in labs} == files
     assert [lab.order for lab in labs] == sorted(lab.order for lab in labs)
+    assert f"jupyter lab --log-level=CRITICAL course/{labs[0].file_name}" in (ROOT / "Makefile").read_text()
 
 
-def test_a_lab_is_found_by_number_and_by_name() -> None:
+def test_find_lab_by_number_or_name() -> None:
     first = all_labs()[0]
     assert find_lab(first.number) == find_lab(first.name) == find_lab(first.file_name) == first
 
 
 @pytest.mark.parametrize("number", ["99", "", "../1", "1.1", "scaling"])
-def test_an_unknown_lab_is_a_sentence(number: str) -> None:
+def test_unknown_lab(number: str) -> None:
     with pytest.raises(LabError, match=r"^there is no lab .* There are: 1"):
         find_lab(number)
 
 
-def test_missing_notebooks_are_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_notebooks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from paceline_course import course
 
     monkeypatch.setattr(course, "__file__", str(tmp_path / "course.py"))

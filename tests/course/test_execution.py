@@ -1,4 +1,4 @@
-"""A whole lab runs in a kernel of this Python, away from the user's files, and nothing of it is left."""
+"""Run whole labs in a kernel of this Python, in a scratch folder, without leaving files or processes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def printed(executed: Any, cell: int) -> str:
     return "".join(output.get("text", "") for output in executed.notebook.cells[cell].outputs)
 
 
-def test_a_lab_is_run_from_top_to_bottom_by_this_python(
+def test_lab_runs_from_top_to_bottom_with_this_python(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
-    lab.notebook.cells[2].source = "import sys; print(sys.executable, open('beside.txt').read())"
+    lab.notebook.cells[2].source = "import sys; print(sys.executable, open('extra.txt').read())"
     executed = execute(lab.notebook, lab, seconds=200)
     assert executed.error == ""
-    assert printed(executed, 2) == f"{sys.executable} beside\n"
+    assert printed(executed, 2) == f"{sys.executable} extra\n"
     assert printed(executed, 3) == "the sum is 6\n"
     assert printed(executed, lab.exercises[0].check) == "9b.1  not yet: nothing is written here yet\n"
     assert 0.1 < executed.processor_seconds < 100
@@ -38,18 +38,18 @@ def test_a_lab_is_run_from_top_to_bottom_by_this_python(
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("x = 1\n1 / 0", r"cell 3 \(x = 1\): ZeroDivisionError: division by zero"),
         ("import os\nos._exit(0)", "its kernel died"),
     ],
 )
-def test_what_stops_it_is_said(lab: Lab, source: str, said: str) -> None:
+def test_error_of_a_failing_lab(lab: Lab, source: str, message: str) -> None:
     lab.notebook.cells[2].source = source
-    assert re.fullmatch(said, execute(lab.notebook, lab, seconds=200).error)
+    assert re.fullmatch(message, execute(lab.notebook, lab, seconds=200).error)
 
 
-def test_a_lab_without_end_is_ended_with_all_it_started(lab: Lab) -> None:
+def test_timeout_ends_all_processes(lab: Lab) -> None:
     lab.notebook.cells[
         2
     ].source = "from paceline_course import run\nrun('python -c \"while True: pass\"', seconds=1000)"

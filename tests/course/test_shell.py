@@ -1,4 +1,4 @@
-"""Is what a notebook runs seen, does it fail loudly, and is all of it ended when its time is up?"""
+"""Commands run from notebooks: their output, their errors, and their timeout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline_course import run
 from paceline_course.shell import CommandError
 
 
-def test_what_is_said_is_printed_and_returned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_printed_and_returned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "hello.py"
     script.write_text("import os, sys\nprint('out', os.environ['OMP_NUM_THREADS'])\nprint('err', file=sys.stderr)\n")
     assert run(f"python {script}") == "out 1\nerr\n"
@@ -21,14 +21,14 @@ def test_what_is_said_is_printed_and_returned(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out == ""
 
 
-def test_what_fails_is_an_error_with_its_last_lines() -> None:
+def test_failure_raises_an_error_with_the_last_lines() -> None:
     with pytest.raises(CommandError, match="exit code 3:\nwhy"):
         run("""python -c 'print("why"); raise SystemExit(3)'""")
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc")
-def test_what_takes_too_long_is_ended_with_all_it_started(tmp_path: Path) -> None:
-    """Also what has a session of its own, as torchrun's workers have; the folder's fixture looks for what is left."""
+def test_timeout_ends_all_processes(tmp_path: Path) -> None:
+    """Also processes in another session, like torchrun's workers; the fixture of this folder looks for survivors."""
     script = tmp_path / "hang.py"
     script.write_text(
         "import subprocess, sys, time\n"

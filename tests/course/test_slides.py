@@ -1,4 +1,4 @@
-"""Cells become slides: Markdown begins one, what code shows goes on it."""
+"""Make slides from cells: each Markdown cell begins one, and outputs of code are put on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import LabError
 
-pytest.importorskip("nbformat", reason="needs nbformat, which the extra labs brings")
+pytest.importorskip("nbformat", reason="needs nbformat, which the extra labs installs")
 
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
@@ -18,20 +18,20 @@ PICTURE = "iVBORw0KGgo=\n"
 ON = {"tags": ["slide"]}
 
 
-def test_markdown_begins_a_slide_and_outputs_go_on_it() -> None:
-    shown = [
+def test_markdown_begins_a_slide_and_outputs_follow() -> None:
+    outputs = [
         new_output("stream", name="stdout", text="\x1b[31ma line\x1b[0m\n" * 40),
         new_output("stream", name="stderr", text="a warning\n"),
         new_output("display_data", {"image/png": PICTURE, "text/plain": "<Figure>"}),
-        new_output("display_data", {"text/markdown": "**said**", "text/plain": "<Markdown>"}),
+        new_output("display_data", {"text/markdown": "**bold**", "text/plain": "<Markdown>"}),
         new_output("execute_result", {"text/plain": "``` 7 ```"}, execution_count=1),
     ]
     cells = [
         new_code_cell("before = 'the first slide'", metadata=ON, outputs=[new_output("stream", text="lost\n")]),
         new_markdown_cell("# One\n\nword " * 3, metadata=ON),
         new_markdown_cell("only in the notebook"),
-        new_code_cell("draw()", metadata=ON, outputs=shown),
-        new_code_cell("other()", outputs=shown),
+        new_code_cell("draw()", metadata=ON, outputs=outputs),
+        new_code_cell("other()", outputs=outputs),
         new_markdown_cell("# Two", metadata=ON),
     ]
     text = slides_of(new_notebook(cells=cells), 'A "title": here')
@@ -41,26 +41,26 @@ def test_markdown_begins_a_slide_and_outputs_go_on_it() -> None:
     assert "](data:image/png;base64,iVBORw0KGgo=)" in first
     assert first.count("a line") == 11
     assert "…" in first
-    assert "**said**" in first
+    assert "**bold**" in first
     assert "~~~~text\n``` 7 ```\n~~~~" in first
     assert not any(word in text for word in ("lost", "\x1b", "a warning", "draw()", "only in", "<Figure>"))
     assert second == "\n# Two\n"
 
 
-def test_a_line_that_was_only_wrapped_is_one_line_on_a_slide() -> None:
+def test_wrapped_lines_are_joined() -> None:
     text = "# One\nwords that\ngo *on*\n\n- an item\n  that too\n- another\n1. first\n\n"
     source = f"{text}| a | b |\n|---|---|\n| 1 | 2 |\n\n```\nx = 1\ny = 2\n```\nend"
-    told = source.replace("that\ngo", "that go").replace("item\n  that", "item that")
-    assert told != source
-    assert slides_of(new_notebook(cells=[new_markdown_cell(source, metadata=ON)]), "X").endswith(f"\n{told}\n")
+    joined = source.replace("that\ngo", "that go").replace("item\n  that", "item that")
+    assert joined != source
+    assert slides_of(new_notebook(cells=[new_markdown_cell(source, metadata=ON)]), "X").endswith(f"\n{joined}\n")
 
 
-def test_a_lab_without_slides_is_a_sentence() -> None:
+def test_lab_without_slides() -> None:
     with pytest.raises(LabError, match="no cell of 'X' has the tag slide"):
         slides_of(new_notebook(cells=[new_markdown_cell("# X")]), "X")
 
 
-def test_without_marp_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_marp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LabError, match=r"no program 'marp'; install it with `npm install"):
         find_marp(None)
@@ -68,7 +68,7 @@ def test_without_marp_it_is_said_how_to_get_it(tmp_path: Path, monkeypatch: pyte
         find_marp(Path("/nowhere/marp"))
 
 
-def test_a_program_that_is_not_marp_is_a_sentence(tmp_path: Path) -> None:
+def test_program_that_is_not_marp(tmp_path: Path) -> None:
     program = tmp_path / "marp"
     program.write_text("#!/bin/sh\necho 'what is --config-file?' >&2\nexit 3\n")
     program.chmod(0o755)

@@ -24,7 +24,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from paceline.cli.main import run as run_command_line
-from paceline.records.reader import without_clock
+from paceline.records.reader import strip_timings
 
 sys.path.append(str(Path(__file__).parent))  # for hosts.py, networks.py and shaped.py
 from own_networks import OWN, network_that
@@ -379,7 +379,7 @@ def undisturbed(studio: Path) -> Path:
 def _records(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
     # A kill may have left a part of a last line.
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().split("\n")[:-1]]
-    return [without_clock(event) for event in events if event["event"] in kinds]
+    return [strip_timings(event) for event in events if event["event"] in kinds]
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ import torch
 
 from paceline.checkpoint.store import CheckpointStore
 from paceline.cli.main import run as run_command_line
-from paceline.records.reader import without_clock
+from paceline.records.reader import strip_timings
 
 # What watches the file operations of a single save elsewhere.
 sys.path.append(str(Path(__file__).parents[1] / "unit" / "checkpoint"))
@@ -152,7 +152,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     """What a run came to, without what a clock decided."""
     summary = json.loads((run_dir / "summary.json").read_text())
     lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    records = [without_clock(line) for line in lines if line["event"] in ("step", "evaluation")]
+    records = [strip_timings(line) for line in lines if line["event"] in ("step", "evaluation")]
     keys = ("status", "step", "weights_sha256", "ema_sha256", "metrics", "ledger")
     return {**{key: summary[key] for key in keys}, "records": records}
 
@@ -166,7 +166,7 @@ def trial(directory: Path, where: str, number: int, at: int, code: int | None) -
     if not note.exists() or len(note.read_text().splitlines()) < at:
         return None
     store = CheckpointStore(run_dir / "checkpoints")
-    path, damaged = store.newest_whole()
+    path, damaged = store.newest_complete()
     found = {
         "where": where,
         "rank": number,

@@ -24,7 +24,7 @@ from paceline.recipe.load import load_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
 from paceline.units import Duration
-from paceline_advisor.bench.interleaved import for_bursts
+from paceline_advisor.bench.interleaved import recipe_for_timing
 from paceline_advisor.formulas.parallel_step import Host, ParallelConfig, Prediction, predict
 from paceline_advisor.scaling.here import measure, probe
 from paceline_advisor.scaling.network import describe
@@ -131,7 +131,7 @@ def predicted(recipe: Recipe, share: Share, one: Any, megabits: float) -> Predic
 def measured(recipe: Recipe, size: int, megabits: float, folder: Path, *, steps: int) -> float:
     """Median seconds of a step of so many processes, each on a host of its own."""
     folder.mkdir()
-    short = for_bursts(recipe)
+    short = recipe_for_timing(recipe)
     short = replace(
         short,
         train=replace(short.train, duration=Duration(steps, "steps")),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from calls import Call
-from tiny_text import chats, reviews, tokenizer_folder, write_lines
+from tiny_text import chats, reviews, tagged, tokenizer_folder, write_lines
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +32,11 @@ RECIPES: dict[str, dict[str, Any]] = {
         "model": {"name": "bert", **NETWORK},
         "data": {"dataset": "text_table", "path": "reviews.jsonl", "text": {"context": 24, "rows": "single"}},
     },
+    "tags": {
+        "task": "token_classification",
+        "model": {"name": "bert", **NETWORK},
+        "data": {"dataset": "text_table", "path": "tagged.jsonl", "text": {"context": 24, "rows": "single"}},
+    },
     "chats": {
         "task": "language_modeling",
         "model": {"name": "gpt", **NETWORK},
@@ -45,6 +50,11 @@ RECIPES: dict[str, dict[str, Any]] = {
 DOUBLE = """
 from paceline.tasks.language_modeling import LanguageModeling
 from paceline.tasks.text_classification import TextClassification
+from paceline.tasks.token_classification import TokenClassification
+
+class Tags(TokenClassification):
+    def build_model(self):
+        return super().build_model().double()
 
 class Texts(TextClassification):
     def build_model(self):
@@ -61,6 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tables")
     write_lines(root / "reviews.jsonl", reviews(60))
     write_lines(root / "chats.jsonl", chats(60))
+    write_lines(root / "tagged.jsonl", tagged(60))
     tokenizer_folder(root / "tokenizer")
     (root / "double.py").write_text(DOUBLE)
     for name, recipe in RECIPES.items():
@@ -108,7 +119,8 @@ def test_an_evaluation_is_the_same_by_any_number_of_processes(name: str, pacelin
     answers = []
     for processes in (1, 2, 3):
         found = paceline_in("evaluate", f"{name}-scored", "--json", processes=processes).document
-        answers.append({key: value for key, value in found.items() if key in ("samples", "loss", "top1_accuracy")})
+        measured = ("samples", "loss", "top1_accuracy", "token_accuracy", "entity_f1")
+        answers.append({key: value for key, value in found.items() if key in measured})
     assert answers[0] == answers[1] == answers[2]
     assert answers[0]["samples"] > 5
     assert "loss" in answers[0]

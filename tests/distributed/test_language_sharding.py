@@ -17,14 +17,14 @@ pytestmark = pytest.mark.slow
 
 # Each process tells of its network which parameters are still without content when a block is filled.
 TELLING = """
-from paceline.distributed.sharding import Filling
+from paceline.distributed.sharding import WeightInitializer
 
-def filled(self, name, fill=Filling.__call__):
+def filled(self, name, fill=WeightInitializer.__call__):
     before = [each.is_meta for each in self._networks[0].parameters()]
     fill(self, name)
     os.write(1, f"filled {name!r} {sum(before)}\\n".encode())  # in one piece: two write at once
 
-Filling.__call__ = filled
+WeightInitializer.__call__ = filled
 """
 RECIPE: dict[str, Any] = {
     "task": "language_modeling",

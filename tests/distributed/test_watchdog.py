@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from calls import Call
 
-from paceline.records.ledger import ledger_path, read_ledger
+from paceline.report.audit import used_samples
 
 pytestmark = [pytest.mark.world_size(2), pytest.mark.slow]
 
@@ -175,8 +175,7 @@ def _trap(studio: Path, run: Call) -> Path:
     before = studio / "before-the-trap"
     if not (before / "summary.json").exists():
         run(*TRAIN, "train.duration=6 steps", "--run-dir", before, "--processes", "2", where=studio).ended(0)
-    ledger = read_ledger(ledger_path(before / "ledger", 1))
-    ids = [entry.ids for entry in ledger if entry.step == 5]
+    ids = [entry.ids for entry in used_samples(before, 1) if entry.step == 5]
     sample = int(np.concatenate(ids)[-1])
     return sorted((studio / "photos" / "train").rglob("*.png"))[sample]
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from paceline.distributed.environment import read_launch
 from paceline.errors import LaunchError
-from paceline.records.ledger import read_ledger
+from paceline.report.audit import used_samples
 
 # Without BatchNorm, which sees only a rank's own samples, and so small that one sample is a batch.
 PLAIN = """
@@ -45,8 +45,8 @@ def train(studio: Path, run: Call, run_here: Call, summary: Call) -> Call:
 def batches(run_dir: Path) -> dict[int, list[int]]:
     """Samples of each step over all ranks, sorted."""
     used: dict[int, list[int]] = {}
-    for path in (run_dir / "ledger").glob("rank-*.ids"):
-        for entry in read_ledger(path):
+    for rank in range(len([*(run_dir / "ledger").glob("rank-*.ids")])):
+        for entry in used_samples(run_dir, rank):
             used.setdefault(entry.step, []).extend(entry.ids.tolist())
     return {step: sorted(ids) for step, ids in sorted(used.items())}
 

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(r"^```(\w*)\s*$")
 _COMMENT = re.compile(r"^<!-- (runs|file|messages)(?:: (\S+))? -->$")
 _EXIT = re.compile(r"^\[exit code (\d+)\]$")
+_CELL = re.compile(r"^# %%(?: (.*))?$", re.MULTILINE)
 
 
 @dataclass
@@ -83,15 +84,27 @@ class Page:
     messages: tuple[str, ...]
 
 
+def markdown_of(notebook: str) -> str:
+    """A notebook in percent format as Markdown: text, and a block of Python for each code cell."""
+    cells = _CELL.split(notebook)[1:]
+    return "".join(
+        re.sub(r"^# ?", "", source, flags=re.MULTILINE)
+        if (options or "").startswith("[markdown]")
+        else f"\n```python{source}\n```\n"
+        for options, source in zip(cells[::2], cells[1::2], strict=True)
+    )
+
+
 def read_page(path: Path) -> Page:
-    """Take a page apart into prose and blocks."""
+    """Take a page, or a notebook in percent format, apart into prose and blocks."""
+    text = path.read_text(encoding="utf-8")
     prose: list[str] = []
     blocks: list[Block] = []
     messages: list[str] = []
     notes: dict[str, str] = {}
     opened: tuple[str, int] | None = None
     inside: list[str] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate((markdown_of(text) if path.suffix == ".py" else text).splitlines(), start=1):
         fence, comment = _FENCE.match(line), _COMMENT.match(line)
         if opened is None and fence:
             opened, inside = (fence[1], number + 1), []

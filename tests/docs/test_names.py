@@ -24,7 +24,8 @@ from paceline.records import events
 from paceline.records.reader import LedgerFacts, Summary
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+COURSE = ROOT / "src" / "paceline_course" / "notebooks"
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *COURSE.rglob("*.md"), *COURSE.glob("*.py")])
 SOURCES = sorted(path for path in (ROOT / "src").rglob("*.py") if "notebooks" not in path.parts)
 OF_PAGES = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
@@ -74,15 +75,26 @@ def test_every_decision_is_listed_once(page: Callable[[Path], Any]) -> None:
     assert len(listed) <= 25
 
 
+def python_strings(page: Any) -> Iterator[str]:
+    """Every string in the Python of a page, with X for what is filled in."""
+    for block in page.blocks:
+        for node in ast.walk(ast.parse(block.text)) if block.language == "python" else ():
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "X" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
 def written_commands(page: Any) -> Iterator[list[str]]:
     """Every ``paceline …`` of a page, in blocks and in the text, as words."""
-    shown = [code for code in codes(page.prose) if code.startswith("paceline ")]
+    shown = [code for code in {*codes(page.prose), *python_strings(page)} if code.startswith("paceline ")]
     for block in page.blocks:
         if block.language in ("console", "bash"):
             shown += [command.text.partition(" #")[0] for command in block.commands]
     for text in shown:
         for part in re.split(r"[|;&]|\$\(|\bdo\b|\buntil\b|<", text):
-            words = shlex.split(part.strip(), posix=True) if part.count('"') % 2 == 0 else []
+            closed = part.count('"') % 2 == part.count("'") % 2 == 0
+            words = shlex.split(part.strip(), posix=True) if closed else []
             if "paceline" in words[:1] or words[:3] == ["python", "-m", "paceline"]:
                 yield words[words.index("paceline") + 1 :]
 
@@ -117,6 +129,7 @@ def options_of(name: str) -> set[str]:
 def test_recipe_keys_exist(path: Path, page: Callable[[Path], Any]) -> None:
     taken = page(path)
     words = {word for command in written_commands(taken) for word in command if "=" in word}
+    words |= {word for text in python_strings(taken) for word in text.split()}
     for code in codes(taken.prose) | words:
         match = _KEY.match(code)
         if match is None or match[2].rpartition(".")[2] in _FILES:

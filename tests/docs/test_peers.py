@@ -115,7 +115,7 @@ def test_the_record_finds_the_images_where_it_looks_for_them(peers: Any, tmp_pat
     module = peers("cifar_record")
     found = module.record(program, tmp_path, 1)
     assert [each["seconds"] for each in found["runs"]] == [2.6]
-    assert "mean top-1 94.02 %, 2.60 s" in module.told(found)[1]
+    assert "mean top-1 94.02 %, 2.60 s" in module.summary_of_run(found)[1]
     with pytest.raises(SystemExit, match=r"program\.py ended after 1 of 2 runs"):
         module.record(program, tmp_path, 2)
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_compared_or_raced_is_refused_at_once(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as refused:
-        peers(program).asked(words.split())
+        peers(program).parse_options(words.split())
     assert refused.value.code == 2
     assert said in capsys.readouterr().err
 
@@ -170,7 +170,7 @@ def test_a_race_may_do_without_runs_of_ours(peers: Any, tmp_path: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
     words = ["cifar10-speedrun-cpu", f"data.path={tmp_path}", "--seeds", "--peers", "timm", "--budget", "9"]
-    options = peers("cifar10_speedrun").asked(words)
+    options = peers("cifar10_speedrun").parse_options(words)
     assert (options.seeds, options.peers, options.budget) == ([], ["timm"], 9)
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks and examples import what is there: nothing else runs most of them after a name has changed."""
+"""Benchmarks, examples and notebooks import what exists: few other tests run them after a name has changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = sorted([*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("examples/*.py")])
+PROGRAMS = sorted(
+    [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("examples/*.py"), *ROOT.glob("src/paceline_course/notebooks/*.py")]
+)
 
 
 @pytest.mark.everyday

@@ -30,7 +30,7 @@ class Greedy(paceline.ImageClassification):
 
 
 def test_runs_take_turns_on_one_device(tiny_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline_advisor.bench.interleaved import Variant, run_bursts
+    from paceline_advisor.bench.interleaved import Variant, run_interleaved
 
     (tmp_path / "greedy.py").write_text(GREEDY)
     monkeypatch.chdir(tmp_path)
@@ -42,7 +42,7 @@ def test_runs_take_turns_on_one_device(tiny_recipe: Path, tmp_path: Path, monkey
         "large": Variant(recipe=large.recipe, part="compute"),
         "greedy": Variant(recipe=greedy),
     }
-    found = run_bursts(variants, rounds=4, block_seconds=0.5)
+    found = run_interleaved(variants, rounds=4, block_seconds=0.5)
     assert [found[name].trouble for name in ("small", "large")] == ["", ""]
     assert found["large"].facts["device"] == "cuda"
     assert min(found["large"].step_seconds) > max(found["small"].step_seconds)
@@ -55,8 +55,8 @@ def test_runs_take_turns_on_one_device(tiny_recipe: Path, tmp_path: Path, monkey
 
 def test_energy_grows_with_work() -> None:
     counter = EnergyCounter(torch.device("cuda", 0))
-    if counter.why_not:
-        pytest.skip(counter.why_not)
+    if counter.unavailable_reason:
+        pytest.skip(counter.unavailable_reason)
     before = counter.joules()
     matrix = torch.randn(8192, 8192, device="cuda")
     begun = time.perf_counter()

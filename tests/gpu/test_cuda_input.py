@@ -43,7 +43,7 @@ def stream(
     steps = 2 * geometry.epochs.phases[0].steps_per_epoch
     raw = opened.batches(geometry.stream(0, steps, World()))
     mixing = Mixing(mix, len(digits.classes), seed=3)
-    finish = mixing if mixing.is_asked_for else None
+    finish = mixing if mixing.is_active else None
     return to_device(raw, Normalize(digits.mean, digits.std, placement), placement, finish)
 
 

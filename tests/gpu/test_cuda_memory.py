@@ -16,7 +16,7 @@ from paceline.distributed.device import describe_machine
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_step import fake_step
 from paceline_advisor.memory.allocator import MIB
-from paceline_advisor.memory.find_batch import TrialGround
+from paceline_advisor.memory.find_batch import TrialRunner
 from paceline_advisor.memory.job import Job, allocator_settings
 from paceline_advisor.memory.trace import STEP, trace_steps, without_collection
 
@@ -65,7 +65,7 @@ def test_the_estimate_is_within_3_per_cent_of_what_pytorch_allocates(case: Any) 
         assert abs(row["error"]) <= (0.03 if row["part"] == STEP else 0.1), row
 
 
-def limited_run(overrides: dict[str, Any], room: int, variables: dict[str, str]) -> tuple[int, TrialGround]:
+def limited_run(overrides: dict[str, Any], room: int, variables: dict[str, str]) -> tuple[int, TrialRunner]:
     """The largest micro-batch that is said to fit, and where it can be tried with no more memory than that."""
     asked = {
         "data.samples": 65536,
@@ -83,10 +83,10 @@ def limited_run(overrides: dict[str, Any], room: int, variables: dict[str, str])
     allocator, _ = allocator_settings(variables)
     with without_collection(), fake_step(recipe, machine=machine, scores=True) as step:
         steps = trace_steps(step)
-        job = Job(step, steps, machine, ways=1, allocator=allocator)
+        job = Job(step, steps, machine, shards=1, allocator=allocator)
         # PyTorch's limit counts its own segments only; the driver's and libraries' share is beside it.
         largest = job.largest(room + job.outside)
-    ground = TrialGround(recipe=recipe, processes=1, share=job.share, memory=room, device_type="cuda", say=print)
+    ground = TrialRunner(recipe=recipe, processes=1, share=job.share, memory=room, device_type="cuda", log=print)
     return largest, ground
 
 

@@ -1,4 +1,4 @@
-"""Every lab keeps to its form, and its exercises are open as shipped and done with the answers put in."""
+"""Every lab has the same structure; its exercises are open at first, and the course's answers solve them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline_course.cells import tags_of, with_answers
+from paceline_course.cells import read_notebook, tags_of
 from paceline_course.checking import check_lab
 from paceline_course.course import Lab, all_labs
 
@@ -19,7 +19,7 @@ LABS = pytest.mark.parametrize("lab", all_labs(), ids=lambda lab: lab.number)
 
 
 def thorough_but(*everyday: str) -> pytest.MarkDecorator:
-    """All labs; those that are not named here train much, or are run every day in another way."""
+    """All labs; those not named here run only in thorough tests, because they train longer."""
     params = [
         pytest.param(lab, id=lab.number, marks=[pytest.mark.thorough] * (lab.number not in everyday))
         for lab in all_labs()
@@ -33,14 +33,14 @@ WORDS_OF_A_SLIDE = 90
 
 
 def python_of(cell: Any) -> str:
-    """A cell's Python: what a ``%%writefile`` cell writes, and lines with IPython's magics left out."""
+    """The Python of a cell: the file of a ``%%writefile`` cell, or the lines without IPython's magics."""
     first, _, rest = cell.source.partition("\n")
     source = rest if first.startswith("%%") else cell.source
     return re.sub(r"^(\s*)[%!].*$", r"\1pass", source, flags=re.MULTILINE)
 
 
 @LABS
-def test_every_exercise_has_its_check_hint_and_answer(lab: Lab) -> None:
+def test_every_exercise_has_a_check_and_a_hint(lab: Lab) -> None:
     names = [exercise.name for exercise in lab.exercises]
     assert names == [f"{lab.number}.{number}" for number in range(1, len(names) + 1)]
     cells = lab.notebook.cells
@@ -48,18 +48,16 @@ def test_every_exercise_has_its_check_hint_and_answer(lab: Lab) -> None:
         four = (exercise.written, exercise.check, exercise.hint, exercise.answer)
         assert [cells[at].cell_type for at in four] == ["code", "code", "markdown", "code"], exercise.name
         between = set(range(exercise.written, exercise.answer)) - set(four)
-        assert all("setup" in tags_of(cells[at]) for at in between), f"{exercise.name}: other cells stand between"
-        # A folded cell shows its first line.
-        assert cells[exercise.answer].source.startswith(("# Answer\n", "%%writefile ")), exercise.name
+        assert all("setup" in tags_of(cells[at]) for at in between), f"{exercise.name}: other cells are in between"
+        assert cells[exercise.answer].source == f'use_answer("{exercise.name}")'
         assert "<details>" in cells[exercise.hint].source, exercise.name
         assert "</details>" in cells[exercise.hint].source, exercise.name
-        assert cells[exercise.answer].metadata.get("jupyter", {}).get("source_hidden"), f"{exercise.name}: not folded"
         above = "\n".join(cell.source for cell in cells[: exercise.written] if cell.cell_type == "markdown")
-        assert f"Exercise {exercise.name}" in above, f"{exercise.name}: nothing says what is to be done"
+        assert f"Exercise {exercise.name}" in above, f"{exercise.name}: the text does not describe the exercise"
 
 
 @LABS
-def test_every_cell_is_python_and_has_known_tags(lab: Lab) -> None:
+def test_cells_are_python_and_have_known_tags(lab: Lab) -> None:
     for at, cell in enumerate(lab.notebook.cells, start=1):
         assert tags_of(cell) <= TAGS, f"cell {at}: {set(tags_of(cell)) - TAGS}"
         if cell.cell_type == "code":
@@ -67,17 +65,17 @@ def test_every_cell_is_python_and_has_known_tags(lab: Lab) -> None:
 
 
 @LABS
-def test_a_lab_says_what_it_is_and_how_long_it_takes(lab: Lab) -> None:
+def test_title_and_duration(lab: Lab) -> None:
     first = lab.notebook.cells[0]
     assert first.cell_type == "markdown"
     assert first.source.startswith(f"# Lab {lab.number}: "), "the first cell is the title"
     assert lab.title
-    assert lab.minutes is not None, "say in the beginning how many minutes it takes to work through"
+    assert lab.minutes is not None, "the introduction must state the duration"
     assert (lab.path.parent / "instructor" / f"{lab.number}.md").is_file()
 
 
 @LABS
-def test_a_lab_has_slides_for_a_talk(lab: Lab) -> None:
+def test_slides_fit_a_talk(lab: Lab) -> None:
     assert 8 <= lab.slides <= 14
     for cell in lab.notebook.cells:
         if "slide" in tags_of(cell) and cell.cell_type == "markdown":
@@ -86,7 +84,7 @@ def test_a_lab_has_slides_for_a_talk(lab: Lab) -> None:
 
 
 @LABS
-def test_the_texts_of_the_labs_hold_no_outputs(lab: Lab) -> None:
+def test_labs_contain_no_outputs(lab: Lab) -> None:
     assert all(not cell.get("outputs") for cell in lab.notebook.cells)
     assert "data:image" not in lab.path.read_text(encoding="utf-8")
 
@@ -99,7 +97,7 @@ def written(lab: Lab, notebook: Any, folder: Path) -> Path:
     return path
 
 
-def of_exercises(lab: Lab) -> None:
+def skip_without_exercises(lab: Lab) -> None:
     if not lab.exercises:
         pytest.skip(f"lab {lab.number} has no exercises: its program is marked by `paceline labs grade`")
 
@@ -107,21 +105,23 @@ def of_exercises(lab: Lab) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @thorough_but("1", "2a")
-def test_as_shipped_no_exercise_is_done(lab: Lab, tmp_path: Path) -> None:
-    of_exercises(lab)
+def test_exercises_are_open_at_first(lab: Lab, tmp_path: Path) -> None:
+    skip_without_exercises(lab)
     assert len(lab.exercises) >= 4
     verdicts = check_lab(lab, written(lab, lab.notebook, tmp_path), seconds=900)
     assert [verdict.name for verdict in verdicts if verdict.is_done] == []
     for verdict in verdicts:
-        # What a student reads first is not an error of Python.
+        # The first message that a student reads is not a Python error.
         assert not re.match(r"\w+(Error|Exception): |not checked", verdict.missing), verdict
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @thorough_but("2b", "4")
-def test_with_the_answers_put_in_every_exercise_is_done(lab: Lab, tmp_path: Path) -> None:
-    of_exercises(lab)
-    answered = with_answers(lab.notebook, lab.exercises)
+def test_answers_solve_the_exercises(lab: Lab, tmp_path: Path) -> None:
+    skip_without_exercises(lab)
+    answered = read_notebook(lab.path)
+    for exercise in lab.exercises:
+        answered.cells[exercise.written].source = lab.answers[exercise.name]
     verdicts = check_lab(lab, written(lab, answered, tmp_path), seconds=900)
     assert [str(verdict) for verdict in verdicts if not verdict.is_done] == []

@@ -1,6 +1,6 @@
-"""The reference answer earns everything; each wrong answer loses what it should, for the right reason, and no more.
+"""The reference program earns all points; each wrong program loses the points it should, with the right reason.
 
-A wrong answer is a small change of the reference, kept as a row of a table in ``wrong/``.
+A wrong program is a small change to the reference, described by a table in ``wrong/``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import tomllib
 import uuid
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,106 +18,107 @@ import pytest
 import paceline_course
 from paceline.errors import PacelineError
 from paceline_course.grading import Marks, grade
-from paceline_course.grading.grade import Host, hosting
+from paceline_course.grading.grade import Host
 from paceline_course.grading.supervise import Limits
 
-ASSESSMENT = Path(paceline_course.__file__).parent / "notebooks" / "assessment"
+NOTEBOOKS = Path(paceline_course.__file__).parent / "notebooks"
+REFERENCE = NOTEBOOKS / "instructor" / "reference.py"
 TABLES = sorted((Path(__file__).parent / "wrong").glob("*.toml"))
 LIMITS = Limits(processor_seconds=12, idle_seconds=5)
 
 pytestmark = [
     pytest.mark.thorough,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="hangs are recognised by what /proc tells"),
+    pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="detecting hangs needs /proc"),
 ]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One row: ``lost`` are the criteria that lose points, ``ALL`` for every one that needs a program that trains."""
+class Variant:
+    """A changed reference: ``lost`` are the criteria that lose points, ``ALL`` for all that need a trained network."""
 
     name: str
     about: str
     changes: list[list[str]]
     lost: list[str] = field(default_factory=list)
     says: str = ""
-    # What it would hide, or be hidden by, in the same program.
+    # Variants whose effect it would hide in the same program, or that would hide its own.
     not_with: list[str] = field(default_factory=list)
 
     def program(self) -> str:
-        return changed((ASSESSMENT / "reference.py").read_text(), [self])
+        return changed(REFERENCE.read_text(), [self])
 
     @property
-    def is_apart(self) -> bool:
-        """Whether it has a program of its own: little else would be trained, or seen."""
+    def runs_alone(self) -> bool:
+        """Whether it must be graded alone, because it would hide other mistakes."""
         return len(self.lost) > 2 or not {"ALL", "ends", "throughput", "inside", "same_weights"}.isdisjoint(self.lost)
 
 
-def changed(text: str, answers: Sequence[Answer]) -> str:
-    for answer in answers:
-        for old, new in answer.changes:
+def changed(text: str, variants: Sequence[Variant]) -> str:
+    for variant in variants:
+        for old, new in variant.changes:
             if text.count(old) != 1:
-                raise ValueError(f"{answer.name} changes {old!r}, which stands {text.count(old)} times")
+                raise ValueError(f"{variant.name} changes {old!r}, which occurs {text.count(old)} times")
             text = text.replace(old, new)
     return text
 
 
-def together(answers: Sequence[Answer]) -> list[list[Answer]]:
-    """What is wrong in one way each, put together so that each criterion is lost once: a program for many mistakes."""
-    text = (ASSESSMENT / "reference.py").read_text()
-    found: list[list[Answer]] = []
-    for answer in answers:
-        group = next((group for group in found if all(_fit(answer, other, text) for other in group)), None)
+def combine(variants: Sequence[Variant]) -> list[list[Variant]]:
+    """Group variants into programs with several mistakes that lose different criteria, to save time."""
+    text = REFERENCE.read_text()
+    groups: list[list[Variant]] = []
+    for variant in variants:
+        group = next((group for group in groups if all(_can_combine(variant, other, text) for other in group)), None)
         if group is None:
-            found.append([answer])
+            groups.append([variant])
         else:
-            group.append(answer)
-    return found
+            group.append(variant)
+    return groups
 
 
-def _fit(one: Answer, other: Answer, text: str) -> bool:
+def _can_combine(one: Variant, other: Variant, text: str) -> bool:
     hides = one.name in other.not_with or other.name in one.not_with
-    if hides or one.is_apart or other.is_apart or not {*one.lost}.isdisjoint(other.lost):
+    if hides or one.runs_alone or other.runs_alone or not {*one.lost}.isdisjoint(other.lost):
         return False
     try:
         return changed(text, [one, other]) == changed(text, [other, one])
-    except ValueError:  # one changes what the other has changed
+    except ValueError:  # both change the same text
         return False
 
 
-WRONG = together([Answer(name, **row) for table in TABLES for name, row in tomllib.loads(table.read_text()).items()])
-RIGHT = [Answer(name, **row) for name, row in tomllib.loads((TABLES[0].parents[1] / "right.toml").read_text()).items()]
+WRONG = combine([Variant(name, **row) for table in TABLES for name, row in tomllib.loads(table.read_text()).items()])
+RIGHT = [Variant(name, **row) for name, row in tomllib.loads((TABLES[0].parents[1] / "right.toml").read_text()).items()]
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    """Torch is loaded once for all gradings of this file."""
-    with hosting() as started:
+    """One host for all gradings of this file, so that torch is loaded once."""
+    with closing(Host()) as started:
         yield started
 
 
-def test_the_reference_earns_all_points(tmp_path: Path) -> None:
-    told: list[str] = []
-    marks = grade(ASSESSMENT / "reference.py", on_progress=told.append)
+def test_reference_earns_all_points(tmp_path: Path) -> None:
+    progress: list[str] = []
+    marks = grade(REFERENCE, on_progress=progress.append)
     assert reasons(marks) == {}
     assert (marks.points, marks.most, marks.passed) == (100, 100, True)
-    assert len(told) >= 9
+    assert len(progress) >= 9
     assert json.loads(json.dumps(marks.to_json()))["points"] == 100
     # Measured at 8 to 15 on two cores.
     assert marks.processor_seconds < 60
 
 
 @pytest.mark.parametrize("right", RIGHT, ids=lambda right: right.name)
-def test_other_right_answers_earn_all_points(right: Answer, host: Host, tmp_path: Path) -> None:
+def test_other_correct_programs_earn_all_points(right: Variant, host: Host, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(right.program())
     assert reasons(grade(program, limits=LIMITS, host=host)) == {}
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: ",".join(each.name for each in wrong))
-def test_a_wrong_answer_loses_what_it_should(wrong: list[Answer], host: Host, tmp_path: Path) -> None:
+def test_wrong_programs_lose_the_expected_points(wrong: list[Variant], host: Host, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
-    program.write_text(changed((ASSESSMENT / "reference.py").read_text(), wrong))
+    program.write_text(changed(REFERENCE.read_text(), wrong))
     marks = grade(program, limits=LIMITS, host=host)
     lost = reasons(marks)
     if wrong[0].lost == ["ALL"]:
@@ -129,14 +131,14 @@ def test_a_wrong_answer_loses_what_it_should(wrong: list[Answer], host: Host, tm
         assert each.says in lost[each.lost[0]], each.name
 
 
-def test_the_skeleton_runs_and_earns_next_to_nothing(host: Host) -> None:
-    marks = grade(ASSESSMENT / "skeleton.py", limits=LIMITS, host=host)
+def test_skeleton_earns_almost_nothing(host: Host) -> None:
+    marks = grade(NOTEBOOKS / "assessment" / "skeleton.py", limits=LIMITS, host=host)
     assert marks.points <= 1
     assert "not every rank made an optimizer step" in reasons(marks)["ends"]
 
 
 @pytest.mark.parametrize("how", ["start_new_session=False", "start_new_session=True", "start_new_session=True, env={}"])
-def test_nothing_that_it_started_is_left(how: str, host: Host, tmp_path: Path) -> None:
+def test_started_processes_are_ended(how: str, host: Host, tmp_path: Path) -> None:
     program, mark = tmp_path / "train.py", f"sleep(600)  # {uuid.uuid4().hex}"
     program.write_text(
         f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.{mark}'], {how})\n"
@@ -147,8 +149,8 @@ def test_nothing_that_it_started_is_left(how: str, host: Host, tmp_path: Path) -
     assert [path for path in lines if mark.encode() in content(path)] == []
 
 
-def test_too_many_processes_too_much_memory_and_too_large_files_end_it(host: Host, tmp_path: Path) -> None:
-    said = []
+def test_limits_of_processes_memory_and_file_size(host: Host, tmp_path: Path) -> None:
+    ended_for = []
     for body in (
         "import os, time\nfor _ in range(40):\n    if os.fork() == 0:\n        break\ntime.sleep(60)\n",
         "import torch\nfull = torch.ones(3 << 30)\n",
@@ -156,22 +158,24 @@ def test_too_many_processes_too_much_memory_and_too_large_files_end_it(host: Hos
     ):
         program = tmp_path / "train.py"
         program.write_text(body)
-        said.append(reasons(grade(program, limits=LIMITS, host=host))["ends"])
-    assert "more processes than allowed" in said[0]
-    assert "RuntimeError" in said[1]
-    assert "OSError" in said[2]
+        ended_for.append(reasons(grade(program, limits=LIMITS, host=host))["ends"])
+    assert "more processes than allowed" in ended_for[0]
+    assert "RuntimeError" in ended_for[1]
+    assert "OSError" in ended_for[2]
 
 
-def test_the_system_may_end_what_is_endless_before_the_grader_looks(host: Host, tmp_path: Path) -> None:
+def test_kernel_may_enforce_the_processor_limit_first(host: Host, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text("while True:\n    pass\n")
-    told: list[str] = []
-    marks = grade(program, on_progress=told.append, limits=Limits(processor_seconds=0.5, poll_seconds=1e6), host=host)
+    progress: list[str] = []
+    marks = grade(
+        program, on_progress=progress.append, limits=Limits(processor_seconds=0.5, poll_seconds=1e6), host=host
+    )
     assert "with 1 process did not end: it exceeded the limit of processor time" in reasons(marks)["ends"]
-    assert told == ["1 process, network plain"], "it would only be the same again"
+    assert progress == ["1 process, network plain"], "the other runs would fail in the same way"
 
 
-def test_a_file_that_is_not_there_or_a_notebook_is_told(tmp_path: Path) -> None:
+def test_missing_file_and_notebook(tmp_path: Path) -> None:
     (tmp_path / "lab.ipynb").write_text("{}")
     with pytest.raises(PacelineError, match="is a notebook"):
         grade(tmp_path / "lab.ipynb")
@@ -186,5 +190,5 @@ def reasons(marks: Marks) -> dict[str, str]:
 def content(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process has ended
         return b""

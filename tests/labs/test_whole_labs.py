@@ -1,4 +1,4 @@
-"""Every lab runs from top to bottom, as shipped, and its slides open without a network."""
+"""Run every lab from top to bottom as shipped; its slides must open offline."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _SECONDS = 1800  # a busy machine can be five times slower than a quiet one
 
 @pytest.fixture(scope="module", params=all_labs(), ids=lambda lab: lab.number)
 def run(request: pytest.FixtureRequest) -> tuple[Lab, Executed]:
-    """A lab, and what came of running it; once for all tests of this file."""
+    """A lab and its executed notebook; each lab runs once for all tests of this file."""
     lab = request.param
     return lab, execute(lab.notebook, lab, seconds=_SECONDS)
 
 
-def test_a_lab_runs_from_top_to_bottom(run: tuple[Lab, Executed]) -> None:
+def test_lab_runs_from_top_to_bottom(run: tuple[Lab, Executed]) -> None:
     lab, executed = run
     print(
         f"lab {lab.number}: {executed.processor_seconds:.0f} s of the processor, {executed.wall_seconds:.0f} s in all"
     )
     assert executed.error == ""
-    said = [text_of(executed.notebook.cells[exercise.check]) for exercise in lab.exercises]
-    assert [line for line in said if "not yet" not in line] == []
+    verdicts = [text_of(executed.notebook.cells[exercise.check]) for exercise in lab.exercises]
+    assert [line for line in verdicts if "not yet" not in line] == []
 
 
-def test_its_figures_are_on_its_slides(run: tuple[Lab, Executed]) -> None:
+def test_slides_have_figures(run: tuple[Lab, Executed]) -> None:
     lab, executed = run
     text = slides_of(executed.notebook, lab.title)
     assert text.count("\n---\n") == 1 + lab.slides - 1
@@ -50,7 +50,7 @@ def text_of(cell: Any) -> str:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Chromium, with no network."""
+    """Chromium, offline."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = next((found for name in ("chromium", "chromium-browser") if (found := shutil.which(name))), None)
     if program is None:
@@ -63,21 +63,21 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.mark.skipif(MARP is None, reason="there is no Marp CLI here (npm install --global @marp-team/marp-cli)")
-def test_its_slides_open_without_a_network(run: tuple[Lab, Executed], browser: Any, tmp_path: Path) -> None:
+def test_slides_open_offline(run: tuple[Lab, Executed], browser: Any, tmp_path: Path) -> None:
     lab, executed = run
     page = tmp_path / "slides.html"
     page.write_text(to_html(slides_of(executed.notebook, lab.title), str(MARP)), encoding="utf-8")
     context = browser.new_context(viewport={"width": 1280, "height": 720}, offline=True)
     context.set_default_timeout(_BROWSER_MILLISECONDS)
     opened = context.new_page()
-    asked: list[str] = []
-    opened.on("request", lambda request: asked.append(request.url))
+    requests: list[str] = []
+    opened.on("request", lambda request: requests.append(request.url))
     opened.goto(page.as_uri())
-    assert [address for address in asked if not address.startswith(("file:", "data:", "blob:"))] == []
+    assert [address for address in requests if not address.startswith(("file:", "data:", "blob:"))] == []
     drawn = opened.evaluate("[...document.images].map(each => each.complete && each.naturalWidth > 0)")
     assert drawn
     assert all(drawn)
-    # Nothing hangs out of a slide.
+    # No content overflows its slide.
     outside = opened.evaluate(
         """[...document.querySelectorAll("section")].filter(each => each.scrollHeight > each.clientHeight + 2)
             .map(each => each.textContent.slice(0, 40))"""

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_text import chats, reviews, tokenizer_folder, write_lines
+from tiny_text import chats, reviews, tagged, tokenizer_folder, write_lines
 
 import paceline
 from paceline.checkpoint.weights import read_weights
@@ -19,6 +19,7 @@ from paceline.data.batch import Batch
 from paceline.inference.export import ExportRequest, export
 from paceline.tasks.language_modeling import LanguageModeling
 from paceline.tasks.text_classification import TextClassification
+from paceline.tasks.token_classification import TokenClassification
 
 transformers = pytest.importorskip("transformers", reason="pip install 'paceline[transformers]'")
 
@@ -186,6 +187,56 @@ def test_a_text_classifier_is_exported_for_transformers(classified: Any) -> None
         "animal",
         "other",
     }
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """As `classified`, of words; the tokenizer cuts some into several tokens."""
+    folder = tmp_path_factory.mktemp("marked")
+    rows = [{**row, "tokens": [word + "-" * (word == "cat") for word in row["tokens"]]} for row in tagged(64)]
+    words = tokenizer_folder(folder / "words", classifies=True)
+    text = {"tokenizer": str(words), "context": 8, "rows": "single"}
+    data = {"dataset": "text_table", "path": str(write_lines(folder / "train.jsonl", rows)), "text": text}
+    model = {"name": "transformers:bert", "options": BERT}
+    recipe = {"task": "token_classification", "model": model, "data": data | {"validation_fraction": 0.0}}
+    seen, result = trained(TokenClassification, recipe, folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(words)
+    names = sorted({tag for row in rows for tag in row["tags"]})
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+        asked = {"truncation": True, "max_length": 8, "padding": True, "return_tensors": "pt"}
+        given = tokenizer([each["tokens"] for each in samples], is_split_into_words=True, **asked)
+        labels = torch.full_like(given["input_ids"], -100)
+        for row, each in enumerate(samples):
+            numbers = given.word_ids(row)
+            for place, (before, word) in enumerate(zip([None, *numbers], numbers, strict=False)):
+                if word not in (None, before):
+                    labels[row, place] = names.index(each["tags"][word])
+        return {"input_ids": given["input_ids"], "attention_mask": given["attention_mask"], "labels": labels}
+
+    config = transformers.BertConfig(vocab_size=24, max_position_embeddings=9, num_labels=len(names), **BERT)
+    network = transformers.BertForTokenClassification(config)
+    network.load_state_dict(seen.first)
+    return seen, network, [rows[sample] for sample in seen.ids], collate, result, folder
+
+
+def test_a_token_classifier_learns_as_in_a_plain_loop_and_by_trainer(marked: Any, tmp_path: Path) -> None:
+    seen, network, samples, collate, _, _ = marked
+    batches = [lambda step=step: collate(samples[8 * step : 8 * step + 8]) for step in range(STEPS)]
+    assert furthest(seen.losses, plain_loop(copy.deepcopy(network), batches)) <= WITHIN
+    assert seen.losses[0] - seen.losses[STEPS - 1] > 0.1
+    # Not accumulated: Trainer would add up the means of parts, however many words each has.
+    assert furthest(seen.losses, by_trainer(network, samples, collate, tmp_path, accumulate=1)) <= WITHIN
+
+
+def test_a_token_classifier_is_exported_for_transformers(marked: Any) -> None:
+    _, _, samples, _, result, folder = marked
+    written = export(ExportRequest(target=result.run_dir, output=folder / "hub", form="transformers"))
+    assert written.largest_difference is not None
+    assert written.largest_difference < 1e-5
+    pipe = transformers.pipeline("token-classification", model=str(folder / "hub"), tokenizer=str(folder / "hub"))
+    named = {tag for row in samples for tag in row["tags"]}
+    assert {each["entity"] for row in samples[:8] for each in pipe(" ".join(row["tokens"]))} <= named
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ from torch import nn
 from paceline.data.order import epoch_order
 from paceline.errors import PacelineError
 from paceline.models.small_resnet import small_resnet
-from paceline.records.ledger import read_ledger
-from paceline.report.audit import audit_run
+from paceline.report.audit import audit_run, used_samples
 
 SEED, SAMPLES, MICRO = 3, 52, 16
 SIZES = {0: 16, 1: 32, 2: 48, 3: 16}
@@ -80,7 +79,7 @@ def test_the_same_bits_as_a_plain_loop(
 
 def test_the_ledger_holds_the_slices_of_the_order(train_tiny: Call) -> None:
     result = train_tiny("run", GROWTH)
-    entries = list(read_ledger(result.run_dir / "ledger" / "rank-00000.ids"))
+    entries = list(used_samples(result.run_dir, 0))
     for number, (epoch, ids) in enumerate(steps(), 1):
         parts = [entry for entry in entries if entry.step == number]
         assert [sample for part in parts for sample in part.ids.tolist()] == ids.tolist()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from paceline.cli.main import run as run_command_line
-from paceline.records.reader import without_clock
+from paceline.records.reader import strip_timings
 
 # Loaded once for all launches: what a run loads, and several processes (DDP and FSDP load the compiler). The library of
 # the address begins its thread when it is first asked for something.
@@ -48,9 +48,9 @@ def fork(arguments: list[str], folder: Path, rank: int, ranks: int) -> int:
     pid = os.fork()
     if pid:
         return pid
-    said = os.open(folder / f"said-{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-    os.dup2(said, 1)
-    os.dup2(said, 2)
+    output = os.open(folder / f"said-{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if ranks > 1:
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
@@ -108,7 +108,7 @@ def outcome(run_dir: Path) -> dict[str, Any]:
     summary = json.loads((run_dir / "summary.json").read_text())
     kept = ("status", "step", "samples", "weights_sha256", "ema_sha256", "metrics", "ledger")
     found = {key: summary[key] for key in kept}
-    found["records"] = [without_clock(event) for event in records(run_dir) if event["event"] in ("step", "evaluation")]
+    found["records"] = [strip_timings(event) for event in records(run_dir) if event["event"] in ("step", "evaluation")]
     return found
 
 
@@ -116,8 +116,8 @@ def wait_for_the_moment(launch: Launch, run_dir: Path, commits: Path, draw: rand
     """Wait for a few records, or for a few more commits at the address, as the test counts them, and a while longer."""
     # At first something is to be there that the next launch goes on from.
     more = 1 if counted(commits) == 0 else draw.choice((0, 1, 1, 2))
-    wanted = counted(commits) + more
-    while not launch.is_over() and (counted(commits) < wanted if more else len(records(run_dir)) < 9):
+    expected = counted(commits) + more
+    while not launch.is_over() and (counted(commits) < expected if more else len(records(run_dir)) < 9):
         time.sleep(0.01)
     time.sleep(draw.uniform(0, 0.5))
 
@@ -129,15 +129,15 @@ def counted(path: Path) -> int:
         return 0
 
 
-def main(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    draw = random.Random(asked["seed"])
-    ranks, steps = asked["ranks"], asked["steps"]
-    length = [f"train.duration={steps} steps", *asked["overrides"]]
+def main(folder: Path, requested: dict[str, Any]) -> dict[str, Any]:
+    draw = random.Random(requested["seed"])
+    ranks, steps = requested["ranks"], requested["steps"]
+    length = [f"train.duration={steps} steps", *requested["overrides"]]
     if not Launch([*length, "--run-dir", str(folder / "undisturbed")], folder, ranks).wait(120) == [0] * ranks:
         raise SystemExit("the undisturbed run failed")
     run_dir, begun_at = folder / "run", []
-    arguments = [*length, f"checkpoint.mirror={asked['mirror']}", "--run-dir", str(run_dir)]
-    for _ in range(asked["kills"]):
+    arguments = [*length, f"checkpoint.mirror={requested['mirror']}", "--run-dir", str(run_dir)]
+    for _ in range(requested["kills"]):
         shutil.rmtree(run_dir, ignore_errors=True)
         launch = Launch(arguments, folder, ranks)
         wait_for_the_moment(launch, run_dir, folder / "commits", draw)
@@ -146,9 +146,9 @@ def main(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
         launch.kill()
     shutil.rmtree(run_dir, ignore_errors=True)
     codes = Launch(arguments, folder, ranks).wait(200)
-    said = "".join(path.read_text() for path in sorted(folder.glob("said-*.txt")))
+    output = "".join(path.read_text() for path in sorted(folder.glob("said-*.txt")))
     if codes != [0] * ranks:
-        raise SystemExit(f"the last launch ended with {codes}: {said[-3000:]}")
+        raise SystemExit(f"the last launch ended with {codes}: {output[-3000:]}")
     found = records(run_dir)
     return {
         "begun_at": begun_at,
@@ -157,7 +157,7 @@ def main(folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
         "resumes": [event["step"] for event in found if event["event"] == "resume"],
         "incidents": [event for event in found if event["event"] == "incident"],
         "positions": [event["position"] for event in found if event["event"] == "step"],
-        "said": said,
+        "said": output,
     }
 
 

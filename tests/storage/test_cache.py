@@ -27,31 +27,31 @@ def names(cache: Cache) -> set[str]:
 def test_a_folder_is_copied_once_and_anew_when_it_has_changed(s3: Any, put: Any, tmp_path: Path) -> None:
     put("photos/train/cat/1.bin", b"one")
     put("photos/train/cat/sub/2.bin", b"two")
-    cache, said = Cache(tmp_path / "cache"), list[str]()
-    copy = local_copy("s3://bucket/photos", cache=cache, say=said.append)
+    cache, lines = Cache(tmp_path / "cache"), list[str]()
+    copy = local_copy("s3://bucket/photos", cache=cache, log=lines.append)
     assert copy.name == "photos"
     assert (copy / "train/cat/1.bin").read_bytes() == b"one"
     assert (copy / "train/cat/sub/2.bin").read_bytes() == b"two"
-    assert "2 files" in said[0]
+    assert "2 files" in lines[0]
     before = len(s3.log)
-    assert local_copy("s3://bucket/photos", cache=cache, say=said.append) == copy
+    assert local_copy("s3://bucket/photos", cache=cache, log=lines.append) == copy
     assert not any("/1.bin" in path for _, path in s3.log[before:])
     put("photos/train/cat/1.bin", b"uno")  # of the same length
-    again = local_copy("s3://bucket/photos", cache=cache, say=quiet)
+    again = local_copy("s3://bucket/photos", cache=cache, log=quiet)
     assert again != copy
     assert (again / "train/cat/1.bin").read_bytes() == b"uno"
 
 
 def test_a_single_file_keeps_its_name(s3: Any, put: Any, tmp_path: Path) -> None:
     put("sets/a.tar", b"x" * 1000)
-    copy = local_copy("s3://bucket/sets/a.tar", cache=Cache(tmp_path), say=quiet)
+    copy = local_copy("s3://bucket/sets/a.tar", cache=Cache(tmp_path), log=quiet)
     assert (copy.name, copy.read_bytes()) == ("a.tar", b"x" * 1000)
 
 
 def test_over_http_a_single_file_is_read_and_a_folder_refused(moto_port: int, put: Any, tmp_path: Path) -> None:
     put("open/a.bin", b"content")
     address = f"http://127.0.0.1:{moto_port}/bucket/open/a.bin"
-    assert local_copy(address, cache=Cache(tmp_path), say=quiet).read_bytes() == b"content"
+    assert local_copy(address, cache=Cache(tmp_path), log=quiet).read_bytes() == b"content"
 
 
 def test_a_disk_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_a_disk_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("fcntl.flock", none)
     with pytest.raises(StorageError, match="file system without locks"):
-        local_copy(f"file://{tmp_path}/data", cache=Cache(tmp_path / "cache"), say=quiet)
+        local_copy(f"file://{tmp_path}/data", cache=Cache(tmp_path / "cache"), log=quiet)
 
 
 def test_a_disk_keeps_no_empty_folders_of_what_was_deleted(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_disk_keeps_no_empty_folders_of_what_was_deleted(tmp_path: Path) -> No
 
 def test_what_is_not_there_is_refused(s3: Any, tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="there is nothing at s3://bucket/nowhere"):
-        local_copy("s3://bucket/nowhere", cache=Cache(tmp_path), say=quiet)
+        local_copy("s3://bucket/nowhere", cache=Cache(tmp_path), log=quiet)
 
 
 def test_a_download_that_breaks_off_is_never_taken_for_whole(s3: Any, put: Any, tmp_path: Path) -> None:
@@ -102,8 +102,8 @@ def test_a_download_that_breaks_off_is_never_taken_for_whole(s3: Any, put: Any, 
 def test_requests_that_fail_now_and_then_are_tried_again_and_told(s3: Any, put: Any, tmp_path: Path) -> None:
     for number in range(30):
         put(f"shaky/{number}.bin", bytes([number]) * 50_000)
-    s3.share, told = 0.3, list[str]()
-    remote = Remote("s3://bucket/shaky", Retries(told=told.append))
+    s3.share, lines = 0.3, list[str]()
+    remote = Remote("s3://bucket/shaky", Retries(log=lines.append))
     copy = Cache(tmp_path).copy_of(remote, quiet)
     assert all((copy / f"{n}.bin").read_bytes() == bytes([n]) * 50_000 for n in range(30))
     assert s3.failed > 5
@@ -114,7 +114,7 @@ def test_the_copy_unused_for_longest_goes_first(s3: Any, put: Any, tmp_path: Pat
         "import sys; from pathlib import Path\n"
         "from paceline.storage.cache import Cache; from paceline.storage.cache import local_copy\n"
         f"cache = Cache(Path({str(tmp_path)!r}), 2500)\n"
-        "for each in sys.argv[1:]: local_copy('s3://bucket/' + each, cache=cache, say=lambda _: None)\n"
+        "for each in sys.argv[1:]: local_copy('s3://bucket/' + each, cache=cache, log=lambda _: None)\n"
     )
     for name in "abc":
         put(f"{name}/x.bin", name.encode() * 1000)
@@ -131,9 +131,9 @@ def test_a_copy_that_is_read_is_not_evicted(s3: Any, put: Any, tmp_path: Path) -
     put("held/x.bin", b"h" * 1000)
     put("new/x.bin", b"n" * 1000)
     cache = Cache(tmp_path, 1500)
-    copy = local_copy("s3://bucket/held", cache=cache, say=quiet)
+    copy = local_copy("s3://bucket/held", cache=cache, log=quiet)
     with pytest.raises(StorageError, match="PACELINE_CACHE_GB"):
-        local_copy("s3://bucket/new", cache=cache, say=quiet)
+        local_copy("s3://bucket/new", cache=cache, log=quiet)
     assert (copy / "x.bin").exists()
 
 
@@ -145,23 +145,23 @@ def test_several_processes_copy_once(s3: Any, put: Any, tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         for _ in range(3)
     ]
-    said = {process.communicate(timeout=120)[0] for process in started}
-    assert len(said) == 1
-    assert len(list(Path(said.pop().strip()).iterdir())) == 5
+    lines = {process.communicate(timeout=120)[0] for process in started}
+    assert len(lines) == 1
+    assert len(list(Path(lines.pop().strip()).iterdir())) == 5
     assert sum(method == "GET" and path.startswith("/bucket/shared/3.bin") for method, path in s3.log) == 1
 
 
 def test_the_environment_says_where_and_how_much(tmp_path: Path) -> None:
-    found = Cache.of_environment({"PACELINE_CACHE": str(tmp_path), "PACELINE_CACHE_GB": "1.5"})
+    found = Cache.from_environment({"PACELINE_CACHE": str(tmp_path), "PACELINE_CACHE_GB": "1.5"})
     assert (found.root, found.limit_bytes) == (tmp_path, 1_500_000_000)
-    assert Cache.of_environment({"XDG_CACHE_HOME": "/x"}).root == Path("/x/paceline/storage")
+    assert Cache.from_environment({"XDG_CACHE_HOME": "/x"}).root == Path("/x/paceline/storage")
     with pytest.raises(StorageError, match="PACELINE_CACHE_GB=lots"):
-        Cache.of_environment({"PACELINE_CACHE_GB": "lots"})
+        Cache.from_environment({"PACELINE_CACHE_GB": "lots"})
 
 
 def test_a_file_that_was_cut_short_here_is_fetched_again(s3: Any, put: Any, tmp_path: Path) -> None:
     put("cut/x.bin", b"whole" * 100)
     cache = Cache(tmp_path)
-    copy = local_copy("s3://bucket/cut", cache=cache, say=quiet)
+    copy = local_copy("s3://bucket/cut", cache=cache, log=quiet)
     os.truncate(copy / "x.bin", 7)
-    assert (local_copy("s3://bucket/cut", cache=cache, say=quiet) / "x.bin").read_bytes() == b"whole" * 100
+    assert (local_copy("s3://bucket/cut", cache=cache, log=quiet) / "x.bin").read_bytes() == b"whole" * 100

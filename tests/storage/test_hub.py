@@ -47,8 +47,8 @@ def test_a_network_from_the_hub(hub: HubServer, published: dict[str, bytes], mon
     assert network.global_pool == "avg", "its options are the folder's"
     assert not any("safetensors" in each for each in hub.requests), "weights are not fetched for their shapes"
     weights = built(pretrained=True).state_dict()
-    wanted = timm.create_model("test_vit", num_classes=5, global_pool="avg", class_token=False)
-    assert weights.keys() == wanted.state_dict().keys()
+    expected = timm.create_model("test_vit", num_classes=5, global_pool="avg", class_token=False)
+    assert weights.keys() == expected.state_dict().keys()
     from safetensors.torch import load
 
     for name, tensor in load(published["model.safetensors"]).items():
@@ -71,13 +71,13 @@ def test_what_cannot_be_had_is_said_in_a_line(hub: HubServer, published: dict[st
     with pytest.raises(ModelError, match=r"has no model\.safetensors"):
         built(pretrained=True)
     config = json.loads(published["config.json"])
-    for changed, said in (
+    for changed, message in (
         ({"architecture": "no_such"}, "'no_such' is not in this timm"),
         ({"model_args": {"checkpoint_path": "/etc/passwd"}}, "checkpoint_path, which opens files"),
         ({"architecture": None, "model_args": 3}, "not in timm's format"),
     ):
         hub.files["models/me/other"] = {"config.json": json.dumps(config | changed).encode()}
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=message):
             built(f"hf-hub:me/other@{hub.commit('models/me/other')}")
     with pytest.raises(StorageError, match=r"hf://net is not an address on the Hugging Face hub"):
         built("hf-hub:net")
@@ -126,31 +126,31 @@ RECIPE = [
 
 def test_a_run_on_a_data_set_by_its_name(hub: HubServer, runs: Path) -> None:
     hub.files["datasets/me/greys"] = pictures(50)
-    asked = [*RECIPE, "data.path=hf://datasets/me/greys", "train.duration=1 epoch", "parallel.device=cpu"]
-    first = paceline.train("image_folder", overrides=asked, run_dir=runs / "first", quiet=True)
+    overrides = [*RECIPE, "data.path=hf://datasets/me/greys", "train.duration=1 epoch", "parallel.device=cpu"]
+    first = paceline.train("image_folder", overrides=overrides, run_dir=runs / "first", quiet=True)
     plan = json.loads((first.run_dir / "plan.json").read_text())
     assert (plan["train_samples"], plan["evaluation_samples"]) == (40, 10)
     assert json.loads(json.dumps(plan["data"]))["dataset"] == "huggingface"
     hub.close()
-    again = paceline.train("image_folder", overrides=asked, run_dir=runs / "again", quiet=True)
+    again = paceline.train("image_folder", overrides=overrides, run_dir=runs / "again", quiet=True)
     assert again.summary.weights_sha256 == first.summary.weights_sha256
 
 
 def test_a_data_set_is_used_when_all_of_it_is_there(hub: HubServer) -> None:
     hub.files["datasets/me/set"] = {"a/1.txt": b"one", "a/2.txt": b"two", "b.txt": b"three"}
-    said: list[str] = []
-    part = local_copy("hf://datasets/me/set/a", say=said.append)
+    lines: list[str] = []
+    part = local_copy("hf://datasets/me/set/a", log=lines.append)
     assert sorted(each.name for each in part.iterdir()) == ["1.txt", "2.txt"]
-    assert said == ["looking for hf://datasets/me/set/a on the Hugging Face hub …"]
+    assert lines == ["looking for hf://datasets/me/set/a on the Hugging Face hub …"]
     commit = hub.commit("datasets/me/set")
-    whole = local_copy(f"hf://datasets/me/set@{commit}", say=said.append)
+    whole = local_copy(f"hf://datasets/me/set@{commit}", log=lines.append)
     assert (whole / "b.txt").read_bytes() == b"three"
     (whole / "a" / "2.txt").unlink()
-    assert (local_copy("hf://datasets/me/set", say=said.append) / "a" / "2.txt").read_bytes() == b"two"
+    assert (local_copy("hf://datasets/me/set", log=lines.append) / "a" / "2.txt").read_bytes() == b"two"
     (whole / "a" / "2.txt").unlink()
     hub.close()
     with pytest.raises(StorageError, match="the cache has no complete copy"):
-        local_copy("hf://datasets/me/set", say=said.append)
+        local_copy("hf://datasets/me/set", log=lines.append)
     for address, why in (
         ("hf://me/set", "a data set's address is hf://datasets/me/set"),
         ("hf://datasets/me/none", "there is none of this name"),
@@ -161,7 +161,7 @@ def test_a_data_set_is_used_when_all_of_it_is_there(hub: HubServer) -> None:
 
             patched.setattr(constants, "ENDPOINT", server.endpoint)
             with pytest.raises(StorageError, match=why):
-                hub_copy(parse_address(address), said.append)
+                hub_copy(parse_address(address), lines.append)
         server.close()
 
 

@@ -15,17 +15,17 @@ from typing import Any
 import fork_server
 import pytest
 
-from paceline.checkpoint.mirror import read_commits
+from paceline.checkpoint.mirror import list_commits
 from paceline.storage.remote import Remote
 
 PROGRAM = Path(__file__).with_name("object_runs.py")
 
 
-def begin(folder: Path, variables: dict[str, str], **asked: Any) -> subprocess.Popen[str]:
+def begin(folder: Path, variables: dict[str, str], **requested: Any) -> subprocess.Popen[str]:
     folder.mkdir()
     usual = {"seed": 1, "kills": 2, "ranks": 1, "steps": 60, "overrides": []}
     return fork_server.Popen(
-        [sys.executable, str(PROGRAM), str(folder), json.dumps(usual | asked)],
+        [sys.executable, str(PROGRAM), str(folder), json.dumps(usual | requested)],
         env={**os.environ, **variables, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -69,15 +69,15 @@ def check_same(found: dict[str, Any]) -> None:
 def check_tidy(address: str, keep: int = 2) -> None:
     """What lies at the address is whole, and nothing else lies there."""
     remote = Remote(address)
-    found = read_commits(remote)
+    found = list_commits(remote)
     commits, damaged = found.commits, found.damaged
     assert not damaged
     assert 1 <= len(commits) <= keep + 1
-    there = {**remote.listed("checkpoints"), **remote.listed("records")}
+    there = {**remote.list_files("checkpoints"), **remote.list_files("records")}
     for commit in commits:
         assert commit.pieces <= there.keys()
         for piece in commit.files.values():
-            assert there[piece.name].size_bytes == piece.size_bytes
+            assert there[piece.name].size_bytes == piece.facts.size_bytes
 
 
 @pytest.mark.slow
@@ -104,10 +104,10 @@ def test_killed_while_requests_fail_and_the_server_is_started_again(
 @pytest.mark.slow
 def test_parts_of_several_processes(s3: Any, variables: dict[str, str], tmp_path: Path) -> None:
     overrides = ["parallel.strategy=fsdp", "train.ema=off"]
-    asked = {"mirror": "s3://bucket/parts", "ranks": 2, "kills": 1, "steps": 20, "overrides": overrides}
-    found = outcome(begin(tmp_path / "runs", variables, **asked), s3, tmp_path / "runs")
+    requested = {"mirror": "s3://bucket/parts", "ranks": 2, "kills": 1, "steps": 20, "overrides": overrides}
+    found = outcome(begin(tmp_path / "runs", variables, **requested), s3, tmp_path / "runs")
     check_same(found)
     assert found["resumes"], "the last launch went on from no copy"
-    commits = read_commits(Remote("s3://bucket/parts")).commits
+    commits = list_commits(Remote("s3://bucket/parts")).commits
     assert any("/" in name for name in commits[0].files), "no component lies in parts"
     assert "ledger/rank-00001.ids" in commits[0].records

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, fetch_newest, read_commits
+from paceline.checkpoint.mirror import (
+    Commit,
+    CommitListing,
+    LocalCheckpoint,
+    Mirror,
+    MirrorConflictError,
+    fetch_newest,
+    list_commits,
+)
 from paceline.checkpoint.reading import read_components
 from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError, StorageError
@@ -24,7 +35,7 @@ class Home:
         (root / "ledger").mkdir(parents=True)
         (root / "recipe.yaml").write_text("seed: 1\n")
 
-    def save(self, step: int, *, best: Best | None = None) -> Sendable:
+    def save(self, step: int, *, best: Best | None = None) -> LocalCheckpoint:
         with (self.root / "events.jsonl").open("a") as events:
             events.write(f'{{"event": "checkpoint", "step": {step}}}\n')
         with (self.root / "ledger/rank-00000.ids").open("ab") as ledger:
@@ -32,7 +43,7 @@ class Home:
         components = {"model": {"weight": torch.full((3, 4), float(step))}, "progress": {"step": step}}
         saved = self.store.save(step, components, {"position": step}, replace=True)
         sizes = {name: (self.root / name).stat().st_size for name in ("events.jsonl", "ledger/rank-00000.ids")}
-        return Sendable(step=step, path=saved.path, growing=sizes, small=("recipe.yaml",), best=best)
+        return LocalCheckpoint(step=step, path=saved.path, growing=sizes, small=("recipe.yaml",), best=best)
 
 
 @pytest.fixture
@@ -47,16 +58,16 @@ def address(request: pytest.FixtureRequest) -> str:
 
 def mirror_at(address: str) -> Mirror:
     remote = Remote(address, Retries(patience_seconds=1.0))
-    return Mirror(remote, "a run", read_commits(remote))
+    return Mirror(remote, "a run", list_commits(remote))
 
 
 def fetched(address: str, root: Path, beyond: int = -1) -> Commit | None:
     remote = Remote(address)
-    return fetch_newest(remote, read_commits(remote).commits, root, beyond=beyond, say=lambda _: None)
+    return fetch_newest(remote, list_commits(remote).commits, root, after_step=beyond, log=lambda _: None)
 
 
 def weight_in(root: Path) -> float:
-    path, _ = CheckpointStore(root / "checkpoints").newest_whole()
+    path, _ = CheckpointStore(root / "checkpoints").newest_complete()
     assert path is not None
     return float(read_components(path)["model"]["weight"][0, 0])
 
@@ -76,8 +87,8 @@ def test_there_and_back(s3: Any, home: Home, address: str, tmp_path: Path) -> No
     # The newest and the best, as here; nothing else is left there.
     store = CheckpointStore(away / "checkpoints")
     assert (store.steps(), store.read_best()) == ([2, 3], Best(2, "loss", 0.5))
-    assert {each.step for each in read_commits(Remote(address)).commits} == {2, 3}
-    assert {name.split("/")[1][:13] for name in Remote(address).listed("checkpoints")} == {
+    assert {each.step for each in list_commits(Remote(address)).commits} == {2, 3}
+    assert {name.split("/")[1][:13] for name in Remote(address).list_files("checkpoints")} == {
         "step-00000002",
         "step-00000003",
     }
@@ -109,7 +120,7 @@ def test_what_is_damaged_is_never_chosen(
     for step in (1, 2):
         mirror.send(home.save(step), home.root)
     remote = Remote(address)
-    newest = read_commits(remote).commits[0]
+    newest = list_commits(remote).commits[0]
     name = newest.files["model.safetensors"].name
     content = remote.read(name)
     if damage == "shorter":
@@ -119,7 +130,7 @@ def test_what_is_damaged_is_never_chosen(
     elif damage == "missing":
         remote.delete([name])
     else:
-        commit = next(each for each in remote.listed("commits") if each.startswith("commits/00000002"))
+        commit = next(each for each in remote.list_files("commits") if each.startswith("commits/00000002"))
         remote.write(commit, remote.read(commit)[:-20])
     assert fetched(address, tmp_path / "away").step == 1  # type: ignore[union-attr]
     assert weight_in(tmp_path / "away") == 1.0
@@ -131,10 +142,10 @@ def test_what_is_damaged_is_never_chosen(
 def test_two_launches_do_not_write_over_one_another(s3: Any, home: Home, address: str) -> None:
     first, second = mirror_at(address), mirror_at(address)
     first.send(home.save(1), home.root)
-    with pytest.raises(TakenError):
+    with pytest.raises(MirrorConflictError):
         second.send(home.save(2), home.root)
     first.send(home.save(3), home.root)
-    assert [each.step for each in read_commits(Remote(address)).commits] == [3, 1]
+    assert [each.step for each in list_commits(Remote(address)).commits] == [3, 1]
 
 
 def test_a_run_that_goes_back_is_not_overtaken_by_its_past(s3: Any, home: Home, address: str, tmp_path: Path) -> None:
@@ -145,7 +156,7 @@ def test_a_run_that_goes_back_is_not_overtaken_by_its_past(s3: Any, home: Home, 
     back.send(home.save(1), home.root)
     assert fetched(address, tmp_path / "away").step == 1  # type: ignore[union-attr]
     back.prune(keep=3)
-    assert {each.step for each in read_commits(Remote(address)).commits} == {1}
+    assert {each.step for each in list_commits(Remote(address)).commits} == {1}
 
 
 def test_a_checkpoint_that_went_is_given_up(s3: Any, home: Home, address: str) -> None:
@@ -154,19 +165,20 @@ def test_a_checkpoint_that_went_is_given_up(s3: Any, home: Home, address: str) -
     home.store.prune(keep=1)
     with pytest.raises(CheckpointError):
         mirror.send(first, home.root)
-    assert read_commits(Remote(address)).commits == ()
+    assert list_commits(Remote(address)).commits == ()
 
 
 def test_a_long_row_of_pieces_becomes_one(s3: Any, home: Home, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.checkpoint.mirror._MOST_PIECES", 3)
+    monkeypatch.setattr("paceline.checkpoint.mirror._MAX_SMALL_PIECES", 3)
     mirror = mirror_at(address)
     for step in range(1, 8):
         mirror.send(home.save(step), home.root)
         mirror.prune(keep=1)
-    commit = read_commits(Remote(address)).commits[0]
+    commit = list_commits(Remote(address)).commits[0]
     assert 1 <= len(commit.records["events.jsonl"]) <= 4
     assert (
-        sum(piece.size_bytes for piece in commit.records["events.jsonl"]) == (home.root / "events.jsonl").stat().st_size
+        sum(piece.facts.size_bytes for piece in commit.records["events.jsonl"])
+        == (home.root / "events.jsonl").stat().st_size
     )
 
 
@@ -176,32 +188,32 @@ def test_two_launches_that_commit_at_once_delete_nothing_of_one_another(
     remote = Remote(f"file://{tmp_path}/copy")
     other = Home(tmp_path / "other")
     (other.root / "recipe.yaml").write_text("seed: 2\n")
-    both = [(Mirror(remote, "a run", Found()), each) for each in (home, other)]
+    both = [(Mirror(remote, "a run", CommitListing()), each) for each in (home, other)]
     with monkeypatch.context() as patch:
         # Both look, then both write.
         patch.setattr("paceline.checkpoint.mirror._commit_names", lambda _: [])
         for step, (mirror, each) in enumerate(both):
             mirror.send(each.save(10 + step), each.root)
-    before = sorted(remote.listed())
+    before = sorted(remote.list_files())
     for mirror, _ in both:
-        with pytest.raises(TakenError):
+        with pytest.raises(MirrorConflictError):
             mirror.prune(keep=1)
-    assert sorted(remote.listed()) == before
-    assert len({each.sequence for each in read_commits(remote).commits}) == 1
+    assert sorted(remote.list_files()) == before
+    assert len({each.sequence for each in list_commits(remote).commits}) == 1
     assert fetched(str(remote.address), tmp_path / "away") is not None
     # The next launch knows both.
-    later = Mirror(remote, "a run", read_commits(remote))
+    later = Mirror(remote, "a run", list_commits(remote))
     later.send(home.save(20), home.root)
     later.prune(keep=2)
-    assert [each.step for each in read_commits(remote).commits] == [20, 11]
+    assert [each.step for each in list_commits(remote).commits] == [20, 11]
 
 
 def test_what_somebody_took_for_litter_is_sent_again(home: Home, tmp_path: Path) -> None:
     remote = Remote(f"file://{tmp_path}/copy")
-    mirror, first, second = Mirror(remote, "a run", Found()), home.save(1), home.save(2)
+    mirror, first, second = Mirror(remote, "a run", CommitListing()), home.save(1), home.save(2)
     mirror.send(first, home.root)
     mirror.send(second, home.root)
-    newest = read_commits(remote).commits[0]
+    newest = list_commits(remote).commits[0]
     remote.delete([newest.files["model.safetensors"].name, newest.records["events.jsonl"][-1].name])
     with pytest.raises(StorageError, match="is missing, but a commit lists it"):
         mirror.prune(keep=1)
@@ -211,17 +223,43 @@ def test_what_somebody_took_for_litter_is_sent_again(home: Home, tmp_path: Path)
     assert fetched(str(remote.address), tmp_path / "away").step == 2  # type: ignore[union-attr]
 
 
+def test_a_copy_with_sha_256_digests_is_fetched_and_continued(home: Home, tmp_path: Path) -> None:
+    """Versions before BLAKE3 wrote such commits."""
+    remote, copy = Remote(f"file://{tmp_path}/copy"), tmp_path / "copy"
+    Mirror(remote, "a run", CommitListing()).send(home.save(1), home.root)
+    (commit,) = (copy / "commits").iterdir()
+    content = json.loads(commit.read_text())
+    for piece in [*content["files"].values(), *itertools.chain(*content["records"].values())]:
+        del piece["blake3"]
+        piece["sha256"] = hashlib.sha256((copy / piece["name"]).read_bytes()).hexdigest()
+    del content["digest"]
+    content["format_version"] = 1
+    content["digest"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    commit.write_text(json.dumps(content))
+    assert fetched(str(remote.address), tmp_path / "away").step == 1  # type: ignore[union-attr]
+    assert weight_in(tmp_path / "away") == 1.0
+    mirror = Mirror(remote, "a run", list_commits(remote))
+    mirror.send(home.save(2), home.root)
+    mirror.prune(keep=2)
+    assert [each.step for each in list_commits(remote).commits] == [2, 1]
+    (weights,) = (copy / "checkpoints").glob("step-00000001-*/model.safetensors")
+    weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1, *weights.read_bytes()[1:]]))
+    older = list_commits(remote).commits[1]
+    with pytest.raises(StorageError, match="size or digest differs"):
+        fetch_newest(remote, [older], tmp_path / "damaged", after_step=-1, log=lambda _: None)
+
+
 def test_full_pieces_of_a_long_record_are_never_sent_again(
     home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.checkpoint.mirror._MOST_PIECES", 2)
+    monkeypatch.setattr("paceline.checkpoint.mirror._MAX_SMALL_PIECES", 2)
     monkeypatch.setattr("paceline.checkpoint.mirror._PIECE_BYTES", 256)
     remote = Remote(f"file://{tmp_path}/copy")
-    mirror, name, seen = Mirror(remote, "a run", Found()), "ledger/rank-00000.ids", list[str]()
+    mirror, name, seen = Mirror(remote, "a run", CommitListing()), "ledger/rank-00000.ids", list[str]()
     for step in range(1, 15):
         mirror.send(home.save(step), home.root)
-        row = read_commits(remote).commits[0].records[name]
-        full = [piece.name for piece in row if piece.size_bytes == 256]
+        row = list_commits(remote).commits[0].records[name]
+        full = [piece.name for piece in row if piece.facts.size_bytes == 256]
         assert full[: len(seen)] == seen
         assert len(row) - len(full) <= 4
         seen = full

@@ -18,7 +18,7 @@ import pytest
 import torch
 from calls import Call
 
-from paceline.checkpoint.mirror import Found, Mirror, Sendable, read_commits
+from paceline.checkpoint.mirror import CommitListing, LocalCheckpoint, Mirror, list_commits
 from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import StorageError
 from paceline.recipe.running import Checkpoint
@@ -36,26 +36,26 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def copying(s3: Any, quick: None, tmp_path: Path) -> Iterator[Call]:
-    begun: list[Mirroring] = []
+    started: list[Mirroring] = []
 
     def begin(address: str, **keys: Any) -> Mirroring:
         def open_mirror(retries: Retries) -> Mirror:
             remote = Remote(address, retries)
-            return Mirror(remote, "a run", read_commits(remote))
+            return Mirror(remote, "a run", list_commits(remote))
 
-        begun.append(Mirroring(open_mirror, tmp_path, Checkpoint(mirror=address, **keys)))
-        return begun[-1]
+        started.append(Mirroring(open_mirror, tmp_path, Checkpoint(mirror=address, **keys)))
+        return started[-1]
 
     yield begin
-    for each in begun:
+    for each in started:
         each.close()
 
 
-def saved(root: Path, step: int) -> Sendable:
+def saved(root: Path, step: int) -> LocalCheckpoint:
     (root / "recipe.yaml").write_text("seed: 1\n")
     store = CheckpointStore(root / "checkpoints")
     path = store.save(step, {"model": {"weight": torch.full((2, 2), float(step))}}, {"position": step}).path
-    return Sendable(step=step, path=path, growing={}, small=("recipe.yaml",))
+    return LocalCheckpoint(step=step, path=path, growing={}, small=("recipe.yaml",))
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
@@ -70,26 +70,29 @@ def test_an_address_that_fails_is_told_and_the_newest_is_copied_when_it_is_back(
 ) -> None:
     copy = copying("s3://bucket/away")
     s3.down()
-    begun = time.monotonic()
-    copy.offer(saved(tmp_path, 1))
-    copy.offer(saved(tmp_path, 2))
-    assert time.monotonic() - begun < 30  # nobody waits for the address
+    started = time.monotonic()
+    copy.submit(saved(tmp_path, 1))
+    copy.submit(saved(tmp_path, 2))
+    assert time.monotonic() - started < 30  # nobody waits for the address
     wait_until(lambda: copy.is_failing)
-    copy.offer(saved(tmp_path, 3))
+    copy.submit(saved(tmp_path, 3))
     assert not copy.has_failed
-    assert copy.lacks
+    assert copy.problem
     s3.up()
     assert copy.is_over(within_seconds=60)
-    assert [incident for incident, _ in copy.news() if incident != "mirror_retries"] == ["mirror", "mirror_back"]
-    assert copy.news() == []
-    assert copy.lacks == ""
-    assert read_commits(Remote("s3://bucket/away")).commits[0].step == 3
+    assert [incident for incident, _ in copy.take_incidents() if incident != "mirror_retries"] == [
+        "mirror",
+        "mirror_back",
+    ]
+    assert copy.take_incidents() == []
+    assert copy.problem == ""
+    assert list_commits(Remote("s3://bucket/away")).commits[0].step == 3
 
 
 def test_patience_comes_to_an_end_if_the_recipe_says_so(s3: Any, copying: Call, tmp_path: Path) -> None:
     copy = copying("s3://bucket/impatient", mirror_patience=TimeSpan(1, "seconds"))
     s3.share = 1.0
-    copy.offer(saved(tmp_path, 1))
+    copy.submit(saved(tmp_path, 1))
     wait_until(lambda: copy.has_failed)
 
 
@@ -98,17 +101,17 @@ def test_what_went_and_cannot_be_copied_has_not_failed(s3: Any, copying: Call, t
     copy = copying("s3://bucket/gone", mirror_patience=TimeSpan(2, "seconds"))
     s3.share = 1.0
     what = saved(tmp_path, 1)
-    copy.offer(what)
+    copy.submit(what)
     wait_until(lambda: copy.is_failing)
     shutil.rmtree(what.path)
     s3.share = 0.0
     assert copy.is_over(within_seconds=60)
     assert copy.is_failing
-    assert "step-00000001" in copy.lacks  # it is not there, and never will be
+    assert "step-00000001" in copy.problem  # it is not there, and never will be
     time.sleep(2.5)
     assert not copy.has_failed
     s3.share = 1.0
-    copy.offer(saved(tmp_path, 2))
+    copy.submit(saved(tmp_path, 2))
     assert not copy.has_failed
     wait_until(lambda: copy.has_failed)
 
@@ -116,7 +119,7 @@ def test_what_went_and_cannot_be_copied_has_not_failed(s3: Any, copying: Call, t
 def test_what_is_still_to_be_copied_is_needed(s3: Any, copying: Call, tmp_path: Path) -> None:
     copy = copying("s3://bucket/needed")
     s3.down()
-    copy.offer(saved(tmp_path, 1))
+    copy.submit(saved(tmp_path, 1))
     wait_until(lambda: 1 in copy.needed)
     s3.up()
     assert copy.is_over(within_seconds=60)
@@ -126,10 +129,10 @@ def test_what_is_still_to_be_copied_is_needed(s3: Any, copying: Call, tmp_path: 
 def test_a_server_that_says_nothing_is_told_and_holds_up_nobody(
     s3: Any, copying: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.storage.remote._SHORTEST_SILENCE", 1.0)
+    monkeypatch.setattr("paceline.storage.remote._MIN_READ_TIMEOUT", 1.0)
     s3.share, s3.only, s3.fates = 1.0, "PUT .*/checkpoints/", ("silent",)
     copy = copying("s3://bucket/silent")
-    copy.offer(saved(tmp_path, 1))
+    copy.submit(saved(tmp_path, 1))
     wait_until(lambda: copy.is_failing, 30)
     # Two files, once each, perhaps begun again since: s3fs by itself would try each five times, and tell nobody.
     assert s3.failed <= 6
@@ -160,8 +163,8 @@ class Remembering(Remote):
 def test_an_upload_that_gets_on_is_no_failure(quick: None, tmp_path: Path, *, gets_on: bool) -> None:
     remote = Remembering(f"file://{tmp_path}/copy", gets_on=gets_on)
     checkpoint = Checkpoint(mirror="file:///x", mirror_patience=TimeSpan(1.5, "seconds"))
-    copy = Mirroring(lambda _: Mirror(remote, "a run", Found()), tmp_path, checkpoint)
-    copy.offer(saved(tmp_path, 1))
+    copy = Mirroring(lambda _: Mirror(remote, "a run", CommitListing()), tmp_path, checkpoint)
+    copy.submit(saved(tmp_path, 1))
     failed = False
     deadline = time.monotonic() + 60
     while not copy.is_over(within_seconds=0.1) and not failed:
@@ -198,15 +201,15 @@ def test_data_from_an_address_and_a_stop_that_waits_for_the_copy(
     ) as process:
         wait_until(lambda: '"event": "step"' in _text(tmp_path / "run/events.jsonl") or process.poll(), 120)
         process.send_signal(signal.SIGTERM)
-        said, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, said
-    assert "copied s3://bucket/shapes: 24 files" in said
-    newest = read_commits(Remote("s3://bucket/stopped")).commits[0]
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert "copied s3://bucket/shapes: 24 files" in output
+    newest = list_commits(Remote("s3://bucket/stopped")).commits[0]
     steps = CheckpointStore(tmp_path / "run/checkpoints").steps()
     assert newest.step == steps[-1]
     assert "data:\n" in _text(tmp_path / "run/recipe.yaml")
     assert "path: s3://bucket/shapes" in _text(tmp_path / "run/recipe.yaml")
-    assert secret not in said
+    assert secret not in output
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or secret.encode() not in path.read_bytes(), path
 

@@ -47,7 +47,7 @@ def test_a_cluster_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (f"gpus_per_node: 4\n{WITHIN}\n", "key 'network' is missing"),
         (f"gpus_per_node: 4\n{WITHIN}\n{NETWORK}\nprice: 2\n", "key 'price' is unknown"),
@@ -64,12 +64,12 @@ def test_a_cluster_of_ones_own(tmp_path: Path) -> None:
         ("a: [1\n", "is not valid YAML"),
     ],
 )
-def test_a_file_with_a_mistake_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_with_a_mistake_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(RecipeError) as error:
         find_cluster(str(path))
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert str(path) in str(error.value)
 
 

@@ -64,12 +64,12 @@ class SumUp:
     output: Output = None
 
 
-def add_up(asked: SumUp, log: Log) -> Sum:
+def add_up(requested: SumUp, log: Log) -> Sum:
     print("printed by a user's code")
-    if not asked.quiet:
+    if not requested.quiet:
         log("adding")
-    value = asked.factor * sum(asked.sizes)
-    return Sum(value=value, sizes=asked.sizes, until=asked.until, reached=value >= asked.target)
+    value = requested.factor * sum(requested.sizes)
+    return Sum(value=value, sizes=requested.sizes, until=requested.until, reached=value >= requested.target)
 
 
 def call(*words: str) -> Called:
@@ -119,7 +119,7 @@ def test_other_ranks_write_and_refuse_no_files(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("mode", "--to", "1"), "'mode' is not one of"),
         (("sum",), "target"),
@@ -130,6 +130,6 @@ def test_other_ranks_write_and_refuse_no_files(tmp_path: Path, monkeypatch: pyte
         (("sum", "--to", "1", "--until", "3 fortnights"), "fortnights"),
     ],
 )
-def test_wrong_values_are_named(words: tuple[str, ...], said: str) -> None:
+def test_wrong_values_are_named(words: tuple[str, ...], message: str) -> None:
     done = call(*words)
-    assert said in str(done.exception)
+    assert message in str(done.exception)

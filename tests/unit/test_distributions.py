@@ -58,8 +58,8 @@ def copy_checkout(to: Path) -> Path:
 def build(source: Path, into: Path, **environment: str) -> Built:
     """Build the source distribution, and the wheel from it alone."""
     words = ("-W", "ignore", "-m", "build", "--no-isolation", "--outdir", into)
-    said = call(sys.executable, *words, cwd=source, **environment)
-    assert "is absent from the `packages` configuration" not in said
+    output = call(sys.executable, *words, cwd=source, **environment)
+    assert "is absent from the `packages` configuration" not in output
     (wheel,) = into.glob("*.whl")
     with tarfile.open(into / f"{NAME}.tar.gz") as archive, zipfile.ZipFile(wheel) as zipped:
         files = [member.name for member in archive.getmembers() if member.isfile()]
@@ -145,5 +145,5 @@ def test_without_a_compiler_the_wheel_reads_pictures_with_pillow(tmp_path: Path)
     built = build(copy_checkout(tmp_path / "checkout"), tmp_path / "dist", CC="/bin/false")
     assert not any(name.endswith((".so", ".pyd")) for name in built.in_wheel)
     code = "from paceline.data.image.decode import describe_decoder; print(describe_decoder())"
-    said = call(install(built.wheel, tmp_path) / "python", "-c", code, cwd=tmp_path)
-    assert "the compiled decoder is not available" in said
+    output = call(install(built.wheel, tmp_path) / "python", "-c", code, cwd=tmp_path)
+    assert "the compiled decoder is not available" in output

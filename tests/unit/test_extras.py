@@ -86,16 +86,16 @@ def flat(name: str) -> set[tuple[str, str]]:
 def test_the_table_is_what_the_project_says() -> None:
     assert {extra.name for extra in EXTRAS} == set(declared()) - FOR_DEVELOPERS
     for extra in EXTRAS:
-        assert {(each.distribution, each.at_least) for each in extra.libraries} == flat(extra.name), extra.name
+        assert {(each.distribution, each.min_version) for each in extra.libraries} == flat(extra.name), extra.name
 
 
 def test_what_version_a_library_has_and_why_it_cannot_be_used() -> None:
     assert Library("numpy", "numpy", "1").version == np.__version__
     assert Library("no-such-thing", "numpy", instead="numpy").version == np.__version__
-    assert Library("numpy", "numpy", "1").why_not == ""
-    assert Library("no-such-thing", "no_such_thing").why_not == "no-such-thing is not installed"
-    assert Library("numpy", "no_such.thing").why_not == "numpy is not installed"
-    assert Library("numpy", "numpy", "1000.1").why_not == f"numpy {np.__version__} is older than 1000.1"
+    assert Library("numpy", "numpy", "1").unavailable_reason == ""
+    assert Library("no-such-thing", "no_such_thing").unavailable_reason == "no-such-thing is not installed"
+    assert Library("numpy", "no_such.thing").unavailable_reason == "numpy is not installed"
+    assert Library("numpy", "numpy", "1000.1").unavailable_reason == f"numpy {np.__version__} is older than 1000.1"
 
 
 def test_imports_that_fail_lead_to_their_extra() -> None:
@@ -120,10 +120,10 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
         "environment": ["environment", "--json"],
         "for people": ["environment"],
     }
-    words, asked = [sys.executable, "-c", WITHOUT, json.dumps(modules)], json.dumps(list(commands.values()))
+    words, requested = [sys.executable, "-c", WITHOUT, json.dumps(modules)], json.dumps(list(commands.values()))
     own = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        words, input=asked, cwd=folder, env=own, capture_output=True, text=True, check=False, timeout=200
+        words, input=requested, cwd=folder, env=own, capture_output=True, text=True, check=False, timeout=200
     )
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
@@ -166,10 +166,10 @@ def test_what_is_not_there_is_one_sentence_that_names_its_extra(name: str, bare:
 def test_environment_says_of_every_extra_why_it_is_not_there(bare: dict[str, Any]) -> None:
     code, out, _ = bare["environment"]
     assert code == 0
-    told = json.loads(out)["extras"]
-    assert list(told) == [extra.name for extra in EXTRAS]
+    extras = json.loads(out)["extras"]
+    assert list(extras) == [extra.name for extra in EXTRAS]
     for extra in EXTRAS:
-        assert told[extra.name]["available"] is False
-        assert told[extra.name]["install"] == f"pip install 'paceline[{extra.name}]'"
-        assert all(library.distribution in told[extra.name]["why_not"] for library in extra.libraries)
-        assert f"{told[extra.name]['why_not']}; {extra.install}" in bare["for people"][1]
+        assert extras[extra.name]["available"] is False
+        assert extras[extra.name]["install"] == f"pip install 'paceline[{extra.name}]'"
+        assert all(library.distribution in extras[extra.name]["why_not"] for library in extra.libraries)
+        assert f"{extras[extra.name]['why_not']}; {extra.install}" in bare["for people"][1]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline import machine
-from paceline.machine import available_cores, busy_in_words, cpu_name, cpu_quota, memory_bytes, memory_limit
+from paceline.machine import available_cores, busy_message, cpu_name, cpu_quota, memory_bytes, memory_limit
 from paceline.records.environment import cpu_facts
 
 
@@ -92,6 +92,6 @@ def test_a_quota_lowers_the_cores(monkeypatch: pytest.MonkeyPatch, quota: float 
 
 
 def test_a_busy_machine_is_told() -> None:
-    assert busy_in_words(0.0) == ""
-    assert busy_in_words(float(available_cores())) == ""
-    assert "a load of 99999.0 on" in busy_in_words(99999.0)
+    assert busy_message(0.0) == ""
+    assert busy_message(float(available_cores())) == ""
+    assert "a load of 99999.0 on" in busy_message(99999.0)

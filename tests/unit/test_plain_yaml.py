@@ -34,7 +34,7 @@ def recipe(folder: Path, text: str, *overrides: str) -> Recipe:
     return load_recipe(path, overrides).recipe
 
 
-def said(folder: Path, text: str, *overrides: str) -> list[object]:
+def message(folder: Path, text: str, *overrides: str) -> list[object]:
     """What some numbers of a recipe are; nothing where it is refused."""
     try:
         read = recipe(folder, text, *overrides)
@@ -67,8 +67,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_number_is_the_one_that_is_written_or_refused(folder: Path, written: str) -> None:
     keys = (("batch", "global_size"), ("optimizer", "lr"), ("train", "label_smoothing"))
     for place, (section, key) in enumerate(keys):
-        numbers = said(folder, f"{section}: {{{key}: {written}}}")
-        assert numbers == said(folder, "", f"{section}.{key}={written}")
+        numbers = message(folder, f"{section}: {{{key}: {written}}}")
+        assert numbers == message(folder, "", f"{section}.{key}={written}")
         assert not numbers or numbers[place] == as_number(written)
 
 
@@ -89,10 +89,10 @@ TEXT = st.text("aé:#-0.~ \n", max_size=6)
 
 @given(value=st.one_of(NUMBERLIKE, TEXT, st.floats(allow_nan=False), st.integers(), st.booleans()))
 def test_a_stored_recipe_is_read_back_as_it_was_by_any_program(value: object) -> None:
-    told = stored_recipe({"model": {"options": {"value": value, "deep": [{"value": value}]}}}, "r")
-    text = to_yaml(told)
+    stored = stored_recipe({"model": {"options": {"value": value, "deep": [{"value": value}]}}}, "r")
+    text = to_yaml(stored)
     for tree in (load_plain(text), yaml.safe_load(text)):
-        assert stored_recipe(tree, "r") == told
+        assert stored_recipe(tree, "r") == stored
 
 
 @pytest.mark.parametrize("written", ["on", "yes", "True", "true"])
@@ -124,14 +124,14 @@ def test_merge_keys_lay_mappings_under_the_keys_that_are_written(tmp_path: Path)
             recipe(tmp_path, f"model:\n  options:\n    {wrong}")
 
 
-def _laughs(levels: int) -> str:
+def _billion_laughs(levels: int) -> str:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
     return "model:\n  options:\n" + "".join(f"    {line}\n" for line in lines)
 
 
 HOSTILE = {
-    "100,000 values": _laughs(9),
+    "100,000 values": _billion_laughs(9),
     "50 levels": "model:\n  options:\n    a0: &a0 [x]\n"
     + "".join(f"    a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 900)),
     "50 deep": f"model: {{options: {{a: {'[' * 5000}{']' * 5000}}}}}",
@@ -148,13 +148,13 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("said", HOSTILE)
-def test_hostile_yaml_is_refused_at_once_in_a_short_sentence(said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("message", HOSTILE)
+def test_hostile_yaml_is_refused_at_once_in_a_short_sentence(message: str, tmp_path: Path) -> None:
     began = time.process_time()
     with pytest.raises(RecipeError) as refusal:
-        recipe(tmp_path, HOSTILE[said])
+        recipe(tmp_path, HOSTILE[message])
     assert time.process_time() - began < 15  # half a second here
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) < 300 + len(str(tmp_path))
 

@@ -62,7 +62,7 @@ def test_the_first_failure_ends_all_and_their_descendants(tmp_path: Path) -> Non
         failing = start(group, "import sys; print('no such file'); sys.exit(3)", "rank 1", tmp_path / "log")
         ending = group.wait()
         assert (ending.failed, ending.killed, ending.reason) == ((failing,), (other,), "failure")
-        assert failing.ending == "no such file"
+        assert failing.exit_message == "no such file"
         assert other.code == -signal.SIGKILL
         assert group.members() == set()
     assert_gone(int(path.read_text() or 0))
@@ -84,7 +84,7 @@ os.remove({path!r})
 @LINUX_ONLY
 def test_descendants_have_time_to_remove_what_a_killed_child_leaves(tmp_path: Path) -> None:
     path = tmp_path / "left"
-    with ProcessGroup(leave_seconds=30) as group:
+    with ProcessGroup(grace_seconds=30) as group:
         start(group, WITH_LOADER.format(path=str(path)))
         wait_for(path)
         assert group.wait(0).reason == "time"
@@ -95,12 +95,12 @@ def test_descendants_have_time_to_remove_what_a_killed_child_leaves(tmp_path: Pa
 @pytest.mark.parametrize("leave", [0.0, 0.2])
 def test_a_killed_child_is_named_and_its_descendants_do_not_outlive_the_group(tmp_path: Path, leave: float) -> None:
     path = tmp_path / "pid"
-    with ProcessGroup(leave_seconds=leave) as group:
+    with ProcessGroup(grace_seconds=leave) as group:
         child = start(group, WITH_DESCENDANT.format(descendant=FOR_EVER, path=str(path)))
         wait_for(path)
         child.process.kill()
         assert group.wait().failed == (child,)
-        assert child.ending == "was ended by SIGKILL (the system may have been out of memory)"
+        assert child.exit_message == "was ended by SIGKILL (the system may have been out of memory)"
     assert_gone(int(path.read_text() or 0))
 
 
@@ -133,7 +133,7 @@ def test_graces_let_others_end_by_themselves() -> None:
 
 def test_a_storm_of_signals_reaches_the_child_alone(tmp_path: Path) -> None:
     path = tmp_path / "ready"
-    with received_signals([signal.SIGTERM]) as received, ProcessGroup(good_codes=(0, 75), signals=received) as group:
+    with received_signals([signal.SIGTERM]) as received, ProcessGroup(success_codes=(0, 75), signals=received) as group:
         child = start(group, COUNTS.format(path=str(path)))
         wait_for(path)
 
@@ -153,7 +153,7 @@ def test_output_that_would_fill_a_pipe_does_not_block(tmp_path: Path) -> None:
     with ProcessGroup() as group:
         child = start(group, "print('x' * 10_000_000); print('last'); raise SystemExit(2)", log=tmp_path / "log")
         assert group.wait(30).failed == (child,)
-        assert child.ending == "last"
+        assert child.exit_message == "last"
 
 
 def test_children_are_ended_and_reaped_if_a_later_one_cannot_start() -> None:

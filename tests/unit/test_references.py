@@ -41,12 +41,12 @@ def test_modules_that_are_installed_or_lie_in_the_current_directory(here: Path) 
     (here / "pack_of_this_test" / "__init__.py").touch()
     (here / "pack_of_this_test" / "part.py").write_text("answer = 43\n")
     assert load_reference("pack_of_this_test.part:answer", ModelError) == 43
-    for missing, said in {
+    for missing, message in {
         "pack_of_this_test.other:answer": r"no module 'pack_of_this_test\.other'",
         "nowhere_at_all:x": f"no module 'nowhere_at_all'.*{here}",
         "math:sqtr": r"'math' has no 'sqtr'\. Did you mean 'sqrt'",
     }.items():
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=message):
             load_reference(missing, ModelError)
 
 

@@ -182,8 +182,8 @@ def recipe(**overrides: Any) -> Any:
 @pytest.mark.usefixtures("stranger")
 @pytest.mark.parametrize("name", ["nudge", "stranger:Nudge"])
 def test_an_optimizer_of_another_package(name: str) -> None:
-    asked = recipe(optimizer__name=name, optimizer__lr=0.5, optimizer__options={"push": 0.25}).optimizer
-    built = build_optimizer(torch.nn.Linear(2, 2), asked, torch.device("cpu"))
+    requested = recipe(optimizer__name=name, optimizer__lr=0.5, optimizer__options={"push": 0.25}).optimizer
+    built = build_optimizer(torch.nn.Linear(2, 2), requested, torch.device("cpu"))
     group = built.param_groups[0]
     assert (type(built).__name__, group["momentum"], group["lr"]) == ("Nudge", 0.25, 0.5)
     assert load_recipe("digits", [f"optimizer.name={name}"]).recipe.optimizer.nesterov is False  # the file's is dropped
@@ -199,10 +199,10 @@ def test_an_optimizer_of_another_package(name: str) -> None:
 
 @pytest.mark.usefixtures("stranger")
 def test_a_schedule_and_a_task_of_another_package() -> None:
-    asked = recipe(schedule__name="sawtooth", task="pictures", data__dataset="digits")
-    rate = LearningRate(name=asked.schedule.name, peak=0.5, total_steps=9, warmup_steps=2)
+    requested = recipe(schedule__name="sawtooth", task="pictures", data__dataset="digits")
+    rate = LearningRate(name=requested.schedule.name, peak=0.5, total_steps=9, warmup_steps=2)
     assert [rate(step) for step in range(4)] == [0.25, 0.5, 0.5, 0.25]
-    assert type(build_task(asked)).__name__ == "Pictures"
+    assert type(build_task(requested)).__name__ == "Pictures"
 
 
 @pytest.mark.usefixtures("stranger")
@@ -216,15 +216,15 @@ def test_a_metric_of_another_package(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["flicker", "stranger:flicker"])
 def test_an_augmentation_of_another_package(name: str) -> None:
     """What it does depends on seed, epoch and sample alone, whichever generator it draws from."""
-    asked = recipe(data__augment__policy=name, data__augment__policy_options={"share": 0.4}).data.augment
-    vary = Variation(asked, (0.5,), seed=3)
+    requested = recipe(data__augment__policy=name, data__augment__policy_options={"share": 0.4}).data.augment
+    vary = Variation(requested, (0.5,), seed=3)
     images = torch.randint(0, 255, (40, 1, 8, 8), dtype=torch.uint8)
     before = random.getstate(), torch.get_rng_state()
-    whole = vary(images.clone(), np.arange(40), 1)
+    complete = vary(images.clone(), np.arange(40), 1)
     assert random.getstate() == before[0]
     assert torch.equal(torch.get_rng_state(), before[1])
-    assert torch.equal(whole[20:], Variation(asked, (0.5,), seed=3)(images[20:].clone(), np.arange(20, 40), 1))
-    assert not torch.equal(whole, vary(images.clone(), np.arange(40), 2))
+    assert torch.equal(complete[20:], Variation(requested, (0.5,), seed=3)(images[20:].clone(), np.arange(20, 40), 1))
+    assert not torch.equal(complete, vary(images.clone(), np.arange(40), 2))
 
 
 @pytest.mark.usefixtures("stranger")
@@ -237,16 +237,16 @@ def test_an_augmentation_of_another_package(name: str) -> None:
     ],
 )
 def test_what_is_not_an_augmentation_is_refused(name: str, options: dict[str, Any], wrong: str) -> None:
-    asked = recipe(data__augment__policy=name, data__augment__policy_options=options).data.augment
+    requested = recipe(data__augment__policy=name, data__augment__policy_options=options).data.augment
     with pytest.raises(RecipeError, match=wrong):
-        Variation(asked, (0.5, 0.5, 0.5), seed=0)
+        Variation(requested, (0.5, 0.5, 0.5), seed=0)
 
 
 @pytest.mark.usefixtures("stranger")
 def test_weight_decay_that_an_optimizer_lacks_is_refused() -> None:
-    asked = recipe(optimizer__name="stranger:Plain", optimizer__weight_decay=0.1).optimizer
+    requested = recipe(optimizer__name="stranger:Plain", optimizer__weight_decay=0.1).optimizer
     with pytest.raises(RecipeError, match=r"optimizer\.weight_decay=0\.1 has no effect"):
-        build_optimizer(torch.nn.Linear(2, 2), asked, torch.device("cpu"))
+        build_optimizer(torch.nn.Linear(2, 2), requested, torch.device("cpu"))
 
 
 @pytest.mark.usefixtures("stranger")
@@ -255,12 +255,12 @@ def test_weight_decay_that_an_optimizer_lacks_is_refused() -> None:
 def test_a_loss_of_another_package(name: str, weights: tuple[float, ...]) -> None:
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = torch.tensor([0, 1, 2, 1])
-    asked = recipe(train__loss=name, train__loss_options={"power": 1}, train__label_smoothing=0.1)
-    assert to_tree(asked)["train"]["loss_options"] == {"power": 1}
-    made = ClassificationLoss(asked.train, weights)
+    requested = recipe(train__loss=name, train__loss_options={"power": 1}, train__label_smoothing=0.1)
+    assert to_tree(requested)["train"]["loss_options"] == {"power": 1}
+    made = ClassificationLoss(requested.train, weights)
     made.check(3, torch.device("cpu"))
-    wanted = torch.eye(3, dtype=torch.float64)[labels] * 0.9 + 0.1 / 3
-    each = (logits.softmax(dim=1) - wanted).abs().sum(dim=1)
+    expected = torch.eye(3, dtype=torch.float64)[labels] * 0.9 + 0.1 / 3
+    each = (logits.softmax(dim=1) - expected).abs().sum(dim=1)
     own = torch.tensor(weights or (1.0, 1.0, 1.0), dtype=torch.float64)[labels]
     found = made(logits, labels, own.mean().item() if weights else None)
     torch.testing.assert_close(found, (own * each).sum() / own.sum(), rtol=1e-12, atol=0)
@@ -288,8 +288,10 @@ def test_what_is_not_a_loss_is_refused(name: str, wrong: str) -> None:
 
 @pytest.mark.usefixtures("stranger")
 def test_a_registered_part_may_use_every_key_and_a_stored_recipe_has_them() -> None:
-    asked = recipe(schedule__name="sawtooth", schedule__end_lr=0.25, train__loss="power", train__target_threshold=0.5)
-    assert stored_recipe(to_tree(asked), "stored") == asked
+    requested = recipe(
+        schedule__name="sawtooth", schedule__end_lr=0.25, train__loss="power", train__target_threshold=0.5
+    )
+    assert stored_recipe(to_tree(requested), "stored") == requested
 
 
 def test_our_names_cannot_be_replaced_and_one_name_is_one_object(stranger: Path) -> None:
@@ -308,14 +310,14 @@ def test_every_one_of_ours_is_there(kind: registry.Kind) -> None:
 
 @pytest.mark.usefixtures("stranger")
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    for said, nearest in {
+    for message, nearest in {
         "optimizer.name=nudgd": r"unknown optimizer 'nudgd'\. Did you mean 'nudge'",
         "schedule.name=sawtoth": r"unknown schedule 'sawtoth'\. Did you mean 'sawtooth'",
         "train.loss=powr": r"unknown loss 'powr'\. Did you mean 'power'",
         "data.augment.policy=flickr": r"unknown augmentation 'flickr'\. Did you mean 'flicker'",
     }.items():
         with pytest.raises(RecipeError, match=nearest):
-            load_recipe("digits", [said])
+            load_recipe("digits", [message])
     assert load_recipe("digits", ["train.loss=Focal"]).recipe.train.loss == "focal"
     with pytest.raises(RecipeError, match=r"unknown task 'picture'\. Did you mean 'pictures'"):
         build_task(recipe(task="picture"))

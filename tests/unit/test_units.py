@@ -57,15 +57,15 @@ def test_whole_steps(unit: Any) -> None:
         assert length.to_steps(samples_per_epoch=90, global_batch_size=16, total_steps=200) == steps, value
 
 
-@given(samples=st.integers(1, 500), batch=st.integers(1, 64), wanted=st.integers(0, 2000))
-def test_samples_are_enough_steps_to_use_them_and_not_one_more(samples: int, batch: int, wanted: int) -> None:
+@given(samples=st.integers(1, 500), batch=st.integers(1, 64), expected=st.integers(0, 2000))
+def test_samples_are_enough_steps_to_use_them_and_not_one_more(samples: int, batch: int, expected: int) -> None:
     def used(count: int) -> int:
         per_epoch = math.ceil(samples / batch)
         return count // per_epoch * samples + count % per_epoch * batch
 
-    count = Duration(wanted, "samples").to_steps(samples_per_epoch=samples, global_batch_size=batch)
-    assert used(count) >= wanted
-    assert count == 0 or used(count - 1) < wanted
+    count = Duration(expected, "samples").to_steps(samples_per_epoch=samples, global_batch_size=batch)
+    assert used(count) >= expected
+    assert count == 0 or used(count - 1) < expected
 
 
 def test_a_share_of_an_unknown_whole_is_refused() -> None:

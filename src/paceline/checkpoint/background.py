@@ -27,13 +27,13 @@ class BackgroundWriter(Generic[T]):
     A save in progress when the interpreter exits is completed first.
 
     Attributes:
-        given_up: Set to make a save stop waiting for other processes.
+        cancelled: Set to make a save stop waiting for other processes.
     """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_give_way)
-        self._under_way: Future[T] | None = None
-        self.given_up = threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
+        self._pending: Future[T] | None = None
+        self.cancelled = threading.Event()
 
     def submit(self, save: Callable[[], T]) -> None:
         """Start a save; wait for the previous one first.
@@ -41,33 +41,33 @@ class BackgroundWriter(Generic[T]):
         Raises:
             RuntimeError: If the previous save is not finished: both would write from the same copy of the state.
         """
-        if self._under_way is not None:
+        if self._pending is not None:
             raise RuntimeError("a save is still under way")
-        self._under_way = self._thread.submit(save)
+        self._pending = self._thread.submit(save)
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is in progress; never waits."""
-        return self._under_way is not None and not self._under_way.done()
+        return self._pending is not None and not self._pending.done()
 
     @property
     def has_failed(self) -> bool:
         """Whether the current save has ended with an error; never waits."""
-        return self._under_way is not None and self._under_way.done() and self._under_way.exception() is not None
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
 
     def is_over(self, *, within_seconds: float) -> bool:
         """Wait for the current save with a timeout; return whether it has ended. Its error is kept for later."""
-        return self._under_way is None or bool(wait_for([self._under_way], within_seconds).done)
+        return self._pending is None or bool(wait_for([self._pending], within_seconds).done)
 
     def raise_if_failed(self) -> None:
         """Raise the error of a failed save; never waits, and keeps the error."""
-        if self.has_failed and self._under_way is not None:
-            self._under_way.result()
+        if self.has_failed and self._pending is not None:
+            self._pending.result()
 
     @property
-    def under_way(self) -> Future[T] | None:
+    def pending(self) -> Future[T] | None:
         """The save that was not waited for yet, if any."""
-        return self._under_way
+        return self._pending
 
     def wait(self) -> T | None:
         """Wait for the current save and return its result, once; None if there is none.
@@ -75,8 +75,8 @@ class BackgroundWriter(Generic[T]):
         Raises:
             Exception: The save's own error.
         """
-        under_way, self._under_way = self._under_way, None
-        return None if under_way is None else under_way.result()
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.result()
 
     def close(self) -> None:
         """End the thread; waits for the current save, and raises its error."""
@@ -86,7 +86,7 @@ class BackgroundWriter(Generic[T]):
             self._thread.shutdown()
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lower the priority of this thread, and of those that it starts; only Linux has a per-thread niceness.
 
     If all cores compute, each operation of a step waits for the slowest thread, and the step would wait for the writer.
@@ -103,7 +103,7 @@ _FIRST_SECONDS = 60.0
 _MARGIN_SECONDS = 60.0
 
 
-def job_ends_at(environ: Mapping[str, str]) -> float | None:
+def job_end_time(environ: Mapping[str, str]) -> float | None:
     """Unix time at which Slurm ends this job, if known."""
     end = environ.get("SLURM_JOB_END_TIME", "")
     return float(end) if end.isdigit() and int(end) > 0 else None
@@ -127,12 +127,12 @@ class Cadence:
 
     Args:
         checkpoint: The recipe's checkpoint section.
-        ends_at: Unix time at which the job will be ended from outside; None if unknown.
+        end_time: Unix time at which the job will be ended from outside; None if unknown.
         clock: A monotonic clock in seconds.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, *, ends_at: float | None = None, clock: Callable[[], float] = time.monotonic
+        self, checkpoint: Checkpoint, *, end_time: float | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
         self._mtbf = checkpoint.mtbf.seconds
@@ -143,20 +143,20 @@ class Cadence:
             self._interval = checkpoint.every.seconds
         self._saved_at = clock()
         self._write_seconds = 0.0
-        self._ends_at = None if ends_at is None or checkpoint.every is None else clock() + ends_at - time.time()
+        self._end_time = None if end_time is None or checkpoint.every is None else clock() + end_time - time.time()
 
     def is_due(self) -> bool:
         """Whether to save after this step."""
         now = self._clock()
-        if self._ends_at is not None and now >= self._last_chance():
+        if self._end_time is not None and now >= self._save_deadline():
             return True
         return now - self._saved_at >= self._interval
 
-    def saved(self, paused_seconds: float) -> str | None:
+    def record_save(self, paused_seconds: float) -> str | None:
         """Record a started save and its training pause; return a message if the interval changes."""
         now = self._clock()
-        if self._ends_at is not None and now >= self._last_chance():
-            self._ends_at = None  # once is enough
+        if self._end_time is not None and now >= self._save_deadline():
+            self._end_time = None  # once is enough
         self._saved_at = now
         if not self._is_auto:
             return None
@@ -169,11 +169,11 @@ class Cadence:
             f"{format_seconds(self._interval)} (checkpoint.every=auto)"
         )
 
-    def wrote(self, seconds: float) -> None:
+    def record_write(self, seconds: float) -> None:
         """Record how long a checkpoint took to reach the disk."""
         self._write_seconds = seconds
 
-    def _last_chance(self) -> float:
+    def _save_deadline(self) -> float:
         """Return when a save must begin to be complete before the job is ended."""
-        assert self._ends_at is not None
-        return self._ends_at - _MARGIN_SECONDS - 3 * self._write_seconds
+        assert self._end_time is not None
+        return self._end_time - _MARGIN_SECONDS - 3 * self._write_seconds

@@ -1,7 +1,7 @@
 """Durable files: neither a kill nor a power cut leaves a partial file.
 
 Every byte of a checkpoint goes through this file: new files only, flushed to the device before anything relies on them,
-with a SHA-256 of the intended bytes, not of those that arrived.
+with a BLAKE3 digest of the intended bytes, not of those that arrived.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+
+from blake3 import blake3
 
 from paceline.errors import CheckpointError
 
@@ -31,14 +33,17 @@ _ADVICE = {
 
 # A file is missing, or of the wrong kind. Any other error comes from the disk and does not depend on the file's
 # content.
-_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, None)
+_CONTENT_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, None)
 _PAUSES_SECONDS = (0.1, 0.4, 1.5)
 
 # Maximum bytes written between two flushes: a save makes visible progress, however slow the disk, and the pages that it
 # fills do not crowd out the data's.
-_PIECE_BYTES = 64 * 2**20
+_FLUSH_BYTES = 64 * 2**20
 # Maximum bytes per call: larger ones took twice as much processor time (docs/decisions/0005, benchmarks/checkpoint.py).
 _WRITE_BYTES = 2**20
+
+_ALGORITHMS: dict[str, Callable[..., Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,32 +51,63 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Size in bytes and SHA-256 (lower-case hexadecimal) of one file."""
+    """Size and digest of one file.
+
+    Attributes:
+        size_bytes: Its size.
+        digest: Digest of its content, in lower-case hexadecimal.
+        algorithm: ``blake3``, or ``sha256`` for the files of older versions.
+    """
 
     size_bytes: int
-    sha256: str
+    digest: str
+    algorithm: str = "blake3"
+
+    @classmethod
+    def of(cls, content: bytes, algorithm: str = "blake3") -> FileFacts:
+        """Describe a file with this content."""
+        return cls(len(content), _ALGORITHMS[algorithm](content).hexdigest(), algorithm)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> FileFacts:
+        """Read :meth:`to_json`'s result.
+
+        Raises:
+            ValueError: Naming the entry that is not valid.
+        """
+        size, algorithm = value.get("size_bytes"), "blake3" if "blake3" in value else "sha256"
+        if type(size) is not int or size < 0:
+            raise ValueError(f"its entry 'size_bytes' is {size!r}, expected a whole number of 0 or more")
+        digest = value.get(algorithm)
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise ValueError(f"its entry {algorithm!r} is {digest!r}, expected 64 hexadecimal digits")
+        return cls(size, digest, algorithm)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return size and digest, the latter under the name of its algorithm."""
+        return {"size_bytes": self.size_bytes, self.algorithm: self.digest}
 
 
-def is_refusal(error: OSError) -> bool:
+def is_disk_failure(error: OSError) -> bool:
     """Whether the disk or the system failed to read, regardless of the file's content."""
-    return error.errno not in _NOT_THERE
+    return error.errno not in _CONTENT_ERRORS
 
 
-def patient(read: Callable[P, T]) -> Callable[P, T]:
+def with_retries(read: Callable[P, T]) -> Callable[P, T]:
     """Make a reader retry, after short pauses, when the disk fails."""
 
     @wraps(read)
-    def read_patiently(*args: P.args, **kwargs: P.kwargs) -> T:
+    def retry_read(*args: P.args, **kwargs: P.kwargs) -> T:
         for pause in _PAUSES_SECONDS:
             try:
                 return read(*args, **kwargs)
             except OSError as error:
-                if not is_refusal(error):
+                if not is_disk_failure(error):
                     raise
                 time.sleep(pause)
         return read(*args, **kwargs)
 
-    return read_patiently
+    return retry_read
 
 
 @contextmanager
@@ -97,33 +133,30 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
     Raises:
         OSError: If the file exists, or the disk fails.
     """
-    digest = hashlib.sha256()
-    size = 0
-    # Hashing takes longer than writing, and both release the interpreter's lock.
-    with open(path, "xb") as file, ThreadPoolExecutor(1) as beside:
-        waiting = 0
+    digest = blake3()
+    size = flushed = 0
+    with open(path, "xb") as file:
         for chunk in chunks:
-            for piece in (chunk[start : start + _PIECE_BYTES] for start in range(0, len(chunk), _PIECE_BYTES)):
-                beside.submit(digest.update, piece)
-                for start in range(0, len(piece), _WRITE_BYTES):
-                    file.write(piece[start : start + _WRITE_BYTES])
+            for start in range(0, len(chunk), _WRITE_BYTES):
+                piece = chunk[start : start + _WRITE_BYTES]
+                digest.update(piece)
+                file.write(piece)
                 size += len(piece)
-                waiting += len(piece)
-                if waiting >= _PIECE_BYTES:
+                if size - flushed >= _FLUSH_BYTES:
                     file.flush()
                     os.fsync(file.fileno())
-                    waiting = 0
+                    flushed = size
         file.flush()
         os.fsync(file.fileno())
     return FileFacts(size, digest.hexdigest())
 
 
-@patient
-def hash_file(path: Path) -> FileFacts:
+@with_retries
+def hash_file(path: Path, algorithm: str = "blake3") -> FileFacts:
     """Read a file in pieces and return its facts; memory use does not depend on its size."""
     with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-        return FileFacts(file.tell(), digest.hexdigest())
+        digest = hashlib.file_digest(file, _ALGORITHMS[algorithm])
+        return FileFacts(file.tell(), digest.hexdigest(), algorithm)
 
 
 def size_of(directory: Path) -> int:
@@ -136,7 +169,7 @@ def size_of(directory: Path) -> int:
     return size
 
 
-@patient
+@with_retries
 def read_regular_file(path: Path) -> bytes:
     """Read a complete file; a pipe or a device, which might never end, is refused with an :class:`OSError`."""
     if not stat.S_ISREG(os.stat(path).st_mode):

@@ -8,7 +8,7 @@ their exact bits), very large integers, and tensors.
 Safetensors files are written here piece by piece, so that a save needs no second copy in memory and the digest is
 computed while writing. The safetensors library reads them, after the header's length has been checked.
 
-The manifest is the last file written. It lists every other file with size and SHA-256 and every tensor with dtype and
+The manifest is the last file written. It lists every other file with size and digest and every tensor with dtype and
 shape, and ends with a digest of itself, so that one flipped bit anywhere in a checkpoint is found.
 """
 
@@ -33,9 +33,9 @@ from torch import Tensor
 
 from paceline.checkpoint.durable import (
     FileFacts,
-    patient,
     read_regular_file,
     reporting_disk_errors,
+    with_retries,
     write_file,
 )
 from paceline.errors import CheckpointError
@@ -43,13 +43,13 @@ from paceline.files import LFS_POINTER, LFS_START
 from paceline.plain_json import load_json
 
 MANIFEST = "manifest.json"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
+_OLDER_VERSIONS = (1,)  # the same with SHA-256 digests of the files
 _SIZE_LIMIT_BYTES = 100_000_000  # limit for a manifest, and for a safetensors header
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _COMPONENT = re.compile(r"(?!manifest$)[A-Za-z][A-Za-z0-9_-]*")
 _PART = re.compile(r"/part-\d{5}\.safetensors")
 
-_LARGEST_PLAIN_BITS = 64  # longer integers are written as hexadecimal: JSON readers limit decimal digits
+_MAX_PLAIN_BITS = 64  # longer integers are written as hexadecimal: JSON readers limit decimal digits
 
 _PREFIX_BYTES = 8
 _METADATA = "__metadata__"  # the only key that a safetensors header reserves
@@ -61,9 +61,10 @@ _CODES = {
     "bool": "BOOL", "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
 _DTYPES = {code: name for name, code in _CODES.items()}
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _PICKLE_STARTS = (b"\x80", b"PK\x03\x04")  # a bare pickle; the zip archive of torch.save
 # Other formats found under the name of a weights file, by their first bytes in lower case.
-_OTHERS = {
+_OTHER_FORMATS = {
     LFS_START[:8]: LFS_POINTER,
     b"<!doctyp": "an HTML page: download the file itself",
     b"<html": "an HTML page: download the file itself",
@@ -109,10 +110,10 @@ class Part:
 
 
 def encode(state: Any, *, where: str = "state") -> tuple[Any, dict[str, Tensor | Part]]:
-    """Split a state into a JSON-able structure and contiguous CPU tensors.
+    """Split a state into a JSON-able structure and CPU tensors.
 
-    The keys of a flat dictionary of tensors are the tensor names, unchanged. Tensors that are already contiguous on the
-    CPU are not copied: write them before the state changes.
+    The keys of a flat dictionary of tensors are the tensor names, unchanged. Tensors that are already on the CPU are
+    not copied: write them before the state changes.
 
     Args:
         state: Nested dict, list, tuple, str, int, float, bool, None, tensors and parts of them.
@@ -179,7 +180,7 @@ class _Encoded:
             return items if kind is list else {"$tuple": items}
         if kind is float and not math.isfinite(value):
             return {"$float": struct.pack(">d", value).hex()}
-        if kind is int and value.bit_length() > _LARGEST_PLAIN_BITS:
+        if kind is int and value.bit_length() > _MAX_PLAIN_BITS:
             return {"$int": hex(value)}
         if value is None or kind in (str, bool, int, float):
             return value
@@ -208,23 +209,16 @@ class _Encoded:
         self.tensors[name] = replace(tensor, tensor=plain) if isinstance(tensor, Part) else plain
         return name
 
-    def _unsupported(self, what: str, value: Any, path: tuple[Any, ...]) -> CheckpointError:
+    def _unsupported(self, label: str, value: Any, path: tuple[Any, ...]) -> CheckpointError:
         return CheckpointError(
-            f"{'.'.join((self.where, *map(str, path)))} cannot be saved: {what} is of type "
+            f"{'.'.join((self.where, *map(str, path)))} cannot be saved: {label} is of type "
             f"{type(value).__module__}.{type(value).__qualname__}, but a state holds only dict, list, tuple, str, int, "
             "float, bool, None and torch.Tensor; convert it in state_dict()."
         )
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    on_host = tensor.detach().cpu().resolve_conj().resolve_neg()
-    if on_host.is_contiguous():
-        return on_host
-    # Do not use torch here: in the writer thread it would start threads next to those that compute. While there are
-    # more threads than cores, OpenMP does not let any of them spin, which slows down every operation of every step.
-    same_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-    numbers = np.ascontiguousarray(on_host.view(same_width[tensor.dtype.itemsize]).numpy())
-    return torch.from_numpy(numbers).view(tensor.dtype)
+    return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 
 def _decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -232,11 +226,11 @@ def _decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [_decode(item, tensors) for item in node]
     if not isinstance(node, dict):
         return node
-    mark = next((key for key in node if key.startswith("$")), None)
-    if mark is None:
+    marker = next((key for key in node if key.startswith("$")), None)
+    if marker is None:
         return {key: _decode(item, tensors) for key, item in node.items()}
     ((_, content),) = node.items()  # a marker has no sibling keys
-    match mark:
+    match marker:
         case "$tensor":
             return tensors[content]
         case "$tuple":
@@ -247,7 +241,7 @@ def _decode(node: Any, tensors: Mapping[str, Tensor]) -> Any:
             return struct.unpack(">d", bytes.fromhex(content))[0]
         case "$int":
             return int(content, 16)
-    raise ValueError(f"unknown mark {mark!r}")
+    raise ValueError(f"unknown mark {marker!r}")
 
 
 # Tensors in a safetensors file
@@ -262,7 +256,7 @@ class TensorFile:
 
 
 def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileFacts:
-    """Write contiguous CPU tensors to a new file and wait until it is on the device.
+    """Write CPU tensors to a new file and wait until it is on the device.
 
     Raises:
         OSError: If the file exists, or the disk fails.
@@ -281,12 +275,23 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     text += b" " * (-len(text) % _PREFIX_BYTES)
 
+    # One buffer for all tensors that are not contiguous: new memory costs a page fault for every few thousand bytes.
+    buffer = np.empty(max((each.nbytes for _, each in ordered if not each.is_contiguous()), default=0), np.uint8)
+
     def pieces() -> Iterator[bytes | memoryview]:
         yield len(text).to_bytes(_PREFIX_BYTES, "little")
         yield text
         for _, tensor in ordered:
-            # A contiguous tensor of at most one element may have any stride, which view() would reject.
-            yield tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+            if tensor.is_contiguous():
+                # A contiguous tensor of at most one element may have any stride, which view() would reject.
+                yield tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+                continue
+            # Do not use torch here: in the writer thread it would start threads next to those that compute. While there
+            # are more threads than cores, OpenMP does not let any of them spin, which slows down every operation.
+            numbers = tensor.view(_SAME_WIDTH[tensor.dtype.itemsize]).numpy()
+            contiguous = buffer[: numbers.nbytes].view(numbers.dtype).reshape(numbers.shape)
+            np.copyto(contiguous, numbers)
+            yield buffer[: numbers.nbytes].data
 
     return write_file(path, pieces())
 
@@ -328,7 +333,7 @@ def parse_tensor_file(content: bytes) -> TensorFile:
     return TensorFile(tensors, metadata)
 
 
-@patient
+@with_retries
 def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
     """List a file's tensors and metadata from its header only.
 
@@ -373,10 +378,10 @@ def dtype_of(name: str) -> torch.dtype:
     Raises:
         ValueError: If there is no such dtype.
     """
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"it holds a tensor of the unknown dtype {name!r}")
-    return found
+    return dtype
 
 
 def _utf8(text: str) -> str:
@@ -385,7 +390,9 @@ def _utf8(text: str) -> str:
 
 
 def _header_length(start: bytes, file_size: int) -> int:
-    if other := next((what for begin, what in _OTHERS.items() if start.lower().startswith(begin)), None):
+    if other := next(
+        (description for begin, description in _OTHER_FORMATS.items() if start.lower().startswith(begin)), None
+    ):
         raise ValueError(f"it is {other}")
     hint = pickle_hint(start)
     if len(start) < _PREFIX_BYTES:
@@ -415,9 +422,9 @@ def _parse_header(content: bytes, file_size: int) -> tuple[dict[str, Any], dict[
     return header, metadata, _strings(raw, "list of raw dtypes")
 
 
-def _strings(value: Any, what: str) -> dict[str, str]:
+def _strings(value: Any, label: str) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
-        raise ValueError(f"its {what} is not a JSON object of strings")
+        raise ValueError(f"its {label} is not a JSON object of strings")
     return value
 
 
@@ -464,7 +471,7 @@ class Manifest:
             "facts": encode(dict(self.facts), where="facts")[0],
             "components": {
                 name: {
-                    "files": {file: vars(facts) for file, facts in entry.files.items()},
+                    "files": {file: facts.to_json() for file, facts in entry.files.items()},
                     "tensors": {
                         key: {"dtype": spec.dtype, "shape": list(spec.shape)} for key, spec in entry.tensors.items()
                     },
@@ -497,7 +504,7 @@ def parse_manifest(path: Path) -> Manifest:
         ValueError: Naming the broken rule.
     """
     file = path / MANIFEST
-    if patient(os.stat)(file).st_size > _SIZE_LIMIT_BYTES:
+    if with_retries(os.stat)(file).st_size > _SIZE_LIMIT_BYTES:
         raise ValueError(f"it is larger than {_SIZE_LIMIT_BYTES} bytes")
     try:
         content = load_json(read_regular_file(file))
@@ -506,8 +513,10 @@ def parse_manifest(path: Path) -> Manifest:
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
     version = content.get("format_version")
-    if version != _FORMAT_VERSION or isinstance(version, bool):
-        raise ValueError(f"its format version is {version!r}, but this version of Paceline reads {_FORMAT_VERSION}")
+    if version not in (*_OLDER_VERSIONS, _FORMAT_VERSION) or isinstance(version, bool):
+        raise ValueError(
+            f"its format version is {version!r}, but this version of Paceline reads 1 to {_FORMAT_VERSION}"
+        )
     if content.pop("digest", None) != _digest(content):
         raise ValueError("its content does not match its own digest")
     entries = _field(content, "components", dict)
@@ -534,10 +543,7 @@ def _component(name: str, entry: Any) -> ComponentEntry:
             raise ValueError(f"it holds {shape!r} where a shape is expected")
         tensors[key] = TensorSpec(_field(value, "dtype", str), tuple(shape))
     for key, value in _field(entry, "files", dict).items():
-        digest = _field(value, "sha256", str)
-        if not _DIGEST.fullmatch(digest):
-            raise ValueError(f"it holds {digest!r} where a SHA-256 is expected")
-        files[key] = FileFacts(_count(value, "size_bytes"), digest)
+        files[key] = FileFacts.from_json(value if isinstance(value, dict) else {})
     # Comparing with the only allowed names, rather than searching for '..', rules out paths outside the directory.
     parts = {key for key in files if key.startswith(name) and _PART.fullmatch(key, len(name))}
     expected = {f"{name}.json"} | ((parts or {f"{name}.safetensors"}) if tensors else set())
@@ -554,7 +560,7 @@ def _count(value: Any, key: str) -> int:
 
 
 def _field(value: Any, key: str, kind: type[T]) -> T:
-    found = value.get(key) if isinstance(value, dict) else None
-    if type(found) is not kind:
-        raise ValueError(f"its entry {key!r} is {found!r}, expected {kind.__name__}")
-    return found
+    entry = value.get(key) if isinstance(value, dict) else None
+    if type(entry) is not kind:
+        raise ValueError(f"its entry {key!r} is {entry!r}, expected {kind.__name__}")
+    return entry

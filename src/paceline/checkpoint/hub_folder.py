@@ -24,7 +24,7 @@ WEIGHTS = "model.safetensors"
 UNNAMED = "class_names_unknown"
 """Entry of the description of data: the classes have numbers only, which are used as their names."""
 
-_LARGEST_CONFIG_BYTES = 50_000_000
+_MAX_CONFIG_BYTES = 50_000_000
 _ARCHITECTURE = re.compile(r"[A-Za-z0-9_]+")  # never package.module:factory, which would import code
 _PICKLES = ("*.bin", "*.pth", "*.pt", "*.tar", "*.ckpt")
 _INTERPOLATIONS = ("bilinear", "bicubic")
@@ -36,14 +36,14 @@ _NOT_OPTIONS = frozenset(
 )
 # More classes than any published network has; above it, the weights themselves must have as many.
 _MANY_CLASSES = 100_000
-_LONGEST_SIDE = 8192
-_SMALLEST_CROP = 0.1
+_MAX_SIDE = 8192
+_MIN_CROP = 0.1
 
 
 def is_hub_folder(path: Path) -> bool:
     """Whether a path is a folder with a ``config.json`` that is neither a checkpoint nor a run's."""
-    is_ours = (path / "manifest.json").exists() or (path / "checkpoints").is_dir()
-    return (path / CONFIG).is_file() and not is_ours
+    is_paceline = (path / "manifest.json").exists() or (path / "checkpoints").is_dir()
+    return (path / CONFIG).is_file() and not is_paceline
 
 
 def hub_weights_file(path: Path) -> Path:
@@ -54,18 +54,18 @@ def hub_weights_file(path: Path) -> Path:
     """
     if (path / WEIGHTS).is_file():
         return path / WEIGHTS
-    others = sorted(path.glob("*.safetensors"))
-    if len(others) == 1:
-        return others[0]
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1:
+        return files[0]
     if (path / f"{WEIGHTS}.index.json").exists():
         raise CheckpointError(
-            f"'{path}' holds its weights in {len(others)} shards, which are not supported; write a single file: "
+            f"'{path}' holds its weights in {len(files)} shards, which are not supported; write a single file: "
             f"load them with "
             "the library they come from, and save_pretrained(..., max_shard_size='1TB')."
         )
-    if others:
+    if files:
         raise CheckpointError(
-            f"'{path}' holds {len(others)} safetensors files and no {WEIGHTS}; give one of these files, or a folder "
+            f"'{path}' holds {len(files)} safetensors files and no {WEIGHTS}; give one of these files, or a folder "
             "with one."
         )
     if pickles := [each for pattern in _PICKLES for each in sorted(path.glob(pattern))]:
@@ -88,7 +88,7 @@ def hub_metadata(path: Path) -> dict[str, str]:
     """
     file, weights_file = path / CONFIG, hub_weights_file(path)
     with reporting_disk_errors("read", file):
-        if file.stat().st_size > _LARGEST_CONFIG_BYTES:
+        if file.stat().st_size > _MAX_CONFIG_BYTES:
             raise CheckpointError(f"{file} has {file.stat().st_size} bytes, far more than a {CONFIG} needs.")
         content = read_regular_file(file)
     try:
@@ -102,39 +102,39 @@ def hub_metadata(path: Path) -> dict[str, str]:
             "read, as written by paceline export --format timm and timm.models.save_for_hf."
         )
     try:
-        return _described(config, weights_file)
+        return _describe(config, weights_file)
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, ZeroDivisionError) as error:
         raise CheckpointError(f"{file} is not in timm's format: {type(error).__name__}: {error}.") from error
 
 
-def _described(config: Mapping[str, Any], weights_file: Path) -> dict[str, str]:
-    shown = config.get("pretrained_cfg", config)  # older folders have everything at the top level
-    options = _options(config, shown)
-    channels, height, width = (int(side) for side in shown.get("input_size") or (3, 224, 224))
+def _describe(config: Mapping[str, Any], weights_file: Path) -> dict[str, str]:
+    pretrained = config.get("pretrained_cfg", config)  # older folders have everything at the top level
+    options = _options(config, pretrained)
+    channels, height, width = (int(side) for side in pretrained.get("input_size") or (3, 224, 224))
     # A network is built for the given classes and channels; these options would repeat them.
     channels = int(options.pop("in_chans", channels))
     options.pop("num_classes", None)
-    classes = int(config.get("num_classes", shown.get("num_classes", 1000)))
+    classes = int(config.get("num_classes", pretrained.get("num_classes", 1000)))
     if classes > _MANY_CLASSES:
         specs, _ = read_header(weights_file)
         if classes > max((side for spec in specs.values() for side in spec.shape), default=0):
             raise ValueError(f"num_classes is {classes}, and no tensor of {weights_file.name} has as many rows")
-    mean, std = (list(map(float, shown.get(key) or usual)) for key, usual in (("mean", _MEAN), ("std", _STD)))
-    crop, mode = float(shown.get("crop_pct") or _CROP), shown.get("crop_mode") or "center"
-    interpolation = str(shown.get("interpolation") or "bicubic")
-    labels = _labels(config, shown, classes)
+    mean, std = (list(map(float, pretrained.get(key) or default)) for key, default in (("mean", _MEAN), ("std", _STD)))
+    crop, mode = float(pretrained.get("crop_pct") or _CROP), pretrained.get("crop_mode") or "center"
+    interpolation = str(pretrained.get("interpolation") or "bicubic")
+    labels = _labels(config, pretrained, classes)
     lengths = f"{len(mean)} and {len(std)}"
     reasons = (
         (classes < 1, f"its network has {classes} classes"),
         (height != width or height < 1, f"its images are {height}x{width}, and only square images are supported"),
         (
-            height > _LONGEST_SIDE,
-            f"its images are {height}x{width}, and at most {_LONGEST_SIDE} pixels a side are supported",
+            height > _MAX_SIDE,
+            f"its images are {height}x{width}, and at most {_MAX_SIDE} pixels a side are supported",
         ),
         (channels not in (1, 3), f"its images have {channels} channels, and only 1 or 3 are supported"),
         ((len(mean), len(std)) != (channels,) * 2, f"mean and std have {lengths} numbers, not {channels}"),
         (mode != "center", f"crop_mode is {mode!r}, and only 'center' is supported"),
-        (not _SMALLEST_CROP <= crop <= 1, f"crop_pct is {crop}, and it must be from {_SMALLEST_CROP} to 1"),
+        (not _MIN_CROP <= crop <= 1, f"crop_pct is {crop}, and it must be from {_MIN_CROP} to 1"),
         (
             interpolation not in _INTERPOLATIONS,
             f"interpolation is {interpolation!r}, and {' and '.join(_INTERPOLATIONS)} are supported",
@@ -162,31 +162,31 @@ def _described(config: Mapping[str, Any], weights_file: Path) -> dict[str, str]:
     return {"recipe": json.dumps(recipe), "data": json.dumps(data), "precision": "fp32", "shown_by": "timm"}
 
 
-def _options(config: Mapping[str, Any], shown: Mapping[str, Any]) -> dict[str, Any]:
+def _options(config: Mapping[str, Any], pretrained: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the network's factory (``model_args``), without those that would open other files."""
     options = {key: value for key, value in (config.get("model_args") or {}).items() if value is not None}
     if wrong := sorted(_NOT_OPTIONS & options.keys()):
         raise ValueError(f"model_args has {wrong[0]}, which is not a network argument")
     if "global_pool" in options and not options["global_pool"]:
         raise ValueError("model_args turns global_pool off, and without it the network does not classify images")
-    is_fixed = shown.get("fixed_input_size", False) and not options.get("dynamic_img_size")
+    is_fixed = pretrained.get("fixed_input_size", False) and not options.get("dynamic_img_size")
     if is_fixed and options.get("strict_img_size", True):
         # timm builds such a network for the size of the images by default.
-        _, height, width = (int(side) for side in shown.get("input_size") or (3, 224, 224))
+        _, height, width = (int(side) for side in pretrained.get("input_size") or (3, 224, 224))
         options.setdefault("img_size", [height, width] if height != width else height)
     return options
 
 
-def _labels(config: Mapping[str, Any], shown: Mapping[str, Any], classes: int) -> list[str]:
+def _labels(config: Mapping[str, Any], pretrained: Mapping[str, Any], classes: int) -> list[str]:
     """Return class names in the order of the outputs; empty if there are none.
 
     Raises:
         ValueError: If they are not one string per output.
     """
-    named = config.get("label_names") or config.get("labels") or shown.get("label_names") or ()
-    if isinstance(named, Mapping):
-        by_number = {int(key): name for key, name in named.items()}
-        named = [by_number[number] for number in range(classes) if number in by_number]
-    if named and (len(named) != classes or not all(isinstance(name, str) and utf8(name) == name for name in named)):
-        raise ValueError(f"its class names are not one string for each of {classes} classes: {str(named)[:80]!r}")
-    return list(named)
+    labels = config.get("label_names") or config.get("labels") or pretrained.get("label_names") or ()
+    if isinstance(labels, Mapping):
+        by_number = {int(key): name for key, name in labels.items()}
+        labels = [by_number[number] for number in range(classes) if number in by_number]
+    if labels and (len(labels) != classes or not all(isinstance(name, str) and utf8(name) == name for name in labels)):
+        raise ValueError(f"its class names are not one string for each of {classes} classes: {str(labels)[:80]!r}")
+    return list(labels)

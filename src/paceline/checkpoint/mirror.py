@@ -2,7 +2,7 @@
 
     checkpoints/step-00000120-3f2a…/…   the files of a checkpoint, named by its manifest's digest, never changed
     records/…                           the growth of the run's records since the last copy
-    commits/00000012-9c1b….json         names all of these, with sizes and SHA-256; written last
+    commits/00000012-9c1b….json         names all of these, with sizes and digests; written last
 
 An object store has no rename, so a checkpoint exists once its commit does: one small object, which is written
 atomically. An object that is not in any commit is an interrupted upload; it is never read, and the next pruning deletes
@@ -29,24 +29,25 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from paceline.checkpoint.durable import hash_file, is_refusal, reporting_disk_errors
+from paceline.checkpoint.durable import FileFacts, hash_file, is_disk_failure, reporting_disk_errors
 from paceline.checkpoint.format import MANIFEST
 from paceline.checkpoint.reading import read_manifest, verify
 from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError, StorageError, UnreadableError
 from paceline.plain_json import load_json
 from paceline.records.run_directory import sync_directory
-from paceline.storage.remote import Remote, run_at_once
+from paceline.storage.remote import Remote, run_concurrently
 from paceline.units import format_bytes
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
+_OLDER_VERSIONS = (1,)  # the same with SHA-256 digests
 _COMMIT = re.compile(r"commits/(\d{8,})-[0-9a-f]{8}\.json")
 # Concurrent uploads: a library may hold some 100 MiB of each file.
-_AT_ONCE = 4
+_MAX_UPLOADS = 4
 _PIECE_BYTES = 64 * 2**20
 # If a record has more small pieces than this, they are sent again as one, so that a long run's copy does not accumulate
 # them.
-_MOST_PIECES = 32
+_MAX_SMALL_PIECES = 32
 # Small files that identify the run.
 _IDENTIFYING = ("recipe.yaml", "plan.json", "environment.json")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
@@ -58,13 +59,20 @@ class Piece:
 
     Attributes:
         name: Relative to the address.
-        size_bytes: Its size.
-        sha256: SHA-256 of its content.
+        facts: Its size and digest.
     """
 
     name: str
-    size_bytes: int
-    sha256: str
+    facts: FileFacts
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Piece:
+        """Read :meth:`to_json`'s result."""
+        return cls(value["name"], FileFacts.from_json(value))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return name, size and digest."""
+        return {"name": self.name, **self.facts.to_json()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +107,7 @@ class Commit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sendable:
+class LocalCheckpoint:
     """A complete checkpoint on this host, and its records.
 
     Attributes:
@@ -118,7 +126,7 @@ class Sendable:
 
 
 @dataclass(frozen=True)
-class Found:
+class CommitListing:
     """The commits at an address.
 
     Attributes:
@@ -140,29 +148,29 @@ class Mirror:
     Args:
         remote: The address.
         run: The identity under which the run is copied.
-        found: The result of :func:`read_commits`.
+        listing: The result of :func:`list_commits`.
     """
 
-    def __init__(self, remote: Remote, run: str, found: Found) -> None:
+    def __init__(self, remote: Remote, run: str, listing: CommitListing) -> None:
         self._remote, self._run = remote, run
-        self._commits = {each.name: each for each in found.commits}
-        self._known = found.names
+        self._commits = {each.name: each for each in listing.commits}
+        self._initial_names = listing.names
         self._launch = secrets.token_hex(4)
-        self._reached: dict[str, int] = {}
-        self._moved_at = float("-inf")
+        self._max_sent: dict[str, int] = {}
+        self._last_progress_at = float("-inf")
         # What this launch has sent of each record; data that earlier ones sent may have been cut back since.
         self._sent: dict[str, list[Piece]] = {}
 
     @property
-    def moved_at(self) -> float:
+    def last_progress_at(self) -> float:
         """Time of the last upload progress, by :func:`time.monotonic`."""
-        return self._moved_at
+        return self._last_progress_at
 
-    def send(self, what: Sendable, root: Path) -> None:
+    def send(self, checkpoint: LocalCheckpoint, root: Path) -> None:
         """Copy a checkpoint and its records to the address; on return, the newest commit names them.
 
         Args:
-            what: The checkpoint.
+            checkpoint: The checkpoint.
             root: The run directory.
 
         Raises:
@@ -170,98 +178,104 @@ class Mirror:
             UnreadableError: If it, or a record, cannot be read now.
             StorageError: If the address reports an error, or another launch writes there.
         """
-        newest = next(iter(in_line(self._commits.values())), None)
-        digest = hashlib.sha256(_manifest_bytes(what.path)).hexdigest()
-        if newest is not None and newest.files[MANIFEST].sha256 == digest:
+        newest = next(iter(commit_chain(self._commits.values())), None)
+        if newest is not None and newest.files[MANIFEST].facts == FileFacts.of(_manifest_bytes(checkpoint.path)):
             return
-        files = self._send_files(what)
-        records = {name: self._send_growing(root / name, name, size) for name, size in what.growing.items()}
-        records |= {name: (self._send_small(root / name, name),) for name in what.small}
-        self._commit(what, files, records)
+        files = self._send_files(checkpoint)
+        records = {name: self._send_growing(root / name, name, size) for name, size in checkpoint.growing.items()}
+        records |= {name: (self._send_small(root / name, name),) for name in checkpoint.small}
+        self._commit(checkpoint, files, records)
 
-    def _send_files(self, what: Sendable) -> dict[str, Piece]:
-        before = _manifest_bytes(what.path)
-        manifest = read_manifest(what.path)
-        digest = hashlib.sha256(before).hexdigest()
-        folder = f"checkpoints/step-{what.step:08d}-{digest[:12]}"
+    def _send_files(self, checkpoint: LocalCheckpoint) -> dict[str, Piece]:
+        before = _manifest_bytes(checkpoint.path)
+        manifest = read_manifest(checkpoint.path)
+        manifest_facts = FileFacts.of(before)
+        folder = f"checkpoints/step-{checkpoint.step:08d}-{manifest_facts.digest[:12]}"
         files = {
-            name: Piece(f"{folder}/{name}", facts.size_bytes, facts.sha256)
+            name: Piece(f"{folder}/{name}", facts)
             for entry in manifest.components.values()
             for name, facts in entry.files.items()
         }
-        there = self._remote.listed(folder)
+        uploaded = self._remote.list_files(folder)
         # Continue an interrupted upload.
         missing = {
             name: piece
             for name, piece in files.items()
-            if piece.name not in there or there[piece.name].size_bytes != piece.size_bytes
+            if piece.name not in uploaded or uploaded[piece.name].size_bytes != piece.facts.size_bytes
         }
-        run_at_once(
-            lambda name: self._upload(what.path / name, missing[name].name),
+        run_concurrently(
+            lambda name: self._upload(checkpoint.path / name, missing[name].name),
             missing,
-            threads=_AT_ONCE,
+            threads=_MAX_UPLOADS,
             name="mirror-upload",
         )
-        files[MANIFEST] = Piece(f"{folder}/{MANIFEST}", len(before), digest)
+        files[MANIFEST] = Piece(f"{folder}/{MANIFEST}", manifest_facts)
         self._remote.write(f"{folder}/{MANIFEST}", before)
-        if _manifest_bytes(what.path) != before:
+        if _manifest_bytes(checkpoint.path) != before:
             # Checkpoint directories are replaced as a whole: if the manifest is unchanged, so is everything before it.
-            raise CheckpointError(f"{what.path} was replaced while it was copied.")
-        there = self._remote.listed(folder)
+            raise CheckpointError(f"{checkpoint.path} was replaced while it was copied.")
+        uploaded = self._remote.list_files(folder)
         for piece in files.values():
-            if piece.name not in there or there[piece.name].size_bytes != piece.size_bytes:
+            if piece.name not in uploaded or uploaded[piece.name].size_bytes != piece.facts.size_bytes:
                 raise StorageError(f"{self._remote.path(piece.name)} does not have the size that was uploaded.")
         return files
 
     def _upload(self, source: Path, name: str) -> None:
         if not source.is_file():
             raise CheckpointError(f"{source} was deleted before it was copied.")
-        self._remote.upload(source, name, lambda sent: self._note(name, sent))
+        self._remote.upload(source, name, lambda sent: self._record_progress(name, sent))
 
-    def _note(self, name: str, sent: int) -> None:
+    def _record_progress(self, name: str, sent: int) -> None:
         # Resending data that was sent before and lost does not count as progress.
-        if sent > self._reached.get(name, 0):
-            self._reached[name], self._moved_at = sent, time.monotonic()
+        if sent > self._max_sent.get(name, 0):
+            self._max_sent[name], self._last_progress_at = sent, time.monotonic()
 
     def _send_growing(self, source: Path, name: str, size: int) -> tuple[Piece, ...]:
         """Return the pieces of a record's first ``size`` bytes; data that is new since the last call is sent."""
         sent = self._sent.get(name, [])
-        if sum(each.size_bytes for each in sent) > size:
+        if sum(each.facts.size_bytes for each in sent) > size:
             sent = []
-        elif sum(each.size_bytes < _PIECE_BYTES for each in sent) > _MOST_PIECES:
+        elif sum(each.facts.size_bytes < _PIECE_BYTES for each in sent) > _MAX_SMALL_PIECES:
             # The full pieces at the start of a long record are never sent again.
-            sent = list(itertools.takewhile(lambda each: each.size_bytes == _PIECE_BYTES, sent))
-        sent, begin = list(sent), sum(each.size_bytes for each in sent)
-        with _reading(source) as file:
-            file.seek(begin)
-            while begin < size:
-                content = file.read(min(_PIECE_BYTES, size - begin))
+            sent = list(itertools.takewhile(lambda each: each.facts.size_bytes == _PIECE_BYTES, sent))
+        sent, offset = list(sent), sum(each.facts.size_bytes for each in sent)
+        with _open_for_reading(source) as file:
+            file.seek(offset)
+            while offset < size:
+                content = file.read(min(_PIECE_BYTES, size - offset))
                 if not content:
                     raise CheckpointError(f"{source} has become shorter than the {size} bytes that were recorded.")
-                sent.append(self._write(f"records/{self._launch}/{name}/{size:012d}-{begin:012d}", content))
-                begin += len(content)
+                sent.append(self._write(f"records/{self._launch}/{name}/{size:012d}-{offset:012d}", content))
+                offset += len(content)
         self._sent[name] = sent
         return tuple(sent)
 
     def _send_small(self, source: Path, name: str) -> Piece:
-        with _reading(source) as file:
+        with _open_for_reading(source) as file:
             content = file.read()
-        digest = hashlib.sha256(content).hexdigest()
-        known = self._sent.get(name)
-        if known is None or known[0].sha256 != digest:
-            self._sent[name] = [self._write(f"records/{self._launch}/{name}/{digest[:12]}", content)]
+        facts, known = FileFacts.of(content), self._sent.get(name)
+        if known is None or known[0].facts != facts:
+            self._sent[name] = [self._write(f"records/{self._launch}/{name}/{facts.digest[:12]}", content)]
         return self._sent[name][0]
 
     def _write(self, name: str, content: bytes) -> Piece:
         self._remote.write(name, content)
-        return Piece(name, len(content), hashlib.sha256(content).hexdigest())
+        return Piece(name, FileFacts.of(content))
 
-    def _commit(self, what: Sendable, files: Mapping[str, Piece], records: Mapping[str, tuple[Piece, ...]]) -> None:
+    def _commit(
+        self, checkpoint: LocalCheckpoint, files: Mapping[str, Piece], records: Mapping[str, tuple[Piece, ...]]
+    ) -> None:
         # A commit of this launch may have been stored although no response arrived.
         sequence = max((number for number, _ in self._commit_names()), default=0) + 1
         name = f"commits/{sequence:08d}-{self._launch}.json"
         commit = Commit(
-            sequence=sequence, run=self._run, step=what.step, files=files, records=records, best=what.best, name=name
+            sequence=sequence,
+            run=self._run,
+            step=checkpoint.step,
+            files=files,
+            records=records,
+            best=checkpoint.best,
+            name=name,
         )
         self._remote.write(name, _to_bytes(commit))
         self._commits[name] = commit
@@ -272,13 +286,13 @@ class Mirror:
         Raises:
             TakenError: If another launch has written one.
         """
-        there = _commit_names(self._remote)
-        if any(name not in self._known and not name.endswith(f"-{self._launch}.json") for _, name in there):
-            raise TakenError(
+        commits = _commit_names(self._remote)
+        if any(name not in self._initial_names and not name.endswith(f"-{self._launch}.json") for _, name in commits):
+            raise MirrorConflictError(
                 f"another launch has written to {self._remote.address} since this one started; this one uploads "
                 "nothing more."
             )
-        return there
+        return commits
 
     def prune(self, *, keep: int) -> None:
         """Delete all but the newest commits of ``keep`` steps and the best step, and all unreferenced objects.
@@ -290,59 +304,59 @@ class Mirror:
             StorageError: If the address fails, or has lost uploads; the next call continues.
             TakenError: If another launch has written there; nothing is deleted then.
         """
-        there = self._commit_names()
-        kept = kept_of(self._commits.values(), keep)
-        if not kept:
+        commits = self._commit_names()
+        retained = select_retained(self._commits.values(), keep)
+        if not retained:
             return
-        present = [*self._remote.listed("checkpoints"), *self._remote.listed("records")]
+        present = [*self._remote.list_files("checkpoints"), *self._remote.list_files("records")]
         # The commits that stay must exist: a launch that started later may have deleted their objects as leftovers.
-        newest = in_line(kept.values())[0]
-        if lost := newest.pieces.difference(present):
+        newest = commit_chain(retained.values())[0]
+        if missing := newest.pieces.difference(present):
             del self._commits[newest.name]  # so that the next attempt sends it again
             self._sent.clear()
-            raise StorageError(f"{self._remote.path(min(lost))} is missing, but a commit lists it.")
+            raise StorageError(f"{self._remote.path(min(missing))} is missing, but a commit lists it.")
         # Delete names first: a partly deleted checkpoint must not be chosen.
-        self._remote.delete([name for _, name in there if name not in kept])
-        self._commits = dict(kept)
-        needed: set[str] = set().union(*(each.pieces for each in kept.values()))
+        self._remote.delete([name for _, name in commits if name not in retained])
+        self._commits = dict(retained)
+        needed: set[str] = set().union(*(each.pieces for each in retained.values()))
         # The next commit builds on the records that this launch has sent.
         needed |= {piece.name for pieces in self._sent.values() for piece in pieces}
         self._remote.delete([name for name in present if name not in needed])
 
 
-class TakenError(StorageError):
+class MirrorConflictError(StorageError):
     """Another launch writes to the same address; a permanent error."""
 
 
-def in_line(commits: Iterable[Commit]) -> list[Commit]:
+def commit_chain(commits: Iterable[Commit]) -> list[Commit]:
     """Return the commits that the newest builds on, newest first, without those that the run has abandoned."""
-    line: list[Commit] = []
+    chain: list[Commit] = []
     for each in sorted(commits, key=lambda each: (each.sequence, each.step, each.name), reverse=True):
-        if not line or each.step <= line[-1].step:
-            line.append(each)
-    return line
+        if not chain or each.step <= chain[-1].step:
+            chain.append(each)
+    return chain
 
 
-def kept_of(commits: Iterable[Commit], keep: int) -> dict[str, Commit]:
+def select_retained(commits: Iterable[Commit], keep: int) -> dict[str, Commit]:
     """Return the newest commit of each of the last ``keep`` steps, and of the best step, by name."""
-    line = in_line(commits)
-    of_step: dict[int, Commit] = {}
-    for each in line:
-        of_step.setdefault(each.step, each)
-    best = line[0].best if line else None
-    chosen = [*list(of_step.values())[:keep], *([of_step[best.step]] if best and best.step in of_step else [])]
-    return {each.name: each for each in chosen}
+    chain = commit_chain(commits)
+    by_step: dict[int, Commit] = {}
+    for each in chain:
+        by_step.setdefault(each.step, each)
+    best = chain[0].best if chain else None
+    retained = [*list(by_step.values())[:keep], *([by_step[best.step]] if best and best.step in by_step else [])]
+    return {each.name: each for each in retained}
 
 
-def read_commits(remote: Remote) -> Found:
+def list_commits(remote: Remote) -> CommitListing:
     """Read the commits at an address.
 
     Raises:
         StorageError: If the address cannot be read.
     """
     commits, damaged = [], []
-    there = sorted(_commit_names(remote), reverse=True)
-    for number, name in there:
+    names = sorted(_commit_names(remote), reverse=True)
+    for number, name in names:
         try:
             commit = _from_bytes(remote.read(name), name)
             if commit.sequence != number:
@@ -350,35 +364,44 @@ def read_commits(remote: Remote) -> Found:
             commits.append(commit)
         except (ValueError, KeyError, TypeError) as error:
             damaged.append(f"{remote.path(name)} is not a valid commit: {error}")
-    return Found(tuple(commits), tuple(damaged), frozenset(name for _, name in there))
+    return CommitListing(tuple(commits), tuple(damaged), frozenset(name for _, name in names))
 
 
 def _commit_names(remote: Remote) -> list[tuple[int, str]]:
-    found = ((_COMMIT.fullmatch(name), name) for name in remote.listed("commits"))
-    return [(int(match[1]), name) for match, name in found if match]
+    matches = ((_COMMIT.fullmatch(name), name) for name in remote.list_files("commits"))
+    return [(int(match[1]), name) for match, name in matches if match]
 
 
 def _to_bytes(commit: Commit) -> bytes:
-    content = {"format_version": _FORMAT_VERSION, **asdict(commit)}
-    del content["name"]
+    content = {
+        "format_version": _FORMAT_VERSION,
+        "sequence": commit.sequence,
+        "run": commit.run,
+        "step": commit.step,
+        "files": {name: piece.to_json() for name, piece in commit.files.items()},
+        "records": {name: [each.to_json() for each in pieces] for name, pieces in commit.records.items()},
+        "best": None if commit.best is None else asdict(commit.best),
+    }
     return json.dumps({**content, "digest": _digest(content)}, indent=1).encode("utf-8")
 
 
-def _from_bytes(text: bytes, own_name: str) -> Commit:
+def _from_bytes(text: bytes, commit_name: str) -> Commit:
     content = load_json(text)
     if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
         raise ValueError("its content does not match its own digest")
-    if content.pop("format_version", None) != _FORMAT_VERSION:
+    if content.pop("format_version", None) not in (*_OLDER_VERSIONS, _FORMAT_VERSION):
         raise StorageError(
             "the copy at checkpoint.mirror was written by another version of Paceline; resume with that version."
         )
-    files = {name: Piece(**piece) for name, piece in content.pop("files").items()}
-    records = {name: tuple(Piece(**each) for each in pieces) for name, pieces in content.pop("records").items()}
+    files = {name: Piece.from_json(piece) for name, piece in content.pop("files").items()}
+    records = {name: tuple(Piece.from_json(each) for each in pieces) for name, pieces in content.pop("records").items()}
     for name in (*files, *records, *(each.name for each in files.values())):
         if not _SAFE_NAME.fullmatch(name) or ".." in name:
             raise ValueError(f"it names the file {name!r}, which is not allowed")
     best = content.pop("best")
-    return Commit(files=files, records=records, best=None if best is None else Best(**best), name=own_name, **content)
+    return Commit(
+        files=files, records=records, best=None if best is None else Best(**best), name=commit_name, **content
+    )
 
 
 def _digest(content: Any) -> str:
@@ -386,15 +409,15 @@ def _digest(content: Any) -> str:
 
 
 def _manifest_bytes(checkpoint: Path) -> bytes:
-    with _reading(checkpoint / MANIFEST) as file:
+    with _open_for_reading(checkpoint / MANIFEST) as file:
         return file.read()
 
 
-def _reading(path: Path) -> BinaryIO:
+def _open_for_reading(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        kind = UnreadableError if is_refusal(error) else CheckpointError
+        kind = UnreadableError if is_disk_failure(error) else CheckpointError
         raise kind(f"cannot read {path} to copy it: {error.strerror or error}.") from error
 
 
@@ -403,8 +426,8 @@ def fetch_newest(
     commits: Iterable[Commit],
     root: Path,
     *,
-    beyond: int,
-    say: Callable[[str], None],
+    after_step: int,
+    log: Callable[[str], None],
     accept: Callable[[Path], None] | None = None,
 ) -> Commit | None:
     """Copy the newest complete checkpoint at the address into a run directory, with the best one and the records.
@@ -413,8 +436,8 @@ def fetch_newest(
         remote: The address.
         commits: The commits at the address.
         root: The run directory, whose records are replaced.
-        beyond: Use only a checkpoint of a later step; -1 for any.
-        say: Receives progress lines.
+        after_step: Use only a checkpoint of a later step; -1 for any.
+        log: Receives progress lines.
         accept: Raises if the run whose recipe, plan and environment are in a folder is not the right one; called before
             anything is written locally.
 
@@ -426,25 +449,25 @@ def fetch_newest(
         CheckpointError: If the local disk fails.
     """
     damaged: list[str] = []
-    line = in_line(commits)
-    for commit in line:
-        if commit.step <= beyond:
+    chain = commit_chain(commits)
+    for commit in chain:
+        if commit.step <= after_step:
             break
-        size = sum(each.size_bytes for each in commit.files.values())
+        size = sum(each.facts.size_bytes for each in commit.files.values())
         try:
             if accept is not None:
                 with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
                     for name in set(_IDENTIFYING) & commit.records.keys():
                         _fetch_record(remote, commit.records[name], Path(folder) / name)
                     accept(Path(folder))
-            say(f"fetching the checkpoint of step {commit.step} ({format_bytes(size)}) from {remote.address}")
-            _fetch(remote, commit, line, root)
+            log(f"fetching the checkpoint of step {commit.step} ({format_bytes(size)}) from {remote.address}")
+            _fetch(remote, commit, chain, root)
         except _DamagedError as error:
             damaged.append(str(error))
-            say(f"the copy of step {commit.step} is damaged: {error}")
+            log(f"the copy of step {commit.step} is damaged: {error}")
         else:
             return commit
-    if damaged and beyond < 0:
+    if damaged and after_step < 0:
         raise StorageError(
             f"no checkpoint at {remote.address} is whole: {damaged[0]} Start again with another address."
         )
@@ -466,11 +489,11 @@ def _fetch(remote: Remote, commit: Commit, commits: Sequence[Commit], root: Path
         _fetch_record(remote, commit.records[name], root / name)
     best = commit.best
     has_best = best is not None and (best.step == commit.step or best.step in store.steps())
-    of_best = next((each for each in commits if best is not None and each.step == best.step), None)
-    if of_best is not None and not has_best:
+    best_commit = next((each for each in commits if best is not None and each.step == best.step), None)
+    if best_commit is not None and not has_best:
         # A run resumes without its best checkpoint too, and saves the next best one.
         with contextlib.suppress(_DamagedError):
-            _fetch_checkpoint(remote, of_best, store)
+            _fetch_checkpoint(remote, best_commit, store)
             has_best = True
     _fetch_checkpoint(remote, commit, store)
     if best is not None and has_best:
@@ -486,7 +509,7 @@ def _fetch_record(remote: Remote, pieces: Iterable[Piece], target: Path) -> None
                 for piece in pieces:
                     _check_size(remote, piece)
                     content = remote.read(piece.name)
-                    _check_content(remote, piece, len(content), hashlib.sha256(content).hexdigest())
+                    _check_content(remote, piece, FileFacts.of(content, piece.facts.algorithm))
                     file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -506,9 +529,8 @@ def _fetch_checkpoint(remote: Remote, commit: Commit, store: CheckpointStore) ->
                 target = staging_dir / name
                 target.parent.mkdir(exist_ok=True)
                 _check_size(remote, piece)
-                remote.download(piece.name, target, piece.size_bytes)
-                found = hash_file(target)
-                _check_content(remote, piece, found.size_bytes, found.sha256)
+                remote.download(piece.name, target, piece.facts.size_bytes)
+                _check_content(remote, piece, hash_file(target, piece.facts.algorithm))
                 with target.open("rb") as file:
                     os.fsync(file.fileno())
         try:
@@ -524,13 +546,13 @@ def _fetch_checkpoint(remote: Remote, commit: Commit, store: CheckpointStore) ->
 
 
 def _check_size(remote: Remote, piece: Piece) -> None:
-    found = remote.single(piece.name)
-    if found is None:
+    stored = remote.stat_file(piece.name)
+    if stored is None:
         raise _DamagedError(f"{remote.path(piece.name)} is missing.")
-    if found.size_bytes != piece.size_bytes:
-        raise _DamagedError(f"{remote.path(piece.name)} has {found.size_bytes} bytes instead of {piece.size_bytes}.")
+    if stored.size_bytes != (expected := piece.facts.size_bytes):
+        raise _DamagedError(f"{remote.path(piece.name)} has {stored.size_bytes} bytes instead of {expected}.")
 
 
-def _check_content(remote: Remote, piece: Piece, size_bytes: int, sha256: str) -> None:
-    if (size_bytes, sha256) != (piece.size_bytes, piece.sha256):
-        raise _DamagedError(f"{remote.path(piece.name)} is not what was uploaded: its size or SHA-256 differs.")
+def _check_content(remote: Remote, piece: Piece, found: FileFacts) -> None:
+    if found != piece.facts:
+        raise _DamagedError(f"{remote.path(piece.name)} is not what was uploaded: its size or digest differs.")

@@ -1,23 +1,23 @@
 """Verify and read a checkpoint.
 
-Everything is checked before use: the manifest against its own digest, every file against its size and SHA-256, every
+Everything is checked before use: the manifest against its own digest, every file against its size and digest, every
 tensor against the inventory. Reading a component checks the same bytes that it then uses.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from paceline.checkpoint.durable import FileFacts, hash_file, is_refusal, patient, read_regular_file
+from paceline.checkpoint.durable import FileFacts, hash_file, is_disk_failure, read_regular_file, with_retries
 from paceline.checkpoint.format import (
     MANIFEST,
     ComponentEntry,
@@ -45,7 +45,7 @@ def read_manifest(path: Path) -> Manifest:
     with _naming(path, MANIFEST):
         try:
             # Not Path.is_dir, which may treat a disk error as "no".
-            is_folder = path.is_symlink() or stat.S_ISDIR(patient(os.stat)(path).st_mode)
+            is_folder = path.is_symlink() or stat.S_ISDIR(with_retries(os.stat)(path).st_mode)
         except FileNotFoundError:
             is_folder = False
         if is_folder:
@@ -70,15 +70,15 @@ def check_sizes(path: Path) -> Manifest:
         CheckpointError: Naming the file and the broken rule.
     """
     path = Path(path)
-    found = read_manifest(path)
-    for entry in found.components.values():
+    manifest = read_manifest(path)
+    for entry in manifest.components.values():
         for name, facts in entry.files.items():
             with _naming(path, name):
-                status = patient(os.stat)(path / name)
+                status = with_retries(os.stat)(path / name)
                 if not stat.S_ISREG(status.st_mode):
                     raise ValueError("it is not a regular file")
-                _compare(FileFacts(status.st_size, facts.sha256), facts)
-    return found
+                _compare(replace(facts, size_bytes=status.st_size), facts)
+    return manifest
 
 
 def verify(path: Path) -> Manifest:
@@ -88,18 +88,18 @@ def verify(path: Path) -> Manifest:
         CheckpointError: Naming the file and the broken rule.
     """
     path = Path(path)
-    found = check_sizes(path)
-    for component, entry in found.components.items():
+    manifest = check_sizes(path)
+    for component, entry in manifest.components.items():
         headers = []
         for name, facts in entry.files.items():
             with _naming(path, name):
-                _compare(hash_file(path / name), facts)
+                _compare(hash_file(path / name, facts.algorithm), facts)
         for name in entry.tensor_files:
             with _naming(path, name):
                 headers.append(read_header(path / name))
         with _naming(path, entry.tensor_files[0] if len(entry.tensor_files) == 1 else component):
             check_cover(entry.tensors, headers)
-    return found
+    return manifest
 
 
 def read_components(
@@ -120,8 +120,8 @@ def read_components(
         CheckpointError: If the checkpoint lacks a component, or a file is damaged.
     """
     path = Path(path)
-    found = read_manifest(path)
-    entries = {name: _entry(path, found, name) for name in (found.components if names is None else names)}
+    manifest = read_manifest(path)
+    entries = {name: _entry(path, manifest, name) for name in (manifest.components if names is None else names)}
     states = {}
     for name, entry in entries.items():
         tensors: dict[str, Tensor] = {}
@@ -156,13 +156,13 @@ def read_weights_file(path: Path, name: str) -> TensorFile:
     return _read_tensors(path, name, entry)
 
 
-def _entry(path: Path, found: Manifest, name: str) -> ComponentEntry:
-    if name not in found.components:
+def _entry(path: Path, manifest: Manifest, name: str) -> ComponentEntry:
+    if name not in manifest.components:
         raise CheckpointError(
-            f"{path} holds no component {name!r}; it holds {', '.join(found.components) or 'none'}."
-            f"{did_you_mean(name, found.components)}"
+            f"{path} holds no component {name!r}; it holds {', '.join(manifest.components) or 'none'}."
+            f"{did_you_mean(name, manifest.components)}"
         )
-    return found.components[name]
+    return manifest.components[name]
 
 
 def _read_tensors(path: Path, name: str, entry: ComponentEntry) -> TensorFile:
@@ -182,15 +182,15 @@ def _read_tensors(path: Path, name: str, entry: ComponentEntry) -> TensorFile:
 def _read_checked(path: Path, name: str, facts: FileFacts) -> bytes:
     with _naming(path, name):
         content = read_regular_file(path / name)
-        _compare(FileFacts(len(content), hashlib.sha256(content).hexdigest()), facts)
+        _compare(FileFacts.of(content, facts.algorithm), facts)
         return content
 
 
 def _compare(found: FileFacts, expected: FileFacts) -> None:
     if found.size_bytes != expected.size_bytes:
         raise ValueError(f"it has {found.size_bytes} bytes, but the manifest lists {expected.size_bytes}")
-    if found.sha256 != expected.sha256:
-        raise ValueError(f"its SHA-256 is {found.sha256[:12]}…, but the manifest lists {expected.sha256[:12]}…")
+    if found != expected:
+        raise ValueError(f"its digest is {found.digest[:12]}…, but the manifest lists {expected.digest[:12]}…")
 
 
 class _DamagedError(CheckpointError):
@@ -212,7 +212,7 @@ def _naming(path: Path, name: str) -> Iterator[None]:
         raise _DamagedError(f"{path} is not a whole checkpoint: {name} is missing.") from error
     except OSError as error:
         reason = error.strerror or str(error)
-        if is_refusal(error):
+        if is_disk_failure(error):
             raise UnreadableError(
                 f"{path / name} cannot be read: {reason} ({errno.errorcode.get(error.errno or 0, 'unknown error')}). "
                 "The checkpoint may be intact and was left alone; check the disk, then run the same command again."

@@ -102,18 +102,18 @@ def check_cover(specs: Mapping[str, TensorSpec], files: Iterable[tuple[Mapping[s
     Raises:
         ValueError: Naming the tensor that does not fit, or is incomplete.
     """
-    found: dict[str, list[Chunk]] = {key: [] for key in specs}
+    chunks: dict[str, list[Chunk]] = {key: [] for key in specs}
     for inventory, metadata in files:
-        for key, chunk in _placed(specs, inventory, metadata).items():
-            if any(math.prod(chunk.overlap(other).sizes) > 0 for other in found[key]):
+        for key, chunk in _chunks_in_file(specs, inventory, metadata).items():
+            if any(math.prod(chunk.overlap(other).sizes) > 0 for other in chunks[key]):
                 raise ValueError(f"{key!r} has two parts in the same place")
-            found[key].append(chunk)
+            chunks[key].append(chunk)
     for key, spec in specs.items():
-        held, expected = sum(math.prod(chunk.sizes) for chunk in found[key]), math.prod(spec.shape)
-        if expected and not found[key]:
+        covered, expected = sum(math.prod(chunk.sizes) for chunk in chunks[key]), math.prod(spec.shape)
+        if expected and not chunks[key]:
             raise ValueError(f"{key!r} is absent, but the manifest lists {spec}")
-        if held != expected:
-            raise ValueError(f"{key!r} has {expected} numbers, but its parts have {held}")
+        if covered != expected:
+            raise ValueError(f"{key!r} has {expected} numbers, but its parts have {covered}")
 
 
 def assemble(specs: Mapping[str, TensorSpec], files: Iterable[TensorFile]) -> dict[str, Tensor]:
@@ -122,23 +122,23 @@ def assemble(specs: Mapping[str, TensorSpec], files: Iterable[TensorFile]) -> di
     Raises:
         ValueError: Naming the tensor that does not fit, or is incomplete.
     """
-    whole: dict[str, Tensor] = {}
-    seen = []
+    tensors: dict[str, Tensor] = {}
+    headers = []
     for file in files:
         inventory = {key: TensorSpec.of(tensor) for key, tensor in file.tensors.items()}
-        for key, chunk in _placed(specs, inventory, file.metadata).items():
+        for key, chunk in _chunks_in_file(specs, inventory, file.metadata).items():
             if chunk.sizes == specs[key].shape:
-                whole[key] = file.tensors[key]
+                tensors[key] = file.tensors[key]
                 continue
-            if key not in whole:
-                whole[key] = torch.empty(specs[key].shape, dtype=file.tensors[key].dtype)
-            whole[key][chunk.slices] = file.tensors[key]
-        seen.append((inventory, file.metadata))
+            if key not in tensors:
+                tensors[key] = torch.empty(specs[key].shape, dtype=file.tensors[key].dtype)
+            tensors[key][chunk.slices] = file.tensors[key]
+        headers.append((inventory, file.metadata))
     for key, spec in specs.items():
-        if key not in whole:
-            whole[key] = torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
-    check_cover(specs, seen)
-    return whole
+        if key not in tensors:
+            tensors[key] = torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
+    check_cover(specs, headers)
+    return tensors
 
 
 def read_chunks(files: Iterable[Path], specs: Mapping[str, TensorSpec], chunk_of: ChunkOf) -> dict[str, Tensor]:
@@ -147,26 +147,26 @@ def read_chunks(files: Iterable[Path], specs: Mapping[str, TensorSpec], chunk_of
     Raises:
         ValueError: If a file differs from its checkpoint's description.
     """
-    wanted = {key: chunk_of(key, spec) or Chunk((0,) * len(spec.shape), spec.shape) for key, spec in specs.items()}
-    taken = {key: torch.empty(chunk.sizes, dtype=dtype_of(specs[key].dtype)) for key, chunk in wanted.items()}
+    requested = {key: chunk_of(key, spec) or Chunk((0,) * len(spec.shape), spec.shape) for key, spec in specs.items()}
+    result = {key: torch.empty(chunk.sizes, dtype=dtype_of(specs[key].dtype)) for key, chunk in requested.items()}
     for file in files:
-        held = _placed(specs, *read_header(file))
+        stored = _chunks_in_file(specs, *read_header(file))
         try:
             with safe_open(file, framework="pt") as content:
-                for key, here in held.items():
-                    if not here.sizes:
-                        taken[key].copy_(content.get_tensor(key))
+                for key, chunk in stored.items():
+                    if not chunk.sizes:
+                        result[key].copy_(content.get_tensor(key))
                         continue
-                    common = here.overlap(wanted[key])
+                    common = chunk.overlap(requested[key])
                     if math.prod(common.sizes):
-                        values = content.get_slice(key)[common.within(here).slices]
-                        taken[key][common.within(wanted[key]).slices] = values
+                        values = content.get_slice(key)[common.within(chunk).slices]
+                        result[key][common.within(requested[key]).slices] = values
         except SafetensorError as error:
             raise ValueError(f"its header does not describe its content ({error})") from error
-    return taken
+    return result
 
 
-def _placed(
+def _chunks_in_file(
     specs: Mapping[str, TensorSpec], inventory: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 ) -> dict[str, Chunk]:
     """Return the boxes of a file's tensors in the complete ones; a file without offsets holds complete tensors."""
@@ -175,24 +175,24 @@ def _placed(
         starts = {key: tuple(entry["saved_offsets"]) for key, entry in offsets.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"its header does not say where its tensors begin ({error!r})") from error
-    placed = {}
-    for key, found in inventory.items():
-        start, spec = starts.get(key, (0,) * len(found.shape)), specs.get(key)
+    chunks = {}
+    for key, stored in inventory.items():
+        start, spec = starts.get(key, (0,) * len(stored.shape)), specs.get(key)
         if not all(type(number) is int for number in start):
             raise ValueError(f"its header begins {key!r} where a tensor cannot begin")
-        fits = spec is not None and found.dtype == spec.dtype and len(start) == len(found.shape) == len(spec.shape)
+        fits = spec is not None and stored.dtype == spec.dtype and len(start) == len(stored.shape) == len(spec.shape)
         if (
             spec is None
             or not fits
             or not all(
-                begin >= 0 and begin + size <= whole
-                for begin, size, whole in zip(start, found.shape, spec.shape, strict=True)
+                begin >= 0 and begin + size <= length
+                for begin, size, length in zip(start, stored.shape, spec.shape, strict=True)
             )
         ):
-            place = f" from {list(start)} on" if any(start) else ""
-            raise ValueError(f"{key!r} is {found}{place}, but the manifest lists {spec or 'none'}")
-        placed[key] = Chunk(start, found.shape)
-    return placed
+            suffix = f" from {list(start)} on" if any(start) else ""
+            raise ValueError(f"{key!r} is {stored}{suffix}, but the manifest lists {spec or 'none'}")
+        chunks[key] = Chunk(start, stored.shape)
+    return chunks
 
 
 @dataclass(frozen=True)
@@ -211,15 +211,15 @@ class ShardedSave:
     rank: int
     world_size: int
     patience_seconds: float
-    given_up: threading.Event = field(default_factory=threading.Event)
+    cancelled: threading.Event = field(default_factory=threading.Event)
 
-    def leave_note(self, files: Files, *, error: str | None = None) -> None:
+    def write_note(self, files: Files, *, error: str | None = None) -> None:
         """Report to the first process what this one has written, or why it failed.
 
         Raises:
             OSError: If the disk fails here too.
         """
-        listed = {name: {file: vars(facts) for file, facts in entry.items()} for name, entry in files.items()}
+        listed = {name: {file: facts.to_json() for file, facts in entry.items()} for name, entry in files.items()}
         note = self._note(self.rank)
         unfinished = note.with_suffix(".part")
         write_file(unfinished, [json.dumps({"error": error, "files": listed}).encode("ascii")])
@@ -237,7 +237,7 @@ class ShardedSave:
             if content["error"] is not None:
                 raise CheckpointError(f"rank {rank} could not write its part of the checkpoint: {content['error']}")
             for name, entry in content["files"].items():
-                files.setdefault(name, {}).update({file: FileFacts(**facts) for file, facts in entry.items()})
+                files.setdefault(name, {}).update({file: FileFacts.from_json(facts) for file, facts in entry.items()})
             self._note(rank).unlink()
         return files
 
@@ -246,7 +246,7 @@ class ShardedSave:
         while not note.exists():
             if (now := size_of(self.staging_dir)) != size:
                 size, since = now, time.monotonic()
-            if self.given_up.wait(_POLL_SECONDS):
+            if self.cancelled.wait(_POLL_SECONDS):
                 raise CheckpointError(
                     f"rank {rank} has not written its part of the checkpoint, and the run has failed."
                 )

@@ -49,19 +49,19 @@ class ShardedModel:
     def check_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Raise :class:`CheckpointError` if names are missing or extra."""
         live = self._module.state_dict()
-        differing = [*(key for key in live if key not in state), *(key for key in state if key not in live)]
-        if differing:
-            where = "absent in the checkpoint" if differing[0] in live else "not in the live object"
+        mismatched = [*(key for key in live if key not in state), *(key for key in state if key not in live)]
+        if mismatched:
+            where = "absent in the checkpoint" if mismatched[0] in live else "not in the live object"
             raise CheckpointError(
-                f"{differing[0]!r} is {where} ({len(differing)} such names); use the recipe it was saved with."
+                f"{mismatched[0]!r} is {where} ({len(mismatched)} such names); use the recipe it was saved with."
             )
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Load this process's parts, and the unsharded tensors."""
         for key, live in self._module.state_dict().items():
-            mine = live.to_local() if isinstance(live, DTensor) else live
-            mine.copy_(state[key])
+            local = live.to_local() if isinstance(live, DTensor) else live
+            local.copy_(state[key])
 
 
 class ShardedOptimizer:
@@ -97,7 +97,7 @@ class ShardedOptimizer:
     def _distributed(self, state: Mapping[str, Any]) -> dict[str, Any]:
         parameters = self._parameters()
         entries = {
-            index: {name: _like(value, parameters.get(index)) for name, value in entry.items()}
+            index: {name: _shard_like(value, parameters.get(index)) for name, value in entry.items()}
             for index, entry in state.get("state", {}).items()
         }
         return {**state, "state": entries}
@@ -114,8 +114,8 @@ def as_part(tensor: Tensor) -> Tensor | Part:
     local: Tensor = tensor.to_local().detach()
     if chunk is None:
         return local
-    place = tensor.device_mesh.get_coordinate() or ()
-    is_copy = any(where and each.is_replicate() for where, each in zip(place, tensor.placements, strict=True))
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    is_copy = any(index and each.is_replicate() for index, each in zip(coordinate, tensor.placements, strict=True))
     return Part(local[:0] if is_copy else local, tuple(tensor.shape), chunk.offsets)
 
 
@@ -127,7 +127,7 @@ def chunk_of(tensor: Tensor) -> Chunk | None:
     return Chunk(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def _like(value: Any, parameter: Tensor | None) -> Any:
+def _shard_like(value: Any, parameter: Tensor | None) -> Any:
     """Convert a part that was read to a tensor sharded like its parameter."""
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
         return value

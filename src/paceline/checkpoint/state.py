@@ -30,13 +30,13 @@ State = Mapping[str, Any]
 WRAPPERS = ("module.", "_orig_mod.", "model.")
 """Prefixes that DistributedDataParallel, torch.compile and other trainers add to every name."""
 
-_MOST_THREADS = 4  # more threads do not increase memory throughput
+_MAX_THREADS = 4  # more threads do not increase memory throughput
 # Options for how the update is executed, not what it computes: the live optimizer's values are kept.
 _EXECUTION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_COMPARED = _EXECUTION_OPTIONS | {"params", "param_names", "initial_lr"}
 # State that has its parameter's shape in every optimizer that uses the name.
 _PARAMETER_SHAPED = frozenset({"momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
-_SAME_RECIPE = "Use the recipe it was saved with."
+_ADVICE = "Use the recipe it was saved with."
 
 
 class Component(Protocol):
@@ -92,7 +92,7 @@ class Registry:
         The copy waits for the device: this is the pause of a save. The next snapshot overwrites the copy.
         """
         states = {name: self._copies.take(name, component.state_dict()) for name, component in self._components.items()}
-        self._copies.settle()
+        self._copies.finish()
         return states
 
     def chunks(self) -> dict[str, ChunkOf]:
@@ -154,7 +154,7 @@ def check_inventory(live: State, saved: State, *, where: str) -> None:
     )
 
 
-def without_prefix(live: State, saved: State) -> tuple[dict[str, Any], str]:
+def strip_wrapper_prefix(live: State, saved: State) -> tuple[dict[str, Any], str]:
     """Return weights with wrapper prefixes removed from all names, and these prefixes.
 
     They are removed only if none of the network's own names has them.
@@ -168,17 +168,17 @@ def without_prefix(live: State, saved: State) -> tuple[dict[str, Any], str]:
     return {name.removeprefix(prefix): tensor for name, tensor in saved.items()}, prefix
 
 
-def fitted(live: State, saved: State) -> tuple[dict[str, Any], tuple[str, ...]]:
+def adapt_weights(live: State, saved: State) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return weights with a network's names and dtypes, and notices about the changes.
 
     Half precision is widened to float32, which is exact.
     """
-    state, prefix = without_prefix(live, saved)
+    state, prefix = strip_wrapper_prefix(live, saved)
     notices = [f"all names begin with '{prefix}', which was left out"] if prefix else []
     for name, tensor in state.items():
-        wanted = live.get(name)
+        expected = live.get(name)
         is_half = isinstance(tensor, Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
-        if is_half and isinstance(wanted, Tensor) and wanted.dtype == torch.float32:
+        if is_half and isinstance(expected, Tensor) and expected.dtype == torch.float32:
             state[name] = tensor.float()
             notices.append(f"{str(tensor.dtype).removeprefix('torch.')} was cast to float32")
     return state, tuple(dict.fromkeys(notices))
@@ -198,26 +198,26 @@ class HostCopies:
         self._devices: set[torch.device] = set()
 
     def take(self, name: str, state: Any) -> Any:
-        """Rebuild a component's state with every tensor in host memory, once :meth:`settle` has returned."""
+        """Rebuild a component's state with every tensor in host memory, once :meth:`finish` has returned."""
         number = itertools.count()
         return map_tensors(state, lambda tensor: self._copy((name, next(number)), tensor.detach()))
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Copy CPU tensors, and wait until the copies from other devices have arrived.
 
         The CPU copies are divided among Python threads, since memory copies release the interpreter's lock. torch would
         split each copy and wait for its slowest thread, hundreds of times: that takes many times as long on a busy
         machine.
         """
-        shares: list[list[tuple[Any, Any]]] = [[] for _ in range(min(available_cores(), _MOST_THREADS))]
-        filled = [0] * len(shares)
+        shares: list[list[tuple[Any, Any]]] = [[] for _ in range(min(available_cores(), _MAX_THREADS))]
+        sizes = [0] * len(shares)
         for pair in sorted(self._pending, key=lambda pair: -pair[0].nbytes):
-            least = filled.index(min(filled))
-            shares[least].append(pair)
-            filled[least] += pair[0].nbytes
+            smallest = sizes.index(min(sizes))
+            shares[smallest].append(pair)
+            sizes[smallest] += pair[0].nbytes
         with ThreadPoolExecutor(len(shares)) as threads:
-            for copying in [threads.submit(_copy_all, share) for share in shares]:
-                copying.result()
+            for future in [threads.submit(_copy_all, share) for share in shares]:
+                future.result()
         self._pending.clear()
         for device in self._devices:
             torch.get_device_module(device).synchronize(device)
@@ -227,12 +227,12 @@ class HostCopies:
         if live.layout != torch.strided or live.is_meta:
             return live  # cannot be written to a file: refused by name on writing
         live = live.resolve_conj().resolve_neg()
-        kind = live.dtype, live.shape, live.stride()
-        known, copy = self._copies.get(key, (None, live))
-        if known != kind:
+        layout = live.dtype, live.shape, live.stride()
+        copied_layout, copy = self._copies.get(key, (None, live))
+        if copied_layout != layout:
             # Page-locked for CUDA, so that the device copies asynchronously, and all tensors at once.
             copy = torch.empty_like(live, device="cpu", pin_memory=live.is_cuda)
-            self._copies[key] = kind, copy
+            self._copies[key] = layout, copy
         if live.device.type == "cpu" and live.stride() == copy.stride() and _is_dense(live):
             self._pending.append((_bytes_of(copy), _bytes_of(live)))
             return copy
@@ -295,7 +295,7 @@ def load_optimizer_state(optimizer: Optimizer, state: State) -> None:
     for index, values in state["state"].items():
         if index in parameters:
             parameter = parameters[index]
-            optimizer.state[parameter] = _with_saved_bits(values, optimizer.state[parameter], parameter)
+            optimizer.state[parameter] = _with_saved_dtypes(values, optimizer.state[parameter], parameter)
 
 
 def check_optimizer_state(optimizer: Optimizer, state: State) -> None:
@@ -312,13 +312,13 @@ def check_optimizer_state(optimizer: Optimizer, state: State) -> None:
     if len(saved_groups) != len(live_groups):
         raise CheckpointError(
             f"optimizer: the checkpoint has {len(saved_groups)} parameter groups, "
-            f"but the live optimizer has {len(live_groups)}. {_SAME_RECIPE}"
+            f"but the live optimizer has {len(live_groups)}. {_ADVICE}"
         )
     for index, (saved, live) in enumerate(zip(saved_groups, live_groups, strict=True)):
         if len(saved["params"]) != len(live["params"]):
             raise CheckpointError(
                 f"optimizer: parameter group {index} has {len(saved['params'])} parameters in the checkpoint, "
-                f"but {len(live['params'])} in the live optimizer. {_SAME_RECIPE}"
+                f"but {len(live['params'])} in the live optimizer. {_ADVICE}"
             )
         unknown = sorted(saved.keys() - live.keys() - _NOT_COMPARED)
         absent = sorted(live.keys() - saved.keys() - _NOT_COMPARED)
@@ -327,7 +327,7 @@ def check_optimizer_state(optimizer: Optimizer, state: State) -> None:
         if unknown and absent:
             raise CheckpointError(
                 f"optimizer: parameter group {index} was saved by another optimizer: it has {', '.join(unknown)} "
-                f"and lacks {', '.join(absent)}. {_SAME_RECIPE}"
+                f"and lacks {', '.join(absent)}. {_ADVICE}"
             )
     parameters = _parameters(optimizer, saved_groups)
     for key, values in state["state"].items():
@@ -347,7 +347,7 @@ def _check_parameter_state(key: Any, values: Any, parameters: Mapping[Any, Tenso
         if isinstance(value, Tensor) and list(value.shape) != expected:
             raise CheckpointError(
                 f"optimizer: {name!r} of parameter {key} has the shape {list(value.shape)} in the checkpoint, "
-                f"but the live parameter has {expected}. {_SAME_RECIPE}"
+                f"but the live parameter has {expected}. {_ADVICE}"
             )
 
 
@@ -359,17 +359,17 @@ def _parameters(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> dic
     }
 
 
-def _with_saved_bits(saved: Any, loaded: Any, parameter: Tensor) -> Any:
+def _with_saved_dtypes(saved: Any, loaded: Any, parameter: Tensor) -> Any:
     """Return the optimizer's structure and devices with the saved values and dtypes."""
     if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
         if saved.shape != parameter.shape:
             return saved.detach().to(loaded.device, copy=True)
         # Moments in a memory format other than their parameter's would take the optimizer's slow path.
-        like = torch.empty_like(parameter, dtype=saved.dtype, device=loaded.device, requires_grad=False)
+        restored = torch.empty_like(parameter, dtype=saved.dtype, device=loaded.device, requires_grad=False)
         with torch.no_grad():
-            return like.copy_(saved)
+            return restored.copy_(saved)
     if isinstance(saved, Mapping) and isinstance(loaded, Mapping):
-        return {key: _with_saved_bits(saved.get(key, value), value, parameter) for key, value in loaded.items()}
+        return {key: _with_saved_dtypes(saved.get(key, value), value, parameter) for key, value in loaded.items()}
     if isinstance(saved, (list, tuple)) and isinstance(loaded, (list, tuple)):
-        return type(saved)(_with_saved_bits(*pair, parameter) for pair in zip(saved, loaded, strict=True))
+        return type(saved)(_with_saved_dtypes(*pair, parameter) for pair in zip(saved, loaded, strict=True))
     return loaded

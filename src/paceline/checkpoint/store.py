@@ -26,10 +26,10 @@ from torch import Tensor
 
 from paceline.checkpoint.durable import (
     FileFacts,
-    patient,
     read_regular_file,
     reporting_disk_errors,
     size_of,
+    with_retries,
     write_file,
 )
 from paceline.checkpoint.format import (
@@ -140,11 +140,11 @@ class CheckpointPayload:
         for name, (structure, tensors) in self.components.items():
             header = {**self.header, "component": name}
             files: dict[str, FileFacts] = {}
-            whole = {key: each for key, each in tensors.items() if isinstance(each, Tensor)}
-            if len(whole) < len(tensors):
+            unsharded = {key: each for key, each in tensors.items() if isinstance(each, Tensor)}
+            if len(unsharded) < len(tensors):
                 files = write_parts(directory, name, tensors, header, rank=rank)
-            elif whole and rank == 0:
-                files[f"{name}.safetensors"] = write_tensor_file(directory / f"{name}.safetensors", whole, header)
+            elif unsharded and rank == 0:
+                files[f"{name}.safetensors"] = write_tensor_file(directory / f"{name}.safetensors", unsharded, header)
             if rank == 0:
                 text = json.dumps(structure, allow_nan=False).encode("ascii")
                 files[f"{name}.json"] = write_file(directory / f"{name}.json", [text])
@@ -182,9 +182,9 @@ class CheckpointStore:
     def path(self, step: int) -> Path:
         """Return the path of a step's checkpoint, whether or not it exists."""
         path = self.directory / checkpoint_name(step)
-        aside = _aside(path)
+        replaced = _replaced_path(path)
         # After a kill between the two renames of a replacement, the old checkpoint is still under this name.
-        return aside if not os.path.lexists(path) and os.path.lexists(aside) else path
+        return replaced if not os.path.lexists(path) and os.path.lexists(replaced) else path
 
     def save(
         self,
@@ -204,7 +204,7 @@ class CheckpointStore:
             facts: JSON-able facts for the manifest; also written as strings into each safetensors header.
             replace: Replace an existing checkpoint of this step.
             file_metadata: Additional entries of each safetensors header, so that each file is self-describing.
-            sharded: The other processes, if they hold parts of the state and write them with :meth:`write_share`.
+            sharded: The other processes, if they hold parts of the state and write them with :meth:`write_shard`.
 
         Raises:
             CheckpointError: If it could not be written; existing checkpoints are untouched.
@@ -227,7 +227,7 @@ class CheckpointStore:
                 raise
         return SavedCheckpoint(target, step, size, time.perf_counter() - started)
 
-    def write_share(
+    def write_shard(
         self,
         step: int,
         components: Mapping[str, State],
@@ -246,9 +246,9 @@ class CheckpointStore:
             try:
                 written = payload.write_files(sharded.staging_dir, rank=sharded.rank)
             except OSError as error:
-                sharded.leave_note({}, error=error.strerror or str(error))
+                sharded.write_note({}, error=error.strerror or str(error))
                 raise
-            sharded.leave_note(written)
+            sharded.write_note(written)
 
     def make_staging_dir(self, step: int) -> Path:
         """Create the hidden directory that several processes will write into.
@@ -267,7 +267,7 @@ class CheckpointStore:
                     with contextlib.suppress(OSError):
                         _remove(path)
                 elif path.name.endswith(_REPLACED) and step_of(path) is not None and os.path.lexists(replacing):
-                    self._forget_replaced(replacing)
+                    self._delete_replaced(replacing)
             staging_dir = self._hidden("saving", step)
             os.mkdir(staging_dir)
             return staging_dir
@@ -291,37 +291,37 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         """Return the steps that have a directory or link with a checkpoint's name, ascending; none is verified."""
         with reporting_disk_errors("list the checkpoints in", self.directory):
-            found = {step_of(Path(entry)) for entry in self._entries() if entry.is_symlink() or entry.is_dir()}
-        return sorted(step for step in found if step is not None)
+            steps = {step_of(Path(entry)) for entry in self._entries() if entry.is_symlink() or entry.is_dir()}
+        return sorted(step for step in steps if step is not None)
 
-    def newest_whole(self, *, without: Collection[int] = ()) -> tuple[Path | None, list[DamagedCheckpoint]]:
+    def newest_complete(self, *, exclude: Collection[int] = ()) -> tuple[Path | None, list[DamagedCheckpoint]]:
         """Return the newest valid checkpoint, and the newer invalid ones, newest first.
 
         Args:
-            without: Steps to ignore.
+            exclude: Steps to ignore.
 
         Raises:
             UnreadableError: If this cannot be determined now.
         """
 
         def verified(path: Path) -> Path:
-            found = verify(path)
-            if found.step != step_of(path):
+            manifest = verify(path)
+            if manifest.step != step_of(path):
                 raise CheckpointError(
-                    f"{path} is not a whole checkpoint: {MANIFEST}: it was saved at step {found.step}."
+                    f"{path} is not a whole checkpoint: {MANIFEST}: it was saved at step {manifest.step}."
                 )
             return path
 
-        return self.read_newest(verified, without=without)
+        return self.read_newest(verified, exclude=exclude)
 
     def read_newest(
-        self, read: Callable[[Path], T], *, without: Collection[int] = ()
+        self, read: Callable[[Path], T], *, exclude: Collection[int] = ()
     ) -> tuple[T | None, list[DamagedCheckpoint]]:
         """Read the newest complete checkpoint, while another process may save, rename and prune.
 
         Args:
             read: Reads a checkpoint; raises a CheckpointError if it is damaged.
-            without: Steps to ignore.
+            exclude: Steps to ignore.
 
         Returns:
             The result of ``read``, or None if no checkpoint is complete; and the newer damaged ones, newest first.
@@ -330,19 +330,19 @@ class CheckpointStore:
             UnreadableError: If one that may be complete cannot be read now.
         """
         damaged: list[DamagedCheckpoint] = []
-        for step in sorted(set(self.steps()).difference(without), reverse=True):
+        for step in sorted(set(self.steps()).difference(exclude), reverse=True):
             try:
-                return read_in_place(partial(self.path, step), read), damaged
+                return retry_if_replaced(partial(self.path, step), read), damaged
             except UnreadableError:
                 raise
             except CheckpointError as error:
                 if not os.path.lexists(path := self.path(step)):
                     # It was pruned meanwhile, after a newer one was saved.
-                    return self.read_newest(read, without=without)
+                    return self.read_newest(read, exclude=exclude)
                 damaged.append(DamagedCheckpoint(path, step, str(error)))
         return None, damaged
 
-    def set_aside(self, damaged: DamagedCheckpoint, ending: str = "damaged") -> Path:
+    def set_aside(self, damaged: DamagedCheckpoint, suffix: str = "damaged") -> Path:
         """Rename an unusable checkpoint to ``step-N.damaged``: it is kept, but no longer counts as a checkpoint.
 
         Raises:
@@ -350,7 +350,7 @@ class CheckpointStore:
         """
         if damaged.path.parent != self.directory or step_of(damaged.path) is None:
             raise CheckpointError(f"{damaged.path} is not a checkpoint in {self.directory}; nothing was renamed.")
-        base = f"{damaged.path.name.removesuffix(_REPLACED)}.{ending}"
+        base = f"{damaged.path.name.removesuffix(_REPLACED)}.{suffix}"
         target, count = self.directory / base, 1
         while os.path.lexists(target):
             count += 1
@@ -374,12 +374,12 @@ class CheckpointStore:
         """
         if keep < 1:
             raise CheckpointError(f"found keep={keep}, but at least 1 checkpoint must be kept; give 1 or more.")
-        present, whole = self.steps(), []
+        present, complete = self.steps(), []
         for step in present:
             with contextlib.suppress(CheckpointError):
                 check_sizes(self.path(step))
-                whole.append(step)
-        kept = whole[-keep:]
+                complete.append(step)
+        kept = complete[-keep:]
         old = [step for step in present if kept and step < kept[0] and step not in protect]
         self._delete(old)
         return old
@@ -441,7 +441,7 @@ class CheckpointStore:
             ) from error
         return best
 
-    def forget_best(self) -> None:
+    def delete_best(self) -> None:
         """Remove ``best.json``, for a run that has no checkpoint of its best step."""
         with reporting_disk_errors("remove", self.directory / BEST_FILE_NAME):
             (self.directory / BEST_FILE_NAME).unlink(missing_ok=True)
@@ -450,7 +450,7 @@ class CheckpointStore:
         """Return the size of all checkpoints now, including those being written or deleted."""
         return size_of(self.directory)
 
-    @patient
+    @with_retries
     def _entries(self) -> list[os.DirEntry[str]]:
         """List names with their kinds at one moment: an entry may be gone by the time its kind is queried."""
         try:
@@ -463,25 +463,25 @@ class CheckpointStore:
         return self.directory / f".{purpose}-{checkpoint_name(step)}-{secrets.token_hex(4)}"
 
     def _publish(self, temporary: Path, target: Path, *, replace: bool) -> None:
-        aside = _aside(target)
+        replaced = _replaced_path(target)
         moved = replace and os.path.lexists(target)
         if moved:
-            os.rename(target, aside)
+            os.rename(target, replaced)
         try:
             os.rename(temporary, target)
         except OSError:
             if moved:
                 with contextlib.suppress(OSError):
-                    os.rename(aside, target)
+                    os.rename(replaced, target)
             raise
         sync_directory(self.directory)
-        self._forget_replaced(target)
+        self._delete_replaced(target)
 
-    def _forget_replaced(self, target: Path) -> None:
+    def _delete_replaced(self, target: Path) -> None:
         # The new checkpoint is durable by now: a failure here only costs space, and the next save tries again.
         hidden = self._hidden("deleting", step_of(target) or 0)
         with contextlib.suppress(OSError):
-            os.rename(_aside(target), hidden)
+            os.rename(_replaced_path(target), hidden)
             _remove(hidden)
 
     def _delete(self, steps: list[int]) -> None:
@@ -491,7 +491,7 @@ class CheckpointStore:
         with reporting_disk_errors("delete old checkpoints in", self.directory):
             for step in steps:
                 path = self.directory / checkpoint_name(step)
-                for each in (_aside(path), path):
+                for each in (_replaced_path(path), path):
                     if os.path.lexists(each):
                         hidden.append(self._hidden("deleting", step))
                         os.rename(each, hidden[-1])
@@ -501,24 +501,24 @@ class CheckpointStore:
                 _remove(path)
 
 
-def read_in_place(find: Callable[[], Path], read: Callable[[Path], T]) -> T:
+def retry_if_replaced(locate: Callable[[], Path], read: Callable[[Path], T]) -> T:
     """Read a checkpoint; if another process replaces it meanwhile, read the new one.
 
     Raises:
         CheckpointError: As raised by ``read``, for a checkpoint that was not replaced.
     """
     while True:
-        path = find()
-        before = _identity(path)
+        path = locate()
+        identity = _identity(path)
         try:
             return read(path)
         except CheckpointError:
-            if (find(), _identity(path)) == (path, before):
+            if (locate(), _identity(path)) == (path, identity):
                 raise
 
 
 @dataclass(frozen=True)
-class Choice:
+class ResumePoint:
     """The checkpoint to resume from, and newer unusable ones.
 
     Attributes:
@@ -534,37 +534,39 @@ class Choice:
     incidents: tuple[tuple[str, str], ...] = ()
 
     @property
-    def lost_everything(self) -> bool:
+    def has_only_damaged(self) -> bool:
         """Whether there are checkpoints but none is complete: only the user may decide to start over."""
         return self.path is None and bool(self.damaged)
 
 
-def choose(store: CheckpointStore, *, wanted: Path | None = None, foreign: Collection[int] = ()) -> Choice:
+def choose_resume_point(
+    store: CheckpointStore, *, requested: Path | None = None, foreign: Collection[int] = ()
+) -> ResumePoint:
     """Choose the checkpoint to resume from: the requested one, or the newest complete one, without changing anything.
 
     One process chooses and broadcasts its choice, so that all load the same checkpoint.
 
     Args:
         store: The run's checkpoints.
-        wanted: The requested one.
+        requested: The requested one.
         foreign: Steps whose checkpoints belong to another run.
 
     Raises:
         CheckpointError: If the requested one is not complete; another is never used instead.
     """
-    if wanted is not None:
-        return Choice(Path(wanted), verify(wanted).step)
-    path, damaged = store.newest_whole(without=foreign)
-    return Choice(path, 0 if path is None else step_of(path) or 0, tuple(damaged))
+    if requested is not None:
+        return ResumePoint(Path(requested), verify(requested).step)
+    path, damaged = store.newest_complete(exclude=foreign)
+    return ResumePoint(path, 0 if path is None else step_of(path) or 0, tuple(damaged))
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
     """Return a value that identifies this very directory or link, whatever its name; None if it does not exist."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _remove(path: Path) -> None:
@@ -582,5 +584,5 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _aside(path: Path) -> Path:
+def _replaced_path(path: Path) -> Path:
     return path.with_name(path.name + _REPLACED)

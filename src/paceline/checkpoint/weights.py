@@ -17,19 +17,19 @@ from paceline.checkpoint.durable import reporting_disk_errors
 from paceline.checkpoint.format import read_tensor_file
 from paceline.checkpoint.hub_folder import WEIGHTS, hub_metadata, hub_weights_file, is_hub_folder
 from paceline.checkpoint.reading import check_sizes, read_weights_file
-from paceline.checkpoint.state import check_inventory, fitted
-from paceline.checkpoint.store import CheckpointStore, read_in_place
+from paceline.checkpoint.state import adapt_weights, check_inventory
+from paceline.checkpoint.store import CheckpointStore, retry_if_replaced
 from paceline.errors import CheckpointError, NotFiniteError
 from paceline.escaping import one_line
 from paceline.plain_json import load_json
-from paceline.records.run_directory import RunDirectory, why_no_run
+from paceline.records.run_directory import RunDirectory, no_run_message
 
 _LOG = logging.getLogger("paceline.weights")
 
 ROUNDED = "rounded"
 """Entry of the description of exported weights: ``bf16`` if matrices and filters are stored in it, and were fp32."""
 
-_GIVE = (
+_ACCEPTED_TARGETS = (
     "a run directory, a checkpoint directory, a safetensors file or a hub folder; predict and serve take ONNX files too"
 )
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
@@ -57,15 +57,15 @@ class SavedWeights:
     @cached_property
     def plain(self) -> dict[str, Tensor]:
         """The network's tensors with low-rank adapters merged into its weights."""
-        model = self.described("recipe").get("model") if "recipe" in self.metadata else None
+        model = self.description("recipe").get("model") if "recipe" in self.metadata else None
         adapters = model.get("adapters") if isinstance(model, Mapping) else None
         rank, alpha = (adapters.get("rank"), adapters.get("alpha")) if isinstance(adapters, Mapping) else (None, None)
         # Values that are not numbers are refused where the recipe is validated.
         if type(rank) is not int or rank <= 0 or not isinstance(alpha, int | float):
             return self.state
-        return without_adapters(self.state, rank, alpha, where=str(self.path))
+        return merge_adapters(self.state, rank, alpha, where=str(self.path))
 
-    def described(self, key: str) -> dict[str, Any]:
+    def description(self, key: str) -> dict[str, Any]:
         """Return a JSON entry of the description.
 
         Raises:
@@ -81,15 +81,15 @@ class SavedWeights:
             )
         try:
             entry = checked_description(key, text)
-            return _Described(entry, self.path) if key == "data" else entry
+            return _DataDescription(entry, self.path) if key == "data" else entry
         except ValueError as error:
-            said = str(error) if type(error) is ValueError else "it is not readable as JSON"
+            reason = str(error) if type(error) is ValueError else "it is not readable as JSON"
             raise CheckpointError(
-                f"{self.path}: its metadata entry {key!r} is not in Paceline's format: {said}."
+                f"{self.path}: its metadata entry {key!r} is not in Paceline's format: {reason}."
             ) from None
 
 
-class _Described(dict[str, Any]):
+class _DataDescription(dict[str, Any]):
     """Return a file's description of its data; an absent entry is an error that names it."""
 
     def __init__(self, entry: Mapping[str, Any], path: Path) -> None:
@@ -116,9 +116,9 @@ def checked_description(key: str, text: str) -> dict[str, Any]:
             raise ValueError(f"found {wrong[0]}={str(entry[wrong[0]])[:80]}, but it must be a section")
     # A custom task, which has a colon in its name, may describe its data in its own format.
     task = entry.get("task")
-    is_ours = not isinstance(task, str) or ":" not in task or task.startswith("paceline.")
+    is_paceline_task = not isinstance(task, str) or ":" not in task or task.startswith("paceline.")
     rules = _RULES | ({"channels": _SIZE_RULE} if "labels_pixels" in entry else {})
-    for name, value in entry.items() if key == "data" and is_ours else ():
+    for name, value in entry.items() if key == "data" and is_paceline_task else ():
         if name in rules and not rules[name][0](value):
             raise ValueError(f"found {name}={str(value)[:80]}, but it must be {rules[name][1]}")
         if name in ("mean", "std") and len(value) not in (1, entry.get("channels", len(value))):
@@ -136,16 +136,16 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return type(value) is int and 1 <= value <= _LARGEST_SIZE
+    return type(value) is int and 1 <= value <= _MAX_SIZE
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**40
 
 
-_LARGEST_SIZE = 16_384
+_MAX_SIZE = 16_384
 _COUNT = "a whole number from 0 to 2^40"
-_SIZE_RULE = (_is_size, f"a whole number from 1 to {_LARGEST_SIZE}")
+_SIZE_RULE = (_is_size, f"a whole number from 1 to {_MAX_SIZE}")
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(
         ("class_names", "targets"),
@@ -188,22 +188,22 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
     """
     check_target(target)
     if target.suffix == ".safetensors":
-        return _asked(_from_file(target), weights)
+        return _check_requested(_from_file(target), weights)
     if target.name.endswith(".safetensors.index.json"):
         raise CheckpointError(f"'{target}' is an index of shards, not weights; give the folder with one {WEIGHTS}.")
     with reporting_disk_errors("read", target):
         is_hub, is_empty = is_hub_folder(target), target.is_dir() and not (target / "manifest.json").exists()
     if is_hub:
-        return _asked(_from_hub_folder(target), weights)
-    inside = target / "checkpoints"
-    if is_empty and not CheckpointStore(inside if inside.is_dir() else target).steps():
+        return _check_requested(_from_hub_folder(target), weights)
+    checkpoints = target / "checkpoints"
+    if is_empty and not CheckpointStore(checkpoints if checkpoints.is_dir() else target).steps():
         if not (RunDirectory(target).exists() or target.name == "checkpoints"):
-            raise CheckpointError(why_no_run(target, give=_GIVE))
+            raise CheckpointError(no_run_message(target, expected=_ACCEPTED_TARGETS))
         raise CheckpointError(f"'{target}' holds no checkpoint; give a run that has saved one, or a checkpoint.")
     if not best:
         return _newest(target, weights)
     # Meanwhile another one may become the best, and this one may be pruned.
-    return read_in_place(lambda: _best_of(target), partial(_from_checkpoint, weights=weights))
+    return retry_if_replaced(lambda: _best_of(target), partial(_from_checkpoint, weights=weights))
 
 
 def check_target(target: Path) -> None:
@@ -216,48 +216,48 @@ def check_target(target: Path) -> None:
         if target.exists():
             return
     if target.suffix in (".safetensors", ".onnx"):
-        raise CheckpointError(f"there is no file '{target}'; give {_GIVE}.")
+        raise CheckpointError(f"there is no file '{target}'; give {_ACCEPTED_TARGETS}.")
     if target.parent.name == "checkpoints":
-        raise CheckpointError(f"there is no checkpoint '{target}'; give {_GIVE}.")
-    raise CheckpointError(why_no_run(target, give=_GIVE))
+        raise CheckpointError(f"there is no checkpoint '{target}'; give {_ACCEPTED_TARGETS}.")
+    raise CheckpointError(no_run_message(target, expected=_ACCEPTED_TARGETS))
 
 
 def _newest(target: Path, weights: str) -> SavedWeights:
     with reporting_disk_errors("look for checkpoints in", target):
         store = CheckpointStore(target / "checkpoints" if (target / "checkpoints").is_dir() else target)
 
-    def read(path: Path) -> SavedWeights | _NotHeldError:
+    def read(path: Path) -> SavedWeights | _MissingWeightsError:
         try:
             return _from_checkpoint(path, weights)
-        except _NotHeldError as error:
+        except _MissingWeightsError as error:
             return error
 
     saved, damaged = store.read_newest(read)
-    if isinstance(saved, _NotHeldError):
+    if isinstance(saved, _MissingWeightsError):
         raise saved
     if saved is None and not damaged:
-        return read_in_place(lambda: target, partial(_from_checkpoint, weights=weights))
+        return retry_if_replaced(lambda: target, partial(_from_checkpoint, weights=weights))
     if saved is None:
         reason = damaged[0].reason
         raise CheckpointError(f"No checkpoint in {store.directory} is whole: {reason} Give another run or checkpoint.")
     return saved
 
 
-class _NotHeldError(CheckpointError):
+class _MissingWeightsError(CheckpointError):
     """A complete checkpoint without the requested weights; older ones do not have them either."""
 
 
 def _from_checkpoint(path: Path, weights: str) -> SavedWeights:
-    held = check_sizes(path).components
-    name = ("ema" if "ema" in held else "model") if weights == "auto" else weights
-    if name not in held:
-        raise _NotHeldError(f"{path} holds no '{name}' weights; it holds {', '.join(held)}.")
+    components = check_sizes(path).components
+    name = ("ema" if "ema" in components else "model") if weights == "auto" else weights
+    if name not in components:
+        raise _MissingWeightsError(f"{path} holds no '{name}' weights; it holds {', '.join(components)}.")
     content = read_weights_file(path, name)
     file = path / (name if (path / name).is_dir() else f"{name}.safetensors")
     return SavedWeights(state=content.tensors, weights=name, path=file, metadata=content.metadata)
 
 
-def _asked(saved: SavedWeights, weights: str) -> SavedWeights:
+def _check_requested(saved: SavedWeights, weights: str) -> SavedWeights:
     """Return a file's only set of weights, unless another set was requested."""
     if weights not in ("auto", saved.weights):
         raise CheckpointError(
@@ -271,8 +271,8 @@ def _from_file(path: Path) -> SavedWeights:
     content = read_tensor_file(path)
     state, metadata = content.tensors, dict(content.metadata)
     # Files written by `paceline export` name their set of weights; a checkpoint's files are named after it.
-    said = (metadata.get("weights"), metadata.get("component"), path.stem)
-    name = next((each for each in said if each in ("model", "ema")), "model")
+    candidates = (metadata.get("weights"), metadata.get("component"), path.stem)
+    name = next((each for each in candidates if each in ("model", "ema")), "model")
     if metadata.pop(ROUNDED, None) == "bf16":
         state = {key: each.float() if each.dtype == torch.bfloat16 else each for key, each in state.items()}
     return SavedWeights(state=state, weights=name, path=path, metadata=metadata)
@@ -293,7 +293,7 @@ def _best_of(run: Path) -> Path:
     return CheckpointStore(directory).path(best.step)
 
 
-def without_adapters(state: Mapping[str, Tensor], rank: int, alpha: float, *, where: str) -> dict[str, Tensor]:
+def merge_adapters(state: Mapping[str, Tensor], rank: int, alpha: float, *, where: str) -> dict[str, Tensor]:
     """Merge low-rank adapters into the weights of linear and convolution layers: W + alpha / rank · B A.
 
     The result has the plain network's names and cost, and needs no other library.
@@ -312,20 +312,20 @@ def without_adapters(state: Mapping[str, Tensor], rank: int, alpha: float, *, wh
     layers = {name.removesuffix(end) for name in state for end in ADAPTER_PARTS if name.endswith(end)}
     merged: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        layer, _, own = name.rpartition(_BASE)
+        layer, _, suffix = name.rpartition(_BASE)
         if layer in layers:
-            merged[f"{layer}.{own}"] = tensor
+            merged[f"{layer}.{suffix}"] = tensor
         elif not name.endswith(ADAPTER_PARTS):
             merged[name] = tensor
     for layer in layers:
         names = [f"{layer}{end}" for end in (f"{_BASE}weight", _DOWN, _UP)]
-        base, down, up = found = [state.get(name, torch.tensor(0)) for name in names]
+        base, down, up = matrices = [state.get(name, torch.tensor(0)) for name in names]
         is_transposed = f"{layer}{_TRANSPOSED}" in state
         sides = base.shape[::-1] if is_transposed else base.shape
         # A: [rank, in, ...], B: [out, rank] or [out, rank, 1, 1]; the product has the weight's shape.
-        fits = [down.shape, up.shape] == [(rank, *sides[1:]), (*sides[:1], rank, *(1 for _ in sides[2:]))]
-        is_whole = base.ndim > 1 and all(each.is_floating_point() for each in found)
-        if not (fits and is_whole) or f"{layer}.weight" in state:
+        has_shapes = [down.shape, up.shape] == [(rank, *sides[1:]), (*sides[:1], rank, *(1 for _ in sides[2:]))]
+        is_valid = base.ndim > 1 and all(each.is_floating_point() for each in matrices)
+        if not (has_shapes and is_valid) or f"{layer}.weight" in state:
             raise CheckpointError(
                 f"{where}: the adapters of {layer!r} do not fit it: {', '.join(names)} must be of rank {rank}, and "
                 f"{layer}.weight absent; save the weights again."
@@ -342,12 +342,12 @@ def load_trained(network: nn.Module, saved: SavedWeights) -> None:
         CheckpointError: If they do not fit the network.
         NotFiniteError: As :func:`check_finite`.
     """
-    own = network.state_dict()
-    state, notices = fitted(own, saved.plain)
-    check_inventory(own, state, where=str(saved.path))
-    check_tensors({name: state[name] for name in own}, str(saved.path))
+    current = network.state_dict()
+    state, notices = adapt_weights(current, saved.plain)
+    check_inventory(current, state, where=str(saved.path))
+    check_tensors({name: state[name] for name in current}, str(saved.path))
     if "data" in saved.metadata:
-        check_scale(saved.described("data"), str(saved.path))
+        check_scale(saved.description("data"), str(saved.path))
     network.load_state_dict(state)
     for notice in notices:
         _LOG.warning("%s", one_line(f"note: {saved.path}: {notice}"))
@@ -361,15 +361,15 @@ def check_finite(saved: SavedWeights) -> None:
     """
     check_tensors(dict(sorted(saved.plain.items())), str(saved.path))
     if "data" in saved.metadata:
-        check_scale(saved.described("data"), str(saved.path))
+        check_scale(saved.description("data"), str(saved.path))
 
 
 def check_tensors(state: Mapping[str, Tensor], where: str) -> None:
     """Refuse tensors with values that are not finite numbers; raises NotFiniteError."""
-    spoiled = [name for name, tensor in state.items() if _is_spoiled(tensor)]
-    if spoiled:
+    nonfinite = [name for name, tensor in state.items() if _is_nonfinite(tensor)]
+    if nonfinite:
         raise NotFiniteError(
-            f"{where}: {spoiled[0]} holds non-finite values ({len(spoiled)} of {len(state)} tensors do); "
+            f"{where}: {nonfinite[0]} holds non-finite values ({len(nonfinite)} of {len(state)} tensors do); "
             "use an earlier checkpoint or another file."
         )
 
@@ -384,7 +384,7 @@ def check_scale(data: Mapping[str, Any], where: str) -> None:
                 raise NotFiniteError(f"{where}: {key} is {list(data[key])}, and every number {rule}.")
 
 
-def _is_spoiled(tensor: Tensor) -> bool:
+def _is_nonfinite(tensor: Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     values = tensor.float() if tensor.element_size() == 1 else tensor  # isfinite does not support float8

@@ -34,9 +34,9 @@ class Recipes:
         shipped, name = shipped_recipes(), self.name
         if self.action is None:
             texts = {each: path.read_text(encoding="utf-8") for each, path in shipped.items()}
-            heads = {each: text.splitlines()[0].removeprefix("#").strip() for each, text in texts.items()}
+            summaries = {each: text.splitlines()[0].removeprefix("#").strip() for each, text in texts.items()}
             columns = ("name", "task", "description")
-            rows = [(each, path.parent.name, heads[each]) for each, path in shipped.items()]
+            rows = [(each, path.parent.name, summaries[each]) for each, path in shipped.items()]
             document = [dict(zip(columns, row, strict=True)) for row in rows]
             return Document(document=document, shown=Shown(blocks=[Table(columns=columns, rows=rows)]))
         if self.action != "show":
@@ -98,9 +98,9 @@ class Environment:
             "backends": available_backends(),
             "extras": {
                 extra.name: {
-                    "available": not extra.why_not,
-                    "why_not": extra.why_not or None,
-                    "brings": extra.brings,
+                    "available": not extra.unavailable_reason,
+                    "why_not": extra.unavailable_reason or None,
+                    "brings": extra.features,
                     "install": extra.install,
                     "versions": {library.distribution: library.version for library in extra.libraries},
                 }
@@ -114,20 +114,20 @@ class Environment:
             },
         }
         memory = document["memory_bytes"]
-        told = document | {
+        shown = document | {
             "time": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(document["time"])),
             "memory_bytes": "unknown to the system" if memory is None else f"{memory} ({format_bytes(memory)})",
             "git": document["git"] or "no repository here",
             "extras": {extra.name: _in_words(extra) for extra in EXTRAS},
         }
         blocks: list[Any] = []
-        for name, value in told.items():
+        for name, value in shown.items():
             blocks += [name, value] if isinstance(value, dict) else [f"{name}  {value}"]
         return Document(document=document, shown=Shown(blocks=blocks))
 
 
 def _in_words(extra: Extra) -> str:
-    if extra.why_not:
-        return f"{extra.brings}: no, {extra.why_not}; {extra.install}"
+    if extra.unavailable_reason:
+        return f"{extra.features}: no, {extra.unavailable_reason}; {extra.install}"
     versions = ", ".join(f"{library.distribution} {library.version}" for library in extra.libraries)
-    return f"{extra.brings}: {versions}"
+    return f"{extra.features}: {versions}"

@@ -80,7 +80,7 @@ class CheckData:
 def _progress() -> Iterator[Progress]:
     """Return a progress bar on a terminal; nothing if standard error is a file."""
     if not sys.stderr.isatty():
-        yield lambda _what, _done, _total: None
+        yield lambda _task, _done, _total: None
         return
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -94,12 +94,12 @@ def _progress() -> Iterator[Progress]:
         transient=True,
         auto_refresh=False,
     )
-    tasks: dict[str, Any] = {}
+    bars_by_task: dict[str, Any] = {}
 
-    def show(what: str, done: int, total: int) -> None:
-        if what not in tasks:
-            tasks[what] = bars.add_task(what, total=total)
-        bars.update(tasks[what], completed=done, total=total, refresh=True)
+    def show(task: str, done: int, total: int) -> None:
+        if task not in bars_by_task:
+            bars_by_task[task] = bars.add_task(task, total=total)
+        bars.update(bars_by_task[task], completed=done, total=total, refresh=True)
 
     with bars:
         yield show
@@ -113,17 +113,17 @@ def _lines(report: DataReport) -> Iterator[str | Text]:
     from rich.text import Text
 
     splits = ", ".join(f"{each['samples']:,} {name}" for name, each in report.splits.items())
-    count, learned = report.classes["count"], report.learned
-    learned = _SINGULAR[learned] if count == 1 else learned
-    yield f"{one_line(report.source)}: {report.dataset}, {count} {learned}, {splits}"
+    count, noun = report.classes["count"], report.learned
+    noun = _SINGULAR[noun] if count == 1 else noun
+    yield f"{one_line(report.source)}: {report.dataset}, {count} {noun}, {splits}"
     checked, samples = (sum(each[key] for each in report.splits.values()) for key in ("checked", "samples"))
     if checked < samples:
         yield f"looked at {checked:,} of {samples:,} images; duplicates among the others are not found"
     for finding in report.findings:
         kind = finding.kind
         name = f"{finding.count:,} {kind.name.replace('_', ' ')}"
-        lead = f"[{_COLOURS[kind.severity]}]{kind.severity:<6}[/]  [bold]{name}[/]"
-        yield Text.from_markup(lead).append(f": {kind.means}; {kind.advice}")
+        heading = f"[{_COLOURS[kind.severity]}]{kind.severity:<6}[/]  [bold]{name}[/]"
+        yield Text.from_markup(heading).append(f": {kind.means}; {kind.advice}")
         for entry in finding.entries[:_NAMED]:
             yield f"        {_line(entry, report.root)}"
         if finding.count > _NAMED:
@@ -132,19 +132,19 @@ def _lines(report: DataReport) -> Iterator[str | Text]:
     if report.cost:
         yield from _cost(report)
     if report.quarantine is not None:
-        moved, where = format_count(len(report.quarantine.moved)), one_line(str(report.quarantine.folder))
-        back = f"; `{report.quarantine.undo}` moves them back" if report.quarantine.moved else ""
-        yield one_line(f"moved     {moved} files and folders to {where}{back}")
+        moved, folder = format_count(len(report.quarantine.moved)), one_line(str(report.quarantine.folder))
+        undo = f"; `{report.quarantine.undo}` moves them back" if report.quarantine.moved else ""
+        yield one_line(f"moved     {moved} files and folders to {folder}{undo}")
         if report.unusable:
             yield one_line(f"but what is left cannot be trained on: {report.unusable}")
-    found = ", ".join(f"{count:,} {severity}" for severity, count in report.count.items() if count) or "nothing found"
+    summary = ", ".join(f"{count:,} {severity}" for severity, count in report.count.items() if count) or "nothing found"
     for severity in ("breaks", "spoils"):
         kinds = {each.kind.name for each in report.findings if each.kind.severity == severity}
         if report.quarantine is not None and kinds <= report.quarantine.kinds:
-            found = found.replace(f" {severity}", f" {severity}, moved away")
+            summary = summary.replace(f" {severity}", f" {severity}, moved away")
     verdict = "[green]passed[/]" if report.passed else "[bold red]failed[/]"
     processes = f"{report.workers} process{'es' * (report.workers != 1)}"
-    yield Text.from_markup(verdict).append(f": {found}; {report.seconds:.1f} s with {processes}.")
+    yield Text.from_markup(verdict).append(f": {summary}; {report.seconds:.1f} s with {processes}.")
 
 
 def _line(entry: Entry, root: str | None) -> str:
@@ -167,12 +167,14 @@ def _figures(report: DataReport) -> Iterator[str]:
         yield f"{report.learned:<9} {images}"
     for name in ("width", "height") if report.sizes else ():
         each = report.sizes[name]
-        sides = f"{each['minimum']:.0f} to {each['maximum']:.0f} pixels, half of them up to {each['median']:.0f}"
-        yield f"{name:<9} {sides}"
+        text = f"{each['minimum']:.0f} to {each['maximum']:.0f} pixels, half of them up to {each['median']:.0f}"
+        yield f"{name:<9} {text}"
     if report.pixels:
         for name in ("mean", "std"):
-            found, used = (" ".join(f"{value:.3f}" for value in report.pixels[key]) for key in (name, f"run_{name}"))
-            yield f"{name:<9} {found} of the training images; a run uses {used}"
+            measured, of_run = (
+                " ".join(f"{value:.3f}" for value in report.pixels[key]) for key in (name, f"run_{name}")
+            )
+            yield f"{name:<9} {measured} of the training images; a run uses {of_run}"
 
 
 def _cost(report: DataReport) -> Iterator[str]:
@@ -183,13 +185,13 @@ def _cost(report: DataReport) -> Iterator[str]:
         f"images/s\n          a network that takes M images/s needs M / {speed} workers, and more for resizing and "
         "augmentation"
     )
-    most = max(bar["images"] for bar in cost["histogram"])
+    largest = max(bar["images"] for bar in cost["histogram"])
     for bar in cost["histogram"]:
         if bar["images"]:
             end = f"{bar['to_ms']:g}" if bar["to_ms"] is not None else "…"
-            drawn = "█" * max(1, round(_BAR * bar["images"] / most))
-            between = f"{bar['from_ms']:g}–{end} ms"
-            yield f"        {between:>10}  {drawn} {bar['images']:,}"
+            bars = "█" * max(1, round(_BAR * bar["images"] / largest))
+            range_ms = f"{bar['from_ms']:g}–{end} ms"
+            yield f"        {range_ms:>10}  {bars} {bar['images']:,}"
     for slow in cost["slowest"][:1]:
         path, size = _relative(slow["path"], report.root), f"{slow['width']}x{slow['height']}"
         yield f"        slowest: {path}, {slow['cpu_ms']:.1f} ms, {size}"

@@ -120,11 +120,11 @@ def command_of(name: str) -> click.Command:
         PacelineError: If an installed package's command cannot be imported.
     """
     if name in COMMANDS:
-        found = pkgutil.resolve_name(COMMANDS[name].reference)
+        kind = pkgutil.resolve_name(COMMANDS[name].reference)
     else:
-        found = load_reference(added_commands()[name], PacelineError, installed=True)
-    if isinstance(found, type):
+        kind = load_reference(added_commands()[name], PacelineError, installed=True)
+    if isinstance(kind, type):
         from paceline.cli.derive import click_command
 
-        return click_command(found)
-    return found if isinstance(found, click.Command) else found()
+        return click_command(kind)
+    return kind if isinstance(kind, click.Command) else kind()

@@ -61,8 +61,8 @@ class _Bash(BashComplete):
     def format_completion(self, item: CompletionItem[Any]) -> str:
         _, incomplete = self.get_completion_args()
         breaks = set("=:") & set(os.environ.get("COMP_WORDBREAKS", "=:"))
-        kept = max((incomplete.rfind(sign) + 1 for sign in breaks), default=0)
-        return f"{item.type},{item.value[kept:]}"
+        start = max((incomplete.rfind(character) + 1 for character in breaks), default=0)
+        return f"{item.type},{item.value[start:]}"
 
 
 class _Zsh(ZshComplete):
@@ -112,33 +112,35 @@ class Completion:
         return Document(document={"shell": self.shell, "script": script}, shown=Shown(blocks=[script.rstrip("\n")]))
 
 
-Offer = Callable[[str], Iterator["CompletionItem[str]"]]
+Suggest = Callable[[str], Iterator["CompletionItem[str]"]]
 UNFINISHED = "unfinished"
 """The kind of an item after which the same word goes on: a key before its value, a folder."""
 
 
-def teach(command: click.Command) -> None:
+def add_completion(command: click.Command) -> None:
     """Add completion to the parameters of a command and its subcommands, in place."""
     for parameter in command.params:
-        offer = _OFFERS.get((command.name or "", parameter.name or "")) or _OFFERS.get(("", parameter.name or ""))
-        if offer is not None:
-            parameter.type = _Offering(offer)
+        suggest = _SUGGESTIONS.get((command.name or "", parameter.name or "")) or _SUGGESTIONS.get(
+            ("", parameter.name or "")
+        )
+        if suggest is not None:
+            parameter.type = _Suggesting(suggest)
     if isinstance(command, click.Group):
         for inner in command.commands.values():
-            teach(inner)
+            add_completion(inner)
 
 
-class _Offering(click.types.StringParamType):
+class _Suggesting(click.types.StringParamType):
     """A parameter type that accepts any text and suggests some values."""
 
     name = "text"
 
-    def __init__(self, offer: Offer) -> None:
-        self._offer = offer
+    def __init__(self, suggest: Suggest) -> None:
+        self._suggest = suggest
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
         """Return possible completions of the typed text."""
-        return [item for item in self._offer(incomplete) if item.value.startswith(incomplete)]
+        return [item for item in self._suggest(incomplete) if item.value.startswith(incomplete)]
 
 
 def recipes(incomplete: str) -> Iterator[CompletionItem[str]]:
@@ -183,7 +185,7 @@ def targets(incomplete: str) -> Iterator[CompletionItem[str]]:
 
 
 # By command and parameter; an entry without a command applies to the parameter of any command.
-_OFFERS: dict[tuple[str, str], Offer] = {
+_SUGGESTIONS: dict[tuple[str, str], Suggest] = {
     ("", "recipe"): recipes,
     ("", "overrides"): overrides,
     ("", "run"): runs,
@@ -226,15 +228,15 @@ def _values(kind: Any) -> Iterator[str]:
 
 def _files(incomplete: str, suffix: str | None = "") -> Iterator[CompletionItem[str]]:
     """Suggest folders, also run directories, and files with the extension at the typed path; None for no files."""
-    above, begun = os.path.split(incomplete)
+    folder, prefix = os.path.split(incomplete)
     try:
-        entries = sorted(os.scandir(Path(above or ".").expanduser()), key=lambda entry: entry.name)
+        entries = sorted(os.scandir(Path(folder or ".").expanduser()), key=lambda entry: entry.name)
     except OSError:
         return
     for entry in entries:
-        if entry.name.startswith(".") and not begun.startswith("."):
+        if entry.name.startswith(".") and not prefix.startswith("."):
             continue
-        path = os.path.join(above, entry.name)  # as typed: with ~, and without ./
+        path = os.path.join(folder, entry.name)  # as typed: with ~, and without ./
         if entry.is_dir():
             is_run = (Path(entry.path) / "recipe.yaml").is_file()
             yield CompletionItem(path, help="run") if is_run else CompletionItem(f"{path}/", type=UNFINISHED)

@@ -26,13 +26,13 @@ from paceline.cli.options import (
     WeightsPath,
     choose_processes,
     is_first_process,
-    is_one_of_several,
+    is_launched_rank,
     json_option,
     launch,
-    refuse_idle,
+    refuse_unused,
 )
-from paceline.cli.output import concluded, echo, open_console, print_json, print_pairs, print_table
-from paceline.cli.streams import ends_in_order
+from paceline.cli.output import echo, open_console, print_json, print_pairs, print_table, store_verdict
+from paceline.cli.streams import exit_on_signals
 from paceline.command import JoinedProcesses, Output, Shape, TrustCode
 from paceline.command import Processes as OwnProcesses
 from paceline.errors import PacelineError
@@ -79,9 +79,9 @@ def click_command(kind: type[Any]) -> click.Command:
 
     if any(_parts(annotation)[2].recipe for annotation in annotations.values()):
         parameters.append(click.Option(["--trust-code"], expose_value=False, **TRUST_CODE))
-    made = click.command(kind.__paceline_command__, cls=_Command, help=help_text)(json_option(call))
-    made.params[:0] = parameters
-    return made
+    command = click.command(kind.__paceline_command__, cls=_Command, help=help_text)(json_option(call))
+    command.params[:0] = parameters
+    return command
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
@@ -93,11 +93,11 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
     if get_origin(kind) in (Union, UnionType):
         kind = next(each for each in get_args(kind) if each is not NoneType)
     is_list = get_origin(kind) is tuple
-    one = get_args(kind)[0] if get_origin(kind) is tuple else kind
-    click_type = _click_type(one, extras, shape)
+    item_type = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    click_type = _click_type(item_type, extras, shape)
     if shape.argument or (default is MISSING and not shape.required):
-        more: dict[str, Any] = {"nargs": -1} if is_list else {} if default is MISSING else {"default": default}
-        return click.Argument([name], type=click_type, metavar=shape.metavar, required=default is MISSING, **more)
+        arity: dict[str, Any] = {"nargs": -1} if is_list else {} if default is MISSING else {"default": default}
+        return click.Argument([name], type=click_type, metavar=shape.metavar, required=default is MISSING, **arity)
     option = shape.name or f"--{name.replace('_', '-')}"
     if kind is bool:
         return click.Option([option, name], is_flag=True, required=shape.required, help=help_text, hidden=shape.hidden)
@@ -108,7 +108,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
         multiple=shape.repeatable,
         show_default=",".join(map(str, default)) if is_list and is_shown else is_shown,
         **({"required": True} if default is MISSING else {"default": default}),
-        metavar=shape.metavar or {int: "N", float: "X"}.get(one),
+        metavar=shape.metavar or {int: "N", float: "X"}.get(item_type),
         help=help_text,
         hidden=shape.hidden,
     )
@@ -171,35 +171,35 @@ class _CommaList(click.ParamType[Any]):
 
     name = "list"
 
-    def __init__(self, one: click.ParamType[Any]) -> None:
-        self._one = one
+    def __init__(self, item_type: click.ParamType[Any]) -> None:
+        self._item_type = item_type
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         if not isinstance(value, str):
             return tuple(value)
-        found = tuple(self._one.convert(word.strip(), param, ctx) for word in value.split(","))
-        if twice := [each for each in found if found.count(each) > 1]:
-            self.fail(f"{value!r} names {twice[0]} twice; name each once.", param, ctx)
-        return found
+        converted = tuple(self._item_type.convert(word.strip(), param, ctx) for word in value.split(","))
+        if repeated := [each for each in converted if converted.count(each) > 1]:
+            self.fail(f"{value!r} names {repeated[0]} twice; name each once.", param, ctx)
+        return converted
 
 
 def _run(kind: type[Any], values: dict[str, Any], *, as_json: bool) -> int:
     """Run a command, in as many ranks as it requests, and show its result."""
     hints = get_type_hints(kind, include_extras=True)
-    asked = kind(**values)
-    _refuse_idle(hints, values)
-    if hasattr(asked, "stream"):
-        return int(asked.stream(as_json=as_json))
+    command = kind(**values)
+    _refuse_unused(hints, values)
+    if hasattr(command, "stream"):
+        return int(command.stream(as_json=as_json))
     output: Path | None = values["output"] if _FOLDER in get_args(hints.get("output")) else None
     if output is not None and is_first_process():
         make_folder(output, *kind.__paceline_files__)
-    if hints.get("processes") in (OwnProcesses, JoinedProcesses) and (code := _launched(asked, values)) is not None:
+    if hints.get("processes") in (OwnProcesses, JoinedProcesses) and (code := _launched(command, values)) is not None:
         return code
     run = kind.run if kind.__paceline_runs__ is None else pkgutil.resolve_name(kind.__paceline_runs__)
-    with ends_in_order(), contextlib.redirect_stdout(sys.stderr):  # custom code may print
-        result: Result = run(asked, lambda line: echo(line, err=True) if is_first_process() else None)
+    with exit_on_signals(), contextlib.redirect_stdout(sys.stderr):  # custom code may print
+        result: Result = run(command, lambda line: echo(line, err=True) if is_first_process() else None)
     shown = result.__paceline__()
-    code = concluded(passed=shown.ok is True)
+    code = store_verdict(passed=shown.ok is True)
     if is_first_process():
         _show(kind, result, shown, output, as_json=as_json)
     if isinstance(shown.ok, PacelineError):
@@ -225,48 +225,48 @@ def _show(kind: type[Any], result: Result, shown: Shown, output: Path | None, *,
         echo(f"written: {path}")
 
 
-def _refuse_idle(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+def _refuse_unused(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Refuse options that were given and have no effect together with, or without, another one."""
     context = click.get_current_context()
     for name, annotation in hints.items():
         shape = _parts(annotation)[2]
         if shape.only is not None and values[shape.only] in _NOT_GIVEN:
             main = next(each for each in context.command.params if each.name == shape.only)
-            without = f"it needs {main.make_metavar(context).strip('[]')}"
-            refuse_idle(
-                context, name, f"it is used only with {main.opts[0]}" if isinstance(main, click.Option) else without
+            reason = f"it needs {main.make_metavar(context).strip('[]')}"
+            refuse_unused(
+                context, name, f"it is used only with {main.opts[0]}" if isinstance(main, click.Option) else reason
             )
         for other in shape.without:
             if values[other] not in _NOT_GIVEN:
-                refuse_idle(context, name, f"it does not apply with --{other.replace('_', '-')}")
+                refuse_unused(context, name, f"it does not apply with --{other.replace('_', '-')}")
 
 
-def _launched(asked: Any, values: dict[str, Any]) -> int | None:
+def _launched(command: Any, values: dict[str, Any]) -> int | None:
     """Start the ranks that a command requests, and return their exit code; None if this process does the work."""
     context = click.get_current_context()
-    if is_one_of_several(values["processes"]):
+    if is_launched_rank(values["processes"]):
         if "scratch" in values and values["scratch"] is None:
             raise click.UsageError(f"{context.info_name} starts its ranks itself: run it alone, with --processes N.")
         return None
-    named = values.get("target") or values.get("recipe")
-    if hasattr(asked, "usable_gpus"):
-        count = Processes(asked.processes or max(1, asked.usable_gpus()))
-    elif named:
-        count = choose_processes(values["processes"], load_recipe(named, values["overrides"]).recipe)
+    target = values.get("target") or values.get("recipe")
+    if hasattr(command, "usable_gpus"):
+        count = Processes(command.processes or max(1, command.usable_gpus()))
+    elif target:
+        count = choose_processes(values["processes"], load_recipe(target, values["overrides"]).recipe)
     else:
         count = Processes(values["processes"] or 1)
     if count.notice:
         echo(f"note: {count.notice}", err=True)
-    words: list[str] = context.meta[_WORDS]
-    kept = [
+    argv: list[str] = context.meta[_WORDS]
+    arguments = [
         word
-        for before, word in itertools.pairwise(["", *words])
-        if "--processes" not in (before, word) and not word.startswith("--processes=")
+        for previous, word in itertools.pairwise(["", *argv])
+        if "--processes" not in (previous, word) and not word.startswith("--processes=")
     ]
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         scratch = ["--scratch", folder] if "scratch" in values else []
         name = str(context.info_name)
-        return launch(count, [name, *scratch, *kept])
+        return launch(count, [name, *scratch, *arguments])
 
 
 def _print(shown: Shown) -> None:

@@ -92,7 +92,7 @@ class Evaluate:
         from paceline.checkpoint.weights import read_weights
 
         saved = read_weights(self.target, self.weights, best=self.best)
-        recipe = stored_recipe(saved.described("recipe"), str(saved.path), self.overrides)
+        recipe = stored_recipe(saved.description("recipe"), str(saved.path), self.overrides)
         return usable_gpus(recipe.parallel.device)
 
     def run(self, _: Log) -> Result:
@@ -100,8 +100,8 @@ class Evaluate:
         with loading():
             from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target, sweep_sizes
 
-        asked = {each.name: getattr(self, each.name) for each in dataclasses.fields(EvaluationRequest)}
-        request = EvaluationRequest(**asked | {"on": self.on or ("holdout" if self.sizes else "validation")})
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(EvaluationRequest)}
+        request = EvaluationRequest(**fields | {"on": self.on or ("holdout" if self.sizes else "validation")})
         if self.sizes:
             return _of_sizes(sweep_sizes(request, self.sizes))
         return _of_one(evaluate_target(request), per_class=self.per_class)
@@ -118,11 +118,11 @@ def _of_one(report: EvaluationReport, *, per_class: bool) -> Result:
         blocks.append(one_line(f"  incomplete: {report.no_confusion}"))
     scores = _by_class(report) if per_class else {}
     if per_class:
-        found = scores["per_class"]
-        shares, thresholds = ([key for key in keys if key in found[0]] for keys in (_SHARES, _THRESHOLDS))
+        classes = scores["per_class"]
+        shares, thresholds = ([key for key in keys if key in classes[0]] for keys in (_SHARES, _THRESHOLDS))
         counted = "pixels" if "iou" in shares else "samples"
         titles = [(_SHARES | _THRESHOLDS)[key] for key in (*shares, *thresholds)]
-        whole = sum(each["count"] for each in found) if counted == "pixels" else report.samples
+        total = sum(each["count"] for each in classes) if counted == "pixels" else report.samples
         rows = [
             (
                 one_line(each["class"]),
@@ -130,13 +130,13 @@ def _of_one(report: EvaluationReport, *, per_class: bool) -> Result:
                 *_cells(each, shares, "{:.2f} %"),
                 *_cells(each, thresholds, "{:.3g}"),
             )
-            for each in (*found, {"class": "mean over classes", "count": whole, **scores["mean"]})
+            for each in (*classes, {"class": "mean over classes", "count": total, **scores["mean"]})
         ]
         blocks.append(Table(columns=("class", counted, *titles), rows=rows))
     blocks += [f"note: {sentence}" for sentence in report.left_out]
     fields = dataclasses.asdict(report)
-    apart = {"metrics", "counts", "seconds", "not_finite", "per_class"}
-    document = {k: v for k, v in fields.items() if k not in apart} | fields["metrics"] | fields["counts"] | scores
+    separate = {"metrics", "counts", "seconds", "not_finite", "per_class"}
+    document = {k: v for k, v in fields.items() if k not in separate} | fields["metrics"] | fields["counts"] | scores
     return Document(document=document, shown=Shown(blocks=blocks, ok=next(_not_finite(report), True)))
 
 
@@ -148,16 +148,16 @@ def _by_class(report: EvaluationReport) -> dict[str, Any]:
     """
     from paceline.metrics.confusion import MOST_CLASSES, scores_by_class
 
-    found = report.per_class if report.confusion is None else scores_by_class(report.confusion)
-    if not found:
-        why = (
+    scores = report.per_class if report.confusion is None else scores_by_class(report.confusion)
+    if not scores:
+        reason = (
             report.no_confusion or f"samples do not have one label each, or there are more than {MOST_CLASSES} classes"
         )
-        raise PacelineError(f"--per-class has nothing to show: {why}; leave it out.")
+        raise PacelineError(f"--per-class has nothing to show: {reason}; leave it out.")
     # For labels, the average precision of a class without samples is undefined.
-    known = [each for each in found if each["count"] or "average_precision" not in each]
-    means = {key: sum(each[key] for each in known) / max(len(known), 1) for key in _SHARES if key in found[0]}
-    return {"per_class": found, "mean": means}
+    defined = [each for each in scores if each["count"] or "average_precision" not in each]
+    means = {key: sum(each[key] for each in defined) / max(len(defined), 1) for key in _SHARES if key in scores[0]}
+    return {"per_class": scores, "mean": means}
 
 
 def _cells(scores: Mapping[str, Any], keys: Sequence[str], form: str) -> list[str]:
@@ -187,8 +187,8 @@ def _of_sizes(sweep: SizeSweep) -> Result:
             "note: a size chosen on the validation images is fitted to them; hold out others with data.holdout_fraction"
         )
     blocks += [f"note: {sentence}" for sentence in first.left_out]
-    wrong = (error for report in sweep.reports.values() for error in _not_finite(report))
-    return Document(document=sweep.to_json(), shown=Shown(blocks=blocks, ok=next(wrong, True)))
+    errors = (error for report in sweep.reports.values() for error in _not_finite(report))
+    return Document(document=sweep.to_json(), shown=Shown(blocks=blocks, ok=next(errors, True)))
 
 
 def _not_finite(report: EvaluationReport) -> Iterator[NotFiniteError]:

@@ -48,10 +48,10 @@ class Explain:
         section: type[Any] | None = Recipe
         found: Key | None = None
         if self.key:
-            asked: Any = None
+            nested: Any = None
             for name in reversed(self.key.split(".")):
-                asked = {name: asked}
-            layers.check_known(tree := with_new_names(asked), "explain")
+                nested = {name: nested}
+            layers.check_known(tree := with_new_names(nested), "explain")
             while section is not None and isinstance(tree, dict):
                 ((name, tree),) = tree.items()
                 path = f"{found.key}." if found else ""
@@ -108,9 +108,9 @@ def _related(found: Key, keys: list[Key]) -> list[str]:
     """Return the keys that it names, and those that name it."""
 
     def names(one: Key, other: Key) -> bool:
-        home, _, last = other.key.rpartition(".")
-        beside = home == one.key.rpartition(".")[0] and bool(re.search(rf"`{last}`", one.meaning))
-        return beside or bool(re.search(rf"`{re.escape(other.key)}\b", f"{one.used_with} {one.meaning}"))
+        section, _, last = other.key.rpartition(".")
+        is_named_by_sibling = section == one.key.rpartition(".")[0] and bool(re.search(rf"`{last}`", one.meaning))
+        return is_named_by_sibling or bool(re.search(rf"`{re.escape(other.key)}\b", f"{one.used_with} {one.meaning}"))
 
     others = (each for each in keys if each.key != found.key and not each.section)
     return [each.key for each in others if names(found, each) or names(each, found)][:_MOST_RELATED]
@@ -125,5 +125,5 @@ def _example(key: str) -> str:
             recipe = loaded.recipe
             break
     value = reduce(getattr, key.split("."), recipe if recipe is not None else load_recipe("digits").recipe)
-    said = shlex.quote(f"{key}={yaml_line(plain(value)).strip(chr(39))}")
-    return f"{said} (as in {name})" if recipe is not None else said
+    setting = shlex.quote(f"{key}={yaml_line(plain(value)).strip(chr(39))}")
+    return f"{setting} (as in {name})" if recipe is not None else setting

@@ -101,8 +101,8 @@ class Export:
         """Write the weights; return the facts, and lines about the output and about its comparison."""
         from paceline.inference.export import ExportRequest, export
 
-        asked = {key: value for key, value in vars(self).items() if key not in ("output", "push", "yes")}
-        written = export(ExportRequest(output=output, **asked))
+        options = {key: value for key, value in vars(self).items() if key not in ("output", "push", "yes")}
+        written = export(ExportRequest(output=output, **options))
         size = written.size_bytes / 2**20
         tensors = f"{len(written.saved.plain)} tensors of the {written.saved.weights} weights, {size:.1f} MiB"
         lines = [f"{output}: {tensors}{f' in {self.quantize}' if self.quantize else ''}"]
@@ -124,14 +124,14 @@ def _checks(written: Exported, form: str) -> list[str]:
     """Describe the comparison in words."""
     lines = []
     if written.largest_difference is not None:
-        who = {
+        reader = {
             "timm": "timm",
             "transformers": "Transformers",
             "peft": "peft",
             "onnx": "ONNX Runtime",
             "torch-export": "the program, read back,",
         }[form]
-        lines.append(f"{who} matches the network: largest difference {written.largest_difference:.1e} in the logits")
+        lines.append(f"{reader} matches the network: largest difference {written.largest_difference:.1e} in the logits")
     trial = written.trial
     if trial is not None and trial.before is not None and trial.after is not None:
         lines.append(

@@ -11,7 +11,7 @@ from annotated_types import Ge
 from paceline.cli.output import echo, print_json
 from paceline.command import Shape, command
 from paceline.errors import RecipeError
-from paceline.files import refuse_odd_outputs
+from paceline.files import refuse_special_outputs
 
 if TYPE_CHECKING:
     from paceline.recipe.imports.draft import Conversion
@@ -61,12 +61,14 @@ class Import:
         from paceline.models.build import published_settings
         from paceline.recipe.imports.timm import InputSettings, convert_timm, read_timm
 
-        read, given = read_timm(self.source)
-        name = str(given.get("model", "resnet50"))
+        options, arguments = read_timm(self.source)
+        name = str(arguments.get("model", "resnet50"))
         settings = published_settings(name)
         if settings is None:
             echo(f"Note: the installed timm has no network {name}; its image settings are not known.", err=True)
-        return convert_timm(read, given, settings or InputSettings(), processes=self.processes, skipped=self.skip)
+        return convert_timm(
+            options, arguments, settings or InputSettings(), processes=self.processes, skipped=self.skip
+        )
 
     def stream(self, *, as_json: bool) -> int:
         """Write the recipe and report on the conversion.
@@ -80,7 +82,7 @@ class Import:
         if conversion.refused:
             raise refusal(conversion)
         if output is not None:
-            refuse_odd_outputs(output)
+            refuse_special_outputs(output)
             if output.exists() and not self.overwrite:
                 raise RecipeError(f"{output} exists already; choose another --output, or add --overwrite.")
             try:
@@ -93,14 +95,14 @@ class Import:
         if output is None:
             echo(conversion.to_yaml(), nl=False)
         lines: list[str] = []
-        for place, title in (("mapped", "Mapped"), ("listed", "No effect here")):
-            entries = [each for each in conversion.entries if each.place == place]
+        for outcome, title in (("mapped", "Mapped"), ("listed", "No effect here")):
+            entries = [each for each in conversion.entries if each.outcome == outcome]
             lines += [f"{title}: {len(entries)}"] if entries else []
             typed = [
                 each.option if each.value is True else f"{each.option} {shown_value(each.value)}" for each in entries
             ]
             width = min(max(map(len, typed), default=0), 40)
-            lines += [f"  {words:<{width}}  {each.says}" for words, each in zip(typed, entries, strict=True)]
+            lines += [f"  {words:<{width}}  {each.reason}" for words, each in zip(typed, entries, strict=True)]
         lines += [f"Not identical: {len(conversion.differences)}"] if conversion.differences else []
         lines += [f"  {option}: {says}" for option, says in conversion.differences]
         lines += [f"Left out: {name}" for name in conversion.left_out]

@@ -34,14 +34,16 @@ class _Job:
     run_dir: Annotated[Path, Shape(required=True), "Run directory, on a file system that all nodes share."]
     nodes: Annotated[int, Ge(1), "Number of nodes: hosts, or pods."] = 1
 
-    def checked(self, log: Log, processes: int, gpus_each: int | None = None, more: Sequence[str] = ()) -> LoadedRecipe:
+    def checked(
+        self, log: Log, processes: int, gpus_each: int | None = None, extra: Sequence[str] = ()
+    ) -> LoadedRecipe:
         """Load and plan the recipe for the processes it will have.
 
         Args:
             log: Receives the notices.
             processes: The world size.
             gpus_each: Requested GPUs; None for those of the host.
-            more: Additional overrides.
+            extra: Additional overrides.
 
         Raises:
             PacelineError: For a mistake that would end the job as soon as it starts.
@@ -49,14 +51,14 @@ class _Job:
         from paceline.distributed.device import is_available
         from paceline.trainer.train import plan_only
 
-        loaded = load_recipe(self.recipe, (*self.overrides, *more))
-        here, device = loaded, loaded.recipe.parallel.device
+        loaded = load_recipe(self.recipe, (*self.overrides, *extra))
+        local, device = loaded, loaded.recipe.parallel.device
         if device in ("cuda", "xpu") and gpus_each == 0:
             raise LaunchError(f"parallel.device={device} needs a GPU for each process, but none is requested.")
         if device in ("cuda", "xpu") and not is_available(device):  # the job will have them
             parallel = replace(loaded.recipe.parallel, device="auto")
-            here = replace(loaded, recipe=replace(loaded.recipe, parallel=parallel))
-        plan = plan_only(here, world_size=processes, elsewhere=True)
+            local = replace(loaded, recipe=replace(loaded.recipe, parallel=parallel))
+        plan = plan_only(local, world_size=processes, on_other_machine=True)
         checked = loaded.checked(plan.unused)
         for notice in checked.notices:
             log(f"note: {notice}")
@@ -221,14 +223,14 @@ class Kubernetes(_Job):
     def run(self, log: Log) -> Result:
         """Return the manifest."""
         loaded = self.checked(log, self.nodes * self.processes_per_node, self.gpus_per_node)
-        made: dict[str, Any] = {
+        derived: dict[str, Any] = {
             "name": self.job_name or job_name(loaded.name),
             "arguments": ["train", self.recipe, *self.overrides, "--run-dir", str(self.run_dir)],
             "run_dir": PurePosixPath(self.run_dir),
             "mount": PurePosixPath(self.mount),
         }
-        given = {each.name: getattr(self, each.name) for each in fields(Workload) if each.name not in made}
-        workload = Workload(**made, **given)
+        options = {each.name: getattr(self, each.name) for each in fields(Workload) if each.name not in derived}
+        workload = Workload(**derived, **options)
         check(workload)
         text = indexed_job(workload) if self.kind == "Job" else pytorch_job(workload)
         return Document(document={"manifest": text}, shown=Shown(blocks=[text.removesuffix("\n")]))

@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 from paceline import __version__
 from paceline.cli.commands import ALIASES, COMMANDS, GROUPS, OPEN_GROUPS, added_commands, command_of
 from paceline.cli.output import EXIT_CODE, echo
-from paceline.cli.streams import hold_streams, lead_nowhere, with_output
+from paceline.cli.streams import discard_output, final_exit_code, wrap_streams
 from paceline.errors import PacelineError, did_you_mean
 from paceline.extras import missing_library
 from paceline.loading import loading
@@ -41,9 +41,9 @@ class _LazyGroup(click.Group):
         with loading():
             command = command_of(cmd_name)
         if _COMPLETING in os.environ:
-            from paceline.cli.completion import teach
+            from paceline.cli.completion import add_completion
 
-            teach(command)
+            add_completion(command)
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
@@ -67,19 +67,19 @@ class _LazyGroup(click.Group):
         try:
             return super().make_context(*args, **kwargs)
         except BrokenPipeError:  # `paceline --help | true`
-            lead_nowhere(sys.stdout)
+            discard_output(sys.stdout)
             raise click.exceptions.Exit from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except BrokenPipeError as error:  # for which click would return exit code 1, without a message
-            asked = select.poll()
-            asked.register(sys.stdout.fileno(), 0)
-            if not any(events & (select.POLLERR | select.POLLHUP) for _, events in asked.poll(0)):
+            poller = select.poll()
+            poller.register(sys.stdout.fileno(), 0)
+            if not any(events & (select.POLLERR | select.POLLHUP) for _, events in poller.poll(0)):
                 raise RuntimeError("a process that this one wrote to is gone") from error
             # The reader of standard output has closed it (`| head`): nothing more can be printed.
-            lead_nowhere(sys.stdout)
+            discard_output(sys.stdout)
             return int(ctx.meta.get(EXIT_CODE, 0))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -114,22 +114,22 @@ def cli() -> None:
 @click.pass_context
 def _help(context: click.Context, name: str | None) -> None:
     """Show the commands in their groups, all of them with `all`, or the help of one."""
-    above = context.parent
-    assert above is not None
+    parent = context.parent
+    assert parent is not None
     if name in (None, "all"):
-        above.meta[_EVERYTHING] = name == "all"
-        echo(above.get_help())
+        parent.meta[_EVERYTHING] = name == "all"
+        echo(parent.get_help())
         return
-    _, command, _ = cli.resolve_command(above, [str(name)])
+    _, command, _ = cli.resolve_command(parent, [str(name)])
     assert command is not None
-    with click.Context(command, info_name=command.name, parent=above) as explained:
+    with click.Context(command, info_name=command.name, parent=parent) as explained:
         echo(explained.get_help())
 
 
 def main() -> None:
     """Run the command line and exit."""
-    hold_streams()
-    code = with_output(run(sys.argv[1:]))
+    wrap_streams()
+    code = final_exit_code(run(sys.argv[1:]))
     if (trackers := sys.modules.get("paceline.telemetry.async_tracker")) is not None:
         trackers.limit_exit(code)
     sys.exit(code)
@@ -137,7 +137,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line and return its exit code: 0 done, 1 failed, 2 usage error, 75 stopped."""
-    from paceline.distributed.local_launch import end_torchrun, follow_launcher, meets_every_start, report_error
+    from paceline.distributed.local_launch import end_torchrun, follow_launcher, is_permanent_error, report_error
 
     follow_launcher(os.environ)
     if _COMPLETING in os.environ:
@@ -158,23 +158,23 @@ def run(arguments: list[str]) -> int:
     except click.Abort:
         return 130
     except Exception as error:  # noqa: BLE001  # the last place that can tell the user, or the launcher
-        why = missing_library(error) or _lacking_here(error)
-        code = report_error(PacelineError(why) if why else error, os.environ)
-        if meets_every_start(error):
+        message = missing_library(error) or _machine_limit(error)
+        code = report_error(PacelineError(message) if message else error, os.environ)
+        if is_permanent_error(error):
             end_torchrun(os.environ)
     return code if isinstance(code, int) else 0
 
 
-def _lacking_here(error: Exception) -> str:
+def _machine_limit(error: Exception) -> str:
     """Return a sentence for an error caused by this machine or a limit on this process; empty for any other error."""
     if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
         return f"{error.strerror}; set TMPDIR to a writable folder."
     if getattr(error, "errno", None) in (errno.ENAMETOOLONG, errno.ELOOP) or "Symlink loop" in str(error):
         return f"{error}; give another path."
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    signs = ("failed to map segment", "can't allocate memory", "can't start new thread")
+    symptoms = ("failed to map segment", "can't allocate memory", "can't start new thread")
     if limit != resource.RLIM_INFINITY and (
-        isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
+        isinstance(error, MemoryError) or any(symptom in str(error) for symptom in symptoms)
     ):
         return (
             f"this process may use {format_bytes(limit)} of address space (ulimit -v), which is not enough ({error}); "
@@ -189,11 +189,11 @@ def _recipe_key_hint(error: click.ClickException, arguments: list[str]) -> str |
         return None
     if not any(parameter.name == "overrides" for parameter in error.ctx.command.params):
         return None
-    from paceline.recipe.layers import keys_for, spelled
+    from paceline.recipe.layers import format_override, keys_for
     from paceline.recipe.schema import Recipe
 
     value = _value_typed(error.option_name, arguments)
-    examples = [f"{key}={value}" if value else spelled(Recipe(), key) for key in keys_for(error.option_name)]
+    examples = [f"{key}={value}" if value else format_override(Recipe(), key) for key in keys_for(error.option_name)]
     if not examples:
         return None
     return f"No such option '{error.option_name}': recipes are changed by KEY=VALUE, here {' or '.join(examples)}."
@@ -202,7 +202,7 @@ def _recipe_key_hint(error: click.ClickException, arguments: list[str]) -> str |
 def _value_typed(option: str, arguments: list[str]) -> str:
     """Return the value given to an option, as `--lr 0.1` or `--lr=0.1`; empty without one."""
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith(f"{option}=") else [word])]
-    value = next((after for word, after in itertools.pairwise(words) if word == option), "")
+    value = next((following for word, following in itertools.pairwise(words) if word == option), "")
     if value.startswith("-"):
         return ""
     # A recipe's value has a unit: `--epochs 3` is "3 epochs".

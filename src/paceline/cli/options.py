@@ -70,14 +70,14 @@ class FiniteRange(click.FloatRange):
 
 
 @dataclass(frozen=True)
-class Between:
+class ProcessRange:
     """A number of ranks that may change: initially ``highest``, and at least ``lowest`` after failures."""
 
     lowest: int
     highest: int
 
 
-def rank_count(text: str) -> int | Between:
+def rank_count(text: str) -> int | ProcessRange:
     """Read ``N`` or ``MIN:MAX``.
 
     Raises:
@@ -86,7 +86,7 @@ def rank_count(text: str) -> int | Between:
     match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
     if match is None or (match[2] and int(match[1]) > int(match[2])):
         raise ValueError(f"{text!r} is not a number of ranks; give at least 1, or MIN:MAX")
-    return Between(int(match[1]), int(match[2])) if match[2] else int(match[1])
+    return ProcessRange(int(match[1]), int(match[2])) if match[2] else int(match[1])
 
 
 def _trust(context: click.Context, _: click.Parameter, value: bool) -> bool:  # the name that click calls
@@ -105,20 +105,20 @@ TRUST_CODE: dict[str, Any] = {
 """The option ``--trust-code``, which is acted on where a recipe is read."""
 
 
-def refuse_idle(context: click.Context, name: str, why: str) -> None:
+def refuse_unused(context: click.Context, name: str, reason: str) -> None:
     """Refuse an option that was typed and has no effect: a request is never ignored silently.
 
     Args:
         context: The command's context.
         name: The parameter's name.
-        why: The reason, in words.
+        reason: The reason, in words.
 
     Raises:
         click.UsageError: If it was typed.
     """
     if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
         option = next(each.opts[0] for each in context.command.params if each.name == name)
-        raise click.UsageError(f"{option} has no effect here: {why}. Leave it out.", context)
+        raise click.UsageError(f"{option} has no effect here: {reason}. Leave it out.", context)
 
 
 def is_first_process() -> bool:
@@ -141,27 +141,27 @@ class Processes:
     fewer: tuple[int, ...] = ()
 
 
-def usable_gpus(asked: str) -> int:
+def usable_gpus(device: str) -> int:
     """Count the GPUs here that match a value of ``parallel.device``; 0 if processes cannot share them."""
     import torch
 
     present = {"cuda": torch.cuda.device_count(), "xpu": torch.xpu.device_count()}
-    return next(filter(None, present.values()), 0) if asked == "auto" else present.get(asked, 0)
+    return next(filter(None, present.values()), 0) if device == "auto" else present.get(device, 0)
 
 
-def choose_processes(asked: int | Between | None, recipe: Recipe) -> Processes:
+def choose_processes(requested: int | ProcessRange | None, recipe: Recipe) -> Processes:
     """Return the ranks of ``--processes``, else one per GPU; they must share the global batch evenly."""
     from paceline.plan.batching import default_processes, usable_processes
 
-    if isinstance(asked, int):
-        return Processes(asked)
-    if isinstance(asked, Between):
-        usable = usable_processes(recipe, asked.lowest, asked.highest)
+    if isinstance(requested, int):
+        return Processes(requested)
+    if isinstance(requested, ProcessRange):
+        usable = usable_processes(recipe, requested.lowest, requested.highest)
         if not usable:
-            return Processes(asked.highest)  # the plan refuses it, and names those that fit
+            return Processes(requested.highest)  # the plan refuses it, and names those that fit
         count, *fewer = usable
-        notice = f"{count} of {asked.highest} processes are started: more cannot share the global batch evenly"
-        return Processes(count, None if count == asked.highest else notice, tuple(fewer))
+        notice = f"{count} of {requested.highest} processes are started: more cannot share the global batch evenly"
+        return Processes(count, None if count == requested.highest else notice, tuple(fewer))
     gpus = usable_gpus(recipe.parallel.device)
     count = default_processes(recipe, gpus)
     if count >= gpus or recipe.parallel.strategy == "single":
@@ -172,7 +172,7 @@ def choose_processes(asked: int | Between | None, recipe: Recipe) -> Processes:
     return Processes(count, f"{count} of {gpus} GPUs are used: more cannot share {sizes} evenly")
 
 
-def is_one_of_several(processes: int | Between | None, max_restarts: int = 0) -> bool:
+def is_launched_rank(processes: int | ProcessRange | None, max_restarts: int = 0) -> bool:
     """Whether this process is one of several ranks, and therefore starts no others.
 
     Raises:

@@ -29,15 +29,15 @@ def program() -> str:
     return os.path.relpath(called) if called.resolve().is_relative_to(Path.cwd()) else str(called)
 
 
-def ends_with(code: int) -> int:
+def store_exit_code(code: int) -> int:
     """Store the current command's exit code before it prints: its reader may close the pipe (``| head``)."""
     click.get_current_context().meta[EXIT_CODE] = code
     return code
 
 
-def concluded(*, passed: bool) -> int:
+def store_verdict(*, passed: bool) -> int:
     """Store that the current command ends with 0 or 1, before it prints the reason."""
-    return ends_with(0 if passed else 1)
+    return store_exit_code(0 if passed else 1)
 
 
 def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:

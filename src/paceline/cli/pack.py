@@ -14,7 +14,7 @@ from annotated_types import Ge, Le, Lt
 
 from paceline.command import Log, Shape, command
 from paceline.errors import DataError
-from paceline.files import LeftOut
+from paceline.files import SkippedItems
 from paceline.machine import available_cores
 from paceline.pages.shown import Document, Result, Shown
 from paceline.units import counted, format_bytes, format_count, format_seconds
@@ -154,35 +154,37 @@ class Pack:
             from paceline.data.packing.pack import verify
 
             root = self.destination or Path(self.source)
-            damage = verify(root, self.workers or available_cores(), _telling("read back", format_bytes, "", log))
+            damage = verify(
+                root, self.workers or available_cores(), _progress_logger("read back", format_bytes, "", log)
+            )
             document |= {"destination": str(root), "verified": not damage, "damage": damage}
         return Document(document=document, shown=Shown(blocks=_lines(document), ok=not damage or ""))
 
 
-def _packed(asked: Pack, destination: Path, log: Log) -> dict[str, Any]:
+def _packed(options: Pack, destination: Path, log: Log) -> dict[str, Any]:
     from paceline.data.packing.pack import Request, pack
     from paceline.recipe.data import Data, check_part
 
-    begun, subset = time.monotonic(), asked.subset
+    started, subset = time.monotonic(), options.subset
     try:
-        part = None if subset is None else check_part(int(subset) if subset.isdecimal() else subset)
+        subset_value = None if subset is None else check_part(int(subset) if subset.isdecimal() else subset)
     except ValueError as error:
         raise DataError(f"--subset: {error}.") from None
-    given = ("source", "kind", "mode", "max_side", "quality", "size", "skip_broken")
+    names = ("source", "kind", "mode", "max_side", "quality", "size", "skip_broken")
     request = Request(
-        **{name: getattr(asked, name) for name in given},
+        **{name: getattr(options, name) for name in names},
         destination=destination,
-        shard_bytes=None if asked.shard_mebibytes is None else asked.shard_mebibytes * 2**20,
-        workers=asked.workers or available_cores(),
+        shard_bytes=None if options.shard_mebibytes is None else options.shard_mebibytes * 2**20,
+        workers=options.workers or available_cores(),
         part=Data(
-            image_column=asked.image_column,
-            label_column=asked.label_column,
-            split_column=None if asked.split_column == "off" else asked.split_column,
-            only_classes=asked.only_classes,
-            subset=part,
+            image_column=options.image_column,
+            label_column=options.label_column,
+            split_column=None if options.split_column == "off" else options.split_column,
+            only_classes=options.only_classes,
+            subset=subset_value,
         ),
     )
-    manifest, found = pack(request, _telling("packed", format_count, "images", log), log)
+    manifest, already_packed = pack(request, _progress_logger("packed", format_count, "images", log), log)
     return {
         "destination": str(destination),
         "kind": manifest.origin.kind,
@@ -196,28 +198,28 @@ def _packed(asked: Pack, destination: Path, log: Log) -> dict[str, Any]:
         "bytes": manifest.size_bytes,
         "shards": len(manifest.shards),
         "digest": manifest.digest,
-        "found": found,
-        "seconds": time.monotonic() - begun,
+        "found": already_packed,
+        "seconds": time.monotonic() - started,
     }
 
 
-def _packed_text(asked: Pack, destination: Path) -> Result:
+def _packed_text(options: Pack, destination: Path) -> Result:
     from paceline.data.text.corpus import split_by_name, write_tokens
     from paceline.data.text.datasets import check_some_text, folder_splits, python_documentation
     from paceline.data.text.tokenizer import open_tokenizer
 
-    left_out = LeftOut()
-    if asked.source == "docs":
-        train, validation = split_by_name(python_documentation(), asked.validation_fraction)
+    skipped = SkippedItems()
+    if options.source == "docs":
+        train, validation = split_by_name(python_documentation(), options.validation_fraction)
     else:
-        train, validation, _ = folder_splits(Path(asked.source), asked.validation_fraction, left_out)
-    check_some_text(asked.source, train, validation)
-    packed = write_tokens({"train": train, "validation": validation}, open_tokenizer(asked.tokenizer), destination)
+        train, validation, _ = folder_splits(Path(options.source), options.validation_fraction, skipped)
+    check_some_text(options.source, train, validation)
+    packed = write_tokens({"train": train, "validation": validation}, open_tokenizer(options.tokenizer), destination)
     counts = " and ".join(f"{packed.tokens[split]:,} {split}" for split in packed.tokens)
     documents = counted(sum(packed.documents.values()), "document")
-    lines = [f"note: {sentence}" for sentence in left_out.told()]
+    lines = [f"note: {sentence}" for sentence in skipped.summaries()]
     lines.append(f"{destination}: {counts} tokens of {documents}, {format_bytes(packed.size_bytes)}")
-    document = {"destination": str(destination), **dataclasses.asdict(packed), "left_out": left_out.told()}
+    document = {"destination": str(destination), **dataclasses.asdict(packed), "left_out": skipped.summaries()}
     return Document(document=document, shown=Shown(blocks=lines))
 
 
@@ -241,14 +243,14 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _telling(verb: str, spell: Callable[[float], str], unit: str, log: Log) -> Callable[[int, int], None]:
+def _progress_logger(verb: str, form: Callable[[float], str], unit: str, log: Log) -> Callable[[int, int], None]:
     """Return a function that periodically logs the progress."""
     due = time.monotonic() + _EVERY_SECONDS
 
-    def tell(done: int, total: int) -> None:
+    def log_progress(done: int, total: int) -> None:
         nonlocal due
         if (now := time.monotonic()) >= due and done < total:
             due = now + _EVERY_SECONDS
-            log(f"{verb} {spell(done)} of {spell(total)} {unit}".rstrip())
+            log(f"{verb} {form(done)} of {form(total)} {unit}".rstrip())
 
-    return tell
+    return log_progress

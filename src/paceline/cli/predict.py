@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 from annotated_types import Ge
 
-from paceline.cli.options import refuse_idle
-from paceline.cli.output import concluded, echo, print_json
+from paceline.cli.options import refuse_unused
+from paceline.cli.output import echo, print_json, store_verdict
 from paceline.command import Best, Shape, Target, TrustCode, Weights, command
 from paceline.escaping import one_line
 from paceline.loading import loading
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     import torch
 
-    from paceline.files import LeftOut
+    from paceline.files import SkippedItems
     from paceline.inference.answer_files import AnswerWriter
-    from paceline.inference.answers import Answer, Seen
+    from paceline.inference.answers import Answer, ImagePredictor, Seen
     from paceline.inference.clicks import ClickPredictor
 
 _LABELS = 3
@@ -53,7 +53,7 @@ class Predict:
     a score above 50 %, each with its box: left, top, right and bottom edge in pixels. A language model continues the
     prompt; one trained on masked tokens fills in each [MASK].
     Weights of a recommendation task take lines of samples (.tsv, .txt, .jsonl) and predict the click probability of
-    each; a text classifier takes lines of text (.txt; .jsonl with the key text), or a prompt.
+    each; a text or token classifier takes lines of text (.txt; .jsonl with the key text), or a prompt.
 
     Examples:
       paceline predict runs/photos new-photos
@@ -115,7 +115,7 @@ class Predict:
     trust_code: TrustCode = False
 
     @property
-    def writing(self) -> dict[str, Any]:
+    def generation(self) -> dict[str, Any]:
         """Return the given options that affect how results are written."""
         given = {"tokens": self.tokens, "temperature": self.temperature, "seed": self.seed}
         return {name: value for name, value in given.items() if value is not None}
@@ -145,47 +145,51 @@ class Predict:
             from paceline.inference.clicks import ClickPredictor
 
             saved = read_weights(self.target, self.weights, best=self.best)
-            if "table_rows" in saved.described("data"):
+            if "table_rows" in saved.description("data"):
                 for name in ("thresholds", "draw", "output", "batch_size", "stdin_image"):
                     if getattr(self, name):
-                        refuse_idle(click.get_current_context(), name, "these weights take lines of samples")
+                        refuse_unused(click.get_current_context(), name, "these weights take lines of samples")
                 clicks = ClickPredictor(saved, device, trust_code=self.trust_code)
                 return _answer_lines(clicks, self.sources, as_json=as_json)
         return _answer_images(self, device, as_json=as_json)
 
 
-def _answer_prompt(asked: Predict, prompt: str, device: torch.device, *, as_json: bool) -> None:
+def _answer_prompt(options: Predict, prompt: str, device: torch.device, *, as_json: bool) -> None:
     """Continue a prompt, or fill in its masked tokens."""
     from paceline.checkpoint.weights import read_weights
-    from paceline.inference.text import Sampling, TextLabeller, TextPredictor
+    from paceline.inference.text import Sampling, TextPredictor, open_labeller
 
-    saved = read_weights(asked.target, asked.weights, best=asked.best)
-    if {"tokenizer", "class_names"} <= saved.described("data").keys():
-        for name in asked.writing:
-            refuse_idle(click.get_current_context(), name, "it is for text generation, and this model classifies texts")
-        labeller = TextLabeller(saved, device, trust_code=asked.trust_code)
-        (answer,) = labeller.answer([labeller.prepare(prompt.encode())], asked.top_k or labeller.usual_top_k)
+    saved = read_weights(options.target, options.weights, best=options.best)
+    if {"tokenizer", "class_names"} <= saved.description("data").keys():
+        for name in options.generation:
+            refuse_unused(
+                click.get_current_context(), name, "it is for text generation, and this model classifies texts"
+            )
+        labeller = open_labeller(saved, device, trust_code=options.trust_code)
+        _refuse_top_k(options, labeller)
+        (answer,) = labeller.answer([labeller.prepare(prompt.encode())], options.top_k or labeller.usual_top_k)
         if as_json:
-            print_json({"prompt": prompt, "labels": answer.labels, "probabilities": answer.probabilities})
+            row = answer.row()
+            print_json({"prompt": prompt, **{key: row[key] for key in row if key not in ("path", "error")}})
         else:
-            echo(answer.described())
+            echo(answer.description())
         return
-    predictor = TextPredictor(saved, device, trust_code=asked.trust_code)
+    predictor = TextPredictor(saved, device, trust_code=options.trust_code)
     if not predictor.is_masked:
-        sampling = Sampling(top_k=asked.top_k, **asked.writing)
+        sampling = Sampling(top_k=options.top_k, **options.generation)
         ids = list(predictor.write(prompt, sampling))
-        begin = [] if predictor.answers_chats else predictor.tokenizer.encode(prompt).tolist()
-        text = predictor.tokenizer.decode([*begin, *ids])
+        prompt_ids = [] if predictor.answers_chats else predictor.tokenizer.encode(prompt).tolist()
+        text = predictor.tokenizer.decode([*prompt_ids, *ids])
         if as_json:
             print_json({"prompt": prompt, "text": text, "written": len(ids), **dataclasses.asdict(sampling)})
         else:
             echo(text)
         return
-    for name in asked.writing:
-        refuse_idle(
+    for name in options.generation:
+        refuse_unused(
             click.get_current_context(), name, "it is for text generation, and this model fills in masked tokens"
         )
-    filled = predictor.fill(prompt, top_k=asked.top_k or _LABELS)
+    filled = predictor.fill(prompt, top_k=options.top_k or _LABELS)
     if as_json:
         print_json({"prompt": prompt, **dataclasses.asdict(filled)})
         return
@@ -195,72 +199,76 @@ def _answer_prompt(asked: Predict, prompt: str, device: torch.device, *, as_json
         echo("  ".join(f"{text!r} {100 * value:.1f} %" for text, value in pairs))
 
 
+def _refuse_top_k(options: Predict, predictor: ImagePredictor) -> None:
+    if options.top_k is None or not (predictor.number_names or predictor.finds_words):
+        return
+    what = "all its numbers" if predictor.number_names else "one tag for each word"
+    raise click.UsageError(f"--top-k has no effect: a prediction of these weights has {what}. Leave it out.")
+
+
 def _answer_lines(predictor: ClickPredictor, sources: Sequence[Path], *, as_json: bool) -> int:
     """Print each line's click probability; return 1 if a line is invalid."""
     code = 0
     rows = []
     for each in (answer for source in sources for answer in predictor.predict(source)):
         if each.error is not None:
-            code = concluded(passed=False)
+            code = store_verdict(passed=False)
         if as_json:
             rows.append(dataclasses.asdict(each))
         else:
-            said = f"wrong: {each.error}" if each.probability is None else f"{100 * each.probability:.1f} %"
-            echo(one_line(f"{each.path}:{each.line}  {said}"))
+            result = f"wrong: {each.error}" if each.probability is None else f"{100 * each.probability:.1f} %"
+            echo(one_line(f"{each.path}:{each.line}  {result}"))
     if as_json:
         print_json(rows)
     return code
 
 
-def _answer_images(asked: Predict, device: torch.device, *, as_json: bool) -> int:
+def _answer_images(options: Predict, device: torch.device, *, as_json: bool) -> int:
     """Predict every image; return 1 if one of them could not be read."""
     with loading():
-        from paceline.files import LeftOut
+        from paceline.files import SkippedItems
         from paceline.inference.answer_files import answer_file, check_output
-        from paceline.inference.answers import BATCH, answers_ahead
+        from paceline.inference.answers import BATCH, predict_ahead
         from paceline.inference.predict import open_predictor
         from paceline.inference.sources import STANDARD_INPUT, picture_from_standard_input, pictures_of
         from paceline.inference.text import TextLabeller, texts_of
 
-    output, batch_size = asked.output, asked.batch_size
-    if asked.stdin_image and [str(each) for each in asked.sources] != [STANDARD_INPUT]:
+    output, batch_size = options.output, options.batch_size
+    if options.stdin_image and [str(each) for each in options.sources] != [STANDARD_INPUT]:
         raise click.UsageError("--stdin-image is for the source - alone: the bytes of one image on standard input.")
     if output is not None:
         check_output(output)
-    left_out = LeftOut()
-    pictures = [picture_from_standard_input()] if asked.stdin_image else pictures_of(asked.sources, left_out)
+    skipped = SkippedItems()
+    pictures = [picture_from_standard_input()] if options.stdin_image else pictures_of(options.sources, skipped)
     predictor = open_predictor(
-        asked.target, weights=asked.weights, best=asked.best, trust_code=asked.trust_code, device=device
+        options.target, weights=options.weights, best=options.best, trust_code=options.trust_code, device=device
     )
     if isinstance(predictor, TextLabeller):
-        pictures = texts_of(asked.sources)
-    if asked.draw is not None and not predictor.draws:
+        pictures = texts_of(options.sources)
+    if options.draw is not None and not predictor.draws:
         raise click.UsageError("--draw draws objects or pixel classes, and these weights predict neither.")
-    if asked.top_k is not None and predictor.number_names:
-        raise click.UsageError(
-            "--top-k has no effect: a prediction of these weights has all its numbers. Leave it out."
-        )
-    if asked.thresholds is not None:
-        predictor.set_thresholds(asked.thresholds)
+    _refuse_top_k(options, predictor)
+    if options.thresholds is not None:
+        predictor.set_thresholds(options.thresholds)
     if batch_size is not None and predictor.largest_batch == 1 and batch_size > 1:
         raise click.UsageError(
             f"--batch-size={batch_size} has no effect: a detector takes one picture at a time, since larger ones in a "
             "batch would change its predictions. Leave it out."
         )
-    answers = answers_ahead(
+    answers = predict_ahead(
         predictor,
         pictures,
-        top_k=asked.top_k or predictor.usual_top_k,
+        top_k=options.top_k or predictor.usual_top_k,
         batch_size=batch_size or BATCH,
-        seen=None if asked.draw is None else _drawer(asked.draw, predictor.classes),
+        on_prediction=None if options.draw is None else _drawer(options.draw, predictor.classes),
     )
     with contextlib.closing(answers):
         if output is not None:
             file = answer_file(output, predictor)
-            code = _to_file(answers, output, file, left_out, unit=predictor.unit, as_json=as_json)
+            code = _to_file(answers, output, file, skipped, unit=predictor.unit, as_json=as_json)
         else:
             code = _to_screen(answers, as_json=as_json)
-    for sentence in left_out.told():
+    for sentence in skipped.summaries():
         echo(f"note: {sentence}", err=True)
     return code
 
@@ -268,18 +276,18 @@ def _answer_images(asked: Predict, device: torch.device, *, as_json: bool) -> in
 def _drawer(folder: Path, classes: Sequence[str]) -> Seen:
     """Return a function that writes images with drawn predictions, under the image names, numbered where needed."""
     names: dict[Path, str] = {}
-    taken: set[str] = set()
+    used: set[str] = set()
 
     def draw(prepared: Any, answer: Answer) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         stem, number = answer.path.stem, 1
         name = names.get(answer.path, f"{stem}.png")
         # Some file systems are not case-sensitive.
-        while answer.path not in names and name.lower() in taken:
+        while answer.path not in names and name.lower() in used:
             number += 1
             name = f"{stem}-{number}.png"
         names[answer.path] = name
-        taken.add(name.lower())
+        used.add(name.lower())
         answer.drawn(prepared, classes).save(folder / name)
 
     return draw
@@ -290,11 +298,11 @@ def _to_screen(answers: Iterable[Answer], *, as_json: bool) -> int:
     code, rows = 0, []
     for answer in answers:
         if answer.error is not None:
-            code = concluded(passed=False)
+            code = store_verdict(passed=False)
         if as_json:
             rows.append(answer.row())
         else:
-            echo(one_line(f"{answer.path}  {answer.described()}"))
+            echo(one_line(f"{answer.path}  {answer.description()}"))
     if as_json:
         print_json(rows)
     return code
@@ -303,8 +311,8 @@ def _to_screen(answers: Iterable[Answer], *, as_json: bool) -> int:
 def _to_file(
     answers: Iterator[Answer],
     output: Path,
-    writing: AbstractContextManager[AnswerWriter],
-    left_out: LeftOut,
+    generation: AbstractContextManager[AnswerWriter],
+    skipped: SkippedItems,
     *,
     unit: str,
     as_json: bool,
@@ -313,18 +321,18 @@ def _to_file(
     from paceline.inference.answers import BATCH
 
     images, unreadable = 0, []
-    with writing as file:
+    with generation as file:
         while batch := list(islice(answers, BATCH)):
             images += len(batch)
             for each in (answer for answer in batch if answer.error is not None):
                 unreadable.append({"path": str(each.path), "error": each.error})
                 if not as_json:
-                    echo(one_line(f"{each.path}  {each.described()}"))
+                    echo(one_line(f"{each.path}  {each.description()}"))
             file.write(each.row() for each in batch)
-    code = concluded(passed=not unreadable)
+    code = store_verdict(passed=not unreadable)
     if as_json:
-        told = {unit: images, "unreadable": unreadable, "left_out": left_out.told()}
-        print_json({"output": str(output), **told})
+        counts = {unit: images, "unreadable": unreadable, "left_out": skipped.summaries()}
+        print_json({"output": str(output), **counts})
     else:
         broken = f", {len(unreadable):,} of them unreadable" if unreadable else ""
         echo(f"{images:,} {unit}{broken}: {output}")

@@ -98,13 +98,13 @@ class MlperfLogs:
         if not runs:
             raise click.UsageError("name a run directory.")
         output = self.output
-        places = [None if output is None else output / f"result_{number}.txt" for number in range(len(runs))]
-        if output is not None and (others := sorted({*output.glob("result_*.txt")} - {*places})):
+        paths = [None if output is None else output / f"result_{number}.txt" for number in range(len(runs))]
+        if output is not None and (others := sorted({*output.glob("result_*.txt")} - {*paths})):
             # MLPerf's checkers treat all logs in a folder as runs of one result.
             raise click.UsageError(f"'{others[0]}' belongs to other runs; name another --output, or remove it.")
-        if twice := next((run for run in runs if runs.count(run) > 1), None):
-            raise click.UsageError(f"'{twice}' is named twice; name each run once.")
-        logs = [write_mlperf_log(RunDirectory(run), overrides, place) for run, place in zip(runs, places, strict=True)]
+        if repeated := next((run for run in runs if runs.count(run) > 1), None):
+            raise click.UsageError(f"'{repeated}' is named twice; name each run once.")
+        logs = [write_mlperf_log(RunDirectory(run), overrides, path) for run, path in zip(runs, paths, strict=True)]
         written = [{"run_dir": str(run), "log": str(log)} for run, log in zip(runs, logs, strict=True)]
         return Document(
             document={"runs": written, "note": NOT_A_RESULT},

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import click
 
-from paceline.cli.options import Between, is_one_of_several, rank_count
+from paceline.cli.options import ProcessRange, is_launched_rank, rank_count
 from paceline.cli.train import ChangingProcesses, MaxRestarts, Train, Until
 from paceline.command import Overrides, Shape, command
 from paceline.errors import RunDirectoryError
@@ -54,15 +54,15 @@ class Resume:
         environment: dict[str, Any] = {}
         with contextlib.suppress(RunDirectoryError):  # a damaged one is set aside when the run starts
             environment = read_environment(directory)
-        words = ["paceline", "train", str(directory.root), "--run-dir", str(directory.root)]
-        if not is_one_of_several(processes, max_restarts):
+        arguments = ["paceline", "train", str(directory.root), "--run-dir", str(directory.root)]
+        if not is_launched_rank(processes, max_restarts):
             recorded = str(environment.get("command", "")).split()
             if processes is None:
                 processes = _recorded_processes(directory, recorded)
             text = _option(recorded, "--max-restarts")
             max_restarts = max_restarts or (int(text) if text.isdecimal() else 0)
-            count = f"{processes.lowest}:{processes.highest}" if isinstance(processes, Between) else str(processes)
-            words += ["--processes", count, *(["--max-restarts", str(max_restarts)] if max_restarts else [])]
+            count = f"{processes.lowest}:{processes.highest}" if isinstance(processes, ProcessRange) else str(processes)
+            arguments += ["--processes", count, *(["--max-restarts", str(max_restarts)] if max_restarts else [])]
         train = Train(
             recipe=str(directory.root),
             overrides=overrides,
@@ -71,16 +71,16 @@ class Resume:
             max_restarts=max_restarts,
             until=self.until,
         )
-        place = Path(str(environment.get("directory", "")))
-        os.environ[COMMAND_VARIABLE] = shlex.join(words)
+        folder = Path(str(environment.get("directory", "")))
+        os.environ[COMMAND_VARIABLE] = shlex.join(arguments)
         try:
-            with contextlib.chdir(place) if place.is_absolute() and place.is_dir() else contextlib.nullcontext():
+            with contextlib.chdir(folder) if folder.is_absolute() and folder.is_dir() else contextlib.nullcontext():
                 return train.stream(as_json=as_json)
         finally:
             del os.environ[COMMAND_VARIABLE]
 
 
-def _recorded_processes(directory: RunDirectory, recorded: list[str]) -> int | Between:
+def _recorded_processes(directory: RunDirectory, recorded: list[str]) -> int | ProcessRange:
     """Return the number of processes of the recorded command; by default the number that the run had.
 
     Raises:
@@ -99,7 +99,7 @@ def _recorded_processes(directory: RunDirectory, recorded: list[str]) -> int | B
 
 def _option(words: list[str], name: str) -> str:
     """Return the value of an option among words; empty without it."""
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=True):
         if word == name or word.startswith(f"{name}="):
-            return after if word == name else word.partition("=")[2]
+            return following if word == name else word.partition("=")[2]
     return ""

@@ -101,8 +101,8 @@ class Serve:
             def ready() -> None:
                 if not address.is_loopback:
                     echo(f"paceline: {address.url} {_OPEN}", err=True)
-                here = {"url": address.url, "target": str(self.target), "weights_sha256": predictor.digest}
-                echo(json.dumps(here) if as_json else f"{self.target} answers at {address.url} (Ctrl-C stops it)")
+                status = {"url": address.url, "target": str(self.target), "weights_sha256": predictor.digest}
+                echo(json.dumps(status) if as_json else f"{self.target} answers at {address.url} (Ctrl-C stops it)")
 
             server.serve(predictor, self.target, address, limits, say=lambda line: echo(line, err=True), ready=ready)
         return 0

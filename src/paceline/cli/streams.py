@@ -31,7 +31,7 @@ class StandardStream(io.TextIOWrapper):
         try:
             return super().write(text)
         except OSError as error:
-            self._lose(error)
+            self._on_write_error(error)
             return len(text)
 
     def flush(self) -> None:
@@ -39,43 +39,45 @@ class StandardStream(io.TextIOWrapper):
         try:
             super().flush()
         except OSError as error:
-            self._lose(error)
+            self._on_write_error(error)
 
-    def _lose(self, error: OSError) -> None:
+    def _on_write_error(self, error: OSError) -> None:
         if error.errno == errno.EPIPE and not self.is_optional:
             raise error
         self.is_lost = True
-        lead_nowhere(self)
+        discard_output(self)
         if self is not sys.stderr:
-            why = error.strerror or str(error)
-            told = f"progress is no longer shown ({why}); the run continues."
-            sys.stderr.write(f"paceline: {told if self.is_optional else f'cannot write standard output: {why}.'}\n")
+            reason = error.strerror or str(error)
+            message = f"progress is no longer shown ({reason}); the run continues."
+            sys.stderr.write(
+                f"paceline: {message if self.is_optional else f'cannot write standard output: {reason}.'}\n"
+            )
 
 
-def lead_nowhere(stream: TextIO) -> None:
+def discard_output(stream: TextIO) -> None:
     """Discard further writes to a stream."""
-    nowhere = os.open(os.devnull, _WRITE)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    null_device = os.open(os.devnull, _WRITE)
+    os.dup2(null_device, stream.fileno())
+    os.close(null_device)
 
 
-def hold_streams() -> None:
+def wrap_streams() -> None:
     """Wrap the standard streams of this process.
 
     A closed stream is opened, since otherwise the next file would get its descriptor: standard output so that writes
     fail, and standard error so that writes are discarded.
     """
-    held = []
+    descriptors = []
     for number, stream, mode in ((0, sys.stdin, _READ), (1, sys.stdout, _READ), (2, sys.stderr, _WRITE)):
         descriptor = number if stream is not None else os.open(os.devnull, mode)
         os.set_inheritable(descriptor, True)  # noqa: FBT003  # for the ranks of a run
-        held.append(descriptor)
-    sys.stdin = sys.stdin or open(held[0], closefd=False)  # noqa: SIM115  # it stays open
-    sys.stderr, sys.stdout = _taken(sys.stderr, held[2]), _taken(sys.stdout, held[1])
+        descriptors.append(descriptor)
+    sys.stdin = sys.stdin or open(descriptors[0], closefd=False)  # noqa: SIM115  # it stays open
+    sys.stderr, sys.stdout = _wrapped(sys.stderr, descriptors[2]), _wrapped(sys.stdout, descriptors[1])
     make_optional(sys.stderr)
 
 
-def _taken(stream: TextIO | None, descriptor: int) -> TextIO:
+def _wrapped(stream: TextIO | None, descriptor: int) -> TextIO:
     binary = open(descriptor, "wb", closefd=False)  # noqa: SIM115  # it stays open
     if not isinstance(stream, io.TextIOWrapper):
         return StandardStream(binary, encoding="utf-8", errors="backslashreplace")
@@ -94,12 +96,12 @@ def make_optional(stream: TextIO) -> None:
         stream.is_optional = True
 
 
-def with_output(code: int) -> int:
+def final_exit_code(code: int) -> int:
     """Return the exit code of a command that ends now: lost output is a failure, unless it is optional."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        lead_nowhere(sys.stdout)
+        discard_output(sys.stdout)
     lost = isinstance(sys.stdout, StandardStream) and sys.stdout.is_lost and not sys.stdout.is_optional
     return code or int(lost)
 
@@ -108,21 +110,21 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def ends_in_order() -> Iterator[None]:
+def exit_on_signals() -> Iterator[None]:
     """Exit on a stop request (SIGTERM) or a closed terminal (SIGHUP); Python already does so on SIGINT.
 
     Ignored signals, such as SIGHUP under ``nohup``, stay ignored.
     """
     previous = {number: signal.getsignal(number) for number in _SIGNALS}
-    heard = [number for number in _SIGNALS if previous[number] != signal.SIG_IGN]
-    for number in heard:
-        signal.signal(number, _end)
+    handled = [number for number in _SIGNALS if previous[number] != signal.SIG_IGN]
+    for number in handled:
+        signal.signal(number, _exit)
     try:
         yield
     finally:
-        for number in heard:
+        for number in handled:
             signal.signal(number, previous[number])
 
 
-def _end(number: int, _: FrameType | None) -> None:
+def _exit(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)

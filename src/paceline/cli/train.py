@@ -15,15 +15,15 @@ import click
 from annotated_types import Ge
 
 from paceline.cli.options import (
-    Between,
     Processes,
+    ProcessRange,
     choose_processes,
     is_first_process,
-    is_one_of_several,
+    is_launched_rank,
     launch,
     rank_count,
 )
-from paceline.cli.output import echo, ends_with, print_json, print_pairs, print_table, program
+from paceline.cli.output import echo, print_json, print_pairs, print_table, program, store_exit_code
 from paceline.cli.streams import make_optional
 from paceline.command import Overrides, RecipeName, Shape, command
 from paceline.errors import PacelineError
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from paceline.trainer.train import TrainResult
 
 _STOPPED = 75
-_TOLD = 5
+_MOST_SHOWN = 5
 # A plan does not build larger networks to measure their steps.
 _MEASURED_PARAMETERS = 100_000_000
 _CLIPS = {
@@ -54,7 +54,7 @@ _CLIPS = {
 
 
 ChangingProcesses = Annotated[
-    int | Between | None,
+    int | ProcessRange | None,
     Shape(metavar="N|MIN:MAX", parse=rank_count),
     "Start N ranks on this machine (default: one per GPU, 1 on a CPU; GPUs that cannot share the global batch evenly "
     "are left out). MIN:MAX starts MAX and continues with fewer after a failure (see --max-restarts). Leave it out "
@@ -112,10 +112,10 @@ class Train:
         overrides = self.overrides if self.until is None else (*self.overrides, f"train.until={self.until}")
         if not self.plan_only:
             make_optional(sys.stdout)
-        again = recipe not in shipped_recipes() and os.path.isfile(
+        is_run = recipe not in shipped_recipes() and os.path.isfile(
             os.path.join(os.path.expanduser(recipe), "plan.json")
         )
-        if again and not self.plan_only and run_dir is None:
+        if is_run and not self.plan_only and run_dir is None:
             raise click.UsageError(
                 f"'{recipe}' is a run: resume it with `paceline resume {recipe}`, or start a new run of its recipe "
                 f"with `paceline train {recipe} --run-dir DIR`."
@@ -130,43 +130,43 @@ class Train:
         if self.plan_only:
             _show_plan(loaded, self.processes, run_dir, as_json=as_json)
             return 0
-        if not is_one_of_several(self.processes, self.max_restarts):
+        if not is_launched_rank(self.processes, self.max_restarts):
             chosen = choose_processes(self.processes, loaded.recipe)
             if chosen.notice:
                 echo(f"note: {chosen.notice}", err=as_json)
-            if again and run_dir is not None and not RunDirectory(run_dir).exists():
+            if is_run and run_dir is not None and not RunDirectory(run_dir).exists():
                 echo(f"This is a new run in {run_dir}, with the recipe of {recipe}.", err=as_json)
-            words = ["train", recipe, *overrides]
-            more = ([] if run_dir is None else ["--run-dir", str(run_dir)]) + ["--json"] * as_json
-            restarts = self._restarts(chosen, [*words, *more])
-            launched = launch(chosen, [*words, "--resume", self.resume, *more], restarts)
+            arguments = ["train", recipe, *overrides]
+            options = ([] if run_dir is None else ["--run-dir", str(run_dir)]) + ["--json"] * as_json
+            restarts = self._restarts(chosen, [*arguments, *options])
+            launched = launch(chosen, [*arguments, "--resume", self.resume, *options], restarts)
             if launched is not None:
                 return launched
         return _train_here(loaded, run_dir, self.resume, as_json)
 
     def _restarts(self, chosen: Processes, arguments: list[str]) -> Restarts | None:
         """Return what to do if a rank dies; None for nothing."""
-        most = self.max_restarts
-        if isinstance(self.processes, Between) and not most:
+        limit = self.max_restarts
+        if isinstance(self.processes, ProcessRange) and not limit:
             raise click.UsageError(
                 f"--processes {self.processes.lowest}:{self.processes.highest} is for ranks that are started again "
                 "after a failure; add --max-restarts, or give one number."
             )
-        if not most:
+        if not limit:
             return None
         if self.run_dir is None:
             raise click.UsageError(
-                f"--max-restarts {most} resumes from the run's checkpoints, so it requires --run-dir; name a directory "
-                "with it."
+                f"--max-restarts {limit} resumes from the run's checkpoints, so it requires --run-dir; name a "
+                "directory with it."
             )
         if self.resume != "auto":
             raise click.UsageError(
-                f"--resume {self.resume} is for one start, and --max-restarts {most} may start the ranks again; run it "
-                "without --max-restarts first, and from then on without --resume."
+                f"--resume {self.resume} is for one start, and --max-restarts {limit} may start the ranks again; run "
+                "it without --max-restarts first, and from then on without --resume."
             )
         from paceline.distributed.local_launch import Restarts
 
-        return Restarts(most=most, sizes=(chosen.count, *chosen.fewer), run_dir=self.run_dir, arguments=arguments)
+        return Restarts(limit=limit, sizes=(chosen.count, *chosen.fewer), run_dir=self.run_dir, arguments=arguments)
 
 
 def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json: bool) -> int:
@@ -178,7 +178,7 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
     display = choose_display(sys.stderr if as_json else sys.stdout)
     options = Options(run_dir=run_dir, resume=resume, display=display, report=report_at_the_end)
     result = train_recipe(loaded, options)
-    code = ends_with(_STOPPED if result.status == "stopped" else 0)
+    code = store_exit_code(_STOPPED if result.status == "stopped" else 0)
     if is_first_process():
         if as_json:
             print_json({"run_dir": str(result.run_dir), **result.summary.to_json()})
@@ -235,18 +235,20 @@ def _figures(result: TrainResult, plan: Mapping[str, Any]) -> dict[str, Any]:
         figures["tokens"] = f"{format_count(rate)}/s, without padding"
     if summary.data_wait_fraction is not None:
         figures["waiting for data"] = f"{100 * summary.data_wait_fraction:.1f} %"
-    spent, whole = format_seconds(summary.train_seconds), format_seconds(summary.total_seconds)
-    figures["time"] = f"{spent} of training, {whole} in all"
+    train_time, total_time = format_seconds(summary.train_seconds), format_seconds(summary.total_seconds)
+    figures["time"] = f"{train_time} of training, {total_time} in all"
     if summary.peak_memory_bytes is not None:
         figures["peak memory"] = format_bytes(summary.peak_memory_bytes)
     return figures | {"run directory": result.run_dir} | ({"report": report} if report.is_file() else {})
 
 
-def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: Path | None, *, as_json: bool) -> None:
+def _show_plan(
+    loaded: LoadedRecipe, processes: int | ProcessRange | None, run_dir: Path | None, *, as_json: bool
+) -> None:
     from paceline.trainer.train import forecast_only, plan_only
 
     # Among several ranks the plan is for their world, unless another one is requested.
-    in_world = processes is None and is_one_of_several(None)
+    in_world = processes is None and is_launched_rank(None)
     chosen = None if in_world else choose_processes(processes, loaded.recipe)
     plan = plan_only(loaded, world_size=None if chosen is None else chosen.count, run_dir=run_dir)
     notices = [*loaded.checked(plan.unused).notices, *plan.left_out]
@@ -263,8 +265,8 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: P
         print_json({"plan": plan.to_tree(), **figures, "recipe": to_tree(loaded.recipe), "notices": notices})
         return
     echo(f"Plan of {loaded.name}")
-    told = {} if expected is None else {"expected": expected.message.removeprefix("expected: ")}
-    print_pairs(told | _plan_lines(plan) | {"optimizer": _optimizer_line(loaded.recipe)})
+    expected_line = {} if expected is None else {"expected": expected.message.removeprefix("expected: ")}
+    print_pairs(expected_line | _plan_lines(plan) | {"optimizer": _optimizer_line(loaded.recipe)})
     echo("\nLearning rate")
     rows = [(format_count(p.step), f"{p.learning_rate:.6g}", p.phase) for p in plan.learning_rates]
     print_table(("step", "rate", "phase"), rows)
@@ -295,8 +297,8 @@ def _show_plan(loaded: LoadedRecipe, processes: int | Between | None, run_dir: P
 def _plan_lines(plan: Plan) -> dict[str, str]:
     def every(occasion: Occasion, steps: int | None) -> str:
         if moments := plan.moments.get(occasion, ()):
-            first = ", ".join(map(format_count, moments[:_TOLD]))
-            return f"after step {first}{', …' * (len(moments) > _TOLD)} ({len(moments)} in all)"
+            first = ", ".join(map(format_count, moments[:_MOST_SHOWN]))
+            return f"after step {first}{', …' * (len(moments) > _MOST_SHOWN)} ({len(moments)} in all)"
         return "off" if steps is None else "every step" if steps == 1 else f"every {format_count(steps)} steps"
 
     def batch(size: int, micro_batches: int) -> str:
@@ -315,10 +317,10 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         checkpoint = "auto: by the clock"
     elif plan.checkpoint_every_steps is None:
         checkpoint = "off: only at the end, on a stop request and for the best evaluation (checkpoint.keep_best)"
-    whole = batch(plan.global_batch_size, plan.accumulation_steps)
+    global_batch = batch(plan.global_batch_size, plan.accumulation_steps)
     if plan.step_sizes[0] < plan.global_batch_size:
-        whole += f", cut to {counted(plan.step_sizes[0], 'sample')}"
-    before, last = plan.profile_steps or (0, 0)
+        global_batch += f", cut to {counted(plan.step_sizes[0], 'sample')}"
+    before_first, last = plan.profile_steps or (0, 0)
     lines: dict[str, str | None] = {
         "task": str(plan.data.get("task")),
         "processes": f"{plan.world_size} ({plan.strategy}), {counted(plan.threads_per_process, 'thread')} each",
@@ -328,7 +330,7 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         "training samples": format_count(plan.train_samples),
         "evaluation samples": format_count(plan.evaluation_samples),
         **{f"data {key}": str(value) for key, value in plan.data.items() if key != "task"},
-        "global batch": whole,
+        "global batch": global_batch,
         **{
             f"from epoch {each.first_epoch + 1}": "global batch "
             f"{batch(each.global_batch_size, each.logical_ranks // plan.world_size)}, "
@@ -345,46 +347,46 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         "checkpoint": checkpoint,
         "step record": every("log", plan.log_every_steps),
         "noise scale": every("noise_scale", each) if (each := plan.noise_scale_every_steps) else None,
-        "profile": f"steps {format_count(before + 1)} to {format_count(last)}" if plan.profile_steps else None,
+        "profile": f"steps {format_count(before_first + 1)} to {format_count(last)}" if plan.profile_steps else None,
     }
     return {name: line for name, line in lines.items() if line}
 
 
 def _optimizer_line(recipe: Recipe) -> str:
-    asked, schedule = recipe.optimizer, recipe.schedule
+    optimizer, schedule = recipe.optimizer, recipe.schedule
 
-    def course(value: float, course: Course) -> str:
+    def scheduled(value: float, course: Course) -> str:
         return f"{value:g}" if course.name == "constant" else f"{value:g} to {course.end:g} ({course.name})"
 
-    told: list[str] = [asked.name]
-    if asked.has("momentum"):
-        told.append(f"momentum {course(asked.momentum, schedule.momentum)}")
-    if asked.has("betas"):
-        first, second = asked.moment_decay
-        moved = f"{first:g}" if asked.has("momentum") else course(first, schedule.momentum)
-        told.append(f"betas {moved}, {second:g}")
-    if asked.moves_rest_by_sgd:
-        told.append(f"all but filters by sgd with momentum {asked.rest_momentum:g}")
-    told.append(f"weight decay {course(asked.weight_decay, schedule.weight_decay)}")
-    for name, what in _CLIPS.items():
-        if (limit := getattr(asked, name)) is not None:
-            told.append(f"{what} at most {limit:g}")
-    return ", ".join(told)
+    parts: list[str] = [optimizer.name]
+    if optimizer.has("momentum"):
+        parts.append(f"momentum {scheduled(optimizer.momentum, schedule.momentum)}")
+    if optimizer.has("betas"):
+        first, second = optimizer.moment_decay
+        first_beta = f"{first:g}" if optimizer.has("momentum") else scheduled(first, schedule.momentum)
+        parts.append(f"betas {first_beta}, {second:g}")
+    if optimizer.uses_sgd_for_rest:
+        parts.append(f"all but filters by sgd with momentum {optimizer.rest_momentum:g}")
+    parts.append(f"weight decay {scheduled(optimizer.weight_decay, schedule.weight_decay)}")
+    for name, description in _CLIPS.items():
+        if (limit := getattr(optimizer, name)) is not None:
+            parts.append(f"{description} at most {limit:g}")
+    return ", ".join(parts)
 
 
 def _precision_line(plan: Plan) -> str:
-    said = [plan.precision]
+    parts = [plan.precision]
     if plan.fp8_layers:
-        said.append(f"{counted(len(plan.fp8_layers), 'linear layer')} in fp8")
+        parts.append(f"{counted(len(plan.fp8_layers), 'linear layer')} in fp8")
     if plan.float32_matmul != "default":
-        said.append(f"fp32 products {plan.float32_matmul}")
-    return ", ".join([*said, *["channels last"] * plan.channels_last])
+        parts.append(f"fp32 products {plan.float32_matmul}")
+    return ", ".join([*parts, *["channels last"] * plan.channels_last])
 
 
 def _compiled_line(plan: Plan) -> str:
     if plan.compile == "off":
         return "no"
-    trained, evaluated = (
+    train_sizes, evaluation_sizes = (
         " and ".join(map(str, sizes)) or "none" for sizes in (plan.compiled_train_sizes, plan.compiled_evaluation_sizes)
     )
-    return f"{plan.compile}: training batches of {trained}, evaluation batches of {evaluated}"
+    return f"{plan.compile}: training batches of {train_sizes}, evaluation batches of {evaluation_sizes}"

@@ -38,7 +38,7 @@ class Watch:
 
     def stream(self, *, as_json: bool) -> int:
         """Show the runs until they end."""
-        from paceline.report.watch import WatchedRun, ending_of
+        from paceline.report.watch import WatchedRun, exit_line
 
         watched = [WatchedRun(run) for run in self.runs]
         if as_json:
@@ -51,7 +51,7 @@ class Watch:
         except KeyboardInterrupt:
             return 0  # the usual way to leave; the runs continue
         for run in watched:
-            echo(ending_of(run))
+            echo(exit_line(run))
         return 0
 
     def _follow(self, watched: list[WatchedRun]) -> None:

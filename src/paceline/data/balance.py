@@ -24,13 +24,13 @@ class SampleLengths:
         tokens: Tokens of each, at least 1, int64 [samples].
         multiple: A micro-batch is padded to its longest sample, rounded up to a multiple of this.
         width: Fixed padded length of each sample; None to pad to the longest of its micro-batch.
-        most: Maximum padded length; None for no limit.
+        max_width: Maximum padded length; None for no limit.
     """
 
     tokens: NDArray[np.int64]
     multiple: int = 1
     width: int | None = None
-    most: int | None = None
+    max_width: int | None = None
 
     @property
     def sha256(self) -> str:
@@ -47,7 +47,7 @@ class SampleLengths:
         if self.width is not None:
             return np.full(len(ids), self.width)
         rounded = -(-self.tokens[ids] // self.multiple) * self.multiple
-        return rounded if self.most is None else np.minimum(rounded, self.most)
+        return rounded if self.max_width is None else np.minimum(rounded, self.max_width)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class StepLoad:
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Costliest:
+class LargestMicroBatch:
     """The micro-batch that takes the most memory.
 
     Attributes:
@@ -82,7 +82,7 @@ class Costliest:
     logical_rank: int
 
 
-def dealt_to_steps(order: SampleIds, tokens: NDArray[np.int64], batch_size: int) -> SampleIds:
+def balance_steps(order: SampleIds, tokens: NDArray[np.int64], batch_size: int) -> SampleIds:
     """Reorder an epoch so that all steps have about the same number of tokens.
 
     The random order determines the samples of the last, smaller step, the placement of equally long samples, and the
@@ -100,15 +100,15 @@ def dealt_to_steps(order: SampleIds, tokens: NDArray[np.int64], batch_size: int)
     steps = len(order) // batch_size
     if steps < 2 or batch_size < 2:
         return order
-    whole = order[: steps * batch_size]
-    descending = np.argsort(-tokens[whole], kind="stable")
-    places = _dealt(descending[None], tokens[whole], steps)
+    complete = order[: steps * batch_size]
+    descending = np.argsort(-tokens[complete], kind="stable")
+    assignment = _deal(descending[None], tokens[complete], steps)
     # A step takes the position at which its longest sample was drawn, which is independent of length.
-    places = places[np.argsort(places[:, 0])]
-    return np.concatenate([whole[places.ravel()], order[steps * batch_size :]])
+    assignment = assignment[np.argsort(assignment[:, 0])]
+    return np.concatenate([complete[assignment.ravel()], order[steps * batch_size :]])
 
 
-def _dealt(groups: NDArray[np.int64], costs: NDArray[np.int64], shares: int) -> NDArray[np.int64]:
+def _deal(groups: NDArray[np.int64], costs: NDArray[np.int64], shares: int) -> NDArray[np.int64]:
     """Deal each group's members into shares of equal size and about equal cost.
 
     Members are dealt by descending cost, one per share and round; the most expensive one goes to the cheapest share so
@@ -126,13 +126,13 @@ def _dealt(groups: NDArray[np.int64], costs: NDArray[np.int64], shares: int) -> 
     strata = groups.reshape(count, members // shares, shares)
     dealt = np.empty((members // shares, count, shares), dtype=np.int64)
     sums = np.zeros((count, shares), dtype=np.int64)
-    for index, taken in enumerate(dealt):
-        np.put_along_axis(taken, np.argsort(sums, axis=1, kind="stable"), strata[:, index], axis=1)
-        sums += costs[taken]
+    for index, dealt_members in enumerate(dealt):
+        np.put_along_axis(dealt_members, np.argsort(sums, axis=1, kind="stable"), strata[:, index], axis=1)
+        sums += costs[dealt_members]
     return dealt.transpose(1, 2, 0).reshape(count * shares, members // shares)
 
 
-def shared_out(padded: NDArray[np.int64], parts: int) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+def partition_costs(padded: NDArray[np.int64], parts: int) -> tuple[NDArray[np.int64], tuple[int, ...]]:
     """Divide a step's samples into parts of about equal cost, ordered for any number of processes.
 
     With few and long samples no cut makes all parts equal. So the parts are ordered such that each half, each quarter
@@ -152,21 +152,21 @@ def shared_out(padded: NDArray[np.int64], parts: int) -> tuple[NDArray[np.int64]
     costs = sizes * padded[bounds[:-1]]
     groups = np.argsort(-costs, kind="stable")[None]
     for factor in _prime_factors(parts):
-        groups = _dealt(groups, costs, factor)
+        groups = _deal(groups, costs, factor)
     parts_in_order = groups.ravel()
-    places = np.concatenate([np.arange(bounds[part], bounds[part + 1]) for part in parts_in_order])
-    return places, (0, *np.cumsum(sizes[parts_in_order]).tolist())
+    indices = np.concatenate([np.arange(bounds[part], bounds[part + 1]) for part in parts_in_order])
+    return indices, (0, *np.cumsum(sizes[parts_in_order]).tolist())
 
 
 def _prime_factors(number: int) -> list[int]:
     """Return the prime factors in ascending order."""
-    found, factor = [], 2
+    factors, factor = [], 2
     while number > 1:
         while number % factor == 0:
-            found.append(factor)
+            factors.append(factor)
             number //= factor
         factor += 1
-    return found
+    return factors
 
 
 def even_bounds(size: int, parts: int) -> tuple[int, ...]:

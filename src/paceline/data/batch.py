@@ -58,26 +58,26 @@ def copied(value: Nested) -> Nested:
     return mapped(lambda tensor: tensor.clone(), value)
 
 
-def chosen(value: Nested, rows: Sequence[int], *, of: int) -> Nested:
+def select_rows(value: Nested, rows: Sequence[int], *, size: int) -> Nested:
     """Select some samples of a batch's inputs or targets, in the given order.
 
     Args:
         value: A value for the whole batch.
         rows: Indices of samples; repeats are allowed.
-        of: Number of samples in the batch. Values with another length are not per-sample and stay unchanged.
+        size: Number of samples in the batch. Values with another length are not per-sample and stay unchanged.
     """
     if isinstance(value, Tensor):
-        if not value.ndim or len(value) != of:
+        if not value.ndim or len(value) != size:
             return value
-        found = value.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=value.device))
+        selected = value.index_select(0, torch.as_tensor(rows, dtype=torch.int64, device=value.device))
         is_last = value.ndim == 4 and value.is_contiguous(memory_format=torch.channels_last)
-        return found.contiguous(memory_format=torch.channels_last) if is_last else found
+        return selected.contiguous(memory_format=torch.channels_last) if is_last else selected
     if isinstance(value, dict):
-        return {key: chosen(each, rows, of=of) for key, each in value.items()}
+        return {key: select_rows(each, rows, size=size) for key, each in value.items()}
     if isinstance(value, list):
-        return [value[row] for row in rows] if len(value) == of else value
+        return [value[row] for row in rows] if len(value) == size else value
     if isinstance(value, tuple):
-        parts = (chosen(each, rows, of=of) for each in value)
+        parts = (select_rows(each, rows, size=size) for each in value)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value
 

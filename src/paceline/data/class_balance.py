@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.random_draws import seed_of
+from paceline.data.random_draws import derive_seed
 from paceline.data.slices import SampleIds
 from paceline.errors import RecipeError, did_you_mean
 
@@ -44,7 +44,7 @@ class ClassDraws:
 
 
 @lru_cache(maxsize=2)
-def drawn_order(seed: int, epoch: int, draws: ClassDraws, repeats: int = 1) -> SampleIds:
+def sampled_order(seed: int, epoch: int, draws: ClassDraws, repeats: int = 1) -> SampleIds:
     """Draw as many samples as there are, with replacement; return the draws' keys, int64 [samples], read-only.
 
     The key of a draw is ``id + samples * (earlier draws of the id in this epoch)``: no two draws of an epoch have the
@@ -57,51 +57,51 @@ def drawn_order(seed: int, epoch: int, draws: ClassDraws, repeats: int = 1) -> S
         repeats: How often each draw is repeated in a row, with the ids of the same image (see ``epoch_order``).
     """
     different = len(draws.classes)
-    drawn = _mixed(seed, epoch, draws) if draws.counts else _drawn_by_class(seed, epoch, draws)
-    sorted_places = np.argsort(drawn, kind="stable")
-    ids = drawn[sorted_places]
-    earlier = np.empty_like(drawn)
+    positions = _sample_mixture(seed, epoch, draws) if draws.counts else _sample_by_class(seed, epoch, draws)
+    sorted_places = np.argsort(positions, kind="stable")
+    ids = positions[sorted_places]
+    earlier = np.empty_like(positions)
     earlier[sorted_places] = np.arange(different) - np.searchsorted(ids, ids)
-    first = drawn + different * repeats * earlier
+    first = positions + different * repeats * earlier
     keys: SampleIds = (first[:, None] + different * np.arange(repeats)).reshape(-1)
     keys.flags.writeable = False
     return keys
 
 
-def _drawn_by_class(seed: int, epoch: int, draws: ClassDraws) -> SampleIds:
+def _sample_by_class(seed: int, epoch: int, draws: ClassDraws) -> SampleIds:
     """Draw samples by class weight, in random order.
 
     Every class has its share of the epoch and every sample its share of the draws, exact to within one: a random start
     decides about fractional shares (systematic sampling).
     """
     different = len(draws.classes)
-    words = np.random.Philox(key=[seed_of(seed, _PURPOSE), epoch]).random_raw(2 * different + 1)
-    by_class = np.lexsort((words[:different], draws.classes))
+    random_words = np.random.Philox(key=[derive_seed(seed, _PURPOSE), epoch]).random_raw(2 * different + 1)
+    by_class = np.lexsort((random_words[:different], draws.classes))
     ends = np.cumsum(np.array(draws.weights)[draws.classes[by_class]])
-    start = float(words[-1] >> np.uint64(11)) * 2.0**-53
+    start = float(random_words[-1] >> np.uint64(11)) * 2.0**-53
     marks = (np.arange(different) + start) * (ends[-1] / different)
-    drawn = by_class[np.minimum(np.searchsorted(ends, marks, side="right"), different - 1)]
-    shuffled: SampleIds = drawn[np.argsort(words[different : 2 * different], kind="stable")]
+    samples = by_class[np.minimum(np.searchsorted(ends, marks, side="right"), different - 1)]
+    shuffled: SampleIds = samples[np.argsort(random_words[different : 2 * different], kind="stable")]
     return shuffled
 
 
-def _mixed(seed: int, epoch: int, draws: ClassDraws) -> SampleIds:
+def _sample_mixture(seed: int, epoch: int, draws: ClassDraws) -> SampleIds:
     """Draw an epoch's share of each data set, with the sets evenly interleaved.
 
     Each set is traversed in a sequence of fresh permutations that continues across epochs: no sample repeats before all
     of its set have been used. The j-th of n draws of a set is placed at (j + 1/2) / n of the epoch.
     """
-    drawn, places = [], []
+    samples, positions = [], []
     for number, count in enumerate(draws.counts):
         members = np.flatnonzero(draws.classes == number)
-        before, size = epoch * count, len(members)
-        passes = range(before // size, -(-(before + count) // size))
-        seed_of_set = seed_of(seed, _PURPOSE_IN_TURN, number)
+        used, size = epoch * count, len(members)
+        passes = range(used // size, -(-(used + count) // size))
+        seed_of_set = derive_seed(seed, _PURPOSE_IN_TURN, number)
         words = (np.random.Philox(key=[seed_of_set, each]).random_raw(size) for each in passes)
-        turns = np.concatenate([members[np.argsort(each, kind="stable")] for each in words])
-        drawn.append(turns[before % size :][:count])
-        places.append((np.arange(count) + 0.5) / count)
-    mixed: SampleIds = np.concatenate(drawn)[np.argsort(np.concatenate(places), kind="stable")]
+        sequence = np.concatenate([members[np.argsort(each, kind="stable")] for each in words])
+        samples.append(sequence[used % size :][:count])
+        positions.append((np.arange(count) + 0.5) / count)
+    mixed: SampleIds = np.concatenate(samples)[np.argsort(np.concatenate(positions), kind="stable")]
     return mixed
 
 
@@ -133,7 +133,7 @@ def counts_by_ratio(ratios: Mapping[str, float], sets: SampleClasses) -> tuple[i
 
 
 def weights_by_class(
-    key: str, asked: str | Mapping[str, float], labels: SampleClasses, names: Sequence[str]
+    key: str, requested: str | Mapping[str, float], labels: SampleClasses, names: Sequence[str]
 ) -> tuple[float, ...]:
     """Return the weight of each class.
 
@@ -142,28 +142,28 @@ def weights_by_class(
 
     Args:
         key: The recipe key, for the message.
-        asked: ``balanced``, or weights by class name.
+        requested: ``balanced``, or weights by class name.
         labels: The class of each training sample.
         names: The classes' names.
 
     Raises:
         RecipeError: If the mapping names an unknown class.
     """
-    if isinstance(asked, str):
+    if isinstance(requested, str):
         counts = np.bincount(labels, minlength=len(names))
         even = len(labels) / np.count_nonzero(counts)
         return tuple(np.where(counts > 0, even / np.maximum(counts, 1), 1.0).tolist())
-    for name in asked:
+    for name in requested:
         if name not in names:
-            known = ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
+            names_text = ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
             hint = did_you_mean(name, names)
-            raise RecipeError(f"{key} names {name!r}, but the data has the {len(names)} classes {known}.{hint}")
-    return tuple(float(asked.get(name, 1.0)) for name in names)
+            raise RecipeError(f"{key} names {name!r}, but the data has the {len(names)} classes {names_text}.{hint}")
+    return tuple(float(requested.get(name, 1.0)) for name in names)
 
 
-def in_words(weights: Sequence[float], labels: SampleClasses, names: Sequence[str]) -> str:
+def describe_weights(weights: Sequence[float], labels: SampleClasses, names: Sequence[str]) -> str:
     """Describe the smallest and the largest weight of the classes that have samples."""
     counts = np.bincount(labels, minlength=len(names))
-    present = np.flatnonzero(counts).tolist()
-    ends = (choose(present, key=lambda each: weights[each]) for choose in (min, max))
+    nonempty = np.flatnonzero(counts).tolist()
+    ends = (choose(nonempty, key=lambda each: weights[each]) for choose in (min, max))
     return " to ".join(f"{weights[each]:.3g} for {names[each]!r} ({counts[each]:,} samples)" for each in ends)

@@ -29,11 +29,11 @@ TOO_FRESH_NS = 3_000_000_000
 
 def stamp_of(path: str) -> Stamp:
     """Return a stamp that changes when a file is written or replaced; raises OSError."""
-    found = os.stat(path)
-    return found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+    status = os.stat(path)
+    return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
-def stamp_if_there(path: str) -> Stamp | None:
+def stamp_or_none(path: str) -> Stamp | None:
     """Return the same as :func:`stamp_of`, or None if the file is missing."""
     try:
         return stamp_of(path)
@@ -60,7 +60,7 @@ def remember(path: Path, content: bytes) -> bool:
     return True
 
 
-def found_once(
+def cached(
     kind: str,
     key: object,
     stamps: Sequence[Stamp | None],
@@ -81,14 +81,14 @@ def found_once(
     path = cache_folder() / kind / f"{_digest(key)}.json"
     state = _digest(stamps)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        known = load_json(path.read_bytes())
-        if known["state"] == state:
-            return known["found"]
-    found = find()
-    settled = all(each is not None and max(each[2:]) < now - TOO_FRESH_NS for each in stamps)
-    if settled and is_kept(found):
-        remember(path, json.dumps({"state": state, "found": found}).encode())
-    return found
+        stored = load_json(path.read_bytes())
+        if stored["state"] == state:
+            return stored["found"]
+    result = find()
+    is_settled = all(each is not None and max(each[2:]) < now - TOO_FRESH_NS for each in stamps)
+    if is_settled and is_kept(result):
+        remember(path, json.dumps({"state": state, "found": result}).encode())
+    return result
 
 
 def _digest(facts: object) -> str:

@@ -19,10 +19,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.balance import Costliest, SampleLengths, StepLoad, dealt_to_steps, even_bounds, shared_out
-from paceline.data.class_balance import ClassDraws, drawn_order
+from paceline.data.balance import (
+    LargestMicroBatch,
+    SampleLengths,
+    StepLoad,
+    balance_steps,
+    even_bounds,
+    partition_costs,
+)
+from paceline.data.class_balance import ClassDraws, sampled_order
+from paceline.data.keyed_order import KeyedOrder
 from paceline.data.slices import SampleIds, SampleShapes, SampleSlice, SampleWeights
-from paceline.plan.epochs import Epochs
+from paceline.plan.epochs import SORTED_AT_MOST, Epochs
 from paceline.world import World
 
 _LOOKED_AT = 200  # steps; cutting one takes about a millisecond
@@ -37,8 +45,11 @@ def epoch_order(seed: int, epoch: int, samples: int, repeats: int = 1) -> Sample
     several times in one batch (Hoffer et al. 2019).
 
     Sorts the raw words of NumPy's counter-based Philox: the raw stream is guaranteed not to change between
-    NumPy versions, unlike ``Generator.permutation``.
+    NumPy versions, unlike ``Generator.permutation``. More than ``SORTED_AT_MOST`` samples have the order of
+    :class:`~paceline.data.keyed_order.KeyedOrder`, which gives slices without the rest.
     """
+    if samples > SORTED_AT_MOST:
+        return KeyedOrder(seed, epoch, samples, repeats)[:]
     different = samples // repeats
     words = np.random.Philox(key=[seed, epoch]).random_raw(different)
     order = np.argsort(words, kind="stable")
@@ -48,10 +59,13 @@ def epoch_order(seed: int, epoch: int, samples: int, repeats: int = 1) -> Sample
     return order
 
 
+_keyed_order = lru_cache(maxsize=2)(KeyedOrder)
+
+
 @lru_cache(maxsize=2)
 def balanced_order(seed: int, epoch: int, lengths: SampleLengths, batch_size: int) -> SampleIds:
     """The same for samples of unequal length: steps of ``batch_size`` samples have similar token counts."""
-    order = dealt_to_steps(epoch_order(seed, epoch, len(lengths.tokens)), lengths.tokens, batch_size)
+    order = balance_steps(epoch_order(seed, epoch, len(lengths.tokens)), lengths.tokens, batch_size)
     order.flags.writeable = False
     return order
 
@@ -64,7 +78,7 @@ def _balanced_cut(
     order = balanced_order(seed, epoch, lengths, batch_size)
     ids = order[position * batch_size : (position + 1) * batch_size]
     ids = ids[np.argsort(-lengths.tokens[ids], kind="stable")]
-    places, bounds = shared_out(lengths.padded(ids), logical_ranks)
+    places, bounds = partition_costs(lengths.padded(ids), logical_ranks)
     return ids[places], bounds
 
 
@@ -117,7 +131,9 @@ class StepGeometry:
         """Return one process's micro-batches of a step, in logical order, phantoms first; never empty."""
         keys, bounds = self._cut_keys(step)
         ids = self._ids(keys)
-        epoch, ranks = self.epochs.place(step)[0], self.epochs.phase_at(step).logical_ranks
+        (epoch, position), phase = self.epochs.locate(step), self.epochs.phase_at(step)
+        is_consecutive = self._balances is None and self.sort_key is None
+        first = position * phase.global_batch_size if is_consecutive else None
         parts = _parts(bounds, world, in_step=self.in_step)
         step_weight = len(ids) if self.weights is None else int(self.weights[ids].sum())
         class_weight = None if self.class_weights is None else float(self.class_weights[ids].mean())
@@ -131,10 +147,11 @@ class StepGeometry:
                 weight=None if self.weights is None else int(self.weights[ids[part.begin : part.end]].sum()),
                 step_weight=step_weight,
                 step_samples=None if self.weights is None else len(ids),
-                logical_ranks=ranks,
+                logical_ranks=phase.logical_ranks,
                 phantom=part.phantom,
                 mean_class_weight=class_weight,
                 keys=None if self.draws is None else keys[part.begin : part.end],
+                first=None if first is None else first + part.begin,
             )
             for part in parts
         ]
@@ -152,7 +169,7 @@ class StepGeometry:
             processes=processes,
         )
 
-    def costliest(self, first: int, last: int) -> Costliest | None:
+    def costliest(self, first: int, last: int) -> LargestMicroBatch | None:
         """Return the largest micro-batch of steps ``first`` to ``last`` (excluded).
 
         Of the steps after the first 200, only those with the longest sample or largest picture of the first two epochs
@@ -165,25 +182,25 @@ class StepGeometry:
             return None
         later: list[int] = []
         if last > first + _LOOKED_AT:
-            epoch = self.epochs.place(first)[0]
+            epoch = self.epochs.locate(first)[0]
             # A resumed run may have passed this epoch's longest sample.
             begun = (each for each in (epoch, epoch + 1) if self.epochs.first_step(each) < last)
             later = [step for each in begun if first <= (step := self._step_of_longest(each)) < last]
-        found = self._costliest_of(range(first, min(last, first + _LOOKED_AT)))
+        largest = self._costliest_of(range(first, min(last, first + _LOOKED_AT)))
         longest = self._costliest_of(later)
-        return longest if longest and found and longest.positions > found.positions else found
+        return longest if longest and largest and longest.positions > largest.positions else largest
 
-    def _costliest_of(self, steps: Iterable[int]) -> Costliest | None:
-        found = (
-            Costliest(positions=cost, step=step, logical_rank=rank)
+    def _costliest_of(self, steps: Iterable[int]) -> LargestMicroBatch | None:
+        candidates = (
+            LargestMicroBatch(positions=cost, step=step, logical_rank=rank)
             for step in steps
             for rank, cost in enumerate(self._areas(step) if self.lengths is None else self._costs(step, self.lengths))
         )
-        return max(found, default=None)
+        return max(candidates, default=None)
 
     def _step_of_longest(self, epoch: int) -> int:
         """Return the step that has the epoch's longest sample, or its largest picture."""
-        ids = self._ids(self._order(epoch))
+        ids = self._ids(self._order(epoch)[:])
         if self.lengths is not None:
             costs = self.lengths.tokens[ids]
         else:
@@ -206,16 +223,18 @@ class StepGeometry:
         # An empty micro-batch has no longest sample.
         return [(end - begin) * int(padded[begin:end].max(initial=0)) for begin, end in pairwise(bounds)]
 
-    def uses(self, epoch: int) -> NDArray[np.int64] | None:
-        """Return how often an epoch uses each sample, [samples]; None: once."""
-        return None if self.draws is None else np.bincount(self._ids(self._order(epoch)), minlength=self.samples)
+    def ids_at(self, epoch: int, begin: int, end: int) -> SampleIds:
+        """Return the samples at positions ``begin`` to ``end`` (excluded) of an epoch's order."""
+        return self._ids(self._order(epoch)[begin:end])
 
     def _ids(self, keys: SampleIds) -> SampleIds:
         return keys if self.draws is None else keys % self.samples
 
-    def _order(self, epoch: int) -> SampleIds:
+    def _order(self, epoch: int) -> SampleIds | KeyedOrder:
         if self.draws is not None:
-            return drawn_order(self.seed, epoch, self.draws, self.repeats)
+            return sampled_order(self.seed, epoch, self.draws, self.repeats)
+        if self._balances is None and self.samples > SORTED_AT_MOST:
+            return _keyed_order(self.seed, epoch, self.samples, self.repeats)
         if self._balances is None:
             return epoch_order(self.seed, epoch, self.samples, self.repeats)
         return balanced_order(self.seed, epoch, self._balances, self.epochs.phase_of_epoch(epoch).global_batch_size)
@@ -227,7 +246,7 @@ class StepGeometry:
 
     def _cut_keys(self, step: int) -> tuple[SampleIds, tuple[int, ...]]:
         """The same, with the keys of samples drawn with replacement."""
-        (epoch, position), phase = self.epochs.place(step), self.epochs.phase_at(step)
+        (epoch, position), phase = self.epochs.locate(step), self.epochs.phase_at(step)
         if self._balances is not None:
             return _balanced_cut(
                 self.seed, epoch, self._balances, position, phase.global_batch_size, phase.logical_ranks
@@ -248,14 +267,14 @@ class StepGeometry:
         begun = -1
         for step in range(first_step, last_step):
             yield from self.slices(step, world)
-            epoch, _ = self.epochs.place(step)
+            epoch, _ = self.epochs.locate(step)
             if epoch != begun:
                 begun = epoch
                 self._order_ahead(epoch + 1, last_step)
 
     def _order_ahead(self, epoch: int, last_step: int) -> None:
         """Compute a long epoch's order in advance: sorting a million samples takes longer than some steps."""
-        if self.samples >= _ORDERED_AHEAD and self.epochs.place(last_step - 1)[0] >= epoch:
+        if _ORDERED_AHEAD <= self.samples <= SORTED_AT_MOST and self.epochs.locate(last_step - 1)[0] >= epoch:
             threading.Thread(target=self._order, args=(epoch,), name="epoch order", daemon=True).start()
 
     @property
@@ -307,7 +326,7 @@ def _parts(bounds: tuple[int, ...], world: World, *, in_step: bool) -> tuple[_Pa
 
 def evaluation_rounds(samples: int, batch_size: int, world: World, shapes: SampleShapes | None = None) -> int:
     """Return the maximum number of evaluation batches of any process."""
-    batches = sum(math.ceil(len(ids) / batch_size) for _, ids in _alike(samples, shapes))
+    batches = sum(math.ceil(len(ids) / batch_size) for _, ids in _group_by_shape(samples, shapes))
     return math.ceil(batches / world.world_size)
 
 
@@ -321,18 +340,18 @@ def evaluation_slices(
     grouped by shape, and a batch holds samples of one shape.
     """
     batches = [
-        (shape, ids[at : at + batch_size])
-        for shape, ids in _alike(samples, shapes)
-        for at in range(0, len(ids), batch_size)
+        (shape, ids[start : start + batch_size])
+        for shape, ids in _group_by_shape(samples, shapes)
+        for start in range(0, len(ids), batch_size)
     ]
     for index in range(world.rank, len(batches), world.world_size):
         shape, ids = batches[index]
         yield SampleSlice(step=index, epoch=0, logical_rank=index, ids=ids, step_weight=len(ids), shape=shape)
 
 
-def _alike(samples: int, shapes: SampleShapes | None) -> list[tuple[tuple[int, int] | None, SampleIds]]:
+def _group_by_shape(samples: int, shapes: SampleShapes | None) -> list[tuple[tuple[int, int] | None, SampleIds]]:
     """Return the samples of each shape, in order."""
     if shapes is None:
         return [(None, np.arange(samples))]
-    distinct, which = np.unique(shapes, axis=0, return_inverse=True)
-    return [((int(h), int(w)), np.flatnonzero(which.ravel() == index)) for index, (h, w) in enumerate(distinct)]
+    distinct, group = np.unique(shapes, axis=0, return_inverse=True)
+    return [((int(h), int(w)), np.flatnonzero(group.ravel() == index)) for index, (h, w) in enumerate(distinct)]

@@ -105,7 +105,7 @@ def reading_threads(workers: int | str, world: World) -> tuple[int, str]:
     return threads, f"threads that read: {cores} cores for {world.local_world_size} process(es), one for training"
 
 
-def made_ahead(
+def prefetch_map(
     make: Callable[[Piece], Made], pieces: Iterable[Piece], *, threads: int, prefetch: int = 1
 ) -> Iterator[Made]:
     """Yield ``make(piece)`` for each piece in order, and compute the next ones in advance.
@@ -151,17 +151,17 @@ class Normalize:
         """Normalise; the result has the placement's memory format."""
         size = images.shape[1:]
         if size not in self._factors:
-            self._factors[size] = (self._whole(self._scale, size), self._whole(self._shift, size))
+            self._factors[size] = (self._expand(self._scale, size), self._expand(self._shift, size))
         scale, shift = self._factors[size]
         return images.to(torch.float32, memory_format=self._format).mul_(scale).add_(shift)
 
-    def _whole(self, factor: torch.Tensor, size: torch.Size) -> torch.Tensor:
+    def _expand(self, factor: torch.Tensor, size: torch.Size) -> torch.Tensor:
         # As large as an image: broadcasting three factors along the fastest axis (channels last) would not be
         # vectorised.
         return factor.expand(1, *size).contiguous(memory_format=self._format).to(self._device)
 
 
-def as_they_are(inputs: Nested) -> Nested:
+def identity(inputs: Nested) -> Nested:
     """For :func:`to_device`: return inputs unchanged."""
     return inputs
 
@@ -192,13 +192,13 @@ def to_device(
         moved = _moved(batch, normalize, placement.device)
         return moved if finish is None else finish(moved)
 
-    def move_here(batch: Batch) -> Batch:
+    def move_on_stream(batch: Batch) -> Batch:
         with moving():
             return move(batch)
 
     if placement.device.type in ("cuda", "xpu"):
-        return _one_ahead(batches, move, placement.device, moving)
-    return map(move_here, batches)
+        return _prefetch_one(batches, move, placement.device, moving)
+    return map(move_on_stream, batches)
 
 
 def _moved(batch: Batch, normalize: Callable[[Nested], Nested], device: torch.device) -> Batch:
@@ -211,7 +211,7 @@ def _moved(batch: Batch, normalize: Callable[[Nested], Nested], device: torch.de
     return Batch(normalize(inputs), targets, batch.ids, batch.slice, batch.broken)
 
 
-def _one_ahead(
+def _prefetch_one(
     batches: Iterator[Batch],
     move: Callable[[Batch], Batch],
     device: torch.device,
@@ -269,7 +269,7 @@ class SimplePipeline:
         name: str = "sample",
         threads: int = 0,
         prefetch: int = 2,
-        normalize: Callable[[Nested], Nested] = as_they_are,
+        normalize: Callable[[Nested], Nested] = identity,
     ) -> None:
         self._read = read
         self._evaluation_samples = evaluation_samples
@@ -306,7 +306,7 @@ class SimplePipeline:
 
     def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
         make = partial(self._batch, training=training)
-        batches = made_ahead(make, slices, threads=self._threads, prefetch=self._prefetch)
+        batches = prefetch_map(make, slices, threads=self._threads, prefetch=self._prefetch)
         return to_device(batches, self._normalize, self._placement, moving=self._moving if training else nullcontext)
 
     def _batch(self, part: SampleSlice, *, training: bool) -> Batch:

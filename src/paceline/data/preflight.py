@@ -78,7 +78,7 @@ class Findings:
     warnings: tuple[str, ...] = ()
 
 
-def look_at_machine(loading: Loading, shared_memory: Path = SHARED_MEMORY) -> Findings:
+def check_machine(loading: Loading, shared_memory: Path = SHARED_MEMORY) -> Findings:
     """Compare a run's requirements with this process's limits.
 
     Args:
@@ -94,7 +94,7 @@ def look_at_machine(loading: Loading, shared_memory: Path = SHARED_MEMORY) -> Fi
 def _shared_memory(loading: Loading, path: Path) -> tuple[str, str]:
     """Return the error and the warning about too little shared memory."""
     try:
-        found = os.statvfs(path)
+        status = os.statvfs(path)
     except OSError:
         return "", ""  # a system that keeps it elsewhere
     if not os.access(path, os.W_OK):
@@ -102,7 +102,7 @@ def _shared_memory(loading: Loading, path: Path) -> tuple[str, str]:
             f"{loading} hand over batches in shared memory, and {path} "
             "cannot be written to: mount it writable, or set data.workers=0."
         ), ""
-    free = found.f_bavail * found.f_frsize
+    free = status.f_bavail * status.f_frsize
     size = "batch.micro_size" if loading.train_batch_bytes else "evaluate.batch_size"
     change = (
         # With a 50 % margin, in Docker's notation.
@@ -146,10 +146,11 @@ def _descriptors(loading: Loading) -> str:
 def _cores(loading: Loading) -> str:
     """Return the warning about loader processes that compete for cores."""
     cores = available_cores()
-    asked = loading.processes * loading.workers
-    if asked <= max(cores, loading.processes):
+    requested = loading.processes * loading.workers
+    if requested <= max(cores, loading.processes):
         return ""
     return (
-        f"{asked} loader processes (data.workers={loading.workers}) are requested, and {cores} core{'s' * (cores > 1)} "
-        "may be used; more processes than cores are no faster: lower data.workers, or leave it to auto."
+        f"{requested} loader processes (data.workers={loading.workers}) are requested, and "
+        f"{cores} core{'s' * (cores > 1)} may be used; more processes than cores are no faster: "
+        "lower data.workers, or leave it to auto."
     )

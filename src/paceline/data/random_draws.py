@@ -60,8 +60,8 @@ def uniforms(seed: int, epoch: int, ids: NDArray[np.int64], count: int) -> NDArr
     return np.multiply(drawn, 2.0**-32, dtype=np.float64)
 
 
-def seed_of(*parts: int) -> int:
-    """Mix integers into one 63-bit generator seed, e.g. ``seed_of(seed, step, logical_rank)`` for dropout.
+def derive_seed(*parts: int) -> int:
+    """Mix integers into one 63-bit generator seed, e.g. ``derive_seed(seed, step, logical_rank)`` for dropout.
 
     SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014), chained over the parts.
     """

@@ -35,6 +35,7 @@ class SampleSlice:
         mean_class_weight: Mean class weight of the whole global step's samples; None without class weights. Each
             micro-batch's weighted loss is divided by it, so that the step's loss is the weighted mean.
         keys: For samples drawn with replacement, a number per draw, int64 [N]; None otherwise.
+        first: Position of the first sample in the epoch's order, if the ids are consecutive there; None otherwise.
     """
 
     step: int
@@ -50,6 +51,7 @@ class SampleSlice:
     step_samples: int | None = None
     mean_class_weight: float | None = None
     keys: SampleIds | None = None
+    first: int | None = None
 
     @property
     def variation_keys(self) -> SampleIds:

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 # If a split has several names, the first one is read.
-WORDS = {
+SPLIT_NAMES = {
     TRAIN: ("train", "training"),
     VALIDATION: ("validation", "val", "valid", "dev"),
     TEST: ("test", "testing"),
@@ -19,7 +19,7 @@ def split_of(path: PurePath) -> str | None:
     """Return the split named by the words of a path, innermost part first; None if none is."""
     for part in reversed(path.parts):
         words = re.split(r"[^a-z]+", part.lower())
-        for split, names in WORDS.items():
+        for split, names in SPLIT_NAMES.items():
             if not set(names).isdisjoint(words):
                 return split
     return None
@@ -27,7 +27,7 @@ def split_of(path: PurePath) -> str | None:
 
 def held_out_among(names: Collection[str]) -> str | None:
     """Return the name of the evaluation split: validation, or else test; None if neither exists."""
-    return next((word for split in (VALIDATION, TEST) for word in WORDS[split] if word in names), None)
+    return next((word for split in (VALIDATION, TEST) for word in SPLIT_NAMES[split] if word in names), None)
 
 
 def unread_splits(names: Sequence[str]) -> str:

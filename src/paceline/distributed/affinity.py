@@ -45,18 +45,18 @@ class Topology:
 
 
 @dataclass(frozen=True)
-class OwnCores:
+class CoreAssignment:
     """The cores of one process.
 
     Attributes:
         cpus: Logical CPUs it may run on.
         threads: Number of physical cores reserved for it, or its share of cores shared with others; at least one.
-        why: The reason, in words.
+        reason: The reason, in words.
     """
 
     cpus: frozenset[int]
     threads: int
-    why: str
+    reason: str
 
 
 def read_topology(allowed: frozenset[int], sys: Path = _SYS) -> Topology:
@@ -67,23 +67,23 @@ def read_topology(allowed: frozenset[int], sys: Path = _SYS) -> Topology:
         sys: Linux's directory that describes the machine.
     """
     nodes: dict[int, tuple[Core, ...]] = {}
-    known: frozenset[int] = frozenset()
+    seen: frozenset[int] = frozenset()
     for path in (sys / "devices/system/node").glob("node[0-9]*"):
-        here = parse_cpus(_read(path / "cpulist")) & allowed
-        if here:
-            nodes[int(path.name.removeprefix("node"))] = _cores(here, sys)
-            known |= here
-    if rest := allowed - known:
+        cpus = parse_cpus(_read(path / "cpulist")) & allowed
+        if cpus:
+            nodes[int(path.name.removeprefix("node"))] = _cores(cpus, sys)
+            seen |= cpus
+    if rest := allowed - seen:
         nodes[0] = tuple(sorted((*nodes.get(0, ()), *_cores(rest, sys))))
     return Topology(dict(sorted(nodes.items())))
 
 
 def _cores(cpus: frozenset[int], sys: Path) -> tuple[Core, ...]:
-    found = set()
+    cores = set()
     for cpu in cpus:
         siblings = parse_cpus(_read(sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
-        found.add(tuple(sorted((siblings & cpus) | {cpu})))
-    return tuple(sorted(found))
+        cores.add(tuple(sorted((siblings & cpus) | {cpu})))
+    return tuple(sorted(cores))
 
 
 def node_of_device(bus: str, sys: Path = _SYS) -> int | None:
@@ -101,10 +101,10 @@ def _read(path: Path) -> str:
 
 def parse_cpus(text: str) -> frozenset[int]:
     """Parse Linux's CPU list format, such as ``0-3,8``."""
-    found: set[int] = set()
+    cpus: set[int] = set()
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
-        found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+        cpus.update(range(int(first), int(last or first) + 1))
+    return frozenset(cpus)
 
 
 def format_cpus(cpus: frozenset[int]) -> str:
@@ -113,7 +113,7 @@ def format_cpus(cpus: frozenset[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def own_cores(mode: str, topology: Topology, local_rank: int, homes: Sequence[int | None]) -> OwnCores:
+def assign_cores(mode: str, topology: Topology, local_rank: int, device_nodes: Sequence[int | None]) -> CoreAssignment:
     """Choose the cores of one process.
 
     Args:
@@ -121,47 +121,47 @@ def own_cores(mode: str, topology: Topology, local_rank: int, homes: Sequence[in
             to the process; ``interleaved``, ``contiguous``: an equal, exclusive share of those.
         topology: The cores that may be used.
         local_rank: The process's rank on this machine.
-        homes: For each process on this machine, the NUMA node of its device; None without one.
+        device_nodes: For each process on this machine, the NUMA node of its device; None without one.
 
     Raises:
         RecipeError: If there are not enough cores.
     """
-    near = _near(topology, homes)
-    mine = near[local_rank]
-    sharing = [rank for rank, cores in enumerate(near) if cores == mine]
-    turn = sharing.index(local_rank)
-    per_process = min(len(cores) // near.count(cores) for cores in near)
+    nearby = _nearby_cores(topology, device_nodes)
+    candidates = nearby[local_rank]
+    sharing = [rank for rank, cores in enumerate(nearby) if cores == candidates]
+    position = sharing.index(local_rank)
+    per_process = min(len(cores) // nearby.count(cores) for cores in nearby)
     if mode in ("single_unique", "interleaved", "contiguous") and per_process == 0:
         raise RecipeError(
-            f"parallel.affinity={mode} gives each process its own core, and there are {len(mine)} near "
+            f"parallel.affinity={mode} gives each process its own core, and there are {len(candidates)} near "
             f"{len(sharing)} of them; use parallel.affinity=socket, or fewer processes."
         )
     chosen = {
-        "socket": mine,
-        "single": mine[:1],
-        "single_unique": mine[turn : turn + 1],
-        "interleaved": mine[: per_process * len(sharing)][turn :: len(sharing)],
-        "contiguous": mine[turn * per_process : (turn + 1) * per_process],
+        "socket": candidates,
+        "single": candidates[:1],
+        "single_unique": candidates[position : position + 1],
+        "interleaved": candidates[: per_process * len(sharing)][position :: len(sharing)],
+        "contiguous": candidates[position * per_process : (position + 1) * per_process],
     }[mode]
     cpus = frozenset(cpu for core in chosen for cpu in core)
-    shared = max(1, len(mine) // len(sharing)) if mode == "socket" else len(chosen)
+    shared = max(1, len(candidates) // len(sharing)) if mode == "socket" else len(chosen)
     nodes = [str(node) for node, cores in topology.nodes.items() if set(cores) & set(chosen)]
     where = f"NUMA node{'s' * (len(nodes) > 1)} {' and '.join(nodes)}"
     on = f"CPU{'s' * (len(cpus) > 1)} {format_cpus(cpus)} of {where}"
-    return OwnCores(cpus, shared, f"process {local_rank} here runs on {on} ({mode})")
+    return CoreAssignment(cpus, shared, f"process {local_rank} here runs on {on} ({mode})")
 
 
-def _near(topology: Topology, homes: Sequence[int | None]) -> list[tuple[Core, ...]]:
+def _nearby_cores(topology: Topology, device_nodes: Sequence[int | None]) -> list[tuple[Core, ...]]:
     """Return the cores near each process of this machine; any two processes have identical or disjoint sets."""
-    count = len(homes)
-    if all(home is None for home in homes):  # no devices, or a machine that does not report nodes: equal parts
+    count = len(device_nodes)
+    if all(node is None for node in device_nodes):  # no devices, or a machine that does not report nodes: equal parts
         nodes = list(topology.nodes.values())
         parts = [nodes[_part(rank, count, len(nodes))] for rank in range(count)]
-        near = [tuple(sorted(core for node in part for core in node)) for part in parts]
+        nearby = [tuple(sorted(core for node in part for core in node)) for part in parts]
     else:
-        near = [topology.nodes.get(-1 if home is None else home, topology.cores) for home in homes]
-    apart = all(a == b or not set(a) & set(b) for a in near for b in near)
-    return near if apart else [topology.cores] * count
+        nearby = [topology.nodes.get(-1 if node is None else node, topology.cores) for node in device_nodes]
+    are_disjoint = all(a == b or not set(a) & set(b) for a in nearby for b in nearby)
+    return nearby if are_disjoint else [topology.cores] * count
 
 
 def _part(rank: int, count: int, nodes: int) -> slice:
@@ -170,7 +170,7 @@ def _part(rank: int, count: int, nodes: int) -> slice:
     return slice(first, max(first + 1, (rank + 1) * nodes // count))
 
 
-def choose_cores(mode: str, world: World, device: torch.device, environ: Mapping[str, str]) -> OwnCores | None:
+def choose_cores(mode: str, world: World, device: torch.device, environ: Mapping[str, str]) -> CoreAssignment | None:
     """Return the cores that ``parallel.affinity`` assigns to this process; None if it leaves them to the system.
 
     Raises:
@@ -187,10 +187,10 @@ def choose_cores(mode: str, world: World, device: torch.device, environ: Mapping
             "use parallel.affinity=none, or start the tasks with srun --cpu-bind=none."
         )
     topology = read_topology(frozenset(os.sched_getaffinity(0)))
-    return own_cores(mode, topology, world.local_rank, _homes(world, device, mode))
+    return assign_cores(mode, topology, world.local_rank, _device_nodes(world, device, mode))
 
 
-def _homes(world: World, device: torch.device, mode: str) -> list[int | None]:
+def _device_nodes(world: World, device: torch.device, mode: str) -> list[int | None]:
     """Return the NUMA node of each local process's device; for GPUs, as :func:`choose_device` assigns them."""
     if device.type != "cuda":
         return [None] * world.local_world_size
@@ -209,27 +209,27 @@ def _bus(index: int) -> str:
     return f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
 
 
-def bind(cores: OwnCores | None) -> None:
+def bind(cores: CoreAssignment | None) -> None:
     """Pin all threads of this process to these CPUs; new threads and child processes inherit it."""
     if cores is not None:
         _set(lambda _: cores.cpus)
 
 
 @contextmanager
-def affinity_restored() -> Iterator[None]:
+def restore_affinity() -> Iterator[None]:
     """Restore each thread's CPU affinity afterwards; threads started meanwhile get this thread's earlier one."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
-    before, mine = dict[int, set[int]](), os.sched_getaffinity(0)
+    previous, own = dict[int, set[int]](), os.sched_getaffinity(0)
     for thread in _threads():
         with suppress(ProcessLookupError):  # it has ended meanwhile
-            before[thread] = os.sched_getaffinity(thread)
+            previous[thread] = os.sched_getaffinity(thread)
     try:
         yield
     finally:
-        if os.sched_getaffinity(0) != mine:
-            _set(lambda thread: before.get(thread, mine))
+        if os.sched_getaffinity(0) != own:
+            _set(lambda thread: previous.get(thread, own))
 
 
 def _set(cpus: Callable[[int], frozenset[int] | set[int]]) -> None:

@@ -19,7 +19,7 @@ from paceline.recipe.running import Parallel
 def build_strategy(
     plan: Plan,
     network: nn.Module,
-    called: Callable[..., Any],
+    forward_fn: Callable[..., Any],
     collectives: Collectives,
     device: torch.device,
     *,
@@ -32,7 +32,7 @@ def build_strategy(
     Args:
         plan: Names the strategy.
         network: The bare network, with the same weights and buffers on every process.
-        called: The callable that a step uses: the network, compiled if requested.
+        forward_fn: The callable that a step uses: the network, compiled if requested.
         collectives: The processes.
         device: The network's device.
         parallel: How gradients are reduced and weights are sharded.
@@ -40,12 +40,12 @@ def build_strategy(
         value_of: The initial values, by name, of a network without values; None for one that has them.
     """
     if plan.strategy == "exact":
-        return ExactDataParallel(network, called, collectives)
+        return ExactDataParallel(network, forward_fn, collectives)
     if plan.strategy == "ddp":
-        return DataParallel(network, called, collectives, device, parallel=parallel)
+        return DataParallel(network, forward_fn, collectives, device, parallel=parallel)
     if plan.strategy == "fsdp":
         # Imported only where used: it is slow to import.
         from paceline.distributed.fully_sharded import FullySharded
 
-        return FullySharded(network, called, average, collectives, device, parallel=parallel, value_of=value_of)
-    return SingleProcess(called, network, allows_unused=parallel.unused_parameters == "allow")
+        return FullySharded(network, forward_fn, average, collectives, device, parallel=parallel, value_of=value_of)
+    return SingleProcess(forward_fn, network, allows_unused=parallel.unused_parameters == "allow")

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # not in __all__
 
 from paceline.distributed.environment import Launch
-from paceline.distributed.waiting import EndedBySignals, uninterrupted
+from paceline.distributed.waiting import ExitOnSignal, block_stop_signals
 from paceline.errors import LaunchError, OtherProcessError, PacelineError
 from paceline.world import World
 
@@ -34,10 +34,10 @@ def agents_store(address: str, world: World, *, timeout: timedelta) -> Store:
         LaunchError: If not all processes arrive before the timeout; names the missing ones.
     """
     host, _, port = address.rpartition(":")
-    return fresh_part(TCPStore(host, int(port), is_master=False, timeout=timeout), world, timeout=timeout)
+    return launch_store(TCPStore(host, int(port), is_master=False, timeout=timeout), world, timeout=timeout)
 
 
-def fresh_part(store: Store, world: World, *, timeout: timedelta) -> Store:
+def launch_store(store: Store, world: World, *, timeout: timedelta) -> Store:
     """Agree with the other processes of this launch on a new name, and return the store under that prefix.
 
     Every process publishes a token; the first answers each token with the name, and waits until all have read it. A
@@ -46,19 +46,19 @@ def fresh_part(store: Store, world: World, *, timeout: timedelta) -> Store:
     Raises:
         LaunchError: If not all processes arrive before the timeout; names the missing ones.
     """
-    meeting = PrefixStore("paceline", store)
-    name = _name_launch(meeting, world, timeout) if world.is_first else _learn_name(meeting, world, timeout)
+    rendezvous = PrefixStore("paceline", store)
+    name = _publish_name(rendezvous, world, timeout) if world.is_first else _receive_name(rendezvous, world, timeout)
     return PrefixStore(name, store)
 
 
-def _name_launch(meeting: Store, world: World, timeout: timedelta) -> str:
+def _publish_name(rendezvous: Store, world: World, timeout: timedelta) -> str:
     name, answered = secrets.token_hex(8), dict[int, bytes]()
     others = range(1, world.world_size)
     deadline = time.monotonic() + timeout.total_seconds()
-    while missing := [rank for rank in others if not meeting.check([f"{name}/{rank}"])]:
+    while missing := [rank for rank in others if not rendezvous.check([f"{name}/{rank}"])]:
         for rank in missing:
-            if meeting.check([f"token/{rank}"]) and (token := meeting.get(f"token/{rank}")) != answered.get(rank):
-                meeting.set(f"answer/{token.decode()}", name)
+            if rendezvous.check([f"token/{rank}"]) and (token := rendezvous.get(f"token/{rank}")) != answered.get(rank):
+                rendezvous.set(f"answer/{token.decode()}", name)
                 answered[rank] = token
         if time.monotonic() > deadline:
             raise LaunchError(
@@ -70,17 +70,17 @@ def _name_launch(meeting: Store, world: World, timeout: timedelta) -> str:
     return name
 
 
-def _learn_name(meeting: Store, world: World, timeout: timedelta) -> str:
+def _receive_name(rendezvous: Store, world: World, timeout: timedelta) -> str:
     token = secrets.token_hex(8)
-    meeting.set(f"token/{world.rank}", token)
+    rendezvous.set(f"token/{world.rank}", token)
     try:
-        meeting.wait([f"answer/{token}"], timeout)
+        rendezvous.wait([f"answer/{token}"], timeout)
     except DistError as error:
         raise LaunchError(
             f"rank 0 did not answer rank {world.rank} within {timeout.total_seconds():.0f} s; look for its error."
         ) from error
-    name: str = meeting.get(f"answer/{token}").decode()
-    meeting.set(f"{name}/{world.rank}", "here")
+    name: str = rendezvous.get(f"answer/{token}").decode()
+    rendezvous.set(f"{name}/{world.rank}", "here")
     return name
 
 
@@ -90,7 +90,7 @@ T = TypeVar("T")
 _BROADCAST_BYTES = 256 * 2**20
 
 # Groups created here; a group that the caller created stays the caller's.
-_ours: list[object] = []
+_created_groups: list[object] = []
 
 
 class Collectives:
@@ -98,33 +98,33 @@ class Collectives:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._alone = world.world_size == 1
+        self._is_single = world.world_size == 1
 
     def reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over processes, in place."""
-        if not self._alone:
+        if not self._is_single:
             torch.distributed.all_reduce(tensor)
         return tensor
 
     def broadcast(self, value: T) -> T:
         """Return the first rank's value (any picklable object created by Paceline) on every rank."""
-        if self._alone:
+        if self._is_single:
             return value
-        box = [value]
-        torch.distributed.broadcast_object_list(box, src=0)
-        return box[0]
+        values = [value]
+        torch.distributed.broadcast_object_list(values, src=0)
+        return values[0]
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order, on every rank."""
-        if self._alone:
+        if self._is_single:
             return [value]
         values: list[Any] = [None] * self.world.world_size
         torch.distributed.all_gather_object(values, value)
         return values
 
-    def gather_on_first(self, value: T) -> list[T]:
+    def gather_on_rank_zero(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order, on the first rank; the others receive nothing."""
-        if self._alone:
+        if self._is_single:
             return [value]
         values: list[Any] | None = [None] * self.world.world_size if self.world.is_first else None
         torch.distributed.gather_object(value, values, dst=0)
@@ -132,7 +132,7 @@ class Collectives:
 
     def broadcast_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrite tensors of one device with the first rank's, packing as many as fit into each broadcast."""
-        if self._alone:
+        if self._is_single:
             return
         waiting: list[torch.Tensor] = []
         size = 0
@@ -140,12 +140,12 @@ class Collectives:
             waiting.append(tensor)
             size += tensor.nbytes
             if size >= _BROADCAST_BYTES:
-                self._broadcast_together(waiting)
+                self._broadcast_packed(waiting)
                 waiting, size = [], 0
         if waiting:
-            self._broadcast_together(waiting)
+            self._broadcast_packed(waiting)
 
-    def _broadcast_together(self, tensors: list[torch.Tensor]) -> None:
+    def _broadcast_packed(self, tensors: list[torch.Tensor]) -> None:
         # Widest elements first, so that each piece of the buffer is aligned for its dtype.
         ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
         with torch.no_grad():
@@ -158,7 +158,7 @@ class Collectives:
             for tensor, piece in zip(ordered, torch.split(flat, sizes), strict=True):
                 tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
 
-    def on_first(self, action: Callable[[], T]) -> T:
+    def on_rank_zero(self, action: Callable[[], T]) -> T:
         """Run on the first rank only; every rank receives its result or raises its error.
 
         An error that is not a PacelineError is raised unchanged on the first rank, and named on the others.
@@ -180,7 +180,7 @@ class Collectives:
             raise failure
         return result  # type: ignore[return-value]  # None only where T is None
 
-    def on_all(self, action: Callable[[], T]) -> T:
+    def on_all_ranks(self, action: Callable[[], T]) -> T:
         """Run on every rank; a PacelineError on any of them is raised on all, the lowest rank's first.
 
         Any other error is raised unchanged where it occurs, and named on the other ranks.
@@ -188,7 +188,7 @@ class Collectives:
         Raises:
             OtherProcessError: On the others, for such an error.
         """
-        if self._alone:
+        if self._is_single:
             return action()
         failure: PacelineError | None = None
         try:
@@ -205,7 +205,7 @@ class Collectives:
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        if not self._alone:
+        if not self._is_single:
             torch.distributed.barrier()
 
 
@@ -225,16 +225,16 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600, 
     """
     world = launch.world
     if _is_joined():
-        there = torch.distributed.get_world_size()
-        if there != world.world_size:
+        group_size = torch.distributed.get_world_size()
+        if group_size != world.world_size:
             raise LaunchError(
-                f"this process is in a process group of {there}, but the environment describes a world of "
+                f"this process is in a process group of {group_size}, but the environment describes a world of "
                 f"{world.world_size}; set RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE to what the group is."
             )
     elif world.world_size > 1:
         timeout = dt.timedelta(seconds=timeout_seconds)
         try:
-            with closing(EndedBySignals(world)), uninterrupted():
+            with closing(ExitOnSignal(world)), block_stop_signals():
                 # A URL, or the store of torchrun's agent.
                 store = None if launch.store is None else agents_store(launch.store, world, timeout=timeout)
                 torch.distributed.init_process_group(
@@ -252,7 +252,7 @@ def join(launch: Launch, device: torch.device, *, timeout_seconds: float = 600, 
                 f"{launch.store or launch.rendezvous}: "
                 f"{' '.join(str(error).split())[:300]}"
             ) from error
-        _ours.append(torch.distributed.group.WORLD)
+        _created_groups.append(torch.distributed.group.WORLD)
     return Collectives(world)
 
 
@@ -271,10 +271,10 @@ def leave() -> None:
     Objects that still hold it (a replica, in a reference cycle) are released first: the group's threads end with its
     last holder, and a thread that outlives the interpreter aborts the process when it touches a Python object.
     """
-    if _is_joined() and torch.distributed.group.WORLD in _ours:
+    if _is_joined() and torch.distributed.group.WORLD in _created_groups:
         gc.collect()
         torch.distributed.destroy_process_group()
-    _ours.clear()
+    _created_groups.clear()
 
 
 def _is_joined() -> bool:

@@ -57,7 +57,7 @@ class DataParallel(VotingStrategy, Replicas):
     def __init__(
         self,
         network: nn.Module,
-        called: Callable[..., Any],
+        forward_fn: Callable[..., Any],
         collectives: Collectives,
         device: torch.device,
         *,
@@ -66,10 +66,10 @@ class DataParallel(VotingStrategy, Replicas):
         super().__init__(collectives, device)
         has_buffers = has_training_buffers(network)
         # DDP broadcasts them from the first process at the start of a step's first forward pass.
-        self.waits_in = ("forward",) if has_buffers else ()
-        self.is_rehearsed = collectives.world.world_size > 1
-        self._carried_by(Voting(called, (VOTES,), torch.empty((), device=device)))
-        self.scored = called
+        self.blocking_phases = ("forward",) if has_buffers else ()
+        self.needs_warmup = collectives.world.world_size > 1
+        self._attach(Voting(forward_fn, (VOTES,), torch.empty((), device=device)))
+        self.eval_model = forward_fn
         self._options: dict[str, Any] = {
             "device_ids": [device.index] if device.index is not None else None,
             "bucket_cap_mb": parallel.bucket_cap_mb,
@@ -83,35 +83,35 @@ class DataParallel(VotingStrategy, Replicas):
             _BUFFER_SYNC: has_buffers,
         }
         self._compression = parallel.gradient_compression
-        self._replica = self._wrapped()
+        self._replica = self._wrap()
 
-    def _wrapped(self) -> nn.parallel.DistributedDataParallel:
+    def _wrap(self) -> nn.parallel.DistributedDataParallel:
         wrapped = nn.parallel.DistributedDataParallel(self._voting, **self._options)
         if self._compression != "none":
             wrapped.register_comm_hook(None, _COMPRESSIONS[self._compression])
         return wrapped
 
-    def gradients_changed(self) -> None:
+    def update_trainable(self) -> None:
         """Wrap the network again: DDP decides at construction which parameters' gradients it waits for."""
         # The old wrapper would continue to count gradients until it is collected.
         self._replica._remove_autograd_hooks()  # type: ignore[no-untyped-call]  # noqa: SLF001  # torch has no other way
-        self._replica = self._wrapped()
+        self._replica = self._wrap()
 
     def timed_by(self, stopwatch: Stopwatch) -> None:
         """Time the wait for other processes: from the last computed gradient to the end of the backward pass.
 
         Reduction that overlaps the pass does not count, because it is hidden.
         """
-        self._voting.computed = partial(stopwatch.switch, "communication")
+        self._voting.on_backward_done = partial(stopwatch.switch, "communication")
 
     def model(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network through DDP."""
-        return self._take(self._replica(*args, **kwargs))
+        return self._keep_ballot(self._replica(*args, **kwargs))
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """DDP reduces in the last micro-batch's backward pass."""
         return nullcontext() if part.is_last else self._replica.no_sync()
 
-    def aside(self) -> AbstractContextManager[Any]:
+    def no_reduction(self) -> AbstractContextManager[Any]:
         """DDP reduces nothing."""
         return self._replica.no_sync()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.distributed.affinity import OwnCores
+from paceline.distributed.affinity import CoreAssignment
 from paceline.errors import RecipeError
 from paceline.machine import available_cores, cpu_name, memory_bytes
 from paceline.plan import MachineFacts
@@ -37,7 +37,7 @@ def is_available(device_type: str) -> bool:
     return device_type in checks and checks[device_type]()
 
 
-def choose_device(asked: str, world: World) -> torch.device:
+def choose_device(requested: str, world: World) -> torch.device:
     """Resolve ``parallel.device`` for this process; GPUs are assigned by local rank.
 
     Raises:
@@ -45,9 +45,9 @@ def choose_device(asked: str, world: World) -> torch.device:
     """
     # Metal has no collectives: several processes on a Mac train on its CPU.
     choices = ("cuda", "xpu", "mps", "cpu") if world.world_size == 1 else ("cuda", "xpu", "cpu")
-    if asked == "mps" and world.world_size > 1:
+    if requested == "mps" and world.world_size > 1:
         raise RecipeError("parallel.device=mps works with one process only; use one, or parallel.device=cpu.")
-    kind = asked if asked != "auto" else next(k for k in choices if is_available(k))
+    kind = requested if requested != "auto" else next(k for k in choices if is_available(k))
     if not is_available(kind):
         raise RecipeError(
             f"parallel.device={kind}: {available_devices()[kind]}; use parallel.device=auto or one of: "
@@ -81,23 +81,23 @@ def device_index(world: World, visible: int, *, bound_by_slurm: bool) -> int:
 _BACKENDS = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",), "ucc": ("cpu", "cuda"), "xccl": ("xpu",)}
 
 
-def check_communication(asked: str, device: torch.device) -> None:
+def check_communication(requested: str, device: torch.device) -> None:
     """Check that ``parallel.backend`` is available for this device.
 
     Raises:
         RecipeError: If it is not; names those that are.
     """
-    if asked == "auto":
+    if requested == "auto":
         return
-    here = [
+    available = [
         name
         for name, devices in _BACKENDS.items()
         if device.type in devices and torch.distributed.is_backend_available(name)
     ]
-    if asked not in here:
+    if requested not in available:
         raise RecipeError(
-            f"parallel.backend={asked}: torch {torch.__version__} on this machine has {' and '.join(here)} for "
-            f"{device.type}; use one of them, or parallel.backend=auto."
+            f"parallel.backend={requested}: torch {torch.__version__} on this machine has {' and '.join(available)} "
+            f"for {device.type}; use one of them, or parallel.backend=auto."
         )
 
 
@@ -109,53 +109,57 @@ def reserve_deterministic_workspace() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def describe_machine(device: torch.device, own: OwnCores | None = None, *, processes: int = 1) -> MachineFacts:
-    """Return the device facts the plan needs; the same on every rank of a uniform cluster, except for ``own``.
+def describe_machine(
+    device: torch.device, assignment: CoreAssignment | None = None, *, processes: int = 1
+) -> MachineFacts:
+    """Return the device facts the plan needs; the same on every rank of a uniform cluster, except for ``assignment``.
 
     Args:
         device: This process's device.
-        own: The cores reserved for this process, if any.
+        assignment: The cores reserved for this process, if any.
         processes: Number of processes on this machine, which share its host memory.
     """
-    fast_bf16, why = _fast_bf16(device)
+    fast_bf16, reason = _fast_bf16(device)
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    reasons = {"fast_bf16": why} if own is None else {"fast_bf16": why, "parallel.affinity": own.why}
+    reasons = (
+        {"fast_bf16": reason} if assignment is None else {"fast_bf16": reason, "parallel.affinity": assignment.reason}
+    )
     return MachineFacts(
         device=device.type,
         device_name=_device_name(device),
         fast_bf16=fast_bf16,
         cores=available_cores(),
         threads=int(threads) if threads.isdigit() and int(threads) > 0 else None,
-        own_cores=None if own is None else own.threads,
+        assigned_cores=None if assignment is None else assignment.threads,
         memory_bytes=_memory_bytes(device, processes),
-        lacks=_lacks(device, why_no_bf16="" if fast_bf16 else why),
+        lacks=_lacks(device, no_bf16_reason="" if fast_bf16 else reason),
         reasons=reasons,
     )
 
 
 def _memory_bytes(device: torch.device, processes: int) -> int | None:
     if device.type == "cpu":
-        whole = memory_bytes()
-        return None if whole is None else whole // processes
+        total = memory_bytes()
+        return None if total is None else total // processes
     if device.type in ("cuda", "xpu"):
         return int(torch.get_device_module(device).get_device_properties(device).total_memory)
     return None
 
 
-def _lacks(device: torch.device, *, why_no_bf16: str) -> dict[str, str]:
+def _lacks(device: torch.device, *, no_bf16_reason: str) -> dict[str, str]:
     """Return what this device cannot do, with the reasons."""
-    lacks = {"bf16_products": why_no_bf16} if why_no_bf16 else {}
+    lacks = {"bf16_products": no_bf16_reason} if no_bf16_reason else {}
     if device.type != "cuda":
         lacks["fp8"] = f"it needs a CUDA device of compute capability 8.9 or more, and this run is on {device.type}"
         if device.type != "xpu":
             lacks["tf32"] = f"{device.type} has no TF32 products"
         return lacks
     major, minor = torch.cuda.get_device_capability(device)
-    own = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
+    capability = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}"
     if (major, minor) < (8, 0):
-        lacks["tf32"] = f"{own}, and TF32 products come with 8.0"
+        lacks["tf32"] = f"{capability}, and TF32 products come with 8.0"
     if (major, minor) < (8, 9):
-        lacks["fp8"] = f"{own}, and fp8 products come with 8.9"
+        lacks["fp8"] = f"{capability}, and fp8 products come with 8.9"
     elif importlib.util.find_spec("torchao") is None:
         lacks["fp8"] = "the package torchao is not installed (pip install 'paceline[fp8]')"
     return lacks

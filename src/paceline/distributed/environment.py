@@ -26,7 +26,7 @@ class Launch:
         source: Who started the processes: ``alone``, ``torchrun``, ``slurm`` or ``paceline``.
         store: HOST:PORT of the store that torchrun's agent keeps for its workers, if any. It outlives them.
         restarts: How often the processes were restarted so far.
-        comes_again: The torchrun setting, as written, that allows it to restart the processes; None without one.
+        restart_setting: The torchrun setting, as written, that allows it to restart the processes; None without one.
     """
 
     world: World
@@ -34,12 +34,12 @@ class Launch:
     source: str
     store: str | None = None
     restarts: int = 0
-    comes_again: str | None = None
+    restart_setting: str | None = None
 
     @property
     def changes_size(self) -> bool:
         """Whether nodes may join or leave, so that the world size may change at the next start."""
-        return self.comes_again is not None and self.comes_again.startswith("--nnodes")
+        return self.restart_setting is not None and self.restart_setting.startswith("--nnodes")
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
@@ -48,7 +48,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     Raises:
         LaunchError: If the variables contradict one another or are incomplete.
     """
-    alone = environ.get("WORLD_SIZE", "1") == "1" and environ.get("RANK", "0") == "0"
+    is_single = environ.get("WORLD_SIZE", "1") == "1" and environ.get("RANK", "0") == "0"
     if "RANK" in environ and "WORLD_SIZE" in environ:
         world_size = _number(environ, "WORLD_SIZE")
         local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size)
@@ -58,8 +58,8 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
         restarts = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
         has_store = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         store = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}" if has_store else None
-        return Launch(world, "env://", "torchrun", store, restarts, _comes_again(environ))
-    if not alone:
+        return Launch(world, "env://", "torchrun", store, restarts, _restart_setting(environ))
+    if not is_single:
         missing, present = ("WORLD_SIZE", "RANK") if "RANK" in environ else ("RANK", "WORLD_SIZE")
         raise LaunchError(
             f"environment variable {present} is {environ[present]} but {missing} is not set; start the processes with "
@@ -87,25 +87,25 @@ def _world(rank: int, local_rank: int, world_size: int, local_world_size: int) -
         raise LaunchError(f"the environment variables do not describe a valid world: {error}.") from None
 
 
-def _comes_again(environ: Mapping[str, str]) -> str | None:
+def _restart_setting(environ: Mapping[str, str]) -> str | None:
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
     # torchrun does not tell its workers the range of nodes; it is on the command line of their parent, torchrun itself.
     nodes = _option(Path(f"/proc/{os.getppid()}/cmdline"), "--nnodes") or environ.get("PET_NNODES", "")
     if ":" in nodes:
         return f"--nnodes={nodes}"
-    most = _number(environ, "TORCHELASTIC_MAX_RESTARTS", 0)
-    return f"--max-restarts={most}" if most else None
+    restarts = _number(environ, "TORCHELASTIC_MAX_RESTARTS", 0)
+    return f"--max-restarts={restarts}" if restarts else None
 
 
 def _option(command_line: Path, name: str) -> str | None:
     """Return the value of an option on a process's command line; None if it is missing or unreadable."""
     try:
-        words = command_line.read_bytes().decode(errors="replace").split("\0")
+        arguments = command_line.read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return None
-    for word, following in pairwise(words):
-        option, sign, value = word.partition("=")
+    for argument, following in pairwise(arguments):
+        option, sign, value = argument.partition("=")
         if option == name:
             return value if sign else following
     return None

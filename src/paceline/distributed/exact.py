@@ -37,24 +37,24 @@ def buffers_of(network: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 @contextmanager
-def buffers_kept(network: nn.Module) -> Iterator[None]:
+def preserve_buffers(network: nn.Module) -> Iterator[None]:
     """Context for passes outside of training steps: restores every buffer's tensor and values, also after an error."""
-    places = [(*place, place[-1].clone()) for place in buffers_of(network)]
+    entries = [(*entry, entry[-1].clone()) for entry in buffers_of(network)]
     try:
         yield
     finally:
         with torch.no_grad():
-            for module, name, buffer, before in places:
-                put_back(module, name, buffer)
-                buffer.copy_(before)
+            for module, name, buffer, saved in entries:
+                restore_tensor(module, name, buffer)
+                buffer.copy_(saved)
 
 
-def put_back(module: nn.Module, name: str, tensor: Tensor) -> None:
+def restore_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Copy a buffer's value into its original tensor, if a forward pass has replaced that tensor."""
-    now = getattr(module, name)
-    if now is not tensor:
+    current = getattr(module, name)
+    if current is not tensor:
         with torch.no_grad():
-            tensor.copy_(now)
+            tensor.copy_(current)
         setattr(module, name, tensor)
 
 
@@ -70,51 +70,53 @@ class StepBuffers:
     """
 
     def __init__(self, network: nn.Module, collectives: Collectives) -> None:
-        self._places = list(buffers_of(network))
-        self._all = [tensor for _, _, tensor in self._places]
-        self._before = [torch.empty_like(tensor) for tensor in self._all]
-        numbers = [each.is_floating_point() and bool(each.isfinite().all()) for each in self._all]
-        self.summed = [tensor for tensor, is_number in zip(self._all, numbers, strict=True) if is_number]
-        self._summed_before = [was for was, is_number in zip(self._before, numbers, strict=True) if is_number]
-        self._led = [tensor for tensor, is_number in zip(self._all, numbers, strict=True) if not is_number]
-        self._led_after = [torch.empty_like(each) for each in self._led]
-        self._is_told = any(
-            name != _COUNTER for (_, name, _), is_number in zip(self._places, numbers, strict=True) if not is_number
+        self._entries = list(buffers_of(network))
+        self._tensors = [tensor for _, _, tensor in self._entries]
+        self._initial = [torch.empty_like(tensor) for tensor in self._tensors]
+        is_summed = [each.is_floating_point() and bool(each.isfinite().all()) for each in self._tensors]
+        self.summed = [tensor for tensor, is_number in zip(self._tensors, is_summed, strict=True) if is_number]
+        self._summed_initial = [
+            initial for initial, is_number in zip(self._initial, is_summed, strict=True) if is_number
+        ]
+        self._rank0 = [tensor for tensor, is_number in zip(self._tensors, is_summed, strict=True) if not is_number]
+        self._rank0_result = [torch.empty_like(each) for each in self._rank0]
+        self._needs_broadcast = any(
+            name != _COUNTER for (_, name, _), is_number in zip(self._entries, is_summed, strict=True) if not is_number
         )
         self._collectives = collectives
 
     def begin(self) -> None:
         """Store the buffers at the start of a step."""
-        _copy(self._before, self._all)
+        _copy(self._initial, self._tensors)
 
-    def start_again(self) -> None:
+    def reset(self) -> None:
         """Reset the buffers to the start of the step, for the next logical rank."""
-        _copy(self._all, self._before)
+        _copy(self._tensors, self._initial)
 
-    def leave(self, logical_rank: int, changes: list[Tensor], share: float) -> None:
+    def record_changes(self, logical_rank: int, changes: list[Tensor], share: float) -> None:
         """Write a logical rank's share of the changes into ``changes``, in the order of :attr:`summed`."""
-        self.put_back()
+        self.restore_tensors()
         if self.summed:
             _copy(changes, self.summed)
-            torch._foreach_sub_(changes, self._summed_before)
+            torch._foreach_sub_(changes, self._summed_initial)
             torch._foreach_mul_(changes, share)
         if logical_rank == 0:
-            _copy(self._led_after, self._led)
+            _copy(self._rank0_result, self._rank0)
 
-    def put_back(self) -> None:
+    def restore_tensors(self) -> None:
         """Put the original tensors back where a forward pass has replaced a buffer; values are kept."""
-        for module, name, tensor in self._places:
-            put_back(module, name, tensor)
+        for module, name, tensor in self._entries:
+            restore_tensor(module, name, tensor)
 
     def end(self, changes: list[Tensor]) -> None:
         """Set the buffers to the step's result; a collective for networks with buffers taken from logical rank 0."""
         if self.summed:
-            _copy(self.summed, self._summed_before)
+            _copy(self.summed, self._summed_initial)
             torch._foreach_add_(self.summed, changes)
-        if self._is_told:
+        if self._needs_broadcast:
             if self._collectives.world.is_first:
-                _copy(self._led, self._led_after)
-            self._collectives.broadcast_tensors(self._led)
+                _copy(self._rank0, self._rank0_result)
+            self._collectives.broadcast_tensors(self._rank0)
 
 
 def _copy(targets: list[Tensor], sources: list[Any]) -> None:
@@ -122,8 +124,8 @@ def _copy(targets: list[Tensor], sources: list[Any]) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-_LOSS, _SAMPLES, _STOP, _SAVE, _SPOILED = range(5)
-_WISH = slice(_STOP, _SAVE + 1)
+_LOSS, _SAMPLES, _STOP, _SAVE, _NONFINITE = range(5)
+_FLAGS = slice(_STOP, _SAVE + 1)
 
 # torch 2.14 renamed it.
 _gather: Callable[..., Any] = getattr(torch.distributed, "all_gather_single", torch.distributed.all_gather_into_tensor)
@@ -148,11 +150,11 @@ class GradientSlot:
             ends = list(accumulate(tensors[number].numel() for number in numbers))
             flat = torch.zeros(_round_up(ends[-1], slices), dtype=dtype, device=tensors[0].device)
             for number, end in zip(numbers, ends, strict=True):
-                views[number] = _shaped(flat[end - tensors[number].numel() : end], tensors[number])
+                views[number] = _view_like(flat[end - tensors[number].numel() : end], tensors[number])
             self.parts.append(flat)
         exact = torch.float32 if tensors[0].device.type == "mps" else torch.float64
-        self.notes = torch.zeros(_round_up(5, slices), dtype=exact, device=tensors[0].device)
-        self.parts.append(self.notes)
+        self.scalars = torch.zeros(_round_up(5, slices), dtype=exact, device=tensors[0].device)
+        self.parts.append(self.scalars)
         self.gradients = [views[number] for number in range(len(parameters))]
         self.changes = [views[number] for number in range(len(parameters), len(tensors))]
 
@@ -168,10 +170,10 @@ class GradientSlot:
         return self
 
 
-def _shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _view_like(flat: torch.Tensor, template: torch.Tensor) -> torch.Tensor:
     # Keep the tensor's strides (such as channels last): optimizers are fastest if gradients have the same ones.
-    dense = torch.empty_like(like).stride() == like.stride()
-    return flat.as_strided(like.shape, like.stride()) if dense else flat.view(like.shape)
+    dense = torch.empty_like(template).stride() == template.stride()
+    return flat.as_strided(template.shape, template.stride()) if dense else flat.view(template.shape)
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -183,14 +185,14 @@ class ExactDataParallel(Replicas):
 
     Args:
         network: The bare network.
-        called: The callable that the step uses: the network, compiled if requested.
+        forward_fn: The callable that the step uses: the network, compiled if requested.
         collectives: The processes.
     """
 
-    is_rehearsed = True
+    needs_warmup = True
 
-    def __init__(self, network: nn.Module, called: Callable[..., Any], collectives: Collectives) -> None:
-        self.model = self.scored = called
+    def __init__(self, network: nn.Module, forward_fn: Callable[..., Any], collectives: Collectives) -> None:
+        self.model = self.eval_model = forward_fn
         self._world = collectives.world
         self._logical_ranks = 1
         # Leaves have space for every parameter that will ever be trained; frozen ones stay zero and are dropped.
@@ -201,9 +203,9 @@ class ExactDataParallel(Replicas):
         self._free = [self._leaf]
         self._combined: GradientSlot | None = None
         self._leaves = 0
-        self._begun = False
-        self._ask: Callable[[], ControlFlags] = ControlFlags
-        self._votes = FlagReader(self._leaf.notes.device, count=len(ControlFlags._fields))
+        self._is_started = False
+        self._get_flags: Callable[[], ControlFlags] = ControlFlags
+        self._votes = FlagReader(self._leaf.scalars.device, count=len(ControlFlags._fields))
         self._span: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def timed_by(self, stopwatch: Stopwatch) -> None:
@@ -213,8 +215,8 @@ class ExactDataParallel(Replicas):
     @contextmanager
     def micro_batch(self, part: MicroBatch) -> Iterator[None]:
         """Collect one logical rank's leaf; each one starts from the buffers at the start of the step."""
-        if self._begun:
-            self._buffers.start_again()
+        if self._is_started:
+            self._buffers.reset()
         else:
             self._begin(part)
         self._leaf = self._free.pop() if self._free else self._make_leaf()
@@ -223,44 +225,49 @@ class ExactDataParallel(Replicas):
             parameter.grad = gradient
         yield
         if part.logical_rank >= self._leaves:  # it has no samples and only matches other processes
-            self._buffers.put_back()
+            self._buffers.restore_tensors()
             self._free.append(self._leaf)
             return
         if part.weight:
-            self._leaf.notes[_LOSS] *= part.step_weight
+            self._leaf.scalars[_LOSS] *= part.step_weight
         else:  # all of its images were unreadable; a mean over nothing is nan
-            self._leaf.notes[_LOSS] = 0
-        self._leaf.notes[_SAMPLES] = part.weight
-        self._buffers.leave(part.logical_rank, self._leaf.changes, part.weight / part.step_weight)
+            self._leaf.scalars[_LOSS] = 0
+        self._leaf.scalars[_SAMPLES] = part.weight
+        self._buffers.record_changes(part.logical_rank, self._leaf.changes, part.weight / part.step_weight)
         self._free += self._sums.push(part.logical_rank, self._leaf)
 
     def with_vote(
-        self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
+        self,
+        loss: torch.Tensor,
+        get_flags: Callable[[], ControlFlags],
+        *,
+        is_last: bool,
+        nonfinite: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Record the loss's share and its mark next to the gradient; the loss is unchanged."""
-        self._ask = ask
-        self._leaf.notes[_LOSS] = loss.detach()
-        if spoiled is not None:
-            self._leaf.notes[_SPOILED] = spoiled
+        self._get_flags = get_flags
+        self._leaf.scalars[_LOSS] = loss.detach()
+        if nonfinite is not None:
+            self._leaf.scalars[_NONFINITE] = nonfinite
         return loss
 
-    def spoiled(self) -> torch.Tensor:
+    def nonfinite(self) -> torch.Tensor:
         """Return the sum of all logical ranks' marks."""
         assert self._combined is not None
-        return self._combined.notes[_SPOILED]
+        return self._combined.scalars[_NONFINITE]
 
     def combine(self) -> torch.Tensor:
         """Combine gradients and buffers over the step, on every process; returns its losses and samples."""
-        held = self._sums.take()
-        self._vote(held)
-        self._combined = combined = self._exchange(held)
+        sums = self._sums.take()
+        self._vote(sums)
+        self._combined = combined = self._exchange(sums)
         for parameter, gradient in zip(self._parameters, combined.gradients, strict=True):
             # A parameter frozen meanwhile must not decay either.
             parameter.grad = gradient if parameter.requires_grad else None
         self._buffers.end(combined.changes)
-        self._begun = False
-        self._votes.cast(combined.notes[_WISH])
-        return combined.notes[:_STOP].clone()
+        self._is_started = False
+        self._votes.push(combined.scalars[_FLAGS])
+        return combined.scalars[:_STOP].clone()
 
     def agreed(self, flags: ControlFlags) -> ControlFlags:
         """Return the flags that any process raised; the same on every process after the same step."""
@@ -273,59 +280,59 @@ class ExactDataParallel(Replicas):
             self._combined = None
         self._logical_ranks = part.logical_ranks
         self._leaves = part.filled
-        self._begun = True
+        self._is_started = True
 
     def _make_leaf(self) -> GradientSlot:
         return GradientSlot(
             [each.detach() for each in self._parameters], self._buffers.summed, slices=self._world.world_size
         )
 
-    def _vote(self, held: Mapping[Node, GradientSlot]) -> None:
+    def _vote(self, sums: Mapping[Node, GradientSlot]) -> None:
         """Write this process's flags into one of its leaves; without samples, keep them for a later step."""
-        flags = self._ask()
-        for leaf in list(held.values())[:1]:
+        flags = self._get_flags()
+        for leaf in list(sums.values())[:1]:
             if flags.stop:
-                leaf.notes[_STOP] = 1
+                leaf.scalars[_STOP] = 1
             if flags.save:
-                leaf.notes[_SAVE] = 1
+                leaf.scalars[_SAVE] = 1
 
-    def _exchange(self, held: dict[Node, GradientSlot]) -> GradientSlot:
+    def _exchange(self, sums: dict[Node, GradientSlot]) -> GradientSlot:
         """Finish the tree; with several processes each finishes its slice, and the slices are then gathered."""
         if self._world.world_size == 1:
-            combined = total(held, GradientSlot.add, leaves=self._leaves)
-            self._free += [leaf for leaf in held.values() if leaf is not combined]
+            combined = total(sums, GradientSlot.add, leaves=self._leaves)
+            self._free += [leaf for leaf in sums.values() if leaf is not combined]
             return combined
         with self._span("communication"):
             slices = [
-                self._own_slices(part, [leaf.parts[part] for leaf in held.values()])
+                self._exchange_slices(part, [leaf.parts[part] for leaf in sums.values()])
                 for part in range(len(self._leaf.parts))
             ]
-        self._free += held.values()
+        self._free += sums.values()
         combined = self._free.pop() if self._free else self._make_leaf()
         for part, nodes in enumerate(slices):
-            mine = total(nodes, torch.Tensor.add_, leaves=self._leaves)
+            own_slice = total(nodes, torch.Tensor.add_, leaves=self._leaves)
             with self._span("communication"):
-                _gather(combined.parts[part], mine)
+                _gather(combined.parts[part], own_slice)
         return combined
 
-    def _own_slices(self, part: int, held: list[torch.Tensor]) -> dict[Node, torch.Tensor]:
+    def _exchange_slices(self, part: int, sums: list[torch.Tensor]) -> dict[Node, torch.Tensor]:
         """Exchange slices of one part: return this process's slice of every process's partial sums, by node."""
-        like = self._leaf.parts[part]
-        size = like.numel() // self._world.world_size
+        flat = self._leaf.parts[part]
+        size = flat.numel() // self._world.world_size
         per_process = self._logical_ranks // self._world.world_size
-        everyones = [
+        nodes_by_process = [
             nodes_of(min(first, self._leaves), min(first + per_process, self._leaves))
             for first in range(0, self._logical_ranks, per_process)
         ]
         received: dict[Node, torch.Tensor] = {}
-        for turn in range(max(len(nodes) for nodes in everyones)):
-            givers = [nodes[turn] for nodes in everyones if turn < len(nodes)]
-            output = like.new_empty(size * len(givers))
+        for index in range(max(len(nodes) for nodes in nodes_by_process)):
+            senders = [nodes[index] for nodes in nodes_by_process if index < len(nodes)]
+            output = flat.new_empty(size * len(senders))
             torch.distributed.all_to_all_single(
                 output,
-                held[turn] if turn < len(held) else like.new_empty(0),
-                [size if turn < len(nodes) else 0 for nodes in everyones],
-                [size if turn < len(held) else 0] * self._world.world_size,
+                sums[index] if index < len(sums) else flat.new_empty(0),
+                [size if index < len(nodes) else 0 for nodes in nodes_by_process],
+                [size if index < len(sums) else 0] * self._world.world_size,
             )
-            received.update(zip(givers, torch.split(output, size), strict=True))
+            received.update(zip(senders, torch.split(output, size), strict=True))
         return received

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from paceline.distributed.collectives import Collectives
 from paceline.distributed.data_parallel import has_training_buffers
-from paceline.distributed.sharding import Filling, ValueOf, modules_to_shard, sharding_options
+from paceline.distributed.sharding import ValueOf, WeightInitializer, modules_to_shard, sharding_options
 from paceline.distributed.strategy import MicroBatch
 from paceline.distributed.voting import VOTES, Voting, VotingStrategy
 from paceline.recipe.running import Parallel
@@ -30,7 +30,7 @@ class FullySharded(VotingStrategy):
 
     Args:
         network: The bare network, the same on every process; from here on a process's parameters are its shards.
-        called: The callable that a step uses: the network, compiled if requested.
+        forward_fn: The callable that a step uses: the network, compiled if requested.
         average: The average of its weights, sharded like them; None without one.
         collectives: The processes.
         device: The network's device.
@@ -39,16 +39,16 @@ class FullySharded(VotingStrategy):
     """
 
     # Also when gradients are clipped, or sharded values are summed.
-    waits_in = ("forward", "backward", "optimizer")
+    blocking_phases = ("forward", "backward", "optimizer")
     # torch's hooks gather and wait in the middle of both passes.
-    tells_communication = False
-    is_rehearsed = True
+    measures_communication = False
+    needs_warmup = True
     is_sharded = True
 
     def __init__(
         self,
         network: nn.Module,
-        called: Callable[..., Any],
+        forward_fn: Callable[..., Any],
         average: nn.Module | None,
         collectives: Collectives,
         device: torch.device,
@@ -60,32 +60,32 @@ class FullySharded(VotingStrategy):
         mesh = _mesh(parallel, device, collectives.world.world_size)
         options = sharding_options(parallel, mesh)
         # An average has no backward pass, so gathered weights need not be kept.
-        of_average = options | {"reshard_after_forward": True}
+        average_options = options | {"reshard_after_forward": True}
         self._is_new_step = True
         for parameter in (*network.parameters(), *(() if average is None else average.parameters())):
             # Only contiguous tensors can be sharded; convolutions convert a gathered filter to the batch's memory
             # format.
             parameter.data = parameter.data.contiguous()
-        fill = Filling(value_of, network, average, collectives, device)
+        initialize = WeightInitializer(value_of, network, average, collectives, device)
         for name, module in modules_to_shard(network, parallel).items():
-            fill(name)
+            initialize(name)
             fully_shard(module, **options)
             if average is not None:
-                fully_shard(average.get_submodule(name), **of_average)
-        fill("")
+                fully_shard(average.get_submodule(name), **average_options)
+        initialize("")
         # Everything except parameters is complete on every process.
         self._training_buffers = list(network.buffers()) if has_training_buffers(network) else []
         # One row per process of a copy: after the reduction each process holds one row, and so all flags.
-        voting = Voting(called, (mesh.size(mesh.ndim - 1), VOTES), next(network.parameters()).detach())
+        voting = Voting(forward_fn, (mesh.size(mesh.ndim - 1), VOTES), next(network.parameters()).detach())
         fully_shard(voting, **options)
-        self._carried_by(voting)
-        self.scored = _Answering(voting, keeps=not parallel.reshard_after_forward)
+        self._attach(voting)
+        self.eval_model = _EvaluationNetwork(voting, must_reshard=not parallel.reshard_after_forward)
         if average is not None:
-            fully_shard(average, **of_average)
+            fully_shard(average, **average_options)
 
     def model(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network through FSDP."""
-        return self._take(self._voting(*args, **kwargs))
+        return self._keep_ballot(self._voting(*args, **kwargs))
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Broadcast buffers that take part in training from the first process at each step, as DDP does."""
@@ -94,32 +94,32 @@ class FullySharded(VotingStrategy):
         self._is_new_step = part.is_last
         return nullcontext()
 
-    def _counted(self) -> torch.Tensor | None:
+    def _reduced_votes(self) -> torch.Tensor | None:
         gradient: Any = self._votes.grad
         return None if gradient is None else gradient.to_local()[0]
 
 
-class _Answering(nn.Module):
+class _EvaluationNetwork(nn.Module):
     """The network as evaluation calls it.
 
     Args:
         voting: The module wrapped by FSDP.
-        keeps: Whether gathered weights stay for a backward pass. Here there is none, so they are released.
+        must_reshard: Whether gathered weights stay for a backward pass. Here there is none, so they are released.
     """
 
-    def __init__(self, voting: Voting, *, keeps: bool) -> None:
+    def __init__(self, voting: Voting, *, must_reshard: bool) -> None:
         super().__init__()
         self.voting = voting
-        self._keeps = keeps
+        self._must_reshard = must_reshard
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the network."""
-        answer, _ = self.voting(*args, **kwargs)
-        if self._keeps:
+        output, _ = self.voting(*args, **kwargs)
+        if self._must_reshard:
             for module in self.voting.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        return answer
+        return output
 
 
 def _mesh(parallel: Parallel, device: torch.device, world_size: int) -> DeviceMesh:

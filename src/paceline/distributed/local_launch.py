@@ -33,8 +33,8 @@ from paceline.errors import (
     TrainingError,
 )
 from paceline.escaping import one_line, printable
-from paceline.processes import LOADERS_LEAVE_SECONDS, Child, Ending, ProcessGroup, received_signals
-from paceline.storage.addresses import without_secrets
+from paceline.processes import LOADER_GRACE_SECONDS, Child, ProcessGroup, WaitResult, received_signals
+from paceline.storage.addresses import redact_secrets
 from paceline.world import COMMAND_VARIABLE, STOP_SIGNALS
 
 # Errors that every process finds alike in the user's input. Others may be temporary: a late peer, a directory in use.
@@ -58,13 +58,13 @@ class Restarts:
     """The allowed restarts.
 
     Attributes:
-        most: How often the ranks may be started again.
+        limit: How often the ranks may be started again.
         sizes: The numbers of ranks that may be started, the largest first.
         run_dir: The run directory, whose records show the progress.
         arguments: The arguments of restarted ranks.
     """
 
-    most: int
+    limit: int
     sizes: tuple[int, ...]
     run_dir: Path
     arguments: Sequence[str]
@@ -97,12 +97,12 @@ def next_size(sizes: Sequence[int], failures: Sequence[Failure]) -> int | None:
         failures: The failures so far, the latest last.
     """
     last = failures[-1]
-    before = failures[-2] if len(failures) > 1 else None
-    progressed = before is None or last.step > before.step
+    previous = failures[-2] if len(failures) > 1 else None
+    progressed = previous is None or last.step > previous.step
     fewer = [size for size in sizes if size < last.size]
     if fewer and (last.size == sizes[0] or not progressed):
         return fewer[0]
-    if before is not None and not progressed and last.cause == before.cause:
+    if previous is not None and not progressed and last.cause == previous.cause:
         return None
     return sizes[0]
 
@@ -120,7 +120,7 @@ def last_step(run_dir: Path) -> int:
         return -1  # the next start reports what is wrong with them
 
 
-def meets_every_start(error: BaseException) -> bool:
+def is_permanent_error(error: BaseException) -> bool:
     """Whether an error is a user's mistake that the next start would repeat."""
     return isinstance(error, _MISTAKES)
 
@@ -141,11 +141,11 @@ def end_torchrun(environ: Mapping[str, str]) -> None:
 def is_torchrun(pid: int) -> bool:
     """Whether a process is torchrun."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return False
     # `python -m torch.distributed.run …`, or the interpreter and the path of the command `torchrun`.
-    return any(Path(word).name in _TORCHRUN for word in words[:6])
+    return any(Path(word).name in _TORCHRUN for word in arguments[:6])
 
 
 @dataclass(frozen=True)
@@ -199,21 +199,21 @@ def _announce_restart(failures: Sequence[Failure], restarts: Restarts, size: int
     step, count = failures[-1].step, len(failures)
     where = f"after step {step}" if step >= 0 else "before its first record"
     if size is None:
-        again = f"the run has failed again {where} without progress since, and is not restarted"
-    elif count > restarts.most:
-        again = f"the run has failed {where}, and has no restarts left (--max-restarts {restarts.most})"
+        message = f"the run has failed again {where} without progress since, and is not restarted"
+    elif count > restarts.limit:
+        message = f"the run has failed {where}, and has no restarts left (--max-restarts {restarts.limit})"
     else:
         ranks = f"{size} rank{'s' * (size > 1)}"
-        again = f"the run has failed {where}; restart {count} of {restarts.most}, with {ranks}"
-    print(f"paceline: {again}", file=sys.stderr, flush=True)
-    return size is not None and count <= restarts.most
+        message = f"the run has failed {where}; restart {count} of {restarts.limit}, with {ranks}"
+    print(f"paceline: {message}", file=sys.stderr, flush=True)
+    return size is not None and count <= restarts.limit
 
 
 def _launch_once(arguments: Sequence[str], processes: int, cores: int, restart: int, received: list[int]) -> _Outcome:
     with tempfile.TemporaryDirectory(prefix="paceline-launch-") as name:
         scratch = Path(name)
         with ProcessGroup(
-            good_codes=(0, STOPPED_EXIT_CODE), signals=received, leave_seconds=LOADERS_LEAVE_SECONDS
+            success_codes=(0, STOPPED_EXIT_CODE), signals=received, grace_seconds=LOADER_GRACE_SECONDS
         ) as group:
             for rank in range(processes):
                 environment = {
@@ -274,7 +274,7 @@ def rank_variables(rank: int, processes: int, scratch: Path, *, cores: int) -> d
     return variables
 
 
-def _conclude(ranks: list[Child], ending: Ending, errors: list[RankError], *, asked_to_stop: bool) -> _Outcome:
+def _conclude(ranks: list[Child], ending: WaitResult, errors: list[RankError], *, asked_to_stop: bool) -> _Outcome:
     """Report what went wrong, the cause first."""
     codes = [child.code or 0 for child in ranks]
     overdue = ending.killed if ending.reason == "end" else ()
@@ -286,9 +286,9 @@ def _conclude(ranks: list[Child], ending: Ending, errors: list[RankError], *, as
         )
     if all(code in (0, STOPPED_EXIT_CODE) for code in codes) and not errors:
         return _Outcome(max(codes))
-    with_error = {f"rank {error.rank}" for error in errors}
-    silent = [child for child in ending.failed if child.name not in with_error]
-    causes = [f"{child.name} {child.ending}" for child in silent]
+    reported = {f"rank {error.rank}" for error in errors}
+    silent = [child for child in ending.failed if child.name not in reported]
+    causes = [f"{child.name} {child.exit_message}" for child in silent]
     for cause in causes:
         print(f"paceline: {cause}", file=sys.stderr)
     causes += [f"{child.name} did not end" for child in overdue]
@@ -330,8 +330,8 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
         rank, world_size = world.rank, world.world_size
     mistake = isinstance(error, PacelineError)
     code = error.exit_code if isinstance(error, PacelineError) else 1
-    notes = [_shown(str(note)) for note in getattr(error, "__notes__", ())]
-    message = "\n".join([*_lines(error), *notes]) if mistake else _shown("".join(traceback.format_exception(error)))
+    notes = [_sanitized(str(note)) for note in getattr(error, "__notes__", ())]
+    message = "\n".join([*_lines(error), *notes]) if mistake else _sanitized("".join(traceback.format_exception(error)))
     directory = environ.get(_ERROR_DIRECTORY)
     if directory is None or not Path(directory).is_dir():
         prefix = f"rank {rank}: " if world_size > 1 else ""
@@ -342,7 +342,9 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
         "time": time.time(),
         "message": message,
         # Without notes, which describe the moment more than the error.
-        "summary": _lines(error)[-1] if mistake else _shown(f"{type(error).__name__}: {error}".strip().splitlines()[0]),
+        "summary": _lines(error)[-1]
+        if mistake
+        else _sanitized(f"{type(error).__name__}: {error}".strip().splitlines()[0]),
         "notes": notes,
         "exit_code": code,
         "is_traceback": not mistake,
@@ -354,16 +356,16 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
     return code
 
 
-def _shown(text: str) -> str:
+def _sanitized(text: str) -> str:
     """Return the text of an error: addresses may contain credentials, and file names anything."""
-    return printable(without_secrets(text))
+    return printable(redact_secrets(text))
 
 
 def _lines(error: BaseException) -> list[str]:
     """Return a message's lines. A newline in a file name is shown escaped; a training failure may quote many lines."""
     if isinstance(error, TrainingError):
-        return _shown(str(error)).strip().splitlines() or [""]
-    return [one_line(without_secrets(str(line))) for line in error.args] or [""]
+        return _sanitized(str(error)).strip().splitlines() or [""]
+    return [one_line(redact_secrets(str(line))) for line in error.args] or [""]
 
 
 def follow_launcher(environ: Mapping[str, str], *, grace_seconds: float = _GRACE_WITHOUT_LAUNCHER_SECONDS) -> None:

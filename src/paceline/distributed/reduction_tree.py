@@ -18,12 +18,12 @@ class Node(NamedTuple):
     """A node of the tree; level 0 holds the leaves."""
 
     level: int
-    place: int
+    position: int
 
     @property
     def first_leaf(self) -> int:
         """The leftmost leaf below this node."""
-        return self.place << self.level
+        return self.position << self.level
 
 
 class PartialSums(Generic[T]):
@@ -38,27 +38,27 @@ class PartialSums(Generic[T]):
 
     def __init__(self, add: Callable[[T, T], T]) -> None:
         self._add = add
-        self._held: list[tuple[Node, T]] = []
+        self._pending: list[tuple[Node, T]] = []
 
     def push(self, leaf: int, value: T) -> list[T]:
         """Add a leaf; returns the values that were added to others and can be reused."""
         free: list[T] = []
-        self._held.append((Node(0, leaf), value))
-        while len(self._held) > 1 and _are_siblings(self._held[-2][0], self._held[-1][0]):
-            node, right = self._held.pop()
-            _, left = self._held.pop()
-            self._held.append((Node(node.level + 1, node.place >> 1), self._add(left, right)))
+        self._pending.append((Node(0, leaf), value))
+        while len(self._pending) > 1 and _are_siblings(self._pending[-2][0], self._pending[-1][0]):
+            node, right = self._pending.pop()
+            _, left = self._pending.pop()
+            self._pending.append((Node(node.level + 1, node.position >> 1), self._add(left, right)))
             free.append(right)
         return free
 
     def take(self) -> dict[Node, T]:
         """Return the partial sums, from left to right, and clear them."""
-        held, self._held = dict(self._held), []
-        return held
+        sums, self._pending = dict(self._pending), []
+        return sums
 
 
 def _are_siblings(left: Node, right: Node) -> bool:
-    return left.level == right.level and left.place % 2 == 0 and right.place == left.place + 1
+    return left.level == right.level and left.position % 2 == 0 and right.position == left.position + 1
 
 
 @lru_cache(maxsize=64)
@@ -85,8 +85,8 @@ def total(values: Mapping[Node, T], add: Callable[[T, T], T], *, leaves: int) ->
             return None
         if node.level == 0:
             raise KeyError(node)
-        left = value(Node(node.level - 1, 2 * node.place))
-        right = value(Node(node.level - 1, 2 * node.place + 1))
+        left = value(Node(node.level - 1, 2 * node.position))
+        right = value(Node(node.level - 1, 2 * node.position + 1))
         # A node without leaves on its right equals its left child: nothing is added.
         return left if right is None or left is None else add(left, right)
 

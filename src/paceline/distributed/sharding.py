@@ -14,7 +14,7 @@ from paceline.distributed.collectives import Collectives
 from paceline.errors import ModelError
 from paceline.recipe.running import Parallel
 
-_NAMED = 4
+_MAX_LISTED = 4
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -27,12 +27,12 @@ def modules_to_shard(network: nn.Module, parallel: Parallel) -> dict[str, nn.Mod
     Raises:
         ModelError: If a pattern does not match a callable module with parameters.
     """
-    named = {name: module for name, module in network.named_modules() if name and _gathers(module)}
+    modules = {name: module for name, module in network.named_modules() if name and _gathers(module)}
     if parallel.shard_modules:
-        chosen = _matching(named, parallel.shard_modules)
+        chosen = _matching(modules, parallel.shard_modules)
     else:
-        chosen = {name for name, module in named.items() if _is_block(network, name, module)}
-    return {name: named[name] for name in reversed(named) if name in chosen}
+        chosen = {name for name, module in modules.items() if _is_block(network, name, module)}
+    return {name: modules[name] for name in reversed(modules) if name in chosen}
 
 
 def check_sharded(network: nn.Module, parallel: Parallel) -> None:
@@ -57,9 +57,9 @@ def check_sharded(network: nn.Module, parallel: Parallel) -> None:
     norms = [name for name, module in network.named_modules() if isinstance(module, _NormBase)]
     if parallel.gather_dtype == "bf16" and norms:
         raise ModelError(
-            f"parallel.gather_dtype=bf16: the network has BatchNorm ({', '.join(norms[:_NAMED])}"
-            f"{', …' * (len(norms) > _NAMED)}), which needs its parameters in fp32; gather fp32, or use a network with "
-            "LayerNorm."
+            f"parallel.gather_dtype=bf16: the network has BatchNorm ({', '.join(norms[:_MAX_LISTED])}"
+            f"{', …' * (len(norms) > _MAX_LISTED)}), which needs its parameters in fp32; gather fp32, or use a network "
+            "with LayerNorm."
         )
 
 
@@ -68,17 +68,17 @@ def _check_shared(network: nn.Module, sharded: dict[str, nn.Module]) -> None:
     owners: dict[int, set[str]] = {}
     names: dict[int, str] = {}
     for path, module in network.named_modules():
-        inside = (path if path in sharded else "", *(each for each in sharded if path.startswith(f"{each}.")))
-        owner = max(inside, key=len)
+        enclosing = (path if path in sharded else "", *(each for each in sharded if path.startswith(f"{each}.")))
+        owner = max(enclosing, key=len)
         for name, parameter in module.named_parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(owner)
             names.setdefault(id(parameter), f"{path}.{name}" if path else name)
-    for key, found in owners.items():
-        if len(found) > 1:
-            apart = " and ".join(sorted(each or "the rest of the network" for each in found))
+    for key, users in owners.items():
+        if len(users) > 1:
+            user_names = " and ".join(sorted(each or "the rest of the network" for each in users))
             raise ModelError(
-                f"parallel.strategy=fsdp: {names[key]} is used by {apart}, which gather their weights separately; name "
-                "modules with parallel.shard_modules so that one holds all that use it, or use "
+                f"parallel.strategy=fsdp: {names[key]} is used by {user_names}, which gather their weights separately; "
+                "name modules with parallel.shard_modules so that one holds all that use it, or use "
                 "parallel.strategy=ddp."
             )
 
@@ -87,25 +87,25 @@ def sharding_options(parallel: Parallel, mesh: Any) -> dict[str, Any]:
     """Return the arguments of torch's ``fully_shard`` for a network that is trained."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    gathered = None if parallel.gather_dtype == "fp32" else _DTYPES[parallel.gather_dtype]
-    sent = parallel.gradient_compression
+    param_dtype = None if parallel.gather_dtype == "fp32" else _DTYPES[parallel.gather_dtype]
+    compression = parallel.gradient_compression
     # Unless given a dtype, FSDP reduces gradients in the dtype in which it gathers the weights.
-    added = _DTYPES[sent] if sent != "none" else None if gathered is None else torch.float32
+    reduce_dtype = _DTYPES[compression] if compression != "none" else None if param_dtype is None else torch.float32
     return {
         "mesh": mesh,
         "reshard_after_forward": parallel.reshard_after_forward,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=added),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
     }
 
 
-def _matching(named: dict[str, nn.Module], patterns: tuple[str, ...]) -> set[str]:
+def _matching(modules: dict[str, nn.Module], patterns: tuple[str, ...]) -> set[str]:
     chosen: set[str] = set()
     for pattern in patterns:
-        matched = fnmatch.filter(named, pattern)
+        matched = fnmatch.filter(modules, pattern)
         if not matched:
             raise ModelError(
                 f"parallel.shard_modules: no module that is called and has parameters has a name that matches "
-                f"'{pattern}'. The first ones are {', '.join(list(named)[:_NAMED])}; a pattern may have * and ?."
+                f"'{pattern}'. The first ones are {', '.join(list(modules)[:_MAX_LISTED])}; a pattern may have * and ?."
             )
         chosen.update(matched)
     return chosen
@@ -125,7 +125,7 @@ ValueOf = Callable[[str], Tensor]
 """The first values of a parameter, a buffer or another tensor of a network, by its name, on the CPU."""
 
 
-class Filling:
+class WeightInitializer:
     """Sets the initial values of a network without values, and of its average.
 
     Args:
@@ -153,40 +153,40 @@ class Filling:
         if self._value_of is None:
             return
         network, *others = (each.get_submodule(name) for each in self._networks)
-        for path, owners in _unfilled(network):
+        for path, owners in _uninitialized(network):
             value = self._value_of(f"{name}.{path}" if name else path).to(self._device)
             # Custom code may have drawn different values on another process.
             self._collectives.broadcast_tensors([value])
             for module in (network, *others):
-                _put(module, owners, value if module is network else value.clone())
+                _assign(module, owners, value if module is network else value.clone())
 
 
-def _unfilled(module: nn.Module) -> Iterator[tuple[str, list[str]]]:
+def _uninitialized(module: nn.Module) -> Iterator[tuple[str, list[str]]]:
     """Yield each tensor without values, with its first name and all of its names; shared tensors have several."""
     names: dict[int, list[str]] = {}
     for path, each in module.named_modules():
         # Shared tensors by each of their names, and plain attributes, which torch does not list.
-        own = (
+        tensors = (
             *each.named_parameters(recurse=False, remove_duplicate=False),
             *each.named_buffers(recurse=False, remove_duplicate=False),
             *vars(each).items(),
         )
-        for name, tensor in own:
+        for name, tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 names.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
-    yield from [(found[0], found) for found in names.values()]
+    yield from [(paths[0], paths) for paths in names.values()]
 
 
-def _put(module: nn.Module, names: list[str], value: Tensor) -> None:
-    made: Any = None
+def _assign(module: nn.Module, names: list[str], value: Tensor) -> None:
+    tensor: Any = None
     for name in names:
         path, _, last = name.rpartition(".")
         owner = module.get_submodule(path)
-        before = getattr(owner, last)
-        if made is None:
-            made = value
-            if isinstance(before, nn.Parameter):
-                made = nn.Parameter(value, requires_grad=before.requires_grad)
-                for key, said in vars(before).items():
-                    setattr(made, key, said)
-        setattr(owner, last, made)
+        old = getattr(owner, last)
+        if tensor is None:
+            tensor = value
+            if isinstance(old, nn.Parameter):
+                tensor = nn.Parameter(value, requires_grad=old.requires_grad)
+                for key, attribute in vars(old).items():
+                    setattr(tensor, key, attribute)
+        setattr(owner, last, tensor)

@@ -71,43 +71,48 @@ class Strategy(abc.ABC):
     """The parallel strategy, as the step and the loop use it; the base class is a single process.
 
     Attributes:
-        averages_over: Divisor that the reduction applies to its sum: the mean loss of a micro-batch must be multiplied
+        loss_divisor: Divisor that the reduction applies to its sum: the mean loss of a micro-batch must be multiplied
             by it and by the micro-batch's share of the step's samples.
-        is_rehearsed: Whether a batch must go through all replicas before the first step.
+        needs_warmup: Whether a batch must go through all replicas before the first step.
         is_sharded: Whether the weights are sharded: calls of the network, and copies of its state, are then
             collectives.
         model: The module that the step calls; wraps the network.
-        scored: The module that evaluation calls; its submodules are the network's.
-        waits_in: Phases of a step in which processes wait for one another, other than ``communication``.
-        tells_communication: Whether it can separate waiting for other processes from computing.
+        eval_model: The module that evaluation calls; its submodules are the network's.
+        blocking_phases: Phases of a step in which processes wait for one another, other than ``communication``.
+        measures_communication: Whether it can separate waiting for other processes from computing.
     """
 
-    waits_in: Collection[str] = ()
-    tells_communication = True
-    averages_over = 1
-    is_rehearsed = False
+    blocking_phases: Collection[str] = ()
+    measures_communication = True
+    loss_divisor = 1
+    needs_warmup = False
     is_sharded = False
     model: Callable[..., Any]
-    scored: Callable[..., Any]
+    eval_model: Callable[..., Any]
 
     def timed_by(self, stopwatch: Stopwatch) -> None:  # noqa: B027  # not all can tell, or wait
         """From now on, count the time in which the step waits for other processes as ``communication``."""
 
     def micro_batch(self, part: MicroBatch) -> AbstractContextManager[Any]:
         """Context for a micro-batch's forward and backward pass."""
-        return _NOTHING
+        return _NULL_CONTEXT
 
     @abc.abstractmethod
     def with_vote(
-        self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
+        self,
+        loss: torch.Tensor,
+        get_flags: Callable[[], ControlFlags],
+        *,
+        is_last: bool,
+        nonfinite: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Send control flags, and a mark on a loss, along with the gradient reduction.
 
         Args:
             loss: The loss that starts the backward pass.
-            ask: Returns this process's flags; called as late in the step as possible.
+            get_flags: Returns this process's flags; called as late in the step as possible.
             is_last: Whether it is the step's last micro-batch on this process.
-            spoiled: Above zero if the loss is not finite; on the loss's device.
+            nonfinite: Above zero if the loss is not finite; on the loss's device.
         """
 
     def combine(self) -> torch.Tensor | None:
@@ -119,7 +124,7 @@ class Strategy(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def spoiled(self) -> torch.Tensor:
+    def nonfinite(self) -> torch.Tensor:
         """After :meth:`combine`, return a device value above zero, on every process, if any marked a loss."""
 
     @abc.abstractmethod
@@ -137,11 +142,11 @@ class Strategy(abc.ABC):
 class Replicas(Strategy):
     """A strategy with a complete replica on every process, which can be called and changed between steps."""
 
-    def aside(self) -> AbstractContextManager[Any]:
+    def no_reduction(self) -> AbstractContextManager[Any]:
         """Context for passes outside of training steps: nothing is reduced or kept."""
-        return _NOTHING
+        return _NULL_CONTEXT
 
-    def gradients_changed(self) -> None:
+    def update_trainable(self) -> None:
         """React, between two steps, to a change in which parameters require a gradient."""
 
 
@@ -154,37 +159,37 @@ def refuse_unused(network: nn.Module, *, allowed: bool) -> None:
     unused = [name for name, each in network.named_parameters() if each.requires_grad and each.grad is None]
     if unused and not allowed:
         raise ModelError(
-            f"{len(unused)} parameter(s) did not contribute to the loss: {', '.join(unused[:_NAMED])}"
-            f"{', …' if len(unused) > _NAMED else ''}; freeze them (model.frozen), use them, or set "
+            f"{len(unused)} parameter(s) did not contribute to the loss: {', '.join(unused[:_MAX_LISTED])}"
+            f"{', …' if len(unused) > _MAX_LISTED else ''}; freeze them (model.frozen), use them, or set "
             "parallel.unused_parameters=allow."
         )
 
 
-_NOTHING = nullcontext()
-_NAMED = 5
+_NULL_CONTEXT = nullcontext()
+_MAX_LISTED = 5
 
 
-class Marks:
+class NonfiniteTracker:
     """Tracks this process's largest mark on a loss of the step, on the device."""
 
     def __init__(self) -> None:
-        self.of_step = torch.zeros(())
+        self.value = torch.zeros(())
         self._is_new = True
 
     def add(self, mark: torch.Tensor | None, loss: torch.Tensor, *, is_last: bool) -> None:
         """Add a micro-batch's mark; the first one after a step's last starts a new step."""
         if mark is None:
             mark = torch.zeros((), device=loss.device)
-        self.of_step = mark if self._is_new else torch.maximum(self.of_step, mark)
+        self.value = mark if self._is_new else torch.maximum(self.value, mark)
         self._is_new = is_last
 
 
 class SingleProcess(Replicas):
     """The strategy of a single process, which has nothing to agree on."""
 
-    def __init__(self, called: Callable[..., Any], network: nn.Module, *, allows_unused: bool = False) -> None:
-        self.model = self.scored = called
-        self._marks = Marks()
+    def __init__(self, forward_fn: Callable[..., Any], network: nn.Module, *, allows_unused: bool = False) -> None:
+        self.model = self.eval_model = forward_fn
+        self._nonfinite = NonfiniteTracker()
         self._unchecked: nn.Module | None = None if allows_unused else network
 
     def combine(self) -> None:
@@ -194,22 +199,27 @@ class SingleProcess(Replicas):
             self._unchecked = None
 
     def with_vote(
-        self, loss: torch.Tensor, ask: Callable[[], ControlFlags], *, is_last: bool, spoiled: torch.Tensor | None = None
+        self,
+        loss: torch.Tensor,
+        get_flags: Callable[[], ControlFlags],
+        *,
+        is_last: bool,
+        nonfinite: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the mark; the loss is unchanged."""
-        self._marks.add(spoiled, loss, is_last=is_last)
+        self._nonfinite.add(nonfinite, loss, is_last=is_last)
         return loss
 
-    def spoiled(self) -> torch.Tensor:
+    def nonfinite(self) -> torch.Tensor:
         """Return the largest mark of this step."""
-        return self._marks.of_step
+        return self._nonfinite.value
 
     def agreed(self, flags: ControlFlags) -> ControlFlags:
         """Return this process's own flags."""
         return flags
 
 
-class Arrival(Protocol):
+class DeviceEvent(Protocol):
     """The methods that are used of a device event."""
 
     def record(self) -> None:
@@ -234,18 +244,18 @@ class FlagReader:
         device: torch.device,
         *,
         count: int = 1,
-        make_slot: Callable[[], tuple[torch.Tensor, Arrival]] | None = None,
+        make_slot: Callable[[], tuple[torch.Tensor, DeviceEvent]] | None = None,
     ) -> None:
         self._device = device
         self._count = count
         self._make_slot = make_slot or self._page_locked
         self._lag = 0 if device.type == "cpu" and make_slot is None else VOTE_LAG
         # Slots are allocated once and reused in rotation: page-locking memory is slow.
-        self._ring: list[tuple[torch.Tensor, Arrival]] = []
+        self._ring: list[tuple[torch.Tensor, DeviceEvent]] = []
         self._cast = 0
         self._newest = torch.zeros(count)
 
-    def cast(self, votes: torch.Tensor) -> None:
+    def push(self, votes: torch.Tensor) -> None:
         """Add a step's flags, a tensor of ``count`` numbers."""
         self._newest = votes.detach().reshape(self._count)
         if not self._lag:
@@ -268,5 +278,5 @@ class FlagReader:
             arrived.synchronize()
         return tuple(vote > 0 for vote in votes.tolist())
 
-    def _page_locked(self) -> tuple[torch.Tensor, Arrival]:
+    def _page_locked(self) -> tuple[torch.Tensor, DeviceEvent]:
         return torch.empty(self._count, pin_memory=True), torch.get_device_module(self._device).Event()

@@ -22,16 +22,16 @@ _GRACE_SECONDS = 3.0
 
 
 @contextmanager
-def uninterrupted() -> Iterator[None]:
+def block_stop_signals() -> Iterator[None]:
     """Block stop signals in other threads: torch prints a stack if one interrupts its wait."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-class EndedBySignals:
+class ExitOnSignal:
     """Ends this process if it still waits some seconds after a stop signal; until :meth:`close`.
 
     Only for use while there is nothing to save. A signal without a Python handler ends the process anyway.
@@ -44,9 +44,9 @@ class EndedBySignals:
             return
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        if before != -1:  # belongs to an event loop, which needs it
-            signal.set_wakeup_fd(before)
+        previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if previous != -1:  # belongs to an event loop, which needs it
+            signal.set_wakeup_fd(previous)
             os.close(self._read)
             os.close(self._write)
             return

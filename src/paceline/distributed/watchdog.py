@@ -84,7 +84,7 @@ class RankStatus:
     Attributes:
         serial: Grows with each report; 0 before the first.
         seconds: How long it has been there.
-        is_over: Whether it has finished its part of the run.
+        is_done: Whether it has finished its part of the run.
         failure: The error that it ended with.
     """
 
@@ -97,52 +97,52 @@ class RankStatus:
     ticks: int = -1
     is_new: bool = True
     seconds: float = 0.0
-    is_over: bool = False
+    is_done: bool = False
     failure: str = ""
 
     @property
-    def place(self) -> tuple[int, int]:
+    def progress(self) -> tuple[int, int]:
         """Its progress, as a comparable value."""
         return self.step, self.order
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """Its position in words."""
         return f"{self.phase} of step {self.step}" if self.step else f"{self.phase} before the first step"
 
     @property
-    def who(self) -> str:
+    def name(self) -> str:
         """Its name in words."""
         return f"rank {self.rank} on {self.host}"
 
     def __str__(self) -> str:
-        return f"{self.who}, in {self.where}"
+        return f"{self.name}, in {self.location}"
 
 
-def diagnose(sightings: Sequence[RankStatus], silent: Mapping[int, float]) -> list[RankStatus]:
+def diagnose(reports: Sequence[RankStatus], silent: Mapping[int, float]) -> list[RankStatus]:
     """Return the processes that the others wait for; empty if all are at the same position.
 
     Args:
-        sightings: The last report of each process, by rank.
+        reports: The last report of each process, by rank.
         silent: Seconds since the last report of silent processes, by rank.
     """
-    if failed := [each for each in sightings if each.failure]:
+    if failed := [each for each in reports if each.failure]:
         return failed
     if silent:
-        return [each for each in sightings if each.rank in silent]
-    furthest_behind = min(each.place for each in sightings)
-    behind = [each for each in sightings if each.place == furthest_behind]
-    return behind if len(behind) < len(sightings) else []
+        return [each for each in reports if each.rank in silent]
+    slowest = min(each.progress for each in reports)
+    culprits = [each for each in reports if each.progress == slowest]
+    return culprits if len(culprits) < len(reports) else []
 
 
 # Fractions of the collective timeout: shorter, so that the first message is not "timed out".
 _OVERDUE, _LISTENING, _SILENT, _INTERVAL = 0.9, 0.4, 0.3, 0.025
-_LONGEST_INTERVAL_SECONDS = 10.0
+_MAX_INTERVAL_SECONDS = 10.0
 # All at the same position, and for the first time: compiling a network takes time.
-_FIRST = 6
-_FAREWELL_SECONDS = 2.0
-_NAMED = 8
-_READS = ("data_wait", "evaluate")
+_FIRST_FACTOR = 6
+_FINAL_REPORT_SECONDS = 2.0
+_MAX_LISTED = 8
+_READING_PHASES = ("data_wait", "evaluate")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +159,12 @@ class WatchdogContext:
 
 
 @dataclass
-class _Watched:
+class _PeerState:
     """What this process knows of another one, timed by this process's clock."""
 
     last: RankStatus
-    heard_at: float
-    ticked_at: float
+    reported_at: float
+    progressed_at: float
 
 
 class Watchdog:
@@ -192,25 +192,25 @@ class Watchdog:
         self._store = store
         self._timeout = timeout_seconds
         self._context = context or WatchdogContext()
-        self._interval = min(_LONGEST_INTERVAL_SECONDS, _INTERVAL * timeout_seconds)
+        self._interval = min(_MAX_INTERVAL_SECONDS, _INTERVAL * timeout_seconds)
         self._host = socket.gethostname()
         self._main = threading.get_ident()
         self._stopped, self._ending = threading.Event(), threading.Event()
         now = time.monotonic()
-        self._known = [_Watched(RankStatus(rank=rank), now, now) for rank in range(world.world_size)]
+        self._peers = [_PeerState(RankStatus(rank=rank), now, now) for rank in range(world.world_size)]
         self._serial = 0
         self._failure = ""
-        self._woken_at = now
+        self._last_wakeup = now
         # Since when the thread has waited for the store to answer; None if it is not waiting.
-        self._asked_at: float | None = None
+        self._request_started_at: float | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch during training; add a note with the position to an error of this process alone."""
         thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._woken_at = time.monotonic()
-        for each in self._known:
-            each.heard_at = each.ticked_at = self._woken_at
+        self._last_wakeup = time.monotonic()
+        for each in self._peers:
+            each.reported_at = each.progressed_at = self._last_wakeup
         if self._store is not None:
             thread.start()
         try:
@@ -218,59 +218,62 @@ class Watchdog:
         except Exception as error:
             if not isinstance(error, PacelineError) or isinstance(error, OneProcessError):
                 self._failure = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-                self._leave(thread)
+                self._stop(thread)
                 lost = isinstance(error, LostWorkerError)
-                if not lost or len(self._known) > 1:
-                    error.add_note(self._note("" if lost else self._in_hand()))
+                if not lost or len(self._peers) > 1:
+                    error.add_note(self._note("" if lost else self._current_samples()))
             raise
         finally:
-            self._leave(thread)
+            self._stop(thread)
 
-    def _leave(self, thread: threading.Thread) -> None:
+    def _stop(self, thread: threading.Thread) -> None:
         """Let the thread send its final report; if it is about to end this process, let it."""
         self._stopped.set()
         if thread.is_alive():
-            thread.join(None if self._ending.is_set() else _FAREWELL_SECONDS)
+            thread.join(None if self._ending.is_set() else _FINAL_REPORT_SECONDS)
 
     def _watch(self) -> None:
         assert self._store is not None
         try:
-            self._say(self._store)  # immediately: a process that soon stops reporting already has a name then
+            self._publish(self._store)  # immediately: a process that soon stops reporting already has a name then
             while not self._stopped.wait(self._interval):
-                self._forgive_absence()
-                self._asked_at = time.monotonic()
-                self._say(self._store)
-                if self._seconds_here() > _LISTENING * self._timeout:
-                    self._listen(self._store)
+                self._discount_suspension()
+                self._request_started_at = time.monotonic()
+                self._publish(self._store)
+                if self._stalled_seconds() > _LISTENING * self._timeout:
+                    self._read_reports(self._store)
                     if self._store.check(["alarm"]) or self._is_overdue():
                         self._end(self._store)
-                self._asked_at = None
-            self._say(self._store)
+                self._request_started_at = None
+            self._publish(self._store)
             if self._failure:
-                self._listen(self._store)
+                self._read_reports(self._store)
         except RuntimeError:
             # The store ended with the process that hosted it; the collectives fail by themselves.
             return
 
-    def _forgive_absence(self) -> None:
+    def _discount_suspension(self) -> None:
         """Exclude the time for which this process itself was suspended from all durations."""
         now = time.monotonic()
-        absent = now - self._woken_at - self._interval
-        self._woken_at = now
-        if absent > _SILENT * self._timeout:
-            for each in self._known:
-                each.heard_at, each.ticked_at = min(now, each.heard_at + absent), min(now, each.ticked_at + absent)
+        suspended = now - self._last_wakeup - self._interval
+        self._last_wakeup = now
+        if suspended > _SILENT * self._timeout:
+            for each in self._peers:
+                each.reported_at, each.progressed_at = (
+                    min(now, each.reported_at + suspended),
+                    min(now, each.progressed_at + suspended),
+                )
 
-    def _seconds_here(self) -> float:
+    def _stalled_seconds(self) -> float:
         """Return for how long this process has made no progress."""
-        return time.monotonic() - self._known[self._world.rank].ticked_at
+        return time.monotonic() - self._peers[self._world.rank].progressed_at
 
-    def _say(self, store: Store) -> None:
-        heartbeat, now, me = self.heartbeat, time.monotonic(), self._known[self._world.rank]
+    def _publish(self, store: Store) -> None:
+        heartbeat, now, me = self.heartbeat, time.monotonic(), self._peers[self._world.rank]
         if heartbeat.ticks != me.last.ticks:
-            me.ticked_at = now
+            me.progressed_at = now
         self._serial += 1
-        me.heard_at = now
+        me.reported_at = now
         me.last = RankStatus(
             rank=self._world.rank,
             host=self._host,
@@ -280,41 +283,41 @@ class Watchdog:
             order=heartbeat.order,
             ticks=heartbeat.ticks,
             is_new=heartbeat.is_new,
-            seconds=self._seconds_here(),
-            is_over=self._stopped.is_set(),
+            seconds=self._stalled_seconds(),
+            is_done=self._stopped.is_set(),
             failure=self._failure,
         )
         store.set(f"pulse/{self._world.rank}", json.dumps(asdict(me.last)))
 
-    def _listen(self, store: Store) -> None:
-        for rank, known in enumerate(self._known):
+    def _read_reports(self, store: Store) -> None:
+        for rank, peer in enumerate(self._peers):
             key = f"pulse/{rank}"
             if rank == self._world.rank or not store.check([key]):
                 continue
             new, now = RankStatus(**json.loads(store.get(key))), time.monotonic()
-            if new.serial != known.last.serial:
-                known.heard_at, known.ticked_at = now, now - new.seconds
-            known.last = new
+            if new.serial != peer.last.serial:
+                peer.reported_at, peer.progressed_at = now, now - new.seconds
+            peer.last = new
 
     def _silent(self) -> dict[int, float]:
         now = time.monotonic()
         return {
-            rank: now - known.heard_at
-            for rank, known in enumerate(self._known)
-            if now - known.heard_at > _SILENT * self._timeout and not known.last.is_over
+            rank: now - peer.reported_at
+            for rank, peer in enumerate(self._peers)
+            if now - peer.reported_at > _SILENT * self._timeout and not peer.last.is_done
         }
 
     def _is_overdue(self) -> bool:
         """Whether no process has made progress for too long, without an explanation."""
         silent = self._silent()
         # The age of a silent process's last report, when it was first read, is unknown.
-        last = max(known.ticked_at for rank, known in enumerate(self._known) if rank not in silent)
+        last = max(peer.progressed_at for rank, peer in enumerate(self._peers) if rank not in silent)
         seconds = time.monotonic() - last
         if seconds < _OVERDUE * self._timeout:
             return False
-        sightings = [known.last for known in self._known]
-        is_start = not diagnose(sightings, silent) and all(each.is_new for each in sightings)
-        return not is_start or seconds > _FIRST * self._timeout
+        reports = [peer.last for peer in self._peers]
+        is_start = not diagnose(reports, silent) and all(each.is_new for each in reports)
+        return not is_start or seconds > _FIRST_FACTOR * self._timeout
 
     def _end(self, store: Store) -> None:
         """Report the reason, identically on every process, and end this one."""
@@ -323,64 +326,68 @@ class Watchdog:
         store.set(f"stack/{self._world.rank}", self._stack())
         if is_first:
             store.set("verdict", self._verdict(store))
-        patience = time.monotonic() + max(5.0, 4 * self._interval)
-        while not store.check(["verdict"]) and time.monotonic() < patience:
+        deadline = time.monotonic() + max(5.0, 4 * self._interval)
+        while not store.check(["verdict"]) and time.monotonic() < deadline:
             time.sleep(0.05)
         verdict = store.get("verdict").decode() if store.check(["verdict"]) else self._verdict(store)
-        self._wait_for_all_to_know(store)
+        self._wait_for_acknowledgements(store)
         report_error(TrainingError(verdict), os.environ)
-        if self._world.rank in [each.rank for each in self._waited_for()]:
-            sys.stderr.write(f"paceline: {self._known[self._world.rank].last}; all its threads:\n")
+        if self._world.rank in [each.rank for each in self._culprits()]:
+            sys.stderr.write(f"paceline: {self._peers[self._world.rank].last}; all its threads:\n")
             sys.stderr.flush()
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         sys.stderr.flush()
         os._exit(TrainingError.exit_code)  # the main thread may wait forever, and nothing would wake it
 
-    def _wait_for_all_to_know(self, store: Store) -> None:
+    def _wait_for_acknowledgements(self, store: Store) -> None:
         """Delay the exit: it breaks connections and may end the store, and others would report that instead."""
-        patience = time.monotonic() + 3 * self._interval + 1.0
-        there = sum(not known.last.is_over for known in self._known) - len(self._silent())
+        deadline = time.monotonic() + 3 * self._interval + 1.0
+        expected = sum(not peer.last.is_done for peer in self._peers) - len(self._silent())
         store.add("told", 1)
-        while store.add("told", 0) < there and time.monotonic() < patience:
+        while store.add("told", 0) < expected and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _waited_for(self) -> Sequence[RankStatus]:
+    def _culprits(self) -> Sequence[RankStatus]:
         """Return the processes to name: those that the others wait for, or all."""
-        sightings = [known.last for known in self._known]
-        return diagnose(sightings, self._silent()) or sightings
+        reports = [peer.last for peer in self._peers]
+        return diagnose(reports, self._silent()) or reports
 
     def _verdict(self, store: Store) -> str:
-        silent, named = self._silent(), self._waited_for()
+        silent, culprits = self._silent(), self._culprits()
         lines = [f"no process has made progress for {format_seconds(_OVERDUE * self._timeout)}:"]
-        for each in named[:_NAMED]:
+        for each in culprits[:_MAX_LISTED]:
             if each.failure:
                 lines.append(f"{each}, has failed: {each.failure}")
             elif each.rank in silent:
-                gone = format_seconds(silent[each.rank])
+                silence = format_seconds(silent[each.rank])
                 lines.append(
-                    f"{each.who}, last seen in {each.where}, has not reported for {gone}: it was stopped, has died, "
-                    "cannot be reached, or runs code that blocks all other threads."
+                    f"{each.name}, last seen in {each.location}, has not reported for {silence}: it was stopped, has "
+                    "died, cannot be reached, or runs code that blocks all other threads."
                 )
             else:
                 lines.append(f"{each}, for {format_seconds(each.seconds)}. It is here:")
                 lines.append(self._stack_of(store, each.rank))
         limit = f"(parallel.timeout is {format_seconds(self._timeout)})"
-        if len(named) < self._world.world_size:
-            who = ", ".join(each.who for each in named[:_NAMED])
-            more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+        if len(culprits) < self._world.world_size:
+            names = ", ".join(each.name for each in culprits[:_MAX_LISTED])
+            more = f" and {len(culprits) - _MAX_LISTED} more" if len(culprits) > _MAX_LISTED else ""
             # The true position of a silent process is unknown, but the position where the others wait for it is known.
-            waiting = next(known.last for known in self._known if known.last not in named)
-            where = f"in {waiting.where}, for {who}{more}" if silent else f"for {who}{more}, in {named[0].where}"
+            waiting = next(peer.last for peer in self._peers if peer.last not in culprits)
+            where = (
+                f"in {waiting.location}, for {names}{more}"
+                if silent
+                else f"for {names}{more}, in {culprits[0].location}"
+            )
             lines.append(f"The others wait {where} {limit}.")
         else:
-            lines.append(f"All are stuck in {named[0].where} {limit}.")
+            lines.append(f"All are stuck in {culprits[0].location} {limit}.")
         return "\n".join(lines)
 
     def _stack_of(self, store: Store, rank: int) -> str:
         """Describe what a process's main thread was doing, once it has read the alarm."""
-        patience = time.monotonic() + 3 * self._interval + 1.0
+        deadline = time.monotonic() + 3 * self._interval + 1.0
         while not store.check([f"stack/{rank}"]):
-            if time.monotonic() > patience:
+            if time.monotonic() > deadline:
                 return "  (place unknown)"
             time.sleep(0.05)
         return store.get(f"stack/{rank}").decode().rstrip()
@@ -389,40 +396,44 @@ class Watchdog:
         """Describe where the main thread is and what it is processing."""
         frame = sys._current_frames().get(self._main)  # noqa: SLF001  # documented, whatever its name says
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        return f"{stack}{self._in_hand(reading=True)}"
+        return f"{stack}{self._current_samples(reading=True)}"
 
-    def _note(self, in_hand: str) -> str:
+    def _note(self, samples: str) -> str:
         """Describe where an error occurred, what was being processed, and what is known of the others."""
-        me = self._known[self._world.rank].last
+        me = self._peers[self._world.rank].last
         heartbeat = self.heartbeat
-        here = RankStatus(rank=self._world.rank, host=self._host, step=heartbeat.step, phase=heartbeat.phase)
-        lines = [f"({here}{in_hand})" if len(self._known) > 1 else f"(in {here.where}{in_hand})"]
-        for known in self._known:
-            each = known.last
+        position = RankStatus(rank=self._world.rank, host=self._host, step=heartbeat.step, phase=heartbeat.phase)
+        lines = [f"({position}{samples})" if len(self._peers) > 1 else f"(in {position.location}{samples})"]
+        for peer in self._peers:
+            each = peer.last
             # A process that waited in vain has read the others' reports; one that failed by itself has not.
             if each.rank == me.rank or not each.serial:
                 continue
             if each.failure:
                 lines.append(f"({each}, had failed: {each.failure})")
-            elif self._seconds_here() > _LISTENING * self._timeout:
-                since = time.monotonic() - known.ticked_at
+            elif self._stalled_seconds() > _LISTENING * self._timeout:
+                since = time.monotonic() - peer.progressed_at
                 lines.append(f"({each}, had made progress {format_seconds(since)} before)")
-        asked_at = self._asked_at
-        if asked_at is not None and time.monotonic() - asked_at > _LISTENING * self._timeout:
-            silence = format_seconds(time.monotonic() - asked_at)
+        started_at = self._request_started_at
+        if started_at is not None and time.monotonic() - started_at > _LISTENING * self._timeout:
+            silence = format_seconds(time.monotonic() - started_at)
             lines.append(
                 f"(the store, which rank 0 may keep, has not answered for {silence}: that rank was stopped, has died, "
                 "or cannot be reached)"
             )
         return "\n".join(lines)
 
-    def _in_hand(self, *, reading: bool = False) -> str:
+    def _current_samples(self, *, reading: bool = False) -> str:
         """Return the samples that the main thread is computing with, or waits for; empty if unknown."""
         heartbeat = self.heartbeat
         if len(heartbeat.samples):
-            names = ", ".join(self._context.name_of(int(each)) for each in heartbeat.samples[:_NAMED])
-            more = f" and {len(heartbeat.samples) - _NAMED} more" if len(heartbeat.samples) > _NAMED else ""
+            names = ", ".join(self._context.name_of(int(each)) for each in heartbeat.samples[:_MAX_LISTED])
+            more = f" and {len(heartbeat.samples) - _MAX_LISTED} more" if len(heartbeat.samples) > _MAX_LISTED else ""
             return f", with {names}{more}" if not reading else f"  with {names}{more}\n"
-        if reading and heartbeat.phase in _READS and (said := self._context.reading(heartbeat.phase == "data_wait")):
-            return f"  waiting to be read: {said}\n"
+        if (
+            reading
+            and heartbeat.phase in _READING_PHASES
+            and (description := self._context.reading(heartbeat.phase == "data_wait"))
+        ):
+            return f"  waiting to be read: {description}\n"
         return ""

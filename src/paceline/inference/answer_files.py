@@ -21,6 +21,7 @@ from paceline.inference.answers import PLURALS, ImagePredictor
 from paceline.records.run_directory import encode_json, sync_directory
 
 _AT_ONCE = 1024
+_TEXTS = ("labels", "words")
 _SIDES = ("left", "top", "right", "bottom")
 
 Row = dict[str, Any]
@@ -54,14 +55,14 @@ class _JsonLines(AnswerWriter):
 
 
 class _Csv(AnswerWriter):
-    """One line per label of an image or per object in it; one without a label if it has none.
+    """One line per label of an image, object in it or word of a text; one without a label if it has none.
 
     For numbers, and for multi-label images, one line per image with a column per number or class.
     """
 
     def __init__(self, path: Path, predictor: ImagePredictor) -> None:
         self._file = path.open("w", encoding="utf-8", errors="backslashreplace", newline="")
-        self._sides = _SIDES if predictor.finds_boxes else ()
+        self._sides = _SIDES if predictor.finds_boxes else ("word",) * predictor.finds_words
         self._csv = csv.writer(self._file, lineterminator="\n")
         self._numbers, self._measures = predictor.number_names, PLURALS[predictor.kind.measure]
         self._multilabel = bool(self._numbers and predictor.classes)
@@ -76,9 +77,10 @@ class _Csv(AnswerWriter):
                 labels = [csv_cell(";".join(row["labels"]))] if self._multilabel else []
                 self._csv.writerow([path, *labels, *numbers, csv_cell(row["error"] or "")])
                 continue
-            boxes = row.get("boxes") or [()] * len(row["labels"])
-            for rank, found in enumerate(zip(row["labels"], row[self._measures], boxes, strict=True), start=1):
-                self._csv.writerow([path, rank, csv_cell(found[0]), found[1], *found[2], ""])
+            more = row.get("boxes") or [(csv_cell(word),) for word in row.get("words", ())]
+            boxes = more or [()] * len(row["labels"])
+            for rank, entry in enumerate(zip(row["labels"], row[self._measures], boxes, strict=True), start=1):
+                self._csv.writerow([path, rank, csv_cell(entry[0]), entry[1], *entry[2], ""])
             if not row["labels"]:
                 self._csv.writerow([path, "", "", "", *("" for _ in self._sides), csv_cell(row["error"] or "")])
         self._file.flush()
@@ -103,6 +105,8 @@ class _Parquet(AnswerWriter):
             columns |= {"labels": pa.list_(pa.string()), measures: pa.list_(pa.float64())}
         if predictor.finds_boxes:
             columns["boxes"] = pa.list_(pa.list_(pa.float64(), 4))
+        if predictor.finds_words:
+            columns["words"] = pa.list_(pa.string())
         if predictor.number_names:
             columns["numbers"] = pa.struct([(name, pa.float64()) for name in predictor.number_names])
         columns["error"] = pa.string()
@@ -113,7 +117,7 @@ class _Parquet(AnswerWriter):
     def write(self, rows: Iterable[Row]) -> None:
         # One row group per batch would make a slow file.
         self._rows += [
-            {**row, "path": utf8(os.fspath(row["path"])), "labels": list(map(utf8, row.get("labels", ())))}
+            {**row, "path": utf8(os.fspath(row["path"])), **{key: [*map(utf8, row.get(key, ()))] for key in _TEXTS}}
             for row in rows
         ]
         if len(self._rows) >= _AT_ONCE:

@@ -18,11 +18,19 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from paceline.data.image.dataset import BAD
+from paceline.data.image.dataset import SKIP_REASONS
 from paceline.data.image.decode import BrokenImageError, read_file
 from paceline.data.image.source import EXTENSIONS
 from paceline.errors import DataError
-from paceline.files import LeftOut, files_below, has_ending, is_ignored, is_ignored_member, odd_kind, refuse_odd_kinds
+from paceline.files import (
+    SkippedItems,
+    has_extension,
+    is_ignored,
+    is_ignored_member,
+    list_files,
+    refuse_special_inputs,
+    special_kind,
+)
 
 STANDARD_INPUT = "-"
 LARGEST_FILE_BYTES = 256 * 2**20
@@ -63,21 +71,21 @@ class PictureFile:
 
 def is_image_name(name: str) -> bool:
     """Whether a file has an image extension."""
-    return has_ending(name, EXTENSIONS)
+    return has_extension(name, EXTENSIONS)
 
 
 def _why_not(name: str) -> str:
     """Explain why a file without an image extension is skipped."""
-    return BAD["heic_images"] if has_ending(name, ("heic", "heif")) else OTHERS
+    return SKIP_REASONS["heic_images"] if has_extension(name, ("heic", "heif")) else OTHERS
 
 
 def _content_of(path: Path) -> bytes:
-    if kind := odd_kind(path):
+    if kind := special_kind(path):
         raise BrokenImageError(str(path), f"it is {kind}, not a file")
     return read_file(path)
 
 
-def pictures_of(sources: Sequence[Path], left_out: LeftOut) -> Iterator[PictureFile]:
+def pictures_of(sources: Sequence[Path], left_out: SkippedItems) -> Iterator[PictureFile]:
     """Yield the pictures in files, folders (recursive), patterns, archives and ``-``, in order.
 
     All sources are checked before the first picture is read; archives and lines of standard input are read only on
@@ -90,8 +98,8 @@ def pictures_of(sources: Sequence[Path], left_out: LeftOut) -> Iterator[PictureF
     Raises:
         DataError: If a source does not exist, contains no image, or is a pipe or a device.
     """
-    found = [_opened(source, left_out) for source in sources]
-    return itertools.chain.from_iterable(found)
+    pictures = [_opened(source, left_out) for source in sources]
+    return itertools.chain.from_iterable(pictures)
 
 
 def picture_from_standard_input() -> PictureFile:
@@ -106,20 +114,20 @@ def picture_from_standard_input() -> PictureFile:
     return PictureFile(Path(STANDARD_INPUT), read)
 
 
-def _opened(source: Path, left_out: LeftOut) -> Iterable[PictureFile]:
+def _opened(source: Path, left_out: SkippedItems) -> Iterable[PictureFile]:
     if str(source) == STANDARD_INPUT:
         names = (line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n") for line in sys.stdin.buffer)
-        found = (PictureFile.at(Path(os.fsdecode(name))) for name in names if name)
-        first = next(found, None)
+        files = (PictureFile.at(Path(os.fsdecode(name))) for name in names if name)
+        first = next(files, None)
         if first is None:
             raise DataError("standard input (-) has no path; give one image path per line.")
-        return itertools.chain([first], found)
+        return itertools.chain([first], files)
     if is_archive(source) and source.is_file():
         return members(source, left_out)
     if source.is_dir():
         return _inside(source, left_out)
     if source.exists():
-        refuse_odd_kinds(source)
+        refuse_special_inputs(source)
         return [PictureFile.at(source)]
     if _PATTERN & set(str(source)):
         return _matching(str(source), left_out)
@@ -129,9 +137,9 @@ def _opened(source: Path, left_out: LeftOut) -> Iterable[PictureFile]:
     )
 
 
-def _inside(folder: Path, left_out: LeftOut) -> list[PictureFile]:
+def _inside(folder: Path, left_out: SkippedItems) -> list[PictureFile]:
     inside = []
-    for name in files_below(folder, left_out):
+    for name in list_files(folder, left_out):
         if is_image_name(name):
             inside.append(folder / name)
         else:
@@ -139,12 +147,12 @@ def _inside(folder: Path, left_out: LeftOut) -> list[PictureFile]:
     if not inside:
         raise DataError(
             f"'{folder}' contains no image; supported extensions: {', '.join(EXTENSIONS)}. Lines of "
-            f"samples (.tsv, .txt, .jsonl) must be given file by file. {'. '.join(left_out.told())}".rstrip()
+            f"samples (.tsv, .txt, .jsonl) must be given file by file. {'. '.join(left_out.summaries())}".rstrip()
         )
     return [PictureFile.at(path) for path in sorted(inside)]
 
 
-def _matching(pattern: str, left_out: LeftOut) -> Iterable[PictureFile]:
+def _matching(pattern: str, left_out: SkippedItems) -> Iterable[PictureFile]:
     """Return the matches of a pattern, by name: images, and pictures in archives. Folders are not searched."""
     usable = []
     for path in map(Path, sorted(glob.glob(pattern, recursive=True))):
@@ -179,7 +187,7 @@ def is_archive(path: Path) -> bool:
     return path.name.lower().endswith((".zip", *_TARS))
 
 
-def members(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
+def members(archive: Path, left_out: SkippedItems) -> Iterator[PictureFile]:
     """Yield the pictures in an archive, in its order; ``left_out`` is called for its other members.
 
     Unreadable members are yielded as unreadable pictures, and so is the rest of a damaged archive. Archives are not
@@ -189,7 +197,7 @@ def members(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
     Raises:
         DataError: At the first picture, if the archive cannot be opened; at the end, if it contained no image.
     """
-    refuse_odd_kinds(archive)
+    refuse_special_inputs(archive)
     inside = _zipped(archive, left_out) if archive.name.lower().endswith(".zip") else _in_tar(archive, left_out)
     count = 0
     for picture in inside:
@@ -205,7 +213,7 @@ def _shown(archive: Path, name: str) -> Path:
     return archive / printable.lstrip("/")
 
 
-def _is_read(archive: Path, name: str, left_out: LeftOut) -> bool:
+def _is_read(archive: Path, name: str, left_out: SkippedItems) -> bool:
     """Whether a member's name is that of a picture; reports other members, unless they are ignored."""
     if is_ignored_member(name) and not _leads_out(name):
         return False
@@ -226,16 +234,16 @@ def _refusal(name: str, size: int) -> str | None:
     return f"{size:,} bytes; at most {LARGEST_FILE_BYTES:,} are read" if size > LARGEST_FILE_BYTES else None
 
 
-def _zipped(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
+def _zipped(archive: Path, left_out: SkippedItems) -> Iterator[PictureFile]:
     try:
         file = zipfile.ZipFile(archive)
     except _DAMAGES as error:
         raise DataError(f"'{archive}' cannot be read as a zip archive: {error}.") from error
-    reading = threading.Lock()
+    lock = threading.Lock()
 
     def read(entry: zipfile.ZipInfo, path: Path) -> bytes:
         try:
-            with reading, file.open(entry) as member:
+            with lock, file.open(entry) as member:
                 content = member.read(LARGEST_FILE_BYTES + 1)
         except _DAMAGES as error:
             raise BrokenImageError(str(path), f"cannot be read from its archive: {error}") from error
@@ -277,7 +285,7 @@ class _Head(tarfile.TarInfo):
     _proc_sparse = _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_holes
 
 
-def _in_tar(archive: Path, left_out: LeftOut) -> Iterator[PictureFile]:
+def _in_tar(archive: Path, left_out: SkippedItems) -> Iterator[PictureFile]:
     is_first = True
     opened = Path.open if archive.name.lower().endswith(".tar") else gzip.open
     try:

@@ -1,4 +1,4 @@
-"""Text generation and masked-token prediction with a trained language model, and classes of texts."""
+"""Text generation and masked-token prediction with a trained language model; classes of texts and tags of words."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from paceline.data.text.corpus import TextDataset, encoded
 from paceline.data.text.labelled import LabelledTexts
 from paceline.data.text.tokenizer import MASK_WORDS, HuggingFaceTokenizer, TokenIds, Tokenizer, tokenizer_from
 from paceline.errors import DataError, NotFiniteError, RecipeError
-from paceline.files import has_ending, refuse_odd_kinds
+from paceline.files import has_extension, refuse_special_inputs
 from paceline.inference.answers import NOT_FINITE, Answer, ImagePredictor
 from paceline.inference.sources import PictureFile
 from paceline.inference.trained import trained_recipe, trained_task
 from paceline.plain_json import load_json
 from paceline.tasks.language_modeling import LanguageModeling
 from paceline.tasks.text_classification import TextClassification, padded
+from paceline.tasks.token_classification import entities_in, entity_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class TextPredictor:
     """
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
-        data, where = saved.described("data"), str(saved.path)
+        data, where = saved.description("data"), str(saved.path)
         if not {"tokenizer", "objective"} <= data.keys():
             raise RecipeError(f"the weights in {where} are not a language model and take no prompt; give files.")
         self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
@@ -116,8 +117,8 @@ class TextPredictor:
     def _prompt(self, prompt: str) -> TokenIds:
         """Return a prompt's tokens; one to a network trained on chats is a message of the user."""
         if self.answers_chats and isinstance(self.tokenizer, HuggingFaceTokenizer):
-            asked = self.tokenizer.chat([{"role": "user", "content": prompt}], asks=True)
-            return self.tokenizer.encode_chat(asked)[0]
+            encoded = self.tokenizer.chat([{"role": "user", "content": prompt}], asks=True)
+            return self.tokenizer.encode_chat(encoded)[0]
         return self.tokenizer.encode(prompt)
 
     def fill(self, prompt: str, *, top_k: int = 3) -> Filled:
@@ -131,34 +132,34 @@ class TextPredictor:
             raise RecipeError(
                 f"this model continues text and does not fill in masked tokens: leave out {' and '.join(MASK_WORDS)}."
             )
-        ids, places = self._hidden_in(prompt)
+        ids, positions = self._find_masks(prompt)
         if len(ids) > self._context:
             raise DataError(f"the prompt has {len(ids)} tokens, but the model takes at most {self._context}.")
         guesses = []
-        probabilities = self._scores(ids, places).double().softmax(dim=1)
+        probabilities = self._scores(ids, positions).double().softmax(dim=1)
         values, best = probabilities.topk(min(top_k, probabilities.shape[1]), dim=1)
-        for place, row, chosen in zip(places, values.tolist(), best.tolist(), strict=True):
+        for position, row, chosen in zip(positions, values.tolist(), best.tolist(), strict=True):
             guesses.append(Guess(tuple(self.tokenizer.decode([each]) for each in chosen), tuple(row)))
-            ids[place] = chosen[0]
+            ids[position] = chosen[0]
         return Filled(self.tokenizer.decode(ids), tuple(guesses))
 
-    def _hidden_in(self, prompt: str) -> tuple[list[int], list[int]]:
+    def _find_masks(self, prompt: str) -> tuple[list[int], list[int]]:
         """Return the prompt's tokens and the positions of the masked ones."""
         first, other = MASK_WORDS
         parts = prompt.replace(other, first).split(first)
         if len(parts) == 1:
             raise DataError(f"the prompt has no mask: write {first} or {other} where a token is to be predicted.")
         assert self.tokenizer.mask is not None
-        ids, places = self.tokenizer.encode(parts[0]).tolist(), []
+        ids, positions = self.tokenizer.encode(parts[0]).tolist(), []
         for part in parts[1:]:
-            places.append(len(ids))
+            positions.append(len(ids))
             ids += [self.tokenizer.mask, *self.tokenizer.encode(part).tolist()]
-        return ids, places
+        return ids, positions
 
     @torch.inference_mode()
-    def _scores(self, ids: list[int], places: list[int]) -> Tensor:
+    def _scores(self, ids: list[int], positions: list[int]) -> Tensor:
         """Return logits at some positions, float32 [positions, vocabulary] on the CPU; NotFiniteError on overflow."""
-        logits: Tensor = self.network(torch.tensor([ids], device=self._device))[0][places].float().cpu()
+        logits: Tensor = self.network(torch.tensor([ids], device=self._device))[0][positions].float().cpu()
         if not bool(logits.softmax(dim=1).isfinite().all()):
             raise NotFiniteError(f"{NOT_FINITE}.")
         return logits
@@ -182,7 +183,7 @@ class TextLabeller(ImagePredictor):
     unit = "texts"
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
-        data, where = saved.described("data"), str(saved.path)
+        data, where = saved.description("data"), str(saved.path)
         self._saved, self._device = saved, device
         self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
         self.classes = tuple(data["class_names"])
@@ -212,15 +213,83 @@ class TextLabeller(ImagePredictor):
     @torch.inference_mode()
     def answer(self, prepared: Sequence[TokenIds], top_k: int) -> list[Answer]:
         """Return the most probable classes of each text, in order, without paths."""
-        batch = padded(list(prepared), max(map(len, prepared)), self.tokenizer)
-        logits: Tensor = self.network(batch["tokens"].to(self._device), batch["mask"].to(self._device))
-        values, best = logits.float().softmax(dim=1).topk(min(top_k, len(self.classes)), dim=1)
+        values, best = self._scores(prepared).softmax(dim=1).topk(min(top_k, len(self.classes)), dim=1)
         return [
-            Answer(Path(), tuple(self.classes[label] for label in labels), tuple(sure))
-            if math.isfinite(sure[0])
+            Answer(Path(), tuple(self.classes[label] for label in labels), tuple(scores))
+            if math.isfinite(scores[0])
             else self.unreadable(Path(), NOT_FINITE)
-            for sure, labels in zip(values.tolist(), best.tolist(), strict=True)
+            for scores, labels in zip(values.tolist(), best.tolist(), strict=True)
         ]
+
+    def _scores(self, texts: Sequence[TokenIds]) -> Tensor:
+        """Return logits, float32 on the CPU: [N, classes], or of tokens [N, T, classes]."""
+        batch = padded(list(texts), max(map(len, texts)), self.tokenizer)
+        logits: Tensor = self.network(batch["tokens"].to(self._device), batch["mask"].to(self._device))
+        return logits.float().cpu()
+
+
+@dataclass(frozen=True)
+class TaggedWords(Answer):
+    """The tags of a text's words in ``labels``, with their probabilities.
+
+    Attributes:
+        words: The words.
+        entities: ``type``, ``begin`` and ``end`` (excluded) in the words, and ``text`` of each entity in IOB2 tags.
+    """
+
+    words: tuple[str, ...] = ()
+    entities: tuple[dict[str, Any], ...] = ()
+
+    def _found(self) -> str:
+        return " ".join(f"{word}/{tag}" for word, tag in zip(self.words, self.labels, strict=True))
+
+    def _columns(self) -> dict[str, Any]:
+        return {"words": self.words, **super()._columns(), "entities": self.entities}
+
+
+class WordTagger(TextLabeller):
+    """A trained token classifier; arguments and attributes as of :class:`TextLabeller`."""
+
+    finds_words = True
+    kind = TaggedWords
+
+    def prepare(self, content: bytes) -> Any:
+        """Return the words of a text, which spaces separate, its tokens, and the token that begins each word.
+
+        Raises:
+            BrokenImageError: If it is not UTF-8, empty or too long.
+        """
+        super().prepare(content)
+        words = content.decode("utf-8-sig").split()
+        ids, starts = self.tokenizer.encode_words(words, self._context)
+        places = np.flatnonzero(starts >= 0)
+        if missing := len(words) - len(places):
+            why = f"beyond the network's {self._context} tokens, or give no token; split the text"
+            raise BrokenImageError("text", f"{missing} of its {len(words)} words are {why}")
+        return words, ids, places
+
+    @torch.inference_mode()
+    def answer(self, prepared: Sequence[Any], top_k: int) -> list[Answer]:
+        """Return the most probable tag of each word, in order, without paths."""
+        answers, types = list[Answer](), entity_types(self.classes)
+        for (words, _, places), scores in zip(prepared, self._scores([ids for _, ids, _ in prepared]), strict=True):
+            sure, best = scores[places].softmax(dim=1).max(dim=1)
+            tags, found = tuple(self.classes[tag] for tag in best.tolist()), []
+            if types is not None:
+                begins, _, ends = (each[0].tolist() for each in entities_in(best[None], types))
+                for begin in np.flatnonzero(begins).tolist():
+                    end = ends[begin]
+                    said = {"begin": begin, "end": end, "text": " ".join(words[begin:end])}
+                    found.append({"type": tags[begin][2:], **said})
+            answer = TaggedWords(Path(), tags, tuple(sure.tolist()), words=tuple(words), entities=tuple(found))
+            answers.append(answer if bool(sure.isfinite().all()) else self.unreadable(Path(), NOT_FINITE))
+        return answers
+
+
+def open_labeller(saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> TextLabeller:
+    """Open a trained text or token classifier; arguments as for :class:`TextLabeller`."""
+    kind = WordTagger if "labels_words" in saved.description("data") else TextLabeller
+    return kind(saved, device, trust_code=trust_code)
 
 
 def texts_of(sources: Sequence[Path]) -> Iterator[PictureFile]:
@@ -230,8 +299,8 @@ def texts_of(sources: Sequence[Path]) -> Iterator[PictureFile]:
         DataError: If a file cannot be read, or a line has no text.
     """
     for source in sources:
-        refuse_odd_kinds(source)
-        is_json = has_ending(source.name, ("jsonl",))
+        refuse_special_inputs(source)
+        is_json = has_extension(source.name, ("jsonl",))
         try:
             with source.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):

@@ -19,7 +19,7 @@ TaskMaker = Callable[[Recipe], Task]
 
 def trained_recipe(saved: SavedWeights) -> Recipe:
     """Return the weights' training recipe, changed so that building the network downloads and initialises nothing."""
-    recipe = stored_recipe(saved.described("recipe"), str(saved.path))
+    recipe = stored_recipe(saved.description("recipe"), str(saved.path))
     return replace(
         recipe,
         model=replace(recipe.model, pretrained=False, initialize_from=None),
@@ -34,7 +34,7 @@ def trusted_recipe(saved: SavedWeights, *, trust_code: bool) -> Recipe:
         RecipeError: If the model is imported code, and the user has not allowed the file to name code.
     """
     recipe = trained_recipe(saved)
-    model = {"model": saved.described("recipe").get("model", {})}
+    model = {"model": saved.description("recipe").get("model", {})}
     refuse_foreign_code(model, recipe, str(saved.path), trusted=trust_code)
     return recipe
 
@@ -48,8 +48,8 @@ def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
     """
 
     def make(recipe: Recipe) -> Task:
-        tree, where = saved.described("recipe"), str(saved.path)
-        trained = saved.described("data").get("task")
+        tree, where = saved.description("recipe"), str(saved.path)
+        trained = saved.description("data").get("task")
         # A task given in Python is recorded in the data's description, not in the recipe.
         if recipe.task in built_in("tasks") and trained not in (None, task_name(build_task(recipe))):
             if not is_reference(trained):

@@ -40,14 +40,14 @@ def write_transformers_folder(exportable: Exportable, folder: Path, write_weight
     network = _plain(exportable)
     kind: Any = type(network)
     network.config.architectures, network.config.dtype = [kind.__name__], torch.float32
-    names = exportable.saved.described("data").get("class_names")
+    names = exportable.saved.description("data").get("class_names")
     if names is not None:
         network.config.id2label = dict(enumerate(names))
         network.config.label2id = {name: number for number, name in enumerate(names)}
     folder.mkdir()
     network.config.to_json_file(folder / CONFIG)
     write_weights(folder / WEIGHTS)
-    tokenizer = tokenizer_from(exportable.saved.described("data")["tokenizer"], str(exportable.saved.path))
+    tokenizer = tokenizer_from(exportable.saved.description("data")["tokenizer"], str(exportable.saved.path))
     if isinstance(tokenizer, HuggingFaceTokenizer):
         tokenizer.write(folder, exportable.longest["length"])
     try:
@@ -73,23 +73,23 @@ def write_peft_folder(exportable: Exportable, folder: Path) -> float:
         raise RecipeError(f"{saved.path} has no low-rank adapters (model.adapters); use --format transformers.")
     from peft import LoraConfig, PeftModel
 
-    model, heads = saved.described("recipe")["model"], trained_layers(exportable.network)
-    asked = model["adapters"]
-    mine = (*(f"{layer}.lora_" for layer in layers), *(f"{head}." for head in heads))
+    model, heads = saved.description("recipe")["model"], trained_layers(exportable.network)
+    config = model["adapters"]
+    prefixes = (*(f"{layer}.lora_" for layer in layers), *(f"{head}." for head in heads))
     tensors = {
         f"base_model.model.{name.replace('.default.', '.')}": each.contiguous()
         for name, each in saved.state.items()
-        if name.startswith(mine) and not name.endswith(ADAPTER_PARTS[2])
+        if name.startswith(prefixes) and not name.endswith(ADAPTER_PARTS[2])
     }
     folder.mkdir()
     LoraConfig(
-        r=asked["rank"],
-        lora_alpha=asked["alpha"],
+        r=config["rank"],
+        lora_alpha=config["alpha"],
         target_modules=layers,
-        lora_dropout=asked.get("dropout", 0.0),
+        lora_dropout=config.get("dropout", 0.0),
         fan_in_fan_out=any(f"{layer}{ADAPTER_PARTS[2]}" in saved.state for layer in layers),
         modules_to_save=heads or None,
-        task_type="SEQ_CLS" if isinstance(exportable.network, SequenceClassifier) else "CAUSAL_LM",
+        task_type={"classes": "SEQ_CLS", "tags": "TOKEN_CLS"}.get(str(exportable.network.objective), "CAUSAL_LM"),
         base_model_name_or_path=model["name"].removeprefix("transformers:"),
     ).save_pretrained(str(folder))
     write_tensor_file(folder / _ADAPTERS, tensors, {"format": "pt"})
@@ -106,13 +106,13 @@ def _plain(exportable: Exportable) -> Any:
     """Return a copy of the network with the library's own class."""
     network: Any = exportable.network
     if not isinstance(network, LanguageModel | SequenceClassifier):
-        name = exportable.saved.described("recipe").get("model", {}).get("name")
+        name = exportable.saved.description("recipe").get("model", {}).get("name")
         raise ModelError(
             f"model.name={name} is not a network of Transformers; use --format safetensors, onnx or torch-export."
         )
-    plain = copy.deepcopy(network)
-    plain.__class__ = type(network).__bases__[1]
-    return plain
+    copied = copy.deepcopy(network)
+    copied.__class__ = type(network).__bases__[1]
+    return copied
 
 
 def _called_with_names(network: Any) -> Callable[..., Tensor]:

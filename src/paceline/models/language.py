@@ -22,6 +22,7 @@ from paceline.errors import ModelError
 from paceline.models.factories import call_factory, check_options, mix_in, named_factory, unknown_model
 from paceline.models.transformers_models import (
     PREFIX,
+    WHAT,
     Objective,
     build_transformers_classifier,
     build_transformers_model,
@@ -109,12 +110,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=shape.bias)
         self.out = nn.Linear(shape.width, shape.width, bias=shape.bias)
 
-    def forward(self, x: Tensor, mask: Tensor | None, turns: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
         """Map [N, T, width] to the same shape; ``mask`` [N, 1, T, T] gives visible tokens, None: all or all earlier."""
         n, t, width = x.shape
         query, key, value = self.qkv(x).view(n, t, 3, self.heads, width // self.heads).unbind(2)
-        if turns is not None:
-            query, key = _turned(query, *turns), _turned(key, *turns)
+        if rotations is not None:
+            query, key = _rotate(query, *rotations), _rotate(key, *rotations)
         y = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -158,9 +159,9 @@ class Block(nn.Module):
         self.norm2, self.feed_forward = _norm(shape), FeedForward(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None, turns: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
         """Map [N, T, width] to the same shape."""
-        x = x + self.dropout(self.attention(self.norm1(x), mask, turns))
+        x = x + self.dropout(self.attention(self.norm1(x), mask, rotations))
         out: Tensor = x + self.dropout(self.feed_forward(self.norm2(x)))
         return out
 
@@ -196,18 +197,18 @@ class Transformer(nn.Module):
         x = self.tokens(tokens)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        turns = None
+        rotations = None
         if self.positions is not None:
             x = x + self.positions(positions)
         else:
-            turns = _turns(positions, self.shape.width // self.shape.heads, x.dtype)
+            rotations = _rotations(positions, self.shape.width // self.shape.heads, x.dtype)
         x = self.dropout(x)
         mask = None
         if documents is not None:  # attention mask, [N, 1, T, T], within documents; padding attends to padding
             same = documents[:, None, :, None] == documents[:, None, None, :]
             mask = same.tril() if self.shape.causal else same
         for block in self.blocks:
-            x = block(x, mask, turns)
+            x = block(x, mask, rotations)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -237,14 +238,14 @@ def _norm(shape: Shape) -> nn.Module:
     return nn.LayerNorm(shape.width, eps=shape.norm_eps, bias=shape.bias)
 
 
-def _turns(positions: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rotations(positions: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of rotary positions, [T or N, T, 1, size / 2]; the slowest period is 10,000 * 2 pi."""
     rates = 10_000.0 ** (-torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size)
     angles = positions.to(torch.float32)[..., None, None] * rates
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate vectors [N, T, heads, size] by their position: component i pairs with i + size / 2."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x.dtype)
@@ -279,20 +280,30 @@ def build_language_model(model: Model, *, vocabulary: int, context: int, is_mask
 
 
 class TextClassifier(nn.Module):
-    """Mixed into a transformer's class, whose output layer then scores classes: the mean over a text's tokens."""
+    """Mixed into a transformer's class, whose output layer then scores classes.
+
+    Attributes:
+        per_token: Whether it scores each token, instead of the mean over a text's tokens.
+    """
+
+    per_token: bool
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return the logits of each text, [N, classes].
+        """Return the logits of each text, [N, classes], or of each token, [N, T, classes].
 
         Args:
             tokens: Ids, int64 [N, T].
             mask: 1 for tokens, 0 for padding, int64 [N, T].
         """
-        scores: Tensor = super().forward(tokens, None, mask - 1) * mask[..., None]
-        return scores.sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        scores: Tensor = super().forward(tokens, None, mask - 1)
+        if self.per_token:
+            return scores
+        return (scores * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
-def build_text_classifier(model: Model, *, vocabulary: int, context: int, classes: int, pad: int) -> nn.Module:
+def build_text_classifier(
+    model: Model, *, vocabulary: int, context: int, classes: int, pad: int, per_token: bool = False
+) -> nn.Module:
     """Build the recipe's network that classifies texts: ``model(tokens, mask)`` returns logits, [N, classes].
 
     Args:
@@ -301,23 +312,26 @@ def build_text_classifier(model: Model, *, vocabulary: int, context: int, classe
         context: Maximum tokens of a text.
         classes: Number of classes.
         pad: Id of the padding token.
+        per_token: Whether it classifies tokens instead: logits are [N, T, classes].
 
     Raises:
         ModelError: If the name is unknown, or the options are not the factory's.
     """
+    sizes = {"vocabulary": vocabulary, "context": context}
+    objective: Objective = "tags" if per_token else "classes"
     if model.name.startswith(PREFIX):
-        return build_transformers_classifier(model, vocabulary=vocabulary, context=context, classes=classes, pad=pad)
+        return build_transformers_classifier(model, **sizes, classes=classes, pad=pad, objective=objective)
     if model.name not in OWN_LANGUAGE_MODELS:
         factory = named_factory(model, {})
         if factory is None:
-            raise unknown_model(model, "text classifier", [*OWN_LANGUAGE_MODELS, f"{PREFIX}NAME"])
-        return call_factory(model, factory, vocabulary=vocabulary, context=context, num_classes=classes)
+            raise unknown_model(model, WHAT[objective], [*OWN_LANGUAGE_MODELS, f"{PREFIX}NAME"])
+        return call_factory(model, factory, **sizes, num_classes=classes)
     network = build_language_model(model, vocabulary=vocabulary, context=context)
     assert isinstance(network, Transformer)
     network.head = nn.Linear(network.shape.width, classes)
     nn.init.normal_(network.head.weight, std=0.02)
     nn.init.zeros_(network.head.bias)
-    mix_in([network], TextClassifier)
+    mix_in([network], TextClassifier, per_token=per_token)
     return network
 
 

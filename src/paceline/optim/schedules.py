@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.plan.rates import LearningRate, fall
+from paceline.plan.rates import LearningRate, anneal_factor
 from paceline.recipe.schedule import Course
 
 
@@ -21,7 +21,7 @@ def linear(rate: LearningRate, step: int) -> float:
 def cosine(rate: LearningRate, step: int) -> float:
     """Decay along half a cosine from the peak to the end value, over the run or over each period."""
     x = rate.progress(step) if rate.period is None else rate.place_in_period(step - rate.warmup_steps)
-    return rate.towards_end(fall("cosine", x))
+    return rate.towards_end(anneal_factor("cosine", x))
 
 
 def cyclic(rate: LearningRate, step: int) -> float:
@@ -49,8 +49,8 @@ def step(rate: LearningRate, step: int) -> float:
 
 def trapezoid(rate: LearningRate, step: int) -> float:
     """Hold the peak, then decay in the last steps."""
-    done = max(step - (rate.total_steps - rate.decay_steps), 0) / max(rate.decay_steps, 1)
-    return rate.towards_end(fall(rate.anneal, min(done, 1.0)))
+    decayed = max(step - (rate.total_steps - rate.decay_steps), 0) / max(rate.decay_steps, 1)
+    return rate.towards_end(anneal_factor(rate.anneal, min(decayed, 1.0)))
 
 
 def one_cycle(rate: LearningRate, step: int) -> float:
@@ -104,7 +104,7 @@ def _on_course(course: Course, start: float, step: int, rate: LearningRate) -> f
         case "linear":
             return start + (course.end - start) * x
         case "cosine":
-            return course.end + (start - course.end) * fall("cosine", x)
+            return course.end + (start - course.end) * anneal_factor("cosine", x)
         case "opposite":
             return start + (course.end - start) * rate.in_cycle(step)[1]
     return start

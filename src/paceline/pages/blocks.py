@@ -43,10 +43,10 @@ class Text:
 
     def html(self) -> Iterator[str]:
         """Return one element per paragraph."""
-        told = {"plain": "", "good": "Good: ", "warning": "Note: ", "bad": "Failed: "}[self.kind]
+        prefix = {"plain": "", "good": "Good: ", "warning": "Note: ", "bad": "Failed: "}[self.kind]
         for paragraph in self.paragraphs:
-            word = f"<strong>{told}</strong>" if told else ""
-            yield f'<p class="{self.kind}">{word}{inline(paragraph)}</p>'
+            label = f"<strong>{prefix}</strong>" if prefix else ""
+            yield f'<p class="{self.kind}">{label}{inline(paragraph)}</p>'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +73,11 @@ class Table:
         yield f'<div class="table" role="region" aria-label="{name}" tabindex="0"><table>'
         yield f"<caption{' class=hidden' * self.folded}>{html_text(self.caption)}</caption>"
         texts = [[cell_text(cell) for cell in row] for row in self.rows]
-        known = [[row[at] for row in texts if row[at] not in (_MISSING, "")] for at in range(len(self.columns))]
-        numeric = [bool(cells) and all(map(_NUMBER.match, cells)) for cells in known]
+        present = [[row[at] for row in texts if row[at] not in (_MISSING, "")] for at in range(len(self.columns))]
+        numeric = [bool(cells) and all(map(_NUMBER.match, cells)) for cells in present]
         yield "<thead><tr>"
-        for heading, right in zip(self.columns, numeric, strict=True):
-            yield f'<th scope="col"{_class(right)}>{html_text(heading)}</th>'
+        for heading, is_numeric in zip(self.columns, numeric, strict=True):
+            yield f'<th scope="col"{_class(is_numeric)}>{html_text(heading)}</th>'
         yield "</tr></thead><tbody>"
         for row, cells in zip(self.rows, texts, strict=True):
             yield f"<tr>{''.join(_cells(row, cells, numeric))}</tr>"
@@ -151,11 +151,13 @@ class Gallery:
         yield f"<details><summary>{told}</summary>" if self.folded else f'<p class="description">{told}</p>'
         yield '<ul class="gallery">'
         for each in self.pictures:
-            words = html_text(each.alternative, quote=True)
+            alternative = html_text(each.alternative, quote=True)
             is_picture = _PICTURE.match(each.data)
-            image = f'<img src="{each.data}" alt="{words}">' if is_picture else f'<p class="note">{words}</p>'
+            image = (
+                f'<img src="{each.data}" alt="{alternative}">' if is_picture else f'<p class="note">{alternative}</p>'
+            )
             caption = html_text(each.caption)
-            yield f'<li><figure title="{words}">{image}<figcaption>{caption}</figcaption></figure></li>'
+            yield f'<li><figure title="{alternative}">{image}<figcaption>{caption}</figcaption></figure></li>'
         yield "</ul>"
         if self.folded:
             yield "</details>"
@@ -175,8 +177,8 @@ def cell_text(cell: object) -> str:
     return f"{cell:,}" if isinstance(cell, int) else f"{cell:,.6g}"
 
 
-def _class(right: bool) -> str:
-    return " class=number" if right else ""
+def _class(is_numeric: bool) -> str:
+    return " class=number" if is_numeric else ""
 
 
 def _cells(row: Sequence[object], cells: Sequence[str], numeric: Sequence[bool]) -> Iterator[str]:

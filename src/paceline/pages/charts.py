@@ -100,7 +100,7 @@ class Chart:
     def figure(self) -> dict[str, Any]:
         """Return Plotly's input."""
         layout = {"height": _HEIGHT, "template": _TEMPLATE, **self.layout}
-        return {"data": [_plain(trace) for trace in self.traces], "layout": _plain(layout)}
+        return {"data": [_to_plotly(trace) for trace in self.traces], "layout": _to_plotly(layout)}
 
 
 def figures_table(chart: Chart) -> Table:
@@ -108,23 +108,23 @@ def figures_table(chart: Chart) -> Table:
     grids = [trace for trace in chart.traces if "z" in trace]
     columns, rows = _grid(grids[0]) if grids else _series(chart)
     count = len(rows)
-    shown = [rows[at] for at in _spread(count, _MOST_ROWS)]
-    some = f" ({len(shown)} of {count:,} rows, spread evenly)" if len(shown) < count else ""
-    return Table(columns=columns, rows=shown, caption=f"Figures of this chart{some}", folded=True)
+    shown = [rows[at] for at in _sample_evenly(count, _MOST_ROWS)]
+    selection = f" ({len(shown)} of {count:,} rows, spread evenly)" if len(shown) < count else ""
+    return Table(columns=columns, rows=shown, caption=f"Figures of this chart{selection}", folded=True)
 
 
 def _grid(trace: Mapping[str, Any]) -> tuple[list[str], list[list[object]]]:
     """Return a row for each y of a heatmap or surface and a column for each x."""
     z = trace["z"]
     x, y = list(trace.get("x", range(len(z[0])))), trace.get("y", range(len(z)))
-    across = _spread(len(x), _MOST_COLUMNS)
-    rows = [[_label(at), *(row[column] for column in across)] for at, row in zip(y, z, strict=True)]
-    return ["", *(_label(x[column]) for column in across)], rows
+    sampled_columns = _sample_evenly(len(x), _MOST_COLUMNS)
+    rows = [[_label(at), *(row[column] for column in sampled_columns)] for at, row in zip(y, z, strict=True)]
+    return ["", *(_label(x[column]) for column in sampled_columns)], rows
 
 
 def _series(chart: Chart) -> tuple[list[str], list[list[object]]]:
     """Return a row for each x and a column for each series and its intervals."""
-    told: dict[object, dict[int, object]] = {}
+    values_by_x: dict[object, dict[int, object]] = {}
     columns = [_axis_title(chart.layout, "xaxis") or "x"]
     for trace in chart.traces:
         ys = trace.get("y", ())
@@ -132,15 +132,15 @@ def _series(chart: Chart) -> tuple[list[str], list[list[object]]]:
         if trace.get("orientation") == "h":
             xs, ys, axis = ys, xs, "xaxis"
         name = str(trace.get("name") or _axis_title(chart.layout, axis) or chart.title)
-        above = f"{name}, {'above' if 'arrayminus' in error else '±'}"
-        series = {name: ys, above: error.get("array"), f"{name}, below": error.get("arrayminus")}
+        upper = f"{name}, {'above' if 'arrayminus' in error else '±'}"
+        series = {name: ys, upper: error.get("array"), f"{name}, below": error.get("arrayminus")}
         for title, values in series.items():
             if values is not None:
                 for x, y in zip(xs, values, strict=False):
-                    told.setdefault(x, {})[len(columns)] = y
+                    values_by_x.setdefault(x, {})[len(columns)] = y
                 columns.append(title)
-    keys = sorted(told, key=_order)
-    return columns, [[key, *(told[key].get(at) for at in range(1, len(columns)))] for key in keys]
+    keys = sorted(values_by_x, key=_sort_key)
+    return columns, [[key, *(values_by_x[key].get(at) for at in range(1, len(columns)))] for key in keys]
 
 
 def _axis_title(layout: Mapping[str, Any], axis: str) -> str:
@@ -148,7 +148,7 @@ def _axis_title(layout: Mapping[str, Any], axis: str) -> str:
     return str(title.get("text", "")) if isinstance(title, Mapping) else str(title)
 
 
-def _order(key: object) -> tuple[int, float]:
+def _sort_key(key: object) -> tuple[int, float]:
     """Sort numbers by size; keep words in their original order."""
     return (0, float(key)) if isinstance(key, (int, float)) and not math.isnan(key) else (1, 0.0)
 
@@ -157,14 +157,14 @@ def _label(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _spread(count: int, most: int) -> list[int]:
+def _sample_evenly(count: int, most: int) -> list[int]:
     """Return at most a given number of evenly spread indices, including the first and the last."""
     if count <= most:
         return list(range(count))
     return sorted({round(at * (count - 1) / (most - 1)) for at in range(most)})
 
 
-def _plain(value: Any, key: str = "") -> Any:
+def _to_plotly(value: Any, key: str = "") -> Any:
     """Copy a figure with its texts escaped for Plotly and without numbers that JSON cannot represent."""
     match value:
         case str() if key == "title":  # Plotly expects an object here; text is shorter to write.
@@ -176,8 +176,8 @@ def _plain(value: Any, key: str = "") -> Any:
         case float():
             return value if math.isfinite(value) else None
         case Mapping():
-            return {name: _plain(item, name) for name, item in value.items()}
+            return {name: _to_plotly(item, name) for name, item in value.items()}
         case _ if hasattr(value, "tolist"):
-            return _plain(value.tolist(), key)
+            return _to_plotly(value.tolist(), key)
         case _:
-            return [_plain(item, key) for item in value]
+            return [_to_plotly(item, key) for item in value]

@@ -21,10 +21,10 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.escaping import html_text
-from paceline.files import refuse_odd_outputs
+from paceline.files import refuse_special_outputs
 from paceline.pages.blocks import Block, Gallery, Marked, Picture, Table, Text, Tile, Tiles
 from paceline.pages.charts import Chart
-from paceline.records.run_directory import cannot, write_bytes
+from paceline.records.run_directory import file_error, write_bytes
 
 __all__ = [
     "Block",
@@ -84,11 +84,11 @@ def write_page(path: Path, page: Page) -> Path:
         PacelineError: If Plotly is not installed.
         RunDirectoryError: If the file cannot be written, or its path is not a regular file.
     """
-    refuse_odd_outputs(path)
+    refuse_special_outputs(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cannot("make", path.parent, error, what="folder") from error
+        raise file_error("make", path.parent, error, noun="folder") from error
     # File names may contain bytes that are not valid Unicode.
     write_bytes(path, _assemble(page).encode("utf-8", "replace"))
     return path
@@ -162,9 +162,9 @@ def _body(page: Page, charts: Sequence[Chart]) -> Iterator[str]:
     numbers = count(1)
     for at, section in enumerate(page.sections):
         yield f'<section aria-labelledby="section-{at}"><h2 id="section-{at}">{html_text(section.title)}</h2>'
-        for are_charts, together in groupby(section.blocks, key=lambda block: isinstance(block, Chart)):
+        for are_charts, group in groupby(section.blocks, key=lambda block: isinstance(block, Chart)):
             yield '<div class="charts">' * are_charts
-            for block in together:
+            for block in group:
                 yield from block.html(next(numbers)) if isinstance(block, Chart) else block.html()
             yield "</div>" * are_charts
         yield "</section>"

@@ -23,17 +23,19 @@ def micro_batch_size(recipe: Recipe, world_size: int) -> int:
     fixed = fixed_logical_ranks(recipe)
     shared = _shared_parts(recipe, fixed)
     if shared % world_size:
-        misfit = f"is not a multiple of parallel.logical_ranks={fixed}"
+        problem = f"is not a multiple of parallel.logical_ranks={fixed}"
         if recipe.batch.micro_size != "auto":
-            misfit = f"batch.micro_size={recipe.batch.micro_size} does not divide"
-        key, size = next(each for each in named_sizes(recipe) if each[1] // (_largest_part(recipe, fixed)) % world_size)
+            problem = f"batch.micro_size={recipe.batch.micro_size} does not divide"
+        key, size = next(
+            each for each in sizes_by_key(recipe) if each[1] // (_largest_part(recipe, fixed)) % world_size
+        )
         raise RecipeError(
             f"{key}={size} over {world_size} processes gives {size / world_size:g} samples each, which "
-            f"{'is not whole' if fixed is None else misfit}; the global batch is never changed silently, so run it on "
-            f"{', '.join(_fitting(shared))} processes or change {key}."
+            f"{'is not whole' if fixed is None else problem}; the global batch is never changed silently, so run it on "
+            f"{', '.join(_divisors(shared))} processes or change {key}."
         )
     micro = math.gcd(*recipe.batch.sizes().values()) // world_size if fixed is None else batch // fixed
-    _check_ghosts(recipe, micro, world_size)
+    _check_ghost_size(recipe, micro, world_size)
     return micro
 
 
@@ -41,48 +43,48 @@ def explain_batching(recipe: Recipe, world_size: int, micro: int) -> dict[str, s
     """Explain by dotted key why micro-batches have ``micro`` samples, and what follows from it."""
     batch, fixed = recipe.batch.global_size, fixed_logical_ranks(recipe)
     if fixed is not None:
-        why = f"{batch} samples in {fixed} logical ranks"
+        reason = f"{batch} samples in {fixed} logical ranks"
     elif micro * world_size < batch:
-        why = f"the largest share over {world_size} of all sizes that the batch has"
+        reason = f"the largest share over {world_size} of all sizes that the batch has"
     else:
-        why = f"a process's whole share of {batch} samples over {world_size}"
+        reason = f"a process's whole share of {batch} samples over {world_size}"
     ranks = f"{batch} samples in micro-batches of {micro}"
     if recipe.parallel.exact:
         ranks = (
-            f"{', '.join(_fitting(_shared_parts(recipe, fixed)))} processes can share them, with bit-identical results"
+            f"{', '.join(_divisors(_shared_parts(recipe, fixed)))} processes can share them, with bit-identical results"
         )
-    return {"batch.micro_size": why, "parallel.logical_ranks": ranks}
+    return {"batch.micro_size": reason, "parallel.logical_ranks": ranks}
 
 
-def _check_ghosts(recipe: Recipe, micro: int, world_size: int) -> None:
+def _check_ghost_size(recipe: Recipe, micro: int, world_size: int) -> None:
     group = recipe.model.ghost_batch_norm
     if group is not None and micro % group:
-        fitting = [str(size) for size in range(2, micro + 1) if micro % size == 0]
+        divisors = [str(size) for size in range(2, micro + 1) if micro % size == 0]
         raise RecipeError(
             f"model.ghost_batch_norm={group} does not divide the micro-batches of {micro} samples that {world_size} "
-            f"process{'es have' if world_size > 1 else ' has'}; choose one of {', '.join(fitting) or 'none'}, or "
+            f"process{'es have' if world_size > 1 else ' has'}; choose one of {', '.join(divisors) or 'none'}, or "
             "another batch.micro_size."
         )
 
 
-def with_fitting_ghosts(model: Model, micro: int) -> Model:
+def with_valid_ghost_size(model: Model, micro: int) -> Model:
     """Return a network's section for a trial with another micro-batch size, divisible by BatchNorm's groups."""
-    asked = model.ghost_batch_norm
-    if asked is None or (micro % asked == 0 and asked < micro):
+    group_size = model.ghost_batch_norm
+    if group_size is None or (micro % group_size == 0 and group_size < micro):
         return model
-    fitting = [size for size in range(2, min(asked, micro - 1) + 1) if micro % size == 0]
-    return replace(model, ghost_batch_norm=fitting[-1] if fitting else None)
+    divisors = [size for size in range(2, min(group_size, micro - 1) + 1) if micro % size == 0]
+    return replace(model, ghost_batch_norm=divisors[-1] if divisors else None)
 
 
-def with_nearest_ghosts(model: Model, micro: int) -> Model:
+def with_nearest_ghost_size(model: Model, micro: int) -> Model:
     """Return a network's section for another micro-batch size, with BatchNorm groups near the requested size.
 
     They are never larger; a micro-batch that is not larger than a group forms one group.
     """
-    asked = model.ghost_batch_norm
-    if asked is None:
+    group_size = model.ghost_batch_norm
+    if group_size is None:
         return model
-    return replace(model, ghost_batch_norm=None) if micro <= asked else with_fitting_ghosts(model, micro)
+    return replace(model, ghost_batch_norm=None) if micro <= group_size else with_valid_ghost_size(model, micro)
 
 
 def largest_micro_batch(recipe: Recipe, micro: int, world_size: int) -> int:
@@ -98,7 +100,7 @@ def fixed_logical_ranks(recipe: Recipe) -> int | None:
     """
     batch, micro, ranks = recipe.batch.global_size, recipe.batch.micro_size, recipe.parallel.logical_ranks
     if micro != "auto":
-        for key, size in named_sizes(recipe):
+        for key, size in sizes_by_key(recipe):
             if size % micro:
                 raise RecipeError(
                     f"{key}={size} is not a multiple of batch.micro_size={micro}; "
@@ -115,19 +117,19 @@ def fixed_logical_ranks(recipe: Recipe) -> int | None:
             f"batch.global_size={batch}; leave one of the two at auto."
         )
     if ranks != "auto":
-        _check_grown(recipe, batch // ranks)
+        _check_growth_sizes(recipe, batch // ranks)
         return ranks
     if micro != "auto":
         return batch // micro
     if not recipe.parallel.exact:
         return None
     common = math.gcd(*recipe.batch.sizes().values())
-    fits = (n for n in range(_EXACT_LOGICAL_RANKS, 0, -1) if batch % n == 0 and common % (batch // n) == 0)
-    return next(fits, batch // common)
+    counts = (n for n in range(_EXACT_LOGICAL_RANKS, 0, -1) if batch % n == 0 and common % (batch // n) == 0)
+    return next(counts, batch // common)
 
 
-def _check_grown(recipe: Recipe, micro: int) -> None:
-    for key, size in named_sizes(recipe):
+def _check_growth_sizes(recipe: Recipe, micro: int) -> None:
+    for key, size in sizes_by_key(recipe):
         if size % micro:
             raise RecipeError(
                 f"{key}={size} is not a whole number of the micro-batches of {micro} samples that "
@@ -136,7 +138,7 @@ def _check_grown(recipe: Recipe, micro: int) -> None:
             )
 
 
-def named_sizes(recipe: Recipe) -> list[tuple[str, int]]:
+def sizes_by_key(recipe: Recipe) -> list[tuple[str, int]]:
     """Return every batch size, with the key that sets it."""
     key = "batch.growth."
     return [(f"{key}{epoch}" if epoch else "batch.global_size", size) for epoch, size in recipe.batch.sizes().items()]
@@ -168,9 +170,9 @@ def usable_processes(recipe: Recipe, lowest: int, highest: int) -> list[int]:
     return [count for count in range(highest, lowest - 1, -1) if parts % count == 0]
 
 
-def _fitting(parts: int) -> list[str]:
+def _divisors(parts: int) -> list[str]:
     return [str(size) for size in range(1, min(parts, 1024) + 1) if parts % size == 0]
 
 
-def _nearest_divisor(batch: int, wanted: int) -> int:
-    return min((d for d in range(1, batch + 1) if batch % d == 0), key=lambda d: abs(d - wanted))
+def _nearest_divisor(batch: int, target: int) -> int:
+    return min((d for d in range(1, batch + 1) if batch % d == 0), key=lambda d: abs(d - target))

@@ -16,10 +16,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from paceline.errors import RecipeError
-from paceline.plan.batching import explain_batching, largest_micro_batch, micro_batch_size, named_sizes
+from paceline.plan.batching import explain_batching, largest_micro_batch, micro_batch_size, sizes_by_key
 from paceline.plan.compute import (
     Compiled,
-    computing,
     explain_compute,
     plan_compilation,
     resolve_channels_last,
@@ -27,6 +26,7 @@ from paceline.plan.compute import (
     resolve_float32_matmul,
     resolve_precision,
     resolve_threads,
+    without_slow_bf16,
 )
 from paceline.plan.epochs import Epochs
 from paceline.plan.facts import DataFacts, MachineFacts, NetworkFacts, ParameterGroupFacts, TaskFacts
@@ -50,7 +50,8 @@ _FIRST_LOGS = (1, 2, 5)
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
 
 _ANY_TASK = TaskFacts()
-_NONE: Mapping[str, str] = MappingProxyType({})
+_ARRANGED_AT_MOST = 2**27  # samples; arranging as many by length or by class takes about 8 GiB in each process
+_EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +126,7 @@ class Plan(TaskFacts, Compiled, Rates):
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch that the step numbered ``step`` (from 0) belongs to."""
-        return self.epochs.place(step)[0]
+        return self.epochs.locate(step)[0]
 
     def step_samples(self, position: int) -> int:
         """Return the samples in the global batch numbered ``position`` (from 0)."""
@@ -162,7 +163,7 @@ def make(
     machine: MachineFacts,
     task: TaskFacts = _ANY_TASK,
     network: NetworkFacts | None = None,
-    notes: Mapping[str, str] = _NONE,
+    notes: Mapping[str, str] = _EMPTY,
 ) -> Plan:
     """Derive a run's numbers from its recipe and the facts: a pure function, and the only one that makes plans.
 
@@ -179,8 +180,8 @@ def make(
         RecipeError: If batch and world do not fit together, a duration is less than a step, or two keys are mutually
             exclusive.
     """
-    _check_facts(recipe, data, machine)
-    machine = computing(machine, network)
+    _check_facts(recipe, data, machine, task)
+    machine = without_slow_bf16(machine, network)
     micro = micro_batch_size(recipe, world.world_size)
     epochs = Epochs.cut(data.train_samples, [(at, size, size // micro) for at, size in recipe.batch.sizes().items()])
     total = epochs.total(recipe.train.duration)
@@ -229,19 +230,26 @@ def make(
         parameters=None if network is None else network.parameters.trained,
         parameter_groups=() if network is None else network.groups,
         fp8_layers=() if network is None else network.fp8_layers,
-        reasons={key: why for key, why in reasons.items() if _is_open(recipe, key)} | dict(notes),
+        reasons={key: why for key, why in reasons.items() if _is_shown(recipe, key)} | dict(notes),
         unused=_unused(recipe, data, task, strategy, rates.warmup_steps, epochs.length(total), largest),
         left_out=data.left_out,
     )
 
 
-def _check_facts(recipe: Recipe, data: DataFacts, machine: MachineFacts) -> None:
+def _check_facts(recipe: Recipe, data: DataFacts, machine: MachineFacts, task: TaskFacts) -> None:
     if data.train_samples < 1:
         raise RecipeError("there are no training samples; check data.path and data.validation_fraction.")
-    if recipe.evaluate.patience is not None and (recipe.evaluate.every is None or data.evaluation_samples == 0):
-        why = "evaluate.every=off" if recipe.evaluate.every is None else "no held-out samples"
+    sorts = {"batch.balance": task.lengths_sha256, "data.sampling": task.sampling, "data.mixture": task.mixture}
+    key = next((each for each, is_used in sorts.items() if is_used), None)
+    if key is not None and data.train_samples > _ARRANGED_AT_MOST:
         raise RecipeError(
-            f"evaluate.patience={recipe.evaluate.patience} has no effect with {why}: nothing is evaluated; set "
+            f"{key} sorts all {data.train_samples:,} samples of an epoch, and at most {_ARRANGED_AT_MOST:,} can be "
+            "sorted; turn it off, or train on fewer samples."
+        )
+    if recipe.evaluate.patience is not None and (recipe.evaluate.every is None or data.evaluation_samples == 0):
+        reason = "evaluate.every=off" if recipe.evaluate.every is None else "no held-out samples"
+        raise RecipeError(
+            f"evaluate.patience={recipe.evaluate.patience} has no effect with {reason}: nothing is evaluated; set "
             f"evaluate.patience=off, or evaluate."
         )
     if recipe.train.precision == "fp8" and (lacking := machine.lacks.get("fp8")):
@@ -249,18 +257,18 @@ def _check_facts(recipe: Recipe, data: DataFacts, machine: MachineFacts) -> None
 
 
 def _explain_steps(recipe: Recipe, data: DataFacts, epochs: Epochs, total: int) -> dict[str, str]:
-    found = {
+    reasons = {
         "checkpoint.every": "by time: the square root of twice the cost of a save times checkpoint.mtbf "
         f"({recipe.checkpoint.mtbf}), once a save was measured (Young 1974)"
     }
     if data.evaluation_samples == 0:
-        found["evaluate.every"] = "there are no held-out samples: nothing is evaluated"
-    if larger := [f"{key}={size}" for key, size in named_sizes(recipe) if size > data.train_samples]:
-        why = f"larger than the {data.train_samples} training samples, so the global batch is {data.train_samples}"
-        found["batch.global_size"] = f"{', '.join(larger)}: {why}"
+        reasons["evaluate.every"] = "there are no held-out samples: nothing is evaluated"
+    if larger := [f"{key}={size}" for key, size in sizes_by_key(recipe) if size > data.train_samples]:
+        reason = f"larger than the {data.train_samples} training samples, so the global batch is {data.train_samples}"
+        reasons["batch.global_size"] = f"{', '.join(larger)}: {reason}"
     if any(epochs.last_step_samples(each) // each.logical_ranks < 2 for each in epochs.finished_phases(total)):
-        found["batch.tail"] = "an epoch's last step has micro-batches of one sample, too few for BatchNorm"
-    return found
+        reasons["batch.tail"] = "an epoch's last step has micro-batches of one sample, too few for BatchNorm"
+    return reasons
 
 
 def _unused(
@@ -270,7 +278,7 @@ def _unused(
     backend, mix, progressive = data.description.get("backend", "pytorch"), recipe.data.mix, recipe.data.progressive
     rule = recipe.optimizer.name
     scales = recipe.optimizer.has_layers_to_scale or recipe.schedule.weight_decay.name != "constant"
-    holds = {
+    conditions = {
         "warm-up": warmup_steps > 0,
         "held-out samples": data.evaluation_samples > 0,
         "a back-end with loader processes": backend in ("pytorch", "dali"),
@@ -295,12 +303,12 @@ def _unused(
         "strategy": {"exact": "an exact run", "single": "one process"}.get(strategy, strategy),
     }
     # The shape determines how images are predicted, whatever the held-out images are like.
-    of_data = {key: why for key, why in unused_in_data(data).items() if key != "data.evaluation_shape"}
-    return unused_keys(recipe, holds, words) | of_data | data.unused
+    unused_by_data = {key: why for key, why in unused_in_data(data).items() if key != "data.evaluation_shape"}
+    return unused_keys(recipe, conditions, words) | unused_by_data | data.unused
 
 
 # Keys whose use depends only on the data, with the data's reasons (``DataFacts.reasons``).
-_SAID_BY_DATA = (
+_REASONS_FROM_DATA = (
     "data.validation_fraction",
     "data.split_by",
     "data.saved_split",
@@ -318,48 +326,52 @@ def unused_in_data(data: DataFacts) -> dict[str, str]:
     reasons = data.unused | data.reasons
     if "label_thresholds" not in data.description:
         reasons |= {"evaluate.thresholds": "only image_multilabel has them"}
-    return {key: reasons[key] for key in _SAID_BY_DATA if key in reasons}
+    return {key: reasons[key] for key in _REASONS_FROM_DATA if key in reasons}
 
 
 def _in_steps(recipe: Recipe, epochs: Epochs, total: int, device: str) -> dict[str, Any]:
     """Return the fields of a plan that give durations or intervals."""
     train, every = recipe.train, recipe.checkpoint.every
-    asked: dict[Occasion, tuple[str, Duration | None]] = {
+    intervals: dict[Occasion, tuple[str, Duration | None]] = {
         "evaluate": ("evaluate.every", recipe.evaluate.every),
         "checkpoint": ("checkpoint.every", every if isinstance(every, Duration) else None),
         "log": ("telemetry.log_every", recipe.telemetry.log_every),
         "noise_scale": ("telemetry.noise_scale", recipe.telemetry.noise_scale),
     }
-    turning = {"unfreeze": recipe.model.unfreeze, "freeze_after": recipe.model.freeze_after}
+    freezing = {"unfreeze": recipe.model.unfreeze, "freeze_after": recipe.model.freeze_after}
     return {
         "steps_per_epoch": epochs.phases[0].steps_per_epoch,
         "last_step_samples": epochs.last_step_samples(epochs.phases[0]),
         "total_epochs": epochs.length(total),
-        "until_step": None if train.until is None else epochs.within("train.until", train.until, total),
-        **{f"{name}_every_steps": epochs.interval(key, each, total) for name, (key, each) in asked.items()},
+        "until_step": None if train.until is None else epochs.steps_within("train.until", train.until, total),
+        **{f"{name}_every_steps": epochs.interval(key, each, total) for name, (key, each) in intervals.items()},
         "checkpoint_every_seconds": every.seconds if isinstance(every, TimeSpan) else None,
-        "moments": {name: at for name, (_, each) in asked.items() if each and (at := epochs.moments(each, total))},
-        **{f"{key}_steps": _turns(recipe, key, patterns, epochs, total) for key, patterns in turning.items()},
+        "moments": {
+            name: at for name, (_, each) in intervals.items() if each and (at := epochs.due_steps(each, total))
+        },
+        **{f"{key}_steps": _freeze_steps(recipe, key, patterns, epochs, total) for key, patterns in freezing.items()},
         "profile_steps": _profiled(recipe.telemetry.profile, epochs, total, device),
     }
 
 
-def _turns(recipe: Recipe, key: str, asked: Mapping[str, Duration], epochs: Epochs, total: int) -> dict[str, int]:
-    if asked and recipe.model.compile:
+def _freeze_steps(
+    recipe: Recipe, key: str, durations: Mapping[str, Duration], epochs: Epochs, total: int
+) -> dict[str, int]:
+    if durations and recipe.model.compile:
         raise RecipeError(
             f"model.{key} does not work with model.compile=true, which fixes at the start what has a gradient; leave "
             "one out."
         )
-    found = {}
-    for pattern, length in asked.items():
-        found[pattern] = steps = epochs.steps_in(length, total)
+    result = {}
+    for pattern, length in durations.items():
+        result[pattern] = steps = epochs.steps_in(length, total)
         if not 0 < steps < total:
-            stays = "stays frozen" if key == "unfreeze" else "is trained"
+            verb = "stays frozen" if key == "unfreeze" else "is trained"
             raise RecipeError(
-                f"model.{key}: '{pattern}' {stays} for '{length}', which is {steps} of the run's {total} steps; it "
+                f"model.{key}: '{pattern}' {verb} for '{length}', which is {steps} of the run's {total} steps; it "
                 "must be more than none and fewer than all."
             )
-    return found
+    return result
 
 
 def _check_growth(epochs: Epochs, total: int) -> None:
@@ -368,22 +380,22 @@ def _check_growth(epochs: Epochs, total: int) -> None:
     Raises:
         RecipeError: Naming it.
     """
-    for before, phase in pairwise(epochs.phases):
-        said = f"batch.growth.{phase.first_epoch}={phase.global_batch_size}"
+    for previous, phase in pairwise(epochs.phases):
+        setting = f"batch.growth.{phase.first_epoch}={phase.global_batch_size}"
         if phase.first_step >= total:
             raise RecipeError(
-                f"{said} begins with step {phase.first_step + 1}, but the run ends with step {total}; leave it out, or "
-                "lengthen train.duration."
+                f"{setting} begins with step {phase.first_step + 1}, but the run ends with step {total}; leave it out, "
+                "or lengthen train.duration."
             )
-        if min(before.global_batch_size, phase.global_batch_size) >= epochs.samples:
+        if min(previous.global_batch_size, phase.global_batch_size) >= epochs.samples:
             raise RecipeError(
-                f"{said} has no effect: an epoch has only {epochs.samples} samples, and each step already uses all of "
-                "them; leave it out."
+                f"{setting} has no effect: an epoch has only {epochs.samples} samples, and each step already uses all "
+                "of them; leave it out."
             )
 
 
 # Reasons that are shown although the key was set.
-_ALWAYS_TOLD = (
+_ALWAYS_SHOWN = (
     "data.path",
     "data.decoder",
     "batch.global_size",
@@ -407,9 +419,9 @@ _ALWAYS_TOLD = (
 )
 
 
-def _is_open(recipe: Recipe, key: str) -> bool:
+def _is_shown(recipe: Recipe, key: str) -> bool:
     """Whether a reason explains a choice that the recipe left open."""
-    if key in _ALWAYS_TOLD:
+    if key in _ALWAYS_SHOWN:
         return True
     *path, name = key.split(".")
     section: object = recipe

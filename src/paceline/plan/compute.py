@@ -12,7 +12,7 @@ from paceline.recipe.schema import Recipe
 from paceline.units import counted
 
 # A size with fewer forward passes than this is not worth the compilation time.
-_WORTH_COMPILING = 0.05
+_MIN_COMPILED_FRACTION = 0.05
 
 WITH_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of ``model.compile_mode`` that record CUDA graphs."""
@@ -36,8 +36,8 @@ class Compiled:
 
 def training_sizes(samples: int, global_batch_size: int, logical_ranks: int) -> Counter[int]:
     """Count the micro-batches of each size in an epoch, over all processes."""
-    full, left = divmod(samples, global_batch_size)
-    part, larger = divmod(left, logical_ranks)
+    full, remainder = divmod(samples, global_batch_size)
+    part, larger = divmod(remainder, logical_ranks)
     sizes = Counter({global_batch_size // logical_ranks: full * logical_ranks})
     sizes.update({part + 1: larger, part: logical_ranks - larger})
     return Counter({size: count for size, count in sizes.items() if size and count})
@@ -45,8 +45,8 @@ def training_sizes(samples: int, global_batch_size: int, logical_ranks: int) -> 
 
 def evaluation_sizes(samples: int, batch_size: int) -> Counter[int]:
     """Count the evaluation batches of each size, over all processes."""
-    full, left = divmod(samples, batch_size)
-    return Counter({size: count for size, count in ((batch_size, full), (left, 1)) if size and count})
+    full, remainder = divmod(samples, batch_size)
+    return Counter({size: count for size, count in ((batch_size, full), (remainder, 1)) if size and count})
 
 
 def plan_compilation(
@@ -74,10 +74,10 @@ def plan_compilation(
         )
     _check_graphs(recipe, machine.device, max(parts) // world_size)
     if model.compile_mode in _WITH_TIMING and (recipe.train.deterministic or recipe.parallel.exact):
-        asked = "train.deterministic" if recipe.train.deterministic else "parallel.exact"
+        setting = "train.deterministic" if recipe.train.deterministic else "parallel.exact"
         raise RecipeError(
             f"model.compile_mode={model.compile_mode} picks the kernels that benchmark fastest, which can differ "
-            f"between launches, and {asked}=true requires the same sums each time; use "
+            f"between launches, and {setting}=true requires the same sums each time; use "
             "model.compile_mode=default."
         )
     trained = training_sizes(data.train_samples, recipe.batch.global_size, parts[0])
@@ -86,14 +86,14 @@ def plan_compilation(
     evaluated = recipe.evaluate.every is not None and recipe.data.evaluation_shape == "square"
     return Compiled(
         compile=f"{model.compile_backend}, {model.compile_mode}",
-        compiled_train_sizes=_worth_compiling(trained),
-        compiled_evaluation_sizes=_worth_compiling(scored) if evaluated else (),
+        compiled_train_sizes=_frequent_sizes(trained),
+        compiled_evaluation_sizes=_frequent_sizes(scored) if evaluated else (),
     )
 
 
-def _worth_compiling(sizes: Mapping[int, int]) -> tuple[int, ...]:
-    enough = _WORTH_COMPILING * sum(sizes.values())
-    return tuple(sorted((size for size, count in sizes.items() if count >= enough), reverse=True))
+def _frequent_sizes(sizes: Mapping[int, int]) -> tuple[int, ...]:
+    threshold = _MIN_COMPILED_FRACTION * sum(sizes.values())
+    return tuple(sorted((size for size, count in sizes.items() if count >= threshold), reverse=True))
 
 
 def _check_graphs(recipe: Recipe, device: str, accumulation_steps: int) -> None:
@@ -110,14 +110,15 @@ def _check_graphs(recipe: Recipe, device: str, accumulation_steps: int) -> None:
         "and parallel.exact collects each gradient in its own memory": (recipe.parallel.exact, ""),
     }
     instead = "default" if mode == "reduce-overhead" else "max-autotune-no-cudagraphs"
-    for why, (holds, or_else) in objections.items():
-        if holds and mode in WITH_GRAPHS:
+    for reason, (applies, alternative) in objections.items():
+        if applies and mode in WITH_GRAPHS:
             raise RecipeError(
-                f"model.compile_mode={mode} records CUDA graphs, {why}; use model.compile_mode={instead}{or_else}."
+                f"model.compile_mode={mode} records CUDA graphs, {reason}; use "
+                f"model.compile_mode={instead}{alternative}."
             )
 
 
-def computing(machine: MachineFacts, network: NetworkFacts | None) -> MachineFacts:
+def without_slow_bf16(machine: MachineFacts, network: NetworkFacts | None) -> MachineFacts:
     """Return the machine, without fast bf16 if it computes this network faster in fp32.
 
     Measured on a processor with avx512_bf16; whether it holds for AMX is not known.
@@ -125,8 +126,8 @@ def computing(machine: MachineFacts, network: NetworkFacts | None) -> MachineFac
     has_amx = "amx" in machine.reasons.get("fast_bf16", "")
     if network is None or not network.is_depthwise or machine.device != "cpu" or has_amx:
         return machine
-    why = "nearly all wide convolutions are depthwise, which this processor computes faster in fp32"
-    return replace(machine, fast_bf16=False, reasons=machine.reasons | {"fast_bf16": why})
+    reason = "nearly all wide convolutions are depthwise, which this processor computes faster in fp32"
+    return replace(machine, fast_bf16=False, reasons=machine.reasons | {"fast_bf16": reason})
 
 
 def resolve_precision(recipe: Recipe, machine: MachineFacts) -> str:
@@ -142,31 +143,31 @@ def resolve_float32_matmul(recipe: Recipe, machine: MachineFacts) -> str:
     Raises:
         RecipeError: If this machine does not support it.
     """
-    asked = recipe.train.float32_matmul
-    if asked == "auto":
+    requested = recipe.train.float32_matmul
+    if requested == "auto":
         return "default"
-    missing = {"high": "tf32", "medium": "bf16_products"}.get(asked, "")
-    if why := machine.lacks.get(missing):
-        raise RecipeError(f"train.float32_matmul={asked} has no effect here: {why}; use auto or highest.")
-    return asked
+    feature = {"high": "tf32", "medium": "bf16_products"}.get(requested, "")
+    if reason := machine.lacks.get(feature):
+        raise RecipeError(f"train.float32_matmul={requested} has no effect here: {reason}; use auto or highest.")
+    return requested
 
 
 def resolve_channels_last(recipe: Recipe, machine: MachineFacts, *, is_useful: bool = True) -> bool:
     """Return the memory format of ``model.channels_last``; by default only if the task supports it."""
-    asked = recipe.model.channels_last
-    return is_useful and machine.device in ("cpu", "cuda", "xpu") if asked == "auto" else asked
+    requested = recipe.model.channels_last
+    return is_useful and machine.device in ("cpu", "cuda", "xpu") if requested == "auto" else requested
 
 
 def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int) -> tuple[int, str]:
     """Return the CPU threads per process, ``parallel.threads``, and the reason."""
-    asked = recipe.parallel.threads
-    if asked != "auto":
-        return asked, ""
+    requested = recipe.parallel.threads
+    if requested != "auto":
+        return requested, ""
     if recipe.parallel.exact and machine.device == "cpu":
         return 1, "parallel.exact: sums over one thread do not depend on the number of processes"
-    if machine.own_cores is not None:
-        why = "the physical cores that parallel.affinity gives it, or fewer (OMP_NUM_THREADS)"
-        return min(machine.own_cores, machine.threads or machine.own_cores), why
+    if machine.assigned_cores is not None:
+        reason = "the physical cores that parallel.affinity gives it, or fewer (OMP_NUM_THREADS)"
+        return min(machine.assigned_cores, machine.threads or machine.assigned_cores), reason
     share = max(1, machine.cores // local_world_size)
     if machine.threads not in (None, share):
         return machine.threads, "as OMP_NUM_THREADS says"
@@ -175,14 +176,14 @@ def resolve_threads(recipe: Recipe, machine: MachineFacts, local_world_size: int
 
 def resolve_evaluation_batch(recipe: Recipe) -> int:
     """Return the samples per evaluation batch; never a function of the number of processes."""
-    asked = recipe.evaluate.batch_size
-    return min(256, recipe.batch.global_size) if asked == "auto" else asked
+    requested = recipe.evaluate.batch_size
+    return min(256, recipe.batch.global_size) if requested == "auto" else requested
 
 
 def explain_compute(recipe: Recipe, machine: MachineFacts) -> dict[str, str]:
     """Explain by dotted key the machine-dependent choices that the recipe leaves open."""
     device = machine.device
-    gains = resolve_channels_last(recipe, machine)
+    is_faster = resolve_channels_last(recipe, machine)
     return {
         "parallel.device": ("no usable GPU was found" if device == "cpu" else f"a {device} device was found"),
         "train.precision": machine.reasons.get("fast_bf16", ""),
@@ -190,7 +191,7 @@ def explain_compute(recipe: Recipe, machine: MachineFacts) -> dict[str, str]:
             "torch's default: TF32 for convolutions, fp32 for matrix products" if device == "cuda" else "fp32"
         ),
         "model.channels_last": (
-            f"convolutions on {device} have kernels for it" if gains else f"{device} gains nothing by it"
+            f"convolutions on {device} have kernels for it" if is_faster else f"{device} gains nothing by it"
         ),
         "evaluate.batch_size": "independent of the number of processes, so that every sample gets the same score",
     }

@@ -15,6 +15,10 @@ from itertools import count, takewhile
 from paceline.errors import RecipeError
 from paceline.units import Duration
 
+SORTED_AT_MOST = 2**24
+"""Samples of the longest epoch whose order is sorted. This takes up to 0.5 GiB in each process: two epochs' orders, and
+the words that are sorted. A longer epoch's order is computed a slice at a time (``data/keyed_order.py``)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPhase:
@@ -52,8 +56,12 @@ class Epochs:
         """Divide epochs of ``samples`` by ``sizes``: (first epoch, global batch size, logical ranks), ascending."""
         phases: list[BatchPhase] = []
         for epoch, size, ranks in sizes:
-            before = phases[-1] if phases else None
-            steps = 0 if before is None else before.first_step + (epoch - before.first_epoch) * before.steps_per_epoch
+            previous = phases[-1] if phases else None
+            steps = (
+                0
+                if previous is None
+                else previous.first_step + (epoch - previous.first_epoch) * previous.steps_per_epoch
+            )
             phases.append(
                 BatchPhase(
                     first_epoch=epoch,
@@ -73,11 +81,11 @@ class Epochs:
         """The phase of the epoch numbered ``epoch``, from 0."""
         return self.phases[bisect_right(self.phases, epoch, key=lambda phase: phase.first_epoch) - 1]
 
-    def place(self, step: int) -> tuple[int, int]:
+    def locate(self, step: int) -> tuple[int, int]:
         """(epoch, step within it) of the step numbered ``step``; all from 0."""
         phase = self.phase_at(step)
-        epoch, within = divmod(step - phase.first_step, phase.steps_per_epoch)
-        return phase.first_epoch + epoch, within
+        epoch, offset = divmod(step - phase.first_step, phase.steps_per_epoch)
+        return phase.first_epoch + epoch, offset
 
     def first_step(self, epoch: int) -> int:
         """Steps before the epoch numbered ``epoch``, from 0."""
@@ -86,23 +94,23 @@ class Epochs:
 
     def completed(self, steps: int) -> int:
         """Complete epochs in the first ``steps`` steps."""
-        return self.place(steps)[0]
+        return self.locate(steps)[0]
 
     def length(self, steps: int) -> float:
         """The first ``steps`` steps in epochs."""
-        epoch, within = self.place(steps)
-        return epoch + within / self.phase_at(steps).steps_per_epoch
+        epoch, offset = self.locate(steps)
+        return epoch + offset / self.phase_at(steps).steps_per_epoch
 
     def step_samples(self, step: int) -> int:
         """Samples in the step numbered ``step``, from 0."""
-        _, within = self.place(step)
+        _, offset = self.locate(step)
         size = self.phase_at(step).global_batch_size
-        return min(size, self.samples - within * size)
+        return min(size, self.samples - offset * size)
 
     def samples_before(self, step: int) -> int:
         """Samples used by the first ``step`` steps."""
-        epoch, within = self.place(step)
-        return epoch * self.samples + within * self.phase_at(step).global_batch_size
+        epoch, offset = self.locate(step)
+        return epoch * self.samples + offset * self.phase_at(step).global_batch_size
 
     def last_step_samples(self, phase: BatchPhase) -> int:
         """Samples in the last step of each epoch of a phase."""
@@ -122,8 +130,10 @@ class Epochs:
             size = self.phases[0].global_batch_size
             return length.to_steps(samples_per_epoch=self.samples, global_batch_size=size, total_steps=total)
         if length.unit == "samples":
-            epoch, rest = divmod(length.value, self.samples)
-            return self.first_step(int(epoch)) + math.ceil(rest / self.phase_of_epoch(int(epoch)).global_batch_size)
+            epoch, remainder = divmod(length.value, self.samples)
+            return self.first_step(int(epoch)) + math.ceil(
+                remainder / self.phase_of_epoch(int(epoch)).global_batch_size
+            )
         part, epoch = math.modf(length.value)
         return self.first_step(int(epoch)) + round(part * self.phase_of_epoch(int(epoch)).steps_per_epoch)
 
@@ -134,14 +144,14 @@ class Epochs:
         """
         if len(self.phases) == 1 or length.unit in ("steps", "percent"):
             return self.steps_in(length, total)
-        before = (self.samples_before(total) if length.unit == "samples" else self.length(total)) - length.value
-        if before < 0:
+        start = (self.samples_before(total) if length.unit == "samples" else self.length(total)) - length.value
+        if start < 0:
             return max(total + 1, self.steps_in(length, total))
-        first = self.steps_in(Duration(before, length.unit), total)
-        is_late = length.unit == "samples" and self.samples_before(first) > before
+        first = self.steps_in(Duration(start, length.unit), total)
+        is_late = length.unit == "samples" and self.samples_before(first) > start
         return total - (first - 1 if is_late else first)
 
-    def moments(self, every: Duration, total: int) -> tuple[int, ...]:
+    def due_steps(self, every: Duration, total: int) -> tuple[int, ...]:
         """Return the steps, in a run of ``total``, after which an interval in epochs or samples is due.
 
         Empty if that is a fixed interval in steps: if the batch never changes, or the interval is in steps.
@@ -165,7 +175,7 @@ class Epochs:
             raise RecipeError(f"train.duration='{duration}' is less than one step; give at least '1 steps'.")
         return total
 
-    def within(self, key: str, length: Duration, total: int, *, at_end: bool = False) -> int:
+    def steps_within(self, key: str, length: Duration, total: int, *, at_end: bool = False) -> int:
         """Return the steps of a duration that must fit into the run.
 
         Raises:

@@ -68,7 +68,7 @@ class MachineFacts:
         threads: Threads per process set by the environment (OMP_NUM_THREADS), if any.
         memory_bytes: Memory of one process's device, with a CPU's memory divided among its processes; None if unknown.
         lacks: Unsupported features, with the reason: ``fp8``, ``tf32``, ``bf16_products``.
-        own_cores: Physical cores that ``parallel.affinity`` assigns to this process, if set.
+        assigned_cores: Physical cores that ``parallel.affinity`` assigns to this process, if set.
         reasons: Reasons, by dotted key or by ``fast_bf16``.
     """
 
@@ -79,7 +79,7 @@ class MachineFacts:
     threads: int | None = None
     memory_bytes: int | None = None
     lacks: dict[str, str] = field(default_factory=dict)
-    own_cores: int | None = None
+    assigned_cores: int | None = None
     reasons: dict[str, str] = field(default_factory=dict)
 
 

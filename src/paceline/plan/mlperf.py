@@ -34,8 +34,8 @@ def check_mlperf(recipe: Recipe, *, evaluation_samples: int, peak_lr: float) -> 
     """
     if not recipe.telemetry.mlperf:
         return {}
-    said = recipe.telemetry.submission
-    if missing := [name for name in _MUST_BE_STATED if not getattr(said, name)]:
+    submission = recipe.telemetry.submission
+    if missing := [name for name in _MUST_BE_STATED if not getattr(submission, name)]:
         raise RecipeError(
             "telemetry.mlperf=true writes a log that states who ran on what and under which rules, but these are not "
             f"set: {', '.join(f'telemetry.submission.{name}' for name in missing)}; set them, or leave "
@@ -51,8 +51,8 @@ def check_mlperf(recipe: Recipe, *, evaluation_samples: int, peak_lr: float) -> 
             "telemetry.mlperf=true logs when the target was reached, but nothing is evaluated; set evaluate.every, and "
             "hold samples out."
         )
-    objection = next((each for each, holds in _objections(recipe, peak_lr).items() if holds), "")
-    if said.division == "closed" and objection:
+    objection = next((each for each, violated in _objections(recipe, peak_lr).items() if violated), "")
+    if submission.division == "closed" and objection:
         raise RecipeError(
             f"telemetry.submission.division=closed: MLPerf Training 4.0 requires for resnet {objection}; change it, or "
             "set division=open."
@@ -64,7 +64,7 @@ def _objections(recipe: Recipe, peak_lr: float) -> dict[str, object]:
     """Return each rule of the closed division, what was found, and whether it is violated."""
     optimizer, schedule, name, ema = recipe.optimizer, recipe.schedule, recipe.optimizer.name, recipe.train.ema
     decay, accuracy = optimizer.weight_decay, recipe.telemetry.submission.target_accuracy
-    is_power = decay > 0 and _is_whole(math.log2(decay / 0.0001))
+    is_power = decay > 0 and _is_integer(math.log2(decay / 0.0001))
     return {
         f"the reference's loss, found task={recipe.task}": recipe.task != "image_classification",
         f"optimizer.name=sgd or lars, found {name}": name not in ("sgd", "lars"),
@@ -75,7 +75,7 @@ def _objections(recipe: Recipe, peak_lr: float) -> dict[str, object]:
             name == "lars" and optimizer.denominator_eps != 0
         ),
         f"a multiple of 0.001 as learning rate with sgd, found {peak_lr:g} (optimizer.lr)": (
-            name == "sgd" and not _is_whole(peak_lr / 0.001)
+            name == "sgd" and not _is_integer(peak_lr / 0.001)
         ),
         f"optimizer.weight_decay of 0.0001 times a power of two, found {decay:g}": not is_power,
         f"telemetry.submission.target_accuracy of at least {CLOSED_TARGET}, found {accuracy:g}": (
@@ -86,6 +86,6 @@ def _objections(recipe: Recipe, peak_lr: float) -> dict[str, object]:
     }
 
 
-def _is_whole(value: float) -> bool:
+def _is_integer(value: float) -> bool:
     """Whether a value is a whole number, as the published checker decides it."""
     return abs(round(value) - value) < 0.00001

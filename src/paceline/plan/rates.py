@@ -19,11 +19,11 @@ from paceline.references import call_reference, is_reference
 from paceline.registry import load
 
 # Maximum number of phase boundaries to report; a rate that falls every epoch has as many boundaries.
-_TOLD = 12
+_MAX_PERIODS_SHOWN = 12
 # Treat values this close to 1 as 1: their powers cannot be distinguished from 1.
 _NO_FACTOR = 1e-6
 # Fraction of the peak, where torch's OneCycleLR and fastai begin.
-_CYCLE_BEGINS = 1 / 25
+_CYCLE_START = 1 / 25
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +52,19 @@ def plan_schedule(recipe: Recipe, epochs: Epochs, total: int) -> Rates:
     Raises:
         RecipeError: If one of its lengths is longer than the run, or is less than a step.
     """
-    schedule, asked = recipe.schedule, recipe.optimizer
+    schedule, optimizer = recipe.schedule, recipe.optimizer
     # An epoch smaller than the batch is one step of all its samples.
     batches = [min(phase.global_batch_size, epochs.samples) for phase in epochs.phases]
-    peak, *grown = (asked.lr * lr_factor(recipe, batch) for batch in batches)
-    if schedule.weight_decay.name != "constant" and asked.weight_decay == 0:
+    peak, *grown = (optimizer.lr * lr_factor(recipe, batch) for batch in batches)
+    if schedule.weight_decay.name != "constant" and optimizer.weight_decay == 0:
         raise RecipeError(
             f"schedule.weight_decay.name={schedule.weight_decay.name} starts from optimizer.weight_decay, which is 0: "
             "set that, or leave the schedule out."
         )
-    warmup = epochs.within("schedule.warmup", schedule.warmup, total)
+    warmup = epochs.steps_within("schedule.warmup", schedule.warmup, total)
     decay = 0
     if schedule.name == "trapezoid":
-        decay = epochs.within("schedule.decay", schedule.decay, total, at_end=True)
+        decay = epochs.steps_within("schedule.decay", schedule.decay, total, at_end=True)
     if warmup + decay > total:
         raise RecipeError(
             f"schedule.warmup='{schedule.warmup}' and schedule.decay='{schedule.decay}' are {warmup + decay} steps, "
@@ -85,7 +85,7 @@ def plan_schedule(recipe: Recipe, epochs: Epochs, total: int) -> Rates:
         peak_lr=peak,
         first_lr=_first_rate(recipe, peak),
         warmup_steps=warmup,
-        milestone_steps=tuple(epochs.within("schedule.milestones", each, total) for each in schedule.milestones),
+        milestone_steps=tuple(epochs.steps_within("schedule.milestones", each, total) for each in schedule.milestones),
         period_steps=epochs.interval("schedule.period", period, total),
         decay_steps=decay,
         total_steps=total,
@@ -100,11 +100,11 @@ def _noise_factors(recipe: Recipe, epochs: Epochs, total: int) -> Iterator[tuple
     noise = recipe.schedule.noise
     if not noise.std:
         return
-    begin = epochs.within("schedule.noise.begin", noise.begin, total)
-    end = epochs.within("schedule.noise.end", noise.end, total)
+    start = epochs.steps_within("schedule.noise.begin", noise.begin, total)
+    end = epochs.steps_within("schedule.noise.end", noise.end, total)
     epoch = 0
     while (first := epochs.first_step(epoch)) < end:
-        if first >= begin:
+        if first >= start:
             generator = random.Random(recipe.seed + epoch)
             draws = (generator.gauss(0, noise.std) for _ in count())
             yield first, 1 + next(draw for draw in draws if abs(draw) < noise.limit)
@@ -114,39 +114,39 @@ def _noise_factors(recipe: Recipe, epochs: Epochs, total: int) -> Iterator[tuple
 
 def explain_rates(recipe: Recipe, epochs: Epochs, rates: Rates) -> dict[str, str]:
     """Explain by dotted key how values that the recipe leaves open, or scales, were determined."""
-    schedule, asked, rule = recipe.schedule, recipe.optimizer, recipe.optimizer.lr_scaling
-    found = {}
+    schedule, optimizer, rule = recipe.schedule, recipe.optimizer, recipe.optimizer.lr_scaling
+    reasons = {}
     if rule != "none":
-        found["optimizer.lr"] = (
-            f"{asked.lr:g} for a batch of {asked.lr_reference_batch} becomes {rates.peak_lr:g} for "
+        reasons["optimizer.lr"] = (
+            f"{optimizer.lr:g} for a batch of {optimizer.lr_reference_batch} becomes {rates.peak_lr:g} for "
             f"{min(epochs.phases[0].global_batch_size, epochs.samples)} (lr_scaling={rule})"
         )
     if rates.grown_peak_lrs:
         peaks = (rates.peak_lr, *rates.grown_peak_lrs)
-        told = [
+        changes = [
             f"{phase.global_batch_size} samples a step from epoch {phase.first_epoch + 1} (step "
             f"{phase.first_step + 1}), peak rate "
-            + (f"{before:g} becomes {peak:g}" if rule != "none" else f"stays {peak:g}")
-            for phase, before, peak in zip(epochs.phases[1:], peaks, peaks[1:], strict=False)
+            + (f"{previous:g} becomes {peak:g}" if rule != "none" else f"stays {peak:g}")
+            for phase, previous, peak in zip(epochs.phases[1:], peaks, peaks[1:], strict=False)
         ]
-        found["batch.growth"] = f"{'; '.join(told)} (lr_scaling={rule})"
-    published = f"{asked.moment_decay}, as {asked.name} is published"
-    found["optimizer.betas"] = "optimizer.rest=sgd has none" if asked.moves_rest_by_sgd else published
-    found["optimizer.eps"] = f"{asked.denominator_eps:g}, as {asked.name} is published"
-    found["schedule.anneal"] = f"{resolve_anneal(schedule)}, as is usual for {schedule.name}"
-    begins = "the first step of a linear rise from zero" if rates.warmup_steps else "there is no warm-up"
+        reasons["batch.growth"] = f"{'; '.join(changes)} (lr_scaling={rule})"
+    published = f"{optimizer.moment_decay}, as {optimizer.name} is published"
+    reasons["optimizer.betas"] = "optimizer.rest=sgd has none" if optimizer.uses_sgd_for_rest else published
+    reasons["optimizer.eps"] = f"{optimizer.denominator_eps:g}, as {optimizer.name} is published"
+    reasons["schedule.anneal"] = f"{resolve_anneal(schedule)}, as is usual for {schedule.name}"
+    start = "the first step of a linear rise from zero" if rates.warmup_steps else "there is no warm-up"
     is_cycle = schedule.name == "one_cycle"
-    found["schedule.warmup_from"] = "1/25 of the peak, as torch's OneCycleLR begins" if is_cycle else begins
-    return found
+    reasons["schedule.warmup_from"] = "1/25 of the peak, as torch's OneCycleLR begins" if is_cycle else start
+    return reasons
 
 
 def lr_factor(recipe: Recipe, batch: int) -> float:
     """Scale the learning rate to the batch by the recipe's rule."""
-    asked = recipe.optimizer
-    if asked.lr_scaling == "none" or asked.lr_reference_batch is None:
+    optimizer = recipe.optimizer
+    if optimizer.lr_scaling == "none" or optimizer.lr_reference_batch is None:
         return 1.0
-    ratio = batch / asked.lr_reference_batch
-    return ratio if asked.lr_scaling == "linear" else math.sqrt(ratio)
+    ratio = batch / optimizer.lr_reference_batch
+    return ratio if optimizer.lr_scaling == "linear" else math.sqrt(ratio)
 
 
 def _first_rate(recipe: Recipe, peak: float) -> float | None:
@@ -160,7 +160,7 @@ def _first_rate(recipe: Recipe, peak: float) -> float | None:
         return recipe.optimizer.lr
     if schedule.warmup_from != "auto":
         return schedule.warmup_from * peak
-    return peak * _CYCLE_BEGINS if schedule.name == "one_cycle" else None
+    return peak * _CYCLE_START if schedule.name == "one_cycle" else None
 
 
 def resolve_anneal(schedule: Schedule) -> str:
@@ -258,16 +258,16 @@ class LearningRate:
             position: Global batches used up before it, which determine batch growth; equals ``step`` if no step was
                 skipped.
         """
-        at = step if position is None else position
+        current = step if position is None else position
         if self.noise:
-            passed = bisect_right(self.noise, at, key=lambda each: each[0])
-            return replace(self, noise=())(step, position) * (self.noise[passed - 1][1] if passed else 1.0)
-        if self.growth and at >= self.growth[0][0]:
-            peak = next(peak for first, peak in reversed(self.growth) if at >= first)
+            count = bisect_right(self.noise, current, key=lambda each: each[0])
+            return replace(self, noise=())(step, position) * (self.noise[count - 1][1] if count else 1.0)
+        if self.growth and current >= self.growth[0][0]:
+            peak = next(peak for first, peak in reversed(self.growth) if current >= first)
             return replace(self, peak=peak, growth=())(step)
         # The rise of one_cycle is part of its shape.
         if step < self.warmup_steps and self.name != "one_cycle":
-            return self._warming(step)
+            return self._warmup_rate(step)
         if not is_reference(self.name):
             return self._shape(self, step)
         rate: float = call_reference("schedule.name", self.name, self._shape, RecipeError, self, step)
@@ -295,7 +295,7 @@ class LearningRate:
         points |= {first: "the batch grows" for first, _ in self.growth}
         points |= {first: "noise begins" for first, _ in self.noise[:1]}
         boundaries = takewhile(lambda step: step < self.total_steps, self._period_ends())
-        points |= {step: "next period" for _, step in zip(range(_TOLD), boundaries, strict=False)}
+        points |= {step: "next period" for _, step in zip(range(_MAX_PERIODS_SHOWN), boundaries, strict=False)}
         if self.name == "trapezoid":
             points[self.total_steps - self.decay_steps] = "decay"
         points[self.total_steps - 1] = "last step"
@@ -305,7 +305,7 @@ class LearningRate:
             if step < self.total_steps
         )
 
-    def _warming(self, step: int) -> float:
+    def _warmup_rate(self, step: int) -> float:
         if self.first is None:
             return self.peak * ((step + 1) / self.warmup_steps)
         match self.warmup_shape:
@@ -326,8 +326,8 @@ class LearningRate:
             return done % self.period / self.period
         # The n-th period begins after period * (factor**n - 1) / (factor - 1) steps.
         finished = math.floor(math.log(done * (self.period_factor - 1) / self.period + 1, self.period_factor) + 1e-9)
-        begin = self.period * (self.period_factor**finished - 1) / (self.period_factor - 1)
-        return (done - begin) / (self.period * self.period_factor**finished)
+        start = self.period * (self.period_factor**finished - 1) / (self.period_factor - 1)
+        return (done - start) / (self.period * self.period_factor**finished)
 
     def _period_ends(self) -> Iterator[int]:
         if self.period is None or self.name == "exponential":
@@ -345,10 +345,10 @@ class LearningRate:
             low, x = self.first or 0.0, 1 - step / top if top else 0.0
         else:
             low, x = self.end, min((step - top) / max(last - top, 1), 1.0)
-        return low, fall(self.anneal, x)
+        return low, anneal_factor(self.anneal, x)
 
 
-def fall(shape: str, x: float) -> float:
+def anneal_factor(shape: str, x: float) -> float:
     """Decay from 1 at ``x`` = 0 to 0 at ``x`` = 1: as a ``cosine``, a ``sqrt``, or linearly."""
     match shape:
         case "cosine":

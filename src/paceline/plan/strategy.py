@@ -7,16 +7,16 @@ import re
 from collections.abc import Sequence
 
 from paceline.errors import RecipeError
-from paceline.optimizers import OF_LIBRARIES, RULES
+from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES
 from paceline.plan.facts import NetworkFacts, ParameterNumbers
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.schema import Recipe
 from paceline.units import format_bytes
 
 # Fraction of a device's memory that a replica's state may use; the rest is for activations and library overhead.
-_ROOM_FOR_STATE = 0.7
+_STATE_FRACTION = 0.7
 _FP32_BYTES = 4
-_OF_MATRICES = tuple(name for name in (*RULES, *OF_LIBRARIES) if re.search("adafactor|muon|kron", name))
+_OF_MATRICES = tuple(name for name in (*RULES, *LIBRARY_OPTIMIZERS) if re.search("adafactor|muon|kron", name))
 
 
 def choose_strategy(
@@ -38,7 +38,7 @@ def choose_strategy(
     Raises:
         RecipeError: If the requested one does not fit the processes or the rest of the recipe.
     """
-    asked = recipe.parallel.strategy
+    requested = recipe.parallel.strategy
     reasons = {}
     if recipe.parallel.exact:
         _check_exact(recipe)
@@ -47,16 +47,16 @@ def choose_strategy(
         )
         reasons["parallel.exact"] = _cost_of_exact(max(parts), world_size)
         strategy = "exact"
-    elif asked != "auto":
-        _check_processes(asked, world_size)
-        strategy = asked
+    elif requested != "auto":
+        _check_processes(requested, world_size)
+        strategy = requested
     else:
         numbers = None if network is None else network.parameters
-        strategy, reasons["parallel.strategy"] = weigh(recipe, numbers, world_size, memory_bytes)
+        strategy, reasons["parallel.strategy"] = choose_automatically(recipe, numbers, world_size, memory_bytes)
     if strategy == "fsdp":
         check_sharding(recipe, world_size)
     if network is not None:
-        _check_noise_scale(recipe, strategy, fewest_parts=min(parts))
+        _check_noise_scale(recipe, strategy, min_parts=min(parts))
     return strategy, reasons
 
 
@@ -73,16 +73,16 @@ def _check_exact(recipe: Recipe) -> None:
         )
 
 
-def _check_processes(asked: str, world_size: int) -> None:
-    if asked == "single" and world_size > 1:
+def _check_processes(requested: str, world_size: int) -> None:
+    if requested == "single" and world_size > 1:
         raise RecipeError(f"parallel.strategy=single with {world_size} processes; use ddp, fsdp, auto, or one process.")
-    if asked in ("ddp", "fsdp") and world_size == 1:
+    if requested in ("ddp", "fsdp") and world_size == 1:
         raise RecipeError(
-            f"parallel.strategy={asked} has no effect with one process; use auto, or --processes 2 or more."
+            f"parallel.strategy={requested} has no effect with one process; use auto, or --processes 2 or more."
         )
 
 
-def weigh(
+def choose_automatically(
     recipe: Recipe, numbers: ParameterNumbers | None, world_size: int, memory_bytes: int | None
 ) -> tuple[str, str]:
     """Return the strategy for ``auto``, with the reason: replicas if they leave room for activations.
@@ -98,13 +98,13 @@ def weigh(
     if numbers is None or memory_bytes is None:
         return "ddp", f"{world_size} processes"
     replica = replica_bytes(recipe, numbers)
-    spread = replica / (world_size if recipe.parallel.shard_size == "all" else recipe.parallel.shard_size)
+    shard = replica / (world_size if recipe.parallel.shard_size == "all" else recipe.parallel.shard_size)
     state = f"a replica's weights, gradients, optimizer state and average take {_gigabytes(replica)}"
-    room = f"of the {_gigabytes(memory_bytes)} that a process has"
-    if replica <= _ROOM_FOR_STATE * memory_bytes:
-        return "ddp", f"{world_size} processes; {state} {room}, and the rest is left for activations"
-    each = f"sharded over the processes it is {_gigabytes(spread)} each, plus activations"
-    return "fsdp", f"{state}, more than {_ROOM_FOR_STATE:.0%} {room}; {each}"
+    memory = f"of the {_gigabytes(memory_bytes)} that a process has"
+    if replica <= _STATE_FRACTION * memory_bytes:
+        return "ddp", f"{world_size} processes; {state} {memory}, and the rest is left for activations"
+    each = f"sharded over the processes it is {_gigabytes(shard)} each, plus activations"
+    return "fsdp", f"{state}, more than {_STATE_FRACTION:.0%} {memory}; {each}"
 
 
 def replica_bytes(recipe: Recipe, numbers: ParameterNumbers) -> int:
@@ -114,8 +114,8 @@ def replica_bytes(recipe: Recipe, numbers: ParameterNumbers) -> int:
     the fourth, activations, depends on the batch (Rajbhandari et al. 2019, section 3.1).
     """
     averaged = 0 if recipe.train.ema is None else numbers.every
-    kept = numbers.every + averaged + numbers.trained * (1 + moments(recipe.optimizer))
-    return kept * _FP32_BYTES
+    numbers_kept = numbers.every + averaged + numbers.trained * (1 + optimizer_state_numbers(recipe.optimizer))
+    return numbers_kept * _FP32_BYTES
 
 
 def check_sharding(recipe: Recipe, world_size: int) -> None:
@@ -126,14 +126,14 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
     """
     model, optimizer, precision = recipe.model, recipe.optimizer, recipe.train.precision
     size = recipe.parallel.shard_size
-    later = "does not work with parallel.strategy=fsdp yet; leave it out, or use parallel.strategy=ddp."
+    unsupported = "does not work with parallel.strategy=fsdp yet; leave it out, or use parallel.strategy=ddp."
     objections = {
         f"parallel.shard_size={size} does not divide {world_size} processes into groups of two or more; give a divisor "
         "of their number, or all for one group.": size != "all" and (size < 2 or world_size % size > 0),
         "model.compile=true does not work with parallel.strategy=fsdp yet, which gathers weights inside the compiled "
         "code; turn it off, or use parallel.strategy=ddp.": model.compile,
-        f"model.unfreeze {later}": model.unfreeze,
-        f"model.freeze_after {later}": model.freeze_after,
+        f"model.unfreeze {unsupported}": model.unfreeze,
+        f"model.freeze_after {unsupported}": model.freeze_after,
         "parallel.unused_parameters=allow does not work with parallel.strategy=fsdp, where all processes gather the "
         "same "
         "weights at the same time; use all parameters, freeze the others, or use parallel.strategy=ddp.": (
@@ -150,54 +150,54 @@ def check_sharding(recipe: Recipe, world_size: int) -> None:
         "parallel.gather_dtype=bf16 computes in bf16, and train.precision=fp32 does not; use train.precision=bf16, or "
         "gather fp32.": recipe.parallel.gather_dtype == "bf16" and precision == "fp32",
     }
-    if found := next((objection for objection, holds in objections.items() if holds), None):
-        raise RecipeError(found)
+    if message := next((objection for objection, applies in objections.items() if applies), None):
+        raise RecipeError(message)
 
 
-def _check_noise_scale(recipe: Recipe, strategy: str, *, fewest_parts: int) -> None:
+def _check_noise_scale(recipe: Recipe, strategy: str, *, min_parts: int) -> None:
     """Check that some process holds the gradient of less than the whole batch, which the noise scale needs.
 
     Args:
         recipe: The recipe, which says whether the noise scale is requested.
         strategy: The parallel strategy.
-        fewest_parts: Smallest number of micro-batches per step, over all processes and epochs.
+        min_parts: Smallest number of micro-batches per step, over all processes and epochs.
 
     Raises:
         RecipeError: With what to change, if none does.
     """
     if recipe.telemetry.noise_scale is None:
         return
-    asked = f"telemetry.noise_scale='{recipe.telemetry.noise_scale}'"
+    setting = f"telemetry.noise_scale='{recipe.telemetry.noise_scale}'"
     if strategy == "fsdp":
         raise RecipeError(
-            f"{asked} compares the gradient of a micro-batch with the whole batch's, but with parallel.strategy=fsdp "
+            f"{setting} compares the gradient of a micro-batch with the whole batch's, but with parallel.strategy=fsdp "
             "no process holds its own whole gradient; use parallel.strategy=ddp, or turn it off."
         )
-    if fewest_parts < 2:
+    if min_parts < 2:
         batch = recipe.batch.global_size
         half = next((size for size in range(batch // 2, 0, -1) if batch % size == 0), 1)
         remedy = f"set batch.micro_size={half}, use several processes, " if batch > 1 else "use a larger batch "
         raise RecipeError(
-            f"{asked} compares the gradients of a step's micro-batches, and here a step is one micro-batch of {batch} "
-            f"samples; {remedy}or leave it off and run `paceline noise-scale`, which splits the batch itself."
+            f"{setting} compares the gradients of a step's micro-batches, and here a step is one micro-batch of "
+            f"{batch} samples; {remedy}or leave it off and run `paceline noise-scale`, which splits the batch itself."
         )
 
 
-def moments(optimizer: Optimizer) -> int:
+def optimizer_state_numbers(optimizer: Optimizer) -> int:
     """Return how many numbers an optimizer keeps per parameter; assumed for an optimizer of another package."""
-    if optimizer.moves_rest_by_sgd:
+    if optimizer.uses_sgd_for_rest:
         return 1
     rule = optimizer.rule
-    return rule.keeps + (rule.keeps_momentum and optimizer.momentum > 0)
+    return rule.state_numbers + (rule.has_momentum_state and optimizer.momentum > 0)
 
 
 def table_state_numbers(optimizer: Optimizer, *, rows: int, embedding: int) -> int:
     """Return how many numbers are kept for embedding tables with this total number of rows."""
-    kept = {"rowwise_adagrad": rows, "sparse_adam": 2 * rows * embedding}
-    return kept.get(optimizer.tables, moments(optimizer) * rows * embedding)
+    numbers = {"rowwise_adagrad": rows, "sparse_adam": 2 * rows * embedding}
+    return numbers.get(optimizer.tables, optimizer_state_numbers(optimizer) * rows * embedding)
 
 
-def gradients_held_by_exact(logical_ranks: int, world_size: int) -> int:
+def exact_gradient_count(logical_ranks: int, world_size: int) -> int:
     """Return the maximum number of gradients that a process of an exact run holds."""
     per_process = logical_ranks // world_size
     depth = math.ceil(math.log2(per_process))
@@ -206,7 +206,7 @@ def gradients_held_by_exact(logical_ranks: int, world_size: int) -> int:
 
 
 def _cost_of_exact(logical_ranks: int, world_size: int) -> str:
-    memory = f"memory for up to {gradients_held_by_exact(logical_ranks, world_size)} gradients per process"
+    memory = f"memory for up to {exact_gradient_count(logical_ranks, world_size)} gradients per process"
     if world_size == 1:
         return f"it costs {memory}, where there would be one"
     return (

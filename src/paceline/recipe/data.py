@@ -30,7 +30,7 @@ from paceline.recipe.fields import (
     PositiveFloat,
     PositiveInt,
     Switch,
-    whole,
+    parse_integer,
 )
 from paceline.registry import built_in
 
@@ -42,7 +42,7 @@ def ascending(value: tuple[float, float]) -> tuple[float, float]:
     return value
 
 
-def each_once(value: tuple[str, ...]) -> tuple[str, ...]:
+def check_unique(value: tuple[str, ...]) -> tuple[str, ...]:
     """Refuse a column that is named twice."""
     if len(set(value)) < len(value):
         raise ValueError(f"found {list(value)}, but each column may be named only once")
@@ -61,7 +61,7 @@ def check_part(value: int | str) -> int | str:
     return value
 
 
-Part = Annotated[int | str, BeforeValidator(lambda value: check_part(whole(value)))]
+Part = Annotated[int | str, BeforeValidator(lambda value: check_part(parse_integer(value)))]
 """A number of images, or a percentage of them."""
 _Workers = Annotated[NonNegativeInt, Field(le=1024)]
 # 0x1F is the name of a class, not its number.
@@ -69,7 +69,7 @@ _ClassNumber = Annotated[int, Field(ge=0, strict=True)]
 _Columns = Annotated[
     tuple[str, ...],
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    AfterValidator(each_once),
+    AfterValidator(check_unique),
 ]
 # Sorted: samples are numbered by set, and their order must not depend on the order of the keys.
 _Ratios = Annotated[dict[str, PositiveFloat], AfterValidator(lambda ratios: dict(sorted(ratios.items())))]
@@ -233,8 +233,8 @@ class Progressive:
         """Height and width of an epoch's training images."""
         if self.start_size is None or epoch >= self.end:
             return image_size
-        grown = max(epoch - self.begin, 0) / (self.end - self.begin)
-        size = self.start_size + (image_size - self.start_size) * grown
+        fraction = max(epoch - self.begin, 0) / (self.end - self.begin)
+        size = self.start_size + (image_size - self.start_size) * fraction
         rounded = round(size / self.multiple) * self.multiple
         return min(max(rounded, self.start_size), image_size)
 
@@ -252,7 +252,8 @@ class Text:
     """`bytes`: each UTF-8 byte of the text is a token; or a JSON file with a tokenizer; a Hugging Face tokenizer.json,
     or a folder with one (extra `transformers`)."""
     column: str = "text"
-    """Text column of a `huggingface_text` dataset, in which each row is a document, or of a `text_table`."""
+    """Text column of a `huggingface_text` dataset, in which each row is a document, or of a `text_table`. For
+    `token_classification` the column with lists of words, by default `tokens`."""
     rows: Literal["chunked", "packed", "single"] = "chunked"
     """`chunked`: documents are concatenated and cut every `context` tokens. `packed`: whole documents are combined to
     fill `context` tokens without attending to each other; longer ones are cut (Krell et al. 2021). `single`: each
@@ -370,7 +371,8 @@ class Data:
     """Column of a table with the images, or their paths; `auto`: one with a usual name."""
     label_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("label_column", "text_table"))] = "auto"
     """Column of a table with the labels; `auto`: the only suitable one, or one called `label`, for example. With
-    `image_multilabel`, a cell holds any number of names, separated by `;`."""
+    `image_multilabel`, a cell holds any number of names, separated by `;`; with `token_classification`, a list of
+    tags, and `auto` is `tags`."""
     target_columns: Annotated[_Columns, _WITH_TARGETS] = ()
     """For `image_regression`: columns of a table with the numbers to learn, such as `[age, height]`. For
     `image_multilabel`: columns with 0 or 1, one for each class, instead of `label_column`."""
@@ -464,10 +466,10 @@ class Data:
     """How pictures with boxes are read and prepared."""
 
     @property
-    def most_broken(self) -> int:
+    def broken_limit(self) -> int:
         """Return how many samples found unreadable before the first step are left out."""
         return sys.maxsize if self.on_bad == "skip" else self.max_broken
 
-    def most_unread(self, samples: int) -> int:
+    def unread_limit(self, samples: int) -> int:
         """Return how many unreadable samples are left out after the start; with `skip`, more mean a failing disk."""
         return max(10, samples // 100) if self.on_bad == "skip" else self.max_broken

@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from paceline.plain_yaml import AsWritten, as_switch, settled
+from paceline.plain_yaml import AmbiguousScalar, resolve_values, to_boolean
 from paceline.registry import Kind
 from paceline.units import DURATION_RULE, TIME_RULE, Duration, TimeSpan
 
 Auto = Literal["auto"]
 
 
-def whole(value: object) -> object:
+def parse_integer(value: object) -> object:
     """Return the integer that ``1_000`` or ``0x1F`` stands for, and any other value unchanged.
 
     Raises:
@@ -27,7 +27,7 @@ def whole(value: object) -> object:
     """
     if isinstance(value, str) and re.fullmatch("[-+]?0[0-9_]+", value):
         raise ValueError(f"found {value}, but a number has no leading zeros: some programs read it as octal")
-    if isinstance(value, AsWritten):
+    if isinstance(value, AmbiguousScalar):
         with contextlib.suppress(ValueError):
             return int(value, 0)
     return value
@@ -38,16 +38,16 @@ def _number(value: object) -> object:
         raise ValueError(f"found {value}, but it must be a number")
     if isinstance(value, str) and re.fullmatch(r"[-+0-9._]*((?<![0-9])_|_(?![0-9]))[-+0-9._eE]*", value):
         raise ValueError(f"found {value}, but an underscore in a number must be between digits")
-    return whole(value)
+    return parse_integer(value)
 
 
 _Number = BeforeValidator(_number)
 # No count of a run comes close to this, and values computed from it fit into 64 bits.
-_MOST = 10**12
-PositiveInt = Annotated[int, Field(gt=0, le=_MOST, strict=True), BeforeValidator(whole)]
+_MAX_INT = 10**12
+PositiveInt = Annotated[int, Field(gt=0, le=_MAX_INT, strict=True), BeforeValidator(parse_integer)]
 # A mapping's key, which is always a string in JSON.
-Epoch = Annotated[int, _Number, Field(gt=0, le=_MOST)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=_MOST, strict=True), BeforeValidator(whole)]
+Epoch = Annotated[int, _Number, Field(gt=0, le=_MAX_INT)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=_MAX_INT, strict=True), BeforeValidator(parse_integer)]
 # Height and width of images, whose memory grows with the square.
 Pixels = Annotated[PositiveInt, Field(le=16_384)]
 PositiveFloat = Annotated[float, _Number, Field(gt=0, allow_inf_nan=False)]
@@ -55,7 +55,7 @@ NonNegativeFloat = Annotated[float, _Number, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, _Number, Field(ge=0, le=1)]
 OpenFraction = Annotated[float, _Number, Field(ge=0, lt=1)]
 FiniteFloat = Annotated[float, _Number, Field(allow_inf_nan=False)]
-Switch = Annotated[bool, BeforeValidator(as_switch), Field(strict=True)]
+Switch = Annotated[bool, BeforeValidator(to_boolean), Field(strict=True)]
 LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
 ByClass = Literal["balanced"] | dict[str, PositiveFloat]
 """A weight for each class, by its name."""
@@ -63,7 +63,7 @@ ByClass = Literal["balanced"] | dict[str, PositiveFloat]
 
 def _named_options(value: object) -> object:
     """Resolve the values of options; refuse names that no factory has, such as ``drop_rate:0.5`` without a space."""
-    options = settled(value)
+    options = resolve_values(value)
     for name in map(str, options) if isinstance(options, dict) else ():
         if not name.isidentifier():
             start, colon, rest = name.partition(":")
@@ -92,7 +92,7 @@ def _parsed(kind: type[Duration | TimeSpan]) -> BeforeValidator:
 Length = Annotated[Duration, _parsed(Duration), PlainSerializer(str)]
 Time = Annotated[TimeSpan, _parsed(TimeSpan), PlainSerializer(str)]
 Interval = Annotated[Duration | TimeSpan | Auto, BeforeValidator(_to_interval), PlainSerializer(str)]
-Off = BeforeValidator(lambda value: None if value == "off" or as_switch(value) is False else value)
+Off = BeforeValidator(lambda value: None if value == "off" or to_boolean(value) is False else value)
 """Annotates an optional field whose None is written ``off`` in a recipe."""
 
 
@@ -112,7 +112,7 @@ class Applies:
 
     def allow(self, choice: object) -> bool:
         """Whether the marked field has an effect under a choice; custom code may use every field."""
-        return as_switch(choice) in self.values or (isinstance(choice, str) and ":" in choice)
+        return to_boolean(choice) in self.values or (isinstance(choice, str) and ":" in choice)
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ class Needs:
     Attributes:
         any_of: Conditions, one of which must hold: a dotted key that is not off, zero or false; `KEY!=VALUE`; or a
             condition that the plan evaluates, by its name there (``warm-up``).
-        why: What is missing, for the message; the plan fills in ``{words}``.
+        reason: What is missing, for the message; the plan fills in ``{words}``.
         also_off: Whether to report this also for a value that requests nothing (``off``, ``auto``, ``false``).
     """
 
     any_of: tuple[str, ...]
-    why: str
+    reason: str
     also_off: bool = False
 
 

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.plain_yaml import as_switch
+from paceline.plain_yaml import to_boolean
 from paceline.recipe.fields import Applies, Belongs, Names, plain
 from paceline.recipe.other_names import our_key
 from paceline.recipe.schema import Recipe
@@ -68,7 +68,7 @@ def subsection(section: type[Any], name: str) -> type[Any] | None:
 
 def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe, path: str = "") -> None:
     """Refuse keys that the schema does not have, and values where a section is expected."""
-    known = field_types(section)
+    fields = field_types(section)
     for key, value in tree.items():
         dotted = f"{path}{key}"
         if dotted == "parallel.powersgd" or (dotted, value) == ("parallel.gradient_compression", "powersgd"):
@@ -76,17 +76,17 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
                 f"{where}: PowerSGD was removed. Set parallel.gradient_compression to bf16, which halves the traffic, "
                 "or none, and remove parallel.powersgd."
             )
-        if key not in known:
-            place = f"'{path.rstrip('.')}'" if path else "a recipe"
+        if key not in fields:
+            owner = f"'{path.rstrip('.')}'" if path else "a recipe"
             # ``batch.size`` may mean `batch.global_size` or `batch.micro_size`.
-            kinds = [f"{path}{each}" for each in known if each.endswith(f"_{key}")]
-            homes = keys_for(str(key)) if not path or our_key(str(key)) else kinds
-            if homes:
-                named = " or ".join(f"'{home}'" for home in homes)
-                raise RecipeError(f"{where}: unknown key '{dotted}'. Did you mean {named}?")
+            similar = [f"{path}{each}" for each in fields if each.endswith(f"_{key}")]
+            candidates = keys_for(str(key)) if not path or our_key(str(key)) else similar
+            if candidates:
+                options = " or ".join(f"'{candidate}'" for candidate in candidates)
+                raise RecipeError(f"{where}: unknown key '{dotted}'. Did you mean {options}?")
             # Prefixed with its sections, as an override must write it: `lr` alone is not a key.
-            hint = did_you_mean(str(key), known, shown=lambda name: f"{path}{name}")
-            raise RecipeError(f"{where}: unknown key '{dotted}'.{hint} Keys of {place}: {', '.join(known)}.")
+            hint = did_you_mean(str(key), fields, shown=lambda name: f"{path}{name}")
+            raise RecipeError(f"{where}: unknown key '{dotted}'.{hint} Keys of {owner}: {', '.join(fields)}.")
         inner = subsection(section, key)
         if inner is not None:
             if value is None:
@@ -100,21 +100,21 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
             check_known(value, where, inner, f"{dotted}.")
 
 
-def in_known_case(tree: Mapping[str, Any], section: type[Any] = Recipe) -> Tree:
+def normalize_case(tree: Mapping[str, Any], section: type[Any] = Recipe) -> Tree:
     """Return a copy of a layer in which every choice is spelled as in the schema: ``AdamW`` becomes ``adamw``."""
-    found = dict(tree)
-    for key in found.keys() & field_types(section).keys():
-        value, inner = found[key], subsection(section, key)
+    normalized = dict(tree)
+    for key in normalized.keys() & field_types(section).keys():
+        value, inner = normalized[key], subsection(section, key)
         if inner is not None and isinstance(value, Mapping):
-            found[key] = in_known_case(value, inner)
+            normalized[key] = normalize_case(value, inner)
         elif isinstance(value, list):
-            found[key] = [_in_case(each, section, key) for each in value]
+            normalized[key] = [_normalize_value(each, section, key) for each in value]
         else:
-            found[key] = _in_case(value, section, key)
-    return found
+            normalized[key] = _normalize_value(value, section, key)
+    return normalized
 
 
-def _in_case(value: Any, section: type[Any], name: str) -> Any:
+def _normalize_value(value: Any, section: type[Any], name: str) -> Any:
     choices = _choices(section, name)  # type: ignore[arg-type]  # classes are hashable
     if not isinstance(value, str) or value in choices:
         return value
@@ -128,91 +128,91 @@ def _in_case(value: Any, section: type[Any], name: str) -> Any:
 def _choices(section: Hashable, name: str) -> dict[str, str]:
     """Map a field's choices in lower case to the choices; empty if any text is allowed."""
     assert isinstance(section, type)
-    named, parts = named_choices(section, name), list(_inside(field_types(section)[name]))
+    named, parts = named_choices(section, name), list(_type_components(field_types(section)[name]))
     texts = [each for each in (*named, *parts) if isinstance(each, str)]
     return {} if str in parts and not named else {each.lower(): each for each in texts}
 
 
-def _inside(kind: Any) -> Iterator[Any]:
+def _type_components(kind: Any) -> Iterator[Any]:
     """Yield a type and all of its components, such as the texts of a Literal."""
     yield kind
     for each in get_args(kind):
-        yield from _inside(each)
+        yield from _type_components(each)
 
 
 def keys_for(word: str) -> list[str]:
     """Return dotted keys that a word may mean: another trainer's option (`epochs`), or the end of a key (`lr`)."""
-    foreign, ending = our_key(word), "." + word.strip("-").replace("-", "_")
-    return [foreign] if foreign is not None else [key for key in all_keys(Recipe()) if key.endswith(ending)]
+    foreign, suffix = our_key(word), "." + word.strip("-").replace("-", "_")
+    return [foreign] if foreign is not None else [key for key in all_keys(Recipe()) if key.endswith(suffix)]
 
 
 class Entries(dict[str, Any]):
     """A mapping on the path of an override's dotted key: ``model.options`` in ``model.options.a``."""
 
 
-class _Afresh(dict[str, Any]):
+class _Replaced(dict[str, Any]):
     """A section or mapping that was removed (``model=null``) before it was set again in the same layer."""
 
 
-def update(tree: Tree, more: Mapping[str, Any], section: type[Any] | None = Recipe) -> None:
+def update(tree: Tree, override: Mapping[str, Any], section: type[Any] | None = Recipe) -> None:
     """Merge an override into the layer of the earlier ones, in place.
 
     Sections are merged key by key; a mapping given as one value replaces what earlier overrides set.
     """
-    for key, value in more.items():
+    for key, value in override.items():
         inner = None if section is None else subsection(section, key)
-        before = tree.get(key)
-        if isinstance(value, Mapping) and key in tree and before is None:
-            before = tree[key] = _Afresh()
-        if isinstance(value, Mapping) and isinstance(before, dict):
+        current = tree.get(key)
+        if isinstance(value, Mapping) and key in tree and current is None:
+            current = tree[key] = _Replaced()
+        if isinstance(value, Mapping) and isinstance(current, dict):
             if inner is None and not isinstance(value, Entries):
-                before.clear()
-            update(before, value, inner)
+                current.clear()
+            update(current, value, inner)
         else:
             tree[key] = value
 
 
 def merge(
-    below: Tree, above: Mapping[str, Any], notices: list[str], section: type[Any] = Recipe, path: str = ""
+    base: Tree, layer: Mapping[str, Any], notices: list[str], section: type[Any] = Recipe, path: str = ""
 ) -> Tree:
     """Merge one layer over another; None in the upper layer removes a key."""
-    merged = dict(below)
-    _drop_old_choices(merged, above, notices, section, path)
-    for key, value in above.items():
+    merged = dict(base)
+    _drop_old_choices(merged, layer, notices, section, path)
+    for key, value in layer.items():
         inner = subsection(section, key)
         if value is None:
             merged.pop(key, None)
             continue
-        if isinstance(value, _Afresh):
+        if isinstance(value, _Replaced):
             merged.pop(key, None)
         if inner is not None:
             merged[key] = merge(dict(merged.get(key, {})), value, notices, inner, f"{path}{key}.")
         elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            taken = {name for name, given in value.items() if given is None and name in merged[key]}
-            merged[key] = {name: given for name, given in {**merged[key], **value}.items() if name not in taken}
+            removed = {name for name, item in value.items() if item is None and name in merged[key]}
+            merged[key] = {name: item for name, item in {**merged[key], **value}.items() if name not in removed}
         else:
             merged[key] = value
     return merged
 
 
 def _drop_old_choices(
-    merged: Tree, above: Mapping[str, Any], notices: list[str], section: type[Any], path: str
+    merged: Tree, layer: Mapping[str, Any], notices: list[str], section: type[Any], path: str
 ) -> None:
     for key in list(merged):
         belongs = mark(section, key, Belongs)
-        chosen_anew = belongs is not None and belongs.to in above and above[belongs.to] != merged.get(belongs.to)
-        if belongs is not None and chosen_anew:
-            old, choice = merged.pop(key), f"{path}{belongs.to}={above[belongs.to]}"
-            if key not in above:
+        is_changed = belongs is not None and belongs.to in layer and layer[belongs.to] != merged.get(belongs.to)
+        if belongs is not None and is_changed:
+            old, choice = merged.pop(key), f"{path}{belongs.to}={layer[belongs.to]}"
+            if key not in layer:
                 notices.append(f"{path}{key}={old} dropped: it does not apply to {choice}")
             continue
         applies = mark(section, key, Applies)
-        if applies is None or applies.to not in above or key in above:
+        if applies is None or applies.to not in layer or key in layer:
             continue
-        choice = above[applies.to]
+        choice = layer[applies.to]
         # A custom schedule or loss may use every key; a custom optimizer gets none of the keys for built-in ones.
-        is_own_optimizer = path == "optimizer." and is_reference(str(choice))
-        if choice is not None and (is_own_optimizer or not applies.allow(choice)):
+        is_custom_optimizer = path == "optimizer." and is_reference(str(choice))
+        if choice is not None and (is_custom_optimizer or not applies.allow(choice)):
             notices.append(f"{path}{key}={merged.pop(key)} dropped: it has no effect with {path}{applies.to}={choice}")
 
 
@@ -221,7 +221,7 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
     section = type(recipe)
     for key, value in tree.items():
         applies = mark(section, key, Applies)
-        if applies is not None and (applies.also_off or as_switch(value) is not False):
+        if applies is not None and (applies.also_off or to_boolean(value) is not False):
             choice, known = getattr(recipe, applies.to), named_choices(section, applies.to)
             # Where any name is allowed, the code that opens it refuses a misspelt one.
             is_known = not known or choice in known or (isinstance(choice, str) and ":" in choice)
@@ -247,8 +247,8 @@ def named_choices(section: type[Any], name: str) -> tuple[object, ...]:
 
 
 def _either(values: Iterable[object]) -> str:
-    *most, last = (str(plain(value)).lower() if isinstance(value, bool | None) else str(value) for value in values)
-    return f"{', '.join(most)} or {last}" if most else last
+    *rest, last = (str(plain(value)).lower() if isinstance(value, bool | None) else str(value) for value in values)
+    return f"{', '.join(rest)} or {last}" if rest else last
 
 
 def check_used(recipe: Recipe, origins: Mapping[str, Origin], unused: Mapping[str, str]) -> tuple[str, ...]:
@@ -269,16 +269,16 @@ def check_used(recipe: Recipe, origins: Mapping[str, Origin], unused: Mapping[st
         RecipeError: For the first such override.
     """
     notices = []
-    for key, why in unused.items():
-        said = spelled(recipe, key)
+    for key, reason in unused.items():
+        setting = format_override(recipe, key)
         if origins.get(key) == "override":
-            raise RecipeError(f"override '{said}' has no effect: {why}. Remove it.")
-        if origins.get(key) == "file" and said != spelled(Recipe(), key):
-            notices.append(f"{said} has no effect: {why}")
+            raise RecipeError(f"override '{setting}' has no effect: {reason}. Remove it.")
+        if origins.get(key) == "file" and setting != format_override(Recipe(), key):
+            notices.append(f"{setting} has no effect: {reason}")
     return tuple(notices)
 
 
-def spelled(recipe: Recipe, dotted: str) -> str:
+def format_override(recipe: Recipe, dotted: str) -> str:
     """Format a recipe's key and value as an override."""
     value: Any = recipe
     for key in dotted.split("."):

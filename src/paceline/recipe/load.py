@@ -18,19 +18,19 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.files import odd_kind
-from paceline.plain_yaml import MOST_LEVELS, PlainDumper, load_plain
+from paceline.files import special_kind
+from paceline.plain_yaml import MAX_DEPTH, PlainDumper, load_plain
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
 from paceline.recipe.named_code import CODE_KEYS, TRAINING_CODE_KEYS, is_stored, refuse_foreign_code, value_of
 from paceline.recipe.optimizer import CLASSIFIER
 from paceline.recipe.other_names import with_new_names
 from paceline.recipe.schema import Recipe
-from paceline.registry import Kind, why_unknown
+from paceline.registry import Kind, name_problem
 from paceline.storage.addresses import is_address, parse_address
 
 _MIRROR = "checkpoint.mirror"
-_MOST_SHOWN = 60
+_MAX_SHOWN = 60
 _LONG = 5  # letters
 _ENDINGS = (".yaml", ".yml")
 TABLES = {".csv": "csv", ".tsv": "csv", ".tab": "csv", ".parquet": "parquet"}  # and the data sets that use them
@@ -61,8 +61,8 @@ class LoadedRecipe:
         Raises:
             RecipeError: If an override has no effect.
         """
-        told = layers.check_used(self.recipe, self.origins, unused)
-        return dataclasses.replace(self, notices=(*self.notices, *told))
+        messages = layers.check_used(self.recipe, self.origins, unused)
+        return dataclasses.replace(self, notices=(*self.notices, *messages))
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -100,8 +100,8 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
     stored: dict[Path, layers.Tree] = {}
     path = Path("task") if source is None else _locate(source)
     tree = {} if source is None else _with_base(path, source, notices, stored)
-    asked = _asked(overrides, notices)
-    tree = layers.merge(tree, asked, notices)
+    override_tree = _override_layer(overrides, notices)
+    tree = layers.merge(tree, override_tree, notices)
     if tree.get("task") == "image_multilabel" and isinstance(train := tree.get("train", {}), Mapping):
         tree["train"] = {"loss": "bce", **train}
     recipe = _validate(tree, "the defaults" if source is None else str(source))
@@ -109,15 +109,15 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
         refuse_foreign_code(foreign, recipe, str(where), trusted=False, keys=(*CODE_KEYS, *TRAINING_CODE_KEYS))
     kinds: tuple[Kind, ...] = ("optimizers", "schedules", "losses", "augmentations")
     for kind, key in zip(kinds, TRAINING_CODE_KEYS, strict=True):
-        if why := why_unknown(kind, value_of(recipe, key)):
-            raise RecipeError(f"{source}: {key}: {why}.")
+        if reason := name_problem(kind, value_of(recipe, key)):
+            raise RecipeError(f"{source}: {key}: {reason}.")
     origins: dict[str, layers.Origin] = dict.fromkeys(layers.set_keys(tree), "file")
-    origins |= dict.fromkeys(layers.set_keys(asked), "override")
+    origins |= dict.fromkeys(layers.set_keys(override_tree), "override")
     # Stored with the run, paths must mean the same in every working directory.
     for section, key in (each.split(".") for each in PATH_KEYS):
         part = getattr(recipe, section)
-        if (asked_path := getattr(part, key)) is not None:
-            absolute = asked_path if is_address(asked_path) else str(Path(asked_path).absolute())
+        if (value := getattr(part, key)) is not None:
+            absolute = value if is_address(value) else str(Path(value).absolute())
             recipe = dataclasses.replace(recipe, **{section: dataclasses.replace(part, **{key: absolute})})
     if str(source) in shipped_recipes() and _is_data_folder(str(source)):
         folder, data = Path(str(source)).absolute(), recipe.data.path
@@ -133,11 +133,11 @@ def stored_recipe(tree: Mapping[str, Any], where: str, overrides: Overrides = ()
     parallel = tree.get("parallel")
     if isinstance(parallel, Mapping) and parallel.get("gradient_compression") == "powersgd":
         # Removed since; the weights do not depend on how gradients were sent.
-        kept = {key: value for key, value in parallel.items() if key not in ("gradient_compression", "powersgd")}
-        tree = {**tree, "parallel": kept}
+        remaining = {key: value for key, value in parallel.items() if key not in ("gradient_compression", "powersgd")}
+        tree = {**tree, "parallel": remaining}
     tree = with_new_names(tree)
     layers.check_known(tree, where)
-    return _validate(layers.merge(tree, _asked(overrides), notices), where)
+    return _validate(layers.merge(tree, _override_layer(overrides), notices), where)
 
 
 # Keys that only training reads; a custom task may read all others when it scores.
@@ -169,7 +169,7 @@ def refuse_training_overrides(overrides: Overrides) -> None:
 
 def set_by(overrides: Overrides) -> tuple[str, ...]:
     """Return the dotted keys that overrides set."""
-    return tuple(layers.set_keys(_asked(overrides)))
+    return tuple(layers.set_keys(_override_layer(overrides)))
 
 
 def refuse_unused_overrides(overrides: Overrides, unused: Mapping[str, str], recipe: Recipe) -> None:
@@ -210,11 +210,11 @@ def recipe_digest(recipe: Recipe) -> str:
 
 def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
     """Return dotted keys whose values differ, with (old, new); a key absent on one side shows as None."""
-    before, after = _comparable(old), _comparable(new)
+    old_values, new_values = _comparable(old), _comparable(new)
     return {
-        key: (before.get(key), after.get(key))
-        for key in dict.fromkeys([*before, *after])
-        if before.get(key) != after.get(key)
+        key: (old_values.get(key), new_values.get(key))
+        for key in dict.fromkeys([*old_values, *new_values])
+        if old_values.get(key) != new_values.get(key)
     }
 
 
@@ -226,8 +226,8 @@ def _comparable(recipe: Recipe) -> dict[str, Any]:
         groups = tree["optimizer"]["groups"] = {CLASSIFIER if name == "fc.*" else name: groups[name] for name in groups}
     flat = _flatten(tree)
     # Only for keys that are present: not every optimizer has them.
-    said = {"optimizer.betas": list(optimizer.moment_decay), "optimizer.eps": optimizer.denominator_eps}
-    flat |= {key: value for key, value in said.items() if key in flat}
+    resolved = {"optimizer.betas": list(optimizer.moment_decay), "optimizer.eps": optimizer.denominator_eps}
+    flat |= {key: value for key, value in resolved.items() if key in flat}
     if groups:
         flat["optimizer.groups"] = list(groups)  # the first matching pattern wins, so their order matters
     return flat
@@ -243,8 +243,8 @@ def _flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return flat
 
 
-def _locate(source: str | Path, beside: Path = Path()) -> Path:
-    """Find a recipe by name or path; ``beside`` is a folder whose files are suggested for a misspelt name."""
+def _locate(source: str | Path, base_dir: Path = Path()) -> Path:
+    """Find a recipe by name or path; ``base_dir`` is a folder whose files are suggested for a misspelt name."""
     shipped = shipped_recipes()
     if str(source) in shipped:
         return shipped[str(source)]
@@ -262,12 +262,12 @@ def _locate(source: str | Path, beside: Path = Path()) -> Path:
             f"'{source}' is a folder, but a recipe is a name or a YAML file; to train on a folder of images: "
             f"paceline train image_folder data.path={source}"
         )
-    if kind := odd_kind(path):
+    if kind := special_kind(path):
         raise RecipeError(f"'{source}' is {kind}, but a recipe is a name or a YAML file. Correct the path.")
     if path.suffix in _ENDINGS or (os.sep in str(source) and "=" not in str(source)):
-        raise RecipeError(_no_file(str(source), beside))
-    near = [*shipped, *(entry.name for entry in beside.glob("*.y*ml"))]
-    if hint := did_you_mean(str(source), near):
+        raise RecipeError(_no_file(str(source), base_dir))
+    candidates = [*shipped, *(entry.name for entry in base_dir.glob("*.y*ml"))]
+    if hint := did_you_mean(str(source), candidates):
         raise RecipeError(f"no recipe '{source}'.{hint} `paceline recipes` lists all.")
     raise RecipeError(
         f"no recipe '{source}': it is neither a shipped recipe nor an existing file or run directory; "
@@ -275,19 +275,21 @@ def _locate(source: str | Path, beside: Path = Path()) -> Path:
     )
 
 
-def _no_file(source: str, beside: Path) -> str:
+def _no_file(source: str, base_dir: Path) -> str:
     """Describe a path that does not exist, and suggest another recipe or run in that folder, or a shipped recipe."""
     folder, name = os.path.split(source.rstrip(os.sep))
     stem, ending = os.path.splitext(name)
     is_file = ending in _ENDINGS
     # Compared without the extension, which makes any two names similar.
-    near = {each.parent.name: each.parent.name for each in (beside / folder).glob("*/recipe.yaml")}
-    near |= {each.stem: each.name for each in (beside / folder).glob("*.y*ml")}
-    hint = did_you_mean(stem if is_file else name, near, shown=lambda each: os.path.join(folder, near[each]))
+    candidates = {each.parent.name: each.parent.name for each in (base_dir / folder).glob("*/recipe.yaml")}
+    candidates |= {each.stem: each.name for each in (base_dir / folder).glob("*.y*ml")}
+    hint = did_you_mean(
+        stem if is_file else name, candidates, shown=lambda each: os.path.join(folder, candidates[each])
+    )
     hint = hint or did_you_mean(stem if is_file else name, shipped_recipes())
-    what = "file" if is_file else "file or run directory"
+    noun = "file" if is_file else "file or run directory"
     return (
-        f"there is no {what} '{source}'.{hint} Correct the path, or give the name of a shipped recipe: "
+        f"there is no {noun} '{source}'.{hint} Correct the path, or give the name of a shipped recipe: "
         "`paceline recipes` lists them."
     )
 
@@ -301,20 +303,20 @@ def _with_base(path: Path, source: str | Path, notices: list[str], stored: dict[
     layers.check_known(tree, str(path))
     if base is None:
         return layers.merge({}, tree, notices)
-    beside = path.parent / os.path.expanduser(str(base))
+    sibling = path.parent / os.path.expanduser(str(base))
     try:
-        base_path = beside if beside.is_file() else _locate(str(base), path.parent)
+        base_path = sibling if sibling.is_file() else _locate(str(base), path.parent)
     except RecipeError as error:
         raise RecipeError(f"{path}: base: {error}") from None
-    below = _read(base_path, notices, str(base))
+    base_tree = _read(base_path, notices, str(base))
     if is_stored(base_path, str(base)) or path in stored:
-        stored[base_path] = dict(below)
-    if "base" in below:
+        stored[base_path] = dict(base_tree)
+    if "base" in base_tree:
         raise RecipeError(
             f"{path}: its base '{base}' has a base itself, but one level is the limit; copy the keys you need."
         )
-    layers.check_known(below, str(base_path))
-    return layers.merge(below, tree, notices)
+    layers.check_known(base_tree, str(base_path))
+    return layers.merge(base_tree, tree, notices)
 
 
 def _read(path: Path, notices: list[str], source: str | Path) -> layers.Tree:
@@ -327,7 +329,7 @@ def _read(path: Path, notices: list[str], source: str | Path) -> layers.Tree:
         return {}
     if not isinstance(tree, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of sections, found a {type(tree).__name__}.")
-    return layers.in_known_case(with_new_names(tree, None if is_stored(path, source) else notices))
+    return layers.normalize_case(with_new_names(tree, None if is_stored(path, source) else notices))
 
 
 def _cause(error: yaml.YAMLError | UnicodeDecodeError | OSError) -> str:
@@ -339,15 +341,15 @@ def _cause(error: yaml.YAMLError | UnicodeDecodeError | OSError) -> str:
     return f"{where}: {error.problem}."
 
 
-def _asked(overrides: Overrides, notices: list[str] | None = None) -> layers.Tree:
+def _override_layer(overrides: Overrides, notices: list[str] | None = None) -> layers.Tree:
     """Return overrides as one layer."""
-    asked: layers.Tree = {}
+    merged: layers.Tree = {}
     for dotted, value in _pairs(overrides):
         nested = reduce(lambda inner, key: layers.Entries({key: inner}), reversed(dotted.split(".")), value)
         layer = with_new_names(nested, notices)
         layers.check_known(layer, f"override '{dotted}'")
-        layers.update(asked, layers.in_known_case(layer))
-    return asked
+        layers.update(merged, layers.normalize_case(layer))
+    return merged
 
 
 def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
@@ -359,12 +361,12 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
         if not equals or not dotted:
             folder = f"data.path={text}" if text and Path(text).is_dir() else "optimizer.lr=0.1"
             raise RecipeError(f"found '{text}', but an override is KEY=VALUE, for example {folder}.")
-        if dotted.count(".") >= MOST_LEVELS:
-            raise RecipeError(f"override '{dotted[:40]}…': a key has at most {MOST_LEVELS} levels.")
+        if dotted.count(".") >= MAX_DEPTH:
+            raise RecipeError(f"override '{dotted[:40]}…': a key has at most {MAX_DEPTH} levels.")
         try:
             yield dotted.strip(), load_plain(value) if value.strip() else ""
         except yaml.YAMLError as error:
-            shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+            shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
             raise RecipeError(f"override '{shown}': the value is not readable as YAML{_cause(error)}") from None
 
 
@@ -408,8 +410,8 @@ def _sentences(error: ValidationError, where: str) -> list[str]:
             sentences[key] = item["msg"].removeprefix("Value error, ")
             continue
         if item["type"] == "unexpected_keyword_argument":
-            *_, where_in, unknown = item["loc"]
-            sentences[key] = f"found the key {unknown!r} in {where_in!r}, which is not allowed there"
+            *_, parent, unknown = item["loc"]
+            sentences[key] = f"found the key {unknown!r} in {parent!r}, which is not allowed there"
             continue
         if item["type"] == "literal_error":
             choices.setdefault(key, []).extend(re.findall("'([^']*)'", item["ctx"]["expected"]))
@@ -418,10 +420,10 @@ def _sentences(error: ValidationError, where: str) -> list[str]:
             hints[key] = did_you_mean(str(item["input"]), close, count=1)
         rule = _RULES.get(item["type"], item["msg"]).removeprefix("Input should be ")
         rules.setdefault(key, []).append(f"it must be {rule}")
-        found = repr(item["input"])
-        found = found if len(found) <= _MOST_SHOWN else f"{found[:_MOST_SHOWN]}…"
-        either = " or ".join(dict.fromkeys(rules[key])).replace(" or it must be ", " or ")
-        sentences[key] = f"found {found}, but {either.replace('a valid tuple', 'a list')}"
+        value = repr(item["input"])
+        value = value if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]}…"
+        rule_text = " or ".join(dict.fromkeys(rules[key])).replace(" or it must be ", " or ")
+        sentences[key] = f"found {value}, but {rule_text.replace('a valid tuple', 'a list')}"
     return [f"{where}: {key}: {sentence}.{hints.get(key, '')}" for key, sentence in sentences.items()]
 
 

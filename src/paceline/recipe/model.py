@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from paceline.plain_yaml import as_switch
+from paceline.plain_yaml import to_boolean
 from paceline.recipe.fields import (
     STRICT,
     Applies,
@@ -35,7 +35,7 @@ OPENING_OPTIONS = frozenset(
 """Arguments of the libraries' factories that open or fetch other files, some of which could run code."""
 
 # The default before there was a choice.
-_Full = BeforeValidator(lambda value: "full" if as_switch(value) is True else value)
+_Full = BeforeValidator(lambda value: "full" if to_boolean(value) is True else value)
 _GROUPED = Needs(
     ("several groups in a micro-batch",),
     "no micro-batch has more than {largest_micro_batch} samples: each is one group anyway",

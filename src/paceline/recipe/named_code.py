@@ -21,7 +21,7 @@ TRAINING_CODE_KEYS = ("optimizer.name", "schedule.name", "train.loss", "data.aug
 """Those of them that only training imports."""
 
 _RECORDS = ("plan.json", "environment.json", "events.jsonl", "summary.json", "manifest.json")
-_BESIDE_RECIPE = ("checkpoints", "config.json", "model.safetensors")
+_RECIPE_SIBLINGS = ("checkpoints", "config.json", "model.safetensors")
 
 
 def named_code(recipe: Recipe) -> list[str]:
@@ -41,8 +41,8 @@ def is_stored(path: Path, source: str | Path) -> bool:
     """Whether a recipe file is part of a run, checkpoint or hub folder, or of one named by its folder."""
     if path.parent == Path(source).expanduser():
         return True
-    beside = _RECORDS + _BESIDE_RECIPE * (path.name == "recipe.yaml")
-    return any((path.parent / name).exists() for name in beside)
+    siblings = _RECORDS + _RECIPE_SIBLINGS * (path.name == "recipe.yaml")
+    return any((path.parent / name).exists() for name in siblings)
 
 
 def refuse_foreign_code(

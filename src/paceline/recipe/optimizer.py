@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from paceline.optimizers import OTHER, RULES, Rule, taking
+from paceline.optimizers import RULES, UNKNOWN_RULE, Rule, optimizers_with
 from paceline.recipe.fields import (
     STRICT,
     Applies,
@@ -67,9 +67,9 @@ class Optimizer:
         Switch, Needs(("optimizer.weight_decay",), "with optimizer.weight_decay=0 nothing decays")
     ] = False
     """Whether weight decay also acts on biases and normalisation parameters."""
-    momentum: Annotated[OpenFraction, Applies("name", taking("momentum"))] = 0.9
+    momentum: Annotated[OpenFraction, Applies("name", optimizers_with("momentum"))] = 0.9
     """Momentum coefficient; `muon`'s author uses 0.95."""
-    nesterov: Annotated[Switch, Applies("name", taking("nesterov"))] = False
+    nesterov: Annotated[Switch, Applies("name", optimizers_with("nesterov"))] = False
     """Use Nesterov momentum."""
     rest: Annotated[Literal["adamw", "sgd"], Applies("name", ("muon",))] = "adamw"
     """Optimizer of the parameters that `muon` does not update: `adamw`, all but matrices and filters; or `sgd` with
@@ -83,18 +83,18 @@ class Optimizer:
     unit_filters: Annotated[Switch, Applies("rest", ("sgd",))] = False
     """Scale each filter bank to a norm of the square root of its outputs before every step; weight decay then has no
     effect on filters."""
-    betas: Annotated[Auto | tuple[OpenFraction, OpenFraction], Applies("name", taking("betas"))] = "auto"
+    betas: Annotated[Auto | tuple[OpenFraction, OpenFraction], Applies("name", optimizers_with("betas"))] = "auto"
     """Decay of the first and second moment estimates; `auto`: (0.9, 0.999), (0.9, 0.99) for `lion`, (0.9, 0.95) for
     `muon`."""
-    alpha: Annotated[OpenFraction, Applies("name", taking("alpha"))] = 0.9
+    alpha: Annotated[OpenFraction, Applies("name", optimizers_with("alpha"))] = 0.9
     """Decay of the mean square."""
-    eps: Annotated[Auto | NonNegativeFloat, Applies("name", taking("eps"))] = "auto"
+    eps: Annotated[Auto | NonNegativeFloat, Applies("name", optimizers_with("eps"))] = "auto"
     """Added to the denominator; `auto`: 1e-8, and 1e-6 for `lamb`. Only `lars` allows 0."""
     eps_inside_sqrt: Annotated[Switch, Applies("name", ("rmsprop",))] = False
     """Add `eps` inside the root and start the mean square at 1, as TensorFlow does."""
     trust_coefficient: Annotated[
         PositiveFloat,
-        Applies("name", taking("trust_coefficient")),
+        Applies("name", optimizers_with("trust_coefficient")),
         Needs(("layers that lars scales",), _NOTHING_SCALED),
     ] = 0.001
     """Largest change of a layer in one step, as a share of its weight norm."""
@@ -145,16 +145,18 @@ class Optimizer:
         """Refuse settings that are not passed to an optimizer of another package."""
         if self.name in RULES:
             return
-        usual = dataclasses.fields(self)
+        defaults = dataclasses.fields(self)
         names = {"momentum", "nesterov", "betas", "alpha", "eps", "eps_inside_sqrt", "trust_coefficient", "rest"}
-        if changed := [each.name for each in usual if each.name in names and getattr(self, each.name) != each.default]:
+        if changed := [
+            each.name for each in defaults if each.name in names and getattr(self, each.name) != each.default
+        ]:
             raise ValueError(
                 f"found {' and '.join(changed)} with name={self.name}, but an optimizer from another package gets only "
                 "lr and options; set them in options"
             )
 
     def _check_rest(self) -> None:
-        if not self.moves_rest_by_sgd:
+        if not self.uses_sgd_for_rest:
             return
         if self.nesterov and self.momentum * self.rest_momentum == 0:
             raise ValueError(
@@ -168,18 +170,18 @@ class Optimizer:
     @property
     def rule(self) -> Rule:
         """Facts about the update rule."""
-        return RULES.get(self.name, OTHER)
+        return RULES.get(self.name, UNKNOWN_RULE)
 
     @property
-    def moves_rest_by_sgd(self) -> bool:
+    def uses_sgd_for_rest(self) -> bool:
         """Whether filters are updated by orthogonal steps, and everything else by SGD."""
         return self.name == "muon" and self.rest == "sgd"
 
     def has(self, name: Literal["momentum", "betas"]) -> bool:
         """Whether the rule has such a setting."""
-        if name == "betas" and self.moves_rest_by_sgd:
+        if name == "betas" and self.uses_sgd_for_rest:
             return False
-        return name in self.rule.takes
+        return name in self.rule.keys
 
     @property
     def has_layers_to_scale(self) -> bool:

@@ -72,7 +72,7 @@ def with_new_names(tree: Mapping[str, Any], notices: list[str] | None = None, pa
     Raises:
         RecipeError: If a key is given under both names.
     """
-    found: dict[str, Any] = {}
+    renamed: dict[str, Any] = {}
     for key, value in tree.items():
         dotted = f"{path}{key}"
         new = RENAMED.get(dotted, dotted)
@@ -84,5 +84,5 @@ def with_new_names(tree: Mapping[str, Any], notices: list[str] | None = None, pa
         if name != key and notices is not None:
             notices.append(f"{dotted} is now called {new}; the old name works until version 1.0")
         holds_renamed = isinstance(value, Mapping) and any(old.startswith(f"{new}.") for old in RENAMED)
-        found[name] = with_new_names(value, notices, f"{new}.") if holds_renamed else value
-    return found
+        renamed[name] = with_new_names(value, notices, f"{new}.") if holds_renamed else value
+    return renamed

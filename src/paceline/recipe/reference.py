@@ -20,14 +20,16 @@ from paceline.recipe.layers import field_types, mark, marks, subsection
 from paceline.recipe.schema import Recipe
 from paceline.units import Duration, TimeSpan
 
-WORDS = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`", NoneType: ""}
-WORDS |= {Duration: "duration", TimeSpan: "time"}
+TYPE_NAMES = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`", NoneType: ""}
+TYPE_NAMES |= {Duration: "duration", TimeSpan: "time"}
 SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
 # A larger bound is beyond any practical value.
-LARGEST_TOLD = 10**9
+MAX_SHOWN_BOUND = 10**9
 _LONG = 5  # digits
 # Validators that restrict the value; all others only normalise it.
-VALIDATORS = dict.fromkeys((data.each_once, running.each_once), "each once") | {data.ascending: "the smaller first"}
+VALIDATORS = dict.fromkeys((data.check_unique, running.check_unique), "each once") | {
+    data.ascending: "the smaller first"
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,70 +60,70 @@ def summary(section: type[Any] = Recipe) -> str:
 
 def keys(section: type[Any] = Recipe, path: str = "") -> Iterator[Key]:
     """Yield the keys of a section at a path (``data.augment.``), in order."""
-    said, default = _texts(section), section()
+    meanings, default = _texts(section), section()
     for name, kind in field_types(section).items():
         inner, used_with = subsection(section, name), _used_with(section, name, path)
         if inner is not None:
-            meaning = said.get(name) or summary(inner)
+            meaning = meanings.get(name) or summary(inner)
             yield Key(key=f"{path}{name}", section=inner, used_with=used_with, meaning=meaning)
             continue
         yield Key(
             key=f"{path}{name}",
             section=None,
-            value=words(kind),
+            value=describe_type(kind),
             default=_written(plain(getattr(default, name))),
             used_with=used_with,
-            meaning=said[name],
+            meaning=meanings[name],
         )
 
 
 def _texts(section: type[Any]) -> dict[str, str]:
     """Return the text under each field, which is only in the source."""
-    (found,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
-    assert isinstance(found, ast.ClassDef)
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(definition, ast.ClassDef)
     texts = {}
-    for node, after in zip(found.body, found.body[1:], strict=False):
-        match node, after:
+    for node, following in zip(definition.body, definition.body[1:], strict=False):
+        match node, following:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                 texts[name] = " ".join(text.split())
     return texts
 
 
-def words(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """Describe in words which values a type accepts."""
-    origin, inside = get_origin(kind), get_args(kind)
-    if kind in WORDS:
-        return WORDS[kind]
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind in TYPE_NAMES:
+        return TYPE_NAMES[kind]
     if origin in (Union, UnionType):
-        return " or ".join(filter(None, map(words, inside)))
+        return " or ".join(filter(None, map(describe_type, arguments)))
     if origin is Annotated:
-        return _annotated(words(inside[0]), inside[1:])
+        return _annotated(describe_type(arguments[0]), arguments[1:])
     if origin is Literal:
-        return _either([f"`{_written(each)}`" for each in inside])
+        return _either([f"`{_written(each)}`" for each in arguments])
     if origin is tuple:
-        length = "" if inside[-1] is ... else f" of {len(inside)}"
-        return f"list{length}{': ' if length else ' of: '}{words(inside[0])}"
+        length = "" if arguments[-1] is ... else f" of {len(arguments)}"
+        return f"list{length}{': ' if length else ' of: '}{describe_type(arguments[0])}"
     if origin is dict:
-        if not dataclasses.is_dataclass(inside[1]):
+        if not dataclasses.is_dataclass(arguments[1]):
             return "mapping"
-        fields = field_types(inside[1])  # type: ignore[arg-type]  # a class
-        return f"mapping to: {', '.join(f'`{name}` ({words(each)})' for name, each in fields.items())}"
+        fields = field_types(arguments[1])  # type: ignore[arg-type]  # a class
+        return f"mapping to: {', '.join(f'`{name}` ({describe_type(each)})' for name, each in fields.items())}"
     raise ValueError(f"there are no words for the type {kind}: add some to {__file__}.")
 
 
-def _annotated(said: str, notes: tuple[Any, ...]) -> str:
+def _annotated(text: str, notes: tuple[Any, ...]) -> str:
     for note in notes:
         if note is Off:
-            said += " or `off`"
+            text += " or `off`"
         elif isinstance(note, AfterValidator) and note.func in VALIDATORS:
-            said += f", {VALIDATORS[note.func]}"
+            text += f", {VALIDATORS[note.func]}"
         elif isinstance(note, FieldInfo):
             bounds = [
                 (SIGNS[name], getattr(each, name)) for each in note.metadata for name in SIGNS if hasattr(each, name)
             ]
-            more = " and ".join(f"{sign} {_number(value)}" for sign, value in bounds if value <= LARGEST_TOLD)
-            said += f"{' and' if said[-1].isdigit() and more else ''} {more}".rstrip()
-    return said
+            limits = " and ".join(f"{sign} {_number(value)}" for sign, value in bounds if value <= MAX_SHOWN_BOUND)
+            text += f"{' and' if text[-1].isdigit() and limits else ''} {limits}".rstrip()
+    return text
 
 
 def _number(value: float) -> str:
@@ -131,14 +133,14 @@ def _number(value: float) -> str:
 
 def _used_with(section: type[Any], name: str, path: str) -> str:
     """Describe which values of other keys a key requires to have an effect, and which other keys it needs."""
-    found = []
+    parts = []
     for needs in marks(section, name, Needs):
         # Conditions without a dot, such as "warm-up", belong to the plan and are not keys.
         conditions = [f"`{each.replace('!=', '` other than `')}`" for each in needs.any_of if "." in each]
-        found += [" or ".join(conditions)] if conditions else []
+        parts += [" or ".join(conditions)] if conditions else []
     if applies := mark(section, name, Applies):
-        found.append(f"`{path}{applies.to}` = {_either([f'`{_written(plain(value))}`' for value in applies.values])}")
-    return "; ".join(found)
+        parts.append(f"`{path}{applies.to}` = {_either([f'`{_written(plain(value))}`' for value in applies.values])}")
+    return "; ".join(parts)
 
 
 def _either(options: list[str]) -> str:

@@ -21,7 +21,7 @@ from paceline.recipe.fields import (
     PositiveInt,
     Switch,
     Time,
-    whole,
+    parse_integer,
 )
 from paceline.units import Duration, TimeSpan
 
@@ -49,7 +49,7 @@ class Evaluate:
     """Time between evaluations, or `off`; the last step is always evaluated unless this is `off`."""
     batch_size: Annotated[Auto | PositiveInt, _EVALUATED, _HELD_OUT] = "auto"
     """Samples per forward pass."""
-    top_k: Annotated[int, Field(gt=1, strict=True), BeforeValidator(whole), _EVALUATED, _HELD_OUT] = 5
+    top_k: Annotated[int, Field(gt=1, strict=True), BeforeValidator(parse_integer), _EVALUATED, _HELD_OUT] = 5
     """The k of the top-k accuracy reported in addition to top-1."""
     augment: Literal["none", "flip", "flip_shift", "five_crop", "ten_crop"] = "none"
     """Average the probabilities of several views of each image, in evaluation and prediction: itself and its mirror
@@ -146,7 +146,7 @@ class Parallel:
 Tracker = Literal["tensorboard", "mlflow", "wandb", "csv"]
 
 
-def each_once(value: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
+def check_unique(value: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
     """Refuse a tracker that is named twice."""
     if len(set(value)) < len(value):
         raise ValueError(f"found {list(value)}, but each tracker may be named only once")
@@ -194,7 +194,7 @@ class Telemetry:
 
     log_every: Length = Duration(10, "steps")
     """Time between step records; between them a plain step does not make the host wait for the device."""
-    trackers: Annotated[tuple[Tracker, ...], AfterValidator(each_once)] = ("tensorboard",)
+    trackers: Annotated[tuple[Tracker, ...], AfterValidator(check_unique)] = ("tensorboard",)
     """Where records go in addition to events.jsonl; `csv` writes a table for each kind. MLflow and Weights & Biases
     write
     into the run directory unless MLFLOW_TRACKING_URI or WANDB_MODE selects a server."""

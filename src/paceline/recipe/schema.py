@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from paceline.recipe.data import Data
-from paceline.recipe.fields import STRICT, Applies, Names, whole
+from paceline.recipe.fields import STRICT, Applies, Names, parse_integer
 from paceline.recipe.model import Model
 from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.running import Checkpoint, Evaluate, Parallel, Telemetry
@@ -23,9 +23,10 @@ class Recipe:
 
     task: Annotated[str, Names(tuple(built_in("tasks")), "tasks")] = "image_classification"
     """`image_classification`, `image_multilabel` (any number of labels), `image_regression` (numbers), `distillation`
-    (classes, with a teacher), `language_modeling`, `text_classification`, `recommendation`, `detection`, `segmentation`
-    (classes of pixels), a name that an installed package registers, or your own `package.module:factory`."""
-    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True), BeforeValidator(whole)] = 0
+    (classes, with a teacher), `language_modeling`, `text_classification`, `token_classification` (a tag for each word),
+    `recommendation`, `detection`, `segmentation` (classes of pixels), a name that an installed package registers, or
+    your own `package.module:factory`."""
+    seed: Annotated[int, Field(ge=0, lt=2**63, strict=True), BeforeValidator(parse_integer)] = 0
     """Seed of the initial weights, the sample order, augmentation and dropout."""
     model: Model = Model()
     data: Data = Data()

@@ -15,48 +15,48 @@ from paceline.recipe.layers import all_keys, marks, subsection
 from paceline.recipe.schema import Recipe
 
 
-def unused_keys(recipe: Recipe, holds: Mapping[str, bool], words: Mapping[str, object]) -> dict[str, str]:
+def unused_keys(recipe: Recipe, conditions: Mapping[str, bool], substitutions: Mapping[str, object]) -> dict[str, str]:
     """Return the dotted keys whose marks of :class:`Needs` do not hold, with the reason.
 
     Args:
         recipe: The recipe.
-        holds: Conditions evaluated by the plan, by name.
-        words: Words that the plan inserts into reasons.
+        conditions: Conditions evaluated by the plan, by name.
+        substitutions: Words that the plan inserts into reasons.
     """
-    return dict(_without_needs(recipe, recipe, holds, words, ""))
+    return dict(_unmet_needs(recipe, recipe, conditions, substitutions, ""))
 
 
-def _without_needs(
-    recipe: Recipe, section: Any, holds: Mapping[str, bool], words: Mapping[str, object], path: str
+def _unmet_needs(
+    recipe: Recipe, section: Any, conditions: Mapping[str, bool], substitutions: Mapping[str, object], path: str
 ) -> Iterator[tuple[str, str]]:
     def is_met(condition: str) -> bool:
-        if condition in holds:
-            return holds[condition]
-        dotted, differs, unwanted = condition.partition("!=")
+        if condition in conditions:
+            return conditions[condition]
+        dotted, operator, unwanted = condition.partition("!=")
         value = attrgetter(dotted)(recipe)
-        return bool(value != unwanted) if differs else bool(value)
+        return bool(value != unwanted) if operator else bool(value)
 
     for each in dataclasses.fields(section):
         key, value = f"{path}{each.name}", getattr(section, each.name)
         needs = marks(type(section), each.name, Needs)
         if subsection(type(section), each.name) is not None:
-            yield from _without_needs(recipe, value, holds, words, f"{key}.")
+            yield from _unmet_needs(recipe, value, conditions, substitutions, f"{key}.")
             key, value = f"{key}.name", getattr(value, "name", None)
         # A request that holds anyway is not reported: `off`, `auto`, `false`, or no loader processes where there are
         # none.
-        asks = bool(value) and value != "auto"
-        missing = (need for need in needs if (asks or need.also_off) and not any(map(is_met, need.any_of)))
+        is_requested = bool(value) and value != "auto"
+        missing = (need for need in needs if (is_requested or need.also_off) and not any(map(is_met, need.any_of)))
         if first := next(missing, None):
-            yield key, first.why.format_map(words)
+            yield key, first.reason.format_map(substitutions)
 
 
-def all_but(used: Collection[str], why: str, sections: Collection[str] = ("data",)) -> dict[str, str]:
+def all_but(used: Collection[str], reason: str, sections: Collection[str] = ("data",)) -> dict[str, str]:
     """Return every dotted key of some sections, with the reason, except for those that are used.
 
     Args:
         used: Dotted keys, or subsections that are used completely (``data.text``).
-        why: Why the others are not used.
+        reason: Why the others are not used.
         sections: The sections whose keys are meant.
     """
     keys = (key for section in sections for key in all_keys(getattr(Recipe(), section), f"{section}."))
-    return {key: why for key in keys if not any(key == each or key.startswith(f"{each}.") for each in used)}
+    return {key: reason for key in keys if not any(key == each or key.startswith(f"{each}.") for each in used)}

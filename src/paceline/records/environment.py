@@ -96,7 +96,7 @@ def _git(directory: Path, *arguments: str) -> str | None:
     """Run git without letting it write, ask or take long; None if it is absent, fails or is slow."""
     command = ("git", "--no-optional-locks", "-C", str(directory), *arguments)
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -106,4 +106,4 @@ def _git(directory: Path, *arguments: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return result.stdout.strip()

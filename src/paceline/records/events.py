@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from paceline.errors import RunDirectoryError
 from paceline.plain_json import load_json
-from paceline.records.run_directory import cannot, encode_json, refuse_odd_record, sync_directory, write_text
+from paceline.records.run_directory import encode_json, file_error, refuse_special_file, sync_directory, write_text
 
 Numbers = Mapping[str, float | None]
 Status = Literal["completed", "stopped", "failed"]
@@ -289,7 +289,7 @@ def detach(path: Path) -> None:
             temporary.unlink(missing_ok=True)
         sync_directory(target.parent)
     except OSError as error:
-        raise cannot("copy", path, error) from error
+        raise file_error("copy", path, error) from error
 
 
 class AppendFile:
@@ -307,21 +307,21 @@ class AppendFile:
 
     def __init__(self, path: Path, *, buffering: int = -1) -> None:
         self._path = path
-        refuse_odd_record(path)
+        refuse_special_file(path)
         detach(path)
         try:
             path.parent.mkdir(exist_ok=True)
             self._file = path.open("ab", buffering=buffering)
             sync_directory(path.parent)
         except OSError as error:
-            raise cannot("open", path, error) from error
+            raise file_error("open", path, error) from error
 
     def write(self, content: bytes) -> None:
         """Append bytes."""
         try:
             self._file.write(content)
         except OSError as error:
-            raise cannot("write", self._path, error) from error
+            raise file_error("write", self._path, error) from error
 
     def flush(self, *, durable: bool = False) -> None:
         """Pass all data to the operating system; with ``durable``, wait until it is on the disk."""
@@ -330,7 +330,7 @@ class AppendFile:
             if durable:
                 os.fsync(self._file.fileno())
         except OSError as error:
-            raise cannot("write", self._path, error) from error
+            raise file_error("write", self._path, error) from error
 
     def close(self) -> None:
         """Flush durably and close; closing twice is harmless."""
@@ -379,13 +379,13 @@ def truncate_after(path: Path, position: int) -> int:
     Raises:
         RunDirectoryError: If a line other than the last is not an event.
     """
-    refuse_odd_record(path)
+    refuse_special_file(path)
     try:
         lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
         return 0
     except OSError as error:
-        raise cannot("read", path, error) from error
+        raise file_error("read", path, error) from error
     kept: list[bytes] = []
     for number, line in enumerate(lines, start=1):
         event = parse_line(line, path, number, is_last=number == len(lines))

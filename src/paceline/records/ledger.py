@@ -1,10 +1,13 @@
 """The ledger: samples that each rank trained on, and how often each was used per epoch.
 
-Every rank appends to its own file, ``ledger/rank-00000.ids``. The file is a sequence of records; one record holds the
-samples of one micro-batch or one step, little-endian::
+Every rank appends to its own file, ``ledger/rank-00000.ids``. The file is a sequence of records, little-endian::
 
     magic "PLED" | bytes per id: u8 | 3 zero bytes | epoch: u32 | step: u64 | ids: u32 | broken ids: u32
     | the ids | the broken ids | CRC-32 of all before it: u32
+
+Samples that are those of the epoch's order are recorded as a position: bytes per id is then 0, and instead of the ids
+follow the position of the first, u64, and a digest of the ids that were used, 8 bytes (:func:`digest_of`). One such
+record holds a rank's samples of one step; one with ids, those of one micro-batch.
 
 Appending costs microseconds and never waits for the disk; ``flush(durable=True)`` does, before a checkpoint
 becomes visible. A kill can tear the last record: it is ignored when reading and cut off by
@@ -13,13 +16,17 @@ becomes visible. A kill can tear the last record: it is ignored when reading and
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 import io
+import math
 import mmap
 import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +36,25 @@ from numpy.typing import ArrayLike, NDArray
 from paceline.errors import RunDirectoryError
 from paceline.records.events import AppendFile, detach
 from paceline.records.reader import LedgerFacts
-from paceline.records.run_directory import cannot, refuse_odd_record, write_bytes
+from paceline.records.run_directory import file_error, refuse_special_file, write_bytes
 
 _MAGIC = b"PLED"
 _HEADER = struct.Struct("<4sB3xIQII")
+_POSITION = struct.Struct("<Q8s")
 _CHECKSUM = struct.Struct("<I")
 _BUFFER_BYTES = 1 << 18
+_DIGEST_BYTES = 8
 _NARROW, _WIDE = np.dtype("<u4"), np.dtype("<u8")
 
 Ids = NDArray[np.int64]
-_NONE: Ids = np.empty(0, dtype=np.int64)
+Order = Callable[[int, int, int], Ids]
+"""Returns the samples at positions of an epoch's order: epoch, first position, last position (excluded)."""
+_NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One record.
+    """One record of samples by their ids.
 
     Attributes:
         step: Optimizer step that used the samples, as in the events: the first step is 1.
@@ -57,19 +68,85 @@ class LedgerEntry:
     ids: Ids
     broken: Ids
 
+    @property
+    def samples(self) -> int:
+        """Number of samples."""
+        return self.ids.size + self.broken.size
+
+
+@dataclass(frozen=True)
+class PositionEntry:
+    """One record of samples that are consecutive in their epoch's order.
+
+    Attributes:
+        step: As in :class:`LedgerEntry`.
+        epoch: As in :class:`LedgerEntry`.
+        first: Position of the first sample in the epoch's order, from 0.
+        samples: Number of samples.
+        digest: :func:`digest_of` the ids that were used.
+    """
+
+    step: int
+    epoch: int
+    first: int
+    samples: int
+    digest: bytes
+
+
+Entry = LedgerEntry | PositionEntry
+
+
+def digest_of(ids: Ids) -> bytes:
+    """Return the BLAKE2b digest, 8 bytes, of sample ids as 64-bit little-endian integers."""
+    return hashlib.blake2b(ids.astype("<i8").tobytes(), digest_size=_DIGEST_BYTES).digest()
+
 
 class LedgerWriter(AppendFile):
     """Appends to one rank's ledger file; call :func:`truncate_ledgers` first when resuming."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, buffering=_BUFFER_BYTES)
+        # Micro-batches of one step at consecutive positions: their record with the digest to come, and its state.
+        self._pending: PositionEntry | None = None
+        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
-    def append(self, *, step: int, epoch: int, ids: ArrayLike, broken: Sequence[int] | Ids = ()) -> None:
-        """Record the samples of a micro-batch or a step, if there are any; steps must not decrease."""
+    def append(
+        self, *, step: int, epoch: int, ids: ArrayLike, broken: Sequence[int] | Ids = (), first: int | None = None
+    ) -> None:
+        """Record the samples of a micro-batch or a step, if there are any; steps must not decrease.
+
+        Args:
+            step: As in :class:`LedgerEntry`.
+            epoch: As in :class:`LedgerEntry`.
+            ids: As in :class:`LedgerEntry`.
+            broken: As in :class:`LedgerEntry`.
+            first: Position of the first sample, if the ids are those of the epoch's order from there.
+        """
         used = np.asarray(ids, dtype=np.int64)
-        lost = np.asarray(broken, dtype=np.int64) if len(broken) else _NONE
-        if used.size + lost.size:
-            self.write(_encode(step, epoch, used, lost))
+        broken_ids = np.asarray(broken, dtype=np.int64) if len(broken) else _NO_IDS
+        if first is None or broken_ids.size:
+            self._write_pending()
+            if used.size + broken_ids.size:
+                self.write(_encode(step, epoch, used, broken_ids))
+        elif used.size:
+            before = self._pending
+            if before is None or (before.step, before.epoch, before.first + before.samples) != (step, epoch, first):
+                self._write_pending()
+                before = PositionEntry(step, epoch, first, 0, b"")
+            self._pending = replace(before, samples=before.samples + used.size)
+            self._hash.update(used.astype("<i8").tobytes())
+
+    def _write_pending(self) -> None:
+        if (entry := self._pending) is not None:
+            self._pending = None
+            header = _HEADER.pack(_MAGIC, 0, entry.epoch, entry.step, entry.samples, 0)
+            self.write(_framed(header + _POSITION.pack(entry.first, self._hash.digest())))
+            self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+    def flush(self, *, durable: bool = False) -> None:
+        """Pass all data to the operating system; with ``durable``, wait until it is on the disk."""
+        self._write_pending()
+        super().flush(durable=durable)
 
 
 def ledger_path(directory: Path, rank: int) -> Path:
@@ -82,7 +159,7 @@ def ledger_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("rank-*.ids"))
 
 
-def read_ledger(path: Path) -> Iterator[LedgerEntry]:
+def read_ledger(path: Path) -> Iterator[Entry]:
     """Yield the records of one rank in order; a torn end is left out.
 
     Raises:
@@ -107,7 +184,7 @@ def truncate_ledgers(directory: Path, step: int) -> int:
             if entry.step > step:
                 break
             keep = end
-            samples += entry.ids.size + entry.broken.size
+            samples += entry.samples
         try:
             detach(path)
             size = path.stat().st_size
@@ -116,26 +193,29 @@ def truncate_ledgers(directory: Path, step: int) -> int:
                     file.truncate(keep)
                     os.fsync(file.fileno())
         except OSError as error:
-            raise cannot("truncate", path, error) from error
+            raise file_error("truncate", path, error) from error
     return samples
 
 
 def _encode(step: int, epoch: int, ids: Ids, broken: Ids) -> bytes:
     """Frame one record."""
-    both = np.concatenate((ids, broken)) if broken.size else ids
+    all_ids = np.concatenate((ids, broken)) if broken.size else ids
     # Compared as unsigned values, negative ids are larger than any sample's id.
-    largest = int(both.view(np.uint64).max())
+    largest = int(all_ids.view(np.uint64).max())
     if largest >= 1 << 63:
-        raise ValueError(f"sample ids must not be negative, found {int(both.min())}")
+        raise ValueError(f"sample ids must not be negative, found {int(all_ids.min())}")
     dtype = _NARROW if largest < 1 << 32 else _WIDE
     header = _HEADER.pack(_MAGIC, dtype.itemsize, epoch, step, ids.size, broken.size)
-    body = header + both.astype(dtype).tobytes()
+    return _framed(header + all_ids.astype(dtype).tobytes())
+
+
+def _framed(body: bytes) -> bytes:
     return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
-def _records(path: Path) -> Iterator[tuple[int, LedgerEntry]]:
+def _records(path: Path) -> Iterator[tuple[int, Entry]]:
     """Yield each record with the offset of its end."""
-    refuse_odd_record(path)
+    refuse_special_file(path)
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size == 0:
@@ -143,15 +223,15 @@ def _records(path: Path) -> Iterator[tuple[int, LedgerEntry]]:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 yield from _parse(data, path)
     except OSError as error:
-        raise cannot("read", path, error) from error
+        raise file_error("read", path, error) from error
 
 
-def _parse(data: mmap.mmap, path: Path) -> Iterator[tuple[int, LedgerEntry]]:
+def _parse(data: mmap.mmap, path: Path) -> Iterator[tuple[int, Entry]]:
     """Walk the records of a mapped file up to its end or its torn end."""
     offset = 0
     while offset < len(data):
-        found = _decode(data, offset)
-        if found is None:
+        record = _decode(data, offset)
+        if record is None:
             if _has_record_after(data, offset):
                 raise RunDirectoryError(
                     f"The ledger '{path}' is damaged at byte {offset}: a checksum does not match, and intact records "
@@ -159,38 +239,41 @@ def _parse(data: mmap.mmap, path: Path) -> Iterator[tuple[int, LedgerEntry]]:
                     "copy, or start the run in another directory."
                 )
             return
-        offset = found[0]
-        yield found
+        offset = record[0]
+        yield record
 
 
-def _decode(data: mmap.mmap, offset: int) -> tuple[int, LedgerEntry] | None:
+def _decode(data: mmap.mmap, offset: int) -> tuple[int, Entry] | None:
     """Return the record at an offset with the offset of its end, or None if there is no complete one."""
     body = offset + _HEADER.size
     if body > len(data):
         return None
-    magic, width, epoch, step, used, lost = _HEADER.unpack_from(data, offset)
-    checksum = body + width * (used + lost)
-    if magic != _MAGIC or width not in (4, 8) or checksum + _CHECKSUM.size > len(data):
+    magic, width, epoch, step, used, broken = _HEADER.unpack_from(data, offset)
+    checksum = body + (width * (used + broken) or _POSITION.size)
+    if magic != _MAGIC or width not in (0, 4, 8) or checksum + _CHECKSUM.size > len(data):
         return None
     if zlib.crc32(data[offset:checksum]) != _CHECKSUM.unpack_from(data, checksum)[0]:
         return None
+    end = checksum + _CHECKSUM.size
+    if width == 0:
+        first, digest = _POSITION.unpack_from(data, body)
+        return end, PositionEntry(step, epoch, first, used, digest)
     dtype = _NARROW if width == _NARROW.itemsize else _WIDE
-    both = np.frombuffer(data[body:checksum], dtype=dtype).astype(np.int64)
-    return checksum + _CHECKSUM.size, LedgerEntry(step, epoch, both[:used], both[used:])
+    all_ids = np.frombuffer(data[body:checksum], dtype=dtype).astype(np.int64)
+    return end, LedgerEntry(step, epoch, all_ids[:used], all_ids[used:])
 
 
 def _has_record_after(data: mmap.mmap, offset: int) -> bool:
     """Whether a complete record begins anywhere after an offset."""
-    at = data.find(_MAGIC, offset + 1)
-    while at >= 0:
-        if _decode(data, at) is not None:
+    position = data.find(_MAGIC, offset + 1)
+    while position >= 0:
+        if _decode(data, position) is not None:
             return True
-        at = data.find(_MAGIC, at + 1)
+        position = data.find(_MAGIC, position + 1)
     return False
 
 
-# Number of ids collected before they are counted: bincount's cost is the epoch's size, however few ids it gets.
-_CHUNK = 1 << 20
+_CHUNK = 1 << 20  # ids or positions handled at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,91 +330,143 @@ def count_epochs(
     samples_per_epoch: int,
     *,
     epochs_over: int = 0,
-    uses: Callable[[int], NDArray[np.int64] | None] = lambda _: None,
+    order: Order | None = None,
+    is_drawn: bool = False,
 ) -> LedgerSummary:
-    """Count every sample of every epoch. Memory: one counter per sample, whatever the length of the run.
+    """Count every sample of every epoch.
+
+    Recorded positions are counted as such: which are missing, and which are there twice. Only where ids are recorded
+    too are the ids at those positions looked up. Memory depends on the number of recorded ids, not on that of samples.
 
     Args:
         directory: The run's ``ledger`` folder.
         samples_per_epoch: Number of training samples; their ids are 0 to one less.
         epochs_over: Epochs whose every step was taken, if known. Without it, the last epoch found counts as unfinished
             if samples are missing from it.
-        uses: How often each sample should appear in an epoch, int64 [samples]; None for once.
+        order: The run's order; needed if samples are drawn, or are not all recorded in the same way.
+        is_drawn: Whether the order determines how often each sample is used; otherwise once.
 
     Raises:
-        RunDirectoryError: If a file is damaged, or contains ids that the training set does not have.
+        RunDirectoryError: If a file is damaged, or contains samples that the training set does not have.
     """
-    readers = [_Reader(path) for path in ledger_files(directory)]
+    stream = LedgerStream(directory)
     epochs: list[EpochCount] = []
-    while any(reader.head is not None for reader in readers) or len(epochs) < epochs_over:
+    while stream.head is not None or len(epochs) < epochs_over:
         epoch = len(epochs)
-        counts, broken = _count(readers, epoch, samples_per_epoch)
-        expected = uses(epoch)
-        missing = int(np.maximum((1 if expected is None else expected) - counts, 0).sum())
-        is_over = epoch < epochs_over or any(reader.head is not None for reader in readers) or missing == 0
-        total = int(counts.sum())
+        spans, ids, broken = _collected(stream, epoch, samples_per_epoch)
+        depths = _depths(spans, samples_per_epoch)
+        uncovered = sum(end - begin for begin, end, depth in depths if depth == 0)
+        if repeated := [(begin, end) for begin, end, depth in depths for _ in range(depth - 1)]:
+            assert order is not None
+            ids = np.concatenate([ids, *(order(epoch, *span) for span in repeated)])
+        if not ids.size or (not spans and not is_drawn):
+            matched = np.unique(ids).size
+        else:
+            assert order is not None
+            matched = _matched(ids, [(begin, end) for begin, end, depth in depths if depth == 0], partial(order, epoch))
+        missing = uncovered - matched
         epochs.append(
             EpochCount(
                 epoch=epoch,
-                used=total - broken,
+                used=samples_per_epoch - uncovered + ids.size - broken,
                 broken=broken,
-                duplicates=total - (samples_per_epoch - missing),
+                duplicates=ids.size - matched,
                 missing=missing,
-                is_over=is_over,
+                is_over=epoch < epochs_over or stream.head is not None or missing == 0,
             )
         )
     return LedgerSummary(samples_per_epoch=samples_per_epoch, epochs=tuple(epochs))
 
 
-class _Reader:
-    """Reads one file, an epoch at a time."""
+class LedgerStream:
+    """The records of all ranks in order of step.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._entries = read_ledger(path)
-        self.head: LedgerEntry | None = next(self._entries, None)
+    Attributes:
+        directory: The run's ``ledger`` folder.
+        head: The next record; None after the last.
+    """
 
-    def take(self, epoch: int) -> Iterator[LedgerEntry]:
-        """Yield the records of one epoch."""
-        while self.head is not None and self.head.epoch == epoch:
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        ranks = map(_ascending, ledger_files(directory))
+        self._entries = heapq.merge(*ranks, key=lambda entry: (entry.epoch, entry.step))
+        self.head: Entry | None = next(self._entries, None)
+
+    def take(self, *, step: float = math.inf, epoch: float = math.inf) -> Iterator[Entry]:
+        """Yield the records up to a step, or up to an epoch, which are included."""
+        while self.head is not None and self.head.step <= step and self.head.epoch <= epoch:
             yield self.head
             self.head = next(self._entries, None)
-        if self.head is not None and self.head.epoch < epoch:
+
+
+def _ascending(path: Path) -> Iterator[Entry]:
+    epoch = 0
+    for entry in read_ledger(path):
+        if entry.epoch < epoch:
             raise RunDirectoryError(
-                f"The ledger '{self.path}' returns to epoch {self.head.epoch} at step {self.head.step}, "
+                f"The ledger '{path}' returns to epoch {entry.epoch} at step {entry.step}, "
                 f"after epoch {epoch}: two runs have written to it. Start the run in another directory."
             )
+        epoch = entry.epoch
+        yield entry
 
 
-def _count(readers: list[_Reader], epoch: int, samples: int) -> tuple[NDArray[np.int64], int]:
-    """Count uses and failed reads of each sample in one epoch; also return how many reads failed."""
-    counts = np.zeros(samples, dtype=np.int64)
-    broken = 0
-    for reader in readers:
-        chunk: list[NDArray[np.int64]] = []
-        size = 0
-        for entry in reader.take(epoch):
-            chunk += (entry.ids, entry.broken)
-            size += entry.ids.size + entry.broken.size
-            broken += entry.broken.size
-            if size >= _CHUNK:
-                _add(counts, chunk, reader.path)
-                chunk, size = [], 0
-        _add(counts, chunk, reader.path)
-    return counts, broken
+def _collected(stream: LedgerStream, epoch: int, samples: int) -> tuple[list[tuple[int, int]], NDArray[Any], int]:
+    """Return an epoch's recorded positions (begin, end), its recorded ids, and how many of these are broken."""
+    spans: list[tuple[int, int]] = []
+    listed: list[NDArray[Any]] = []
+    chunk: list[Ids] = [_NO_IDS]
+    size = broken = 0
+    for entry in stream.take(epoch=epoch):
+        if isinstance(entry, PositionEntry):
+            end = entry.first + entry.samples
+            _check_sample(stream, end - 1, samples)
+            # Ranks take consecutive parts of a step, so a whole epoch is usually one span.
+            spans.append((spans.pop()[0] if spans and spans[-1][1] == entry.first else entry.first, end))
+            continue
+        broken += entry.broken.size
+        chunk += (entry.ids, entry.broken)
+        size += entry.samples
+        if size >= _CHUNK:
+            listed.append(_narrowed(stream, chunk, samples))
+            chunk, size = [_NO_IDS], 0
+    return spans, np.concatenate([*listed, _narrowed(stream, chunk, samples)]), broken
 
 
-def _add(counts: NDArray[np.int64], chunk: list[NDArray[np.int64]], path: Path) -> None:
-    """Increment the counter of every id in a chunk."""
-    if not chunk:
-        return
+def _narrowed(stream: LedgerStream, chunk: list[Ids], samples: int) -> NDArray[Any]:
     ids = np.concatenate(chunk)
-    if ids.size and int(ids.max()) >= counts.size:
+    _check_sample(stream, int(ids.max(initial=0)), samples)
+    return ids.astype(np.min_scalar_type(samples))
+
+
+def _check_sample(stream: LedgerStream, sample: int, samples: int) -> None:
+    if sample >= samples:
         raise RunDirectoryError(
-            f"The ledger '{path}' holds sample {int(ids.max())}, but the training set has {counts.size} "
+            f"The ledger '{stream.directory}' holds sample {sample}, but the training set has {samples} "
             "samples: this run was trained on other data. Name the data set it was trained on."
         )
-    counts += np.bincount(ids, minlength=counts.size)
+
+
+def _depths(spans: list[tuple[int, int]], samples: int) -> list[tuple[int, int, int]]:
+    """Return pieces (begin, end, depth) of ``range(samples)``, and how many spans cover each."""
+    edges = np.array([0, samples, *(begin for begin, _ in spans), *(end for _, end in spans)])
+    by_edge = np.argsort(edges, kind="stable")
+    depths = np.repeat([0, 1, -1], [2, len(spans), len(spans)])[by_edge].cumsum()[:-1]
+    begins, ends = edges[by_edge][:-1], edges[by_edge][1:]
+    pieces = np.stack([begins, ends, depths], axis=1)[begins < ends]
+    return [(begin, end, depth) for begin, end, depth in pieces.tolist()]
+
+
+def _matched(ids: NDArray[Any], gaps: list[tuple[int, int]], order: Callable[[int, int], Ids]) -> int:
+    """Return how many of the ids belong at the positions in gaps, each as often as it occurs there."""
+    distinct, times = np.unique(ids, return_counts=True)
+    wanted = np.zeros(len(distinct), dtype=np.int64)
+    for begin, end in gaps:
+        for at in range(begin, end, _CHUNK):
+            some = order(at, min(at + _CHUNK, end))
+            places = np.minimum(np.searchsorted(distinct, some), len(distinct) - 1)
+            np.add.at(wanted, places[distinct[places] == some], 1)
+    return int(np.minimum(wanted, times).sum())
 
 
 def write_lengths(path: Path, tokens: NDArray[np.int64]) -> None:
@@ -351,11 +486,11 @@ def read_lengths(path: Path) -> NDArray[np.int64]:
     Raises:
         RunDirectoryError: If the file is missing or damaged.
     """
-    refuse_odd_record(path)
+    refuse_special_file(path)
     try:
-        found = np.load(path, allow_pickle=False)
+        lengths = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise RunDirectoryError(f"the per-sample values cannot be read from '{path}': {error}.") from error
-    if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "iu":
+    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1 or lengths.dtype.kind not in "iu":
         raise RunDirectoryError(f"'{path}' must hold one row of whole numbers, one for each sample.")
-    return found.astype(np.int64)
+    return lengths.astype(np.int64)

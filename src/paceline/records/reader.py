@@ -14,15 +14,15 @@ from paceline.errors import RunDirectoryError
 from paceline.plain_json import load_json
 from paceline.plain_yaml import BoundedLoader
 from paceline.records.events import Status, parse_line
-from paceline.records.run_directory import RunDirectory, cannot, existing_run, refuse_odd_record, write_json
+from paceline.records.run_directory import RunDirectory, existing_run, file_error, refuse_special_file, write_json
 
 # Substrings in the names of values that depend on a clock.
-_CLOCK_WORDS = ("time", "seconds", "throughput", "data_wait_fraction", "mfu", "slowest")
+_TIMING_WORDS = ("time", "seconds", "throughput", "data_wait_fraction", "mfu", "slowest")
 
 
-def without_clock(event: Mapping[str, Any]) -> dict[str, Any]:
+def strip_timings(event: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of an event that must be equal in an interrupted and an uninterrupted run."""
-    return {key: value for key, value in event.items() if not any(word in key for word in _CLOCK_WORDS)}
+    return {key: value for key, value in event.items() if not any(word in key for word in _TIMING_WORDS)}
 
 
 def read_events(path: Path, *, kinds: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
@@ -31,7 +31,7 @@ def read_events(path: Path, *, kinds: Collection[str] | None = None) -> Iterator
     Raises:
         RunDirectoryError: If the file cannot be read or a line is not an event.
     """
-    refuse_odd_record(path)
+    refuse_special_file(path)
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -40,7 +40,7 @@ def read_events(path: Path, *, kinds: Collection[str] | None = None) -> Iterator
                 if event is not None and (kinds is None or event["event"] in kinds):
                     yield event
     except OSError as error:
-        raise cannot("read", path, error) from error
+        raise file_error("read", path, error) from error
 
 
 def read_summary(run: RunDirectory) -> Summary:
@@ -134,7 +134,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     """Read a file, wording its absence for the user."""
-    refuse_odd_record(path)
+    refuse_special_file(path)
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -142,7 +142,7 @@ def _read_text(path: Path) -> str:
             f"'{path.parent}' holds no {path.name}: name the directory of a started run."
         ) from error
     except OSError as error:
-        raise cannot("read", path, error) from error
+        raise file_error("read", path, error) from error
     except UnicodeDecodeError as error:
         raise RunDirectoryError(f"'{path}' is damaged: {error}.") from error
 
@@ -232,16 +232,16 @@ class Summary:
         Raises:
             RunDirectoryError: If a key is missing.
         """
-        known = {name: document[name] for name in (one.name for one in fields(cls)) if name in document}
-        ledger = known.get("ledger")
+        arguments = {name: document[name] for name in (one.name for one in fields(cls)) if name in document}
+        ledger = arguments.get("ledger")
         try:
-            known["ledger"] = None if ledger is None else LedgerFacts(**ledger)
-            summary = cls(**known)
+            arguments["ledger"] = None if ledger is None else LedgerFacts(**ledger)
+            summary = cls(**arguments)
         except TypeError as error:
             raise RunDirectoryError(f"summary.json is damaged: {error}.") from error
         for name, kind in (("step", int), ("samples", int), ("metrics", Mapping), ("details", Mapping)):
-            if not isinstance(found := getattr(summary, name), kind):
-                raise RunDirectoryError(f"summary.json is damaged: found {name}={str(found)[:80]}.")
+            if not isinstance(value := getattr(summary, name), kind):
+                raise RunDirectoryError(f"summary.json is damaged: found {name}={str(value)[:80]}.")
         return summary
 
 
@@ -276,8 +276,8 @@ def read_identity(directory: RunDirectory) -> Identity | None:
         if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, absent):
             raise
         return None
-    found, has_checkpoint = document.get("id"), document.get("has_checkpoint")
-    return Identity(found, has_checkpoint) if isinstance(found, str) and isinstance(has_checkpoint, bool) else None
+    run_id, has_checkpoint = document.get("id"), document.get("has_checkpoint")
+    return Identity(run_id, has_checkpoint) if isinstance(run_id, str) and isinstance(has_checkpoint, bool) else None
 
 
 def write_identity(directory: RunDirectory, identity: Identity) -> None:
@@ -311,14 +311,14 @@ def had_checkpoint(directory: RunDirectory) -> bool:
     )
 
 
-def forget_evaluations_after(directory: RunDirectory, position: int) -> None:
+def delete_evaluations_after(directory: RunDirectory, position: int) -> None:
     """Remove results of evaluations later than ``position``: the resumed run repeats them."""
     for path in directory.evaluation_files:
         if not path.is_file():
             continue
         try:
-            told = read_json(path)
-            is_later = int(told["position"]) > position
+            result = read_json(path)
+            is_later = int(result["position"]) > position
         except (RunDirectoryError, KeyError, TypeError, ValueError):
             is_later = True  # a partial file of another disk: nobody could read it
         if is_later:

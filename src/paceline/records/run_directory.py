@@ -22,7 +22,7 @@ import numpy as np
 
 from paceline.errors import RunDirectoryError
 from paceline.escaping import utf8
-from paceline.files import odd_kind, refuse_odd_outputs
+from paceline.files import refuse_special_outputs, special_kind
 
 _ADVICE = {
     errno.EACCES: "Choose a directory you may write to.",
@@ -36,7 +36,7 @@ _ADVICE = {
 }
 
 
-class _Place:
+class _RunPath:
     """Return the path of a file or folder of a run directory, relative to its root."""
 
     def __init__(self, path: str) -> None:
@@ -52,7 +52,7 @@ class RunDirectory:
 
     Attributes:
         root: The directory.
-        open_parts: Descriptors of the files that :meth:`check_in_place` watches.
+        descriptors: Descriptors of the files that :meth:`check_in_place` watches.
         identity: The run's identity; written again at its first complete checkpoint.
         recipe: The resolved recipe.
         plan: Every derived number.
@@ -74,26 +74,26 @@ class RunDirectory:
     """
 
     root: Path
-    open_parts: Mapping[Path, int] = field(default_factory=dict, repr=False, compare=False)
+    descriptors: Mapping[Path, int] = field(default_factory=dict, repr=False, compare=False)
 
-    identity = _Place("run.json")
-    recipe = _Place("recipe.yaml")
-    plan = _Place("plan.json")
-    environment = _Place("environment.json")
-    events = _Place("events.jsonl")
-    summary = _Place("summary.json")
-    checkpoints = _Place("checkpoints")
-    ledger = _Place("ledger")
-    sample_lengths = _Place("sample_lengths.npy")
-    sample_classes = _Place("sample_classes.npy")
-    confusion = _Place("evaluation/confusion.json")
-    examples = _Place("evaluation/examples.json")
-    details = _Place("evaluation/details.json")
-    first_batch = _Place("first_batch.json")
-    figures = _Place("evaluation/figures.json")
-    tensorboard = _Place("tensorboard")
-    report = _Place("report.html")
-    mlperf_log = _Place("mlperf/result_0.txt")
+    identity = _RunPath("run.json")
+    recipe = _RunPath("recipe.yaml")
+    plan = _RunPath("plan.json")
+    environment = _RunPath("environment.json")
+    events = _RunPath("events.jsonl")
+    summary = _RunPath("summary.json")
+    checkpoints = _RunPath("checkpoints")
+    ledger = _RunPath("ledger")
+    sample_lengths = _RunPath("sample_lengths.npy")
+    sample_classes = _RunPath("sample_classes.npy")
+    confusion = _RunPath("evaluation/confusion.json")
+    examples = _RunPath("evaluation/examples.json")
+    details = _RunPath("evaluation/details.json")
+    first_batch = _RunPath("first_batch.json")
+    figures = _RunPath("evaluation/figures.json")
+    tensorboard = _RunPath("tensorboard")
+    report = _RunPath("report.html")
+    mlperf_log = _RunPath("mlperf/result_0.txt")
 
     @property
     def evaluation_files(self) -> tuple[Path, ...]:
@@ -120,14 +120,14 @@ class RunDirectory:
             probe.write_bytes(b"")
             probe.unlink()
         except OSError as error:
-            raise cannot("use", self.root, error, what="run directory") from error
+            raise file_error("use", self.root, error, noun="run directory") from error
 
     def exists(self) -> bool:
         """Whether a run has been started here."""
         return self.recipe.is_file()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[RunDirectory]:
+    def hold_open(self) -> Iterator[RunDirectory]:
         """Hold open the files that a run must not lose while it trains, for :meth:`check_in_place`.
 
         An open descriptor keeps the inode's number from being reused, or changed by a network file system.
@@ -135,17 +135,17 @@ class RunDirectory:
         Raises:
             RunDirectoryError: If a part cannot be opened.
         """
-        with contextlib.ExitStack() as held:
-            parts = {}
+        with contextlib.ExitStack() as stack:
+            descriptors = {}
             for path in (self.root, self.checkpoints, self.ledger, self.events):
                 try:
                     if path == self.events:
                         path.touch()
-                    parts[path] = os.open(path, os.O_RDONLY)
+                    descriptors[path] = os.open(path, os.O_RDONLY)
                 except OSError as error:
-                    raise cannot("open", path, error) from error
-                held.callback(os.close, parts[path])
-            yield replace(self, open_parts=parts)
+                    raise file_error("open", path, error) from error
+                stack.callback(os.close, descriptors[path])
+            yield replace(self, descriptors=descriptors)
 
     def check_in_place(self, *, before_saving: bool = True) -> None:
         """Check that the paths held open still lead to the same files.
@@ -156,29 +156,29 @@ class RunDirectory:
         Raises:
             RunDirectoryError: If one was moved, removed, replaced or unmounted.
         """
-        for path, part in self.open_parts.items():
+        for path, descriptor in self.descriptors.items():
             try:
-                is_same = os.path.samestat(os.stat(path), os.fstat(part))
+                is_in_place = os.path.samestat(os.stat(path), os.fstat(descriptor))
             except (FileNotFoundError, NotADirectoryError):
-                is_same = False
+                is_in_place = False
             except OSError as error:
                 if not before_saving:
                     return
-                raise cannot("look at", path, error) from error
-            if not is_same:
+                raise file_error("look at", path, error) from error
+            if not is_in_place:
                 raise RunDirectoryError(
                     f"'{path}' was moved, removed or unmounted while the run trained; nothing more is saved. Bring "
                     "it back, or give the run directory's new place, and run the same command again."
                 )
 
 
-def refuse_odd_record(path: Path) -> None:
+def refuse_special_file(path: Path) -> None:
     """Refuse a record that is a named pipe, a socket or a device: opening it could block forever.
 
     Raises:
         RunDirectoryError: Naming the record and its kind.
     """
-    kind = odd_kind(path)
+    kind = special_kind(path)
     if kind and kind != "a folder":  # opening it reports the error
         raise RunDirectoryError(f"'{path}' is {kind}, not a file: remove it, or restore the file from a copy.")
 
@@ -191,28 +191,28 @@ def existing_run(path: Path) -> RunDirectory:
     """
     directory = RunDirectory(path)
     try:
-        why = "" if directory.exists() else why_no_run(path)
+        reason = "" if directory.exists() else no_run_message(path)
     except OSError as error:
-        raise cannot("read", path, error, what="run directory") from error
-    if why:
-        raise RunDirectoryError(why)
+        raise file_error("read", path, error, noun="run directory") from error
+    if reason:
+        raise RunDirectoryError(reason)
     return directory
 
 
-def why_no_run(path: Path, give: str = "the directory of a started run, its --run-dir") -> str:
+def no_run_message(path: Path, expected: str = "the directory of a started run, its --run-dir") -> str:
     """Return the error for a path without a run, with the reason.
 
     Args:
         path: The path without a run.
-        give: What to give instead.
+        expected: What to give instead.
     """
-    if kind := odd_kind(RunDirectory(path).recipe):
+    if kind := special_kind(RunDirectory(path).recipe):
         return f"'{RunDirectory(path).recipe}' is {kind}, not a file: remove it, or restore the file from a copy."
-    found = f"there is no run directory '{path}'"
+    message = f"there is no run directory '{path}'"
     if path.exists():
-        found = f"'{path}' holds no run ({'no recipe.yaml' if path.is_dir() else 'it is a file'})"
-    meant = f" Did you mean {path.parent}?" if RunDirectory(path.parent).exists() else ""
-    return f"{found}; give {give}.{meant}"
+        message = f"'{path}' holds no run ({'no recipe.yaml' if path.is_dir() else 'it is a file'})"
+    suggestion = f" Did you mean {path.parent}?" if RunDirectory(path.parent).exists() else ""
+    return f"{message}; give {expected}.{suggestion}"
 
 
 def default_run_directory(recipe_name: str, *, parent: Path = Path("runs")) -> Path:
@@ -238,19 +238,19 @@ def default_run_directory(recipe_name: str, *, parent: Path = Path("runs")) -> P
             path.mkdir()
         except FileExistsError as error:
             if not parent.is_dir():
-                raise cannot("create", path, error, what="run directory") from error
+                raise file_error("create", path, error, noun="run directory") from error
             count += 1
         except OSError as error:
-            raise cannot("create", path, error, what="run directory") from error
+            raise file_error("create", path, error, noun="run directory") from error
         else:
             return path
 
 
-def cannot(verb: str, path: Path, error: OSError, *, what: str = "file") -> RunDirectoryError:
+def file_error(verb: str, path: Path, error: OSError, *, noun: str = "file") -> RunDirectoryError:
     """Describe a failed file operation for the user: what was tried, why it failed, what to change."""
     reason = error.strerror or str(error)
     advice = _ADVICE.get(error.errno or 0, "Check the path and the disk.")
-    return RunDirectoryError(f"Cannot {verb} the {what} '{path}': {reason}. {advice}")
+    return RunDirectoryError(f"Cannot {verb} the {noun} '{path}': {reason}. {advice}")
 
 
 def make_folder(folder: Path, *names: str) -> None:
@@ -268,8 +268,8 @@ def make_folder(folder: Path, *names: str) -> None:
     except FileExistsError:
         raise RunDirectoryError(f"--output {folder} is a file; name a folder.") from None
     except OSError as error:
-        raise cannot("make", folder, error, what="folder") from error
-    refuse_odd_outputs(*(folder / name for name in names))
+        raise file_error("make", folder, error, noun="folder") from error
+    refuse_special_outputs(*(folder / name for name in names))
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -301,7 +301,7 @@ def write_bytes(path: Path, content: bytes) -> None:
             raise
         sync_directory(path.parent)
     except OSError as error:
-        raise cannot("write", path, error) from error
+        raise file_error("write", path, error) from error
 
 
 def sync_directory(path: Path) -> None:
@@ -316,7 +316,7 @@ def sync_directory(path: Path) -> None:
 def encode_json(document: Any, *, indent: int | None = None) -> str:
     """Encode as strict JSON in valid UTF-8: non-finite numbers become ``null``, and paths strings."""
     try:
-        text = json.dumps(document, indent=indent, allow_nan=False, ensure_ascii=False, default=_plain)
+        text = json.dumps(document, indent=indent, allow_nan=False, ensure_ascii=False, default=_json_value)
     except ValueError:
         # Only a document with a non-finite number gets here; walking every document would cost more.
         text = json.dumps(_finite(document), indent=indent, allow_nan=False, ensure_ascii=False)
@@ -324,7 +324,7 @@ def encode_json(document: Any, *, indent: int | None = None) -> str:
     return utf8(text)
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """Return the JSON counterpart of a value that ``json`` does not support."""
     if isinstance(value, np.generic):
         return value.item()
@@ -349,4 +349,4 @@ def _finite(value: Any) -> Any:
         case list() | tuple():
             return [_finite(item) for item in value]
         case _:
-            return _finite(_plain(value))
+            return _finite(_json_value(value))

@@ -39,7 +39,7 @@ _HIDDEN = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverRanks:
+class RankSpread:
     """Seconds per step of a phase, over the ranks.
 
     Attributes:
@@ -70,7 +70,7 @@ class PhaseTime:
     name: str
     seconds: float
     share: float
-    over_ranks: OverRanks | None = None
+    over_ranks: RankSpread | None = None
     launch_seconds: float | None = None
 
 
@@ -139,9 +139,9 @@ class Attribution:
         if self.world_size > 1:
             columns += ["least", "middle", "most over ranks", "whose"]
         rest = PhaseTime(name="rest", seconds=self.rest_seconds, share=self.rest_seconds / self.step_seconds)
-        whole = PhaseTime(name="step", seconds=self.step_seconds, share=1.0)
+        total = PhaseTime(name="step", seconds=self.step_seconds, share=1.0)
         rows: list[Sequence[str]] = []
-        for each in (*self.phases, *[rest] * bool(self.rest_seconds), whole):
+        for each in (*self.phases, *[rest] * bool(self.rest_seconds), total):
             row = [each.name, _ms(each.seconds), f"{each.share:.1%}"]
             if has_launches:
                 row.append("" if each.launch_seconds is None else _ms(each.launch_seconds))
@@ -212,25 +212,25 @@ def attribute_events(run_dir: Path, events: Iterable[Mapping[str, Any]], plan: M
 
 def _records(events: Iterable[Record]) -> tuple[int, list[Record]]:
     """Return the records of each launch with the last world size, with their steps, and that size."""
-    world_size, before, is_first = 1, 0, True
-    found: list[Record] = []
+    world_size, previous, is_first = 1, 0, True
+    timed: list[Record] = []
     only_warmup: list[Record] = []
     for event in events:
         position = int(event.get("position", event["step"]))
         if event["event"] == "start":
             if event["world_size"] != world_size:
-                world_size, found, only_warmup = int(event["world_size"]), [], []
-            before, is_first = position, True
+                world_size, timed, only_warmup = int(event["world_size"]), [], []
+            previous, is_first = position, True
             continue
-        steps, before = position - before, position
+        steps, previous = position - previous, position
         if event.get("step_seconds") is None or steps < 1:
             continue
         if event.get("throughput_samples_per_second") is None:
             only_warmup.append({**event, _STEPS: steps})
         else:
-            found.append({**event, _STEPS: max(steps - WARMUP_STEPS * is_first, 1)})
+            timed.append({**event, _STEPS: max(steps - WARMUP_STEPS * is_first, 1)})
             is_first = False
-    return world_size, found or only_warmup
+    return world_size, timed or only_warmup
 
 
 def _mean(records: Sequence[Record], key: str) -> float:
@@ -239,7 +239,7 @@ def _mean(records: Sequence[Record], key: str) -> float:
 
 
 def _phases(records: Sequence[Record]) -> Iterator[PhaseTime]:
-    whole = _mean(records, "step_seconds")
+    step_seconds = _mean(records, "step_seconds")
     for name in PHASES:
         if any(each.get(f"{name}_seconds") is None for each in records):
             continue
@@ -248,34 +248,34 @@ def _phases(records: Sequence[Record]) -> Iterator[PhaseTime]:
         yield PhaseTime(
             name=name,
             seconds=seconds,
-            share=seconds / whole if whole else 0.0,
-            over_ranks=_over_ranks(records, name),
+            share=seconds / step_seconds if step_seconds else 0.0,
+            over_ranks=_rank_spread(records, name),
             launch_seconds=_mean(records, f"launch_{name}_seconds") if launches else None,
         )
 
 
-def _over_ranks(records: Sequence[Record], phase: str) -> OverRanks | None:
+def _rank_spread(records: Sequence[Record], phase: str) -> RankSpread | None:
     if any(phase not in each.get("rank_seconds", {}) for each in records):
         return None
-    found = [{**each["rank_seconds"][phase], _STEPS: each[_STEPS]} for each in records]
-    most = Counter(each["most_rank"] for each in found)
-    return OverRanks(**{key: _mean(found, key) for key in _RANK_KEYS}, most_rank=most.most_common(1)[0][0])
+    spreads = [{**each["rank_seconds"][phase], _STEPS: each[_STEPS]} for each in records]
+    slowest = Counter(each["most_rank"] for each in spreads)
+    return RankSpread(**{key: _mean(spreads, key) for key in _RANK_KEYS}, most_rank=slowest.most_common(1)[0][0])
 
 
 def _waiting(records: Sequence[Record]) -> Waiting | None:
     """Return which rank the others wait for, if it is the same in nearly all records and clearly slower."""
     slow = [each for each in records if each.get("slowest_rank") is not None]
-    communication = _over_ranks(records, "communication")
+    communication = _rank_spread(records, "communication")
     if not slow or communication is None:
         return None
-    rank, times = Counter(record["slowest_rank"] for record in slow).most_common(1)[0]
-    his = [record for record in slow if record["slowest_rank"] == rank]
-    factor = median(record["slowest_factor"] for record in his)
-    if times < _SLOW_SHARE * len(records) or factor < _SLOW_FACTOR:
+    rank, count = Counter(record["slowest_rank"] for record in slow).most_common(1)[0]
+    of_rank = [record for record in slow if record["slowest_rank"] == rank]
+    factor = median(record["slowest_factor"] for record in of_rank)
+    if count < _SLOW_SHARE * len(records) or factor < _SLOW_FACTOR:
         return None
     return Waiting(
         rank=rank,
-        phase=Counter(record["slowest_phase"] for record in his).most_common(1)[0][0],
+        phase=Counter(record["slowest_phase"] for record in of_rank).most_common(1)[0][0],
         factor=factor,
         waiting_rank=communication.most_rank,
         waiting_share=communication.maximum / _mean(records, "step_seconds"),
@@ -292,7 +292,7 @@ def _notes(last: Record, records: Sequence[Record]) -> Iterator[str]:
 
 # Minimum number of records, and the share of a step that a phase must reach in three of four of them.
 _LEAST_RECORDS = 3
-_CLEAR = {
+_LEAST_SHARES = {
     "data_wait": 0.10,
     "h2d": 0.10,
     "communication": 0.10,
@@ -315,7 +315,7 @@ def _bottleneck(records: Sequence[Record], waiting: Waiting | None, plan: Mappin
     }
     if max(map(len, shares.values())) < _LEAST_RECORDS:
         return None
-    if waiting is not None and waiting.waiting_share >= _CLEAR["communication"]:
+    if waiting is not None and waiting.waiting_share >= _LEAST_SHARES["communication"]:
         return (
             f"communication: {waiting.waiting_share:.0%} of a step of rank {waiting.waiting_rank} is spent waiting for "
             f"rank {waiting.rank}, which takes {waiting.factor:.1f} times as long as the others for its own part, most "
@@ -323,10 +323,12 @@ def _bottleneck(records: Sequence[Record], waiting: Waiting | None, plan: Mappin
         )
     typical = {phase: median(each) if each else 0.0 for phase, each in shares.items()}
     # Reached by three in four records.
-    clear = {phase: typical[phase] for phase in _CLEAR if _quartiles(shares[phase])[0] >= _CLEAR[phase]}
-    if clear:
-        worst = max(clear, key=lambda phase: clear[phase])
-        return _SENTENCES[worst](plan).format(share=clear[worst])
+    dominant = {
+        phase: typical[phase] for phase in _LEAST_SHARES if _quartiles(shares[phase])[0] >= _LEAST_SHARES[phase]
+    }
+    if dominant:
+        largest = max(dominant, key=lambda phase: dominant[phase])
+        return _SENTENCES[largest](plan).format(share=dominant[largest])
     lags = [lag for each in timed if (lag := _lag(each)) is not None]
     if len(lags) >= _LEAST_RECORDS and _quartiles(lags)[2] < _NO_LAG:
         return (
@@ -335,21 +337,21 @@ def _bottleneck(records: Sequence[Record], waiting: Waiting | None, plan: Mappin
         )
     computing = typical["forward"] + typical["backward"]
     # If communication is not measured separately, the passes may include waiting.
-    is_told = bool(shares["communication"]) or plan.get("strategy") == "single"
-    if computing >= _COMPUTING and is_told:
+    is_separate = bool(shares["communication"]) or plan.get("strategy") == "single"
+    if computing >= _COMPUTING and is_separate:
         return f"computing: forward and backward passes take {computing:.0%} of a step; there is little else to gain."
     return None
 
 
 def _lag(record: Record) -> float | None:
     """Return how far the device lags behind the host, in steps; None on a CPU."""
-    passed, launched = (
+    device_seconds, launch_seconds = (
         sum(record.get(f"{prefix}{phase}_seconds") or 0.0 for phase in ("forward", "backward"))
         for prefix in ("", "launch_")
     )
     # A host that launches a pass well before the device finishes it does not hold the device back. This also holds if
     # the two synchronise at the end of each step, as with a loss scaler, where the lag tells nothing.
-    if launched < _LAUNCHING * passed:
+    if launch_seconds < _LAUNCHING * device_seconds:
         return 1.0
     lag: float | None = record.get("device_lag_seconds")
     return None if lag is None else lag / record["step_seconds"]

@@ -8,7 +8,7 @@ by sample length, the run directory also holds the lengths.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,20 @@ from numpy.typing import NDArray
 from paceline.data.balance import SampleLengths
 from paceline.data.class_balance import ClassDraws
 from paceline.data.order import StepGeometry
+from paceline.data.slices import SampleSlice
 from paceline.errors import RunDirectoryError
 from paceline.pages.blocks import Table
 from paceline.pages.shown import Shown
 from paceline.records.ledger import (
+    Entry,
     EpochCount,
     LedgerEntry,
+    LedgerStream,
     LedgerSummary,
+    PositionEntry,
     count_epochs,
-    ledger_files,
+    digest_of,
+    ledger_path,
     read_ledger,
     read_lengths,
 )
@@ -84,13 +89,13 @@ class Audit:
         """Show the counts of each epoch and the verdict."""
         lines = []
         for name, count in self.left_out.items():
-            words = name.replace("_", " ").removesuffix("s" if count == 1 else "")
-            lines.append(f"left out: {format_count(count)} {words}, which gave no sample")
+            reason = name.replace("_", " ").removesuffix("s" if count == 1 else "")
+            lines.append(f"left out: {format_count(count)} {reason}, which gave no sample")
         lines += [f"objection: {objection}" for objection in self.objections]
         if self.passed:
-            what = "draws (data.sampling or data.mixture)" if self.is_drawn else "samples"
+            noun = "draws (data.sampling or data.mixture)" if self.is_drawn else "samples"
             lines.append(
-                f"Passed: over {format_count(self.steps)} steps each of {format_count(self.samples_per_epoch)} {what} "
+                f"Passed: over {format_count(self.steps)} steps each of {format_count(self.samples_per_epoch)} {noun} "
                 f"was used{', or found broken,' * any(one.broken for one in self.epochs)} exactly once per "
                 f"{'finished ' * any(not one.is_over for one in self.epochs)}epoch, in the recipe's order."
             )
@@ -135,7 +140,13 @@ def audit_run(run_dir: Path) -> Audit:
         objections += _missing_events(directory.events, summary.step)
         draws, over = _draws(directory, plan), geometry.epochs.completed(steps)
         geometry = replace(geometry, draws=draws)
-        epochs = count_epochs(directory.ledger, geometry.samples, epochs_over=over, uses=geometry.uses).epochs
+        counted = count_epochs(
+            *(directory.ledger, geometry.samples),
+            epochs_over=over,
+            order=geometry.ids_at,
+            is_drawn=draws is not None,
+        )
+        epochs = counted.epochs
         objections += _wrong_counts(epochs, is_drawn=draws is not None)
         # Sample uses can be counted without lengths; their order cannot be checked.
         objections += _wrong_order(directory.ledger, replace(geometry, lengths=_lengths(directory, plan)), steps)
@@ -147,9 +158,26 @@ def audit_run(run_dir: Path) -> Audit:
         samples_per_epoch=geometry.samples,
         epochs=epochs,
         objections=tuple(objections),
-        left_out=_left_out(plan),
+        left_out=_skipped_counts(plan),
         is_drawn=bool(plan.get("sampling") or plan.get("mixture")),
     )
+
+
+def used_samples(run_dir: Path, rank: int) -> Iterator[LedgerEntry]:
+    """Yield one rank's records with the ids of their samples; where positions are recorded, those of the order.
+
+    Raises:
+        RunDirectoryError: If the directory does not hold a run, or its ledger is damaged.
+    """
+    directory = existing_run(run_dir)
+    plan = read_plan_to_resume(directory)
+    geometry = replace(_geometry(plan, read_recipe(directory)), draws=_draws(directory, plan))
+    for entry in read_ledger(ledger_path(directory.ledger, rank)):
+        if isinstance(entry, PositionEntry):
+            ids = geometry.ids_at(entry.epoch, entry.first, entry.first + entry.samples)
+            yield LedgerEntry(entry.step, entry.epoch, ids, np.empty(0, dtype=np.int64))
+        else:
+            yield entry
 
 
 def _missing_events(events: Path, steps: int) -> Iterator[str]:
@@ -173,7 +201,7 @@ def _missing_events(events: Path, steps: int) -> Iterator[str]:
         yield f"{events.name} holds step records twice or out of order."
 
 
-def _left_out(plan: Mapping[str, Any]) -> dict[str, int]:
+def _skipped_counts(plan: Mapping[str, Any]) -> dict[str, int]:
     counts = {name: each for name, each in plan.get("data", {}).items() if isinstance(each, int) and each}
     return {name.removesuffix("_left_out"): each for name, each in counts.items() if name.endswith("_left_out")}
 
@@ -248,24 +276,46 @@ def _wrong_counts(epochs: tuple[EpochCount, ...], *, is_drawn: bool) -> Iterator
 
 
 def _wrong_order(ledger: Path, geometry: StepGeometry, steps: int) -> Iterator[str]:
-    found = 0
-    readers = [_StepReader(path) for path in ledger_files(ledger)]
+    mismatches = 0
+    stream = LedgerStream(ledger)
     for step in range(1, steps + 1):
         (expected,) = geometry.slices(step - 1, World())
-        parts = [part for reader in readers for part in reader.take(step)]
-        used = np.sort(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
-        if not np.array_equal(used, np.sort(expected.ids)):
-            found += 1
-            if found <= _NAMED:
-                yield _difference(step, used, expected.ids)
-    late = sum(reader.head is not None for reader in readers)
-    if late:
-        yield f"{late} ledger file(s) continue after step {steps}, where the run says it is."
-    if found > _NAMED:
-        yield f"{found - _NAMED} more step(s) used other samples than the recipe's order gives."
+        if wrong := _wrong_step(expected, stream.take(step=step)):
+            mismatches += 1
+            if mismatches <= _NAMED:
+                yield f"step {step} {wrong}."
+    if stream.head is not None:
+        yield f"the ledger continues after step {steps}, where the run says it is."
+    if mismatches > _NAMED:
+        yield f"{mismatches - _NAMED} more step(s) used other samples than the recipe's order gives."
 
 
-def _difference(step: int, used: NDArray[np.int64], expected: NDArray[np.int64]) -> str:
+def _wrong_step(expected: SampleSlice, entries: Iterable[Entry]) -> str | None:
+    """Return how the records of a step differ from its samples; None if they do not. Reads all of them."""
+    parts: list[NDArray[np.int64]] = [np.empty(0, dtype=np.int64)]
+    wrong = None
+    for entry in entries:
+        if isinstance(entry, LedgerEntry):
+            parts += (entry.ids, entry.broken)
+            continue
+        if expected.first is not None and expected.first <= entry.first:
+            begin = entry.first - expected.first
+            parts.append(expected.ids[begin : begin + entry.samples])
+        else:
+            parts.append(parts[0])
+        where = f"used positions {entry.first} to {entry.first + entry.samples - 1} of epoch {entry.epoch + 1}"
+        if entry.epoch != expected.epoch or parts[-1].size != entry.samples:
+            wrong = f"{where} out of order"
+        elif digest_of(parts[-1]) != entry.digest:
+            wrong = f"{where} with other samples than the order's, out of order: the digest does not match"
+    used = np.concatenate(parts)
+    if wrong or np.array_equal(used, expected.ids):
+        return wrong
+    used = np.sort(used)
+    return None if np.array_equal(used, np.sort(expected.ids)) else _difference(used, expected.ids)
+
+
+def _difference(used: NDArray[np.int64], expected: NDArray[np.int64]) -> str:
     missing, extra = np.setdiff1d(expected, used), np.setdiff1d(used, expected)
     parts = []
     if missing.size:
@@ -276,19 +326,4 @@ def _difference(step: int, used: NDArray[np.int64], expected: NDArray[np.int64])
         )
     if not parts:
         parts.append("used a sample twice")
-    return f"step {step} {' and '.join(parts)}."
-
-
-class _StepReader:
-    """Reads one rank's ledger step by step."""
-
-    def __init__(self, path: Path) -> None:
-        self._entries = read_ledger(path)
-        self.head: LedgerEntry | None = next(self._entries, None)
-
-    def take(self, step: int) -> Iterator[NDArray[np.int64]]:
-        """Return the samples of the records up to a step, including broken ones."""
-        while self.head is not None and self.head.step <= step:
-            yield self.head.ids
-            yield self.head.broken
-            self.head = next(self._entries, None)
+    return " and ".join(parts)

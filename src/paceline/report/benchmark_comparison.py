@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import RunDirectoryError
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 from paceline.metrics.intervals import Interval, part_means, unpaired_ratio
 from paceline.plain_json import load_json
 from paceline.records.reader import read_environment, read_events, read_recipe
@@ -25,7 +25,7 @@ from paceline.report.html.runs import flattened
 
 Verdict = Literal["slower", "no slower", "faster", "not enough evidence", "not comparable"]
 
-_TOLD = 5
+_MOST_SHOWN = 5
 _OF_ENVIRONMENT = ("cpu", "platform", "python", "versions", "device_name", "torch", "cuda")
 
 
@@ -108,46 +108,49 @@ def compare(a: Path, b: Path, *, tolerance: float = 0.05, confidence: float = 0.
     Raises:
         RunDirectoryError: If one is neither, or they are of different kinds.
     """
-    one, other = _read(a), _read(b)
-    if one.kind != other.kind:
+    baseline, candidate = _read(a), _read(b)
+    if baseline.kind != candidate.kind:
         raise RunDirectoryError(
-            f"'{a}' is of kind {one.kind} and '{b}' of kind {other.kind}; compare two of the same kind."
+            f"'{a}' is of kind {baseline.kind} and '{b}' of kind {candidate.kind}; compare two of the same kind."
         )
-    sides = (one.measured, other.measured)
-    shared = [name for name in one.measured if all(isinstance(side.get(name), list) for side in sides)]
+    sides = (baseline.measured, candidate.measured)
+    shared = [name for name in baseline.measured if all(isinstance(side.get(name), list) for side in sides)]
     if not shared:
         raise RunDirectoryError(f"'{a}' and '{b}' have no measurement in common.")
     # One-sided, since only a slower B fails the gate.
-    each = 1 - 2 * (1 - confidence) / len(shared)
-    names = dict.fromkeys([*shared, *one.measured, *other.measured])
-    lines = [_line(name, one.measured.get(name), other.measured.get(name), tolerance, each) for name in names]
+    line_confidence = 1 - 2 * (1 - confidence) / len(shared)
+    names = dict.fromkeys([*shared, *baseline.measured, *candidate.measured])
+    lines = [
+        _line(name, baseline.measured.get(name), candidate.measured.get(name), tolerance, line_confidence)
+        for name in names
+    ]
     launches = min(len(side[name]) for side in sides for name in shared)
     notes = []
-    if launches < 2 and one.kind != "time_to_target":
+    if launches < 2 and baseline.kind != "time_to_target":
         notes.append(
             "one of the two was measured in a single launch: the intervals omit variation between launches, and only "
             "the tolerance covers it"
         )
     machines = [
         {key: side.environment[key] for key in _OF_ENVIRONMENT if side.environment.get(key) is not None}
-        for side in (one, other)
+        for side in (baseline, candidate)
     ]
-    recipes = _unlike(one.recipe, other.recipe)
+    recipes = _differences(baseline.recipe, candidate.recipe)
     if recipes:
-        notes.append(f"A and B are not of the same recipe: {', '.join(list(recipes)[:_TOLD])} differ")
+        notes.append(f"A and B are not of the same recipe: {', '.join(list(recipes)[:_MOST_SHOWN])} differ")
     return Comparison(
         lines=tuple(lines),
         tolerance=tolerance,
         confidence=confidence,
-        differences=_unlike(*machines) | recipes,
+        differences=_differences(*machines) | recipes,
         notes=tuple(notes),
     )
 
 
 def _line(name: str, a: _Measured | None, b: _Measured | None, tolerance: float, confidence: float) -> Line:
-    for label, found in (("A", a), ("B", b)):
-        if isinstance(found, str):
-            return Line(name=name, slower=None, verdict="not comparable", note=f"{label}: {found}")
+    for label, measured in (("A", a), ("B", b)):
+        if isinstance(measured, str):
+            return Line(name=name, slower=None, verdict="not comparable", note=f"{label}: {measured}")
     if not isinstance(a, list) or not isinstance(b, list):
         only = "B" if a is None else "A"
         return Line(name=name, slower=None, verdict="not comparable", note=f"measured in {only} only")
@@ -174,8 +177,8 @@ def _read(path: Path) -> _Side:
     kind, measured = str(document["kind"]), dict[str, _Measured]()
     try:
         for row in document["rows"]:
-            found = [[float(value) for value in launch] for launch in row["times"] if launch]
-            measured[name_of_row(kind, row)] = found or row.get("trouble") or "nothing was measured"
+            times = [[float(value) for value in launch] for launch in row["times"] if launch]
+            measured[name_of_row(kind, row)] = times or row.get("trouble") or "nothing was measured"
     except (KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(
             f"'{path}' is not a complete benchmark result ({error!r}); measure it again."
@@ -194,7 +197,7 @@ def _run(run: RunDirectory) -> _Side:
     return _Side("run", measured, read_environment(run), {"recipe": read_recipe(run)})
 
 
-def _unlike(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the entries in which two trees differ."""
     one, other = flattened(a), flattened(b)
     return {
@@ -222,7 +225,7 @@ def read_result(path: Path) -> dict[str, Any]:
         RunDirectoryError: If it is missing or is not a benchmark result.
     """
     file = path / FILE if path.is_dir() else path
-    refuse_odd_kinds(file)
+    refuse_special_inputs(file)
     try:
         document = load_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

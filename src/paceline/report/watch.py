@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from paceline.errors import RunDirectoryError
 from paceline.records.events import parse_line
 from paceline.records.reader import read_environment, read_plan
-from paceline.records.run_directory import RunDirectory, cannot, existing_run, refuse_odd_record
-from paceline.report.html.runs import Event, Happened
+from paceline.records.run_directory import RunDirectory, existing_run, file_error, refuse_special_file
+from paceline.report.html.runs import Event, RunHistory
 from paceline.telemetry.display import describe, figures
 from paceline.telemetry.meter import PHASES
 from paceline.units import counted, format_metric, format_seconds, metric_title, metric_unit
@@ -37,11 +37,11 @@ State = Literal["starting", "running", "completed", "stopped", "failed", "gone"]
 # Allows for a launcher that restarts a run, and for a slow step.
 GONE_SECONDS = 60.0
 # Records averaged for phase shares and pace.
-_LATELY = 20
-_PACE = 200
+_RECENT_RECORDS = 20
+_PACE_RECORDS = 200
 
 
-class WatchedRun(Happened):
+class WatchedRun(RunHistory):
     """One run, polled periodically.
 
     Args:
@@ -64,8 +64,8 @@ class WatchedRun(Happened):
 
     def look(self) -> list[dict[str, Any]]:
         """Read new events; returns the run."""
-        is_cut, events = self._follower.read()
-        if is_cut:
+        was_truncated, events = self._follower.read()
+        if was_truncated:
             self.events, self.finish, self._since_launch = [], {}, 0
             self._by_kind.clear()
         for event in events:
@@ -75,7 +75,7 @@ class WatchedRun(Happened):
                 self.finish = event
             self._by_kind.setdefault(event["event"], []).append(event)
         self.events += events
-        if events or is_cut:
+        if events or was_truncated:
             self._quiet_since = time.monotonic()
         if not self.plan or any(event["event"] == "start" for event in events):
             self.plan = {}
@@ -127,19 +127,19 @@ class WatchedRun(Happened):
     @property
     def seconds_left(self) -> float | None:
         """Estimated time left at the recent pace of this launch, including evaluations and saves."""
-        lately = self.of("step")[self._since_launch :][-_PACE:]
+        recent = self.of("step")[self._since_launch :][-_PACE_RECORDS:]
         total = self.total_steps
-        if self.is_over or total is None or len(lately) < 2 or lately[-1]["step"] == lately[0]["step"]:
+        if self.is_over or total is None or len(recent) < 2 or recent[-1]["step"] == recent[0]["step"]:
             return None
-        seconds = (lately[-1]["time"] - lately[0]["time"]) / (lately[-1]["step"] - lately[0]["step"])
-        left: float = seconds * (total - lately[-1]["step"]) - (time.time() - lately[-1]["time"])
-        return max(0.0, left)
+        seconds = (recent[-1]["time"] - recent[0]["time"]) / (recent[-1]["step"] - recent[0]["step"])
+        remaining: float = seconds * (total - recent[-1]["step"]) - (time.time() - recent[-1]["time"])
+        return max(0.0, remaining)
 
     @property
     def seconds_since_last(self) -> float | None:
         """Seconds since the last event; None before the first. Never negative, since hosts' clocks differ."""
-        told = self.events[-1].get("time") if self.events else None
-        return None if told is None else max(0.0, time.time() - told)
+        last_time = self.events[-1].get("time") if self.events else None
+        return None if last_time is None else max(0.0, time.time() - last_time)
 
     def curve(self, key: str, *, evaluations: bool = False) -> list[tuple[float, float]]:
         """Return (step, value) of all records with a number for a key; evaluations prefer the averaged weights."""
@@ -151,12 +151,12 @@ class WatchedRun(Happened):
 
     def phases(self) -> dict[str, float]:
         """Phase shares of step time, over the last records."""
-        lately = self.of("step")[-_LATELY:]
-        whole = sum(each.get("step_seconds") or 0.0 for each in lately)
-        if not whole:
+        recent = self.of("step")[-_RECENT_RECORDS:]
+        step_seconds = sum(each.get("step_seconds") or 0.0 for each in recent)
+        if not step_seconds:
             return {}
-        sums = {phase: sum(each.get(f"{phase}_seconds") or 0.0 for each in lately) for phase in PHASES}
-        return {phase: seconds / whole for phase, seconds in sums.items() if seconds}
+        sums = {phase: sum(each.get(f"{phase}_seconds") or 0.0 for each in recent) for phase in PHASES}
+        return {phase: seconds / step_seconds for phase, seconds in sums.items() if seconds}
 
     def to_json(self) -> dict[str, Any]:
         """Return its current state, for programs."""
@@ -201,27 +201,27 @@ class EventFollower:
         Raises:
             RunDirectoryError: If the file cannot be read, or a line is not an event.
         """
-        refuse_odd_record(self._path)
+        refuse_special_file(self._path)
         try:
             with self._path.open("rb") as file:
                 file.seek(max(0, self._offset - len(self._last)))
-                found = file.read()
-                is_cut = not found.startswith(self._last)
-                if is_cut:
+                data = file.read()
+                was_truncated = not data.startswith(self._last)
+                if was_truncated:
                     self._offset, self._number, self._last = 0, 0, b""
                     file.seek(0)
-                    found = file.read()
+                    data = file.read()
         except FileNotFoundError:
-            is_cut = self._offset > 0
+            was_truncated = self._offset > 0
             self._offset, self._number, self._last = 0, 0, b""
-            return is_cut, []
+            return was_truncated, []
         except OSError as error:
-            raise cannot("read", self._path, error) from error
-        return is_cut, self._events(found[len(self._last) :])
+            raise file_error("read", self._path, error) from error
+        return was_truncated, self._events(data[len(self._last) :])
 
-    def _events(self, found: bytes) -> list[dict[str, Any]]:
+    def _events(self, data: bytes) -> list[dict[str, Any]]:
         events = []
-        for line in found.splitlines(keepends=True):
+        for line in data.splitlines(keepends=True):
             # A network file system may show a line's space before its text.
             if not line.endswith(b"\n") or b"\0" in line:
                 break
@@ -250,7 +250,7 @@ def is_being_trained(directory: RunDirectory) -> bool | None:
 
 
 _STYLES: Mapping[State, str] = {"completed": "green", "failed": "bold red", "gone": "bold red", "stopped": "yellow"}
-_WORDS: Mapping[State, str] = {"gone": "ended without a record: no process is training"}
+_STATE_TEXTS: Mapping[State, str] = {"gone": "ended without a record: no process is training"}
 _MOST_EVALUATIONS = 4
 _MOST_METRICS = 6
 _MOST_INCIDENTS = 3
@@ -263,23 +263,23 @@ _LEAST_CHART_ROWS, _MOST_CHART_ROWS = 3, 14
 def line_of(event: Event, run: WatchedRun) -> str | None:
     """Format an event as one line, as in the log of ``paceline train``; None for events without a line."""
     if event["event"] == "finish":
-        said = f": {event['message']}" if event.get("message") else ""
-        return f"step {event['step']}  {event['status']}{said}"
+        message = f": {event['message']}" if event.get("message") else ""
+        return f"step {event['step']}  {event['status']}{message}"
     if event["event"] != "step":
         return describe(event)
-    place = f"epoch {event['epoch']}{_of(run.epochs)}  step {event['step']}{_of(run.total_steps)}"
-    return "  ".join(part for part in (place, figures(event, run.sample_name)) if part)
+    progress = f"epoch {event['epoch']}{_of(run.epochs)}  step {event['step']}{_of(run.total_steps)}"
+    return "  ".join(part for part in (progress, figures(event, run.sample_name)) if part)
 
 
 def _of(total: int | None) -> str:
     return f"/{total}" if total else ""
 
 
-def ending_of(run: WatchedRun) -> str:
+def exit_line(run: WatchedRun) -> str:
     """Describe in one line how a run ended."""
-    told = run.finish.get("message")
-    place = f"step {run.step}{_of(run.total_steps)}"
-    return f"{run.name}: {_WORDS.get(run.state, run.state)}, {place}{f': {told}' if told else ''}"
+    message = run.finish.get("message")
+    progress = f"step {run.step}{_of(run.total_steps)}"
+    return f"{run.name}: {_STATE_TEXTS.get(run.state, run.state)}, {progress}{f': {message}' if message else ''}"
 
 
 def screen(run: WatchedRun, console: Console) -> RenderableType:
@@ -294,8 +294,8 @@ def screen(run: WatchedRun, console: Console) -> RenderableType:
     parts.append(_charts(run, console))
     shares = sorted(run.phases().items(), key=lambda each: -each[1])
     if shares and (seconds := run.record.get("step_seconds")):
-        named = "  ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares if share >= 0.005)
-        parts.append(Text(f"a step, {1e3 * seconds:.4g} ms: {named}"))
+        phases = "  ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares if share >= 0.005)
+        parts.append(Text(f"a step, {1e3 * seconds:.4g} ms: {phases}"))
     if evaluations:
         parts.append(_evaluations(run))
     parts += [Text(f"{describe(each)}", style="yellow") for each in run.of("incident")[-_MOST_INCIDENTS:]]
@@ -312,20 +312,20 @@ def table(runs: Sequence[WatchedRun]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("run", "status", "epoch", "step", "loss", "evaluated", "samples/s", "data wait", "left", "incidents"):
-        found.add_column(name, overflow="fold" if name == "run" else "ellipsis", no_wrap=name != "run")
+        grid.add_column(name, overflow="fold" if name == "run" else "ellipsis", no_wrap=name != "run")
     for run in runs:
         cells = row(run)
         # Text, because brackets in a name would be parsed as markup.
-        found.add_row(Text(cells[0]), Text(cells[1], style=_STYLES.get(run.state, "")), *cells[2:])
-    return found
+        grid.add_row(Text(cells[0]), Text(cells[1], style=_STYLES.get(run.state, "")), *cells[2:])
+    return grid
 
 
 def row(run: WatchedRun) -> tuple[str, ...]:
     """Return the cells of one run."""
     record, name = run.record, run.headline if run.headline in run.metrics else "loss"
-    scored = run.curve(name, evaluations=True)
+    evaluated = run.curve(name, evaluations=True)
     title = "top-1" if name == "top1_accuracy" else metric_title(name)
     left = run.seconds_left
     return (
@@ -334,7 +334,7 @@ def row(run: WatchedRun) -> tuple[str, ...]:
         f"{record['epoch']}/{run.epochs or '?'}" if record else "",
         f"{run.step}/{run.total_steps or '?'}",
         _number(record.get("loss"), "{:.4g}"),
-        f"{title} {format_metric(name, scored[-1][1])}" if scored else "",
+        f"{title} {format_metric(name, evaluated[-1][1])}" if evaluated else "",
         _number(record.get("throughput_samples_per_second"), "{:,.0f}"),
         _number(record.get("data_wait_fraction"), "{:.0%}"),
         "" if left is None else format_seconds(left),
@@ -358,7 +358,7 @@ def _title(run: WatchedRun) -> Text:
     if since is not None and not run.is_over:
         facts.append(f"last update {format_seconds(since)} ago")
     title = Text(run.name, style="bold")
-    title.append(f"  {_WORDS.get(run.state, run.state)}", style=_STYLES.get(run.state, "cyan"))
+    title.append(f"  {_STATE_TEXTS.get(run.state, run.state)}", style=_STYLES.get(run.state, "cyan"))
     return title.append("  " + "  ".join(filter(None, facts)), style="not bold dim")
 
 
@@ -386,22 +386,22 @@ def _charts(run: WatchedRun, console: Console) -> RenderableType:
     if not console.encoding.lower().startswith("utf"):
         return Text("")
     name = run.headline if run.headline in run.metrics else "loss"
-    scored = run.curve(name, evaluations=True)
-    beside = (f"{', '.join(filter(None, (metric_title(name), metric_unit(name))))} (evaluations)", scored)
-    if not scored:
-        beside = (f"{run.sample_name}/s", run.curve("throughput_samples_per_second"))
+    evaluated = run.curve(name, evaluations=True)
+    second_chart = (f"{', '.join(filter(None, (metric_title(name), metric_unit(name))))} (evaluations)", evaluated)
+    if not evaluated:
+        second_chart = (f"{run.sample_name}/s", run.curve("throughput_samples_per_second"))
     is_wide = console.width >= _WIDE
     height = (console.height - _OTHER_ROWS) // (1 if is_wide else 2)
     height = min(_MOST_CHART_ROWS, max(_LEAST_CHART_ROWS, height))
     width = (console.width - 4) // 2 if is_wide else min(console.width, _WIDE) - 2
-    drawn = [
+    charts = [
         Text(f"{title}\n", style="bold").append(
             "\n".join(draw_chart(points, width=width, height=height)), "not bold cyan"
         )
-        for title, points in (("training loss", run.curve("loss")), beside)
+        for title, points in (("training loss", run.curve("loss")), second_chart)
     ]
     grid = Table.grid(padding=(0, 2))
-    for cells in [drawn] if is_wide else [[each] for each in drawn]:
+    for cells in [charts] if is_wide else [[each] for each in charts]:
         grid.add_row(*cells)
     return grid
 
@@ -410,18 +410,18 @@ def _evaluations(run: WatchedRun) -> Table:
     from rich import box
     from rich.table import Table
 
-    told, headline = run.of("evaluation"), run.headline
+    evaluations, headline = run.of("evaluation"), run.headline
     names = sorted(run.metrics, key=lambda name: (name != "loss", name != headline))[:_MOST_METRICS]
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    grid = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("step", "weights", *names):
-        found.add_column(metric_title(name).replace(" accuracy", " %"), justify="right")
-    known = [each[headline] for each in told if each.get(headline) is not None]
-    best = (min if run.higher_is_better(headline) is False else max)(known, default=None)
-    for each in told[-_MOST_EVALUATIONS:]:
+        grid.add_column(metric_title(name).replace(" accuracy", " %"), justify="right")
+    scores = [each[headline] for each in evaluations if each.get(headline) is not None]
+    best = (min if run.higher_is_better(headline) is False else max)(scores, default=None)
+    for each in evaluations[-_MOST_EVALUATIONS:]:
         values = [_number(each.get(name), "{:.2f}" if metric_unit(name) else "{:.4g}") for name in names]
         is_best = best is not None and each.get(headline) == best
-        found.add_row(str(each["step"]), str(each["weights"]), *values, style="bold" if is_best else None)
-    return found
+        grid.add_row(str(each["step"]), str(each["weights"]), *values, style="bold" if is_best else None)
+    return grid
 
 
 # Bits of a Braille character by the row and column of its dots.
@@ -437,31 +437,33 @@ def draw_chart(points: Points, *, width: int, height: int) -> list[str]:
         width: Total columns.
         height: Rows of the curve, at least 2, without the row of positions.
     """
-    known = np.array([each for each in points if np.isfinite(each[1])], dtype=np.float64).reshape(-1, 2)
-    if len(known) == 0:
+    finite = np.array([each for each in points if np.isfinite(each[1])], dtype=np.float64).reshape(-1, 2)
+    if len(finite) == 0:
         return ["(nothing yet)"]
-    low, high = float(known[:, 1].min()), float(known[:, 1].max())
-    left = [f"{high:.4g}", *[""] * (height - 2), f"{low:.4g}"]
-    margin = max(map(len, left)) + 1
+    low, high = float(finite[:, 1].min()), float(finite[:, 1].max())
+    labels = [f"{high:.4g}", *[""] * (height - 2), f"{low:.4g}"]
+    margin = max(map(len, labels)) + 1
     columns = max(4, width - margin)
-    dots = _dots(known, low, high, columns * 2, height * 4)
+    dots = _dots(finite, low, high, columns * 2, height * 4)
     cells = dots.reshape(height, 4, columns, 2).transpose(0, 2, 1, 3)
     codes = (cells * _BITS).sum(axis=(2, 3)) + _EMPTY
-    first, last = f"{known[0, 0]:g}", f"{known[-1, 0]:g}"
-    below = f"{first}{last:>{max(1, columns - len(first))}}" if len(known) > 1 else first
-    body = [f"{label:>{margin - 1}} {''.join(map(chr, row))}" for label, row in zip(left, codes.tolist(), strict=True)]
-    return [*body, f"{'':{margin}}{below}"]
+    first, last = f"{finite[0, 0]:g}", f"{finite[-1, 0]:g}"
+    positions = f"{first}{last:>{max(1, columns - len(first))}}" if len(finite) > 1 else first
+    body = [
+        f"{label:>{margin - 1}} {''.join(map(chr, row))}" for label, row in zip(labels, codes.tolist(), strict=True)
+    ]
+    return [*body, f"{'':{margin}}{positions}"]
 
 
-def _dots(known: NDArray[np.float64], low: float, high: float, columns: int, rows: int) -> NDArray[np.bool_]:
+def _dots(finite: NDArray[np.float64], low: float, high: float, columns: int, rows: int) -> NDArray[np.bool_]:
     """Return the set dots, [rows, columns]: lines between neighbours; the full span of points in one column."""
-    first, last = known[0, 0], known[-1, 0]
-    places = np.zeros(len(known)) if last == first else (known[:, 0] - first) / (last - first) * (columns - 1)
-    heights = np.full(len(known), 0.5) if high == low else (known[:, 1] - low) / (high - low)
-    at = np.round((1 - heights) * (rows - 1)).astype(int)
-    line = np.round(np.interp(np.arange(int(places[-1]) + 1), places, at)).astype(int)
+    first, last = finite[0, 0], finite[-1, 0]
+    columns_of = np.zeros(len(finite)) if last == first else (finite[:, 0] - first) / (last - first) * (columns - 1)
+    heights = np.full(len(finite), 0.5) if high == low else (finite[:, 1] - low) / (high - low)
+    rows_of = np.round((1 - heights) * (rows - 1)).astype(int)
+    line = np.round(np.interp(np.arange(int(columns_of[-1]) + 1), columns_of, rows_of)).astype(int)
     dots = np.zeros((rows, columns), dtype=np.bool_)
-    for column, (here, there) in enumerate(zip(line, np.append(line[1:], line[-1]), strict=True)):
-        dots[min(here, there) : max(here, there) + 1, column] = True
-    dots[at, np.round(places).astype(int)] = True
+    for column, (start, end) in enumerate(zip(line, np.append(line[1:], line[-1]), strict=True)):
+        dots[min(start, end) : max(start, end) + 1, column] = True
+    dots[rows_of, np.round(columns_of).astype(int)] = True
     return dots

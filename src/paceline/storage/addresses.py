@@ -30,7 +30,7 @@ _FORM = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _USER = re.compile(r"(://)[^\s'\"]+@")
 # A password may contain spaces; a port is not a password.
 _PASSWORD = re.compile(r"(://)[^\s:@/'\"]+:(?!\d+\b)[^@/'\"\n]{1,100}@")
-_NAMED = re.compile(
+_SIGNED_PARAMETER = re.compile(
     r"\b(sig|AccountKey|SharedAccessKey|X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token))=[^\s&;'\"]+",
     re.IGNORECASE,
 )
@@ -39,7 +39,7 @@ _SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|CONNECTION_STRI
 # Parts of a connection string or a signed query that are secrets.
 _PART = re.compile(r"(?:key|secret|token|password|pwd|sig|signature)=([^;&]+)", re.IGNORECASE)
 _PATH_NAME = re.compile(r"_(FILE|PATH)$|^GOOGLE_APPLICATION_CREDENTIALS$")
-_SHORTEST_SECRET = 8
+_MIN_SECRET_LENGTH = 8
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ class Address:
 
     Attributes:
         protocol: A supported protocol, in lower case.
-        place: What follows ``://``, without a trailing slash.
+        path: What follows ``://``, without a trailing slash.
     """
 
     protocol: str
-    place: str
+    path: str
 
     def __str__(self) -> str:
-        return f"{self.protocol}://{self.place}"
+        return f"{self.protocol}://{self.path}"
 
     @property
     def name(self) -> str:
         """The last component of the path."""
-        return self.place.rsplit("/", 1)[-1]
+        return self.path.rsplit("/", 1)[-1]
 
     @property
     def can_write(self) -> bool:
@@ -84,28 +84,28 @@ def parse_address(text: str, *, key: str = "the address") -> Address:
         StorageError: If its protocol is unknown, it names no place, or it holds a credential, which the message does
             not repeat.
     """
-    found = _FORM.fullmatch(text.strip())
-    if found is None:
-        raise StorageError(f"{key}={without_secrets(text)} is not an address such as s3://bucket/path.")
-    protocol, place = found[1].lower(), found[2].rstrip("/")
+    match = _FORM.fullmatch(text.strip())
+    if match is None:
+        raise StorageError(f"{key}={redact_secrets(text)} is not an address such as s3://bucket/path.")
+    protocol, path = match[1].lower(), match[2].rstrip("/")
     if protocol not in _PROTOCOLS:
         raise StorageError(
-            f"{key}={without_secrets(text)} begins with {protocol}://, which is not supported; addresses begin with "
+            f"{key}={redact_secrets(text)} begins with {protocol}://, which is not supported; addresses begin with "
             f"{', '.join(f'{each}://' for each in _PROTOCOLS)}."
         )
-    _refuse_credentials(protocol, place, key)
-    if not place.strip("/") or (protocol == "file" and not place.startswith("/")):
+    _refuse_credentials(protocol, path, key)
+    if not path.strip("/") or (protocol == "file" and not path.startswith("/")):
         example = "file:///data/photos" if protocol == "file" else f"{protocol}://bucket/path"
         raise StorageError(f"{key}={text} has no path; write it as {example}.")
-    if any(part in (".", "..") for part in place.split("/")):
+    if any(part in (".", "..") for part in path.split("/")):
         raise StorageError(
             f"{key}={text} holds '.' or '..' as a part of its path, which stores do not support; leave it out."
         )
-    return Address(protocol, place)
+    return Address(protocol, path)
 
 
-def _refuse_credentials(protocol: str, place: str, key: str) -> None:
-    authority = place.split("/", 1)[0]
+def _refuse_credentials(protocol: str, path: str, key: str) -> None:
+    authority = path.split("/", 1)[0]
     has_port = protocol in ("http", "https") and re.fullmatch(r"[^:@]*:\d+|\[[0-9a-fA-F:]+\](:\d+)?", authority)
     # A secret may contain slashes, so the '@' after it may lie outside the apparent authority.
     has_user = "@" in authority or (":" in authority and not has_port)
@@ -115,7 +115,7 @@ def _refuse_credentials(protocol: str, place: str, key: str) -> None:
             f"from the environment only (docs/guide/object-storage.md), since recipes and records are shared: remove "
             "it, and change the password if the command line was recorded."
         )
-    if "?" in place or "#" in place:
+    if "?" in path or "#" in path:
         raise StorageError(
             f"{key} is an address of {protocol}:// with a query ('?' or '#') (not shown here): such addresses usually "
             "contain a credential. Give one without, and set credentials in the environment."
@@ -139,7 +139,7 @@ def check_library(address: Address) -> None:
             ) from None
 
 
-def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> str:
+def redact_secrets(text: str, environment: Mapping[str, str] | None = None) -> str:
     """Remove users, passwords and queries from addresses, and the environment's secrets, from a text.
 
     Args:
@@ -149,20 +149,20 @@ def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> 
     values = os.environ if environment is None else environment
     for secret in sorted(_secrets(values), key=len, reverse=True):
         # A short value could occur in any text by chance.
-        if len(secret) >= _SHORTEST_SECRET:
+        if len(secret) >= _MIN_SECRET_LENGTH:
             text = text.replace(secret, _HIDDEN)
     text = _PASSWORD.sub(rf"\1{_HIDDEN}@", _USER.sub(rf"\1{_HIDDEN}@", text))
-    return _NAMED.sub(rf"\1={_HIDDEN}", _QUERY.sub(rf"\1?{_HIDDEN}", text))
+    return _SIGNED_PARAMETER.sub(rf"\1={_HIDDEN}", _QUERY.sub(rf"\1?{_HIDDEN}", text))
 
 
 def _secrets(values: Mapping[str, str]) -> set[str]:
     """Return the environment's secrets, whole and in parts, both raw and URL-quoted."""
-    found = set()
+    secrets = set()
     for name, value in values.items():
         if _SECRET_NAME.search(name.upper()) and not _is_path(name, value):
             for secret in (value, *_PART.findall(value)):
-                found |= {secret, quote(secret, safe=""), quote(secret), quote_plus(secret), unquote(secret)}
-    return found
+                secrets |= {secret, quote(secret, safe=""), quote(secret), quote_plus(secret), unquote(secret)}
+    return secrets
 
 
 def _is_path(name: str, value: str) -> bool:

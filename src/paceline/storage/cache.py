@@ -24,17 +24,17 @@ from paceline.errors import StorageError
 from paceline.plain_json import load_json
 from paceline.storage.addresses import Address, is_address, parse_address
 from paceline.storage.hub import hub_copy
-from paceline.storage.remote import Remote, RemoteFile, Retries, fingerprint, run_at_once
+from paceline.storage.remote import Remote, RemoteFile, Retries, fingerprint, run_concurrently
 from paceline.units import format_bytes
 
-_AT_ONCE = 8
-_TOLD_EVERY_SECONDS = 10.0
+_MAX_THREADS = 8
+_LOG_EVERY_SECONDS = 10.0
 _FACTS = "copy.json"
 _PARTIAL = ".part-"
-_GOING = ".going-"
+_EVICTED = ".going-"
 
 # Descriptors whose shared locks mark copies as in use by this process; they stay open for its lifetime.
-_held: dict[Path, int] = {}
+_lock_descriptors: dict[Path, int] = {}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Cache:
     limit_bytes: int | None = None
 
     @staticmethod
-    def of_environment(environment: Mapping[str, str] | None = None) -> Cache:
+    def from_environment(environment: Mapping[str, str] | None = None) -> Cache:
         """Return the cache configured by ``PACELINE_CACHE`` (folder) and ``PACELINE_CACHE_GB`` (limit).
 
         Raises:
@@ -59,15 +59,15 @@ class Cache:
         values = os.environ if environment is None else environment
         base = values.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         root = Path(values.get("PACELINE_CACHE") or Path(base) / "paceline" / "storage")
-        asked = values.get("PACELINE_CACHE_GB")
-        if not asked:
+        limit_text = values.get("PACELINE_CACHE_GB")
+        if not limit_text:
             return Cache(root)
         try:
-            limit = float(asked)
+            limit = float(limit_text)
         except ValueError:
             limit = 0.0
         if not 0 < limit < float("inf"):
-            raise StorageError(f"PACELINE_CACHE_GB={asked}, but it must be a number of gigabytes above 0.")
+            raise StorageError(f"PACELINE_CACHE_GB={limit_text}, but it must be a number of gigabytes above 0.")
         return Cache(root, int(limit * 1e9))
 
     @property
@@ -75,27 +75,27 @@ class Cache:
         """The folder that holds the copies."""
         return self.root / "copies"
 
-    def copy_of(self, remote: Remote, say: Callable[[str], None]) -> Path:
+    def copy_of(self, remote: Remote, log: Callable[[str], None]) -> Path:
         """Return the local copy of a file or folder, fetching it if missing; it is kept for this process's lifetime.
 
         Args:
-            remote: Its address. say: Receives progress lines.
+            remote: Its address. log: Receives progress lines.
 
         Raises:
             StorageError: If it does not exist, cannot be read, changed during the copy, or does not fit.
         """
         address = remote.address
-        files = listing_of(remote)
+        files = list_remote(remote)
         name = f"{hashlib.sha256(str(address).encode()).hexdigest()[:12]}-{fingerprint(files)[:12]}"
         try:
             (self.root / "locks").mkdir(parents=True, exist_ok=True)
             self.copies.mkdir(exist_ok=True)
-            with _locked(self._lock(name), lambda: say(f"{address}: another process is copying it, waiting …")):
+            with _locked(self._lock(name), lambda: log(f"{address}: another process is copying it, waiting …")):
                 copy = self.copies / name
-                if not _is_whole(copy, address, files):
+                if not _is_complete(copy, address, files):
                     shutil.rmtree(copy, ignore_errors=True)
-                    self._fill(name, remote, files, say)
-                _hold(self._lock(name, reading=True))
+                    self._fill(name, remote, files, log)
+                _mark_in_use(self._lock(name, reading=True))
                 os.utime(copy)
         except OSError as error:
             raise StorageError(
@@ -107,13 +107,13 @@ class Cache:
     def _lock(self, name: str, *, reading: bool = False) -> Path:
         return self.root / "locks" / f"{name}.{'read' if reading else 'fill'}"
 
-    def _fill(self, name: str, remote: Remote, files: Mapping[str, RemoteFile], say: Callable[[str], None]) -> None:
+    def _fill(self, name: str, remote: Remote, files: Mapping[str, RemoteFile], log: Callable[[str], None]) -> None:
         partial = self.copies / f"{_PARTIAL}{name}"
         size = _size(files)
         present = sum(_local_size(partial / remote.address.name / each) for each in files) if partial.exists() else 0
-        self._make_room(size - present, keep=name, address=remote.address, whole=size)
-        _download(remote, files, partial / remote.address.name, say)
-        if fingerprint(listing_of(remote)) != fingerprint(files):
+        self._make_room(size - present, keep=name, address=remote.address, total=size)
+        _download(remote, files, partial / remote.address.name, log)
+        if fingerprint(list_remote(remote)) != fingerprint(files):
             shutil.rmtree(partial, ignore_errors=True)
             raise StorageError(f"{remote.address} changed while it was copied; try again when nothing writes there.")
         # A power cut can leave empty files under a final name, so sizes are checked before every use.
@@ -121,26 +121,26 @@ class Cache:
         (partial / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
         os.replace(partial, self.copies / name)
 
-    def _make_room(self, needed: int, *, keep: str, address: Address, whole: int) -> None:
+    def _make_room(self, needed: int, *, keep: str, address: Address, total: int) -> None:
         """Evict the least recently used copies until there is enough space.
 
         Raises:
             StorageError: If there still is not enough.
         """
         present = {path: _copy_size(path) for path in self.copies.iterdir() if not path.name.endswith(keep)}
-        taken = sum(present.values())
+        used = sum(present.values())
         free = shutil.disk_usage(self.copies).free
-        limit = (free + taken) // 2 if self.limit_bytes is None else self.limit_bytes
+        limit = (free + used) // 2 if self.limit_bytes is None else self.limit_bytes
         for path in sorted(present, key=_used_at):
-            if taken + needed <= limit and needed <= free:
+            if used + needed <= limit and needed <= free:
                 break
             if self._evict(path):
-                taken -= present[path]
+                used -= present[path]
                 free += present[path]
-        if taken + needed > limit or needed > free:
+        if used + needed > limit or needed > free:
             raise StorageError(
-                f"{address} takes {format_bytes(whole)}, and its copy would not fit in {self.root}: "
-                f"{format_bytes(max(limit - taken, 0))} of the {format_bytes(limit)} allowed for copies are unused, "
+                f"{address} takes {format_bytes(total)}, and its copy would not fit in {self.root}: "
+                f"{format_bytes(max(limit - used, 0))} of the {format_bytes(limit)} allowed for copies are unused, "
                 f"and {format_bytes(free)} of the disk are free. Raise PACELINE_CACHE_GB, or name a folder on a "
                 "larger disk with PACELINE_CACHE."
             )
@@ -148,7 +148,7 @@ class Cache:
     def _evict(self, path: Path) -> bool:
         """Remove a copy that no process reads or fills; return False if one does."""
         name = path.name.removeprefix(_PARTIAL)
-        if path.name.startswith(_GOING):
+        if path.name.startswith(_EVICTED):
             shutil.rmtree(path, ignore_errors=True)
             return True
         with contextlib.ExitStack() as locks:
@@ -159,37 +159,37 @@ class Cache:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:
                     return False
-            going = path.with_name(f"{_GOING}{path.name}-{os.getpid()}")
-            os.replace(path, going)
-            shutil.rmtree(going, ignore_errors=True)
+            evicted = path.with_name(f"{_EVICTED}{path.name}-{os.getpid()}")
+            os.replace(path, evicted)
+            shutil.rmtree(evicted, ignore_errors=True)
         return True
 
 
-def listing_of(remote: Remote) -> dict[str, RemoteFile]:
+def list_remote(remote: Remote) -> dict[str, RemoteFile]:
     """Return the files of a folder by relative name; a single file has the empty name.
 
     Raises:
         StorageError: If the address holds nothing.
     """
-    single = remote.single()
-    if single is not None:
-        return {"": single}
-    files = remote.listed() if remote.address.can_write else {}
+    file = remote.stat_file()
+    if file is not None:
+        return {"": file}
+    files = remote.list_files() if remote.address.can_write else {}
     if not files:
         folders = "" if remote.address.can_write else " (a web server provides single files only, not folders)"
         raise StorageError(f"there is nothing at {remote.address}{folders}; check the address.")
     return files
 
 
-def _download(remote: Remote, files: Mapping[str, RemoteFile], target: Path, say: Callable[[str], None]) -> None:
-    total, begun = _size(files), time.monotonic()
+def _download(remote: Remote, files: Mapping[str, RemoteFile], target: Path, log: Callable[[str], None]) -> None:
+    total, started = _size(files), time.monotonic()
     missing = {name: file for name, file in files.items() if _local_size(target / name) != file.size_bytes}
-    where = f"{remote.address}: {len(files)} file{'s' * (len(files) > 1)}, {format_bytes(total)}"
-    say(f"copying {where}, to this host" + (", once …" if len(missing) == len(files) else ", what is missing …"))
-    done, told, lock = 0, begun, threading.Lock()
+    summary = f"{remote.address}: {len(files)} file{'s' * (len(files) > 1)}, {format_bytes(total)}"
+    log(f"copying {summary}, to this host" + (", once …" if len(missing) == len(files) else ", what is missing …"))
+    done, logged_at, lock = 0, started, threading.Lock()
 
     def fetch(item: tuple[str, RemoteFile]) -> None:
-        nonlocal done, told
+        nonlocal done, logged_at
         name, file = item
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,15 +198,15 @@ def _download(remote: Remote, files: Mapping[str, RemoteFile], target: Path, say
         os.replace(partial, path)
         with lock:
             done += 1
-            if time.monotonic() - told > _TOLD_EVERY_SECONDS:
-                told = time.monotonic()
-                say(f"copying {remote.address}: {done} of {len(missing)} files")
+            if time.monotonic() - logged_at > _LOG_EVERY_SECONDS:
+                logged_at = time.monotonic()
+                log(f"copying {remote.address}: {done} of {len(missing)} files")
 
-    run_at_once(fetch, missing.items(), threads=_AT_ONCE, name="storage")
-    say(f"copied {where}, in {time.monotonic() - begun:.1f} s")
+    run_concurrently(fetch, missing.items(), threads=_MAX_THREADS, name="storage")
+    log(f"copied {summary}, in {time.monotonic() - started:.1f} s")
 
 
-def _is_whole(copy: Path, address: Address, files: Mapping[str, RemoteFile]) -> bool:
+def _is_complete(copy: Path, address: Address, files: Mapping[str, RemoteFile]) -> bool:
     if not (copy / _FACTS).is_file():
         return False
     root = copy / address.name
@@ -239,25 +239,25 @@ def _used_at(path: Path) -> float:
         return 0.0
 
 
-def _hold(path: Path) -> None:
+def _mark_in_use(path: Path) -> None:
     """Mark a copy as in use by this process and its forks."""
-    if path in _held:
+    if path in _lock_descriptors:
         return
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     # On a file system without locks nothing is evicted: the exclusive lock cannot be taken there either.
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_SH)
-    _held[path] = descriptor
+    _lock_descriptors[path] = descriptor
 
 
 @contextlib.contextmanager
-def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+def _locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            waiting()
+            on_wait()
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:
             raise StorageError(
@@ -270,11 +270,11 @@ def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 # Copied once per process: a run keeps using the files that it started with.
-_copied: dict[str, Path] = {}
+_copies: dict[str, Path] = {}
 
 
 def local_copy(
-    address: str, *, key: str = "the address", cache: Cache | None = None, say: Callable[[str], None] | None = None
+    address: str, *, key: str = "the address", cache: Cache | None = None, log: Callable[[str], None] | None = None
 ) -> Path:
     """Copy a file or folder to this host, unless it is cached, and return its path.
 
@@ -284,20 +284,20 @@ def local_copy(
         address: Its address; see :func:`paceline.storage.addresses.parse_address`.
         key: Its recipe key or option, for messages.
         cache: Where copies are kept; by default the cache configured in the environment.
-        say: Receives progress lines; standard error by default.
+        log: Receives progress lines; standard error by default.
 
     Raises:
         StorageError: If it cannot be fetched or does not fit.
     """
-    found = parse_address(address, key=key)
-    tell = say or _to_standard_error
-    if found.protocol == "hf":
-        return hub_copy(found, tell)
+    parsed = parse_address(address, key=key)
+    log_line = log or _log_to_stderr
+    if parsed.protocol == "hf":
+        return hub_copy(parsed, log_line)
     if cache is not None:
-        return cache.copy_of(Remote(found, Retries(told=tell)), tell)
-    if str(found) not in _copied:
-        _copied[str(found)] = Cache.of_environment().copy_of(Remote(found, Retries(told=tell)), tell)
-    return _copied[str(found)]
+        return cache.copy_of(Remote(parsed, Retries(log=log_line)), log_line)
+    if str(parsed) not in _copies:
+        _copies[str(parsed)] = Cache.from_environment().copy_of(Remote(parsed, Retries(log=log_line)), log_line)
+    return _copies[str(parsed)]
 
 
 def local_path(text: str, *, key: str) -> str:
@@ -305,6 +305,6 @@ def local_path(text: str, *, key: str) -> str:
     return str(local_copy(text, key=key)) if is_address(text) else text
 
 
-def _to_standard_error(line: str) -> None:
+def _log_to_stderr(line: str) -> None:
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

@@ -17,7 +17,7 @@ from paceline.storage.remote import describe
 _FORM = re.compile(r"(datasets/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.+))?")
 
 
-def hub_copy(address: Address, say: Callable[[str], object], *, files: Collection[str] = ()) -> Path:
+def hub_copy(address: Address, log: Callable[[str], object], *, files: Collection[str] = ()) -> Path:
     """Return the local copy of a repository on the hub, or of a path in it; download only what the cache lacks.
 
     What is complete in the cache is used without asking the hub for a newer version.
@@ -25,7 +25,7 @@ def hub_copy(address: Address, say: Callable[[str], object], *, files: Collectio
     Args:
         address: ``hf://OWNER/NAME`` for a model, ``hf://datasets/OWNER/NAME`` for a data set; ``@REVISION`` and a path
             may follow.
-        say: Receives a line before a download.
+        log: Receives a line before a download.
         files: The only files needed, as far as the repository has them; all if empty.
 
     Raises:
@@ -39,18 +39,18 @@ def hub_copy(address: Address, say: Callable[[str], object], *, files: Collectio
             f"{address} needs huggingface_hub 2.4 or newer ({error}); install it with: pip install --upgrade "
             "huggingface_hub."
         ) from None
-    found = _FORM.fullmatch(address.place)
-    if found is None:
+    match = _FORM.fullmatch(address.path)
+    if match is None:
         raise StorageError(
             f"{address} is not an address on the Hugging Face hub, which is hf://OWNER/NAME for a model or "
             "hf://datasets/OWNER/NAME for a data set."
         )
-    kind, (repository, revision, path) = "dataset" if found[1] else "model", found.groups()[1:]
-    wanted = [path, f"{path}/*"] if path else list(files) or None
+    kind, (repository, revision, path) = "dataset" if match[1] else "model", match.groups()[1:]
+    patterns = [path, f"{path}/*"] if path else list(files) or None
 
     def snapshot(*, cached: bool) -> Path:
         folder = snapshot_download(
-            repository, repo_type=kind, revision=revision, allow_patterns=wanted, local_files_only=cached
+            repository, repo_type=kind, revision=revision, allow_patterns=patterns, local_files_only=cached
         )
         return Path(folder) / (path or "")
 
@@ -62,18 +62,20 @@ def hub_copy(address: Address, say: Callable[[str], object], *, files: Collectio
             return copy
     except (LocalEntryNotFoundError, CachedRepoTreeNotFoundError, ValueError):
         pass
-    say(f"looking for {address} on the Hugging Face hub …")
+    log(f"looking for {address} on the Hugging Face hub …")
     try:
         copy = snapshot(cached=False)
     except Exception as error:  # noqa: BLE001  # the library and its client have errors of their own
-        why = _why_not(error, missing="" if found[1] else f"; a data set's address is hf://datasets/{address.place}")
-        raise StorageError(f"cannot read {address} ({why}); the cache is {constants.HF_HUB_CACHE}.") from None
+        reason = _failure_reason(
+            error, missing="" if match[1] else f"; a data set's address is hf://datasets/{address.path}"
+        )
+        raise StorageError(f"cannot read {address} ({reason}); the cache is {constants.HF_HUB_CACHE}.") from None
     if not copy.exists():
         raise StorageError(f"{address}: the repository has no '{path}'; check the path.")
     return copy
 
 
-def _why_not(error: Exception, *, missing: str) -> str:
+def _failure_reason(error: Exception, *, missing: str) -> str:
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
     if isinstance(error, RepositoryNotFoundError):

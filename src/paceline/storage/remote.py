@@ -16,12 +16,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from paceline.errors import StorageError
-from paceline.storage.addresses import Address, check_library, parse_address, without_secrets
+from paceline.storage.addresses import Address, check_library, parse_address, redact_secrets
 
 T = TypeVar("T")
-_AT_ONCE = 8
+_MAX_THREADS = 8
 # Read timeout of a server, in seconds.
-_SHORTEST_SILENCE, _LONGEST_SILENCE = 5.0, 60.0
+_MIN_READ_TIMEOUT, _MAX_READ_TIMEOUT = 5.0, 60.0
 _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
 
 
@@ -64,8 +64,8 @@ class Remote:
         configured = fsspec.config.conf.get(protocol, {})
         if protocol == "s3" and "config_kwargs" not in configured:
             # A server that accepts a connection and never answers must fail the request before the user gives up.
-            silence = min(max(self.retries.patience_seconds, _SHORTEST_SILENCE), _LONGEST_SILENCE)
-            options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": silence, "retries": {"max_attempts": 1}}
+            timeout = min(max(self.retries.patience_seconds, _MIN_READ_TIMEOUT), _MAX_READ_TIMEOUT)
+            options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": timeout, "retries": {"max_attempts": 1}}
         if protocol == "file":
             options = {"auto_mkdir": True}
         files = fsspec.filesystem(protocol, **options)
@@ -78,49 +78,49 @@ class Remote:
         """Return the full address of a file, or of the address itself."""
         return f"{self.address}/{name}" if name else str(self.address)
 
-    def listed(self, folder: str = "") -> dict[str, RemoteFile]:
+    def list_files(self, folder: str = "") -> dict[str, RemoteFile]:
         """Return all files below the address or one of its folders, by name relative to the address; may be empty.
 
         Raises:
             StorageError: If a name would escape the folder it is copied to.
         """
-        where = self.path(folder)
-        found = self.retries(f"list {where}", lambda: self._find(where))
+        url = self.path(folder)
+        listing = self.retries(f"list {url}", lambda: self._find(url))
         prefix = self._files._strip_protocol(self.path()) + "/"  # noqa: SLF001  # fsspec names it for others to use, and has no public one
         files = {}
-        for path, info in sorted(found.items()):
+        for path, info in sorted(listing.items()):
             name = str(path).removeprefix(prefix)
             if info.get("type") == "directory" or name.endswith("/") or not str(path).startswith(prefix):
                 continue
             if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name:
-                raise StorageError(f"{where} holds the name {name!r}, which is not a valid file name here.")
+                raise StorageError(f"{url} holds the name {name!r}, which is not a valid file name here.")
             files[name] = _facts(info)
         return files
 
-    def _find(self, where: str) -> Mapping[str, Any]:
+    def _find(self, url: str) -> Mapping[str, Any]:
         try:
-            found: Mapping[str, Any] = self._files.find(where, detail=True)
+            listing: Mapping[str, Any] = self._files.find(url, detail=True)
         except FileNotFoundError:
             return {}
-        return found
+        return listing
 
-    def single(self, name: str = "") -> RemoteFile | None:
+    def stat_file(self, name: str = "") -> RemoteFile | None:
         """Return facts about the file at the address or below it; None for a folder, or if nothing exists."""
-        where = self.path(name)
-        info = self.retries(f"look at {where}", lambda: self._info(where))
+        url = self.path(name)
+        info = self.retries(f"look at {url}", lambda: self._info(url))
         return None if info is None or info.get("type") == "directory" else _facts(info)
 
-    def _info(self, where: str) -> Mapping[str, Any] | None:
+    def _info(self, url: str) -> Mapping[str, Any] | None:
         try:
-            info: Mapping[str, Any] = self._files.info(where)
+            info: Mapping[str, Any] = self._files.info(url)
         except FileNotFoundError:
             return None
         return info
 
     def read(self, name: str) -> bytes:
         """Return the content of a small file."""
-        where = self.path(name)
-        content: bytes = self.retries(f"read {where}", lambda: self._files.cat_file(where))
+        url = self.path(name)
+        content: bytes = self.retries(f"read {url}", lambda: self._files.cat_file(url))
         return content
 
     def download(self, name: str, target: Path, size_bytes: int = -1) -> None:
@@ -131,14 +131,14 @@ class Remote:
             target: The local file; existing content is replaced.
             size_bytes: Its expected size; -1 if unknown.
         """
-        where = self.path(name)
-        self.retries(f"read {where}", partial(self._download, where, target, size_bytes))
+        url = self.path(name)
+        self.retries(f"read {url}", partial(self._download, url, target, size_bytes))
 
-    def _download(self, where: str, target: Path, size_bytes: int) -> None:
-        self._files.get_file(where, str(target))
-        found = target.stat().st_size
-        if size_bytes not in (-1, found):
-            raise OSError(f"{found} bytes arrived of {size_bytes}")
+    def _download(self, url: str, target: Path, size_bytes: int) -> None:
+        self._files.get_file(url, str(target))
+        size = target.stat().st_size
+        if size_bytes not in (-1, size):
+            raise OSError(f"{size} bytes arrived of {size_bytes}")
 
     def upload(self, source: Path, name: str, progress: Callable[[int], None] | None = None) -> None:
         """Upload a local file; the upload is atomic if the protocol guarantees it (S3, GCS, Azure).
@@ -148,29 +148,29 @@ class Remote:
             name: Relative to the address.
             progress: Called from time to time with the number of bytes sent in this attempt.
         """
-        where = self.path(name)
-        self.retries(f"write {where}", partial(self._upload, source, where, progress))
+        url = self.path(name)
+        self.retries(f"write {url}", partial(self._upload, source, url, progress))
 
-    def _upload(self, source: Path, where: str, progress: Callable[[int], None] | None) -> None:
+    def _upload(self, source: Path, url: str, progress: Callable[[int], None] | None) -> None:
         from fsspec.callbacks import Callback
 
         def hook(_size: int, value: int, **_: object) -> None:
             if progress is not None:
                 progress(value)
 
-        self._files.put_file(str(source), where, callback=Callback(hooks={"progress": hook}))
+        self._files.put_file(str(source), url, callback=Callback(hooks={"progress": hook}))
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small file."""
-        where = self.path(name)
-        self.retries(f"write {where}", lambda: self._files.pipe_file(where, content))
+        url = self.path(name)
+        self.retries(f"write {url}", lambda: self._files.pipe_file(url, content))
 
     def delete(self, names: Collection[str]) -> None:
         """Delete files; missing ones are ignored."""
-        run_at_once(
+        run_concurrently(
             lambda name: self.retries(f"delete {self.path(name)}", partial(self._delete, name)),
             names,
-            threads=_AT_ONCE,
+            threads=_MAX_THREADS,
             name="storage",
         )
 
@@ -181,7 +181,7 @@ class Remote:
             # On a disk, unlike in an object store, a folder remains when its last file is deleted.
             with contextlib.suppress(OSError):
                 for folder in list(PurePosixPath(name).parents)[:-1]:
-                    Path(self.address.place, folder).rmdir()
+                    Path(self.address.path, folder).rmdir()
 
 
 def fingerprint(files: Mapping[str, RemoteFile]) -> str:
@@ -198,7 +198,7 @@ def _facts(info: Mapping[str, Any]) -> RemoteFile:
     return RemoteFile(-1 if size is None else int(size), tags[0] if tags else "")
 
 
-def run_at_once(call: Callable[[T], object], items: Collection[T], *, threads: int, name: str) -> None:
+def run_concurrently(call: Callable[[T], object], items: Collection[T], *, threads: int, name: str) -> None:
     """Call a function for each item, in several threads.
 
     After the first error no more calls are started, and it is raised when the running ones have ended. An interrupt is
@@ -210,12 +210,12 @@ def run_at_once(call: Callable[[T], object], items: Collection[T], *, threads: i
         threads: Maximum number of threads.
         name: Name of the threads.
     """
-    waiting, errors = list(reversed(list(items))), list[BaseException]()
+    remaining, errors = list(reversed(list(items))), list[BaseException]()
 
     def work() -> None:
         while not errors:
             try:
-                item = waiting.pop()
+                item = remaining.pop()
             except IndexError:
                 return
             try:
@@ -223,11 +223,11 @@ def run_at_once(call: Callable[[T], object], items: Collection[T], *, threads: i
             except BaseException as error:  # noqa: BLE001  # whatever it is, the caller is to have it
                 errors.append(error)
 
-    begun = [threading.Thread(target=work, name=name, daemon=True) for _ in range(min(threads, len(waiting)))]
-    for each in begun:
+    workers = [threading.Thread(target=work, name=name, daemon=True) for _ in range(min(threads, len(remaining)))]
+    for each in workers:
         each.start()
     try:
-        for each in begun:
+        for each in workers:
             each.join()
     except BaseException as error:
         errors.append(error)
@@ -236,7 +236,7 @@ def run_at_once(call: Callable[[T], object], items: Collection[T], *, threads: i
         raise errors[0]
 
 
-def begin(call: Callable[[], T], *, name: str) -> Future[T]:
+def run_in_thread(call: Callable[[], T], *, name: str) -> Future[T]:
     """Call a function in a thread; the future holds its result or error.
 
     Args:
@@ -256,14 +256,14 @@ def begin(call: Callable[[], T], *, name: str) -> Future[T]:
 
 
 _FIRST_PAUSE_SECONDS = 0.2
-_LONGEST_PAUSE_SECONDS = 10.0
+_MAX_PAUSE_SECONDS = 10.0
 # Errors that would recur on another attempt.
-_LASTING = (
+_PERMANENT = (
     *(FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(ImportError, TypeError),
 )
-_LASTING_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError")
-_LASTING_ON_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG)
+_PERMANENT_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError")
+_PERMANENT_ON_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG)
 _ADVICE = {
     "FileNotFoundError": "check the address: bucket and path must exist",
     "PermissionError": "check the credentials in the environment, and their permissions there",
@@ -272,7 +272,7 @@ _ADVICE = {
 }
 
 
-def _nowhere(_: str) -> None:
+def _ignore(_: str) -> None:
     """Ignore progress."""
 
 
@@ -282,15 +282,15 @@ class Retries:
 
     Attributes:
         patience_seconds: How long to retry one request.
-        told: Receives one line when a request succeeds after failing.
-        given_up: Set when the result is no longer needed: pauses end at once and nothing is retried.
+        log: Receives one line when a request succeeds after failing.
+        cancelled: Set when the result is no longer needed: pauses end at once and nothing is retried.
     """
 
     patience_seconds: float = 60.0
-    told: Callable[[str], None] = _nowhere
-    given_up: threading.Event = field(default_factory=threading.Event)
+    log: Callable[[str], None] = _ignore
+    cancelled: threading.Event = field(default_factory=threading.Event)
     # A separate generator, because the global one belongs to the run.
-    _draws: random.Random = field(default_factory=random.Random, repr=False)
+    _random: random.Random = field(default_factory=random.Random, repr=False)
 
     def __call__(self, action: str, call: Callable[[], T]) -> T:
         """Call a function and retry it if it fails.
@@ -302,45 +302,45 @@ class Retries:
         Raises:
             StorageError: If the failure is permanent, patience ran out, or retries were cancelled.
         """
-        begun = time.monotonic()
+        started = time.monotonic()
         failures, reason = 0, ""
         while True:
-            if self.given_up.is_set():
+            if self.cancelled.is_set():
                 raise StorageError(f"cannot {action}{f' ({reason})' if failures else ''}: it was abandoned.")
             try:
                 result = call()
             except Exception as error:  # noqa: BLE001  # each protocol's library has errors of its own
                 failures += 1
-                waited = time.monotonic() - begun
-                if _lasts(error) or waited >= self.patience_seconds or self.given_up.is_set():
-                    raise StorageError(_in_words(action, error, failures, waited)) from None
+                waited = time.monotonic() - started
+                if _is_permanent(error) or waited >= self.patience_seconds or self.cancelled.is_set():
+                    raise StorageError(_failure_message(action, error, failures, waited)) from None
                 reason = describe(error)
             else:
                 if failures:
-                    waited = time.monotonic() - begun
-                    self.told(
+                    waited = time.monotonic() - started
+                    self.log(
                         f"{action}: done after {failures} failure{'s' * (failures > 1)} and {waited:.1f} s ({reason})"
                     )
                 return result
-            pause = min(_FIRST_PAUSE_SECONDS * 2 ** (failures - 1), _LONGEST_PAUSE_SECONDS)
-            self.given_up.wait(pause * self._draws.uniform(0.5, 1.0))
+            pause = min(_FIRST_PAUSE_SECONDS * 2 ** (failures - 1), _MAX_PAUSE_SECONDS)
+            self.cancelled.wait(pause * self._random.uniform(0.5, 1.0))
 
 
 def describe(error: BaseException) -> str:
     """Describe an error in one line, without secrets."""
-    text = " ".join(without_secrets(str(error)).split())
+    text = " ".join(redact_secrets(str(error)).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _lasts(error: Exception) -> bool:
+def _is_permanent(error: Exception) -> bool:
     return (
-        isinstance(error, _LASTING)
-        or type(error).__name__ in _LASTING_NAMES
-        or (isinstance(error, OSError) and error.errno in _LASTING_ON_DISK)
+        isinstance(error, _PERMANENT)
+        or type(error).__name__ in _PERMANENT_NAMES
+        or (isinstance(error, OSError) and error.errno in _PERMANENT_ON_DISK)
     )
 
 
-def _in_words(action: str, error: Exception, failures: int, waited: float) -> str:
+def _failure_message(action: str, error: Exception, failures: int, waited: float) -> str:
     advice = _ADVICE.get(type(error).__name__, "check the address, the network and the server")
     tries = "" if failures == 1 else f" ({failures} tries in {waited:.0f} s)"
     return f"cannot {action}{tries}: {describe(error)}; {advice}."

@@ -37,13 +37,17 @@ class TextClassification(Task):
 
     unit = "texts"
     headline = "top1_accuracy"
+    per_word = False
     gives_scores = True
-    metrics = (Metric(name="loss"), Metric(name="top1_accuracy", scale=100.0, higher_is_better=True))
+    metrics: tuple[Metric, ...] = (
+        Metric(name="loss"),
+        Metric(name="top1_accuracy", scale=100.0, higher_is_better=True),
+    )
 
     @cached_property
     def dataset(self) -> LabelledTexts:
         """The texts, their classes and the tokenizer, opened on first use."""
-        return open_labelled(self.recipe.data)
+        return open_labelled(self.recipe.data, per_word=self.per_word)
 
     @cached_property
     def _loss(self) -> ClassificationLoss:
@@ -51,29 +55,29 @@ class TextClassification(Task):
 
     def data_facts(self, world: World) -> DataFacts:
         """Open the texts."""
-        found, data = self.dataset, self.recipe.data
-        why = "the task text_classification reads one text per sample"
+        dataset, data = self.dataset, self.recipe.data
+        reason = "this task reads one text per sample"
         used = _USED + (_OF_TABLES if data.dataset == "text_table" else ())
-        unused = all_but(used, why) | dict.fromkeys(("model.channels_last", "evaluate.top_k"), why)
+        unused = all_but(used, reason) | dict.fromkeys(("model.channels_last", "evaluate.top_k"), reason)
         if data.text.rows != "single":
-            unused["data.text.rows"] = why
+            unused["data.text.rows"] = reason
         return DataFacts(
-            train_samples=len(found.train.lengths),
-            evaluation_samples=len(found.validation.lengths),
+            train_samples=len(dataset.train.lengths),
+            evaluation_samples=len(dataset.validation.lengths),
             description={
-                "dataset": found.name,
-                "digest": found.digest,
-                "classes": len(found.classes),
-                "vocabulary": found.tokenizer.vocabulary,
+                "dataset": dataset.name,
+                "digest": dataset.digest,
+                "classes": len(dataset.classes),
+                "vocabulary": dataset.tokenizer.vocabulary,
                 "context": data.text.context,
-                "tokens": int(found.train.lengths.sum()),
+                "tokens": int(dataset.train.lengths.sum()),
             },
-            reasons={} if found.reason is None else {"data.validation_fraction": found.reason},
+            reasons={} if dataset.reason is None else {"data.validation_fraction": dataset.reason},
             unused=unused,
-            left_out=found.left_out,
+            left_out=dataset.left_out,
         )
 
-    def sample_classes(self) -> SampleClasses:
+    def sample_classes(self) -> SampleClasses | None:
         """Return the labels of the training texts."""
         return self.dataset.labels[0]
 
@@ -93,6 +97,7 @@ class TextClassification(Task):
             "tokenizer": tokenizer.to_tree(),
             "vocabulary": tokenizer.vocabulary,
             "context": self.recipe.data.text.context,
+            **({"labels_words": True} if self.per_word else {}),
         }
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
@@ -100,12 +105,16 @@ class TextClassification(Task):
         return _Texts(self, placement)
 
     def read(self, part: SampleSlice, training: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return tokens and mask of some texts, int64 [N, T], and their classes, int64 [N]."""
-        found = self.dataset
-        corpus, labels = (found.train, found.labels[0]) if training else (found.validation, found.labels[1])
+        """Return tokens and mask of some texts, int64 [N, T], and their targets: classes, int64 [N]."""
+        dataset = self.dataset
+        corpus, labels = (dataset.train, dataset.labels[0]) if training else (dataset.validation, dataset.labels[1])
         texts = [corpus.read(text, 0, int(corpus.lengths[text])) for text in part.ids.tolist()]
         width = int(self._lengths(corpus).padded(part.ids).max())
-        return padded(texts, width, found.tokenizer), torch.from_numpy(labels[part.ids])
+        return padded(texts, width, dataset.tokenizer), self.targets(corpus, labels, part.ids, width)
+
+    def targets(self, corpus: StoredCorpus, labels: TokenIds, ids: TokenIds, width: int) -> torch.Tensor:
+        """Return what is learned of some texts, padded to a width."""
+        return torch.from_numpy(labels[ids])
 
     def build_model(self) -> nn.Module:
         """Build the recipe's network for the tokenizer and the classes."""
@@ -116,6 +125,7 @@ class TextClassification(Task):
             context=self.recipe.data.text.context,
             classes=len(self.dataset.classes),
             pad=padding(tokenizer),
+            per_token=self.per_word,
         )
 
     def prepare_training(self, placement: Placement) -> None:
@@ -144,13 +154,13 @@ class TextClassification(Task):
         probability, label = _logits(model, batch).float().softmax(dim=1).max(dim=1)
         return {"prediction": label, "probability": probability, "target": batch.targets}
 
-    def answers(self, model: Model, batch: Batch) -> Answers:
+    def answers(self, model: Model, batch: Batch) -> Answers | None:
         """Return the class with the highest score."""
         return Answers.of(_logits(model, batch), batch.targets)
 
     def _lengths(self, corpus: StoredCorpus) -> SampleLengths:
         text = self.recipe.data.text
-        return SampleLengths(tokens=corpus.lengths, multiple=text.pad_multiple, most=text.context)
+        return SampleLengths(tokens=corpus.lengths, multiple=text.pad_multiple, max_width=text.context)
 
 
 class _Texts(SimplePipeline):

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Where = Callable[[], tuple[str, str]]
+Locate = Callable[[], tuple[str, str]]
 """Tells the phase of the step and the module at work."""
 
-Inside = Callable[[str, tuple[Any, ...], Any], tuple[int, str]]
+KernelMemory = Callable[[str, tuple[Any, ...], Any], tuple[int, str]]
 """Tells how many bytes an operation takes inside, and for what, by its name, arguments and answer."""
 
-NOTHING = (0, "")
+NO_MEMORY = (0, "")
 
 COPIES = "weight copies"
 """What is cast from weights: autocast's copies in 16 bits."""
@@ -51,19 +51,19 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
     """Records each storage that operations allocate, and when it is freed.
 
     Args:
-        where: Returns the current position; called at each operation.
-        inside: Known internal memory of kernels.
+        locate: Returns the current position; called at each operation.
+        kernel_memory: Known internal memory of kernels.
 
     Attributes:
         allocations: All storages, in the order in which they appeared.
         events: Their numbers, in order of events: ``n`` for an allocation, ``~n`` when it is freed.
     """
 
-    def __init__(self, where: Where, inside: Inside = lambda *_: NOTHING) -> None:
+    def __init__(self, locate: Locate, kernel_memory: KernelMemory = lambda *_: NO_MEMORY) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch
         self.allocations: list[Allocation] = []
         self.events: list[int] = []
-        self._where, self._inside = where, inside
+        self._locate, self._kernel_memory = locate, kernel_memory
         self._numbers: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
 
@@ -71,7 +71,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         """Record existing tensors."""
         for tensor in tensors:
             if tensor is not None:
-                self._see(tensor, lambda size: Allocation(size, cause))
+                self._record(tensor, lambda size: Allocation(size, cause))
 
     def call(self, tensors: Iterable[Tensor | None], cause: str) -> None:
         """Set the purpose of some storages afterwards."""
@@ -86,28 +86,28 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run an operation, and record the tensors it returns."""
-        given = kwargs or {}
-        phase, layer = self._where()
-        self._look_at(args, lambda size: Allocation(size, "other"))
-        answer = func(*args, **given)
+        options = kwargs or {}
+        phase, layer = self._locate()
+        self._record_all(args, lambda size: Allocation(size, "other"))
+        result = func(*args, **options)
         operation = func.__name__
 
-        def made(size: int) -> Allocation:
+        def describe_output(size: int) -> Allocation:
             return Allocation(size, self._cause_of(operation, phase, args), phase, layer, operation)
 
-        self._look_at(answer, made)
-        size, cause = self._inside(operation, args, answer)
+        self._record_all(result, describe_output)
+        size, cause = self._kernel_memory(operation, args, result)
         if size:
             number = len(self.allocations)
             self.allocations.append(Allocation(size, cause, phase, layer, operation))
             self.events += (number, ~number)
-        return answer
+        return result
 
-    def _look_at(self, values: Any, describe: Callable[[int], Allocation]) -> None:
+    def _record_all(self, values: Any, describe: Callable[[int], Allocation]) -> None:
         leaves = (values,) if isinstance(values, Tensor) else tree_leaves(values)
         for each in leaves:
             if isinstance(each, Tensor) and each.layout == torch.strided:
-                self._see(each, describe)
+                self._record(each, describe)
 
     def _cause_of(self, operation: str, phase: str, args: tuple[Any, ...]) -> str:
         if operation.startswith("_to_copy") and self._is_weight(args[0]):
@@ -118,7 +118,7 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         number = self.number_of(tensor)
         return number is not None and self.allocations[number].cause in ("weights", "average")
 
-    def _see(self, tensor: Tensor, describe: Callable[[int], Allocation]) -> None:
+    def _record(self, tensor: Tensor, describe: Callable[[int], Allocation]) -> None:
         storage, key = tensor.untyped_storage(), _key(tensor)
         if key in self._numbers:
             return
@@ -127,11 +127,11 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         self.events.append(number)
         self._numbers[key] = number
 
-        def gone(_: Any) -> None:
+        def on_freed(_: Any) -> None:
             self.events.append(~number)
             del self._numbers[key], self._references[key]
 
-        self._references[key] = weakref.ref(storage, gone)
+        self._references[key] = weakref.ref(storage, on_freed)
 
 
 def _key(tensor: Tensor) -> int:

@@ -40,28 +40,28 @@ class AsyncTracker:
     Args:
         name: As in the recipe.
         make: Builds the tracker; called in the thread, so that a slow import costs the run nothing.
-        earlier: The run's ``events.jsonl``. The tracker receives its current events first, so that it also gets events
+        history: The run's ``events.jsonl``. The tracker receives its current events first, so that it also gets events
             that a killed launch had not delivered.
         capacity: Maximum number of queued events; additional ones are skipped and counted.
     """
 
     def __init__(
-        self, name: str, make: Callable[[], Tracker], *, earlier: Path | None = None, capacity: int = 1000
+        self, name: str, make: Callable[[], Tracker], *, history: Path | None = None, capacity: int = 1000
     ) -> None:
         self.name = name
         self._make = make
-        self._earlier = earlier
-        self._earlier_bytes = earlier.stat().st_size if earlier is not None and earlier.is_file() else 0
+        self._history = history
+        self._history_bytes = history.stat().st_size if history is not None and history.is_file() else 0
         self._capacity = capacity
         self._queue: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error = ""
-        self._is_over = self._is_closed = False
+        self._is_done = self._is_closed = False
         self._accepted = self._delivered = self._skipped = 0
 
     def write(self, event: Mapping[str, Any]) -> str:
         """Queue one event; returns a problem to report, if any."""
-        if self._is_over:
+        if self._is_done:
             return ""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"tracker {self.name}", daemon=True)
@@ -70,7 +70,7 @@ class AsyncTracker:
             except RuntimeError as error:  # the system's limit on threads
                 self._thread, self._error = None, str(error)
         if self._error:
-            self._is_over = True
+            self._is_done = True
             return f"{self.name} failed: {self._error}; it receives no more records, and the run continues."
         # The end of a run is always queued: without it the run would look killed.
         if self._queue.qsize() >= self._capacity and event["event"] != "finish":
@@ -93,16 +93,16 @@ class AsyncTracker:
         self._queue.put(None)
         # After an error only its files remain to be closed.
         self._thread.join(max(0.0, min(seconds, 1.0) if self._error else seconds))
-        was_over, self._is_over = self._is_over, True
+        was_done, self._is_done = self._is_done, True
         if self._thread.is_alive():
             _abandoned.add(self.name)
-        if was_over:
+        if was_done:
             return ""
         if self._error:
             return f"{self.name} failed: {self._error}."
         if missing := self._accepted - self._delivered + self._skipped:
-            whole = self._accepted + self._skipped
-            return f"{self.name} did not take {missing} of {whole} records in time; events.jsonl has them all."
+            total = self._accepted + self._skipped
+            return f"{self.name} did not take {missing} of {total} records in time; events.jsonl has them all."
         if self._thread.is_alive():
             return f"{self.name} took all records, but did not close in time."
         return ""
@@ -112,10 +112,10 @@ class AsyncTracker:
         status = ""
         try:
             tracker = self._make()
-            earlier = self._earlier_events()
-            while (batch := list(islice(earlier, _BATCH))) and not self._is_over:
+            history = self._history_events()
+            while (batch := list(islice(history, _BATCH))) and not self._is_done:
                 tracker.write(batch)
-            while not self._is_over:
+            while not self._is_done:
                 events, is_last = self._next_events()
                 if events:
                     tracker.write(events)
@@ -123,7 +123,7 @@ class AsyncTracker:
                 status = next((str(each["status"]) for each in events if each["event"] == "finish"), status)
                 if is_last:
                     break
-            if not self._is_over:
+            if not self._is_done:
                 closing, tracker = tracker, None
                 closing.close(status)
         except BaseException as error:  # noqa: BLE001  # other people's libraries; some even exit
@@ -145,15 +145,15 @@ class AsyncTracker:
                 return events, True
         return events, False
 
-    def _earlier_events(self) -> Iterator[dict[str, Any]]:
+    def _history_events(self) -> Iterator[dict[str, Any]]:
         """Yield events that were in the file when the run resumed, one at a time: a long run has millions."""
-        left, number = self._earlier_bytes, 0
-        if self._earlier is None or not left:
+        remaining, number = self._history_bytes, 0
+        if self._history is None or not remaining:
             return
-        with self._earlier.open("rb") as file:
-            while line := file.readline(left):
-                left, number = left - len(line), number + 1
-                event = parse_line(line, self._earlier, number, is_last=left == 0)
+        with self._history.open("rb") as file:
+            while line := file.readline(remaining):
+                remaining, number = remaining - len(line), number + 1
+                event = parse_line(line, self._history, number, is_last=remaining == 0)
                 if event is not None:
                     yield event
 

@@ -62,14 +62,14 @@ class StepClock(abc.ABC):
         Raises:
             KeyError: If the phase is not one of ``PHASES``.
         """
-        self.turn_to(_INDEX[phase])
+        self.set_phase(_INDEX[phase])
 
     def paused(self) -> AbstractContextManager[None, None]:
         """Exclude the time inside from the step: evaluation, saving."""
         return self._pause
 
     @abc.abstractmethod
-    def turn_to(self, index: int) -> int:
+    def set_phase(self, index: int) -> int:
         """Switch the active phase, by its index in ``PHASES``; returns the previous one."""
 
     @abc.abstractmethod
@@ -77,7 +77,7 @@ class StepClock(abc.ABC):
         """Close the step, which used this many samples over all ranks, and start the next."""
 
     @abc.abstractmethod
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         """Add all closed steps to the meter. On a GPU this waits for the last step: a synchronisation."""
 
     def drain(self) -> dict[str, float | None]:
@@ -85,18 +85,18 @@ class StepClock(abc.ABC):
 
         Call this when a log record is due: on a GPU it waits for the device.
         """
-        self._settle()
+        self._flush()
         return self._meter.drain()
 
     @property
     def totals(self) -> Totals:
         """Return totals of the run over all its launches; waits for the device, as :meth:`drain` does."""
-        self._settle()
+        self._flush()
         return self._meter.totals
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to save for a restart; waits for the device, as :meth:`drain` does."""
-        self._settle()
+        self._flush()
         return self._meter.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -118,10 +118,10 @@ class _Span:
         self._around = HOST
 
     def __enter__(self) -> None:
-        self._around = self._clock.turn_to(self._index)
+        self._around = self._clock.set_phase(self._index)
 
     def __exit__(self, kind: ErrorType, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._clock.turn_to(self._around)
+        self._clock.set_phase(self._around)
 
 
 def build_step_clock(device_type: str, *, warmup_steps: int = WARMUP_STEPS) -> StepClock:
@@ -151,21 +151,21 @@ class HostStepClock(StepClock):
         self._seconds = [0.0] * (_PAUSE + 1)
         self._since = time.perf_counter()
 
-    def turn_to(self, index: int) -> int:
+    def set_phase(self, index: int) -> int:
         """Switch the active phase."""
-        now, before = time.perf_counter(), self._phase
-        self._seconds[before] += now - self._since
+        now, previous = time.perf_counter(), self._phase
+        self._seconds[previous] += now - self._since
         self._phase, self._since = index, now
-        return before
+        return previous
 
     def end_step(self, samples: int, load: Load | None = None) -> None:
         """Close the step and start the next."""
-        self.turn_to(self._phase)
+        self.set_phase(self._phase)
         phases = self._seconds[:_PAUSE]
         self._meter.add_step(samples, sum(phases), phases, load)
         self._seconds = [0.0] * (_PAUSE + 1)
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         """Do nothing: no measurement is pending on the host."""
 
 
@@ -239,15 +239,15 @@ class EventStepClock(StepClock):
         self._stream = () if self._current_stream is None else (self._current_stream(),)
         self._open = _OpenStep([(HOST, self._record_event())])
 
-    def turn_to(self, index: int) -> int:
+    def set_phase(self, index: int) -> int:
         """Switch the active phase. The host's phase applies to the stream too, which reaches it later."""
         if self._open is not None:
             self._open.marks.append((index, self._record_event()))
-        return self._host.turn_to(index)
+        return self._host.set_phase(index)
 
     def end_step(self, samples: int, load: Load | None = None) -> None:
         """Close the step and start the next."""
-        phase, ended = self._host.turn_to(HOST), self._record_event()
+        phase, ended = self._host.set_phase(HOST), self._record_event()
         self._host.end_step(samples)
         if self._open is not None:
             self._open.marks.append((phase, ended))
@@ -272,14 +272,14 @@ class EventStepClock(StepClock):
         event.record(*self._stream)
         return event
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         """Read the events of all closed steps."""
         if not self._closed:
             return
         _, last = self._closed[-1].marks[-1]
-        begun = time.perf_counter()
+        started = time.perf_counter()
         last.synchronize()  # the only wait for the device, when a log record or a checkpoint is due
-        self._lag = time.perf_counter() - begun
+        self._lag = time.perf_counter() - started
         for step in self._closed:
             self._read(step)
         self._closed.clear()
@@ -287,7 +287,7 @@ class EventStepClock(StepClock):
     def _read(self, step: _OpenStep) -> None:
         """Add one step to the meter and release its events for reuse."""
         seconds = [0.0] * (_PAUSE + 1)
-        for (index, begun), (_, ended) in pairwise(step.marks):
-            seconds[index] += begun.elapsed_time(ended) / 1e3
-            self._free.append(begun)  # the last one starts the next step
+        for (index, started), (_, ended) in pairwise(step.marks):
+            seconds[index] += started.elapsed_time(ended) / 1e3
+            self._free.append(started)  # the last one starts the next step
         self._meter.add_step(step.samples, sum(seconds[:_PAUSE]), seconds[:_PAUSE], step.load)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.progress import Progress
 
-PLAIN_WIDTH = 100
+MAX_WIDTH = 100
 _REFRESH_SECONDS = 0.25
 
 
@@ -56,13 +56,13 @@ def choose_display(stream: TextIO | None) -> Display:
     """Return live bars if the stream is a terminal that supports them, else plain lines; neither can fail a run."""
     if stream is None:  # it was closed when Python started
         return Display()
-    unfailing = cast("TextIO", _UnfailingStream(stream))
+    safe_stream = cast("TextIO", _SafeStream(stream))
     if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        return LiveDisplay(unfailing)
-    return PlainDisplay(unfailing)
+        return LiveDisplay(safe_stream)
+    return PlainDisplay(safe_stream)
 
 
-class _UnfailingStream:
+class _SafeStream:
     """A stream that cannot end a run: after a failed write, nothing more is written to it.
 
     A terminal may be closed, a pipe's reader may exit (``| head``), or a log's disk may fill up. This is reported once
@@ -71,7 +71,7 @@ class _UnfailingStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._is_lost = False
+        self._is_broken = False
 
     def write(self, text: str) -> int:
         self._try(lambda: self._stream.write(text))
@@ -81,17 +81,17 @@ class _UnfailingStream:
         self._try(self._stream.flush)
 
     def _try(self, call: Callable[[], object]) -> None:
-        if self._is_lost:
+        if self._is_broken:
             return
         try:
             call()
         except OSError as error:
-            self._is_lost = True
-            why = error.strerror or str(error)
+            self._is_broken = True
+            reason = error.strerror or str(error)
             # Live bars redirect standard error to show its text above them; this needs the underlying stream.
             errors = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
             with contextlib.suppress(OSError, ValueError):
-                errors.write(f"paceline: progress is no longer shown ({why}); the run continues.\n")
+                errors.write(f"paceline: progress is no longer shown ({reason}); the run continues.\n")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -115,12 +115,12 @@ class _StreamDisplay(Display, ABC):
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Store a step's values; show other events."""
-        text = describe(event) if self._progress is None else self._progress.take(event)
+        text = describe(event) if self._progress is None else self._progress.handle(event)
         if text is not None:
             self.message(text)
-            self._has_told(event)
+            self._after_shown(event)
 
-    def _has_told(self, event: Mapping[str, Any]) -> None:
+    def _after_shown(self, event: Mapping[str, Any]) -> None:
         """Record that an event was shown."""
 
     @abstractmethod
@@ -155,8 +155,8 @@ class PlainDisplay(_StreamDisplay):
     def message(self, text: str) -> None:
         """Show a line, wrapped if it is wide; the next progress line is due an interval later."""
         lines = textwrap.wrap(
-            _writable(text, self._stream),
-            PLAIN_WIDTH,
+            _encodable(text, self._stream),
+            MAX_WIDTH,
             subsequent_indent="    ",
             break_long_words=False,
             break_on_hyphens=False,
@@ -165,7 +165,7 @@ class PlainDisplay(_StreamDisplay):
         self._stream.flush()
         self._due = time.perf_counter() + self._interval
 
-    def _has_told(self, event: Mapping[str, Any]) -> None:
+    def _after_shown(self, event: Mapping[str, Any]) -> None:
         if event["event"] == "evaluation" and self._progress is not None:
             self._progress.record = {}  # shown again at a later step, it would mislead
 
@@ -199,7 +199,7 @@ class LiveDisplay(_StreamDisplay):
         from rich.text import Text
 
         self._progress = progress
-        self._console.print(Text(_writable(title, self._stream), style="bold"))
+        self._console.print(Text(_encodable(title, self._stream), style="bold"))
         for text in lines:
             self.message(text)
         self._bars = Progress(
@@ -227,7 +227,7 @@ class LiveDisplay(_StreamDisplay):
 
         if self._live is not None:
             self._live.update(self._render())  # printing redraws the bars, so update them first
-        self._console.print(Text(_writable(text, self._stream)))
+        self._console.print(Text(_encodable(text, self._stream)))
 
     def close(self) -> None:
         """Draw the final state and leave it on the terminal."""
@@ -258,17 +258,17 @@ class LiveDisplay(_StreamDisplay):
             total=progress.steps_in_epoch,
         )
         bars.update(run, completed=progress.step, total=progress.total_steps, left=progress.time_left)
-        return Group(bars.get_renderable(), Text(_writable(self._status or progress.figures, self._stream)))
+        return Group(bars.get_renderable(), Text(_encodable(self._status or progress.figures, self._stream)))
 
 
-def _writable(text: str, stream: TextIO) -> str:
+def _encodable(text: str, stream: TextIO) -> str:
     """Return the text with characters escaped that the stream cannot encode, or that a terminal would interpret."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return printable(text).encode(encoding, "backslashreplace").decode(encoding)
 
 
 _ACCURACY = re.compile(r"^top(\d+)_accuracy$")
-_WORTH_TELLING = 0.05
+_MIN_SHOWN_FRACTION = 0.05
 
 
 @dataclass
@@ -278,7 +278,7 @@ class RunProgress:
     Attributes:
         total_steps: Steps of the whole run.
         step: Steps done.
-        cut: How its epochs are divided into steps.
+        epoch_plan: How its epochs are divided into steps.
         unit: The name of samples: ``images``.
         record: The last step event.
         headline: The metric that an evaluation's line shows next to the loss.
@@ -287,16 +287,16 @@ class RunProgress:
 
     total_steps: int
     step: int
-    cut: Epochs
+    epoch_plan: Epochs
     unit: str
     record: Mapping[str, Any] = field(default_factory=dict)
     headline: str = "loss"
     has_ema: bool = False
-    _pace_from: tuple[int, float] | None = None
+    _pace_start: tuple[int, float] | None = None
     _model: Mapping[str, Any] | None = None
     _expected_end: float | None = None
 
-    def take(self, event: Mapping[str, Any]) -> str | None:
+    def handle(self, event: Mapping[str, Any]) -> str | None:
         """Process an event; return the line to show for it, or None."""
         match event["event"]:
             case "step":
@@ -315,64 +315,64 @@ class RunProgress:
     def advance(self, step: int) -> None:
         """Record that a step is done. The pace is measured from the first one, which is slower than all others."""
         self.step = step
-        if self._pace_from is None:
-            self._pace_from = (step, time.perf_counter())
+        if self._pace_start is None:
+            self._pace_start = (step, time.perf_counter())
 
     def _evaluation(self, model: Mapping[str, Any], ema: Mapping[str, Any]) -> str:
         """Return an evaluation in one line: ``epoch 2/9  loss 0.41 (validation 0.31)  top-1 91.2 % (ema 93.1 %)``."""
         position = model.get("position", model["step"])
-        epoch = self.cut.place(max(position - 1, 0))[0]
-        is_whole = position == self.cut.first_step(epoch + 1)
-        found = [f"epoch {epoch + 1}/{self.epochs}" + ("" if is_whole else f"  step {model['step']}")]
+        epoch = self.epoch_plan.locate(max(position - 1, 0))[0]
+        is_epoch_end = position == self.epoch_plan.first_step(epoch + 1)
+        parts = [f"epoch {epoch + 1}/{self.epochs}" + ("" if is_epoch_end else f"  step {model['step']}")]
         split, scored, averaged = model["split"], dict(_finite(model)), dict(_finite(ema))
         if "loss" in scored:
             loss = format_metric("loss", scored["loss"])
             if self.headline == "loss" and "loss" in averaged:
                 loss += f", ema {format_metric('loss', averaged['loss'])}"
             trained = self.record.get("loss")
-            found.append(f"{split} loss {loss}" if trained is None else f"loss {trained:.4g} ({split} {loss})")
-        others = [name for name in scored if name != "loss"]
-        if name := self.headline if self.headline in others else "".join(others[:1]):
+            parts.append(f"{split} loss {loss}" if trained is None else f"loss {trained:.4g} ({split} {loss})")
+        metrics = [name for name in scored if name != "loss"]
+        if name := self.headline if self.headline in metrics else "".join(metrics[:1]):
             average = f" (ema {format_metric(name, averaged[name])})" if name in averaged else ""
-            found.append(f"{_title(name)} {format_metric(name, scored[name])}{average}")
+            parts.append(f"{_title(name)} {format_metric(name, scored[name])}{average}")
         if not scored:
-            found.append(f"{split}: no finite figure")
+            parts.append(f"{split}: no finite figure")
         speed = self.record.get("throughput_samples_per_second")
         pace = [] if speed is None else [f"{format_count(speed)} {self.unit}/s"]
-        left = [self.time_left] if self.time_left else []
-        line = "  ".join([*found, *pace, *left])
-        return line if len(line) <= PLAIN_WIDTH else "  ".join([*found, *left])
+        time_left = [self.time_left] if self.time_left else []
+        line = "  ".join([*parts, *pace, *time_left])
+        return line if len(line) <= MAX_WIDTH else "  ".join([*parts, *time_left])
 
     @property
     def epochs(self) -> int:
         """Epochs of the whole run, including a partial last one."""
-        return self.cut.place(max(self.total_steps - 1, 0))[0] + 1
+        return self.epoch_plan.locate(max(self.total_steps - 1, 0))[0] + 1
 
     @property
     def epoch(self) -> int:
         """Epoch of the last step, counted from 1."""
-        return self.cut.place(max(self.step - 1, 0))[0] + 1
+        return self.epoch_plan.locate(max(self.step - 1, 0))[0] + 1
 
     @property
     def step_in_epoch(self) -> int:
         """Steps done in that epoch."""
-        return self.step - self.cut.first_step(self.epoch - 1)
+        return self.step - self.epoch_plan.first_step(self.epoch - 1)
 
     @property
     def steps_in_epoch(self) -> int:
         """Steps of that epoch: the run's last epoch may be cut short."""
-        first = self.cut.first_step(self.epoch - 1)
-        return min(self.cut.first_step(self.epoch), self.total_steps) - first
+        first = self.epoch_plan.first_step(self.epoch - 1)
+        return min(self.epoch_plan.first_step(self.epoch), self.total_steps) - first
 
     @property
     def seconds_left(self) -> float | None:
         """Time to the end at the current pace, with evaluations and saves; before there is one, the forecast."""
-        if self._pace_from is None or not self._pace_from[0] < self.step < self.total_steps:
+        if self._pace_start is None or not self._pace_start[0] < self.step < self.total_steps:
             if self._expected_end is None or self.step >= self.total_steps:
                 return None
             return max(0.0, self._expected_end - time.perf_counter())
-        first_step, since = self._pace_from
-        seconds_per_step = (time.perf_counter() - since) / (self.step - first_step)
+        first_step, start = self._pace_start
+        seconds_per_step = (time.perf_counter() - start) / (self.step - first_step)
         return seconds_per_step * (self.total_steps - self.step)
 
     @property
@@ -389,13 +389,13 @@ class RunProgress:
     @property
     def line(self) -> str:
         """Return the complete progress in one line."""
-        place = f"epoch {self.epoch}/{self.epochs}  step {self.step}/{self.total_steps}"
-        return "  ".join(part for part in (place, self.figures, self.time_left) if part)
+        position = f"epoch {self.epoch}/{self.epochs}  step {self.step}/{self.total_steps}"
+        return "  ".join(part for part in (position, self.figures, self.time_left) if part)
 
 
 def figures(record: Mapping[str, Any], unit: str) -> str:
     """Return a log record in words; unknown values are left out."""
-    shown: dict[str, Callable[[float], str]] = {
+    formats: dict[str, Callable[[float], str]] = {
         "loss": lambda loss: f"training loss {loss:.4g}",
         "lr": lambda lr: f"lr {lr:.3g}",
         "throughput_samples_per_second": lambda rate: f"{format_count(rate)} {unit}/s",
@@ -403,11 +403,11 @@ def figures(record: Mapping[str, Any], unit: str) -> str:
         "mfu": lambda share: f"MFU {share:.1%}",
         "data_wait_fraction": lambda share: f"data wait {share:.0%}",
     }
-    parts = [text(record[key]) for key, text in shown.items() if record.get(key) is not None]
+    parts = [text(record[key]) for key, text in formats.items() if record.get(key) is not None]
     if "loss" in record and record["loss"] is None:
         parts.insert(0, "training loss not finite")
     waits, step = record.get("communication_seconds"), record.get("step_seconds")
-    if waits and step and waits >= _WORTH_TELLING * step:
+    if waits and step and waits >= _MIN_SHOWN_FRACTION * step:
         parts.append(f"communication {waits / step:.0%}")
     return "  ".join(parts)
 
@@ -420,7 +420,8 @@ def describe(event: Mapping[str, Any]) -> str | None:
         case "incident":
             return f"step {event['step']}  {event['incident'].replace('_', ' ')}: {event['message']}"
         case "measurement":
-            return f"{event['message']} (measured in {event['seconds']:.1f} s)"
+            measured = f" (measured in {event['seconds']:.1f} s)" if event["seconds"] else ""
+            return f"{event['message']}{measured}"
         case "resume":
             return f"resumed from {event['checkpoint']}"
         case "stop":
@@ -431,9 +432,9 @@ def describe(event: Mapping[str, Any]) -> str | None:
 
 def _evaluation(event: Mapping[str, Any]) -> str:
     """Describe an evaluation: ``epoch 2  step 90  validation (ema): loss 0.31  top-1 91.23 %``."""
-    shown = [f"{_title(name)} {format_metric(name, value)}" for name, value in _finite(event)]
-    place = f"epoch {event['epoch']}  step {event['step']}" if "epoch" in event else f"step {event['step']}"
-    return f"{place}  {event['split']} ({event['weights']}): {'  '.join(shown) or 'no finite figure'}"
+    metrics = [f"{_title(name)} {format_metric(name, value)}" for name, value in _finite(event)]
+    position = f"epoch {event['epoch']}  step {event['step']}" if "epoch" in event else f"step {event['step']}"
+    return f"{position}  {event['split']} ({event['weights']}): {'  '.join(metrics) or 'no finite figure'}"
 
 
 def _finite(event: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -25,11 +25,11 @@ class EnergyCounter:
     Attributes:
         of: Description of the counted device.
         identity: Identifies the counter: two processes may share one, or have one each. Empty without one.
-        why_not: Why it cannot be read; empty if it can.
+        unavailable_reason: Why it cannot be read; empty if it can.
     """
 
     def __init__(self, device: torch.device, *, rapl: Path = _RAPL) -> None:
-        self.of, self.identity, self.why_not = "", "", ""
+        self.of, self.identity, self.unavailable_reason = "", "", ""
         self._zones: list[Path] = []
         self._nvml: ctypes.CDLL | None = None
         self._handle = ctypes.c_void_p()
@@ -38,8 +38,8 @@ class EnergyCounter:
         elif device.type == "cuda":
             self._find_board(device)
         else:
-            self.why_not = f"no counter of {device.type} devices is known"
-        self._before = [0] * len(self._zones)
+            self.unavailable_reason = f"no counter of {device.type} devices is known"
+        self._last = [0] * len(self._zones)
         self._wrapped = [0] * len(self._zones)
 
     def joules(self) -> float | None:
@@ -57,29 +57,29 @@ class EnergyCounter:
         """Return the microjoules of one package, corrected for wraparound of its counter."""
         zone = self._zones[index]
         now = int((zone / "energy_uj").read_text())
-        if now < self._before[index]:
+        if now < self._last[index]:
             self._wrapped[index] += int((zone / "max_energy_range_uj").read_text())
-        self._before[index] = now
+        self._last[index] = now
         return now + self._wrapped[index]
 
     def _find_packages(self, rapl: Path) -> None:
         # Zones of complete packages only: nested zones are parts of the same energy.
         zones = sorted(zone for zone in rapl.glob("*-rapl:*") if zone.name.count(":") == 1)
         if not zones:
-            self.why_not = "this machine has no RAPL counter (/sys/class/powercap)"
+            self.unavailable_reason = "this machine has no RAPL counter (/sys/class/powercap)"
             return
         try:
             for zone in zones:
                 int((zone / "energy_uj").read_text())
         except (OSError, ValueError):
-            self.why_not = "the RAPL counter can be read by root only (/sys/class/powercap)"
+            self.unavailable_reason = "the RAPL counter can be read by root only (/sys/class/powercap)"
             return
         self._zones, self.of, self.identity = zones, "processor packages (RAPL)", str(rapl)
 
     def _find_board(self, device: torch.device) -> None:
         import torch
 
-        self.why_not = "NVML reports no energy for this device"
+        self.unavailable_reason = "NVML reports no energy for this device"
         # Whatever a driver lacks, the measurement continues without it.
         with contextlib.suppress(OSError, AttributeError):
             library = ctypes.CDLL(_NVML)
@@ -91,4 +91,4 @@ class EnergyCounter:
             if self.joules() is None:
                 self._nvml = None
                 return
-            self.of, self.identity, self.why_not = "the GPU's board (NVML)", identity.decode(), ""
+            self.of, self.identity, self.unavailable_reason = "the GPU's board (NVML)", identity.decode(), ""

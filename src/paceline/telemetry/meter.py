@@ -187,8 +187,8 @@ class Meter:
         timings["data_wait_fraction"] = window.data_wait_fraction
         timings["throughput_samples_per_second"] = window.throughput
         # Only if samples have tokens: other records are unchanged.
-        if shares := (window if window.steps else self._warmup).load.figures():
-            timings |= {"throughput_tokens_per_second": window.token_throughput, **shares}
+        if figures := (window if window.steps else self._warmup).load.figures():
+            timings |= {"throughput_tokens_per_second": window.token_throughput, **figures}
         self._window, self._warmup = StepSums(), StepSums()
         return timings
 

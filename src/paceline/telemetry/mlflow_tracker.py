@@ -14,28 +14,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.telemetry.trackers import flat, read_note, save_note, scalars
+from paceline.telemetry.trackers import flatten, read_tracker_state, save_tracker_state, scalars
 
 _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-_AT_ONCE = 100
+_MAX_PARAMETERS = 100
 # MLflow accepts no more in one call.
-_MOST_METRICS = 1000
-_LONGEST_PARAMETER = 6000
-_LONGEST_TAG = 5000
+_MAX_METRICS = 1000
+_MAX_PARAMETER_LENGTH = 6000
+_MAX_TAG_LENGTH = 5000
 _DATABASE = ("sqlalchemy", "alembic")
 # Placeholder for a server's name.
 _IN_DATABASE, _IN_FILES = "database", "here"
 
 
-def _spelled(name: str) -> str:
+def _valid_name(name: str) -> str:
     """Return a name that MLflow accepts; a pattern of ``optimizer.groups`` contains other characters too."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-def _local(known: str | None) -> str:
+def _local_storage(recorded: str | None) -> str:
     """Choose the storage of a run without a server: the existing one, else a database if available."""
-    if known in (_IN_DATABASE, _IN_FILES):
-        return known
+    if recorded in (_IN_DATABASE, _IN_FILES):
+        return recorded
     return _IN_DATABASE if all(map(importlib.util.find_spec, _DATABASE)) else _IN_FILES
 
 
@@ -59,53 +59,55 @@ class MlflowTracker:
         from mlflow.tracking import MlflowClient
 
         directory.mkdir(exist_ok=True)
-        note = read_note(directory)
+        note = read_tracker_state(directory)
         # An address may contain a password. Without an address, the folder may have been moved with its run.
-        place = hashlib.sha256(server.encode()).hexdigest() if server else _local(note.get("server"))
+        storage = hashlib.sha256(server.encode()).hexdigest() if server else _local_storage(note.get("server"))
         folder = directory.resolve()
-        self._artifacts = None if server or place == _IN_FILES else (folder / "artifacts").as_uri()
-        if place == _IN_DATABASE and not note:
+        self._artifacts = None if server or storage == _IN_FILES else (folder / "artifacts").as_uri()
+        if storage == _IN_DATABASE and not note:
             # A launch killed while MLflow created its database has left a partial one that MLflow cannot open.
             for part in {*folder.glob("mlflow.db*")} - {*folder.glob("*.incomplete")}:
                 part.replace(part.with_name(f"{part.name}.incomplete"))
-        local = f"sqlite:///{folder / 'mlflow.db'}" if place == _IN_DATABASE else folder.as_uri()
+        local = f"sqlite:///{folder / 'mlflow.db'}" if storage == _IN_DATABASE else folder.as_uri()
         self._client = MlflowClient(tracking_uri=server or local)
         self._last: dict[str, int] = {}
-        if note.get("server") == place:
+        if note.get("server") == storage:
             self._run = str(note["run_id"])
-            self._resume(flat(recipe))
+            self._resume(flatten(recipe))
         else:
-            self._run = self._begin(name, flat(recipe), flat(environment))
-            save_note(directory, {"server": place, "run_id": self._run})
+            self._run = self._create(name, flatten(recipe), flatten(environment))
+            save_tracker_state(directory, {"server": storage, "run_id": self._run})
 
     def write(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Log the values of events, except those already logged."""
         from mlflow.entities import Metric
 
         metrics = [
-            Metric(_spelled(name), float(value), int(1000 * float(event["time"])), int(event["step"]))
+            Metric(_valid_name(name), float(value), int(1000 * float(event["time"])), int(event["step"]))
             for event in events
             for name, value in scalars(event).items()
-            if int(event["step"]) > self._last.get(_spelled(name), -1)
+            if int(event["step"]) > self._last.get(_valid_name(name), -1)
         ]
-        for first in range(0, len(metrics), _MOST_METRICS):
-            self._client.log_batch(self._run, metrics=metrics[first : first + _MOST_METRICS])
+        for first in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self._run, metrics=metrics[first : first + _MAX_METRICS])
 
     def close(self, status: str) -> None:
         """Set how the run ended; ``KILLED`` if unknown."""
         self._client.set_terminated(self._run, _STATUS.get(status, "KILLED"))
 
-    def _begin(self, run_name: str, recipe: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
+    def _create(self, run_name: str, recipe: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
         from mlflow.entities import Param
 
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "paceline")
-        found = self._client.get_experiment_by_name(name)
-        experiment = self._client.create_experiment(name, self._artifacts) if found is None else found.experiment_id
-        tags = {_spelled(name): str(value)[:_LONGEST_TAG] for name, value in environment.items()}
+        existing = self._client.get_experiment_by_name(name)
+        experiment = (
+            self._client.create_experiment(name, self._artifacts) if existing is None else existing.experiment_id
+        )
+        tags = {_valid_name(name): str(value)[:_MAX_TAG_LENGTH] for name, value in environment.items()}
         run = self._client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
-        asked = [Param(_spelled(key), str(value)[:_LONGEST_PARAMETER]) for key, value in recipe.items()]
-        for first in range(0, len(asked), _AT_ONCE):
-            self._client.log_batch(run, params=asked[first : first + _AT_ONCE])
+        params = [Param(_valid_name(key), str(value)[:_MAX_PARAMETER_LENGTH]) for key, value in recipe.items()]
+        for first in range(0, len(params), _MAX_PARAMETERS):
+            self._client.log_batch(run, params=params[first : first + _MAX_PARAMETERS])
         return str(run)
 
     def _resume(self, recipe: Mapping[str, Any]) -> None:
@@ -115,7 +117,7 @@ class MlflowTracker:
         for name in data.metrics:
             self._last[name] = max(each.step for each in self._client.get_metric_history(self._run, name))
         for name, value in recipe.items():
-            key, now = _spelled(name), str(value)[:_LONGEST_PARAMETER]
-            if data.params.get(key) != now:
+            key, text = _valid_name(name), str(value)[:_MAX_PARAMETER_LENGTH]
+            if data.params.get(key) != text:
                 # A parameter cannot be changed.
-                self._client.set_tag(self._run, f"recipe.{key}", now[:_LONGEST_TAG])
+                self._client.set_tag(self._run, f"recipe.{key}", text[:_MAX_TAG_LENGTH])

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecipeError, RunDirectoryError
-from paceline.files import refuse_odd_outputs
+from paceline.files import refuse_special_outputs
 from paceline.plan.epochs import BatchPhase, Epochs
 from paceline.plan.mlperf import NOT_A_RESULT, check_mlperf
 from paceline.recipe.load import stored_recipe
@@ -97,7 +97,7 @@ def write_mlperf_log(directory: RunDirectory, overrides: Sequence[str] = (), out
     """
     text = "".join(f"{line}\n" for line in mlperf_log(directory, overrides))
     path = directory.mlperf_log if output is None else output
-    refuse_odd_outputs(path)
+    refuse_special_outputs(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -127,10 +127,12 @@ def mlperf_log(directory: RunDirectory, overrides: Sequence[str] = ()) -> list[s
 
 
 def _read(directory: RunDirectory, overrides: Sequence[str]) -> _Facts:
-    if others := [each for each in overrides if not each.startswith("telemetry.submission.")]:
-        raise RecipeError(f"found '{others[0]}', but for a finished run only telemetry.submission keys can be changed.")
-    asked = ["telemetry.mlperf=true", *overrides]
-    recipe = stored_recipe(read_recipe(directory), str(directory.recipe), asked)
+    if invalid := [each for each in overrides if not each.startswith("telemetry.submission.")]:
+        raise RecipeError(
+            f"found '{invalid[0]}', but for a finished run only telemetry.submission keys can be changed."
+        )
+    changes = ["telemetry.mlperf=true", *overrides]
+    recipe = stored_recipe(read_recipe(directory), str(directory.recipe), changes)
     plan = read_plan(directory)
     check_mlperf(recipe, evaluation_samples=plan["evaluation_samples"], peak_lr=plan["peak_lr"])
     return _Facts(
@@ -141,66 +143,69 @@ def _read(directory: RunDirectory, overrides: Sequence[str]) -> _Facts:
     )
 
 
-def _hyperparameters(log: _Lines, run: _Facts, at: float) -> None:
+def _hyperparameters(log: _Lines, run: _Facts, seconds: float) -> None:
     """Add submitter, benchmark and settings: everything before the clock starts."""
-    said, plan = run.recipe.telemetry.submission, run.plan
-    log.event(at, "cache_clear", said.cache_cleared)
-    log.start(at, "init_start")
+    submission, plan = run.recipe.telemetry.submission, run.plan
+    log.event(seconds, "cache_clear", submission.cache_cleared)
+    log.start(seconds, "init_start")
     for key in ("org", "platform", "division", "status"):
-        log.event(at, f"submission_{key}", getattr(said, key))
-    log.event(at, "submission_benchmark", "resnet")
-    log.event(at, "seed", run.recipe.seed)
-    log.event(at, "global_batch_size", plan["global_batch_size"])
-    log.event(at, "gradient_accumulation_steps", plan["accumulation_steps"])
-    log.event(at, "train_samples", plan["train_samples"])
-    log.event(at, "eval_samples", plan["evaluation_samples"])
-    log.event(at, "model_bn_span", run.recipe.model.ghost_batch_norm or plan["micro_batch_size"])
+        log.event(seconds, f"submission_{key}", getattr(submission, key))
+    log.event(seconds, "submission_benchmark", "resnet")
+    log.event(seconds, "seed", run.recipe.seed)
+    log.event(seconds, "global_batch_size", plan["global_batch_size"])
+    log.event(seconds, "gradient_accumulation_steps", plan["accumulation_steps"])
+    log.event(seconds, "train_samples", plan["train_samples"])
+    log.event(seconds, "eval_samples", plan["evaluation_samples"])
+    log.event(seconds, "model_bn_span", run.recipe.model.ghost_batch_norm or plan["micro_batch_size"])
     for key, value in _optimizer(run):
-        log.event(at, key, value)
-    log.stop(at, "init_stop")
+        log.event(seconds, key, value)
+    log.stop(seconds, "init_stop")
 
 
 def _optimizer(run: _Facts) -> Iterator[tuple[str, Any]]:
-    asked, schedule, plan = run.recipe.optimizer, run.recipe.schedule, run.plan
-    yield "opt_name", asked.name
-    prefix = f"{asked.name}_opt" if asked.name in ("sgd", "lars") else "opt"
+    optimizer, schedule, plan = run.recipe.optimizer, run.recipe.schedule, run.plan
+    yield "opt_name", optimizer.name
+    prefix = f"{optimizer.name}_opt" if optimizer.name in ("sgd", "lars") else "opt"
     warmup = run.epoch_at(plan["warmup_steps"])
     yield f"{prefix}_base_learning_rate", plan["peak_lr"]
     yield f"{prefix}_end_learning_rate", schedule.end_lr
     if schedule.name == "polynomial":
         yield f"{prefix}_learning_rate_decay_poly_power", schedule.power
         yield f"{prefix}_learning_rate_decay_steps", plan["total_steps"] - plan["warmup_steps"]
-    yield f"{prefix}_weight_decay", asked.weight_decay
-    if asked.has("momentum"):
-        yield f"{prefix}_momentum", asked.momentum
-    yield "lars_opt_learning_rate_warmup_epochs" if asked.name == "lars" else "opt_learning_rate_warmup_epochs", warmup
-    if asked.name == "lars":
-        yield "lars_epsilon", asked.denominator_eps
+    yield f"{prefix}_weight_decay", optimizer.weight_decay
+    if optimizer.has("momentum"):
+        yield f"{prefix}_momentum", optimizer.momentum
+    yield (
+        "lars_opt_learning_rate_warmup_epochs" if optimizer.name == "lars" else "opt_learning_rate_warmup_epochs",
+        warmup,
+    )
+    if optimizer.name == "lars":
+        yield "lars_epsilon", optimizer.denominator_eps
 
 
 def _training(log: _Lines, run: _Facts, began: float, finish: Mapping[str, Any]) -> None:
     """Add blocks of training, each up to its evaluation, and the end of the run."""
     target = run.recipe.telemetry.submission.target_accuracy
     log.start(began, "run_start")
-    position, since, reached = 0, began, False
+    position, start, reached = 0, began, False
     for evaluation in _headline(run):
-        here = _position(evaluation)
+        current = _position(evaluation)
         ended = float(evaluation["time"])
-        begun = ended - float(evaluation["seconds"])
-        _block(log, run, (position, since), (here, begun))
-        place = {"epoch_num": run.epoch_at(here), "samples_count": run.epochs.samples_before(here)}
-        log.start(begun, "eval_start", **place)
-        log.event(ended, "eval_accuracy", evaluation["top1_accuracy"] / 100, **place)
-        log.stop(ended, "eval_stop", **place)
-        position, since = here, ended
+        started = ended - float(evaluation["seconds"])
+        _block(log, run, (position, start), (current, started))
+        progress = {"epoch_num": run.epoch_at(current), "samples_count": run.epochs.samples_before(current)}
+        log.start(started, "eval_start", **progress)
+        log.event(ended, "eval_accuracy", evaluation["top1_accuracy"] / 100, **progress)
+        log.stop(ended, "eval_stop", **progress)
+        position, start = current, ended
         if reached := evaluation["top1_accuracy"] >= target:
             break
     if not reached:
         last = _position(finish)
-        _block(log, run, (position, since), (last, float(finish["time"])))
-        position, since = last, float(finish["time"])
+        _block(log, run, (position, start), (last, float(finish["time"])))
+        position, start = last, float(finish["time"])
     log.stop(
-        since,
+        start,
         "run_stop",
         status="success" if reached else "aborted",
         epoch_num=run.epoch_at(position),

@@ -116,7 +116,7 @@ class NsightTool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profiled:
+class ProfileResult:
     """The outcome of a profile.
 
     Attributes:
@@ -131,7 +131,7 @@ class Profiled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assignment:
+class ProfileWindow:
     """Which steps to profile, and the callbacks.
 
     Attributes:
@@ -146,13 +146,13 @@ class Assignment:
     end: int
     position: Callable[[], int]
     folder: Callable[[int], Path]
-    report: Callable[[Profiled], None]
+    report: Callable[[ProfileResult], None]
 
 
 @contextmanager
-def _inside(named: AbstractContextManager[Any, Any], span: AbstractContextManager[None, None]) -> Iterator[None]:
+def _nested(tool_range: AbstractContextManager[Any, Any], span: AbstractContextManager[None, None]) -> Iterator[None]:
     """Nests a span of the clock in a range of the tool."""
-    with named, span:
+    with tool_range, span:
         yield
 
 
@@ -164,47 +164,47 @@ class ProfilingClock(StepClock):
     except for the warm-up step.
     """
 
-    def __init__(self, clock: StepClock, tool: Tool, assignment: Assignment) -> None:
+    def __init__(self, clock: StepClock, tool: Tool, window: ProfileWindow) -> None:
         self._clock = clock
         self._tool = tool
-        self._asked = assignment
-        self._first = assignment.first
+        self._window = window
+        self._first = window.first
         self._state: Literal["waiting", "warm", "recording", "over"] = "waiting"
         self._step = ExitStack()
 
     def start(self) -> None:
         """Start the first step here."""
-        position = self._asked.position()
+        position = self._window.position()
         self._first = max(self._first, position + 1)
-        if self._first >= self._asked.end:
-            self._leave_out(position)
-        self._arrive(position)
+        if self._first >= self._window.end:
+            self._skip(position)
+        self._advance(position)
         self._clock.start()
 
     def span(self, phase: str) -> AbstractContextManager[None, None]:
         """Count the time inside as a phase of this step."""
-        return self._named(phase, self._clock.span(phase))
+        return self._in_range(phase, self._clock.span(phase))
 
     def switch(self, phase: str) -> None:
         """Switch to another phase; the trace has no range for it."""
         self._clock.switch(phase)
 
-    def turn_to(self, index: int) -> int:
+    def set_phase(self, index: int) -> int:
         """Switch the active phase."""
-        return self._clock.turn_to(index)
+        return self._clock.set_phase(index)
 
     def paused(self) -> AbstractContextManager[None, None]:
         """Exclude the time inside from the step."""
-        return self._named(AROUND_THE_STEP, self._clock.paused())
+        return self._in_range(AROUND_THE_STEP, self._clock.paused())
 
     def end_step(self, samples: int, load: Load | None = None) -> None:
         """Close the step and start the next; the tool's own time in between belongs to neither."""
         self._step.close()
         self._clock.end_step(samples, load)
-        position = self._asked.position()
-        if self._state != "over" and position in (self._first - 1, self._first, self._asked.end):
+        position = self._window.position()
+        if self._state != "over" and position in (self._first - 1, self._first, self._window.end):
             with self._clock.paused():
-                self._arrive(position)
+                self._advance(position)
         if self._state == "recording":
             self._step.enter_context(self._tool.range(f"step {position + 1}"))
 
@@ -239,17 +239,17 @@ class ProfilingClock(StepClock):
                 problem = f"{problem}, and the profiler could not be stopped ({error})"
             self._finish(problem)
 
-    def _settle(self) -> None:
+    def _flush(self) -> None:
         """Delegate to the clock."""
 
-    def _leave_out(self, position: int) -> None:
+    def _skip(self, position: int) -> None:
         """Whether the window has passed already; an earlier launch may have profiled it, or its rest."""
-        if any(self._asked.folder(first).exists() for first in range(self._asked.first, self._asked.end)):
+        if any(self._window.folder(first).exists() for first in range(self._window.first, self._window.end)):
             self._state = "over"
         else:
             self._finish(f"they are before this launch, which begins with step {position + 1}")
 
-    def _arrive(self, position: int) -> None:
+    def _advance(self, position: int) -> None:
         match self._state:
             case "waiting" if position == self._first - 1:
                 self._tool.warm_up()
@@ -257,14 +257,14 @@ class ProfilingClock(StepClock):
             case "warm" if position == self._first:
                 self._tool.begin()
                 self._state = "recording"
-            case "recording" if position == self._asked.end:
+            case "recording" if position == self._window.end:
                 self._tool.end()
                 self._write()
 
     def _write(self) -> None:
-        title = f"Steps {self._first + 1} to {self._asked.end}"
+        title = f"Steps {self._first + 1} to {self._window.end}"
         try:
-            self._tool.write(self._asked.folder(self._first), title)
+            self._tool.write(self._window.folder(self._first), title)
         except (OSError, RuntimeError) as error:
             self._finish(f"the profile could not be written ({error})")
         else:
@@ -272,19 +272,19 @@ class ProfilingClock(StepClock):
 
     def _finish(self, problem: str | None) -> None:
         self._state = "over"
-        first = self._asked.first if self._first >= self._asked.end else self._first
-        self._asked.report(Profiled(first=first + 1, last=self._asked.end, problem=problem))
+        first = self._window.first if self._first >= self._window.end else self._first
+        self._window.report(ProfileResult(first=first + 1, last=self._window.end, problem=problem))
 
-    def _named(self, name: str, span: AbstractContextManager[None, None]) -> AbstractContextManager[None, None]:
+    def _in_range(self, name: str, span: AbstractContextManager[None, None]) -> AbstractContextManager[None, None]:
         if self._state != "recording":
             return span
         # Errors are not suppressed there, although the type of a generator's context allows for it.
-        return cast("AbstractContextManager[None, None]", _inside(self._tool.range(name), span))
+        return cast("AbstractContextManager[None, None]", _nested(self._tool.range(name), span))
 
 
 AROUND_THE_STEP = "around the step"
 # They are nested in others, and not part of the sum.
-_INSIDE_OTHERS = frozenset({"h2d", "communication"})
+_NESTED_PHASES = frozenset({"h2d", "communication"})
 _OPERATORS, _SHAPES = 30, 15
 _HEAD = """# {title}
 
@@ -329,48 +329,48 @@ def _is_operator(key: str) -> bool:
 
 def _phases(phases: dict[str, Any]) -> str:
     names = [name for name in (*PHASES, AROUND_THE_STEP) if name in phases]
-    whole = sum(phases[name].cpu_time_total for name in names if name not in _INSIDE_OTHERS) or 1
+    total = sum(phases[name].cpu_time_total for name in names if name not in _NESTED_PHASES) or 1
     rows = [
-        (name, str(phases[name].count), _ms(phases[name].cpu_time_total), _share(phases[name].cpu_time_total, whole))
+        (name, str(phases[name].count), _ms(phases[name].cpu_time_total), _share(phases[name].cpu_time_total, total))
         for name in names
     ]
     return _table(("phase", "times", "ms on the host", "share"), rows)
 
 
 def _operators(operators: Sequence[Any], count: int, *, device: bool, memory: bool, shapes: bool = False) -> str:
-    def own(each: Any) -> float:
+    def self_time(each: Any) -> float:
         return float(each.self_device_time_total if device else each.self_cpu_time_total)
 
     def allocated(each: Any) -> str:
         size = each.self_device_memory_usage if device else each.self_cpu_memory_usage
         return f"{'-' * (size < 0)}{format_bytes(abs(size))}"
 
-    whole = sum(map(own, operators)) or 1
+    total = sum(map(self_time, operators)) or 1
     columns: tuple[tuple[str, Callable[[Any], str], bool], ...] = (
         ("operator", lambda each: f"`{each.key}`", True),
         ("shapes", lambda each: _shapes(each.input_shapes), shapes),
         ("calls", lambda each: str(each.count), True),
         ("self ms, device", lambda each: _ms(each.self_device_time_total), device),
         ("self ms, host", lambda each: _ms(each.self_cpu_time_total), True),
-        ("share", lambda each: _share(own(each), whole), True),
+        ("share", lambda each: _share(self_time(each), total), True),
         ("allocated", allocated, memory),
     )
-    shown = [(title, text) for title, text, is_there in columns if is_there]
-    longest = sorted(operators, key=own, reverse=True)[:count]
-    return _table([title for title, _ in shown], [[text(each) for _, text in shown] for each in longest])
+    selected = [(title, text) for title, text, is_shown in columns if is_shown]
+    longest = sorted(operators, key=self_time, reverse=True)[:count]
+    return _table([title for title, _ in selected], [[text(each) for _, text in selected] for each in longest])
 
 
 def _shapes(shapes: Iterable[Sequence[int]] | None) -> str:
-    known = ["x".join(map(str, shape)) for shape in shapes or () if shape]
-    return ", ".join(known) if known else "-"
+    sizes = ["x".join(map(str, shape)) for shape in shapes or () if shape]
+    return ", ".join(sizes) if sizes else "-"
 
 
 def _ms(microseconds: float) -> str:
     return f"{microseconds / 1e3:.2f}"
 
 
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %"
+def _share(part: float, total: float) -> str:
+    return f"{100 * part / total:.1f} %"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -88,11 +88,14 @@ def build_trackers(names: Iterable[str], directory: Path, facts: TrackerFacts | 
     Raises:
         RecipeError: If a name is unknown, or its library is not installed.
     """
-    wanted = list(names)
-    check_trackers(wanted)
-    shown = facts or TrackerFacts()
+    requested = list(names)
+    check_trackers(requested)
+    tracker_facts = facts or TrackerFacts()
     events = RunDirectory(directory).events
-    return [AsyncTracker(name, partial(TRACKERS[name], directory / name, shown), earlier=events) for name in wanted]
+    return [
+        AsyncTracker(name, partial(TRACKERS[name], directory / name, tracker_facts), history=events)
+        for name in requested
+    ]
 
 
 _NOT_SCALARS = frozenset({"event", "step", "position", "time", "epoch", "samples", "split", "weights"})
@@ -114,29 +117,31 @@ def scalars(event: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return a nested mapping with dotted keys; lists and empty mappings are unchanged."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) and value else {f"{path}{key}": value}
-    return found
+        flattened |= (
+            flatten(value, f"{path}{key}.") if isinstance(value, Mapping) and value else {f"{path}{key}": value}
+        )
+    return flattened
 
 
-def save_note(directory: Path, content: Mapping[str, Any]) -> None:
+def save_tracker_state(directory: Path, content: Mapping[str, Any]) -> None:
     """Write ``paceline.json``, the state of what a tracker has logged; atomic, but without waiting for the disk."""
     new = directory / ".paceline.json.new"
     new.write_text(encode_json(content), encoding="utf-8")
     new.replace(directory / "paceline.json")
 
 
-def read_note(directory: Path) -> dict[str, Any]:
+def read_tracker_state(directory: Path) -> dict[str, Any]:
     """Return the content of ``paceline.json``; empty before it is first written."""
     path = directory / "paceline.json"
     return read_json(path) if path.is_file() else {}
 
 
 # The first columns of every table, if a record has them.
-_FIRST = ("step", "position", "time", "epoch", "samples", "split", "weights")
+_FIRST_COLUMNS = ("step", "position", "time", "epoch", "samples", "split", "weights")
 
 
 class CsvTracker:
@@ -176,26 +181,27 @@ class CsvTracker:
 
     def _widen(self, kind: str, row: Mapping[str, Any]) -> None:
         """Add a row's columns to a table: create it, or replace it atomically by a wider one."""
-        first = [each for each in _FIRST if each in row]
+        first = [each for each in _FIRST_COLUMNS if each in row]
         self._columns[kind] = list(dict.fromkeys((*self._columns.get(kind, first), *row)))
         path, wider = self._directory / f"{kind}.csv", self._directory / f"{kind}.csv.partial"
         self._directory.mkdir(exist_ok=True)
-        with wider.open("w", encoding="utf-8", newline="") as after:
-            writer = csv.DictWriter(after, self._columns[kind], restval="", lineterminator="\n")
+        with wider.open("w", encoding="utf-8", newline="") as target:
+            writer = csv.DictWriter(target, self._columns[kind], restval="", lineterminator="\n")
             writer.writeheader()
             if kind in self._files:
                 self._files.pop(kind).close()
-                with path.open(encoding="utf-8", newline="") as before:
-                    writer.writerows(csv.DictReader(before))
+                with path.open(encoding="utf-8", newline="") as source:
+                    writer.writerows(csv.DictReader(source))
         wider.replace(path)
         self._files[kind] = AppendFile(path)
 
 
 def _row(event: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record's fields by column, with values that do not fit in a cell as JSON."""
-    found = flat({key: value for key, value in event.items() if key != "event"})
+    flattened = flatten({key: value for key, value in event.items() if key != "event"})
     return {
-        key: json.dumps(each) if isinstance(each, list | dict | bool) else csv_cell(each) for key, each in found.items()
+        key: json.dumps(each) if isinstance(each, list | dict | bool) else csv_cell(each)
+        for key, each in flattened.items()
     }
 
 
@@ -213,8 +219,10 @@ class TensorBoardTracker:
     def __init__(self, directory: Path, *, start_step: int = 0) -> None:
         self._directory = directory
         # Versions without this state file wrote each record immediately.
-        is_earlier = any(directory.glob("events.out.tfevents.*"))
-        self._first = min(int(read_note(directory).get("last", start_step if is_earlier else 0)), start_step)
+        has_earlier_files = any(directory.glob("events.out.tfevents.*"))
+        self._first = min(
+            int(read_tracker_state(directory).get("last", start_step if has_earlier_files else 0)), start_step
+        )
         self._writer: Any = None
 
     def write(self, events: Sequence[Mapping[str, Any]]) -> None:
@@ -222,20 +230,20 @@ class TensorBoardTracker:
         if self._writer is not None:
             os.stat(self._directory)  # otherwise the writer's own thread would print a traceback
         for event in events:
-            found = scalars(event)
-            if not found or event["step"] < self._first:
+            values = scalars(event)
+            if not values or event["step"] < self._first:
                 continue
             if self._writer is None:
                 from torch.utils.tensorboard import SummaryWriter
 
                 self._directory.mkdir(exist_ok=True)
                 self._writer = SummaryWriter(str(self._directory), purge_step=self._first)
-            for tag, value in found.items():
+            for tag, value in values.items():
                 self._writer.add_scalar(tag, value, event["step"], event.get("time"))
         if self._writer is not None:
             # Records are rare, and a record still buffered when the process is killed would be a gap.
             self._writer.flush()
-            save_note(self._directory, {"last": events[-1]["step"]})
+            save_tracker_state(self._directory, {"last": events[-1]["step"]})
 
     def close(self, status: str) -> None:
         """Close the file, if one was opened."""

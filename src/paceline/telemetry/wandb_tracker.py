@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.telemetry.trackers import flat, read_note, save_note, scalars
+from paceline.telemetry.trackers import flatten, read_tracker_state, save_tracker_state, scalars
 
-_LONGEST_TAG = 64
+_MAX_TAG_LENGTH = 64
 _ORDER = {"step": 0, "model": 1, "ema": 2}
 _FINISH_SECONDS = 20.0
 _BLOCK = 32_768
@@ -39,11 +39,11 @@ class WandbTracker:
 
         directory.mkdir(exist_ok=True)
         self._directory = directory
-        note = read_note(directory) or {"id": secrets.token_hex(4), "last": [-1, 0]}
+        note = read_tracker_state(directory) or {"id": secrets.token_hex(4), "last": [-1, 0]}
         self._id = str(note["id"])
         # A kill loses data that the library's service had not written yet; the files show what it had.
-        kept = _last_step_kept(directory, self._id)
-        self._last = tuple(note["last"]) if kept is None else (kept, max(_ORDER.values()))
+        last_step = _last_logged_step(directory, self._id)
+        self._last = tuple(note["last"]) if last_step is None else (last_step, max(_ORDER.values()))
         versions = environment.get("versions", {})
         tags = [f"{each} {versions[each]}" for each in ("paceline", "torch") if each in versions]
         tags += [f"{key} {environment[key]}" for key in ("device", "world_size", "host") if key in environment]
@@ -58,38 +58,38 @@ class WandbTracker:
             mode=mode,
             project=os.environ.get("WANDB_PROJECT", "paceline"),
             name=name,
-            config={**flat(recipe), "environment": environment},
-            tags=[tag[:_LONGEST_TAG] for tag in tags],
+            config={**flatten(recipe), "environment": environment},
+            tags=[tag[:_MAX_TAG_LENGTH] for tag in tags],
             # Its exit handler uses the same limit; unsent data stays in its files.
             settings=wandb.Settings(
                 console="off", silent=True, disable_code=True, disable_git=True, finish_timeout=_FINISH_SECONDS
             ),
         )
-        self._note()
+        self._save_state()
 
     def write(self, events: Sequence[Mapping[str, Any]]) -> None:
         """Log the values of events, except those already logged."""
         for event in events:
-            found = scalars(event)
-            if not found:
+            values = scalars(event)
+            if not values:
                 continue
-            place = (int(event["step"]), _ORDER[event.get("weights", "step")])
-            if place <= self._last:
+            position = (int(event["step"]), _ORDER[event.get("weights", "step")])
+            if position <= self._last:
                 continue
-            self._run.log(found, step=place[0])
-            self._last = place
+            self._run.log(values, step=position[0])
+            self._last = position
 
     def close(self, status: str) -> None:
         """Set how the run ended; failed if unknown."""
         self._run.summary["status"] = status or "killed"
         self._run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
-        self._note()
+        self._save_state()
 
-    def _note(self) -> None:
-        save_note(self._directory, {"id": self._id, "last": list(self._last)})
+    def _save_state(self) -> None:
+        save_tracker_state(self._directory, {"id": self._id, "last": list(self._last)})
 
 
-def _last_step_kept(directory: Path, run_id: str) -> int | None:
+def _last_logged_step(directory: Path, run_id: str) -> int | None:
     """Return the last step in the files of earlier launches; None if there are no rows."""
     files = list(directory.glob(f"*run-*-{run_id}/run-{run_id}.wandb"))
     if not files:
@@ -112,15 +112,15 @@ def _last_step_kept(directory: Path, run_id: str) -> int | None:
 
 def _records(content: bytes) -> Iterator[bytes]:
     """Yield the complete records of a file in LevelDB's log format, without a partial last one."""
-    at, whole = 7, b""  # after the file's own header
-    while at + 7 <= len(content):
-        if _BLOCK - at % _BLOCK < 7:
-            at += _BLOCK - at % _BLOCK
+    offset, record = 7, b""  # after the file's own header
+    while offset + 7 <= len(content):
+        if _BLOCK - offset % _BLOCK < 7:
+            offset += _BLOCK - offset % _BLOCK
             continue
-        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
-        whole += content[at + 7 : at + 7 + length]
-        at += 7 + length
+        length, kind = int.from_bytes(content[offset + 4 : offset + 6], "little"), content[offset + 6]
+        record += content[offset + 7 : offset + 7 + length]
+        offset += 7 + length
         if kind in (1, 4):  # a record's only part, or its last
-            if at <= len(content):
-                yield whole
-            whole = b""
+            if offset <= len(content):
+                yield record
+            record = b""

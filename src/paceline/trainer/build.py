@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import nn
 
-from paceline.checkpoint.background import BackgroundWriter, Cadence, job_ends_at
+from paceline.checkpoint.background import BackgroundWriter, Cadence, job_end_time
 from paceline.checkpoint.state import Component, OptimizerComponent, Registry
 from paceline.data.order import evaluation_rounds
 from paceline.distributed.build import build_strategy
@@ -30,10 +30,10 @@ from paceline.records.reader import read_environment
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.clock import StepClock, build_step_clock
 from paceline.telemetry.display import Display
-from paceline.telemetry.profile import Assignment, NsightTool, Profiled, ProfilingClock, TorchTool
+from paceline.telemetry.profile import NsightTool, ProfileResult, ProfileWindow, ProfilingClock, TorchTool
 from paceline.telemetry.trackers import TrackerFacts, build_trackers
 from paceline.trainer.callbacks import Callbacks
-from paceline.trainer.evaluate import Evaluator, Keep
+from paceline.trainer.evaluate import Evaluator, KeepOptions
 from paceline.trainer.mirroring import Mirroring
 from paceline.trainer.noise import NoiseMeter
 from paceline.trainer.nonfinite import NonFiniteGuard
@@ -48,10 +48,10 @@ from paceline.trainer.step_stats import Progress, Window, find_utilisation
 
 @dataclass(frozen=True, kw_only=True)
 class OpenedRun:
-    """A prepared run in its directory, joined by all its processes; ``opening`` says where it starts."""
+    """A prepared run in its directory, joined by all its processes; ``decision`` says where it starts."""
 
     prepared: Prepared
-    opening: ResumeDecision
+    decision: ResumeDecision
     collectives: Collectives
     directory: RunDirectory
     display: Display
@@ -77,16 +77,16 @@ def build_run(opened: OpenedRun) -> Run:
         average=None if ema is None else ema.module,
         value_of=prepared.first_values,
     )
-    scored = {"model": strategy.scored} | ({} if ema is None else {"ema": compiled.get("ema", ema.module)})
+    scored = {"model": strategy.eval_model} | ({} if ema is None else {"ema": compiled.get("ema", ema.module)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler)
     optimizer = build_optimizer(network, recipe.optimizer, device)
     heartbeat = Heartbeat()
     progress = Progress(begun=opened.started)
     ledger = LedgerWriter(ledger_path(opened.directory.ledger, prepared.world.rank))
-    noise = NoiseMeter(network, plan, precision, strategy.averages_over)
+    noise = NoiseMeter(network, plan, precision, strategy.loss_divisor)
     run = Run(
         recipe=recipe,
-        identity=opened.opening.identity,
+        identity=opened.decision.identity,
         plan=plan,
         world=prepared.world,
         device=device,
@@ -108,7 +108,7 @@ def build_run(opened: OpenedRun) -> Run:
         ema=ema,
         evaluator=_evaluator(opened, precision, heartbeat),
         progress=progress,
-        window=Window(opened.collectives, ledger, device, noise, prepared.task.take_logged),
+        window=Window(opened.collectives, ledger, device, noise, prepared.task.pop_logged_values),
         noise=noise,
         clock=build_step_clock(device.type),
         heartbeat=heartbeat,
@@ -119,7 +119,7 @@ def build_run(opened: OpenedRun) -> Run:
         stop=opened.stop,
         components=Registry(),
         writer=BackgroundWriter(),
-        cadence=Cadence(recipe.checkpoint, ends_at=job_ends_at(os.environ)),
+        cadence=Cadence(recipe.checkpoint, end_time=job_end_time(os.environ)),
         # Metadata that a weights file needs so that it can be evaluated and used without its run.
         file_metadata={
             "paceline": "1",
@@ -146,7 +146,7 @@ def _freeze_schedule(strategy: Strategy, prepared: Prepared) -> FreezeSchedule:
         return FreezeSchedule(network, {}, {}, changed=lambda: None)
     model, plan = prepared.recipe.model, prepared.plan
     first, last = trained_spans(network, model, plan.unfreeze_steps, plan.freeze_after_steps)
-    return FreezeSchedule(network, first, last, changed=strategy.gradients_changed)
+    return FreezeSchedule(network, first, last, changed=strategy.update_trainable)
 
 
 def _watchdog(heartbeat: Heartbeat, prepared: Prepared) -> Watchdog:
@@ -169,10 +169,10 @@ def _evaluator(opened: OpenedRun, precision: Precision, heartbeat: Heartbeat) ->
     prepared = opened.prepared
     plan, world = prepared.plan, prepared.world
     # Custom pipelines split the evaluation as the guide describes.
-    usual = partial(evaluation_rounds, plan.evaluation_samples)
+    default_rounds = partial(evaluation_rounds, plan.evaluation_samples)
     weights = "model" if prepared.recipe.train.ema is None else "ema"  # as in summary.json
     examples = prepared.recipe.evaluate.keep_examples
-    rounds = getattr(prepared.pipeline, "evaluation_rounds", usual)(plan.evaluation_batch_size, world)
+    rounds = getattr(prepared.pipeline, "evaluation_rounds", default_rounds)(plan.evaluation_batch_size, world)
     return Evaluator(
         task=prepared.task,
         pipeline=prepared.pipeline,
@@ -182,7 +182,7 @@ def _evaluator(opened: OpenedRun, precision: Precision, heartbeat: Heartbeat) ->
         batch_size=plan.evaluation_batch_size,
         heartbeat=heartbeat,
         rounds=rounds if plan.strategy == "fsdp" else None,
-        keep=Keep(weights=weights, examples=examples) if examples else Keep(),
+        keep=KeepOptions(weights=weights, examples=examples) if examples else KeepOptions(),
     )
 
 
@@ -212,7 +212,7 @@ def _recorder(opened: OpenedRun, ledger: LedgerWriter, progress: Progress) -> Re
         name=directory.root.resolve().name,
         recipe=to_tree(recipe),
         environment=read_environment(directory),
-        start_step=opened.opening.choice.step,
+        start_step=opened.decision.choice.step,
     )
     trackers = build_trackers(recipe.telemetry.trackers, directory.root, facts)
     return Recorder(EventWriter(directory.events), ledger, trackers, opened.display, progress)
@@ -236,31 +236,31 @@ def _register(run: Run) -> None:
 
 def with_profile(run: Run) -> StepClock:
     """Return the run's clock, wrapped in a profiler if one is requested for this process."""
-    asked, steps = run.recipe.telemetry.profile, run.plan.profile_steps
-    if steps is None or (asked.ranks == "first" and not run.world.is_first):
+    profile, steps = run.recipe.telemetry.profile, run.plan.profile_steps
+    if steps is None or (profile.ranks == "first" and not run.world.is_first):
         return run.clock
-    tool = NsightTool() if asked.tool == "nsys" else TorchTool(run.device.type, run.world.rank, memory=asked.memory)
+    tool = NsightTool() if profile.tool == "nsys" else TorchTool(run.device.type, run.world.rank, memory=profile.memory)
 
-    def report(profiled: Profiled) -> None:
-        which = f"steps {profiled.first} to {profiled.last}"
+    def report(profiled: ProfileResult) -> None:
+        span = f"steps {profiled.first} to {profiled.last}"
         if profiled.problem is not None:
-            message = f"{which} were not profiled: {profiled.problem}."
+            message = f"{span} were not profiled: {profiled.problem}."
             run.recorder.incident("profile", message)
             run.display.message(message)
             return
-        folder = None if asked.tool == "nsys" else run.directory.profile(profiled.first - 1)
+        folder = None if profile.tool == "nsys" else run.directory.profile(profiled.first - 1)
         run.recorder.write(
             ProfileEvent(
                 **run.progress.here,
                 first_step=profiled.first,
                 last_step=profiled.last,
-                tool=asked.tool,
+                tool=profile.tool,
                 folder=None if folder is None else str(folder.relative_to(run.directory.root)),
             )
         )
-        run.display.message(f"{which} were profiled: {'see the report of nsys' if folder is None else f'see {folder}'}")
+        run.display.message(f"{span} were profiled: {'see the report of nsys' if folder is None else f'see {folder}'}")
 
-    assignment = Assignment(
+    assignment = ProfileWindow(
         first=steps[0],
         end=steps[1],
         position=lambda: run.progress.position,

@@ -36,9 +36,9 @@ class Callbacks:
                     f"callback {type(each).__name__} has none of the methods {', '.join(MOMENTS)}; add one."
                 )
 
-    def __call__(self, moment: str, *told: Any) -> None:
+    def __call__(self, moment: str, *details: Any) -> None:
         """Call the method named ``moment`` of each observer that has one."""
         for each in self.observers:
             observe = getattr(each, moment, None)
-            if observe is not None and observe(*told) and not self.stopped_by:
+            if observe is not None and observe(*details) and not self.stopped_by:
                 self.stopped_by = type(each).__name__

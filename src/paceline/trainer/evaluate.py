@@ -24,7 +24,7 @@ from paceline.distributed.watchdog import Heartbeat
 from paceline.escaping import utf8
 from paceline.metrics.accumulator import Accumulator, Collector, DetailedCollector, Rows
 from paceline.metrics.answers import HOW_CHOSEN, Candidate, Confusion, Examples, as_png, choose
-from paceline.metrics.confusion import MOST_CLASSES, Reliability, Triples, confusion_document, merged
+from paceline.metrics.confusion import MOST_CLASSES, Reliability, Triples, confusion_document, merge_counts
 from paceline.metrics.named import NamedMetrics
 from paceline.records.run_directory import RunDirectory, encode_json, write_text
 from paceline.tasks.task import Model, Task
@@ -58,14 +58,14 @@ def _sums(tensor: torch.Tensor) -> torch.Tensor:
     The result therefore hardly depends on which samples share a batch.
     """
     samples = (tensor.unsqueeze(-1) if tensor.ndim < 2 else tensor).to(torch.float32)
-    rest = tuple(range(1, samples.ndim)) or (0,)
-    totals = samples.sum(dim=rest)
-    lengths = torch.linalg.vector_norm(samples, dim=rest)
+    sample_dims = tuple(range(1, samples.ndim)) or (0,)
+    totals = samples.sum(dim=sample_dims)
+    lengths = torch.linalg.vector_norm(samples, dim=sample_dims)
     precise = torch.float32 if tensor.device.type == "mps" else torch.float64
     return torch.stack((totals.to(precise).sum(), lengths.to(precise).square().sum()))
 
 
-def mean_and_spread(parts: Iterable[Rows]) -> dict[str, float]:
+def mean_and_std(parts: Iterable[Rows]) -> dict[str, float]:
     """Return ``input_mean`` and ``input_std`` over all processes, with each number counted once.
 
     The result is empty if there are no such numbers, or if one is infinite or nan.
@@ -75,12 +75,12 @@ def mean_and_spread(parts: Iterable[Rows]) -> dict[str, float]:
         return {}
     count, total, squares = (math.fsum(column) for column in zip(*rows, strict=True))
     mean = total / count
-    spread = math.sqrt(max(0.0, squares / count - mean**2))
-    return {"input_mean": round(mean, _DIGITS), "input_std": round(spread, _DIGITS)}
+    std = math.sqrt(max(0.0, squares / count - mean**2))
+    return {"input_mean": round(mean, _DIGITS), "input_std": round(std, _DIGITS)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keep:
+class KeepOptions:
     """What to keep of an evaluation pass.
 
     Attributes:
@@ -93,7 +93,7 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Part:
+class RankAnswers:
     """One process's results: numbers only, without pictures."""
 
     counts: tuple[Triples, Reliability]
@@ -103,7 +103,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class Artifacts:
     """What an evaluation pass kept.
 
     Attributes:
@@ -119,13 +119,13 @@ class Kept:
     failure: str = ""
 
 
-class KeptAnswers:
+class AnswerCollector:
     """Collects what is kept of one process's evaluation pass."""
 
-    def __init__(self, task: Task, keep: Keep) -> None:
+    def __init__(self, task: Task, keep: KeepOptions) -> None:
         self._task = task
         # Skip all of this for a task without answers.
-        self._keep = Keep() if getattr(task.answers, "__func__", None) is Task.answers else keep
+        self._keep = KeepOptions() if getattr(task.answers, "__func__", None) is Task.answers else keep
         self._confusion = Confusion()
         self._examples = Examples(self._keep.examples, task.pictures)
         self._failure = ""
@@ -143,64 +143,64 @@ class KeptAnswers:
             batch: The scored batch.
         """
         answers = None
-        with self.looking("answers"):
+        with self.guarded("answers"):
             answers = self._task.answers(answered, batch)
             if answers is not None and answers.classes <= MOST_CLASSES:
                 self._confusion.add(answers)
         if answers is not None and self._keep.examples:
-            with self.looking("pictures"):
+            with self.guarded("pictures"):
                 draws = uniforms(0, 0, batch.ids, 1)[:, 0]
                 self._examples.add(batch.ids, draws, batch.inputs, answers)
 
-    def part(self) -> Part:
+    def part(self) -> RankAnswers:
         """Return this process's results; waits for the device."""
-        with self.looking("answers"):
+        with self.guarded("answers"):
             if not self._failure:
                 candidates = tuple(self._examples.candidates())
-                return Part(self._confusion.counts(), candidates, self._confusion.classes)
-        return Part(Confusion().counts(), failure=self._failure)
+                return RankAnswers(self._confusion.counts(), candidates, self._confusion.classes)
+        return RankAnswers(Confusion().counts(), failure=self._failure)
 
     @contextmanager
-    def looking(self, method: str) -> Iterator[None]:
+    def guarded(self, method: str) -> Iterator[None]:
         """Run a method of the task; an error in it must not fail the evaluation."""
         try:
             yield
         except Exception as error:  # noqa: BLE001  # whatever it raises
-            self.give_up(method, error)
+            self.discard(method, error)
 
-    def give_up(self, method: str, error: Exception) -> None:
+    def discard(self, method: str, error: Exception) -> None:
         """Discard everything kept of this pass."""
-        self._failure = self._failure or _failed(self._task, method, error)
+        self._failure = self._failure or _failure_message(self._task, method, error)
 
-    def together(self, parts: Sequence[Part], collectives: Collectives, pipeline: Pipeline) -> Kept:
+    def combine(self, parts: Sequence[RankAnswers], collectives: Collectives, pipeline: Pipeline) -> Artifacts:
         """Combine the results of all processes; a collective if pictures are kept."""
         if failure := next((each.failure for each in parts if each.failure), ""):
-            return Kept(failure=failure)
+            return Artifacts(failure=failure)
         classes = max(each.classes for each in parts)
         chosen = choose((each for part in parts for each in part.candidates), self._keep.examples)
-        shown: dict[int, dict[str, Any]] = {}
+        entries_by_sample: dict[int, dict[str, Any]] = {}
         if chosen:
-            own: dict[int, dict[str, Any]] = {}
+            local_entries: dict[int, dict[str, Any]] = {}
             # A process that fails here must not leave the others waiting.
-            with self.looking("pictures"):
-                mine = set(parts[collectives.world.rank].candidates)
-                own = {each.sample: self._as_shown(each, pipeline) for each in chosen if each in mine}
-            for failure, entries in collectives.gather_on_first((self._failure, own)):
+            with self.guarded("pictures"):
+                local = set(parts[collectives.world.rank].candidates)
+                local_entries = {each.sample: self._example_entry(each, pipeline) for each in chosen if each in local}
+            for failure, entries in collectives.gather_on_rank_zero((self._failure, local_entries)):
                 self._failure = self._failure or failure
-                shown |= entries
-        with self.looking("description"):
+                entries_by_sample |= entries
+        with self.guarded("description"):
             names = [str(each) for each in self._task.description().get("class_names", range(classes))]
             if len(names) < classes:
                 raise ValueError(f"the task names {len(names)} classes, but predicts {classes}")
             triples, reliability = zip(*(each.counts for each in parts), strict=True)
-            matrix = confusion_document(merged(triples), reliability, names) if classes else None
-            examples = [shown[each.sample] for each in chosen if each.sample in shown]
+            matrix = confusion_document(merge_counts(triples), reliability, names) if classes else None
+            examples = [entries_by_sample[each.sample] for each in chosen if each.sample in entries_by_sample]
             document = {"classes": names, "chosen": HOW_CHOSEN, "examples": examples} if chosen else None
             if not self._failure:
-                return Kept(confusion=matrix, examples=document)
-        return Kept(failure=self._failure)
+                return Artifacts(confusion=matrix, examples=document)
+        return Artifacts(failure=self._failure)
 
-    def _as_shown(self, candidate: Candidate, pipeline: Pipeline) -> dict[str, Any]:
+    def _example_entry(self, candidate: Candidate, pipeline: Pipeline) -> dict[str, Any]:
         fields = asdict(candidate)
         del fields["score"], fields["is_mistake"]
         pixels = self._examples.picture(candidate)
@@ -209,28 +209,28 @@ class KeptAnswers:
         return {**picture, **fields, "name": utf8(pipeline.sample_name(candidate.sample, training=False))}
 
 
-def _failed(owner: object, method: str, error: Exception) -> str:
+def _failure_message(owner: object, method: str, error: Exception) -> str:
     return f"{type(owner).__name__}.{method} failed with {type(error).__name__}: {error}"
 
 
-def write_kept(directory: RunDirectory, kept: Kept, where: dict[str, Any]) -> None:
+def write_artifacts(directory: RunDirectory, artifacts: Artifacts, context: dict[str, Any]) -> None:
     """Write the files of an evaluation, on the first rank; remove older files that this evaluation did not produce.
 
     Args:
         directory: The run directory.
-        kept: What was kept.
-        where: The step and the set of weights, which each file records.
+        artifacts: What was kept.
+        context: The step and the set of weights, which each file records.
 
     Raises:
         RunDirectoryError: If the disk fails.
     """
-    documents = kept.confusion, kept.examples, kept.details
+    documents = artifacts.confusion, artifacts.examples, artifacts.details
     for path, document in zip((directory.confusion, directory.examples, directory.details), documents, strict=True):
         if document is None:
             path.unlink(missing_ok=True)
             continue
         path.parent.mkdir(exist_ok=True)
-        write_text(path, encode_json({**where, **document}) + "\n")
+        write_text(path, encode_json({**context, **document}) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +241,7 @@ class Evaluation:
         samples: Samples scored.
         results: Metric values by set of weights.
         broken: Samples that could not be read, over all processes.
-        kept: What was kept of the answers; pictures are on the first process only.
+        artifacts: What was kept of the answers; pictures are on the first process only.
         inputs: Mean and spread of the networks' inputs; empty for inputs without floating-point numbers, such as
             tokens.
     """
@@ -249,18 +249,18 @@ class Evaluation:
     samples: int
     results: dict[str, dict[str, float]]
     broken: tuple[BrokenSample, ...]
-    kept: Kept = field(default_factory=Kept)
+    artifacts: Artifacts = field(default_factory=Artifacts)
     inputs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Share:
+class _RankScores:
     """One process's contribution: the sums of each set of weights, and what was read."""
 
     rows: dict[str, Rows]
     collected: dict[str, tuple[Any, ...]]
     broken: tuple[BrokenSample, ...]
-    kept: Part
+    answers: RankAnswers
     inputs: Rows
 
 
@@ -283,7 +283,7 @@ class Evaluator:
     batch_size: int
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     rounds: int | None = None
-    keep: Keep = field(default_factory=Keep)
+    keep: KeepOptions = field(default_factory=KeepOptions)
 
     def __call__(
         self, models: Mapping[str, nn.Module], observe: Callable[[str, Batch, dict[str, Nested]], None] | None = None
@@ -295,9 +295,9 @@ class Evaluator:
             observe: Called with (weights, batch, predictions) for each batch, e.g. to write predictions.
         """
         sums = {name: Accumulator(self.task.metrics, self.device) for name in models}
-        more = self.task.recipe.evaluate.metrics
-        collected = {name: (*self.task.collectors(), NamedMetrics(more)) for name in models}
-        answers, inputs = KeptAnswers(self.task, self.keep), InputStatistics()
+        named_metrics = self.task.recipe.evaluate.metrics
+        collected = {name: (*self.task.collectors(), NamedMetrics(named_metrics)) for name in models}
+        answers, inputs = AnswerCollector(self.task, self.keep), InputStatistics()
         broken: list[BrokenSample] = []
         rounds, last = 0, None
         # Sharded weights are different tensors in each pass.
@@ -308,73 +308,75 @@ class Evaluator:
                 broken += batch.broken
                 last = batch
                 if len(batch.ids) == 0:
-                    self._go_along(models, batch)
+                    self._join_forward_passes(models, batch)
                     continue
                 inputs.add(batch.inputs)
                 for name, model in models.items():
-                    asked = self.task.evaluated(model)
-                    once = _OneForward(asked)
-                    is_looked_at = observe is not None or name == answers.weights
+                    network = self.task.evaluated(model)
+                    cached = _CachedForward(network)
+                    is_reused = observe is not None or name == answers.weights
                     with self.precision.autocast():
-                        scores = self._score(once if is_looked_at else asked, asked, batch, answers)
+                        scores = self._score(cached if is_reused else network, network, batch, answers)
                         sums[name].add(scores)
                         for each in collected[name]:
                             each.add(scores, batch.ids)
                         if name == answers.weights:
-                            answers.add(once.again, batch)
+                            answers.add(cached.cached_answer, batch)
                         if observe is not None:
-                            observe(name, batch, self.task.predict(once, batch))
+                            observe(name, batch, self.task.predict(cached, batch))
                 self.heartbeat.tick()
             for _ in range(rounds, self.rounds or 0):
                 last = last or next(iter(self.pipeline.evaluation_batches(self.batch_size, World())))
-                self._go_along(models, last)
+                self._join_forward_passes(models, last)
         self.heartbeat.enter("gathering scores")
         # One collective for all sets of weights; the first time the host waits for the device.
-        mine = _Share(
+        local = _RankScores(
             rows={name: each.rows() for name, each in sums.items()},
             collected={name: tuple(each.part() for each in group) for name, group in collected.items()},
             broken=tuple(broken),
-            kept=answers.part(),
+            answers=answers.part(),
             inputs=inputs.rows(),
         )
-        parts = self.collectives.gather(mine)
-        counted = {name: sums[name].results([row for part in parts for row in part.rows[name]]) for name in sums}
-        results = {name: dict(values) for name, (_, values) in counted.items()}
+        parts = self.collectives.gather(local)
+        totals = {name: sums[name].results([row for part in parts for row in part.rows[name]]) for name in sums}
+        results = {name: dict(values) for name, (_, values) in totals.items()}
         for name, group in collected.items():
             for index, each in enumerate(group):
                 results[name] |= each.results([part.collected[name][index] for part in parts])
-        kept = answers.together([part.kept for part in parts], self.collectives, self.pipeline)
+        artifacts = answers.combine([part.answers for part in parts], self.collectives, self.pipeline)
         return Evaluation(
-            samples=next(count for count, _ in counted.values()),
+            samples=next(count for count, _ in totals.values()),
             results=results,
             broken=tuple(sorted((each for part in parts for each in part.broken), key=lambda each: each.id)),
-            kept=self._with_details(kept, collected.get(self.keep.weights, ()), parts),
-            inputs=mean_and_spread(part.inputs for part in parts),
+            artifacts=self._with_details(artifacts, collected.get(self.keep.weights, ()), parts),
+            inputs=mean_and_std(part.inputs for part in parts),
         )
 
-    def _with_details(self, kept: Kept, collectors: Sequence[Collector], parts: Sequence[_Share]) -> Kept:
+    def _with_details(
+        self, artifacts: Artifacts, collectors: Sequence[Collector], parts: Sequence[_RankScores]
+    ) -> Artifacts:
         for index, each in enumerate(collectors):
             if isinstance(each, DetailedCollector):
                 try:
                     collected = [part.collected[self.keep.weights][index] for part in parts]
-                    return replace(kept, details=each.details(collected))
+                    return replace(artifacts, details=each.details(collected))
                 except Exception as error:  # noqa: BLE001  # a task's own code, and for the report only
-                    return replace(kept, failure=kept.failure or _failed(each, "details", error))
-        return kept
+                    return replace(artifacts, failure=artifacts.failure or _failure_message(each, "details", error))
+        return artifacts
 
-    def _score(self, looked_at: Any, asked: Model, batch: Batch, answers: KeptAnswers) -> dict[str, Any]:
+    def _score(self, model: Any, network: Model, batch: Batch, answers: AnswerCollector) -> dict[str, Any]:
         """Score a batch; a task that does more than call the network receives the network itself."""
         try:
-            return self.task.score(looked_at, batch)
+            return self.task.score(model, batch)
         except Exception as error:
             # With sharded weights, another pass would wait for the other processes.
-            if looked_at is asked or answers.weights == "" or self.rounds is not None:
+            if model is network or answers.weights == "" or self.rounds is not None:
                 raise
-            scores = self.task.score(asked, batch)
-            answers.give_up("score", error)
+            scores = self.task.score(network, batch)
+            answers.discard("score", error)
             return scores
 
-    def _go_along(self, models: Mapping[str, nn.Module], batch: Batch) -> None:
+    def _join_forward_passes(self, models: Mapping[str, nn.Module], batch: Batch) -> None:
         """Contribute this process's shards of the weights to the other processes' forward passes."""
         if self.rounds is not None:
             for model in models.values():
@@ -382,7 +384,7 @@ class Evaluator:
                     self.task.score(self.task.evaluated(model), batch)
 
 
-class _OneForward:
+class _CachedForward:
     """A network that caches its last answer, so that predicting a scored batch needs no second forward pass.
 
     Only the identical tensors return the cached answer, and only if it was not modified since.
@@ -392,24 +394,24 @@ class _OneForward:
         self._model = model
         self._arguments: tuple[Any, ...] = ()
         self._answer: torch.Tensor | None = None
-        self._writes = 0
+        self._version = 0
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        if self._is_kept(arguments) and not options:
+        if self._is_cached(arguments) and not options:
             return self._answer
         answer = self._model(*arguments, **options)
-        plain = isinstance(answer, torch.Tensor) and not answer.is_inference() and not options
-        self._arguments, self._answer = arguments, answer if plain else None
-        self._writes = _writes(answer) if plain else 0
+        is_cacheable = isinstance(answer, torch.Tensor) and not answer.is_inference() and not options
+        self._arguments, self._answer = arguments, answer if is_cacheable else None
+        self._version = _version_of(answer) if is_cacheable else 0
         return answer
 
-    def again(self, *arguments: Any) -> torch.Tensor:
+    def cached_answer(self, *arguments: Any) -> torch.Tensor:
         """Return the cached answer; with sharded weights, another pass would need the other processes.
 
         Raises:
             ValueError: If no answer is cached for these arguments.
         """
-        if self._answer is None or not self._is_kept(arguments):
+        if self._answer is None or not self._is_cached(arguments):
             raise ValueError("the task's `answers` calls the network differently than `score`")
         return self._answer
 
@@ -419,13 +421,13 @@ class _OneForward:
             raise AttributeError(name)
         return getattr(self._model, name)
 
-    def _is_kept(self, arguments: tuple[Any, ...]) -> bool:
+    def _is_cached(self, arguments: tuple[Any, ...]) -> bool:
         if self._answer is None or len(arguments) != len(self._arguments):
             return False
-        return all(map(operator.is_, arguments, self._arguments)) and _writes(self._answer) == self._writes
+        return all(map(operator.is_, arguments, self._arguments)) and _version_of(self._answer) == self._version
 
 
-def _writes(tensor: torch.Tensor) -> int:
+def _version_of(tensor: torch.Tensor) -> int:
     return tensor._version  # noqa: SLF001  # what autograd counts has no other name
 
 

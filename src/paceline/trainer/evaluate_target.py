@@ -19,14 +19,14 @@ from paceline.checkpoint.weights import SavedWeights, check_scale, load_trained,
 from paceline.data.batch import Batch, Nested, mapped
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.pipeline import common_size, evaluation_size
-from paceline.data.image.selection import among_classes
+from paceline.data.image.selection import keep_known_classes
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.escaping import csv_cell
-from paceline.files import refuse_odd_outputs
+from paceline.files import refuse_special_outputs
 from paceline.plan import DataFacts, compute
 from paceline.plan.build import unused_in_data
 from paceline.recipe.data import Data
@@ -35,8 +35,8 @@ from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import encode_json
 from paceline.tasks.image_classification import ImageTask
-from paceline.tasks.task import Task, build_task, check_used_by, task_name
-from paceline.trainer.evaluate import Evaluator, Keep
+from paceline.tasks.task import Task, build_task, check_supported, task_name
+from paceline.trainer.evaluate import Evaluator, KeepOptions
 from paceline.trainer.nonfinite import not_finite
 from paceline.trainer.precision import Precision, set_float32_matmul
 from paceline.trainer.preparation import find_host_limits, place, without_initial_weights
@@ -76,7 +76,7 @@ class EvaluationRequest:
                 raise PacelineError(f"--predictions={file}: the name must end in {' or '.join(PREDICTION_FORMATS)}.")
             if not file.parent.is_dir():
                 raise PacelineError(f"--predictions={file}: there is no directory '{file.parent}'; create it first.")
-            refuse_odd_outputs(file)
+            refuse_special_outputs(file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ def evaluate_target(request: EvaluationRequest) -> EvaluationReport:
 def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[EvaluationReport]:
     saved = read_weights(request.target, request.weights, best=request.best)
     recipe = scoring_recipe(saved, request.overrides)
-    refuse_foreign_code(saved.described("recipe"), recipe, str(saved.path), trusted=request.trust_code)
+    refuse_foreign_code(saved.description("recipe"), recipe, str(saved.path), trusted=request.trust_code)
     launch = read_launch(os.environ)
     device = choose_device(recipe.parallel.device, launch.world)
     machine = describe_machine(device)
@@ -145,8 +145,8 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
     tasks: list[Task] = []
     left_out: tuple[str, ...] = ()
     for size in sizes:
-        sized = recipe if size is None else replace(recipe, data=replace(recipe.data, evaluation_size=size))
-        task, facts = scoring_task(request, saved, sized, launch.world)
+        resized = recipe if size is None else replace(recipe, data=replace(recipe.data, evaluation_size=size))
+        task, facts = scoring_task(request, saved, resized, launch.world)
         if size is not None and not isinstance(task, ImageTask):
             raise RecipeError(
                 f"--sizes has no effect on the task {task_name(task)}, which prepares its own samples; leave it out."
@@ -158,24 +158,24 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
     for task in tasks:
         task.check_network(network)
     network = with_weights(network, saved, placement)
-    with contextlib.ExitStack() as opened:
-        opened.enter_context(keep_freed_memory(device))
-        opened.enter_context(restore_torch_settings())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(keep_freed_memory(device))
+        stack.enter_context(restore_torch_settings())
         set_float32_matmul(products)
         torch.set_num_threads(compute.resolve_threads(recipe, machine, launch.world.local_world_size)[0])
-        opened.callback(leave)
+        stack.callback(leave)
         # Loader processes are forked before the process group exists, so those of all sizes are forked here. Each size
         # has as many as it would have alone: only one size runs at a time, and it stops its own.
-        turns = [opened.enter_context(contextlib.ExitStack()) for _ in tasks]
+        pipeline_stacks = [stack.enter_context(contextlib.ExitStack()) for _ in tasks]
         pipelines = [
-            turn.enter_context(contextlib.closing(task.open_pipeline(placement)))
-            for turn, task in zip(turns, tasks, strict=True)
+            pipeline_stack.enter_context(contextlib.closing(task.open_pipeline(placement)))
+            for pipeline_stack, task in zip(pipeline_stacks, tasks, strict=True)
         ]
         for pipeline in pipelines:
             pipeline.start(training=False, evaluation=True)
         collectives = join(launch, device)
         reports = []
-        for task, pipeline, turn in zip(tasks, pipelines, turns, strict=True):
+        for task, pipeline, turn in zip(tasks, pipelines, pipeline_stacks, strict=True):
             evaluator = Evaluator(
                 task=task,
                 pipeline=pipeline,
@@ -183,7 +183,7 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
                 collectives=collectives,
                 device=device,
                 batch_size=compute.resolve_evaluation_batch(recipe),
-                keep=Keep(weights=saved.weights),
+                keep=KeepOptions(weights=saved.weights),
             )
             with turn:
                 reports.append(_score(request, saved, evaluator, network, data=recipe.data))
@@ -197,18 +197,18 @@ def _score(
     lines = _Predictions(evaluator.pipeline, evaluator.task.description().get("class_names", ()))
     evaluation = evaluator({saved.weights: network}, lines.add if request.predictions else None)
     seconds = time.perf_counter() - started
-    most = data.most_unread(evaluation.samples + len(evaluation.broken))
-    if len(evaluation.broken) > most:
+    most_unread = data.unread_limit(evaluation.samples + len(evaluation.broken))
+    if len(evaluation.broken) > most_unread:
         first = evaluation.broken[0]
-        way = f"data.on_bad=skip leaves out {most}: check the disk."
+        way = f"data.on_bad=skip leaves out {most_unread}: check the disk."
         if data.on_bad == "refuse":
-            way = f"data.max_broken={most}; score the others with data.on_bad=skip, or repair or remove them."
+            way = f"data.max_broken={most_unread}; score the others with data.on_bad=skip, or repair or remove them."
         raise DataError(
             f"'{first.path}' could not be read: {first.reason}. {len(evaluation.broken)} broken sample(s), and {way}"
         )
     if request.predictions is not None:
         lines.write(request.predictions, evaluator.collectives)
-    task, metrics, details = evaluator.task, evaluation.results[saved.weights], evaluation.kept.details or {}
+    task, metrics, details = evaluator.task, evaluation.results[saved.weights], evaluation.artifacts.details or {}
     return EvaluationReport(
         path=saved.path,
         weights=saved.weights,
@@ -221,8 +221,8 @@ def _score(
         },
         broken=tuple(each.path for each in evaluation.broken),
         seconds=seconds,
-        confusion=evaluation.kept.confusion,
-        no_confusion=evaluation.kept.failure,
+        confusion=evaluation.artifacts.confusion,
+        no_confusion=evaluation.artifacts.failure,
         not_finite=not_finite(task, metrics),
         per_class=details.get("label_scores") or details.get("class_iou", ()),
     )
@@ -232,32 +232,32 @@ def scoring_task(
     request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world: World
 ) -> tuple[Task, DataFacts]:
     """Return the task that the weights were trained with, and its data."""
-    other = _other_images(request, saved, recipe)
+    other_images = _other_images(request, saved, recipe)
     if request.on != "holdout":
         # It does not affect the scores, and other data may have fewer images.
         recipe = replace(recipe, data=replace(recipe.data, subset=None))
-    known, asked = saved.described("data").get("targets"), recipe.data.target_columns
-    if known is not None and asked not in ((), tuple(known)):
+    known, columns = saved.description("data").get("targets"), recipe.data.target_columns
+    if known is not None and columns not in ((), tuple(known)):
         raise DataError(
-            f"the weights in {saved.path} learned {_some(known)}, and data.target_columns names {_some(asked)}; name "
+            f"the weights in {saved.path} learned {_join(known)}, and data.target_columns names {_join(columns)}; name "
             "the columns as in training."
         )
-    rows, clicks = saved.described("data").get("table_rows"), recipe.data.recommendation
+    rows, clicks = saved.description("data").get("table_rows"), recipe.data.recommendation
     if recipe.data.dataset == "criteo" and rows is not None and clicks.tables == "auto":
         # Use tables as large as the weights', whatever data is scored: categories are hashed into them.
         recipe = replace(recipe, data=replace(recipe.data, recommendation=replace(clicks, tables=tuple(rows))))
     task = build_task(recipe)
-    if other is not None and isinstance(task, ImageTask) and task.learns == "class":
-        about = saved.described("data")
-        names = () if about.get(UNNAMED) else about.get("class_names") or ()
-        task.dataset = among_classes(other, names) if {*other.classes} < {*names} else other
-    trained, rebuilt = saved.described("data").get("task"), task_name(task)
+    if other_images is not None and isinstance(task, ImageTask) and task.learns == "class":
+        described = saved.description("data")
+        names = () if described.get(UNNAMED) else described.get("class_names") or ()
+        task.dataset = keep_known_classes(other_images, names) if {*other_images.classes} < {*names} else other_images
+    trained, rebuilt = saved.description("data").get("task"), task_name(task)
     if trained not in (None, rebuilt):
         raise RecipeError(
             f"the weights in {saved.path} were trained with the task {trained}, but their recipe names {rebuilt}; "
             "score them with task=package.module:name of that task."
         )
-    check_used_by(task)
+    check_supported(task)
     if request.on == "holdout":
         _take_holdout(task, saved, recipe)
     facts = task.data_facts(world)
@@ -268,7 +268,7 @@ def scoring_task(
         raise DataError(refusal)
     refuse_unused_overrides(request.overrides, unused_in_data(facts), recipe)
     _check_classes(task, saved)
-    _check_shown_alike(task, saved)
+    _check_preprocessing(task, saved)
     return task, facts
 
 
@@ -277,24 +277,24 @@ def _other_images(request: EvaluationRequest, saved: SavedWeights, recipe: Recip
 
     Returns None for other data: of a folder of class folders that was trained on, only the held-out part is scored.
     """
-    given, data = set_by(request.overrides), recipe.data
-    by_hand = {"data.validation_fraction", "data.split_by", "data.saved_split"} & set(given)
-    if request.on == "holdout" or "data.path" not in given or by_hand or data.path is None:
+    overridden, data = set_by(request.overrides), recipe.data
+    explicit_split = {"data.validation_fraction", "data.split_by", "data.saved_split"} & set(overridden)
+    if request.on == "holdout" or "data.path" not in overridden or explicit_split or data.path is None:
         return None
-    root, before = Path(data.path).expanduser(), stored_recipe(saved.described("recipe"), str(saved.path)).data.path
+    root, origin = Path(data.path).expanduser(), stored_recipe(saved.description("recipe"), str(saved.path)).data.path
     if data.dataset != "image_folder" or (root / "train").is_dir() or not root.is_dir():
         return None
-    if before is not None and Path(before).resolve() == root.resolve():
+    if origin is not None and Path(origin).resolve() == root.resolve():
         return None
     is_split = any((root / name).is_dir() for name in ("val", "test"))
-    if not is_split and open_dataset(data).digest == saved.described("data").get("digest"):
+    if not is_split and open_dataset(data).digest == saved.description("data").get("digest"):
         return None
-    found = open_dataset(replace(data, subset=None), score_all=True)
+    images = open_dataset(replace(data, subset=None), score_all=True)
     note = (
-        f"all {len(found.validation):,} images are scored, since the run was trained on another folder ({before}); if "
+        f"all {len(images.validation):,} images are scored, since the run was trained on another folder ({origin}); if "
         "this is a copy of it, give data.validation_fraction to score the held-out part"
     )
-    return found if is_split else replace(found, left_out=(*found.left_out, note))
+    return images if is_split else replace(images, left_out=(*images.left_out, note))
 
 
 def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe) -> None:
@@ -311,15 +311,15 @@ def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe) -> None:
             "training images is biased; train with data.holdout_fraction=0.05, for example, or choose on the "
             "validation images with --on validation, which biases their accuracy."
         )
-    stored = stored_recipe(saved.described("recipe"), str(saved.path)).data
+    stored = stored_recipe(saved.description("recipe"), str(saved.path)).data
     for key in ("holdout_fraction", "validation_fraction"):
-        before, now = getattr(stored, key), getattr(recipe.data, key)
-        if before != now:
+        former, value = getattr(stored, key), getattr(recipe.data, key)
+        if former != value:
             raise RecipeError(
-                f"data.{key}={now}, but the weights in {saved.path} were trained with {before}: other images would "
+                f"data.{key}={value}, but the weights in {saved.path} were trained with {former}: other images would "
                 "count as held out, and some of them were trained on; leave the key as it was."
             )
-    if saved.described("data").get("digest") != task.dataset.digest:
+    if saved.description("data").get("digest") != task.dataset.digest:
         raise DataError(
             f"the data differ from those that the weights in {saved.path} were trained on, so the held-out part is "
             "unknown; give the same data, or score them with --on validation."
@@ -329,50 +329,50 @@ def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe) -> None:
 
 def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     """Return the recipe to score weights with: the recipe they were trained with, plus the overrides."""
-    recipe = stored_recipe(saved.described("recipe"), str(saved.path), overrides)
+    recipe = stored_recipe(saved.description("recipe"), str(saved.path), overrides)
     # The weights come from the file, so nothing is downloaded or initialised from elsewhere. The numerics are the
     # run's, unless an override changes them.
     recipe = without_initial_weights(recipe)
-    taught = replace(recipe.distillation, teacher=None)
+    distillation = replace(recipe.distillation, teacher=None)
     # Preprocess the images as in training, even where the defaults differ.
-    seen = saved.described("data")
-    check_scale(seen, str(saved.path))
-    as_seen: dict[str, Any] = {
-        key: tuple(seen[key]) if isinstance(seen[key], list) else seen[key]
+    described = saved.description("data")
+    check_scale(described, str(saved.path))
+    preprocessing: dict[str, Any] = {
+        key: tuple(described[key]) if isinstance(described[key], list) else described[key]
         for key in ("image_size", "evaluation_size", "channels", "mean", "std", "target_mean", "target_std")
-        if key in seen and getattr(recipe.data, key) == "auto"
+        if key in described and getattr(recipe.data, key) == "auto"
     }
-    if recipe.data.image_size not in ("auto", seen.get("image_size")):
-        as_seen.pop("evaluation_size", None)  # it follows the requested size
-    if "labels_pixels" in seen:
-        as_seen.pop("channels", None)  # the data set has them all
+    if recipe.data.image_size not in ("auto", described.get("image_size")):
+        preprocessing.pop("evaluation_size", None)  # it follows the requested size
+    if "labels_pixels" in described:
+        preprocessing.pop("channels", None)  # the data set has them all
     if recipe.train.precision == "auto" and "precision" in saved.metadata:
         recipe = stored_recipe(to_tree(recipe), str(saved.path), {"train.precision": saved.metadata["precision"]})
-    return replace(recipe, distillation=taught, data=replace(recipe.data, **as_seen))
+    return replace(recipe, distillation=distillation, data=replace(recipe.data, **preprocessing))
 
 
 def _check_classes(task: Task, saved: SavedWeights) -> None:
     """Refuse weights whose classes differ from the data's: the scores would be silently wrong."""
-    about = saved.described("data")
-    known, found = about.get("class_names"), task.description().get("class_names")
-    if known is None or found is None or (len(known) == len(found) if about.get(UNNAMED) else known == found):
+    facts = saved.description("data")
+    trained, names = facts.get("class_names"), task.description().get("class_names")
+    if trained is None or names is None or (len(trained) == len(names) if facts.get(UNNAMED) else trained == names):
         return
-    those, advice = f"the {len(known)} classes {_some(known)}", "the same class folders"
-    if about.get(UNNAMED):
-        those, advice = f"{len(known)} classes", "as many, in the order of the weights"
+    trained_text, advice = f"the {len(trained)} classes {_join(trained)}", "the same class folders"
+    if facts.get(UNNAMED):
+        trained_text, advice = f"{len(trained)} classes", "as many, in the order of the weights"
     raise DataError(
-        f"the weights in {saved.path} have {those}, but the data has the {len(found)} classes "
-        f"{_some(found)}; give data with {advice}."
+        f"the weights in {saved.path} have {trained_text}, but the data has the {len(names)} classes "
+        f"{_join(names)}; give data with {advice}."
     )
 
 
-def _check_shown_alike(task: Task, saved: SavedWeights) -> None:
+def _check_preprocessing(task: Task, saved: SavedWeights) -> None:
     """Warn that timm would resize and crop images of the right size, which are used unchanged here."""
     if saved.metadata.get("shown_by") != "timm" or not isinstance(task, ImageTask):
         return
-    data, found = task.recipe.data, task.dataset
-    size = evaluation_size(data, found)
-    if data.evaluation_crop < 1 and common_size(found.validation) == (size, size):
+    data, dataset = task.recipe.data, task.dataset
+    size = evaluation_size(data, dataset)
+    if data.evaluation_crop < 1 and common_size(dataset.validation) == (size, size):
         raise DataError(
             f"the images are {size}x{size} already and would not be resized, but {saved.path.parent} was made for "
             f"images that are resized to {round(size / data.evaluation_crop)} and cropped; confirm with "
@@ -380,7 +380,7 @@ def _check_shown_alike(task: Task, saved: SavedWeights) -> None:
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def _join(names: Sequence[str]) -> str:
     return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
 
 
@@ -427,7 +427,7 @@ class _Predictions:
             except OSError as error:
                 raise PacelineError(f"--predictions={path} could not be written: {error.strerror}.") from None
 
-        collectives.on_first(on_first)
+        collectives.on_rank_zero(on_first)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Nested, mapped
 from paceline.data.boxes import generated as stand_in_boxes
-from paceline.data.clicks.datasets import stand_in
+from paceline.data.clicks.datasets import placeholder
 from paceline.data.image.pipeline import evaluation_size
 from paceline.data.image.transforms import Mixing
 from paceline.data.order import StepGeometry
@@ -29,7 +29,7 @@ from paceline.dataset_registry import find_dataset
 from paceline.plan import Plan
 from paceline.recipe.data import Augment, Data, Progressive
 from paceline.recipe.schema import Recipe
-from paceline.tasks.image_classification import CROPS, ImageTask, shown_for_crops
+from paceline.tasks.image_classification import CROPS, ImageTask, scale_for_crops
 from paceline.tasks.task import Task
 from paceline.world import World
 
@@ -40,19 +40,19 @@ _FEW = 2
 _TEXTS = ("text_folder", "tokens", "huggingface_text", "chat")
 
 
-def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
+def with_placeholder_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     """Return the recipe; without a data path, with typical stand-in data and a sentence that says so.
 
     Settings that determine the memory and FLOPs of a step are unchanged: image size, mixing, repeats.
     """
     data = recipe.data
     if data.path is None and data.dataset == "criteo":
-        assumed, said = stand_in(data)
-        return replace(recipe, data=assumed), said
+        assumed, notice = placeholder(data)
+        return replace(recipe, data=assumed), notice
     if data.path is None and data.dataset == "coco":
-        return replace(recipe, data=replace(data, dataset=stand_in_boxes.REFERENCE)), stand_in_boxes.SAID
+        return replace(recipe, data=replace(data, dataset=stand_in_boxes.REFERENCE)), stand_in_boxes.NOTICE
     if data.path is None and data.dataset in _TEXTS:
-        return with_stand_in_text(recipe)
+        return with_placeholder_text(recipe)
     entry = find_dataset(data.dataset)
     has_targets = bool(data.target_columns) or recipe.task == "image_multilabel"
     if data.path is not None or entry is None or entry.size is None or has_targets:
@@ -70,13 +70,13 @@ def with_stand_in_data(recipe: Recipe) -> tuple[Recipe, str | None]:
         progressive=Progressive(),
         mix=data.mix,
     )
-    said = (
+    notice = (
         f"data.path is not set: as for {usual.name}, {usual.classes:,} classes and images of {size} pixels are assumed"
     )
-    return replace(recipe, data=assumed), said
+    return replace(recipe, data=assumed), notice
 
 
-def with_stand_in_text(recipe: Recipe) -> tuple[Recipe, str | None]:
+def with_placeholder_text(recipe: Recipe) -> tuple[Recipe, str | None]:
     """Return the recipe; a text recipe without a data path gets text without content."""
     if recipe.data.path is not None or recipe.data.dataset not in _TEXTS:
         return recipe, None
@@ -94,9 +94,9 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
     weight, if weights differ. Where samples are of unequal length, a batch is padded until it is as large as the run's
     largest batch of that many samples.
     """
-    if _shows_images(task):
+    if _reads_images(task):
         size, mix = task.dataset.image_size, task.recipe.data.mix
-        is_mixed = Mixing(mix, len(task.dataset.classes), task.recipe.seed).is_asked_for
+        is_mixed = Mixing(mix, len(task.dataset.classes), task.recipe.seed).is_active
         return _images(task, placement, size, size, is_mixed=is_mixed)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:
         pipeline.start(training=True, evaluation=False)
@@ -106,14 +106,14 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
             geometry = one_batch(task.recipe.seed, min(count, plan.train_samples), weights)
             return next(iter(pipeline.train_batches(geometry, 0, 1, World())))
 
-        few, more = read(_FEW), read(2 * _FEW)
-    lengths, make = task.sample_lengths(), _like(few, more)
+        small, large = read(_FEW), read(2 * _FEW)
+    lengths, make = task.sample_lengths(), _extrapolated(small, large)
     if task.sample_sizes() is not None:
-        return partial(_of_sizes, task, plan, make)
-    return make if lengths is None or not lengths.is_ragged else _as_large(make, more, lengths, plan)
+        return partial(_with_largest_sizes, task, plan, make)
+    return make if lengths is None or not lengths.is_ragged else _with_largest_width(make, large, lengths, plan)
 
 
-def largest_together(task: Task, count: int, global_size: int) -> SampleIds | None:
+def largest_micro_batch(task: Task, count: int, global_size: int) -> SampleIds | None:
     """Return the samples of the largest micro-batch of about this size, tallest and widest first; None if all alike.
 
     It depends on which samples share a micro-batch: pictures sorted by shape rarely share one with much taller
@@ -138,9 +138,9 @@ def largest_together(task: Task, count: int, global_size: int) -> SampleIds | No
     return np.array(list(dict.fromkeys((int(tallest), int(widest), *part.ids.tolist()))))
 
 
-def given_batch(seed: int, ids: SampleIds) -> StepGeometry:
+def fixed_batch(seed: int, ids: SampleIds) -> StepGeometry:
     """Return the geometry of a single batch of these samples."""
-    return _Given(seed=seed, samples=len(ids), global_batch_size=len(ids), logical_ranks=1, ids=ids)
+    return _FixedBatch(seed=seed, samples=len(ids), global_batch_size=len(ids), logical_ranks=1, ids=ids)
 
 
 def one_batch(seed: int, count: int, weights: NDArray[Any] | None = None) -> StepGeometry:
@@ -148,11 +148,11 @@ def one_batch(seed: int, count: int, weights: NDArray[Any] | None = None) -> Ste
     # A stable sort keeps the first of equal samples. Their order does not matter, but a smaller batch's samples must be
     # among a larger one's.
     heaviest = np.arange(count) if weights is None else np.argsort(-weights, kind="stable")[:count]
-    return given_batch(seed, heaviest)
+    return fixed_batch(seed, heaviest)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Given(StepGeometry):
+class _FixedBatch(StepGeometry):
     """A single step that uses these samples."""
 
     ids: SampleIds = field(repr=False, compare=False)
@@ -163,11 +163,11 @@ class _Given(StepGeometry):
 
 def evaluation_batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
     """Return the same for evaluation batches: the largest images, or longest samples, of evaluation, without mixing."""
-    if _shows_images(task):
-        found, data, views = task.dataset, task.recipe.data, task.recipe.evaluate.augment
-        side = evaluation_size(data, found)
+    if _reads_images(task):
+        dataset, data, views = task.dataset, task.recipe.data, task.recipe.evaluate.augment
+        side = evaluation_size(data, dataset)
         if views in CROPS:
-            side = evaluation_size(shown_for_crops(data, side, views), found)
+            side = evaluation_size(scale_for_crops(data, side, views), dataset)
         shapes = [tuple(map(int, each.split("x"))) for each in plan.data.get("evaluation_shapes", ())] or [(side, side)]
         return _images(task, placement, *max(shapes, key=math.prod), is_mixed=False)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:
@@ -176,40 +176,40 @@ def evaluation_batch_maker(task: Task, plan: Plan, placement: Placement) -> Batc
             next(iter(pipeline.evaluation_batches(min(count, plan.evaluation_samples), World())))
             for count in (_FEW, 2 * _FEW)
         )
-    lengths, make = task.evaluation_lengths(), _like(small, large)
+    lengths, make = task.evaluation_lengths(), _extrapolated(small, large)
     if lengths is None or not lengths.is_ragged:
         return make
     width, widest = _width(lengths, large.ids), _width(lengths, np.arange(len(lengths.tokens)))
     return lambda count: _widened(make(count), width, widest)
 
 
-def _shows_images(task: Task) -> TypeGuard[ImageTask]:
+def _reads_images(task: Task) -> TypeGuard[ImageTask]:
     return isinstance(task, ImageTask) and type(task).open_pipeline is ImageTask.open_pipeline
 
 
 def _images(task: ImageTask, placement: Placement, *shape: int, is_mixed: bool) -> BatchMaker:
     """Batches of images of one height and width."""
-    labels, found = task.dataset.train.labels, task.dataset
+    labels, dataset = task.dataset.train.labels, task.dataset
     memory_format = torch.channels_last if placement.channels_last else torch.contiguous_format
 
     def make(count: int) -> Batch:
-        inputs = torch.empty((count, found.channels, *shape), memory_format=memory_format)
+        inputs = torch.empty((count, dataset.channels, *shape), memory_format=memory_format)
         targets = torch.empty(count, dtype=torch.int64)
         if labels.ndim > 1 or is_mixed:
             dtype = torch.float32 if is_mixed else torch.from_numpy(labels[:0]).dtype
-            targets = torch.empty(count, len(found.classes), dtype=dtype)
-        part = _part(count)
+            targets = torch.empty(count, len(dataset.classes), dtype=dtype)
+        part = _slice_of(count)
         return Batch(inputs, targets, part.ids, part)
 
     return make
 
 
-def _like(small: Batch, large: Batch) -> BatchMaker:
+def _extrapolated(small: Batch, large: Batch) -> BatchMaker:
     """Extrapolates batches of any size from two that were read, by comparing the larger with the smaller."""
     sizes = (len(small.ids), len(large.ids))
 
     def make(count: int) -> Batch:
-        part = _part(count)
+        part = _slice_of(count)
         inputs = _resized(small.inputs, large.inputs, sizes, count)
         targets = _resized(small.targets, large.targets, sizes, count)
         return replace(small, inputs=inputs, targets=targets, ids=part.ids, slice=part, broken=())
@@ -227,7 +227,7 @@ def _resized(small: Nested, large: Nested, sizes: tuple[int, int], count: int) -
         # One entry per sample, as large as those that were read.
         return [_resized(each, each, sizes, count) for each in islice(cycle(large), count)]
     if isinstance(large, list | tuple):
-        parts = [_resized(one, two, sizes, count) for one, two in zip(small, large, strict=True)]
+        parts = [_resized(first, second, sizes, count) for first, second in zip(small, large, strict=True)]
         return type(large)(*parts) if hasattr(large, "_fields") else type(large)(parts)
     return large
 
@@ -245,26 +245,26 @@ def _empty(small: Tensor, large: Tensor, sizes: tuple[int, int], count: int) -> 
     return torch.empty(shape, dtype=large.dtype).to(memory_format=memory_format)
 
 
-def _of_sizes(task: Task, plan: Plan, plain: BatchMaker, count: int) -> Batch:
+def _with_largest_sizes(task: Task, plan: Plan, make: BatchMaker, count: int) -> Batch:
     """Return a batch of pictures as large as the run's largest of this size, with the other content that was read."""
-    ids, sizes, batch = largest_together(task, count, plan.global_batch_size), task.sample_sizes(), plain(count)
+    ids, sizes, batch = largest_micro_batch(task, count, plan.global_batch_size), task.sample_sizes(), make(count)
     assert ids is not None
     assert sizes is not None
     inputs, targets = [], []
     for image, target, sample in zip(batch.inputs, batch.targets, cycle(ids), strict=False):
-        before, now = image.shape[-2:], tuple(map(int, sizes[sample]))
+        old_size, new_size = image.shape[-2:], tuple(map(int, sizes[sample]))
 
-        def shown(tensor: Tensor, before: Any = before, now: Any = now) -> Tensor:
-            if tensor.ndim < 2 or tensor.shape[-2:] != before:
+        def resized(tensor: Tensor, old_size: Any = old_size, new_size: Any = new_size) -> Tensor:
+            if tensor.ndim < 2 or tensor.shape[-2:] != old_size:
                 return tensor
-            return torch.empty((*tensor.shape[:-2], *now), dtype=tensor.dtype)
+            return torch.empty((*tensor.shape[:-2], *new_size), dtype=tensor.dtype)
 
-        inputs.append(shown(image))
-        targets.append(mapped(shown, target))
+        inputs.append(resized(image))
+        targets.append(mapped(resized, target))
     return replace(batch, inputs=inputs, targets=targets)
 
 
-def _as_large(plain: BatchMaker, example: Batch, lengths: SampleLengths, plan: Plan) -> BatchMaker:
+def _with_largest_width(make: BatchMaker, example: Batch, lengths: SampleLengths, plan: Plan) -> BatchMaker:
     width, widest = _width(lengths, example.ids), _width(lengths, np.arange(len(lengths.tokens)))
 
     def width_of(count: int) -> int:
@@ -283,7 +283,7 @@ def _as_large(plain: BatchMaker, example: Batch, lengths: SampleLengths, plan: P
         assert largest is not None
         return -(-largest.positions // (count * lengths.multiple)) * lengths.multiple
 
-    return lambda count: _widened(plain(count), width, width_of(count))
+    return lambda count: _widened(make(count), width, width_of(count))
 
 
 def _width(lengths: SampleLengths, ids: SampleIds) -> int:
@@ -303,5 +303,5 @@ def _widened(batch: Batch, width: int, wide: int) -> Batch:
     return replace(batch, inputs=inputs, targets=targets)
 
 
-def _part(count: int) -> SampleSlice:
+def _slice_of(count: int) -> SampleSlice:
     return SampleSlice(step=0, epoch=0, logical_rank=0, ids=np.arange(count), step_weight=count)

@@ -74,38 +74,38 @@ class CudaRules(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call a function with its arguments cast, or call a replacement."""
-        given = dict(kwargs or {})
+        options = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if name == "dropout":
             # torch.dropout(input, p, train), and nn.functional's dropout(input, p=0.5, training=True, inplace=False)
             names = ("input", "p", "training", "inplace")
-            asked = {"p": 0.5, "training": True, "inplace": False} | dict(zip(names, args, strict=False)) | given
-            if asked.get("train", asked["training"]) and not asked["inplace"] and 0 < asked["p"] < 1:
-                return torch.native_dropout(asked["input"], asked["p"], train=True)[0]
+            arguments = {"p": 0.5, "training": True, "inplace": False} | dict(zip(names, args, strict=False)) | options
+            if arguments.get("train", arguments["training"]) and not arguments["inplace"] and 0 < arguments["p"] < 1:
+                return torch.native_dropout(arguments["input"], arguments["p"], train=True)[0]
         if name == "scaled_dot_product_attention":
             # The fused kernels of a GPU apply dropout internally: only a seed is saved.
-            args, given = args[:4], given | {"dropout_p": 0.0} | ({"is_causal": args[5]} if len(args) > 5 else {})
-        if name in _IN_FP32 and torch.is_autocast_enabled("cpu") and given.get("dtype") is None:
-            args, given = tuple(map(_float, args)), {key: _float(value) for key, value in given.items()}
-        return func(*args, **given)
+            args, options = args[:4], options | {"dropout_p": 0.0} | ({"is_causal": args[5]} if len(args) > 5 else {})
+        if name in _IN_FP32 and torch.is_autocast_enabled("cpu") and options.get("dtype") is None:
+            args, options = tuple(map(_float, args)), {key: _float(value) for key, value in options.items()}
+        return func(*args, **options)
 
 
 def _float(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in _HALVES else value
 
 
-class _OwnStatistics(_BatchNorm):
+class _LocalBatchNorm(_BatchNorm):
     """SyncBatchNorm on one process: like the real one, except that it exchanges no per-channel statistics."""
 
     def _check_input_dim(self, _: Tensor) -> None:
         """Accept any shape: the network chose this module for its inputs."""
 
 
-def unsynced(network: nn.Module) -> None:
+def replace_sync_batch_norm(network: nn.Module) -> None:
     """Let SyncBatchNorm, which requires a GPU, run without one."""
     synced: list[nn.Module] = [each for each in network.modules() if isinstance(each, nn.SyncBatchNorm)]
     for module in synced:
-        module.__class__ = _OwnStatistics
+        module.__class__ = _LocalBatchNorm
 
 
 class Faker:
@@ -124,11 +124,11 @@ class Faker:
     def network(self, network: nn.Module) -> None:
         """Replace each parameter, buffer, and tensor attribute by a fake tensor."""
         for module in network.modules():
-            for held in (module._parameters, module._buffers, vars(module)):  # noqa: SLF001  # `setattr` asks for real ones
-                held |= {name: self.tensor(each) for name, each in held.items() if isinstance(each, Tensor)}
-            for name, held in vars(module).items():
-                if isinstance(held, list) and held and all(isinstance(each, Tensor) for each in held):
-                    vars(module)[name] = [self.tensor(each) for each in held]
+            for attributes in (module._parameters, module._buffers, vars(module)):  # noqa: SLF001  # `setattr` asks for real ones
+                attributes |= {name: self.tensor(each) for name, each in attributes.items() if isinstance(each, Tensor)}
+            for name, attributes in vars(module).items():
+                if isinstance(attributes, list) and attributes and all(isinstance(each, Tensor) for each in attributes):
+                    vars(module)[name] = [self.tensor(each) for each in attributes]
 
     def tensor(self, tensor: Tensor) -> Tensor:
         """Return the fake tensor: same shape, strides and dtype; a parameter for a parameter."""
@@ -161,7 +161,7 @@ class ForwardLayers:
     """
 
     def __init__(self, network: nn.Module) -> None:
-        self._within: list[str] = []
+        self._running: list[str] = []
         # For each module, the first sequence number at which it was running.
         self._numbers, self._names = [0], [""]
         self._owners: dict[int, str] = {}
@@ -172,41 +172,41 @@ class ForwardLayers:
                 module.register_forward_hook(lambda *_: self._leave())
 
     @property
-    def at_work(self) -> str:
+    def current(self) -> str:
         """The innermost module in its forward pass; empty if there is none."""
-        return self._within[-1] if self._within else ""
+        return self._running[-1] if self._running else ""
 
-    def of_backward(self) -> str:
+    def current_in_backward(self) -> str:
         """The module whose gradient is being computed; during a recomputed forward pass, the module running."""
         node: Any = torch._C._current_autograd_node()  # noqa: SLF001  # torch.utils.checkpoint asks so
-        if node is None or self._within:
-            return self.at_work
+        if node is None or self._running:
+            return self.current
         if type(node).__name__ == "AccumulateGrad":
             return self._owners.get(id(node.variable), "")
-        place = bisect_right(self._numbers, node._sequence_nr())  # noqa: SLF001  # torch.fx asks so
-        return self._names[place - 1]
+        position = bisect_right(self._numbers, node._sequence_nr())  # noqa: SLF001  # torch.fx asks so
+        return self._names[position - 1]
 
-    def leave_all(self) -> None:
+    def clear(self) -> None:
         """Clear the current module."""
-        self._within.clear()
+        self._running.clear()
         self._note()
 
     def _enter(self, name: str) -> None:
-        self._within.append(name)
+        self._running.append(name)
         self._note()
 
     def _leave(self) -> None:
-        if self._within:
-            self._within.pop()
+        if self._running:
+            self._running.pop()
         self._note()
 
     def _note(self) -> None:
         number = next_node_number()
         if self._numbers[-1] == number:
-            self._names[-1] = self.at_work
+            self._names[-1] = self.current
         else:
             self._numbers.append(number)
-            self._names.append(self.at_work)
+            self._names.append(self.current)
 
 
 @dataclass(kw_only=True)
@@ -250,18 +250,18 @@ class FakeStep:
     @property
     def layer(self) -> str:
         """Name of the module that is running, or whose gradient is being computed; empty if there is none."""
-        return self._layers.of_backward() if self.phase == "backward" else self._layers.at_work
+        return self._layers.current_in_backward() if self.phase == "backward" else self._layers.current
 
     @property
     def micro_batch(self) -> int:
         """Number of samples in :attr:`batch`."""
         return len(self.batch.ids)
 
-    def show(self, micro_batch: int) -> None:
+    def set_micro_batch(self, micro_batch: int) -> None:
         """Set the next step's micro-batch size."""
         self.batch = self.make_batch(micro_batch)
 
-    def settle(self) -> None:
+    def init_optimizer_state(self) -> None:
         """Do what only the first step does: let the optimizer create its state."""
         for parameter in self.network.parameters():
             if parameter.requires_grad:
@@ -270,17 +270,17 @@ class FakeStep:
 
     def forward(self) -> Tensor:
         """Return the loss of the batch, computed as in training."""
-        with self._in("forward"), self._precision.autocast():
+        with self._enter_phase("forward"), self._precision.autocast():
             return self.task.loss(self.network, self.batch)
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of all parameters and add them to existing ones."""
-        with self._in("backward"):
+        with self._enter_phase("backward"):
             loss.backward()  # type: ignore[no-untyped-call]  # torch
 
     def update(self) -> None:
         """Clip the gradients, step, free the gradients, and update the average."""
-        with self._in("update"), _Updating():  # type: ignore[no-untyped-call]  # torch
+        with self._enter_phase("update"), _OptimizerStepMode():  # type: ignore[no-untyped-call]  # torch
             self._clipping(measure=True)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -288,36 +288,36 @@ class FakeStep:
                 self.ema.update(0)
 
     @property
-    def goes_one_by_one(self) -> bool:
+    def is_sample_by_sample(self) -> bool:
         """Whether the network is known to process its samples one by one."""
         return self.fakes is not None
 
     @property
-    def scored_samples(self) -> int:
+    def evaluation_batch_size(self) -> int:
         """Number of samples in an evaluation batch; 0 if there is none."""
         return 0 if self.make_scored is None else min(self.plan.evaluation_batch_size, self.plan.evaluation_samples)
 
-    def evaluate(self, see: Callable[[Batch], None] = lambda _: None, samples: int | None = None) -> None:
+    def evaluate(self, observe: Callable[[Batch], None] = lambda _: None, samples: int | None = None) -> None:
         """Score one batch with each set of weights, as an evaluation does with all batches.
 
         Args:
-            see: Called with the batch.
+            observe: Called with the batch.
             samples: Samples of the batch; the plan's number by default.
         """
         if self.make_scored is None:
             return
         networks = [self.network, *([] if self.ema is None else [self.ema.module])]
-        with evaluation_mode(networks), self._in("evaluation"), torch.no_grad():
-            batch = self.make_scored(samples or self.scored_samples)
-            see(batch)
+        with evaluation_mode(networks), self._enter_phase("evaluation"), torch.no_grad():
+            batch = self.make_scored(samples or self.evaluation_batch_size)
+            observe(batch)
             for network in networks:
                 with self._precision.autocast():
                     self.task.score(self.task.evaluated(network), batch)
 
     @contextlib.contextmanager
-    def _in(self, phase: str) -> Iterator[None]:
+    def _enter_phase(self, phase: str) -> Iterator[None]:
         self.phase = phase
-        self._layers.leave_all()
+        self._layers.clear()
         try:
             with contextlib.ExitStack() as rules:
                 if self.plan.device == "cuda" and phase != "update":
@@ -328,17 +328,17 @@ class FakeStep:
         except PacelineError:
             raise
         except Exception as error:  # whatever a custom network or loss raises
-            said, at = " ".join(str(error).split())[:200], f" in {self.layer}" if self.layer else ""
+            text, at = " ".join(str(error).split())[:200], f" in {self.layer}" if self.layer else ""
             builds_own = not type(self.task).build_model.__module__.startswith("paceline.")
             what = f"task={task_name(self.task)}" if builds_own else f"model.name={self.recipe.model.name}"
             raise ModelError(
-                f"{what} cannot be run without values: {type(error).__name__}{at}{_line_of(error)} ({said}). Its "
+                f"{what} cannot be run without values: {type(error).__name__}{at}{_line_of(error)} ({text}). Its "
                 "computation depends on values, or uses an operator without a shapes-only form; measure it instead "
                 "with `paceline find-batch`."
             ) from error
         finally:
             self.phase = ""
-            self._layers.leave_all()
+            self._layers.clear()
 
 
 def _line_of(error: Exception) -> str:
@@ -348,7 +348,7 @@ def _line_of(error: Exception) -> str:
     return f" at {Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else ""
 
 
-class _Updating(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+class _OptimizerStepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     """Handles what fake tensors cannot do in an optimizer: fused steps, and reading its own values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -373,7 +373,7 @@ def fake_step(
 
     Nothing is allocated for weights, activations or state, nothing is computed, and neither random states nor settings
     of torch change. Data are opened as far as the plan requires, and are not read; without ``data.path`` see
-    :func:`~paceline.trainer.fake_batch.with_stand_in_data`.
+    :func:`~paceline.trainer.fake_batch.with_placeholder_data`.
 
     Args:
         recipe: The recipe.
@@ -402,7 +402,7 @@ def fake_step(
                 )
             use_dense_gradients(shapes)  # the number of rows of a sparse tensor depends on real values
         if machine.device != "cpu":
-            unsynced(shapes)
+            replace_sync_batch_norm(shapes)
         placement = Placement(device=torch.device("cpu"), channels_last=plan.channels_last)
         task.prepare_training(placement)
         make_batch = batch_maker(task, plan, placement)

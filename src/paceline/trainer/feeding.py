@@ -22,13 +22,13 @@ import torch
 from torch import nn
 
 from paceline.data.batch import Batch
-from paceline.data.image.feeding import Feeding, is_open, remember
+from paceline.data.image.feeding import FeedRates, needs_measuring, remember
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError, TrainingError
 from paceline.machine import available_cores
 from paceline.plan import Plan
-from paceline.processes import LOADERS_LEAVE_SECONDS, ProcessGroup, without_rank
+from paceline.processes import LOADER_GRACE_SECONDS, ProcessGroup, without_rank_variables
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Task, build_task
@@ -37,15 +37,15 @@ from paceline.trainer.preparation import build_network, geometry_of, plan_run
 from paceline.world import World
 
 # With fewer images, the run ends before the measurement has paid for itself.
-_WORTH_IT = 200_000
+_MIN_SAMPLES = 200_000
 # Do not measure if it would take longer: the model is then slow, and the remaining cores can feed it.
-_AT_MOST_SECONDS = 45.0
-_LIMIT_SECONDS = 120.0
-_LOOK_SECONDS = 0.2
+_MAX_MEASURED_SECONDS = 45.0
+_TIMEOUT_SECONDS = 120.0
+_POLL_SECONDS = 0.2
 _BURST_SECONDS = 1.5
-_FEWEST_BATCHES = 3
+_MIN_BATCHES = 3
 _ROUNDS = 2
-_MOST = 16  # the largest number that is ever chosen without measuring
+_MAX_WORKERS = 16  # the largest number that is ever chosen without measuring
 
 
 def measure_feeding(
@@ -68,26 +68,26 @@ def measure_feeding(
     device = choose_device(recipe.parallel.device, world)
     plan = plan_run(recipe, task, describe_machine(device, processes=world.local_world_size), world)
     steps = plan.total_steps if plan.until_step is None else plan.until_step
-    is_long = steps * plan.global_batch_size >= _WORTH_IT
-    if plan.data.get("backend") != "pytorch" or not is_long or not is_open(recipe):
+    is_long = steps * plan.global_batch_size >= _MIN_SAMPLES
+    if plan.data.get("backend") != "pytorch" or not is_long or not needs_measuring(recipe):
         return
     say("measuring how many loader processes feed this model best: once, at most two minutes …")
     try:
-        found, reason = _in_a_process(recipe, plan, stopped)
+        feeding, reason = _measure_in_process(recipe, plan, stopped)
     except (OSError, ValueError, LookupError) as error:  # a full disk, or a custom network that prints
-        found, reason = None, str(error)
+        feeding, reason = None, str(error)
     if stopped():
         return
-    remember(recipe, found, reason=reason)
-    if found is None:
+    remember(recipe, feeding, reason=reason)
+    if feeding is None:
         say(f"not measured ({reason}): data.workers follows the number of cores")
 
 
-def _in_a_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tuple[Feeding | None, str]:
+def _measure_in_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tuple[FeedRates | None, str]:
     """Return what the measuring process printed, or why it printed nothing."""
     environment = {
         name: value
-        for name, value in without_rank(os.environ).items()
+        for name, value in without_rank_variables(os.environ).items()
         if not name.startswith(("SLURM_", "TORCHELASTIC_", "PACELINE_"))
     }
     environment["OMP_NUM_THREADS"] = str(plan.threads_per_process)
@@ -105,22 +105,22 @@ def _in_a_process(recipe: Recipe, plan: Plan, stopped: Callable[[], bool]) -> tu
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         path = Path(folder) / "recipe.yaml"
         path.write_text(to_yaml(stored_recipe(to_tree(recipe), "", overrides)), encoding="utf-8")
-        words = [str(path), str(min(available_cores(), _MOST)), str(os.getpid())]
+        arguments = [str(path), str(min(available_cores(), _MAX_WORKERS)), str(os.getpid())]
         out, errors = Path(folder) / "out", Path(folder) / "errors"
-        with ProcessGroup(leave_seconds=LOADERS_LEAVE_SECONDS) as group:
+        with ProcessGroup(grace_seconds=LOADER_GRACE_SECONDS) as group:
             child = group.start(
-                [sys.executable, "-P", "-m", "paceline.trainer.feeding", *words],
+                [sys.executable, "-P", "-m", "paceline.trainer.feeding", *arguments],
                 env=environment,
                 stdout=out,
                 stderr=errors,
             )
-            if group.wait(_LIMIT_SECONDS, cancelled=stopped).reason:
+            if group.wait(_TIMEOUT_SECONDS, cancelled=stopped).reason:
                 return None, "it was stopped"
         if child.code != 0:
-            return None, child.ending
-        said = out.read_text()
-    found = json.loads(said.splitlines()[-1])
-    return Feeding({int(workers): rate for workers, rate in found["rates"].items()}, found["alone"]), ""
+            return None, child.exit_message
+        output = out.read_text()
+    result = json.loads(output.splitlines()[-1])
+    return FeedRates({int(workers): rate for workers, rate in result["rates"].items()}, result["alone"]), ""
 
 
 class _Trainer:
@@ -136,22 +136,22 @@ class _Trainer:
         """Return images per second, after a few batches that were read ahead."""
         for _ in range(skipped):
             self._pass(next(batches))
-        self._settle()
-        begun, images, count = time.perf_counter(), 0, 0
-        while count < _FEWEST_BATCHES or time.perf_counter() - begun < _BURST_SECONDS:
+        self._synchronize()
+        start, images, count = time.perf_counter(), 0, 0
+        while count < _MIN_BATCHES or time.perf_counter() - start < _BURST_SECONDS:
             images += self._pass(next(batches))
             count += 1
-        self._settle()
-        return images / (time.perf_counter() - begun)
+        self._synchronize()
+        return images / (time.perf_counter() - start)
 
     def check_time(self, batch: Batch, passes: int) -> None:
         """Abandon a measurement that would take too long, judged by one timed pass after an untimed one."""
         for _ in range(2):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             self._pass(batch)
-            self._settle()
-            seconds = time.perf_counter() - begun
-        if seconds * passes > _AT_MOST_SECONDS:
+            self._synchronize()
+            seconds = time.perf_counter() - start
+        if seconds * passes > _MAX_MEASURED_SECONDS:
             raise TrainingError(f"a batch takes {seconds:.1f} s, too long to try several numbers")
 
     def _pass(self, batch: Batch) -> int:
@@ -161,40 +161,40 @@ class _Trainer:
         self._network.zero_grad(set_to_none=True)
         return len(batch.ids)
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize()
 
 
-def _leave_with_the_run(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """End when the waiting run ends, even if it is killed; loader processes then leave by themselves."""
     while os.getppid() == parent:
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     os._exit(1)
 
 
-def measure(recipe: Recipe, most: int, parent: int) -> Feeding:
+def measure(recipe: Recipe, limit: int, parent: int) -> FeedRates:
     """Train on real batches with one number of loader processes after another, up to one per core.
 
     Args:
         recipe: The recipe to train.
-        most: The largest number.
+        limit: The largest number.
         parent: Id of the process that waits for this one; this process ends when it does.
     """
     world, device = World(), choose_device(recipe.parallel.device, World())
     # Double the number each time; with few cores, try every number.
-    numbers = sorted({0, most, *(most - 1,) * (most <= 4), *(2**power for power in range(most.bit_length() - 1))})
+    numbers = sorted({0, limit, *(limit - 1,) * (limit <= 4), *(2**power for power in range(limit.bit_length() - 1))})
     tasks = {count: build_task(replace(recipe, data=replace(recipe.data, workers=count))) for count in numbers}
     plans = {count: plan_run(each.recipe, each, describe_machine(device), world) for count, each in tasks.items()}
     plan = plans[numbers[0]]
     placement = Placement(device=device, channels_last=plan.channels_last)
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as stack:
         pipelines: dict[int, Pipeline] = {}
         for count, task in tasks.items():
-            pipelines[count] = opened.enter_context(contextlib.closing(task.open_pipeline(placement)))
+            pipelines[count] = stack.enter_context(contextlib.closing(task.open_pipeline(placement)))
             # Fork all of them before starting any thread: a later fork would inherit its locks.
             pipelines[count].start(training=True, evaluation=False)
-        threading.Thread(target=_leave_with_the_run, args=(parent,), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
         torch.set_num_threads(plan.threads_per_process)
         set_float32_matmul(plan.float32_matmul)
         trainer = _Trainer(recipe, tasks[numbers[0]], plan, placement)
@@ -203,14 +203,14 @@ def measure(recipe: Recipe, most: int, parent: int) -> Feeding:
         # Exclude batches that loader processes hold ready, and the first pass at a size.
         skipped = {count: count * recipe.data.prefetch + 1 for count in numbers}
         batch = next(streams[0])
-        trainer.check_time(batch, _ROUNDS * sum(each + _FEWEST_BATCHES for each in skipped.values()))
+        trainer.check_time(batch, _ROUNDS * sum(each + _MIN_BATCHES for each in skipped.values()))
         rates = dict.fromkeys(numbers, 0.0)
         for _ in range(_ROUNDS):
             for count, stream in streams.items():
                 # Take the faster round: other load on the machine only slows it down.
                 rates[count] = max(rates[count], trainer.rate(stream, skipped=skipped[count]))
         alone = max(trainer.rate(iter(lambda: batch, None), skipped=1) for _ in range(_ROUNDS))
-    return Feeding(rates, alone)
+    return FeedRates(rates, alone)
 
 
 if __name__ == "__main__":

@@ -75,40 +75,43 @@ class FirstRecipe:
 
 
 def recipe_for_data(
-    source: str, asked: Overrides, run_dir: Path | None, tell: Callable[[str], object]
+    source: str, overrides: Overrides, run_dir: Path | None, report: Callable[[str], object]
 ) -> tuple[str, tuple[str, ...]]:
     """Return the recipe and overrides for data given in place of a recipe; an existing run keeps its own.
 
     Args:
         source: A folder of class folders, or a table of paths and labels.
-        asked: The user's overrides.
+        overrides: The user's overrides.
         run_dir: The run directory, if one was named.
-        tell: Given each choice with its reason.
+        report: Given each choice with its reason.
 
     Raises:
         PacelineError: As :func:`choose_recipe`.
     """
-    if isinstance(asked, Mapping):
-        plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in asked.items()}
-        asked = [f"{key}={yaml_line(str(value) if isinstance(value, Path) else value)}" for key, value in plain.items()]
+    if isinstance(overrides, Mapping):
+        values = {key: value.item() if isinstance(value, np.generic) else value for key, value in overrides.items()}
+        overrides = [
+            f"{key}={yaml_line(str(value) if isinstance(value, Path) else value)}" for key, value in values.items()
+        ]
     if run_dir is not None and (run_dir / "recipe.yaml").is_file():
         trained_on = load_recipe(run_dir).recipe.data.path
         if trained_on == str(Path(source).expanduser().absolute()):
-            return str(run_dir), ("train.until=null", *asked)  # the stopping point belongs to a launch, not to the run
-    found = choose_recipe(source, asked)
+            # The stopping point belongs to a launch, not to the run.
+            return str(run_dir), ("train.until=null", *overrides)
+    choice = choose_recipe(source, overrides)
     if read_launch(os.environ).world.is_first:
-        for line in found.reasons:
-            tell(f"{source}: {line}")
-        tell(f"The same by name: paceline train {shlex.join([found.recipe, *found.overrides])}\n")
-    return found.recipe, found.overrides
+        for line in choice.reasons:
+            report(f"{source}: {line}")
+        report(f"The same by name: paceline train {shlex.join([choice.recipe, *choice.overrides])}\n")
+    return choice.recipe, choice.overrides
 
 
-def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
+def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
     """Choose a recipe for the images at a path.
 
     Args:
         source: A folder of class folders, or a table of paths and labels.
-        asked: The user's overrides. Settings given there are not chosen.
+        overrides: The user's overrides. Settings given there are not chosen.
 
     Raises:
         PacelineError: If there are no images that could be trained on, or an override is wrong.
@@ -121,14 +124,14 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
             f"shapes-segmentation data.dataset=masks data.path={shlex.quote(source)}`."
         )
     # A custom task or network determines its own needs.
-    given = set(set_by(asked))
-    where = [f"data.path={path}"] if kind == "image_folder" else [f"data.dataset={kind}", f"data.path={path}"]
-    if named := given & {"task", "data.path", "data.dataset", "data.target_columns"}:
+    given = set(set_by(overrides))
+    data_keys = [f"data.path={path}"] if kind == "image_folder" else [f"data.dataset={kind}", f"data.path={path}"]
+    if clash := given & {"task", "data.path", "data.dataset", "data.target_columns"}:
         raise RecipeError(
-            f"{source} is data, for which Paceline chooses a recipe, but {sorted(named)[0]} asks for another; name a "
-            f"recipe instead, for example `paceline train image_folder {shlex.join(where)}`."
+            f"{source} is data, for which Paceline chooses a recipe, but {sorted(clash)[0]} asks for another; name a "
+            f"recipe instead, for example `paceline train image_folder {shlex.join(data_keys)}`."
         )
-    tried = load_recipe("image_folder", [*where, "data.image_size=auto", *asked]).recipe
+    tried = load_recipe("image_folder", [*data_keys, "data.image_size=auto", *overrides]).recipe
     images = open_dataset(tried.data)
     device = choose_device(tried.parallel.device, World())
     count, on_gpu = len(images.train), device.type != "cpu"
@@ -136,12 +139,12 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
     held_out, classes = format_count(len(images.validation)), format_count(len(images.classes))
     reasons = [f"{format_count(count)} images to train on and {held_out} held out, of {classes} classes; {machine}"]
     counts = np.bincount(images.train.labels, minlength=len(images.classes))
-    present = np.flatnonzero(counts)
-    most, least = int(counts.argmax()), int(present[counts[present].argmin()])
-    if counts[most] > _UNEQUAL * counts[least] and not given & {"data.sampling", "train.class_weights"}:
+    nonempty = np.flatnonzero(counts)
+    major, minor = int(counts.argmax()), int(nonempty[counts[nonempty].argmin()])
+    if counts[major] > _UNEQUAL * counts[minor] and not given & {"data.sampling", "train.class_weights"}:
         reasons.append(
-            f"{images.classes[most]!r} has {format_count(int(counts[most]))} images and {images.classes[least]!r} "
-            f"{format_count(int(counts[least]))}: data.sampling=balanced draws all classes equally often, "
+            f"{images.classes[major]!r} has {format_count(int(counts[major]))} images and {images.classes[minor]!r} "
+            f"{format_count(int(counts[minor]))}: data.sampling=balanced draws all classes equally often, "
             "train.class_weights=balanced makes all count alike in the loss"
         )
     is_network_given = bool(given & {"model.name", "model.pretrained", "model.initialize_from"})
@@ -157,11 +160,11 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
             if pretrained
             else f"{preset.model}, from scratch: {missing}"
         )
-    words = _words(preset, count, images.image_size, pretrained=pretrained)
+    values = _preset_values(preset, count, images.image_size, pretrained=pretrained)
     if "model.initialize_from" in given:
-        words |= {"model.pretrained": "null", "model.initialize_partly": "true"}
-    chosen = tuple(f"{key}={value}" for key, value in words.items() if key not in given)
-    for key, why in (
+        values |= {"model.pretrained": "null", "model.initialize_partly": "true"}
+    chosen = tuple(f"{key}={value}" for key, value in values.items() if key not in given)
+    for key, reason in (
         (
             "data.image_size",
             f"at most {preset.size} for this network and machine; "
@@ -176,22 +179,22 @@ def choose_recipe(source: str, asked: Sequence[str]) -> FirstRecipe:
         ),
     ):
         if key not in given:
-            reasons.append(f"{key}={words[key]}: {why}")
+            reasons.append(f"{key}={values[key]}: {reason}")
     options = tuple(each for each in preset.options if "model.name" not in given and "model.options" not in given)
     return FirstRecipe(
         recipe="fine_tune" if pretrained else "image_folder",
-        overrides=(*where, *chosen, *options, *asked),
+        overrides=(*data_keys, *chosen, *options, *overrides),
         reasons=tuple(reasons),
     )
 
 
-def _words(preset: _Preset, count: int, native: int, *, pretrained: bool) -> dict[str, Any]:
+def _preset_values(preset: _Preset, count: int, native: int, *, pretrained: bool) -> dict[str, Any]:
     """Return the overrides of a preset for this number of images."""
-    fewest, most = preset.epochs
-    epochs = min(most, max(fewest, round(preset.images / max(count, 1))))
+    min_epochs, max_epochs = preset.epochs
+    epochs = min(max_epochs, max(min_epochs, round(preset.images / max(count, 1))))
     batch = 64 if count >= 2_000 else 32 if count >= 256 else 16
     steps = max(1, epochs * count // batch)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "model.name": preset.model,
         "data.image_size": min(preset.size, max(native, _SMALLEST if pretrained else 32)),
         "batch.global_size": batch,
@@ -200,5 +203,5 @@ def _words(preset: _Preset, count: int, native: int, *, pretrained: bool) -> dic
         "train.ema": round(min(0.999, max(0.8, 1 - 20 / steps)), 3),
     }
     if not pretrained:
-        found["optimizer.lr"] = 0.1 * batch / 64
-    return found
+        values["optimizer.lr"] = 0.1 * batch / 64
+    return values

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.data.batch import Batch, chosen, copied, rows_of, tensors_in
+from paceline.data.batch import Batch, copied, rows_of, select_rows, tensors_in
 from paceline.distributed.strategy import Replicas
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import Clipping, build_optimizer
@@ -27,18 +27,18 @@ from paceline.trainer.warmup import GradientProbe, send_through
 from paceline.units import counted, format_bytes, format_count, format_seconds
 
 # A shorter run ends before a forecast is worth its passes.
-_FEWEST_STEPS = 20
+_MIN_STEPS = 20
 # Timed passes end after this many seconds, or this many passes.
 _SECONDS, _PASSES = 1.0, 30
 # A first pass that takes longer is used as the measurement itself. On a GPU the first pass searches for the fastest
 # kernels, so its time means nothing.
-_SLOW_SECONDS, _SLOW_SECONDS_OF_A_GPU = 5.0, 60.0
+_SLOW_SECONDS, _SLOW_SECONDS_CUDA = 5.0, 60.0
 # Number of rows to try first if a complete micro-batch may take minutes.
 _TRIED_ROWS = 8
 # Batches read ahead are kept until their steps up to this size, on a GPU at most this fraction of the free memory.
-_HELD_BYTES, _HELD_PART = 256 * 2**20, 1 / 8
+_MAX_HELD_BYTES, _MAX_HELD_FRACTION = 256 * 2**20, 1 / 8
 # Largest network to copy for its optimizer.
-_COPIED_BYTES, _COPIED_BYTES_ON_A_GPU = 256 * 2**20, 64 * 2**20
+_MAX_COPIED_BYTES, _MAX_COPIED_BYTES_CUDA = 256 * 2**20, 64 * 2**20
 # Copying, hashing and writing a checkpoint on the cores that train (benchmarks/checkpoint.py).
 _SAVE_SECONDS_PER_BYTE = 1.5e-9
 # Importing a tracker's library competes with the first steps for the interpreter.
@@ -49,13 +49,31 @@ _LONG_SECONDS = 3600.0
 def forecast(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Report the expected time and memory of the run, and return the stream with the batches put back.
 
-    Runs of fewer than 20 steps and networks sharded over processes are not measured.
+    Runs of fewer than 20 steps and networks sharded over processes are not measured. A resumed run uses the time of its
+    earlier steps instead, which does not delay its first step.
     """
     ahead = ReadAhead(batches)
-    if event := measure(run, ahead):
+    if event := _extrapolate(run) if run.clock.totals.steps >= _MIN_STEPS else measure(run, ahead):
         run.recorder.write(event)
         run.recorder.flush()
-    return ahead.again()
+    return ahead.replay()
+
+
+def _extrapolate(run: Run) -> MeasurementEvent | None:
+    plan, position, totals = run.plan, run.progress.position, run.clock.totals
+    end = plan.total_steps if plan.until_step is None else plan.until_step
+    if (steps := end - position) < _MIN_STEPS:
+        return None
+    seconds = steps * totals.train_seconds / totals.steps
+    evaluations = _times_due(plan, "evaluate", position, end)
+    more = f", and {counted(evaluations, 'evaluation')}" if evaluations else ""
+    return MeasurementEvent(
+        **run.progress.here,
+        what="forecast",
+        message=f"expected: about {format_seconds(seconds)} for {format_count(steps)} steps at the speed so far{more}",
+        seconds=0.0,
+        metrics={"expected_seconds": seconds},
+    )
 
 
 def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> MeasurementEvent | None:
@@ -69,12 +87,12 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
     plan, position = run.plan, run.progress.position
     end = plan.total_steps if plan.until_step is None else plan.until_step
     steps = end - position
-    if steps < _FEWEST_STEPS or not isinstance(run.strategy, Replicas) or (first := ahead.read()) is None:
+    if steps < _MIN_STEPS or not isinstance(run.strategy, Replicas) or (first := ahead.read()) is None:
         return None
-    begun = time.perf_counter()
+    start = time.perf_counter()
     costs = _Costs(GradientProbe(run, run.strategy, first), ahead)
     try:
-        with costs.probe.without_a_trace(reduces=run.world.world_size > 1):
+        with costs.probe.isolated(reduces=run.world.world_size > 1):
             costs.measure(cautious=cautious)
     except Exception as error:
         # The other processes wait for this one's gradients; a step of this one would mix with their passes.
@@ -101,7 +119,7 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
         **run.progress.here,
         what="forecast",
         message=f"expected: about {format_seconds(seconds)} for {work}{memory}{shorter}",
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - start,
         metrics={"expected_seconds": seconds, "expected_memory_bytes": costs.memory},
     )
 
@@ -113,12 +131,12 @@ class ReadAhead:
         self._batches = batches
         self._taken: list[Batch] = []
         self._bytes = 0
-        self.most_bytes = float(_HELD_BYTES)
+        self.max_bytes = float(_MAX_HELD_BYTES)
         self._error: Exception | None = None
 
     def read(self) -> Batch | None:
         """Return the next batch; None at the end, after an error, or if more batches would take too much memory."""
-        if self._error is not None or (self._taken and self._bytes * (1 + 1 / len(self._taken)) > self.most_bytes):
+        if self._error is not None or (self._taken and self._bytes * (1 + 1 / len(self._taken)) > self.max_bytes):
             return None
         try:
             batch = next(self._batches, None)
@@ -130,7 +148,7 @@ class ReadAhead:
             self._bytes += sum(each.nbytes for each in tensors_in(batch.inputs, batch.targets))
         return batch
 
-    def again(self) -> Iterator[Batch]:
+    def replay(self) -> Iterator[Batch]:
         """Yield all batches, starting with the first one read ahead."""
         while self._taken:
             yield self._taken.pop(0)
@@ -166,7 +184,7 @@ class _Costs:
     def measure(self, *, cautious: bool) -> None:
         """Measure all parts."""
         run = self.probe.run
-        self._slow_seconds = _SLOW_SECONDS if run.device.type == "cpu" else _SLOW_SECONDS_OF_A_GPU
+        self._slow_seconds = _SLOW_SECONDS if run.device.type == "cpu" else _SLOW_SECONDS_CUDA
         extra = self._try_rows(self.probe.batch) if cautious else 0.0
         is_tried = bool(self.sample)
         if not is_tried:
@@ -177,26 +195,26 @@ class _Costs:
         if peak is not None:
             self.memory = round(peak + extra)
 
-    def _try_rows(self, whole: Batch) -> float:
+    def _try_rows(self, batch: Batch) -> float:
         """Try a few rows and half of them; if the complete micro-batch would take long, extrapolate from these.
 
         Returns:
             The memory of the remaining rows, in bytes, if they are not tried.
         """
-        rows = rows_of(whole.inputs) or 1
+        rows = rows_of(batch.inputs) or 1
         if rows <= _TRIED_ROWS or self.probe.run.compiled:
             return 0.0
         peaks, seconds = [], 0.0
         for count in (_TRIED_ROWS // 2, _TRIED_ROWS, _TRIED_ROWS):
-            few = range(count)
-            inputs, targets = (chosen(each, few, of=rows) for each in (whole.inputs, whole.targets))
-            self.probe.batch = replace(whole, inputs=inputs, targets=targets, ids=whole.ids[:count])
+            rows_tried = range(count)
+            inputs, targets = (select_rows(each, rows_tried, size=rows) for each in (batch.inputs, batch.targets))
+            self.probe.batch = replace(batch, inputs=inputs, targets=targets, ids=batch.ids[:count])
             seconds = self._pass_seconds()
             peaks.append(peak_memory_bytes(self.probe.run.device.type) or 0)
         if seconds * rows / _TRIED_ROWS > self._slow_seconds:
             self.sample = seconds / _TRIED_ROWS
             return (peaks[1] - peaks[0]) * (rows - _TRIED_ROWS) / (_TRIED_ROWS - _TRIED_ROWS // 2)
-        self.probe.batch = whole
+        self.probe.batch = batch
         return 0.0
 
     def _time_passes(self) -> None:
@@ -206,49 +224,49 @@ class _Costs:
         first = passes = [(self._pass_seconds(), len(self.probe.batch.ids))]
         if run.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(run.device)
-            self.ahead.most_bytes = min(_HELD_BYTES, _HELD_PART * free)
+            self.ahead.max_bytes = min(_MAX_HELD_BYTES, _MAX_HELD_FRACTION * free)
         # Processes wait for one another in a pass, so all make the same number of passes.
         longest = max(run.collectives.gather(passes[0][0]))
         is_alone = run.world.world_size == 1
         if longest < self._slow_seconds:
-            passes, begun = [], time.perf_counter()
+            passes, start = [], time.perf_counter()
             for _ in range(_PASSES if is_alone else min(_PASSES, 2 + int(_SECONDS / max(longest, 1e-3)))):
                 read_from = time.perf_counter()
                 self.probe.batch = self.ahead.read() or self.probe.batch
                 self._pass_seconds()
                 now = time.perf_counter()
-                of_its_kind = first if self._is_new("training", self.probe.batch) else passes
-                of_its_kind.append((now - read_from, len(self.probe.batch.ids)))
-                if is_alone and (now - begun > _SECONDS or run.stop.requested):
+                group = first if self._is_new("training", self.probe.batch) else passes
+                group.append((now - read_from, len(self.probe.batch.ids)))
+                if is_alone and (now - start > _SECONDS or run.stop.requested):
                     break
             passes = passes or first
         # Batches that loader processes had ready before the first request do not show how fast they read.
-        late = passes[len(passes) // 2 :]
-        self.sample = sum(seconds for seconds, _ in late) / (sum(rows for _, rows in late) or 1)
+        later = passes[len(passes) // 2 :]
+        self.sample = sum(seconds for seconds, _ in later) / (sum(rows for _, rows in later) or 1)
         self.is_reducing = False
 
     def _pass_seconds(self) -> float:
         run = self.probe.run
         run.heartbeat.enter("forward", samples=self.probe.batch.ids)
-        batch = self._set_copy()
-        begun = time.perf_counter()
+        batch = self._copy_probe_batch()
+        start = time.perf_counter()
         if run.world.world_size > 1:
             send_through(run, self.probe.batch)
         else:
             self.probe.gradients(run.strategy.model)
-        self.probe.settle()
-        seconds = time.perf_counter() - begun
+        self.probe.synchronize()
+        seconds = time.perf_counter() - start
         self.probe.batch = batch
         return seconds
 
     def _is_new(self, use: str, batch: Batch) -> bool:
         """Whether this is the first batch with these shapes on a GPU, which then searches for the fastest kernels."""
         shapes = (use, *(each.shape for each in tensors_in(batch.inputs)))
-        is_new = shapes not in self._shapes and self._slow_seconds >= _SLOW_SECONDS_OF_A_GPU
+        is_new = shapes not in self._shapes and self._slow_seconds >= _SLOW_SECONDS_CUDA
         self._shapes.add(shapes)
         return is_new
 
-    def _set_copy(self) -> Batch:
+    def _copy_probe_batch(self) -> Batch:
         """Give the probe a copy, and return the batch: a loss may write into inputs that a later step uses."""
         batch = self.probe.batch
         self.probe.batch = replace(batch, inputs=copied(batch.inputs), targets=copied(batch.targets))
@@ -259,35 +277,35 @@ class _Costs:
         run = self.probe.run
         if not run.plan.evaluation_samples or run.plan.evaluate_every_steps is None:
             return
-        found: list[tuple[float, float, int]] = []
-        spent, begun = 0.0, time.perf_counter()
+        timings: list[tuple[float, float, int]] = []
+        spent, start = 0.0, time.perf_counter()
         with evaluation_mode(run.models().values()), torch.no_grad():
             for number, batch in enumerate(run.pipeline.evaluation_batches(batch_size, run.world)):
-                reading = time.perf_counter() - begun
+                reading = time.perf_counter() - start
                 scoring = self._scoring_seconds(batch)
                 # The first pass does the setup for the others.
                 if (self._is_new("scoring", batch) or not number) and scoring < self._slow_seconds:
                     scoring = self._scoring_seconds(batch)
-                found.append((reading, scoring, len(batch.ids)))
+                timings.append((reading, scoring, len(batch.ids)))
                 spent += reading + scoring
                 if (number and spent > _SECONDS) or spent > self._slow_seconds or run.world.world_size > 1:
                     break
-                begun = time.perf_counter()
-        if not found:
+                start = time.perf_counter()
+        if not timings:
             return
         # Each evaluation waits once for the setup of reading, before its first batch.
-        setup, *_ = found[0]
-        reading, scoring, rows = map(sum, zip(*(found[1:] or found), strict=True))
-        setup = max(0.0, setup - reading / (rows or 1) * found[0][2])
+        setup, *_ = timings[0]
+        reading, scoring, rows = map(sum, zip(*(timings[1:] or timings), strict=True))
+        setup = max(0.0, setup - reading / (rows or 1) * timings[0][2])
         self.evaluation = setup + (reading + scoring) * run.plan.evaluation_samples / run.world.world_size / (rows or 1)
 
     def _scoring_seconds(self, batch: Batch) -> float:
-        run, begun = self.probe.run, time.perf_counter()
+        run, start = self.probe.run, time.perf_counter()
         with run.precision.autocast():
             for model in run.scored.values():
                 run.task.score(run.task.evaluated(model), batch)
-        self.probe.settle()
-        return time.perf_counter() - begun
+        self.probe.synchronize()
+        return time.perf_counter() - start
 
     def _time_step(self) -> int:
         """Take steps on a copy of the network.
@@ -298,21 +316,21 @@ class _Costs:
         """
         run, on_cpu = self.probe.run, self.probe.run.device.type == "cpu"
         parameters = sum(each.nbytes for each in run.network.parameters())
-        if parameters > (_COPIED_BYTES if on_cpu else _COPIED_BYTES_ON_A_GPU):
+        if parameters > (_MAX_COPIED_BYTES if on_cpu else _MAX_COPIED_BYTES_CUDA):
             # Its step is short compared with its passes.
             defaults = run.optimizer.defaults
             state = parameters * (2 if "betas" in defaults else 1 if defaults.get("momentum") else 0)
         else:
-            state = self._time_step_of_a_copy()
+            state = self._time_copied_step()
         weights = sum(each.nbytes for model in run.models().values() for each in tensors_in(dict(model.state_dict())))
         if not on_cpu:
             return state
         self.save = (weights + state) * _SAVE_SECONDS_PER_BYTE
         return weights + 2 * state
 
-    def _time_step_of_a_copy(self) -> int:
+    def _time_copied_step(self) -> int:
         run = self.probe.run
-        self._set_copy()
+        self._copy_probe_batch()
         gradients = self.probe.gradients(run.network)
         network = copy.deepcopy(run.network)
         optimizer = build_optimizer(network, run.recipe.optimizer, run.device)
@@ -321,24 +339,24 @@ class _Costs:
         for _ in range(2):
             for name, parameter in network.named_parameters():
                 parameter.grad = gradients.get(name)
-            begun = time.perf_counter()
+            start = time.perf_counter()
             clipping(measure=False)
             optimizer.step()
             if average is not None:
                 average.update(run.progress.step)
-            self.probe.settle()
-            self.step = time.perf_counter() - begun
+            self.probe.synchronize()
+            self.step = time.perf_counter() - start
         return sum(each.nbytes for each in tensors_in(*optimizer.state.values()))
 
 
 def _growth(plan: Plan, position: int, end: int) -> float:
     """Return the mean pixels of the training images from ``position`` to ``end``, relative to those at ``position``."""
     sizes: dict[int, int] = {int(epoch): size for epoch, size in plan.data.get("image_size_from_epoch", {0: 1}).items()}
-    begins = [plan.epochs.first_step(epoch) for epoch in sizes]
-    spans = zip(begins, [*begins[1:], plan.total_steps], sizes.values(), strict=True)
+    first_steps = [plan.epochs.first_step(epoch) for epoch in sizes]
+    spans = zip(first_steps, [*first_steps[1:], plan.total_steps], sizes.values(), strict=True)
     pixels = [(max(0, min(last, end) - max(first, position)), size**2) for first, last, size in spans]
-    now = next(size for steps, size in pixels if steps)
-    return sum(steps * size for steps, size in pixels) / ((end - position) * now)
+    current = next(size for steps, size in pixels if steps)
+    return sum(steps * size for steps, size in pixels) / ((end - position) * current)
 
 
 def _times_due(plan: Plan, occasion: Literal["evaluate", "checkpoint"], position: int, end: int) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from paceline.data.batch import Batch
-from paceline.data.loaders.pytorch import worker_deaths_told
+from paceline.data.loaders.pytorch import explain_worker_deaths
 from paceline.distributed.strategy import ControlFlags
 from paceline.trainer.forecast import forecast
 from paceline.trainer.nonfinite import check_results
@@ -22,7 +22,7 @@ def fit(run: Run, *, forecasts: bool = True) -> str:
 
     A run that is itself being measured makes no forecast: its batches read ahead would look free.
     """
-    with run.watchdog.watching(), worker_deaths_told():
+    with run.watchdog.watching(), explain_worker_deaths():
         batches = check_first_batch(run, warm_up(run, run.train_batches()))
         return _fit(run, forecast(run, keep_first_batch(run, batches)) if forecasts else batches)
 

@@ -18,8 +18,17 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.checkpoint.mirror import Commit, Found, Mirror, Sendable, TakenError, fetch_newest, in_line, read_commits
-from paceline.checkpoint.store import CheckpointStore, Choice, step_of
+from paceline.checkpoint.mirror import (
+    Commit,
+    CommitListing,
+    LocalCheckpoint,
+    Mirror,
+    MirrorConflictError,
+    commit_chain,
+    fetch_newest,
+    list_commits,
+)
+from paceline.checkpoint.store import CheckpointStore, ResumePoint, step_of
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError, UnreadableError
 from paceline.plain_json import load_json
@@ -27,8 +36,8 @@ from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.ledger import ledger_files
 from paceline.records.run_directory import RunDirectory, write_json
-from paceline.storage.addresses import without_secrets
-from paceline.storage.remote import Remote, Retries, begin, describe
+from paceline.storage.addresses import redact_secrets
+from paceline.storage.remote import Remote, Retries, describe, run_in_thread
 from paceline.trainer.preparation import without_initial_weights
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run_dir_checks import (
@@ -66,17 +75,17 @@ class Mirroring:
         assert checkpoint.mirror is not None
         self._open, self._root, self._address = open_mirror, root, checkpoint.mirror
         self._keep, self._patience = checkpoint.keep, checkpoint.mirror_patience
-        self._hiccups: list[str] = []
-        self._retries = Retries(patience_seconds=REQUEST_PATIENCE_SECONDS, told=self._hiccups.append)
+        self._retried: list[str] = []
+        self._retries = Retries(patience_seconds=REQUEST_PATIENCE_SECONDS, log=self._retried.append)
         self._changed = threading.Condition()
-        self._waiting: dict[int, Sendable] = {}
-        self._under_way: int | None = None
+        self._waiting: dict[int, LocalCheckpoint] = {}
+        self._sending: int | None = None
         self._news: list[tuple[str, str]] = []
         self._mirror: Mirror | None = None
         self._failing_since: float | None = None
         self._patient_since: float | None = None
         self._failure = ""
-        self._stands_still = ""
+        self._stopped_reason = ""
         self._is_closed = False
         # Nothing is lost: the next launch sends it again.
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
@@ -86,7 +95,7 @@ class Mirroring:
     def needed(self) -> list[int]:
         """Steps whose checkpoints on this host must not be deleted yet."""
         with self._changed:
-            return [*self._waiting, *([] if self._under_way is None else [self._under_way])]
+            return [*self._waiting, *([] if self._sending is None else [self._sending])]
 
     @property
     def has_failed(self) -> bool:
@@ -96,7 +105,7 @@ class Mirroring:
             if self._patience is None or since is None or self._is_idle():
                 return False
         # A large upload that was restarted and makes progress may take longer than the recipe allows for failures.
-        since = max(since, since if mirror is None else mirror.moved_at)
+        since = max(since, since if mirror is None else mirror.last_progress_at)
         return time.monotonic() - since > self._patience.seconds
 
     @property
@@ -105,16 +114,16 @@ class Mirroring:
         return self._failing_since is not None
 
     @property
-    def lacks(self) -> str:
+    def problem(self) -> str:
         """Why the newest checkpoint is not at the address; empty if it is."""
         with self._changed:
-            if self._stands_still:
-                return self._stands_still
+            if self._stopped_reason:
+                return self._stopped_reason
             if self._is_idle():
                 return self._failure
             return self._failure or "it was still being copied"
 
-    def offer(self, what: Sendable) -> None:
+    def submit(self, item: LocalCheckpoint) -> None:
         """Queue a complete checkpoint to be copied; of those already queued only the best one is kept. Never waits."""
         with self._changed:
             if self._patient_since is not None and self._is_idle():
@@ -122,9 +131,9 @@ class Mirroring:
                 self._patient_since = time.monotonic()
             if self._failing_since is None:
                 self._failure = ""  # it was about an older one
-            best = what.best.step if what.best is not None else None
-            self._waiting = {step: each for step, each in self._waiting.items() if step == best and step < what.step}
-            self._waiting[what.step] = what
+            best = item.best.step if item.best is not None else None
+            self._waiting = {step: each for step, each in self._waiting.items() if step == best and step < item.step}
+            self._waiting[item.step] = item
             self._changed.notify_all()
 
     def is_over(self, *, within_seconds: float) -> bool:
@@ -133,48 +142,48 @@ class Mirroring:
             return self._changed.wait_for(self._is_idle, within_seconds)
 
     def _is_idle(self) -> bool:
-        return bool(self._stands_still) or (not self._waiting and self._under_way is None)
+        return bool(self._stopped_reason) or (not self._waiting and self._sending is None)
 
-    def news(self) -> list[tuple[str, str]]:
+    def take_incidents(self) -> list[tuple[str, str]]:
         """Return incidents since the last call: kinds and messages."""
         with self._changed:
             news, self._news = self._news, []
-            if hiccups := [self._hiccups.pop() for _ in range(len(self._hiccups))]:
+            if retried := [self._retried.pop() for _ in range(len(self._retried))]:
                 message = (
-                    f"{counted(len(hiccups), 'request')} to {self._address} failed and then succeeded: {hiccups[0]}"
+                    f"{counted(len(retried), 'request')} to {self._address} failed and then succeeded: {retried[0]}"
                 )
                 news.append(("mirror_retries", message))
             return news
 
     def close(self) -> None:
         """Abandon uploads in progress; the next launch sends them."""
-        self._retries.given_up.set()
+        self._retries.cancelled.set()
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         self._thread.join(_AT_CLOSE_SECONDS)
 
     def _work(self) -> None:
-        while (what := self._next()) is not None:
+        while (item := self._next()) is not None:
             try:
                 self._mirror = self._mirror or self._open(self._retries)
-                self._mirror.send(what, self._root)
+                self._mirror.send(item, self._root)
                 self._mirror.prune(keep=self._keep)
             except UnreadableError as error:
-                self._failed(what, str(error))
-                self._retries.given_up.wait(_PAUSE_SECONDS)
+                self._failed(item, str(error))
+                self._retries.cancelled.wait(_PAUSE_SECONDS)
             except CheckpointError as error:
                 self._done(why_not=str(error))  # it was deleted or replaced: a newer one is queued, or will be
-            except (TakenError, RunDirectoryError) as error:
+            except (MirrorConflictError, RunDirectoryError) as error:
                 with self._changed:
-                    self._stands_still, self._under_way = str(error), None
+                    self._stopped_reason, self._sending = str(error), None
                     self._waiting.clear()
                     self._news.append(("mirror", str(error)))
                     self._changed.notify_all()
                 return
             except Exception as error:  # noqa: BLE001  # whatever it is must not end the thread unheard
-                self._failed(what, str(error) if isinstance(error, StorageError) else describe(error))
-                self._retries.given_up.wait(_PAUSE_SECONDS)
+                self._failed(item, str(error) if isinstance(error, StorageError) else describe(error))
+                self._retries.cancelled.wait(_PAUSE_SECONDS)
             else:
                 with self._changed:
                     if self._failing_since is not None:
@@ -184,46 +193,46 @@ class Mirroring:
                     self._failing_since = self._patient_since = None
                 self._done()
 
-    def _next(self) -> Sendable | None:
+    def _next(self) -> LocalCheckpoint | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
             if self._is_closed:
                 return None
-            self._under_way = min(self._waiting)
-            return self._waiting.pop(self._under_way)
+            self._sending = min(self._waiting)
+            return self._waiting.pop(self._sending)
 
     def _done(self, *, why_not: str = "") -> None:
         with self._changed:
-            self._under_way, self._failure = None, why_not
+            self._sending, self._failure = None, why_not
             self._changed.notify_all()
 
-    def _failed(self, what: Sendable, reason: str) -> None:
+    def _failed(self, item: LocalCheckpoint, reason: str) -> None:
         with self._changed:
             self._failure = reason
             if self._failing_since is None:
                 self._failing_since = self._patient_since = time.monotonic()
                 message = f"checkpoints are not copied for now, and training continues: {reason}"
                 self._news.append(("mirror", message))
-            newer = [each for step, each in self._waiting.items() if step > what.step]
-            if not newer or any(each.best is not None and each.best.step == what.step for each in newer):
-                self._waiting.setdefault(what.step, what)
-            self._under_way = None
+            newer = [each for step, each in self._waiting.items() if step > item.step]
+            if not newer or any(each.best is not None and each.best.step == item.step for each in newer):
+                self._waiting.setdefault(item.step, item)
+            self._sending = None
             self._changed.notify_all()
 
 
 def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[str, ...]]:
     """Return the flushed records of the current state: growing ones with their sizes, and small ones."""
     growing = [directory.events, *ledger_files(directory.ledger)]
-    known = (directory.recipe, directory.identity, directory.plan, directory.environment)
-    small = (*known, directory.sample_lengths, directory.sample_classes)
+    fixed = (directory.recipe, directory.identity, directory.plan, directory.environment)
+    small = (*fixed, directory.sample_lengths, directory.sample_classes)
     sizes = {str(each.relative_to(directory.root)): each.stat().st_size for each in growing if each.is_file()}
     return sizes, tuple(each.name for each in small if each.is_file())
 
 
 def report_mirror(mirroring: Mirroring | None, recorder: Recorder) -> None:
     """Record incidents of the copying."""
-    for incident, message in () if mirroring is None else mirroring.news():
-        recorder.incident(incident, without_secrets(message))
+    for incident, message in () if mirroring is None else mirroring.take_incidents():
+        recorder.incident(incident, redact_secrets(message))
 
 
 _COPIED_RUN = "mirror.json"
@@ -255,7 +264,7 @@ def will_resume(recipe: Recipe, run_dir: Path | None, world: World) -> bool:
         # With several processes, this only needs to know whether the initial weights can be left out.
         return False
     try:
-        return bool(read_commits(_remote(recipe.checkpoint.mirror)).commits)
+        return bool(list_commits(_remote(recipe.checkpoint.mirror)).commits)
     except StorageError:
         if world.world_size == 1:
             raise
@@ -334,11 +343,11 @@ def on_first_without_timeout(collectives: Collectives, recipe: Recipe, call: Cal
     """
     if collectives.world.world_size == 1:
         return call()
-    task = begin(call, name=name) if collectives.world.is_first else None
+    task = run_in_thread(call, name=name) if collectives.world.is_first else None
     patience = recipe.parallel.timeout.seconds / 10
-    while not collectives.on_first(lambda: task is None or bool(wait_for([task], patience).done)):
+    while not collectives.on_rank_zero(lambda: task is None or bool(wait_for([task], patience).done)):
         pass
-    return collectives.on_first(call if task is None else task.result)
+    return collectives.on_rank_zero(call if task is None else task.result)
 
 
 def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say) -> MirrorState:
@@ -350,10 +359,10 @@ def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say
     """
     check_links(directory)
     foreign = [each.step or 0 for each in foreign_checkpoints(directory, request.recipe)]
-    newest, _ = CheckpointStore(directory.checkpoints).newest_whole(without=foreign)
+    newest, _ = CheckpointStore(directory.checkpoints).newest_complete(exclude=foreign)
     try:
         remote = _remote(address)
-        found = read_commits(remote)
+        found = list_commits(remote)
         if not found.names:
             # Check that the address is writable before any training.
             remote.write("README", _README)
@@ -387,15 +396,15 @@ def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say
         remote,
         _wanted(found, directory, address, request.resume),
         directory.root,
-        beyond=-1 if newest is None else step_of(newest) or 0,
-        say=say,
+        after_step=-1 if newest is None else step_of(newest) or 0,
+        log=say,
         accept=accept,
     )
     gone_on = () if fetched is None else (f"the run resumes from its copy at {address}, of step {fetched.step}",)
     return MirrorState((*found.damaged, *gone_on), found.names)
 
 
-def _wanted(found: Found, directory: RunDirectory, address: str, resume: str) -> tuple[Commit, ...]:
+def _wanted(found: CommitListing, directory: RunDirectory, address: str, resume: str) -> tuple[Commit, ...]:
     """Return the candidate commits; with ``--resume CHECKPOINT``, only if there is no local checkpoint.
 
     Raises:
@@ -417,7 +426,7 @@ def _wanted(found: Found, directory: RunDirectory, address: str, resume: str) ->
     return wanted
 
 
-def _check_ours(found: Found, directory: RunDirectory, address: str) -> None:
+def _check_ours(found: CommitListing, directory: RunDirectory, address: str) -> None:
     """Refuse the copy of another run.
 
     Raises:
@@ -463,27 +472,29 @@ def mirror_checkpoints(
     if recipe.checkpoint.mirror is None:
         yield None
         return
-    choice: Choice | None = decision.choice
+    choice: ResumePoint | None = decision.choice
     if decision.completed:
         store = CheckpointStore(directory.checkpoints)
-        newest = on_first_without_timeout(collectives, recipe, lambda: store.newest_whole()[0], name="verify")
-        choice = None if newest is None else Choice(newest, step_of(newest) or 0)
+        newest = on_first_without_timeout(collectives, recipe, lambda: store.newest_complete()[0], name="verify")
+        choice = None if newest is None else ResumePoint(newest, step_of(newest) or 0)
     first = choice
-    mirroring = collectives.on_all(
+    mirroring = collectives.on_all_ranks(
         lambda: _begin(directory, request, first, mirror_state) if first and collectives.world.is_first else None
     )
     try:
         if decision.completed:  # its last checkpoint may not be there yet
             wait_until_copied(mirroring, recipe, collectives, lambda each: each.is_failing)
-            if mirroring is not None and mirroring.lacks:
-                say(f"the newest checkpoint of this run is not at {recipe.checkpoint.mirror}: {mirroring.lacks}")
+            if mirroring is not None and mirroring.problem:
+                say(f"the newest checkpoint of this run is not at {recipe.checkpoint.mirror}: {mirroring.problem}")
         yield None if decision.completed else mirroring
     finally:
         if mirroring is not None:
             mirroring.close()
 
 
-def _begin(directory: RunDirectory, request: ResumeRequest, choice: Choice, mirror_state: MirrorState) -> Mirroring:
+def _begin(
+    directory: RunDirectory, request: ResumeRequest, choice: ResumePoint, mirror_state: MirrorState
+) -> Mirroring:
     """Start copying, beginning with the chosen checkpoint if it is not there yet."""
     address = request.recipe.checkpoint.mirror
     assert address is not None
@@ -493,12 +504,12 @@ def _begin(directory: RunDirectory, request: ResumeRequest, choice: Choice, mirr
 
     def open_mirror(retries: Retries) -> Mirror:
         remote = _remote(address, retries)
-        found = read_commits(remote)
+        found = list_commits(remote)
         _check_ours(found, directory, address)
-        further = [each.step for each in in_line(found.commits) if each.step > choice.step]
+        further = [each.step for each in commit_chain(found.commits) if each.step > choice.step]
         new = {each.name for each in found.commits if each.step in further} - mirror_state.names
         if request.resume == "auto" and new:  # not read before, so that this run may resume from it
-            raise TakenError(
+            raise MirrorConflictError(
                 f"{address} holds a copy of step {further[0]}, which this launch could not see when it started at step "
                 f"{choice.step}: it uploads nothing there. Stop it and run the same command again to resume from that "
                 f"copy."
@@ -509,7 +520,7 @@ def _begin(directory: RunDirectory, request: ResumeRequest, choice: Choice, mirr
     if choice.path is not None:
         best = CheckpointStore(directory.checkpoints).read_best()
         growing, small = sendable_records(directory)
-        mirroring.offer(Sendable(step=choice.step, path=choice.path, growing=growing, small=small, best=best))
+        mirroring.submit(LocalCheckpoint(step=choice.step, path=choice.path, growing=growing, small=small, best=best))
     return mirroring
 
 
@@ -536,5 +547,5 @@ def wait_until_copied(
         is_copied = mirroring is None or mirroring.is_over(within_seconds=patience) or has_ended(mirroring)
         return is_copied or time.monotonic() > deadline
 
-    while not collectives.on_first(is_over):
+    while not collectives.on_rank_zero(is_over):
         tick()

@@ -29,7 +29,7 @@ from paceline.trainer.precision import Precision
 # In measured steps: long enough to average estimates that scatter widely, short enough to see the noise grow.
 HALF_LIFE = 50
 # Measured steps required before drawing a conclusion.
-ENOUGH = 20
+MIN_ESTIMATES = 20
 
 
 @dataclass
@@ -40,14 +40,14 @@ class _Step:
         planned: Samples of the step over all processes, over which its gradient is averaged.
         entries: Number of squared norms that each process contributes.
         used: Samples of this process that count; fewer if some could not be read.
-        whole: Norm of the complete gradient.
+        norm: Norm of the complete gradient.
         parts: For each micro-batch, its samples and the norm of its gradient.
     """
 
     planned: int = 0
     entries: int = 0
     used: int = 0
-    whole: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
+    norm: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     parts: list[tuple[int, torch.Tensor]] = field(default_factory=list)
 
 
@@ -92,7 +92,7 @@ class NoiseMeter:
         """Whether averages are available yet."""
         return self.averages.weight > 0
 
-    def watching(self, batch: Batch) -> AbstractContextManager[None]:
+    def measure_backward(self, batch: Batch) -> AbstractContextManager[None]:
         """Context around the backward pass of a micro-batch."""
         step = self._open
         if step is None:
@@ -102,10 +102,10 @@ class NoiseMeter:
         step.used += batch.weight
         if not batch.weight or (step.parts and not self._every_part):
             return nullcontext()
-        return self._watched(step, batch)
+        return self._measured(step, batch)
 
     @contextmanager
-    def _watched(self, step: _Step, batch: Batch) -> Iterator[None]:
+    def _measured(self, step: _Step, batch: Batch) -> Iterator[None]:
         norms: dict[int, torch.Tensor] = {}
         handles = []
 
@@ -123,14 +123,14 @@ class NoiseMeter:
         finally:
             for handle in handles:
                 handle.remove()
-        found = [norms[index] for index in sorted(norms)]
+        gradient_norms = [norms[index] for index in sorted(norms)]
         if not is_hooked:
             # In an exact run a micro-batch's own gradient, otherwise the first micro-batch's share of the step's
             # gradient.
-            found = [torch.linalg.vector_norm(each.grad) for each in self._parameters if each.grad is not None]
+            gradient_norms = [torch.linalg.vector_norm(each.grad) for each in self._parameters if each.grad is not None]
         # The loss was multiplied by this factor (trainer/step.py), and perhaps by fp16's scale.
         share = batch.weight * self._averages_over / batch.slice.step_weight
-        norm = torch.linalg.vector_norm(torch.stack(found)).float()
+        norm = torch.linalg.vector_norm(torch.stack(gradient_norms)).float()
         step.parts.append((batch.weight, self._precision.unscaled(norm) / share))
 
     def end_step(self, norm: torch.Tensor | None, *, stepped: bool) -> None:
@@ -143,51 +143,51 @@ class NoiseMeter:
         step, self._open = self._open, None
         if step is None or norm is None or not stepped:
             return
-        step.whole = norm.detach().float()
+        step.norm = norm.detach().float()
         self._pending.append(step)
 
-    def take(self) -> list[float]:
+    def pop_measurements(self) -> list[float]:
         """Return new measurements of this process, equally many on each; waits for the device."""
         pending, self._pending = self._pending, []
-        norms = [each for step in pending for each in (step.whole, *(norm for _, norm in step.parts))]
+        norms = [each for step in pending for each in (step.norm, *(norm for _, norm in step.parts))]
         if not norms:
             return []
         values = iter(torch.stack(norms).tolist())
-        told: list[float] = []
+        measurements: list[float] = []
         for step in pending:
-            told += [step.planned, step.entries, step.used, next(values)]
-            found = [number for weight, _ in step.parts for number in (weight, next(values))]
-            told += found + [0.0] * (2 * step.entries - len(found))
-        return told
+            measurements += [step.planned, step.entries, step.used, next(values)]
+            pairs = [number for weight, _ in step.parts for number in (weight, next(values))]
+            measurements += pairs + [0.0] * (2 * step.entries - len(pairs))
+        return measurements
 
-    def fold(self, everyones: Sequence[Sequence[float]]) -> None:
+    def average(self, measurements: Sequence[Sequence[float]]) -> None:
         """Average the measurements of all processes; the result is the same on each."""
-        rows = [iter(each) for each in everyones]
+        rows = [iter(each) for each in measurements]
         while (row := [list(islice(each, 4)) for each in rows])[0]:
-            planned, entries, _, whole = row[0]
+            planned, entries, _, step_norm = row[0]
             parts = [list(islice(each, round(2 * entries))) for each in rows]
             used = sum(each[2] for each in row)
-            pairs = [(each[at], each[at + 1]) for each in parts for at in range(0, len(each), 2) if each[at]]
+            pairs = [(each[i], each[i + 1]) for each in parts for i in range(0, len(each), 2) if each[i]]
             weight = math.fsum(samples for samples, _ in pairs)
             if weight and used:
                 # fsum: the sum has the same bits on whichever process holds a part. A mean over the planned samples is
                 # smaller than one over the samples that could be read.
                 square = math.fsum(samples * norm * norm for samples, norm in pairs) / weight
-                if found := estimate(weight / len(pairs), square, used, (whole * planned / used) ** 2):
-                    self.averages.add(found)
+                if estimated := estimate(weight / len(pairs), square, used, (step_norm * planned / used) ** 2):
+                    self.averages.add(estimated)
 
     def gather(self, collectives: Collectives) -> None:
         """Average pending measurements before the state is saved; a collective."""
         if self._pending:
-            self.fold(collectives.gather(self.take()))
+            self.average(collectives.gather(self.pop_measurements()))
 
     def for_record(self) -> dict[str, float | None]:
         """Return its entries in a step record."""
-        found = self.averages.noise_scale()
+        scale = self.averages.noise_scale()
         return {
-            "noise_scale": None if found is None else found.middle,
-            "noise_scale_low": None if found is None else found.low,
-            "noise_scale_high": None if found is None or math.isinf(found.high) else found.high,
+            "noise_scale": None if scale is None else scale.middle,
+            "noise_scale_low": None if scale is None else scale.low,
+            "noise_scale_high": None if scale is None or math.isinf(scale.high) else scale.high,
             "gradient_variance": self.averages.mean_variance,
             "gradient_square": self.averages.mean_square,
         }
@@ -226,18 +226,18 @@ def linear_rule_warning(
     if optimizer.lr_scaling != "linear" or optimizer.lr_reference_batch is None or noise.has_warned:
         return None
     batch = plan.epochs.phase_at(position - 1).global_batch_size
-    found = noise.averages.noise_scale()
-    is_known = found is not None and found.count >= ENOUGH and step > plan.warmup_steps
+    scale = noise.averages.noise_scale()
+    is_known = scale is not None and scale.count >= MIN_ESTIMATES and step > plan.warmup_steps
     each = mean_weight(geometry)
-    if found is None or not is_known or batch <= max(found.high / each, optimizer.lr_reference_batch):
+    if scale is None or not is_known or batch <= max(scale.high / each, optimizer.lr_reference_batch):
         return None
     noise.has_warned = True
     ratio = batch / optimizer.lr_reference_batch
-    best = rate_ratio(found.middle / each, batch, optimizer.lr_reference_batch)
+    best = rate_ratio(scale.middle / each, batch, optimizer.lr_reference_batch)
     unit = "samples" if geometry.weights is None else plan.weight_unit
     return (
         f"optimizer.lr_scaling=linear has multiplied the learning rate by {ratio:.3g} for a batch of {batch}, but the "
-        f"noise scale of the gradients is {found.middle:.3g} {unit} ({found.low:.3g} to {found.high:.3g}), and the "
+        f"noise scale of the gradients is {scale.middle:.3g} {unit} ({scale.low:.3g} to {scale.high:.3g}), and the "
         "best rate grows linearly with the batch only far below it. By eps_max / (1 + B_noise / B) it would be "
         f"{best:.3g} times; use optimizer.lr_scaling=sqrt, a smaller batch, or a rate found by a range test."
     )

@@ -13,7 +13,7 @@ from torch import nn
 from paceline.data.batch import Batch
 from paceline.data.slices import SampleIds
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.exact import buffers_of, put_back
+from paceline.distributed.exact import buffers_of, restore_tensor
 from paceline.distributed.strategy import VOTE_LAG, FlagReader
 from paceline.errors import TrainingError
 from paceline.recipe.training import Train
@@ -29,7 +29,7 @@ _EXPLODED = 10
 _LEARNED = 0.9
 
 
-class Culprit(NamedTuple):
+class NonFiniteLoss(NamedTuple):
     """A micro-batch with a non-finite loss.
 
     Attributes:
@@ -56,7 +56,7 @@ class NonFiniteGuard:
         network: Its buffers are restored when a step is skipped: BatchNorm's statistics would not recover.
         device: Where the losses are.
         active: False where the loss scaling of fp16 decides.
-        late: Reader of the delayed flag; by default one for the device.
+        reader: Reader of the delayed flag; by default one for the device.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class NonFiniteGuard:
         device: torch.device,
         *,
         active: bool,
-        late: FlagReader | None = None,
+        reader: FlagReader | None = None,
     ) -> None:
         self.skips = active and train.nonfinite == "skip"
         self._active = active
-        self._most = train.max_nonfinite
+        self._max_skipped = train.max_nonfinite
         self._optimizer = optimizer
         self._on_host = device.type == "cpu"
         self._waits = self._on_host or self.skips
-        self._late = late or FlagReader(device)
+        self._reader = reader or FlagReader(device)
         self._found = False
-        self._clean, self._spoiled = torch.zeros(()), torch.ones(())
-        self._places = list(buffers_of(network)) if self.skips else []
-        self._buffers = [tensor for *_, tensor in self._places]
-        self._before = [torch.empty_like(each) for each in self._buffers]
+        self._finite_flag, self._nonfinite_flag = torch.zeros(()), torch.ones(())
+        self._buffer_slots = list(buffers_of(network)) if self.skips else []
+        self._buffers = [tensor for *_, tensor in self._buffer_slots]
+        self._saved_buffers = [torch.empty_like(each) for each in self._buffers]
         self._losses: deque[list[tuple[torch.Tensor, SampleIds]]] = deque(maxlen=VOTE_LAG + 1)
 
     def begin_step(self) -> None:
@@ -88,8 +88,8 @@ class NonFiniteGuard:
         self._found = False
         self._losses.append([])
         if self._buffers:
-            self._hold_buffers()
-            torch._foreach_copy_(self._before, self._buffers)
+            self._restore_buffers()
+            torch._foreach_copy_(self._saved_buffers, self._buffers)
 
     def mark(self, loss: torch.Tensor, batch: Batch) -> torch.Tensor | None:
         """Return 1 for a micro-batch whose loss is not finite, else 0; on the loss's device, without waiting for it."""
@@ -98,29 +98,29 @@ class NonFiniteGuard:
             return None
         loss = loss.detach()
         self._losses[-1].append((loss, batch.ids))
-        return self._marked(loss)
+        return self._flag(loss)
 
-    def allows_step(self, found: torch.Tensor, clip_norm: torch.Tensor | None) -> bool:
+    def allows_step(self, nonfinite: torch.Tensor, clip_norm: torch.Tensor | None) -> bool:
         """Whether to call the optimizer.
 
         Args:
-            found: The sum of all processes' marks, from the reduction.
+            nonfinite: The sum of all processes' marks, from the reduction.
             clip_norm: The norm by which the gradient was clipped; the same on all processes.
         """
         if not self._active:
             return True
         if clip_norm is not None:
-            found = torch.maximum(found.float(), self._marked(clip_norm))
+            nonfinite = torch.maximum(nonfinite.float(), self._flag(clip_norm))
         if self._waits:
-            self._found = found.item() > 0
+            self._found = nonfinite.item() > 0
             if self._found and self._buffers:
-                self._hold_buffers()
-                torch._foreach_copy_(self._buffers, self._before)
+                self._restore_buffers()
+                torch._foreach_copy_(self._buffers, self._saved_buffers)
             return not self._found
         if all(group.get("fused") for group in self._optimizer.param_groups):
             # torch's fused kernels read it on the device, as they do for loss scaling, for which it was made.
-            self._optimizer.found_inf = (found > 0).float()  # type: ignore[attr-defined]
-        self._late.cast(found)
+            self._optimizer.found_inf = (nonfinite > 0).float()  # type: ignore[attr-defined]
+        self._reader.push(nonfinite)
         return True
 
     def report(self, collectives: Collectives, recorder: Recorder, last_good: str) -> None:
@@ -134,48 +134,50 @@ class NonFiniteGuard:
         Raises:
             TrainingError: If the run is to stop, or too many steps were skipped.
         """
-        late = self._active and not self._waits and any(self._late.agreed())
-        if not self._found and not late:
+        is_late = self._active and not self._waits and any(self._reader.agreed())
+        if not self._found and not is_late:
             return
-        lag = VOTE_LAG if late else 0
-        held = self._losses[-1 - lag] if len(self._losses) > lag else []
-        own = [(loss.item(), tuple(ids.tolist())) for loss, ids in held]
+        lag = VOTE_LAG if is_late else 0
+        losses = self._losses[-1 - lag] if len(self._losses) > lag else []
+        local_losses = [(loss.item(), tuple(ids.tolist())) for loss, ids in losses]
         rank = collectives.world.rank
-        mine = [Culprit(rank, loss, samples) for loss, samples in own if not math.isfinite(loss)]
-        culprits = [each for part in collectives.gather(mine) for each in part]
+        local = [NonFiniteLoss(rank, loss, samples) for loss, samples in local_losses if not math.isfinite(loss)]
+        nonfinite = [each for part in collectives.gather(local) for each in part]
         progress = recorder.progress
         if self._found:
             progress.nonfinite += 1
-        what, details = "the gradient norm became infinite or NaN", {}
-        if culprits:  # where to look: the processes, and the samples of their micro-batches
-            what = f"the training loss became {culprits[0].loss}"
-            what += f" on rank {culprits[0].rank}" * (collectives.world.world_size > 1)
-            samples = sorted({sample for each in culprits for sample in each.samples})
-            details = {"ranks": sorted({each.rank for each in culprits}), "samples": samples}
+        cause, details = "the gradient norm became infinite or NaN", {}
+        if nonfinite:  # where to look: the processes, and the samples of their micro-batches
+            cause = f"the training loss became {nonfinite[0].loss}"
+            cause += f" on rank {nonfinite[0].rank}" * (collectives.world.world_size > 1)
+            samples = sorted({sample for each in nonfinite for sample in each.samples})
+            details = {"ranks": sorted({each.rank for each in nonfinite}), "samples": samples}
         # Name the step by the number it would have had.
-        place = f"at step {progress.position - lag - progress.skipped + self._found}"
+        where = f"at step {progress.position - lag - progress.skipped + self._found}"
         recorder.incident(
-            "nonfinite_loss" if culprits else "nonfinite_gradient",
-            f"{what} {place}; {'the weights were not moved' if self._found else 'the run ends'}.",
+            "nonfinite_loss" if nonfinite else "nonfinite_gradient",
+            f"{cause} {where}; {'the weights were not moved' if self._found else 'the run ends'}.",
             details,
         )
         recorder.flush()
         if not self.skips:
-            raise TrainingError(f"{what} {place}; {_REMEDY}, or skip such steps with train.nonfinite=skip. {last_good}")
-        if progress.nonfinite > self._most:
             raise TrainingError(
-                f"{what} {place}, and {progress.nonfinite} steps were skipped for such a reason, more than "
-                f"train.max_nonfinite={self._most}; {_REMEDY}. {last_good}"
+                f"{cause} {where}; {_REMEDY}, or skip such steps with train.nonfinite=skip. {last_good}"
+            )
+        if progress.nonfinite > self._max_skipped:
+            raise TrainingError(
+                f"{cause} {where}, and {progress.nonfinite} steps were skipped for such a reason, more than "
+                f"train.max_nonfinite={self._max_skipped}; {_REMEDY}. {last_good}"
             )
 
-    def _hold_buffers(self) -> None:
+    def _restore_buffers(self) -> None:
         """Restore the tensors that hold the buffers, where a forward pass has replaced them."""
-        for place in self._places:
-            put_back(*place)
+        for slot in self._buffer_slots:
+            restore_tensor(*slot)
 
-    def _marked(self, value: torch.Tensor) -> torch.Tensor:
+    def _flag(self, value: torch.Tensor) -> torch.Tensor:
         if self._on_host:
-            return self._clean if math.isfinite(value.item()) else self._spoiled
+            return self._finite_flag if math.isfinite(value.item()) else self._nonfinite_flag
         # Infinity times zero is nan too; this takes two kernels and no branch.
         return (value * 0).float().nan_to_num(1.0)
 
@@ -192,8 +194,8 @@ def check_loss(loss: float | None, recorder: Recorder, last_good: str) -> None:
         TrainingError: With what to change.
     """
     if loss is not None and not math.isfinite(loss):
-        what = f"the training loss became {loss} by step {recorder.progress.step}"
-        raise _failed("nonfinite_loss", what, recorder, last_good)
+        cause = f"the training loss became {loss} by step {recorder.progress.step}"
+        raise _failure("nonfinite_loss", cause, recorder, last_good)
 
 
 def check_state(models: Mapping[str, nn.Module], recorder: Recorder, last_good: str) -> None:
@@ -207,16 +209,16 @@ def check_state(models: Mapping[str, nn.Module], recorder: Recorder, last_good: 
     """
     for weights, network in models.items():
         # With sharded weights, each process checks its own shard, which may be empty.
-        mine = ((name, getattr(p, "to_local", lambda p=p: p)().detach()) for name, p in network.named_parameters())
+        named = ((name, getattr(p, "to_local", lambda p=p: p)().detach()) for name, p in network.named_parameters())
         # Other buffers may validly hold infinity: masks, the ends of ranges.
-        kept = ((name, b) for name, b in network.named_buffers() if name.rpartition(".")[2].startswith("running_"))
-        for kind, state in (("the weight", mine), ("the statistic", kept)):
+        stats = ((name, b) for name, b in network.named_buffers() if name.rpartition(".")[2].startswith("running_"))
+        for kind, state in (("the weight", named), ("the statistic", stats)):
             tensors = {name: each for name, each in state if each.is_floating_point() and each.numel()}
             if tensors and not math.isfinite(nn.utils.get_total_norm(list(tensors.values()), math.inf)):
                 first = next(key for key, each in tensors.items() if not torch.isfinite(each).all())
-                what = f"{kind} '{first}'{' of the moving average' * (weights == 'ema')}"
-                what = f"{what} became infinite or nan by step {recorder.progress.step}"
-                raise _failed("nonfinite_weights", what, recorder, last_good)
+                cause = f"{kind} '{first}'{' of the moving average' * (weights == 'ema')}"
+                cause = f"{cause} became infinite or nan by step {recorder.progress.step}"
+                raise _failure("nonfinite_weights", cause, recorder, last_good)
 
 
 def check_results(task: Task, results: Results, recorder: Recorder) -> None:
@@ -239,10 +241,10 @@ def check_outcome(task: Task, recorder: Recorder, last_good: str) -> None:
     if wrong := _wrong_metrics(task, progress.last):
         first = progress.step if progress.nonfinite_since is None else progress.nonfinite_since
         since = f"since the evaluation at step {first}, although the training loss is finite"
-        raise _failed("nonfinite_metric", f"{wrong} {since}", recorder, last_good)
+        raise _failure("nonfinite_metric", f"{wrong} {since}", recorder, last_good)
     if progress.skipped and not progress.step:
-        what = f"none of the {progress.skipped} steps changed the weights: their losses or gradients were not finite"
-        raise _failed("nonfinite_gradient", what, recorder, last_good)
+        cause = f"none of the {progress.skipped} steps changed the weights: their losses or gradients were not finite"
+        raise _failure("nonfinite_gradient", cause, recorder, last_good)
 
 
 def divergence(window: Window, results: Results) -> str:
@@ -256,20 +258,20 @@ def divergence(window: Window, results: Results) -> str:
     if first is None or last is None:
         return ""
     # A loss below one nat has not diverged, however small the first loss was.
-    most = _EXPLODED * max(first, 1.0)
-    said = f"the run diverged: its training loss began at {first:.4g}, rose to {worst:.4g} and ended at {last:.4g}"
-    if last > most or (worst > most and last > _LEARNED * first):
-        return f"{said}; {_REMEDY}."
+    limit = _EXPLODED * max(first, 1.0)
+    message = f"the run diverged: its training loss began at {first:.4g}, rose to {worst:.4g} and ended at {last:.4g}"
+    if last > limit or (worst > limit and last > _LEARNED * first):
+        return f"{message}; {_REMEDY}."
     held_out = {name: each.get("loss", first) for name, each in results.items()}
-    ended = next((f"{loss:.4g} ({name} weights)" for name, loss in held_out.items() if loss > most), "")
-    return f"{said}, but the validation loss is {ended}; {_REMEDY}." if ended else ""
+    ended = next((f"{loss:.4g} ({name} weights)" for name, loss in held_out.items() if loss > limit), "")
+    return f"{message}, but the validation loss is {ended}; {_REMEDY}." if ended else ""
 
 
-def _failed(incident: str, what: str, recorder: Recorder, last_good: str) -> TrainingError:
+def _failure(incident: str, cause: str, recorder: Recorder, last_good: str) -> TrainingError:
     """Record the error that ends the run, and return it to be raised."""
-    recorder.incident(incident, f"{what}; the run ends.")
+    recorder.incident(incident, f"{cause}; the run ends.")
     recorder.flush()
-    return TrainingError(f"{what}; {_REMEDY}. {last_good}")
+    return TrainingError(f"{cause}; {_REMEDY}. {last_good}")
 
 
 def _wrong_metrics(task: Task, results: Results) -> str:

@@ -67,17 +67,17 @@ class Precision:
             return True
         # A fused SGD would skip by itself, but if it skips its first step, its momentum stays uninitialized memory.
         optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]  # noqa: SLF001  # GradScaler asks it
-        taken: list[bool] = []
-        hook = optimizer.register_step_post_hook(lambda *_: taken.append(True))
+        steps_taken: list[bool] = []
+        hook = optimizer.register_step_post_hook(lambda *_: steps_taken.append(True))
         self.scaler.step(optimizer)
         hook.remove()
         self.scaler.update()
-        if not taken and (scale := self.scaler.get_scale()) < _USELESS_SCALE:
+        if not steps_taken and (scale := self.scaler.get_scale()) < _USELESS_SCALE:
             raise TrainingError(
                 f"the gradients overflow at every loss scale, which has fallen to {scale:.2g}; lower optimizer.lr, "
                 "or use train.precision=bf16 or fp32."
             )
-        return bool(taken)
+        return bool(steps_taken)
 
     @property
     def scale(self) -> float:

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from paceline.checkpoint.state import check_inventory, fitted
+from paceline.checkpoint.state import adapt_weights, check_inventory
 from paceline.checkpoint.weights import read_weights
-from paceline.data.class_balance import ClassDraws, counts_by_ratio, in_words
+from paceline.data.class_balance import ClassDraws, counts_by_ratio, describe_weights
 from paceline.data.image.pipeline import LARGEST_RATIO
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
-from paceline.data.preflight import Findings, Loading, look_at_machine
-from paceline.distributed.affinity import OwnCores, bind, choose_cores
+from paceline.data.preflight import Findings, Loading, check_machine
+from paceline.distributed.affinity import CoreAssignment, bind, choose_cores
 from paceline.distributed.device import (
     check_communication,
     choose_device,
@@ -37,12 +37,12 @@ from paceline.distributed.device import (
 from paceline.distributed.sharding import check_sharded
 from paceline.errors import CheckpointError, DataError, ModelError, PacelineError, RecipeError, did_you_mean
 from paceline.metrics.accumulator import Metric
-from paceline.models.adapters import described
-from paceline.models.build import lay_out, parameter_count
+from paceline.models.adapters import describe_adapters
+from paceline.models.build import parameter_count, to_memory_format
 from paceline.models.compiled import check_backend
-from paceline.models.deferred import FirstValues, NotDeferrableError, build_deferred
+from paceline.models.deferred import InitialValues, NotDeferrableError, build_deferred
 from paceline.models.fp8 import convert_to_fp8, fp8_layers
-from paceline.models.transfer import adapt, calm_classifier, load_fitting, trained_spans, with_shared
+from paceline.models.transfer import adapt, load_fitting, trained_spans, with_shared, zero_classifier
 from paceline.optim.embedding_optim import check_tables
 from paceline.optim.parameter_groups import describe_groups
 from paceline.plan import DataFacts, MachineFacts, NetworkFacts, ParameterNumbers, Plan, TaskFacts, make
@@ -50,7 +50,7 @@ from paceline.recipe.model import Model
 from paceline.recipe.schema import Recipe
 from paceline.records.events import EvaluationEvent
 from paceline.storage.cache import local_path
-from paceline.tasks.task import Task, check_used_by, task_name
+from paceline.tasks.task import Task, check_supported, task_name
 from paceline.telemetry.trackers import check_trackers
 from paceline.trainer.precision import set_float32_matmul
 from paceline.units import format_count
@@ -70,23 +70,23 @@ def find_host_limits(
         trained: Images of a training batch.
     """
     names = ("workers", "channels", "image_size", "evaluation_size")
-    known = {name: data[name] for name in names if isinstance(data.get(name), int)}
+    sizes = {name: data[name] for name in names if isinstance(data.get(name), int)}
     # DALI's workers are threads, and in-memory data has no workers.
-    if data.get("backend") != "pytorch" or len(known) < len(names):
+    if data.get("backend") != "pytorch" or len(sizes) < len(names):
         return Findings()
     ratio = LARGEST_RATIO if "evaluation_shapes" in data else 1
-    return look_at_machine(
+    return check_machine(
         Loading(
             processes=processes,
-            workers=known["workers"],
+            workers=sizes["workers"],
             prefetch=recipe.data.prefetch,
-            train_batch_bytes=trained * known["channels"] * known["image_size"] ** 2,
-            evaluation_batch_bytes=scored * known["channels"] * known["evaluation_size"] ** 2 * ratio,
+            train_batch_bytes=trained * sizes["channels"] * sizes["image_size"] ** 2,
+            evaluation_batch_bytes=scored * sizes["channels"] * sizes["evaluation_size"] ** 2 * ratio,
         )
     )
 
 
-def find_limits_of_plan(plan: Plan, recipe: Recipe) -> Findings:
+def find_plan_limits(plan: Plan, recipe: Recipe) -> Findings:
     """Do the same for a run."""
     scored = plan.evaluation_batch_size if plan.evaluates else 0
     return find_host_limits(plan.data, recipe, plan.local_world_size, trained=plan.micro_batch_size, scored=scored)
@@ -108,9 +108,9 @@ class Prepared:
     network: nn.Module
     pipeline: Pipeline
     geometry: StepGeometry
-    cores: OwnCores | None = None
+    cores: CoreAssignment | None = None
     notices: tuple[str, ...] = ()
-    first_values: FirstValues | None = None
+    first_values: InitialValues | None = None
     """Values for a network without values, which is sharded over processes; None for a complete one."""
 
 
@@ -130,7 +130,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
     make_plan = planner(recipe, task, describe_machine(device, cores, processes=world.local_world_size), world)
     plan = make_plan()
-    limits = find_limits_of_plan(plan, recipe)
+    limits = find_plan_limits(plan, recipe)
     if limits.refusal:
         raise DataError(limits.refusal)
     bind(cores)  # before loader processes and threads are started, which inherit it
@@ -152,8 +152,8 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             network = convert_to_fp8(network)
         task.prepare_training(placement)
         plan = plan_network(make_plan, network, recipe)
-        told = {"batch.global_size", "data.classes"} & plan.reasons.keys() - plan.unused.keys()
-        of_data = (plan.reasons[key] for key in sorted(told))
+        reported = {"batch.global_size", "data.classes"} & plan.reasons.keys() - plan.unused.keys()
+        of_data = (plan.reasons[key] for key in sorted(reported))
         prepared = Prepared(
             recipe=recipe,
             plan=plan,
@@ -164,7 +164,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             pipeline=pipeline,
             geometry=geometry_of(recipe, plan, task),
             cores=cores,
-            notices=(*plan.left_out, *of_data, *limits.warnings, *notices, *([] if cores is None else [cores.why])),
+            notices=(*plan.left_out, *of_data, *limits.warnings, *notices, *([] if cores is None else [cores.reason])),
             first_values=first_values,
         )
         _check_single_samples(prepared)
@@ -212,11 +212,11 @@ def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> 
     Raises:
         PacelineError: If the data cannot be used, or the task does not measure what the recipe asks for.
     """
-    check_used_by(task)
+    check_supported(task)
     data = task.data_facts(world)
     # The class is part of the run's identity: weights of one task cannot be used for another.
     data = replace(data, description={"task": task_name(task), **data.description})
-    classes, data = _about_classes(task, data)
+    classes, data = _class_facts(task, data)
     _check_named_metrics(task)
     best_metric(task)
     lengths = task.sample_lengths()
@@ -232,20 +232,20 @@ def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> 
     return partial(make, recipe, world=world, data=data, machine=machine, task=facts)
 
 
-def _about_classes(task: Task, data: DataFacts) -> tuple[dict[str, Any], DataFacts]:
+def _class_facts(task: Task, data: DataFacts) -> tuple[dict[str, Any], DataFacts]:
     """Return the plan's facts of a task's classes and of the data, with a notice about class weights."""
     labels = task.sample_classes()
     unused: dict[str, str] = {}
     reasons: dict[str, str] = {}
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for key, name in (("train.class_weights", "class_weights"), ("data.sampling", "sampling")):
         if labels is None:
             unused[key] = f"the task {task_name(task)} names no class of its samples"
         elif weights := task.weights_by_class(key):
-            found[name] = weights
-            reasons[key] = in_words(weights, labels, task.description()["class_names"])
+            facts[name] = weights
+            reasons[key] = describe_weights(weights, labels, task.description()["class_names"])
     if draws := draws_of(task):
-        found |= {"classes_sha256": draws.sha256, "mixture": draws.counts}
+        facts |= {"classes_sha256": draws.sha256, "mixture": draws.counts}
         if draws.counts:
             each = zip(task.recipe.data.mixture, draws.counts, np.bincount(draws.classes).tolist(), strict=True)
             reasons["data.mixture"] = "per epoch " + ", ".join(
@@ -253,7 +253,7 @@ def _about_classes(task: Task, data: DataFacts) -> tuple[dict[str, Any], DataFac
             )
         else:
             reasons["data.sampling"] = f"drawn with replacement, {reasons['data.sampling']}"
-    return found, replace(data, unused={**unused, **data.unused}, reasons={**data.reasons, **reasons})
+    return facts, replace(data, unused={**unused, **data.unused}, reasons={**data.reasons, **reasons})
 
 
 def draws_of(task: Task) -> ClassDraws | None:
@@ -291,19 +291,19 @@ def headline_of(task: Task) -> Metric:
 
 def _check_named_metrics(task: Task) -> None:
     """Refuse metrics that the task cannot compute scores for, or whose names clash with its own."""
-    asked = task.recipe.evaluate.metrics
-    if asked and not task.gives_scores:
+    metrics = task.recipe.evaluate.metrics
+    if metrics and not task.gives_scores:
         raise RecipeError(
             f"evaluate.metrics needs logits, which task={task.recipe.task} does not give; leave it out, or override "
             "collectors() in a task of yours."
         )
-    taken = {metric.name for metric in task.metrics} | {each.name for each in fields(EvaluationEvent)}
-    taken |= {"event", "last", "best", "input_mean", "input_std"}
-    for name in asked:
-        if not name.isidentifier() or name in taken:
+    reserved = {metric.name for metric in task.metrics} | {each.name for each in fields(EvaluationEvent)}
+    reserved |= {"event", "last", "best", "input_mean", "input_std"}
+    for name in metrics:
+        if not name.isidentifier() or name in reserved:
             raise RecipeError(
                 f"evaluate.metrics has the name '{name}', but a name is letters, digits and underscores, and not one "
-                f"that records use: {', '.join(sorted(taken))}."
+                f"that records use: {', '.join(sorted(reserved))}."
             )
 
 
@@ -313,27 +313,27 @@ def best_metric(task: Task) -> Metric:
     Raises:
         RecipeError: If the task does not measure the requested one.
     """
-    asked = task.recipe.evaluate.metric
-    return headline_of(task) if asked == "auto" else find_metric(task, asked, f"evaluate.metric={asked}")
+    requested = task.recipe.evaluate.metric
+    return headline_of(task) if requested == "auto" else find_metric(task, requested, f"evaluate.metric={requested}")
 
 
-def find_metric(task: Task, name: str, asked: str) -> Metric:
+def find_metric(task: Task, name: str, setting: str) -> Metric:
     """Return a task's metric of this name, once the task knows its data (:meth:`Task.data_facts`).
 
     Args:
         task: The run's task.
         name: Name of the metric.
-        asked: The setting that requests it, for the message.
+        setting: The setting that requests it, for the message.
 
     Raises:
         RecipeError: If the task has no such metric.
     """
-    known = {metric.name: metric for metric in task.measured}
-    if name not in known:
+    metrics = {metric.name: metric for metric in task.measured}
+    if name not in metrics:
         raise RecipeError(
-            f"{asked} is not a metric of this task; choose one of: {', '.join(known)}.{did_you_mean(name, known)}"
+            f"{setting} is not a metric of this task; choose one of: {', '.join(metrics)}.{did_you_mean(name, metrics)}"
         )
-    return known[name]
+    return metrics[name]
 
 
 def without_initial_weights(recipe: Recipe) -> Recipe:
@@ -348,24 +348,24 @@ def without_mirror(recipe: Recipe) -> Recipe:
 
 def _build(
     recipe: Recipe, task: Task, placement: Placement, make_plan: Planner
-) -> tuple[nn.Module, tuple[str, ...], FirstValues | None]:
+) -> tuple[nn.Module, tuple[str, ...], InitialValues | None]:
     """Return the network, and notices: complete or, if it will be sharded, without values."""
     plan = make_plan()
     # A plan made before the network is known may turn out to shard the weights. On a CPU processes share the host's
     # memory, and `auto` uses replicas unless they are very large.
-    is_open = plan.strategy == "ddp" and recipe.parallel.strategy == "auto" and plan.device == "cuda"
-    if plan.strategy != "fsdp" and not is_open:
+    may_shard = plan.strategy == "ddp" and recipe.parallel.strategy == "auto" and plan.device == "cuda"
+    if plan.strategy != "fsdp" and not may_shard:
         return *build_network(recipe, task, placement), None
     notices: tuple[str, ...] = ()
     try:
-        network, first_values = build_without_numbers(recipe, task, plan)
-        if make_plan(network=NetworkFacts(parameters=numbers_of(network))).strategy == "fsdp":
+        network, first_values = build_without_values(recipe, task, plan)
+        if make_plan(network=NetworkFacts(parameters=count_parameters(network))).strategy == "fsdp":
             return network, (), first_values
     except NotDeferrableError as error:
         if plan.strategy == "fsdp":
             notices = (f"every process built the whole network before sharding: {error}",)
-    network, more = build_network(recipe, task, placement)
-    return network, (*notices, *more), None
+    network, network_notices = build_network(recipe, task, placement)
+    return network, (*notices, *network_notices), None
 
 
 def build_shapes(recipe: Recipe, task: Task, *, channels_last: bool) -> nn.Module:
@@ -376,23 +376,23 @@ def build_shapes(recipe: Recipe, task: Task, *, channels_last: bool) -> nn.Modul
     """
     try:
         with torch.device("meta"):
-            network = _built(recipe, task)
+            network = _build_adapted(recipe, task)
     except PacelineError:
         raise
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError):
         # The constructor reads the values it has drawn. Use real ones then, which briefly takes as much memory as the
         # weights.
-        network = _built(recipe, task)
-    return lay_out(network.to("meta"), channels_last=channels_last)
+        network = _build_adapted(recipe, task)
+    return to_memory_format(network.to("meta"), channels_last=channels_last)
 
 
-def _built(recipe: Recipe, task: Task) -> nn.Module:
+def _build_adapted(recipe: Recipe, task: Task) -> nn.Module:
     network = task.build_model()
     adapt(network, recipe.model)
     return network
 
 
-def build_without_numbers(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Module, FirstValues]:
+def build_without_values(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Module, InitialValues]:
     """Return the network as every process will have it, but without values, and the function that supplies them.
 
     Its initial values are bit-identical to those of the complete network with the same seed.
@@ -408,7 +408,7 @@ def build_without_numbers(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Mo
         raise NotDeferrableError("train.precision=fp8 changes its layers")
 
     torch.manual_seed(recipe.seed)
-    network, first_values = build_deferred(partial(_built, task.recipe, task))
+    network, first_values = build_deferred(partial(_build_adapted, task.recipe, task))
     if any(isinstance(each, _NormBase) for each in network.modules()):
         raise NotDeferrableError("it has BatchNorm, which is tested on the whole network")
     if task.begins_from_data(network):
@@ -418,7 +418,7 @@ def build_without_numbers(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Mo
     return network, first_values
 
 
-def numbers_of(network: nn.Module) -> ParameterNumbers:
+def count_parameters(network: nn.Module) -> ParameterNumbers:
     """Return the number of parameters."""
     return ParameterNumbers(sum(each.numel() for each in network.parameters()), parameter_count(network))
 
@@ -429,29 +429,29 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.
     network = task.build_model()
     task.check_network(network)
     task.first_weights(network)
-    asked = task.recipe.model
-    notices = take_initial_weights(network, asked)
-    adapt(network, asked)
-    if asked.adapters.rank is not None:
-        notices.append(described(network))
+    model = task.recipe.model
+    notices = load_initial_weights(network, model)
+    adapt(network, model)
+    if model.adapters.rank is not None:
+        notices.append(describe_adapters(network))
     return place(network, placement), tuple(notices)
 
 
-def take_initial_weights(network: nn.Module, asked: Model) -> list[str]:
+def load_initial_weights(network: nn.Module, model: Model) -> list[str]:
     """Load the weights of ``model.initialize_from``, if set; returns notices about them.
 
     Raises:
         PacelineError: If they are missing, unreadable or do not fit.
     """
-    if asked.initialize_from is None:
+    if model.initialize_from is None:
         return []
-    source = Path(local_path(asked.initialize_from, key="model.initialize_from"))
+    source = Path(local_path(model.initialize_from, key="model.initialize_from"))
     saved = read_weights(source)
-    plain, changed = fitted(network.state_dict(), saved.plain)
-    state = with_shared(network, plain)
+    state_on_disk, changed = adapt_weights(network.state_dict(), saved.plain)
+    state = with_shared(network, state_on_disk)
     notices = [f"model.initialize_from: {saved.path}: {each}" for each in changed]
-    if asked.initialize_partly:
-        calm_classifier(network)
+    if model.initialize_partly:
+        zero_classifier(network)
         return [*notices, load_fitting(network, state, source=str(saved.path))]
     try:
         check_inventory(network.state_dict(), state, where="model.initialize_from")
@@ -463,7 +463,7 @@ def take_initial_weights(network: nn.Module, asked: Model) -> list[str]:
 
 def place(network: nn.Module, placement: Placement) -> nn.Module:
     """Move a network to the device and give its filters the batches' memory format."""
-    return lay_out(network.to(placement.device), channels_last=placement.channels_last)
+    return to_memory_format(network.to(placement.device), channels_last=placement.channels_last)
 
 
 def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan:
@@ -474,8 +474,8 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
         RecipeError: If its state is to be sharded over processes, and the rest of the recipe does not support that.
     """
     check_backend(recipe.model)
-    before = make_plan()
-    first, last = trained_spans(network, recipe.model, before.unfreeze_steps, before.freeze_after_steps)
+    plan_so_far = make_plan()
+    first, last = trained_spans(network, recipe.model, plan_so_far.unfreeze_steps, plan_so_far.freeze_after_steps)
     if parameter_count(network) == 0:
         raise ModelError(f"model.name={recipe.model.name} has no parameter that can be trained (requires_grad).")
     trained = {name for name, each in network.named_parameters() if each.requires_grad}
@@ -492,17 +492,17 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
             "whose statistics are sums over the processes in an order that depends on their number; parallel.exact "
             "needs BatchNorm, which here normalises each logical rank by itself."
         )
-    numbers = numbers_of(network)
-    if numbers.every > _MOST_PARAMETERS * before.world_size:
+    numbers = count_parameters(network)
+    if numbers.every > _MOST_PARAMETERS * plan_so_far.world_size:
         raise ModelError(
             f"model.name={recipe.model.name} has {numbers.every:.3g} parameters with model.options="
-            f"{recipe.model.options}, more than {before.world_size} device(s) can hold; make it smaller."
+            f"{recipe.model.options}, more than {plan_so_far.world_size} device(s) can hold; make it smaller."
         )
     plan = make_plan(
         network=NetworkFacts(
             parameters=numbers,
             groups=describe_groups(network, recipe.optimizer, first, last),
-            fp8_layers=fp8_layers(network, name=recipe.model.name) if before.precision == "fp8" else (),
+            fp8_layers=fp8_layers(network, name=recipe.model.name) if plan_so_far.precision == "fp8" else (),
             is_depthwise=_is_depthwise(network),
         )
     )

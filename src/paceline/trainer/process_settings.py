@@ -74,7 +74,7 @@ _NEVER, _NO_BLOCKS = -1, 0
 _USUAL = {_TRIM_THRESHOLD: 64 * 2**20, _MMAP_THRESHOLD: 32 * 2**20, _MMAP_MAX: 65_536}
 # Keep what the user has chosen for the process: the library's settings, or another allocator.
 _MALLOC_SETTINGS = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_")
-_SAYING = ("LD_PRELOAD", "GLIBC_TUNABLES")
+_REPORTED = ("LD_PRELOAD", "GLIBC_TUNABLES")
 _keeping: list[torch.device] = []  # of nested runs, all that keep freed memory: the last to end releases it
 
 
@@ -90,7 +90,7 @@ def keep_freed_memory(device: torch.device, environment: Mapping[str, str] = os.
         environment: Variables of this process.
     """
     is_chosen = any(environment.get(name) for name in _MALLOC_SETTINGS)
-    is_chosen = is_chosen or any("malloc" in environment.get(name, "") for name in _SAYING)
+    is_chosen = is_chosen or any("malloc" in environment.get(name, "") for name in _REPORTED)
     if device.type != "cpu" or is_chosen or platform.libc_ver()[0] != "glibc":
         yield False
         return
@@ -112,18 +112,18 @@ Setting = tuple[Callable[[], Any], Callable[[Any], Any]]
 """Something that holds for the whole process: what reads it, and what sets it."""
 
 
-def _of_torch(names: str) -> Iterator[Setting]:
+def _torch_setting(names: str) -> Iterator[Setting]:
     """Attributes of torch, by dotted name."""
     for path, _, name in (each.rpartition(".") for each in names.split()):
         holder = attrgetter(path)(torch)
         yield partial(getattr, holder, name), partial(setattr, holder, name)
 
 
-def _set_environment(wanted: dict[str, str]) -> None:
+def _set_environment(settings: dict[str, str]) -> None:
     """Change only what differs: other threads may read meanwhile."""
-    for name in os.environ.keys() - wanted.keys():
+    for name in os.environ.keys() - settings.keys():
         del os.environ[name]
-    for name, value in wanted.items():
+    for name, value in settings.items():
         if os.environ.get(name) != value:
             os.environ[name] = value
 
@@ -150,7 +150,7 @@ _OF_TORCH: tuple[Setting, ...] = (
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     # Torch has old and new names for precisions. Set the old ones first, since they set the new ones too; of the new
     # ones set the general before the specific, which inherits if it has no value.
-    *_of_torch(
+    *_torch_setting(
         """
         utils.deterministic.fill_uninitialized_memory
         backends.cudnn.benchmark backends.cudnn.benchmark_limit backends.cudnn.enabled backends.cudnn.deterministic
@@ -186,17 +186,17 @@ def _read(read: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def restore_torch_settings(*more: Setting) -> Iterator[None]:
+def restore_torch_settings(*extra: Setting) -> Iterator[None]:
     """Restore, also after an error, every torch setting that a run may change; for a command that ends afterwards."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's old names, which are the only ones in some versions
-        before = [(read, write, _read(read)) for read, write in (*_OF_TORCH, *more)]
+        saved = [(read, write, _read(read)) for read, write in (*_OF_TORCH, *extra)]
     try:
         yield
     finally:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for read, write, value in before:
+            for read, write, value in saved:
                 # Set only what differs: some of them are slow to set, because that imports torch's compiler.
                 if value is not None and _read(read) != value:
                     write(value)

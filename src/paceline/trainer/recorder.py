@@ -40,12 +40,12 @@ class Slowest:
     factor: float
 
 
-def find_slowest(seconds: Sequence[Sequence[float]], *, waits_in: Collection[str]) -> Slowest | None:
+def find_slowest(seconds: Sequence[Sequence[float]], *, blocking: Collection[str]) -> Slowest | None:
     """Find it from each process's mean seconds per step and phase, in the order of ``PHASES``.
 
     Args:
         seconds: By rank and phase.
-        waits_in: Phases in which processes wait for one another, because they exchange gradients or weights there. The
+        blocking: Phases in which processes wait for one another, because they exchange gradients or weights there. The
             shortest of these times counts for all, since the last to arrive does not wait.
 
     Returns:
@@ -53,32 +53,32 @@ def find_slowest(seconds: Sequence[Sequence[float]], *, waits_in: Collection[str
     """
     if len(seconds) < 2:
         return None
-    shortest = {phase: min(each[phase] for each in seconds) for phase in _OWN if PHASES[phase] in waits_in}
-    own = [[shortest.get(phase, each[phase]) for phase in _OWN] for each in seconds]
-    totals = [sum(each) for each in own]
-    rank = max(range(len(own)), key=lambda number: totals[number])
-    others = [number for number in range(len(own)) if number != rank]
-    usual = median(totals[number] for number in others)
-    if usual <= 0:
+    shortest = {phase: min(each[phase] for each in seconds) for phase in _OWN if PHASES[phase] in blocking}
+    work = [[shortest.get(phase, each[phase]) for phase in _OWN] for each in seconds]
+    totals = [sum(each) for each in work]
+    rank = max(range(len(work)), key=lambda number: totals[number])
+    peers = [number for number in range(len(work)) if number != rank]
+    typical = median(totals[number] for number in peers)
+    if typical <= 0:
         return None
-    excess = [own[rank][part] - median(own[number][part] for number in others) for part in range(len(own[rank]))]
+    excess = [work[rank][part] - median(work[number][part] for number in peers) for part in range(len(work[rank]))]
     phase = PHASES[_OWN[excess.index(max(excess))]]
-    return Slowest(rank, phase, totals[rank] / usual)
+    return Slowest(rank, phase, totals[rank] / typical)
 
 
-def over_ranks(seconds: Sequence[Sequence[float]], *, untold: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+def summarize_ranks(seconds: Sequence[Sequence[float]], *, excluded: Collection[str] = ()) -> dict[str, dict[str, Any]]:
     """Return how much the processes differ: minimum, median and maximum seconds of each phase, with their ranks.
 
     Args:
         seconds: By rank and phase, as for :func:`find_slowest`.
-        untold: Phases to leave out.
+        excluded: Phases to leave out.
     """
-    found = {}
+    summaries = {}
     for phase, values in zip(PHASES, zip(*seconds, strict=True), strict=True):
-        least, most = min(values), max(values)
-        found[phase] = {"minimum": least, "median": median(values), "maximum": most}
-        found[phase] |= {"least_rank": values.index(least), "most_rank": values.index(most)}
-    return {phase: each for phase, each in found.items() if phase not in untold}
+        smallest, largest = min(values), max(values)
+        summaries[phase] = {"minimum": smallest, "median": median(values), "maximum": largest}
+        summaries[phase] |= {"least_rank": values.index(smallest), "most_rank": values.index(largest)}
+    return {phase: each for phase, each in summaries.items() if phase not in excluded}
 
 
 class SlowRanks:
@@ -87,16 +87,16 @@ class SlowRanks:
     def __init__(self) -> None:
         self._rank: int | None = None
         self._records = 0
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
-    def is_news(self, slowest: Slowest | None) -> bool:
+    def is_new(self, slowest: Slowest | None) -> bool:
         """Add a record's finding; return whether to report it."""
         rank = slowest.rank if slowest is not None and slowest.factor > ALARMING_FACTOR else None
         self._records = self._records + 1 if rank == self._rank else 1
         self._rank = rank
-        if rank is None or rank in self._told or self._records < ALARMING_RECORDS:
+        if rank is None or rank in self._reported or self._records < ALARMING_RECORDS:
             return False
-        self._told.add(rank)
+        self._reported.add(rank)
         return True
 
 
@@ -118,7 +118,7 @@ class Recorder:
 
     Attributes:
         slow_ranks: Ranks that the others had to wait for so far.
-        keeps_answers: Whether the answers of evaluations can still be kept.
+        saves_examples: Whether the answers of evaluations can still be kept.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Recorder:
         self._display = display
         self.progress = progress
         self.slow_ranks = SlowRanks()
-        self.keeps_answers = writer is not None
+        self.saves_examples = writer is not None
 
     def incident(self, incident: str, message: str, details: Mapping[str, Any] | None = None) -> None:
         """Record an incident at the run's current step."""

@@ -119,14 +119,14 @@ class Run:
     def begin_step(self) -> None:
         """Notify all followers that a step starts."""
         self.guard.begin_step()
-        self.task.take_logged()  # left over from before the first step, or from an evaluation
+        self.task.pop_logged_values()  # left over from before the first step, or from an evaluation
         self.heartbeat.begin_step(self.progress.position + 1)
         self.freeze_schedule.at(self.progress.step)
         self.noise.begin_step(is_due=self.due("noise_scale", ahead=1))
 
     def backward(self, loss: torch.Tensor, batch: Batch) -> None:
         """Run the backward pass of a micro-batch; its gradient is measured if due."""
-        with self.noise.watching(batch):
+        with self.noise.measure_backward(batch):
             self.precision.backward(loss)
 
     def control_flags(self) -> ControlFlags:
@@ -151,10 +151,10 @@ class Run:
         return as_timed(self.pipeline)
 
     @property
-    def untold(self) -> frozenset[str]:
+    def unmeasured(self) -> frozenset[str]:
         """Phases whose time cannot be separated from others here."""
-        parts = {"communication": self.strategy.tells_communication, "h2d": self.timed_pipeline is not None}
-        return frozenset(phase for phase, is_told in parts.items() if not is_told)
+        parts = {"communication": self.strategy.measures_communication, "h2d": self.timed_pipeline is not None}
+        return frozenset(phase for phase, is_measured in parts.items() if not is_measured)
 
     @property
     def may_skip(self) -> bool:
@@ -162,16 +162,16 @@ class Run:
         return self.precision.scaler is not None or self.guard.skips
 
     def span(
-        self, phase: str, *, meets: bool = False, samples: SampleIds = NO_SAMPLES
+        self, phase: str, *, synchronizes: bool = False, samples: SampleIds = NO_SAMPLES
     ) -> AbstractContextManager[None, None]:
         """Context around a phase of a step: times it and reports it to the watchdog.
 
         Args:
             phase: One of the clock's phases.
-            meets: Whether the processes wait for one another inside.
+            synchronizes: Whether the processes wait for one another inside.
             samples: The samples being processed.
         """
-        self.heartbeat.enter(phase, last=meets, samples=samples)
+        self.heartbeat.enter(phase, last=synchronizes, samples=samples)
         return self.clock.span(phase)
 
     def mfu(self, samples_per_second: float | None) -> dict[str, float | None]:
@@ -189,8 +189,8 @@ class Run:
     def checkpoint_due(self, agreed: ControlFlags) -> bool:
         """Whether to save now: by step count, by time, or because the last evaluation was the best so far."""
         # A flag that is read late still applies after the save that it requested.
-        is_news = self.saved_position < 0 or self.progress.position - self.saved_position > VOTE_LAG
-        return self.due("checkpoint") or (agreed.save and is_news) or self.found_best()
+        is_new = self.saved_position < 0 or self.progress.position - self.saved_position > VOTE_LAG
+        return self.due("checkpoint") or (agreed.save and is_new) or self.found_best()
 
     def ending(self, agreed: ControlFlags) -> str:
         """Return why the run ends here, or an empty string; the same on all processes."""

@@ -16,7 +16,14 @@ from typing import Any
 
 from paceline.checkpoint.format import read_header
 from paceline.checkpoint.reading import check_sizes, read_manifest
-from paceline.checkpoint.store import BEST_FILE_NAME, CheckpointStore, Choice, DamagedCheckpoint, choose, step_of
+from paceline.checkpoint.store import (
+    BEST_FILE_NAME,
+    CheckpointStore,
+    DamagedCheckpoint,
+    ResumePoint,
+    choose_resume_point,
+    step_of,
+)
 from paceline.data.balance import SampleLengths
 from paceline.data.class_balance import ClassDraws
 from paceline.distributed.collectives import Collectives
@@ -29,7 +36,7 @@ from paceline.records import reader
 from paceline.records.environment import capture_environment
 from paceline.records.events import truncate_after
 from paceline.records.ledger import ledger_files, truncate_ledgers, write_lengths
-from paceline.records.run_directory import RunDirectory, cannot, sync_directory, write_json, write_text
+from paceline.records.run_directory import RunDirectory, file_error, sync_directory, write_json, write_text
 from paceline.telemetry.trackers import TRACKERS
 
 
@@ -47,51 +54,51 @@ def check_visible(root: Path, collectives: Collectives, *, patience_seconds: flo
     mark = root / ".lock"
 
     def write() -> str:
-        word = _word()
+        word = _lock_owner()
         try:
             mark.write_text(word)
         except OSError as error:
-            raise cannot("write", mark, error) from error
+            raise file_error("write", mark, error) from error
         return word
 
-    written = collectives.on_first(write)
+    written = collectives.on_rank_zero(write)
     deadline = time.monotonic() + patience_seconds
-    while not (sees := _read_or_nothing(mark) == written) and time.monotonic() < deadline:
+    while not (is_visible := _read_if_present(mark) == written) and time.monotonic() < deadline:
         time.sleep(0.1)
-    everyone = collectives.gather((sees, platform.node()))
-    blind = [rank for rank, (sees, _) in enumerate(everyone) if not sees]
+    ranks = collectives.gather((is_visible, platform.node()))
+    blind = [rank for rank, (sees, _) in enumerate(ranks) if not sees]
     if blind:
         raise LaunchError(
-            f"rank 0 on {everyone[0][1]} writes to '{root}', but rank {blind[0]} on {everyone[blind[0]][1]} sees "
+            f"rank 0 on {ranks[0][1]} writes to '{root}', but rank {blind[0]} on {ranks[blind[0]][1]} sees "
             "another directory or none there; name a --run-dir on a file system that all hosts share."
         )
 
 
-def _word() -> str:
+def _lock_owner() -> str:
     """Write the lock's owner, with a token that is new each time: an older file may have been copied along."""
     return f"process {os.getpid()} on {platform.node()}, {secrets.token_hex(8)}"
 
 
-def _read_or_nothing(path: Path) -> str | None:
+def _read_if_present(path: Path) -> str | None:
     with contextlib.suppress(OSError):
         return path.read_text()
     return None
 
 
 # Keys that may differ between a run and its continuation: none of them changes which samples a step sees.
-_FREE = (
+_CHANGEABLE_KEYS = (
     *("train.duration", "train.until", "train.precision", "train.nonfinite", "train.max_nonfinite"),
     *("evaluate.", "checkpoint.", "telemetry.", "parallel.", "batch.micro_size", "distillation.teacher"),
     *("data.path", "data.workers", "data.prefetch", "data.max_broken"),
     *("model.channels_last", "model.compile", "model.activation_checkpointing"),
 )
-_NAMED = 4
+_MAX_NAMED = 4
 
 
 def fixed_differences(old: Recipe, new: Recipe) -> str:
     """Name the differing keys that prevent one recipe from continuing the run of another; empty if there are none."""
-    changed = {key: values for key, values in differences(old, new).items() if not key.startswith(_FREE)}
-    return "; ".join(f"{key} was {old} and is now {new}" for key, (old, new) in list(changed.items())[:_NAMED])
+    changed = {key: values for key, values in differences(old, new).items() if not key.startswith(_CHANGEABLE_KEYS)}
+    return "; ".join(f"{key} was {old} and is now {new}" for key, (old, new) in list(changed.items())[:_MAX_NAMED])
 
 
 def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[DamagedCheckpoint]:
@@ -103,17 +110,17 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
         directory: The run directory.
         recipe: The run's recipe.
     """
-    own, store = reader.read_identity(directory), CheckpointStore(directory.checkpoints)
-    found = []
+    identity, store = reader.read_identity(directory), CheckpointStore(directory.checkpoints)
+    foreign = []
     for step in store.steps():
         path = store.path(step)
         try:
             manifest = check_sizes(path)
         except CheckpointError:
             continue
-        theirs = manifest.facts.get("run")
-        if own and theirs and theirs != own.id:
-            found.append(DamagedCheckpoint(path, step, f"its run is {theirs}, and this one {own.id}"))
+        run_id = manifest.facts.get("run")
+        if identity and run_id and run_id != identity.id:
+            foreign.append(DamagedCheckpoint(path, step, f"its run is {run_id}, and this one {identity.id}"))
             continue
         model = manifest.components.get("model")
         if model is None or not model.tensor_files:
@@ -121,13 +128,13 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
         # Damage is detected later, and a recipe of another version that cannot be read does not count as a different
         # one.
         with contextlib.suppress(OSError, ValueError, KeyError, PacelineError):
-            stored = load_json(read_header(path / model.tensor_files[0])[1]["recipe"])
-            if changed := fixed_differences(stored_recipe(stored, str(path)), recipe):
-                found.append(DamagedCheckpoint(path, step, changed))
-    return found
+            recipe_tree = load_json(read_header(path / model.tensor_files[0])[1]["recipe"])
+            if changed := fixed_differences(stored_recipe(recipe_tree, str(path)), recipe):
+                foreign.append(DamagedCheckpoint(path, step, changed))
+    return foreign
 
 
-def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe, total_steps: int) -> Choice:
+def prepare_resume(directory: RunDirectory, requested: Path | None, recipe: Recipe, total_steps: int) -> ResumePoint:
     """On the first rank: choose the checkpoint to resume from, and cut the records back to it.
 
     Nothing is changed before the checkpoint is found, or it is certain that none was ever complete.
@@ -137,7 +144,7 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe,
         RunDirectoryError: If the run is already beyond its requested end.
     """
     store, foreign = CheckpointStore(directory.checkpoints), foreign_checkpoints(directory, recipe)
-    choice = choose(store, wanted=wanted, foreign=[each.step or 0 for each in foreign])
+    choice = choose_resume_point(store, requested=requested, foreign=[each.step or 0 for each in foreign])
     _check_choice(directory, choice, foreign)
     facts = {} if choice.path is None else read_manifest(choice.path).facts
     position = int(facts["position"]) if facts else -1
@@ -164,18 +171,18 @@ def prepare_resume(directory: RunDirectory, wanted: Path | None, recipe: Recipe,
     samples = truncate_ledgers(directory.ledger, max(position, 0))
     if samples < facts.get("samples", 0):
         lost.append(f"the ledger has {samples} of the {facts['samples']} samples used by then")
-    reader.forget_evaluations_after(directory, position)
+    reader.delete_evaluations_after(directory, position)
     incidents = [
-        (f"{kind}_checkpoint", f"checkpoint {each.path.name} is {what} and was set aside: {each.reason}")
-        for kind, what, each in unusable
+        (f"{kind}_checkpoint", f"checkpoint {each.path.name} is {description} and was set aside: {each.reason}")
+        for kind, description, each in unusable
     ]
     incidents += [("missing_records", f"records before step {choice.step} are missing: {each}") for each in lost]
     return replace(choice, incidents=tuple(incidents))
 
 
-def _check_choice(directory: RunDirectory, choice: Choice, foreign: list[DamagedCheckpoint]) -> None:
+def _check_choice(directory: RunDirectory, choice: ResumePoint, foreign: list[DamagedCheckpoint]) -> None:
     """Refuse to start over silently, and to resume from another run's checkpoint."""
-    if choice.lost_everything:
+    if choice.has_only_damaged:
         raise CheckpointError(
             f"no checkpoint in {directory.checkpoints} is intact: {choice.damaged[0].reason} To start again, use "
             "another run directory."
@@ -187,10 +194,10 @@ def _check_choice(directory: RunDirectory, choice: Choice, foreign: list[Damaged
                 "checkpoints back, or train in another run directory."
             )
     if choice.path is None:
-        _check_none_is_lost(directory)
+        _check_none_missing(directory)
 
 
-def _check_none_is_lost(directory: RunDirectory) -> None:
+def _check_none_missing(directory: RunDirectory) -> None:
     if reader.had_checkpoint(directory):
         raise CheckpointError(
             f"the records of '{directory.root}' say that checkpoints were saved, but {directory.checkpoints} holds "
@@ -200,7 +207,7 @@ def _check_none_is_lost(directory: RunDirectory) -> None:
 
 
 # Plan values that must not change at a resume: numerics and samples depend on them.
-_FIXED_NUMBERS = {
+_FIXED_PLAN_VALUES = {
     "precision": "train.precision",
     "channels_last": "model.channels_last",
     "train_samples": "data.path",
@@ -234,7 +241,7 @@ _FIXED_IF_EXACT = {
 _ON_CPU_ONLY = ("threads_per_process",)
 
 # Plan values that may change at a resume, with a notice: rounding then differs.
-_BITS = {
+_NUMERICS = {
     "logical_ranks": "micro-batches per step",
     "world_size": "processes",
     "device": "device",
@@ -276,7 +283,7 @@ class ResumeDecision:
         notices: Notices for the user.
     """
 
-    choice: Choice
+    choice: ResumePoint
     identity: str = ""
     completed: bool = False
     resumes: int = 0
@@ -292,12 +299,12 @@ class RunLock:
         try:
             self._descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:
-            raise cannot("open", path, error) from error
+            raise file_error("open", path, error) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._descriptor)
-            holder = (_read_or_nothing(path) or "").partition(",")[0]
+            holder = (_read_if_present(path) or "").partition(",")[0]
             raise RunDirectoryError(
                 f"another process is training in '{directory.root}'{f' ({holder})' if holder else ''}, or a run that "
                 "failed still saves there; wait for it, stop it, or choose another run directory."
@@ -306,13 +313,13 @@ class RunLock:
             pass  # a file system without locks: the check is best effort
         with contextlib.suppress(OSError):  # only for the message above
             os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, _word().encode(), 0)
+            os.pwrite(self._descriptor, _lock_owner().encode(), 0)
 
-    def outlast(self, under_way: Future[Any]) -> None:
+    def hold_until(self, save: Future[Any]) -> None:
         """Keep other launches out until this save has ended, even if the lock is released earlier."""
         # The system holds the lock as long as one of its descriptors is open.
-        another = os.dup(self._descriptor)
-        under_way.add_done_callback(lambda _: os.close(another))
+        duplicate = os.dup(self._descriptor)
+        save.add_done_callback(lambda _: os.close(duplicate))
 
     def release(self) -> None:
         """Release the lock; an empty directory created for this run is removed."""
@@ -334,16 +341,16 @@ def open_directory(directory: RunDirectory, request: ResumeRequest) -> ResumeDec
     try:
         return _open(directory, request)
     except OSError as error:
-        raise cannot("use", Path(error.filename or directory.root), error) from error
+        raise file_error("use", Path(error.filename or directory.root), error) from error
 
 
 def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     if not directory.exists() or never_trained(directory):
-        return _begin(directory, request)
+        return _start_new(directory, request)
     check_same_run(directory, request)
     notices = _notices(directory, reader.read_plan_to_resume(directory), request)
-    wanted = None if request.resume in ("auto", "never") else Path(request.resume)
-    if wanted and (wanted.parent.resolve() != directory.checkpoints.resolve() or step_of(wanted) is None):
+    requested = None if request.resume in ("auto", "never") else Path(request.resume)
+    if requested and (requested.parent.resolve() != directory.checkpoints.resolve() or step_of(requested) is None):
         raise RunDirectoryError(
             f"resume={request.resume} is not a checkpoint of the run in '{directory.root}'; give one of its "
             "checkpoints/step-*, or start a new run from its weights with model.initialize_from."
@@ -354,19 +361,19 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
             "or leave resume out to continue it."
         )
     check_links(directory)
-    if wanted is None and _is_complete(directory, request):
+    if requested is None and _is_complete(directory, request):
         if not CheckpointStore(directory.checkpoints).steps():
-            _check_none_is_lost(directory)
-        return ResumeDecision(choice=Choice(None, 0), completed=True)
+            _check_none_missing(directory)
+        return ResumeDecision(choice=ResumePoint(None, 0), completed=True)
     resumes = 0
     if directory.events.is_file():  # before the records are cut back
         resumed = reader.read_events(directory.events, kinds={"resume"})
         resumes = max((int(event["resumes"]) for event in resumed), default=0)
-    choice = prepare_resume(directory, wanted, request.recipe, request.plan.total_steps)
-    return _take(directory, request, ResumeDecision(choice=choice, notices=notices, resumes=resumes))
+    choice = prepare_resume(directory, requested, request.recipe, request.plan.total_steps)
+    return _save(directory, request, ResumeDecision(choice=choice, notices=notices, resumes=resumes))
 
 
-def _take(directory: RunDirectory, request: ResumeRequest, decision: ResumeDecision, *outdated: Path) -> ResumeDecision:
+def _save(directory: RunDirectory, request: ResumeRequest, decision: ResumeDecision, *outdated: Path) -> ResumeDecision:
     """Write the request, and remove files that no longer apply."""
     aside = tuple(_set_damaged_aside(directory))
     # The outcome of an earlier launch is outdated: only a launch that ends writes a new one.
@@ -412,13 +419,13 @@ def _set_damaged_aside(directory: RunDirectory) -> Iterator[tuple[str, str]]:
     """Rename unreadable outputs that no run depends on; yields an incident for each."""
     best = directory.checkpoints / BEST_FILE_NAME
     for path in (directory.summary, directory.environment, directory.identity, directory.mlperf_log, best):
-        if (why := _damage_of(directory, path)) is None:
+        if (problem := _damage_of(directory, path)) is None:
             continue
         count = 1
         while (target := path.with_name(f"{path.name}.damaged{'' if count == 1 else f'-{count}'}")).exists():
             count += 1
         path.rename(target)
-        yield "damaged_output", f"{path.name} was set aside as {target.name}: {why}"
+        yield "damaged_output", f"{path.name} was set aside as {target.name}: {problem}"
 
 
 def _damage_of(directory: RunDirectory, path: Path) -> str | None:
@@ -442,28 +449,28 @@ def _damage_of(directory: RunDirectory, path: Path) -> str | None:
 
 
 # Files that a launch killed early, or a batch job, may have left before there was a run.
-_OURS = (
+_OWN_FILES = (
     *("plan.json", "environment.json", "mirror.json", "run.json", ".lock"),
     *("sample_lengths.npy", "sample_classes.npy"),
 )
-_BEGUN = (".writable-", ".plan", ".environment", ".sample_", ".recipe", ".mirror", ".run", "slurm-")
+_OWN_PREFIXES = (".writable-", ".plan", ".environment", ".sample_", ".recipe", ".mirror", ".run", "slurm-")
 
 
-def _begin(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
+def _start_new(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     root = directory.root
     check_links(directory)
     names = [entry.name for entry in root.iterdir()]
-    if not directory.exists() and any(name not in _OURS and not name.startswith(_BEGUN) for name in names):
+    if not directory.exists() and any(name not in _OWN_FILES and not name.startswith(_OWN_PREFIXES) for name in names):
         raise RunDirectoryError(
             f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory."
         )
     if request.resume not in ("auto", "never"):
-        of_run = Path(request.resume).parent.parent
-        meant = f" Did you mean the run in {of_run}?" if RunDirectory(of_run).exists() else ""
-        raise RunDirectoryError(f"resume={request.resume}: there is no run in '{root}' to resume.{meant}")
+        other_run = Path(request.resume).parent.parent
+        suggestion = f" Did you mean the run in {other_run}?" if RunDirectory(other_run).exists() else ""
+        raise RunDirectoryError(f"resume={request.resume}: there is no run in '{root}' to resume.{suggestion}")
     tracked = [directory.tracked(name) for name in TRACKERS]
     outdated = (directory.events, directory.first_batch, *directory.evaluation_files, *tracked)
-    return _take(directory, request, ResumeDecision(choice=Choice(None, 0)), *outdated)
+    return _save(directory, request, ResumeDecision(choice=ResumePoint(None, 0)), *outdated)
 
 
 def never_trained(directory: RunDirectory) -> bool:
@@ -486,15 +493,15 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
     where = f"'{directory.root}'" if address is None else address
     elsewhere = "in another run directory" if address is None else "at another address (checkpoint.mirror)"
     stored = stored_recipe(reader.read_recipe(directory), str(directory.recipe))
-    if listed := fixed_differences(stored, request.recipe):
+    if changed := fixed_differences(stored, request.recipe):
         if address is not None:
-            raise RunDirectoryError(f"{where} holds a copy of a run of another recipe: {listed}. Start {elsewhere}.")
+            raise RunDirectoryError(f"{where} holds a copy of a run of another recipe: {changed}. Start {elsewhere}.")
         raise RunDirectoryError(
-            f"{where} holds a run of another recipe: {listed}. Choose another run directory, or repeat its own recipe: "
-            f"paceline train {directory.recipe} --run-dir {directory.root}"
+            f"{where} holds a run of another recipe: {changed}. Choose another run directory, or repeat its own "
+            f"recipe: paceline train {directory.recipe} --run-dir {directory.root}"
         )
     plan = reader.read_plan_to_resume(directory)
-    fixed = _FIXED_NUMBERS | (_FIXED_IF_EXACT if plan["strategy"] == "exact" else {})
+    fixed = _FIXED_PLAN_VALUES | (_FIXED_IF_EXACT if plan["strategy"] == "exact" else {})
     for number, key in fixed.items():
         if number in _ON_CPU_ONLY and request.plan.device != "cpu":
             continue
@@ -511,23 +518,23 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
             f"the run in {where} was trained with PowerSGD, which was removed, and its checkpoints hold PowerSGD's "
             f"state. Start a new run {elsewhere}, with model.initialize_from set to its weights."
         )
-    before, now = plan["data"], request.plan.data
-    for key, what in _FIXED_DATA.items():
+    old_facts, new_facts = plan["data"], request.plan.data
+    for key, message in _FIXED_DATA.items():
         # Runs of earlier versions, and of very large data sets, have no digest of their content.
-        is_known = key != "content_digest" or (key in before and key in now)
-        if is_known and before.get(key) != now.get(key):
-            told = what.format(
+        is_known = key != "content_digest" or (key in old_facts and key in new_facts)
+        if is_known and old_facts.get(key) != new_facts.get(key):
+            problem = message.format(
                 where=where,
-                before=before.get(key),
-                now=now.get(key),
+                before=old_facts.get(key),
+                now=new_facts.get(key),
                 pixels=request.plan.reasons.get("data.content_digest", "other pixels"),
                 teacher=request.recipe.distillation.teacher,
             )
-            raise RunDirectoryError(f"{told}, or start {elsewhere}.")
+            raise RunDirectoryError(f"{problem}, or start {elsewhere}.")
 
 
-_OTHER_BITS = "the same samples, but not the same bits"
-_PERHAPS_OTHER_BITS = "the same samples, but perhaps not the same bits"
+_NUMERICS_DIFFER = "the same samples, but not the same bits"
+_NUMERICS_MAY_DIFFER = "the same samples, but perhaps not the same bits"
 
 
 def _notices(directory: RunDirectory, plan: Mapping[str, Any], request: ResumeRequest) -> tuple[str, ...]:
@@ -535,27 +542,27 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], request: ResumeRe
     notices = []
     current, mix = request.plan, request.recipe.data.mix
 
-    def compare(what: str, before: Any, now: Any, effect: str = _OTHER_BITS) -> None:
-        if before != now:
-            notices.append(f"{what}: {before} before, {now} now: {effect}")
+    def compare(name: str, old_value: Any, new_value: Any, effect: str = _NUMERICS_DIFFER) -> None:
+        if old_value != new_value:
+            notices.append(f"{name}: {old_value} before, {new_value} now: {effect}")
 
-    for number, name in _BITS.items():
+    for number, name in _NUMERICS.items():
         is_kept = number == "world_size" and plan["strategy"] == "exact"
         if not is_kept and (number not in _ON_CPU_ONLY or current.device == "cpu"):
             is_mixed = number == "logical_ranks" and (mix.mixup > 0 or mix.cutmix > 0)
-            effect = "the same samples, differently mixed, but not the same bits" if is_mixed else _OTHER_BITS
-            now = getattr(current, number)
-            compare(name, plan.get(number, now), now, effect)
+            effect = "the same samples, differently mixed, but not the same bits" if is_mixed else _NUMERICS_DIFFER
+            value = getattr(current, number)
+            compare(name, plan.get(number, value), value, effect)
     torch_now = request.device_facts["torch"]
     with contextlib.suppress(RunDirectoryError):
-        compare("torch", reader.read_environment(directory).get("torch", torch_now), torch_now, _PERHAPS_OTHER_BITS)
+        compare("torch", reader.read_environment(directory).get("torch", torch_now), torch_now, _NUMERICS_MAY_DIFFER)
     if current.strategy == "exact" != plan["strategy"]:
         compare("parallel.exact", "off", "on")
     elif "fsdp" in (plan["strategy"], current.strategy):
-        compare("strategy", plan["strategy"], current.strategy, _PERHAPS_OTHER_BITS)
+        compare("strategy", plan["strategy"], current.strategy, _NUMERICS_MAY_DIFFER)
     recipe = stored_recipe(reader.read_recipe(directory), str(directory.recipe))
-    of_run, of_request = (each.parallel.gradient_compression for each in (recipe, request.recipe))
-    compare("gradients are sent as", of_run, of_request)
+    old_compression, new_compression = (each.parallel.gradient_compression for each in (recipe, request.recipe))
+    compare("gradients are sent as", old_compression, new_compression)
     effect = "the learning rate follows the new length"
     compare("length", f"{plan['total_steps']} steps", f"{current.total_steps} steps", effect)
     return tuple(notices)
@@ -569,5 +576,5 @@ def _is_complete(directory: RunDirectory, request: ResumeRequest) -> bool:
         return False
     if summary.details.get("ending") != "patience":
         return True
-    before = stored_recipe(reader.read_recipe(directory), str(directory.recipe)).evaluate.patience
-    return before == request.recipe.evaluate.patience
+    patience = stored_recipe(reader.read_recipe(directory), str(directory.recipe)).evaluate.patience
+    return patience == request.recipe.evaluate.patience

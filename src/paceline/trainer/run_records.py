@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.weights import weights_sha256
-from paceline.data.batch import Batch, BrokenSample, chosen
+from paceline.data.batch import Batch, BrokenSample, select_rows
 from paceline.errors import DataError, RunDirectoryError
 from paceline.escaping import utf8
 from paceline.metrics.answers import as_png, thumbnails
@@ -21,68 +21,68 @@ from paceline.records.reader import Summary
 from paceline.records.run_directory import encode_json, write_text
 from paceline.telemetry.memory import peak_memory_bytes
 from paceline.telemetry.meter import PHASES
-from paceline.trainer.evaluate import Evaluation, evaluation_mode, write_kept
+from paceline.trainer.evaluate import Evaluation, evaluation_mode, write_artifacts
 from paceline.trainer.forecast import ReadAhead
 from paceline.trainer.mirroring import report_mirror
 from paceline.trainer.noise import linear_rule_warning
 from paceline.trainer.nonfinite import check_loss, divergence
-from paceline.trainer.recorder import find_slowest, over_ranks
+from paceline.trainer.recorder import find_slowest, summarize_ranks
 from paceline.trainer.run import Run
-from paceline.trainer.warmup import random_states_kept
+from paceline.trainer.warmup import restore_torch_random_states
 from paceline.units import counted
 
 # Samples of the first batch shown in the report.
-_SHOWN = 12
+_MAX_SHOWN = 12
 
 
 def write_step(run: Run) -> None:
     """Write a step record: here the host waits for the device, which an ordinary step does not."""
     with run.clock.span("logging"):
-        run.collectives.on_first(partial(run.directory.check_in_place, before_saving=False))
+        run.collectives.on_rank_zero(partial(run.directory.check_in_place, before_saving=False))
         _write_step(run)
 
 
 def _write_step(run: Run) -> None:
     timings = run.clock.drain()
-    surprises = [each for network in run.compiled.values() for each in network.log.surprises()]
+    recompilations = [each for network in run.compiled.values() for each in network.log.surprises()]
     # The number of avoidable recompilations is sent as the last value.
-    drained = run.window.drain([*(timings[f"{phase}_seconds"] or 0.0 for phase in PHASES), len(surprises)])
-    measured = [each[:-1] for each in drained.seconds]
-    slowest = find_slowest(measured, waits_in=run.strategy.waits_in)
+    totals = run.window.drain([*(timings[f"{phase}_seconds"] or 0.0 for phase in PHASES), len(recompilations)])
+    measured = [each[:-1] for each in totals.seconds]
+    slowest = find_slowest(measured, blocking=run.strategy.blocking_phases)
     details = {} if slowest is None else {f"slowest_{key}": value for key, value in vars(slowest).items()}
     if len(measured) > 1:
-        details["rank_seconds"] = over_ranks(measured, untold=run.untold)
+        details["rank_seconds"] = summarize_ranks(measured, excluded=run.unmeasured)
     norm = run.window.grad_norm
     plan, progress = run.plan, run.progress
     event = StepEvent(
         **progress.here,
         epoch=plan.epoch_of(progress.position - 1) + 1,
         samples=plan.samples_before(progress.position),
-        loss=drained.loss,
+        loss=totals.loss,
         lr=run.schedules.at(max(progress.step - 1, 0), max(progress.position - 1, 0)).learning_rate,
         grad_norm=None if norm is None else float(norm),
         grad_scale=run.precision.scale,
         timings={
             **timings,
-            **{f"{phase}_seconds": None for phase in run.untold},
+            **{f"{phase}_seconds": None for phase in run.unmeasured},
             **run.mfu(timings["throughput_samples_per_second"]),
         },
         metrics={
-            **drained.logged,
+            **totals.logged,
             **({"skipped_steps": progress.skipped} if run.may_skip else {}),
             **({} if plan.noise_scale_every_steps is None else run.noise.for_record()),
         },
         details=details,
     )
     run.recorder.write(event)
-    if slowest is not None and run.recorder.slow_ranks.is_news(slowest):
+    if slowest is not None and run.recorder.slow_ranks.is_new(slowest):
         message = (
             f"rank {slowest.rank} takes {slowest.factor:.1f} times as long as the others for its own part of a step, "
             f"most of it in {slowest.phase}, and the others wait for it."
         )
         run.recorder.incident("slow_rank", message, {"rank": slowest.rank, "phase": slowest.phase})
-    if any(each[-1] for each in drained.seconds):
-        for rank, reasons in enumerate(run.collectives.gather(surprises)):
+    if any(each[-1] for each in totals.seconds):
+        for rank, reasons in enumerate(run.collectives.gather(recompilations)):
             if reasons:
                 message = (
                     f"rank {rank} has compiled the network {counted(len(reasons), 'time')} more than planned, because "
@@ -92,14 +92,14 @@ def _write_step(run: Run) -> None:
     if warning := linear_rule_warning(run.noise, run.recipe.optimizer, plan, run.geometry, **progress.here):
         run.recorder.incident("linear_lr_rule", warning)
     report_mirror(run.mirroring, run.recorder)
-    report_broken(run, drained.broken)
+    report_broken(run, totals.broken)
     run.recorder.flush()
-    check_loss(drained.loss, run.recorder, run.last_good)
+    check_loss(totals.loss, run.recorder, run.last_good)
 
 
 def write_evaluation(run: Run, evaluation: Evaluation, *, seconds: float) -> None:
     """Write one record for each set of weights."""
-    run.collectives.on_first(partial(run.directory.check_in_place, before_saving=False))
+    run.collectives.on_rank_zero(partial(run.directory.check_in_place, before_saving=False))
     train_seconds = run.clock.totals.train_seconds
     for weights, metrics in evaluation.results.items():
         run.recorder.write(
@@ -115,26 +115,26 @@ def write_evaluation(run: Run, evaluation: Evaluation, *, seconds: float) -> Non
                 inputs=evaluation.inputs,
             )
         )
-    _write_kept(run, evaluation)
+    _write_artifacts(run, evaluation)
     _keep_figures(run)
     report_broken(run, list(evaluation.broken), training=False)
     run.recorder.flush()
 
 
-def _write_kept(run: Run, evaluation: Evaluation) -> None:
+def _write_artifacts(run: Run, evaluation: Evaluation) -> None:
     """Write what was kept of the answers; a problem is reported once and does not end the run."""
-    keep = run.evaluator.keep
-    if not keep.weights or not run.recorder.keeps_answers:
+    options = run.evaluator.keep
+    if not options.weights or not run.recorder.saves_examples:
         return
-    where = {**run.progress.here, "split": "validation", "weights": keep.weights}
-    failure = evaluation.kept.failure
+    context = {**run.progress.here, "split": "validation", "weights": options.weights}
+    failure = evaluation.artifacts.failure
     if not failure:
         try:
-            write_kept(run.directory, evaluation.kept, where)
+            write_artifacts(run.directory, evaluation.artifacts, context)
         except (OSError, RunDirectoryError, TypeError, ValueError) as error:
             failure = str(error)
     if failure:
-        run.recorder.keeps_answers = False
+        run.recorder.saves_examples = False
         message = f"examples of the evaluation are not saved: {failure}"
         run.recorder.incident("not_kept", message)
 
@@ -145,10 +145,10 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
     Raises:
         DataError: If there are more than the recipe allows.
     """
-    known = run.progress.broken_evaluation_ids
-    new = broken if training else [each for each in broken if each.id not in known]
+    known_ids = run.progress.broken_evaluation_ids
+    new = broken if training else [each for each in broken if each.id not in known_ids]
     if not training:
-        known += [each.id for each in new]
+        known_ids += [each.id for each in new]
     for each in new:
         run.recorder.incident(
             "broken_sample",
@@ -156,19 +156,19 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
             {"path": each.path, "sample": each.id, "split": "train" if training else "validation"},
         )
     count, data = len(run.window.broken_ids) + len(run.progress.broken_evaluation_ids), run.recipe.data
-    most = data.most_unread(run.plan.train_samples + run.plan.evaluation_samples)
-    if new and count > most:
-        found = f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and"
+    limit = data.unread_limit(run.plan.train_samples + run.plan.evaluation_samples)
+    if new and count > limit:
+        problem = f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and"
         advice = (
-            f"data.max_broken={most}; the same command with data.max_broken={count} continues without them, or repair "
+            f"data.max_broken={limit}; the same command with data.max_broken={count} continues without them, or repair "
             "or remove them and begin in another run directory."
         )
         if data.on_bad == "skip":
             advice = (
-                f"data.on_bad=skip leaves out {most} after the start: 1 % of all, and at least 10. More suggests a "
+                f"data.on_bad=skip leaves out {limit} after the start: 1 % of all, and at least 10. More suggests a "
                 "failing disk rather than broken files; the same command resumes once the disk works."
             )
-        raise DataError(f"{found} {advice}")
+        raise DataError(f"{problem} {advice}")
 
 
 def digests(run: Run) -> dict[str, str]:
@@ -191,7 +191,13 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
     ledger = None
     if status != "failed":
         over = plan.epochs.completed(progress.position)
-        ledger = count_epochs(run.directory.ledger, plan.train_samples, epochs_over=over, uses=run.geometry.uses).facts
+        counted = count_epochs(
+            *(run.directory.ledger, plan.train_samples),
+            epochs_over=over,
+            order=run.geometry.ids_at,
+            is_drawn=run.geometry.draws is not None,
+        )
+        ledger = counted.facts
     warning = divergence(run.window, progress.last) if status == "completed" else ""
     details: dict[str, Any] = {"ending": ending, **({"warning": warning} if warning else {})}
     # The fraction of its data that the run has seen, if not all of it.
@@ -215,7 +221,7 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
         throughput_samples_per_second=clock.throughput_samples_per_second,
         throughput_tokens_per_second=clock.throughput_tokens_per_second,
         data_wait_fraction=clock.data_wait_fraction,
-        phase_fractions={name: share for name, share in clock.phase_fractions.items() if name not in run.untold},
+        phase_fractions={name: share for name, share in clock.phase_fractions.items() if name not in run.unmeasured},
         mfu=run.mfu(clock.throughput_samples_per_second).get("mfu"),
         peak_memory_bytes=peak_memory_bytes(run.device.type),
         parameters=plan.parameters or 0,
@@ -230,16 +236,16 @@ def keep_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     ahead = ReadAhead(batches)
     is_shown = run.recipe.telemetry.report and run.recipe.evaluate.keep_examples and not run.world.rank
     if run.progress.position or not is_shown or not (first := ahead.read()):
-        return ahead.again()
-    rows = range(min(_SHOWN, of := len(first.ids)))
+        return ahead.replay()
+    rows = range(min(_MAX_SHOWN, count := len(first.ids)))
     try:
-        inputs, targets = (chosen(each, rows, of=of) for each in (first.inputs, first.targets))
-        shown = run.task.shown(replace(first, inputs=inputs, targets=targets, ids=first.ids[: len(rows)]))
+        inputs, targets = (select_rows(each, rows, size=count) for each in (first.inputs, first.targets))
+        pictures = run.task.shown(replace(first, inputs=inputs, targets=targets, ids=first.ids[: len(rows)]))
         names = [utf8(run.pipeline.sample_name(sample, training=True)) for sample in first.ids.tolist()]
-        _write_pictures(run.directory.first_batch, shown, names)
+        _write_pictures(run.directory.first_batch, pictures, names)
     except Exception as error:  # noqa: BLE001  # pictures must not end a run
         run.display.message(f"The first batch is not shown in the report ({type(error).__name__}: {error}).")
-    return ahead.again()
+    return ahead.replay()
 
 
 def _keep_figures(run: Run) -> None:
@@ -250,19 +256,19 @@ def _keep_figures(run: Run) -> None:
     try:
         with (
             evaluation_mode(run.models().values()),
-            random_states_kept(run.device),
+            restore_torch_random_states(run.device),
             torch.no_grad(),
             run.precision.autocast(),
         ):
             torch.manual_seed(run.recipe.seed)
-            drawn = run.task.figures(run.task.evaluated(model))
-        _write_pictures(run.directory.figures, drawn, [caption for _, caption in drawn])
+            figures = run.task.figures(run.task.evaluated(model))
+        _write_pictures(run.directory.figures, figures, [caption for _, caption in figures])
     except Exception as error:  # noqa: BLE001  # pictures must not end a run
         run.display.message(f"The task's figures are not shown in the report ({type(error).__name__}: {error}).")
 
 
 def _write_pictures(path: Path, pictures: Sequence[tuple[torch.Tensor, str]], names: Sequence[str]) -> None:
-    found = [
+    entries = [
         {
             "image": as_png(thumbnails(picture[None])[0].permute(1, 2, 0).cpu().numpy()),
             "caption": caption,
@@ -270,6 +276,6 @@ def _write_pictures(path: Path, pictures: Sequence[tuple[torch.Tensor, str]], na
         }
         for (picture, caption), name in zip(pictures, names, strict=False)
     ]
-    if found:
+    if entries:
         path.parent.mkdir(exist_ok=True)
-        write_text(path, encode_json({"examples": found}) + "\n")
+        write_text(path, encode_json({"examples": entries}) + "\n")

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from paceline import __version__
-from paceline.checkpoint.mirror import Sendable
+from paceline.checkpoint.mirror import LocalCheckpoint
 from paceline.checkpoint.reading import read_components
 from paceline.checkpoint.sharded import ShardedSave
-from paceline.checkpoint.store import Best, Choice, SavedCheckpoint, checkpoint_name
+from paceline.checkpoint.store import Best, ResumePoint, SavedCheckpoint, checkpoint_name
 from paceline.errors import CheckpointError, TrainingError
 from paceline.recipe.load import recipe_digest, to_yaml
 from paceline.records.events import CheckpointEvent, ResumeEvent
@@ -36,10 +36,10 @@ def save_checkpoint(run: Run) -> None:
     """
     if run.saved_position == run.progress.position:
         return
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with run.clock.paused():
         # First, because a save in progress fails with it and could not report why.
-        run.collectives.on_first(run.directory.check_in_place)
+        run.collectives.on_rank_zero(run.directory.check_in_place)
         finish_saving(run)
         run.strategy.sync_buffers(list(run.models().values()))
         name = checkpoint_name(run.progress.step)
@@ -50,15 +50,15 @@ def save_checkpoint(run: Run) -> None:
         # Gather what differs between ranks; for the rest, the first rank's state represents all.
         run.window.gather()
         if not run.strategy.is_sharded:
-            run.collectives.on_first(lambda: run.writer.submit(_write_later(run, None)))
+            run.collectives.on_rank_zero(lambda: run.writer.submit(_prepare_write(run, None)))
         else:
-            staging_dir = run.collectives.on_first(lambda: run.checkpoints.make_staging_dir(run.progress.step))
+            staging_dir = run.collectives.on_rank_zero(lambda: run.checkpoints.make_staging_dir(run.progress.step))
             patience = run.recipe.parallel.timeout.seconds
-            sharded = ShardedSave(staging_dir, run.world.rank, run.world.world_size, patience, run.writer.given_up)
+            sharded = ShardedSave(staging_dir, run.world.rank, run.world.world_size, patience, run.writer.cancelled)
             # No process starts writing until all have captured their state without an error.
-            run.writer.submit(run.collectives.on_all(lambda: _write_later(run, sharded)))
+            run.writer.submit(run.collectives.on_all_ranks(lambda: _prepare_write(run, sharded)))
         run.saved_position, run.saved_name = run.progress.position, name
-    if news := run.cadence.saved(time.perf_counter() - begun):
+    if news := run.cadence.record_save(time.perf_counter() - start):
         run.display.message(news)
 
 
@@ -70,21 +70,21 @@ def finish_saving(run: Run) -> None:
     """
     # Many short waits, since one collective may not take longer than parallel.timeout, but a save may.
     patience = run.recipe.parallel.timeout.seconds / 10
-    before: tuple[int, int] | None = None
-    while (written := run.collectives.on_first(lambda: _written(run, patience))) is not None:
-        if written != before:
+    last_state: tuple[int, int] | None = None
+    while (state := run.collectives.on_rank_zero(lambda: _save_progress(run, patience))) is not None:
+        if state != last_state:
             run.heartbeat.tick()
-        before = written
+        last_state = state
         if run.strategy.is_sharded:
             # A process that cannot write may not be able to leave a note about it either.
-            run.collectives.on_all(run.writer.raise_if_failed)
-    run.collectives.on_first(run.writer.wait)
+            run.collectives.on_all_ranks(run.writer.raise_if_failed)
+    run.collectives.on_rank_zero(run.writer.wait)
     # A failure on another process has failed on the first process too.
     with contextlib.suppress(CheckpointError):
         run.writer.wait()
 
 
-def _written(run: Run, patience_seconds: float) -> tuple[int, int] | None:
+def _save_progress(run: Run, patience_seconds: float) -> tuple[int, int] | None:
     """Return the signs of progress of a save: the bytes of all checkpoints, and the last change of the run directory.
 
     Returns:
@@ -93,11 +93,11 @@ def _written(run: Run, patience_seconds: float) -> tuple[int, int] | None:
     if run.writer.is_over(within_seconds=patience_seconds):
         return None
     return run.checkpoints.size_bytes(), max(
-        (os.fstat(part).st_mtime_ns for part in run.directory.open_parts.values()), default=0
+        (os.fstat(part).st_mtime_ns for part in run.directory.descriptors.values()), default=0
     )
 
 
-def _write_later(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedCheckpoint | None]:
+def _prepare_write(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedCheckpoint | None]:
     """Copy the state now, and return the function that writes it.
 
     Args:
@@ -121,12 +121,12 @@ def _write_later(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedChe
     }
     if sharded is not None and not run.world.is_first:
         return partial(
-            run.checkpoints.write_share, step, states, facts, file_metadata=run.file_metadata, sharded=sharded
+            run.checkpoints.write_shard, step, states, facts, file_metadata=run.file_metadata, sharded=sharded
         )
     growing, small = sendable_records(run.directory) if mirroring is not None else ({}, ())
 
     def write() -> SavedCheckpoint:
-        begun, store = time.perf_counter(), run.checkpoints
+        start, store = time.perf_counter(), run.checkpoints
         run.directory.check_in_place()
         saved = store.save(step, states, facts, replace=True, file_metadata=run.file_metadata, sharded=sharded)
         run.directory.check_in_place()
@@ -137,8 +137,10 @@ def _write_later(run: Run, sharded: ShardedSave | None) -> Callable[[], SavedChe
         protect = [*_note_best(run, best), *(mirroring.needed if mirroring is not None else ())]
         store.prune(keep=run.recipe.checkpoint.keep, protect=protect)
         if mirroring is not None:
-            mirroring.offer(Sendable(step=step, path=saved.path, growing=growing, small=small, best=store.read_best()))
-        run.cadence.wrote(time.perf_counter() - begun)
+            mirroring.submit(
+                LocalCheckpoint(step=step, path=saved.path, growing=growing, small=small, best=store.read_best())
+            )
+        run.cadence.record_write(time.perf_counter() - start)
         return saved
 
     return write
@@ -151,7 +153,7 @@ def _note_best(run: Run, best: Mapping[str, Any]) -> list[int]:
     """
     store = run.checkpoints
     if not best or not run.recipe.checkpoint.keep_best or best["step"] not in store.steps():
-        store.forget_best()
+        store.delete_best()
         return []
     store.write_best(Best(best["step"], best["metric"], best["value"], best["weights"]))
     return [best["step"]]
@@ -179,8 +181,8 @@ def finish_mirroring(run: Run) -> None:
                 f"checkpoint.mirror_patience={checkpoint.mirror_patience}; the run is saved in "
                 f"'{root}': fix the address and run the same command again."
             )
-        if lacking := mirroring.lacks:
-            message = f"the newest checkpoint is in '{root}', but not at {checkpoint.mirror}: {lacking}"
+        if missing := mirroring.problem:
+            message = f"the newest checkpoint is in '{root}', but not at {checkpoint.mirror}: {missing}"
             run.recorder.incident("mirror_behind", message)
             run.display.message(message)
             return
@@ -188,10 +190,10 @@ def finish_mirroring(run: Run) -> None:
         with contextlib.suppress(CheckpointError):
             run.checkpoints.prune(keep=checkpoint.keep, protect=best)
 
-    run.collectives.on_first(report)
+    run.collectives.on_rank_zero(report)
 
 
-def restore(run: Run, choice: Choice, *, resumes: int) -> None:
+def restore(run: Run, choice: ResumePoint, *, resumes: int) -> None:
     """Restore the state of the chosen checkpoint on every rank; ``resumes`` counts the earlier resumes."""
     if choice.path is not None:
         run.components.restore(read_components(choice.path, chunks=run.components.chunks()))
@@ -199,7 +201,7 @@ def restore(run: Run, choice: Choice, *, resumes: int) -> None:
         run.progress.resumes = max(run.progress.resumes, resumes) + 1
         run.saved_position, run.saved_name = run.progress.position, choice.path.name
         # A kill between a save and its best.json would have left an older name there.
-        run.collectives.on_first(lambda: _note_best(run, run.progress.best))
+        run.collectives.on_rank_zero(lambda: _note_best(run, run.progress.best))
     for kind, message in choice.incidents:
         run.recorder.incident(kind, message)
     if choice.path is not None:

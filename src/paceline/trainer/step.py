@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from paceline.data.batch import Batch
-from paceline.data.random_draws import seed_of
+from paceline.data.random_draws import derive_seed
 from paceline.data.slices import SampleSlice
 from paceline.distributed.strategy import MicroBatch
 from paceline.optim.build import apply_settings
@@ -20,17 +20,17 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
     apply_settings(run.optimizer, run.schedules.at(run.progress.step, run.progress.position))
     for batch in micro_batches(run, batches):
         is_last = batch.slice.is_last
-        with run.strategy.micro_batch(_place_of(batch)):
+        with run.strategy.micro_batch(_micro_batch(batch)):
             with run.span("forward", samples=batch.ids):
                 seed_forward(run.recipe.seed, batch.slice, run.device)
                 with run.precision.autocast():
                     loss = run.task.loss(run.strategy.model, batch)
-            with run.span("backward", meets=is_last, samples=batch.ids):
-                share = _share(loss, batch, run.strategy.averages_over)
+            with run.span("backward", synchronizes=is_last, samples=batch.ids):
+                share = _share(loss, batch, run.strategy.loss_divisor)
                 mark = run.guard.mark(loss, batch)
                 # Control flags and the non-finite mark are reduced with the gradients, so agreeing needs no extra
                 # collective.
-                loss_with_votes = run.strategy.with_vote(share, run.control_flags, is_last=is_last, spoiled=mark)
+                loss_with_votes = run.strategy.with_vote(share, run.control_flags, is_last=is_last, nonfinite=mark)
                 run.backward(loss_with_votes, batch)
         run.window.add(loss, batch)
     with run.span("optimizer"):
@@ -53,7 +53,7 @@ def micro_batches(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
             return
 
 
-def _place_of(batch: Batch) -> MicroBatch:
+def _micro_batch(batch: Batch) -> MicroBatch:
     # A copy, since `distributed` does not import `data`.
     at = batch.slice
     return MicroBatch(at.logical_rank, at.step_weight, batch.weight, at.is_last, at.logical_ranks, at.step_samples)
@@ -67,16 +67,16 @@ def _share(loss: torch.Tensor, batch: Batch, averages_over: int) -> torch.Tensor
 
 def seed_forward(seed: int, part: SampleSlice, device: torch.device) -> None:
     """Key dropout by (seed, step, logical rank): there is no random state to save or for observers to disturb."""
-    drawn = seed_of(seed, part.step, part.logical_rank)
-    torch.default_generator.manual_seed(drawn)
+    forward_seed = derive_seed(seed, part.step, part.logical_rank)
+    torch.default_generator.manual_seed(forward_seed)
     if device.type != "cpu":
-        torch.get_device_module(device).manual_seed(drawn)
+        torch.get_device_module(device).manual_seed(forward_seed)
 
 
 def _update(run: Run) -> bool:
     run.precision.unscale(run.optimizer)
     run.window.grad_norm = run.clipping(measure=run.due("log", ahead=1) or run.noise.is_measuring)
     clip_norm = run.window.grad_norm if run.clipping.uses_norm else None
-    stepped = run.guard.allows_step(run.strategy.spoiled(), clip_norm) and run.precision.step(run.optimizer)
+    stepped = run.guard.allows_step(run.strategy.nonfinite(), clip_norm) and run.precision.step(run.optimizer)
     run.optimizer.zero_grad(set_to_none=True)
     return stepped

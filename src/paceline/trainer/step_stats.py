@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -109,8 +110,8 @@ class Progress:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load saved counters."""
-        known = {each.name for each in fields(self)}
-        for name in state.keys() & known:
+        names = {each.name for each in fields(self)}
+        for name in state.keys() & names:
             setattr(self, name, state[name])
 
 
@@ -121,7 +122,7 @@ def _goodness(value: float, metric: Metric) -> float:
     return value if metric.higher_is_better else -value
 
 
-class Drained(NamedTuple):
+class StepTotals(NamedTuple):
     """Data of all processes since the last record.
 
     Attributes:
@@ -148,7 +149,7 @@ class Window:
         ledger: Receives the indices of the samples.
         device: Device of the losses.
         noise: Measures the gradient noise, whose values are gathered with the losses; None to measure none.
-        take_logged: Returns the values that the task logged for the last micro-batch.
+        pop_logged: Returns the values that the task logged for the last micro-batch.
 
     Attributes:
         grad_norm: Gradient norm of the latest step, if it was measured.
@@ -164,21 +165,21 @@ class Window:
         ledger: LedgerWriter,
         device: torch.device,
         noise: NoiseMeter | None = None,
-        take_logged: Callable[[], Mapping[str, torch.Tensor]] = dict,
+        pop_logged: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> None:
         self._noise = noise
-        self._take_logged = take_logged
+        self._pop_logged = pop_logged
         # Sum and samples by name, and the values still on the device, with the number of them from completed steps.
         self._logged: dict[str, list[float]] = {}
         self._pending_logged: list[tuple[str, torch.Tensor, int]] = []
-        self._settled_logged = 0
+        self._completed_logged = 0
         self._collectives = collectives
         self._ledger = ledger
         self._device = device
         self._sum = 0.0
         self._samples = 0
         self._pending: list[tuple[torch.Tensor, int]] = []
-        self._settled = 0
+        self._completed = 0
         self._combined: list[torch.Tensor] = []
         self._gathered: list[list[Any]] = []
         self.grad_norm: torch.Tensor | None = None
@@ -191,14 +192,16 @@ class Window:
     def add(self, loss: torch.Tensor, batch: Batch) -> None:
         """Record one micro-batch: its loss (left on the device) and the samples it used up."""
         self._pending.append((loss.detach(), batch.weight))
-        self._pending_logged += [(name, each, batch.weight) for name, each in self._take_logged().items()]
+        self._pending_logged += [(name, each, batch.weight) for name, each in self._pop_logged().items()]
         if batch.slice.phantom:
             return
-        piece, broken = batch.slice, [each.id for each in batch.broken]
+        part, broken = batch.slice, [each.id for each in batch.broken]
         if broken:
             self.new_broken += [each for each in batch.broken if each.id not in self.broken_ids]
             self.broken_ids.update(broken)
-        self._ledger.append(step=piece.step + 1, epoch=piece.epoch, ids=batch.ids, broken=broken)
+        # What was delivered, not what was requested: a position is recorded only if the two agree.
+        first = part.first if np.array_equal(batch.ids, part.ids) else None
+        self._ledger.append(step=part.step + 1, epoch=part.epoch, ids=batch.ids, broken=broken, first=first)
 
     def end_step(self, *, stepped: bool, combined: torch.Tensor | None = None) -> None:
         """Close the step; the loss of a skipped step, which may not be finite, does not count.
@@ -208,27 +211,27 @@ class Window:
             combined: Losses and samples over all processes, [2], if they are known: the first process records them.
         """
         if not stepped or combined is not None:
-            del self._pending[self._settled :]
+            del self._pending[self._completed :]
         if not stepped:
-            del self._pending_logged[self._settled_logged :]
+            del self._pending_logged[self._completed_logged :]
         if stepped and combined is not None and self._collectives.world.is_first:
             self._combined.append(combined)
-        self._settled, self._settled_logged = len(self._pending), len(self._pending_logged)
+        self._completed, self._completed_logged = len(self._pending), len(self._pending_logged)
         if self._noise is not None:
             self._noise.end_step(self.grad_norm, stepped=stepped)
 
-    def drain(self, seconds: Sequence[float] = ()) -> Drained:
+    def drain(self, seconds: Sequence[float] = ()) -> StepTotals:
         """Combine the data of all processes since the last record; waits for the device.
 
         Args:
             seconds: Measurements of this process; the same number of values on every process.
         """
-        self._add_up()
+        self._fold_pending()
         dtype = torch.float32 if self._device.type == "mps" else torch.float64
-        own = [*seconds, *([] if self._noise is None else self._noise.take())]
-        world, width = self._collectives.world, len(own)
+        local = [*seconds, *([] if self._noise is None else self._noise.pop_measurements())]
+        world, width = self._collectives.world, len(local)
         # Zero in the others' places: a single sum then also gathers.
-        measured = [0.0] * (world.rank * width) + own + [0.0] * ((world.world_size - world.rank - 1) * width)
+        measured = [0.0] * (world.rank * width) + local + [0.0] * ((world.world_size - world.rank - 1) * width)
         sums = torch.tensor(
             [self._sum, self._samples, len(self.new_broken), len(self._logged), *measured],
             dtype=dtype,
@@ -238,26 +241,26 @@ class Window:
         self._sum, self._samples = 0.0, 0
         # Within one window two ranks may read the same sample, in two epochs: that is one incident.
         parts = self._collectives.gather(self.new_broken) if broken else []
-        found = [each for _, each in sorted({each.id: each for part in parts for each in part}.items())]
+        broken_samples = [each for _, each in sorted({each.id: each for part in parts for each in part}.items())]
         self.new_broken = []
-        self.broken_ids.update(each.id for each in found)
-        everyones = [measured[rank * width : (rank + 1) * width] for rank in range(world.world_size)]
+        self.broken_ids.update(each.id for each in broken_samples)
+        by_rank = [measured[rank * width : (rank + 1) * width] for rank in range(world.world_size)]
         if self._noise is not None:
-            self._noise.fold([each[len(seconds) :] for each in everyones])
-        told = [each[: len(seconds)] for each in everyones]
+            self._noise.average([each[len(seconds) :] for each in by_rank])
+        seconds_by_rank = [each[: len(seconds)] for each in by_rank]
         if samples:
             self.last_loss = total / samples
             self.worst_loss = max(self.worst_loss, self.last_loss)
         by_name = _sums_by_name(self._collectives.gather(self._logged)) if logged else {}
         means = {name: each / count for name, (each, count) in sorted(by_name.items())}
         self._logged = {}
-        return Drained(total / samples if samples else None, found, told, means)
+        return StepTotals(total / samples if samples else None, broken_samples, seconds_by_rank, means)
 
     def gather(self) -> None:
         """Collect every rank's sums for :meth:`state_dict`; a collective."""
-        self._add_up()
-        mine = [self._sum, self._samples, [vars(each) for each in self.new_broken], sorted(self.broken_ids)]
-        self._gathered = self._collectives.gather(mine + [self._logged] * bool(self._logged))
+        self._fold_pending()
+        local = [self._sum, self._samples, [vars(each) for each in self.new_broken], sorted(self.broken_ids)]
+        self._gathered = self._collectives.gather(local + [self._logged] * bool(self._logged))
         if self._noise is not None:
             self._noise.gather(self._collectives)
 
@@ -275,19 +278,19 @@ class Window:
         """Load this rank's sums; with another world size the first rank loads them all."""
         world, ranks = self._collectives.world, state["ranks"]
         if len(ranks) == world.world_size:
-            mine = [ranks[world.rank]]
+            saved = [ranks[world.rank]]
         else:
-            mine = ranks if world.is_first else []
-        self._sum = float(sum(each[0] for each in mine))
-        self._samples = sum(each[1] for each in mine)
-        self.new_broken = [BrokenSample(**broken) for each in mine for broken in each[2]]
+            saved = ranks if world.is_first else []
+        self._sum = float(sum(each[0] for each in saved))
+        self._samples = sum(each[1] for each in saved)
+        self.new_broken = [BrokenSample(**broken) for each in saved for broken in each[2]]
         self.broken_ids = {sample for each in ranks for sample in each[3]}
-        self._logged = _sums_by_name(each[4] for each in mine if len(each) > 4)
+        self._logged = _sums_by_name(each[4] for each in saved if len(each) > 4)
         self.first_loss, self.last_loss, self.worst_loss = state.get("losses", (None, None, 0.0))
         if self._noise is not None and "noise" in state:
             self._noise.load_state_dict(state["noise"])
 
-    def _add_up(self) -> None:
+    def _fold_pending(self) -> None:
         if self._combined:
             for losses, samples in torch.stack(self._combined).tolist():
                 if self.first_loss is None and samples:
@@ -298,7 +301,7 @@ class Window:
         if self._pending_logged:
             new = ({name: [float(each) * weight, weight]} for name, each, weight in self._pending_logged if weight)
             self._logged = _sums_by_name([self._logged, *new])
-            self._pending_logged, self._settled_logged = [], 0
+            self._pending_logged, self._completed_logged = [], 0
         if not self._pending:
             return
         values = torch.stack([loss for loss, _ in self._pending]).tolist()
@@ -308,17 +311,17 @@ class Window:
                 self.first_loss = value
             self._sum += value * weight if weight else 0.0
             self._samples += weight
-        self._pending, self._settled = [], 0
+        self._pending, self._completed = [], 0
 
 
 def _sums_by_name(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
     """Return the combined sums and samples of several parts, by name; a name need not be in every part."""
-    found: dict[str, list[float]] = {}
+    sums: dict[str, list[float]] = {}
     for part in parts:
         for name, (value, samples) in part.items():
-            total = found.setdefault(name, [0.0, 0])
+            total = sums.setdefault(name, [0.0, 0])
             total[0], total[1] = total[0] + value, total[1] + samples
-    return found
+    return sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -359,19 +362,19 @@ class Utilisation:
             return {"mfu": None}
         return {"mfu": utilisation(self.flops_per_sample * samples_per_second, 1.0, self.peak, self.processes)}
 
-    def event(self, here: dict[str, Any]) -> MeasurementEvent:
+    def event(self, position: dict[str, Any]) -> MeasurementEvent:
         """The record at the run's start."""
         message, metrics = f"mfu is not recorded: {self.why_not}", {}
-        if whole := self.flops_per_sample:
+        if total := self.flops_per_sample:
             peak_of, title = Ceilings(self.device, "none").peak, self.device.title
             rates = {name: f"{peak_of(name) / 1e12:,.4g} TFLOP/s" for name in self.flops}
             peaks = "".join(f"the dense {name} peak of {title}, {rate}" for name, rate in rates.items())
             if len(rates) > 1:
-                parts = [f"{name} {rate} for {self.flops[name] / whole:.1%}" for name, rate in rates.items()]
+                parts = [f"{name} {rate} for {self.flops[name] / total:.1%}" for name, rate in rates.items()]
                 peaks = f"the dense peaks of {title}, each for what is computed in it: {', '.join(parts)}"
-            message = f"mfu: {whole / 1e9:.4g} GFLOP per sample, forward and backward, of {peaks}"
-            metrics = {"flops_per_sample": whole, "peak_flops_per_second": self.peak}
-        return MeasurementEvent(**here, what="flops", message=message, seconds=self.seconds, metrics=metrics)
+            message = f"mfu: {total / 1e9:.4g} GFLOP per sample, forward and backward, of {peaks}"
+            metrics = {"flops_per_sample": total, "peak_flops_per_second": self.peak}
+        return MeasurementEvent(**position, what="flops", message=message, seconds=self.seconds, metrics=metrics)
 
 
 def find_utilisation(prepared: Prepared) -> Utilisation | None:
@@ -383,16 +386,16 @@ def find_utilisation(prepared: Prepared) -> Utilisation | None:
     device = recognise(plan.device_name)
     if device is None or (plan.precision != "fp32" and device.peak(plan.precision) is None):
         return None
-    begun = time.perf_counter()
+    start = time.perf_counter()
     flops: dict[str, float] = {}
     why_not = "no matrix products were found"
     try:
         _check_countable(prepared)
-        flops = _flops_of_a_sample(prepared, device)
+        flops = _flops_per_sample(prepared, device)
     except Exception as error:  # noqa: BLE001  # whatever a network of one's own does not do without numbers
         why_not = " ".join(str(error).split())[:300] or type(error).__name__
     return Utilisation(
-        device=device, processes=plan.world_size, flops=flops, why_not=why_not, seconds=time.perf_counter() - begun
+        device=device, processes=plan.world_size, flops=flops, why_not=why_not, seconds=time.perf_counter() - start
     )
 
 
@@ -405,17 +408,17 @@ def _check_countable(prepared: Prepared) -> None:
     task, recipe, plan = prepared.task, prepared.recipe, prepared.plan
     if not isinstance(task, ImageTask) or type(task).open_pipeline is not ImageTask.open_pipeline:
         raise ModelError("the task has its own pipeline, whose batches are unknown until they are read")
-    for is_so, why in (
+    for applies, reason in (
         (recipe.data.progressive.start_size is not None, "data.progressive changes the size of images"),
         (plan.unfreeze_steps, "model.unfreeze changes which weights are trained"),
         (plan.freeze_after_steps, "model.freeze_after changes which weights are trained"),
         (recipe.distillation.teacher is not None, "distillation.teacher computes in addition to the model"),
     ):
-        if is_so:
-            raise ModelError(why)
+        if applies:
+            raise ModelError(reason)
 
 
-def _flops_of_a_sample(prepared: Prepared, device: Device) -> dict[str, float]:
+def _flops_per_sample(prepared: Prepared, device: Device) -> dict[str, float]:
     # Imported only where used: torch's fake tensors are slow to import.
     from paceline.models.flops import WorkCounter
     from paceline.trainer.fake_step import fake_step
@@ -427,23 +430,23 @@ def _flops_of_a_sample(prepared: Prepared, device: Device) -> dict[str, float]:
     task.recipe = without_initial_weights(task.recipe)
     build = task.build_model
 
-    def build_anew() -> nn.Module:
+    def rebuild_network() -> nn.Module:
         """Build a second network, whose values may be discarded."""
         network = build()
         if not {*prepared.network.modules()}.isdisjoint(network.modules()):
             raise ModelError("the factory returns the same network again, so there is no copy to count on")
         return network
 
-    task.build_model = build_anew  # type: ignore[method-assign]  # of the copy
+    task.build_model = rebuild_network  # type: ignore[method-assign]  # of the copy
     with fake_step(prepared.recipe, task, processes=plan.world_size, machine=machine) as step:
         with WorkCounter(step.network) as counter:
             step.backward(step.forward())
-        found = counter.found
-        if found.uncounted:
-            names = ", ".join(each.operator for each in found.uncounted[:3])
+        work = counter.work
+        if work.uncounted:
+            names = ", ".join(each.operator for each in work.uncounted[:3])
             raise ModelError(f"the FLOPs of {names} are unknown")
-        ceilings = ceilings_of(plan, device, found)
-        by_precision = ceilings.flops_by_precision(found.model_works)
+        ceilings = ceilings_of(plan, device, work)
+        by_precision = ceilings.flops_by_precision(work.model_works)
         for name in by_precision:
             ceilings.peak(name)  # a network may choose dtypes that the device has no units for
         return {name: each / step.micro_batch for name, each in by_precision.items()}

@@ -18,11 +18,11 @@ import torch
 from paceline import __version__
 from paceline.checkpoint.weights import check_target
 from paceline.data.pipeline import Placement
-from paceline.distributed.affinity import affinity_restored, choose_cores
+from paceline.distributed.affinity import choose_cores, restore_affinity
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import check_communication, choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
-from paceline.distributed.waiting import EndedBySignals
+from paceline.distributed.waiting import ExitOnSignal
 from paceline.errors import CheckpointError, DataError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.loading import loading
 from paceline.models.transfer import adapt
@@ -41,7 +41,7 @@ from paceline.telemetry.mlperf_log import write_mlperf_log
 from paceline.trainer import mirroring, preparation
 from paceline.trainer.build import OpenedRun, build_run
 from paceline.trainer.callbacks import Callbacks
-from paceline.trainer.fake_batch import with_stand_in_text
+from paceline.trainer.fake_batch import with_placeholder_text
 from paceline.trainer.feeding import measure_feeding
 from paceline.trainer.forecast import ReadAhead, measure
 from paceline.trainer.loop import fit
@@ -58,9 +58,9 @@ TaskMaker = Callable[[Recipe], Task]
 Reporter = Callable[[RunDirectory], object]
 
 _PATIENCE_SECONDS = 5.0
-_ROWS_SHOWN = 20
+_MAX_ROWS = 20
 # Parameters of the largest network that is built with values for planning: four hundred megabytes.
-_TRIED = 100_000_000
+_MAX_BUILT = 100_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class TrainResult:
         losses = [each["loss"] for each in self.history("step") if each["loss"] is not None]
         top, width = max([*losses, 1e-9]), 320
         points = " ".join(
-            f"{width * at / max(len(losses) - 1, 1):.0f},{60 - 60 * loss / top:.1f}" for at, loss in enumerate(losses)
+            f"{width * i / max(len(losses) - 1, 1):.0f},{60 - 60 * loss / top:.1f}" for i, loss in enumerate(losses)
         )
         evaluations = self.history()
         names = [name for name in (evaluations[-1] if evaluations else {}) if name not in NO_METRICS]
@@ -106,7 +106,7 @@ class TrainResult:
             f"<tr><td>{each['epoch']}</td><td>{each['weights']}</td>"
             + "".join(f"<td>{'' if each.get(name) is None else format_metric(name, each[name])}</td>" for name in names)
             + "</tr>"
-            for each in evaluations[-_ROWS_SHOWN:]
+            for each in evaluations[-_MAX_ROWS:]
         )
         return (
             f"<p>{self.status.capitalize()} after {format_count(self.summary.step)} steps in "
@@ -140,7 +140,7 @@ class Options:
 
 
 def plan_only(
-    loaded: LoadedRecipe, *, world_size: int | None = None, run_dir: Path | None = None, elsewhere: bool = False
+    loaded: LoadedRecipe, *, world_size: int | None = None, run_dir: Path | None = None, on_other_machine: bool = False
 ) -> Plan:
     """Return the plan of a recipe, for this world or a world of any size, without training.
 
@@ -148,13 +148,13 @@ def plan_only(
         loaded: The recipe.
         world_size: Processes of the run; None for this world's size.
         run_dir: The run directory: a resumed run needs no initial weights.
-        elsewhere: Whether the run will start on another machine, with weights that may be missing here.
+        on_other_machine: Whether the run will start on another machine, with weights that may be missing here.
 
     Raises:
         PacelineError: For the mistakes that training would find before it starts, including a network's name or
             options.
     """
-    recipe, assumed = with_stand_in_text(loaded.recipe)
+    recipe, assumed = with_placeholder_text(loaded.recipe)
     launch = read_launch(os.environ)
     world = launch.world if world_size is None else World(world_size=world_size, local_world_size=world_size)
     device = choose_device(recipe.parallel.device, world)
@@ -162,7 +162,7 @@ def plan_only(
     task = build_task(preparation.without_initial_weights(recipe))
     source = recipe.model.initialize_from
     if (
-        elsewhere
+        on_other_machine
         or source is None
         or is_address(source)
         or mirroring.will_resume(preparation.without_mirror(recipe), run_dir, world)
@@ -175,17 +175,17 @@ def plan_only(
     make_plan = preparation.planner(recipe, task, machine, world)
     notes = {} if assumed is None else {"data.path": assumed}
     planned = make_plan()
-    limits = preparation.find_limits_of_plan(planned, recipe)
+    limits = preparation.find_plan_limits(planned, recipe)
     if limits.refusal and planned.local_world_size == 1:  # one of many processes may be meant for another machine
         raise DataError(limits.refusal)
-    if said := [each for each in (limits.refusal, *limits.warnings) if each]:
-        notes["this machine"] = " ".join(said)
+    if problems := [each for each in (limits.refusal, *limits.warnings) if each]:
+        notes["this machine"] = " ".join(problems)
     with restore_random_states("cpu"):
         network = preparation.build_shapes(recipe, task, channels_last=False)
-    if sum(each.numel() for each in network.parameters()) <= _TRIED:  # a larger one is planned without values
+    if sum(each.numel() for each in network.parameters()) <= _MAX_BUILT:  # a larger one is planned without values
         network = task.build_model()
         task.check_network(network)
-        preparation.take_initial_weights(network, replace(recipe.model, initialize_from=source))
+        preparation.load_initial_weights(network, replace(recipe.model, initialize_from=source))
         adapt(network, recipe.model)
     task.prepare_training(Placement(device=torch.device("cpu")))
     plan = preparation.plan_network(partial(make_plan, notes=notes), network, recipe)
@@ -213,17 +213,17 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
         TrainingError: If the run fails.
     """
     started = time.perf_counter()
-    recipe, everyone = loaded.recipe, read_launch(os.environ)
-    _check_restarts(everyone, options)
-    launch = without_standby_ranks(everyone, recipe)
+    recipe, full_launch = loaded.recipe, read_launch(os.environ)
+    _check_restarts(full_launch, options)
+    launch = without_standby_ranks(full_launch, recipe)
     if launch is None:
         assert options.run_dir is not None  # checked by _check_restarts
         summary = wait_for_training(options.run_dir)
         return TrainResult(status="completed", run_dir=options.run_dir, summary=summary)
-    loaded = replace(loaded, notices=(*loaded.notices, *elastic_notices(everyone, launch)))
+    loaded = replace(loaded, notices=(*loaded.notices, *elastic_notices(full_launch, launch)))
     with _opened(loaded, options, launch, started) as (checked, opened):
-        if opened.opening.completed:
-            summary = opened.collectives.on_first(lambda: read_summary(opened.directory))
+        if opened.decision.completed:
+            summary = opened.collectives.on_rank_zero(lambda: read_summary(opened.directory))
             return TrainResult(status="completed", run_dir=opened.directory.root, summary=summary, was_complete=True)
         return _run(opened, checked, options.report)
 
@@ -243,8 +243,8 @@ def opened_run(loaded: LoadedRecipe, options: Options) -> Iterator[Run]:
     with _opened(loaded, options, read_launch(os.environ), time.perf_counter()) as (_, opened):
         run = build_run(opened)
         with contextlib.closing(run.recorder), contextlib.closing(run.writer):
-            restore(run, opened.opening.choice, resumes=opened.opening.resumes)
-            _load(run)
+            restore(run, opened.decision.choice, resumes=opened.decision.resumes)
+            _load_data(run)
             yield run
 
 
@@ -263,7 +263,7 @@ def _opened(
         task = make_task(preparation.without_initial_weights(recipe) if resumes else recipe)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
-        stack.enter_context(affinity_restored())
+        stack.enter_context(restore_affinity())
         if options.task is None and not resumes:
             measure_feeding(recipe, task, world, stopped=lambda: stop.requested, say=display.message)
         with loading():
@@ -276,7 +276,7 @@ def _opened(
         collectives = join(launch, prepared.device, timeout_seconds=parallel.timeout.seconds, backend=parallel.backend)
         # Not after an error: destroying the group may wait for peers, and the error must be reported first.
         stack.push(lambda error, *_: None if error else leave())
-        waiting = stack.enter_context(contextlib.closing(EndedBySignals(world)))
+        waiting = stack.enter_context(contextlib.closing(ExitOnSignal(world)))
         directory, lock = stack.enter_context(_directory(options, loaded, collectives))
         _check_agreement(prepared, collectives)
         mirroring.check_all_resume(resumes, recipe, collectives)
@@ -289,7 +289,7 @@ def _opened(
             device_facts={
                 "torch": torch.__version__,
                 "device": str(prepared.device),
-                "affinity": None if prepared.cores is None else prepared.cores.why,
+                "affinity": None if prepared.cores is None else prepared.cores.reason,
                 "cuda": torch.version.cuda,
                 "float32_matmul": torch.get_float32_matmul_precision(),
                 "cudnn_tf32": torch.backends.cudnn.allow_tf32,
@@ -300,25 +300,25 @@ def _opened(
             draws=prepared.geometry.draws,
         )
         mirror_state = mirroring.restore_from_mirror(directory, request, collectives, display.message)
-        opening = mirroring.on_first_without_timeout(
+        decision = mirroring.on_first_without_timeout(
             collectives, recipe, partial(open_directory, directory, request), name="open"
         )
-        mirroring.check_resumed(resumes, recipe, opening)
-        opening = replace(opening, notices=(*mirror_state.notices, *opening.notices))
-        if not opening.completed:
+        mirroring.check_resumed(resumes, recipe, decision)
+        decision = replace(decision, notices=(*mirror_state.notices, *decision.notices))
+        if not decision.completed:
             # The first process keeps the directory open, so that a run whose directory is moved still writes to it.
-            directory = collectives.on_all(
-                lambda: stack.enter_context(directory.held()) if world.is_first else directory
+            directory = collectives.on_all_ranks(
+                lambda: stack.enter_context(directory.hold_open()) if world.is_first else directory
             )
         copying = stack.enter_context(
-            mirroring.mirror_checkpoints(directory, request, opening, mirror_state, collectives, display.message)
+            mirroring.mirror_checkpoints(directory, request, decision, mirror_state, collectives, display.message)
         )
         waiting.close()
         yield (
             loaded,
             OpenedRun(
                 prepared=prepared,
-                opening=opening,
+                decision=decision,
                 collectives=collectives,
                 directory=directory,
                 display=display,
@@ -337,18 +337,20 @@ def _check_restarts(launch: Launch, options: Options) -> None:
     Raises:
         LaunchError: If they would not, because every start would choose a new run directory, or start over.
     """
-    if launch.comes_again is None:
+    if launch.restart_setting is None:
         return
-    said = ""
+    risk = ""
     if options.resume != "auto":
-        said = (
+        risk = (
             f"and each time they would apply --resume {options.resume}; run it with --max-restarts=0 and a "
             "fixed --nnodes first, and from then on without --resume."
         )
     elif options.run_dir is None:
-        said = "but they would start a new run each time; name a directory with --run-dir."
-    if said:
-        raise LaunchError(f"torchrun was started with {launch.comes_again} and may start these processes again, {said}")
+        risk = "but they would start a new run each time; name a directory with --run-dir."
+    if risk:
+        raise LaunchError(
+            f"torchrun was started with {launch.restart_setting} and may start these processes again, {risk}"
+        )
 
 
 def _check_agreement(prepared: preparation.Prepared, collectives: Collectives) -> None:
@@ -357,12 +359,12 @@ def _check_agreement(prepared: preparation.Prepared, collectives: Collectives) -
     Raises:
         LaunchError: On every process, naming the first thing that differs.
     """
-    of_one_machine = ("device_name", "device_memory_bytes", "reasons", "threads_per_process")
-    plan = {key: value for key, value in prepared.plan.to_tree().items() if key not in of_one_machine}
-    mine = {"paceline": __version__, "torch": torch.__version__, "recipe": recipe_digest(prepared.recipe), **plan}
-    everyone = collectives.gather(mine)
-    for key, value in everyone[0].items():
-        for rank, other in enumerate(everyone):
+    machine_keys = ("device_name", "device_memory_bytes", "reasons", "threads_per_process")
+    plan = {key: value for key, value in prepared.plan.to_tree().items() if key not in machine_keys}
+    local = {"paceline": __version__, "torch": torch.__version__, "recipe": recipe_digest(prepared.recipe), **plan}
+    plans = collectives.gather(local)
+    for key, value in plans[0].items():
+        for rank, other in enumerate(plans):
             if other[key] != value:
                 raise LaunchError(
                     f"rank 0 has {key}={value}, but rank {rank} has {other[key]}; all processes need the same recipe, "
@@ -371,13 +373,13 @@ def _check_agreement(prepared: preparation.Prepared, collectives: Collectives) -
 
 
 def _run(opened: OpenedRun, loaded: LoadedRecipe, report: Reporter | None) -> TrainResult:
-    opening = opened.opening
+    decision = opened.decision
     with contextlib.closing(opened.display):
         run = build_run(opened)
         try:
-            restore(run, opening.choice, resumes=opening.resumes)
-            _announce(run, loaded, opening, opened.prepared.notices)
-            _load(run)
+            restore(run, decision.choice, resumes=decision.resumes)
+            _log_start(run, loaded, decision, opened.prepared.notices)
+            _load_data(run)
             result = _train_to_end(run)
         except BaseException as error:
             _wait_for_save(run, error, opened.lock)
@@ -388,25 +390,25 @@ def _run(opened: OpenedRun, loaded: LoadedRecipe, report: Reporter | None) -> Tr
                     run.recorder.flush()
                     # Processes that would have to contribute their shards of the weights may be gone.
                     sha256 = {} if run.strategy.is_sharded else digests(run)
-                    _leave_summary(run, "failed", "error", sha256, message=message)
+                    _write_summary(run, "failed", "error", sha256, message=message)
             with contextlib.suppress(Exception):
                 run.recorder.close()
-            leave_pages(run, report)
+            write_pages(run, report)
             raise
         run.writer.close()
         run.recorder.close()
-        leave_pages(run, report)
+        write_pages(run, report)
         return result
 
 
 def _wait_for_save(run: Run, error: BaseException, lock: RunLock | None) -> None:
     """Wait for a save of the last good state that is in progress when an error ends the run."""
-    save = run.writer.under_way
+    save = run.writer.pending
     if save is not None and not run.writer.is_over(within_seconds=_PATIENCE_SECONDS):
         # A slow disk must not delay the error; the save continues, and the interpreter waits for it at exit.
-        run.writer.given_up.set()
+        run.writer.cancelled.set()
         if lock is not None:
-            lock.outlast(save)
+            lock.hold_until(save)
         return
     try:
         run.writer.wait()
@@ -434,7 +436,7 @@ def _train_to_end(run: Run) -> TrainResult:
             check_outcome(run.task, run.recorder, run.last_good)
             if warning := divergence(run.window, run.progress.last):
                 run.recorder.incident("diverged", warning)
-        return _conclude(run, status, ending)
+        return _finish(run, status, ending)
     except ValueError as error:
         # The plan cannot foresee it if the other samples are unreadable, or if a module normalises by itself.
         if "more than 1 value per channel" in str(error):
@@ -448,7 +450,7 @@ def _train_to_end(run: Run) -> TrainResult:
         raise TrainingError(str(error)) from error
 
 
-def _announce(run: Run, loaded: LoadedRecipe, opening: ResumeDecision, notices: tuple[str, ...]) -> None:
+def _log_start(run: Run, loaded: LoadedRecipe, decision: ResumeDecision, notices: tuple[str, ...]) -> None:
     plan = run.plan
     run.recorder.write(
         StartEvent(
@@ -465,7 +467,7 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: ResumeDecision, notices: 
     if restarts := read_launch(os.environ).restarts:
         message = f"the processes died and were restarted, {counted(restarts, 'time')} so far"
         run.recorder.incident("restart", message)
-    for notice in (*loaded.notices, *notices, *opening.notices):
+    for notice in (*loaded.notices, *notices, *decision.notices):
         run.display.message(notice)
     device = f"{plan.device_name}, {counted(plan.world_size, 'process')}, {plan.precision}"
     device += f", {format_count(plan.parameters or 0)} parameters"
@@ -486,22 +488,22 @@ def _announce(run: Run, loaded: LoadedRecipe, opening: ResumeDecision, notices: 
     )
 
 
-def _load(run: Run) -> None:
+def _load_data(run: Run) -> None:
     name = run.plan.sample_name
     run.pipeline.load(lambda done, total: run.display.status(f"reading {name}: {done} of {total}"))
     run.display.status("")
 
 
-def _conclude(run: Run, status: Status, ending: str) -> TrainResult:
+def _finish(run: Run, status: Status, ending: str) -> TrainResult:
     run.recorder.flush(durable=True)
-    run.collectives.on_first(run.directory.check_in_place)
+    run.collectives.on_rank_zero(run.directory.check_in_place)
     run.collectives.barrier()
     sha256 = digests(run) if run.strategy.is_sharded or run.world.is_first else {}
-    summary = run.collectives.on_first(lambda: _leave_summary(run, status, ending, sha256))
+    summary = run.collectives.on_rank_zero(lambda: _write_summary(run, status, ending, sha256))
     return TrainResult(status=status, run_dir=run.directory.root, summary=summary)
 
 
-def _leave_summary(run: Run, status: Status, ending: str, sha256: Mapping[str, str], **details: str) -> Summary:
+def _write_summary(run: Run, status: Status, ending: str, sha256: Mapping[str, str], **details: str) -> Summary:
     """On the first rank: write the run's last record, then ``summary.json``."""
     summary = summarise(run, status, ending, sha256)
     run.recorder.write(
@@ -524,26 +526,26 @@ def _directory(
     options: Options, loaded: LoadedRecipe, collectives: Collectives
 ) -> Iterator[tuple[RunDirectory, RunLock | None]]:
     """Open the run directory, created if needed and held by the first rank; a new one that was not used is removed."""
-    held: list[RunLock] = []
+    locks: list[RunLock] = []
 
     def take() -> Path:
         is_new = options.run_dir is None or not options.run_dir.exists()
         directory = RunDirectory(options.run_dir or default_run_directory(loaded.name))
         directory.create()
-        held.append(RunLock(directory, is_new=is_new))
+        locks.append(RunLock(directory, is_new=is_new))
         return directory.root
 
-    root = collectives.on_first(take)
+    root = collectives.on_rank_zero(take)
     try:
         patience_seconds = min(60, loaded.recipe.parallel.timeout.seconds / 2)
         check_visible(root, collectives, patience_seconds=patience_seconds)
-        yield RunDirectory(root), held[0] if held else None
+        yield RunDirectory(root), locks[0] if locks else None
     finally:
-        for lock in held:
+        for lock in locks:
             lock.release()
 
 
-def leave_pages(run: Run, report: Reporter | None) -> None:
+def write_pages(run: Run, report: Reporter | None) -> None:
     """Write the report and the log in MLPerf's format, if the recipe requests them.
 
     Errors in them do not change how the run ended.
@@ -554,17 +556,17 @@ def leave_pages(run: Run, report: Reporter | None) -> None:
         run.directory.check_in_place()
     except RunDirectoryError:
         return  # already reported; nothing is written under the old name
-    asked = run.recipe.telemetry
-    for what, write in (
-        ("the log in MLPerf's format", write_mlperf_log if asked.mlperf else None),
-        ("the report", report if asked.report else None),
+    telemetry = run.recipe.telemetry
+    for description, write in (
+        ("the log in MLPerf's format", write_mlperf_log if telemetry.mlperf else None),
+        ("the report", report if telemetry.report else None),
     ):
         try:
             if write is not None:
                 write(run.directory)
         except Exception as error:  # noqa: BLE001  # a page to look at is not worth a run
             with contextlib.suppress(Exception):
-                run.display.message(f"note: {what} could not be written: {error}")
+                run.display.message(f"note: {description} could not be written: {error}")
 
 
 # Ranks that cannot share the global batch stand by. With elastic nodes, as many processes train as can share the batch
@@ -601,11 +603,11 @@ def elastic_notices(launch: Launch, training: Launch) -> tuple[str, ...]:
     if came != size:
         notices.append(f"{size} of {came} processes train: more cannot share the global batch evenly; the others wait")
     several_hosts = launch.world.local_world_size < launch.world.world_size
-    if launch.store is not None and (launch.changes_size or (launch.comes_again is not None and several_hosts)):
+    if launch.store is not None and (launch.changes_size or (launch.restart_setting is not None and several_hosts)):
         # Seen with torch 2.14: a host that joins later waits for an address that was published only in the first round.
         notices.append(
-            f"with {launch.comes_again} set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: otherwise hosts that "
-            "join later, or again, do not find the others"
+            f"with {launch.restart_setting} set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun: otherwise hosts "
+            "that join later, or again, do not find the others"
         )
     return tuple(notices)
 
@@ -619,14 +621,14 @@ def wait_for_training(run_dir: Path, *, poll_seconds: float = 1, patience_second
         patience_seconds: A summary that stays unchanged for this long is final: extending a run deletes it first.
     """
     directory = RunDirectory(run_dir)
-    begun = time.monotonic()
+    start = time.monotonic()
     earlier = _completed(directory)
     while True:
-        found = _completed(directory)
-        if found is None:
+        summary = _completed(directory)
+        if summary is None:
             earlier = None
-        elif found != earlier or time.monotonic() - begun > patience_seconds:
-            return found
+        elif summary != earlier or time.monotonic() - start > patience_seconds:
+            return summary
         time.sleep(poll_seconds)
 
 

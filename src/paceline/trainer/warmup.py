@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from paceline.data.batch import Batch, rows_of
-from paceline.distributed.exact import buffers_kept
+from paceline.distributed.exact import preserve_buffers
 from paceline.distributed.strategy import ControlFlags, Replicas, refuse_unused
 from paceline.errors import ModelError
 from paceline.metrics.named import NamedMetrics
@@ -42,7 +42,7 @@ def warm_up(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     run.heartbeat.enter("data_wait")
     claim_memory(run)
     first = next(batches, None)
-    if first is None or not run.strategy.is_rehearsed:
+    if first is None or not run.strategy.needs_warmup:
         return batches if first is None else chain([first], batches)
     send_through(run, first)
     # Parts frozen until later stay frozen as in the step before: a change due at the first step happens in that step.
@@ -67,7 +67,7 @@ def claim_memory(run: Run) -> None:
 
 def send_through(run: Run, first: Batch) -> None:
     """Run a micro-batch forward, backward and through the reduction over processes; its gradients are dropped."""
-    with buffers_kept(run.network):
+    with preserve_buffers(run.network):
         run.heartbeat.enter("forward", samples=first.ids)
         seed_forward(run.recipe.seed, first.slice, run.device)
         with run.precision.autocast():
@@ -75,7 +75,7 @@ def send_through(run: Run, first: Batch) -> None:
         run.heartbeat.enter("backward", last=True)
         torch.autograd.backward(run.strategy.with_vote(loss * 0, ControlFlags, is_last=True))
         try:
-            if run.strategy.is_rehearsed:
+            if run.strategy.needs_warmup:
                 refuse_unused(run.network, allowed=run.recipe.parallel.unused_parameters == "allow")
         finally:
             run.optimizer.zero_grad(set_to_none=True)
@@ -88,12 +88,12 @@ _ROUNDS = 5
 Gradients = dict[str, torch.Tensor]
 
 
-def _told(ratios: Sequence[float]) -> str:
+def _text(ratios: Sequence[float]) -> str:
     middle = statistics.median(ratios)
     return f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} rounds)"
 
 
-def random_states_kept(device: torch.device) -> AbstractContextManager[None]:
+def restore_torch_random_states(device: torch.device) -> AbstractContextManager[None]:
     """Context that restores torch's random states of the CPU and this device afterwards."""
     if device.type == "cpu":
         return torch.random.fork_rng(devices=[])
@@ -107,19 +107,19 @@ class GradientProbe:
         self.run = run
         self._replicas = replicas
         self.batch = batch
-        self._named = {name: each for name, each in run.network.named_parameters() if each.requires_grad}
+        self._parameters = {name: each for name, each in run.network.named_parameters() if each.requires_grad}
 
     @contextmanager
-    def without_a_trace(self, *, reduces: bool = False) -> Iterator[None]:
+    def isolated(self, *, reduces: bool = False) -> Iterator[None]:
         """Restore buffers and random states to their current values afterwards, also after an error.
 
         Args:
             reduces: Whether backward passes inside are reduced over processes.
         """
         with (
-            random_states_kept(self.run.device),
-            buffers_kept(self.run.network),
-            ExitStack() if reduces else self._replicas.aside(),
+            restore_torch_random_states(self.run.device),
+            preserve_buffers(self.run.network),
+            ExitStack() if reduces else self._replicas.no_reduction(),
         ):
             yield
 
@@ -132,22 +132,22 @@ class GradientProbe:
         if run.precision.scaler is not None:
             loss = loss * FP16_SCALE
         # Not backward(): nothing is accumulated, and a wrapper's hooks are not called.
-        found = torch.autograd.grad(loss, list(self._named.values()), allow_unused=True)
-        return {name: each for name, each in zip(self._named, found, strict=True) if each is not None}
+        gradients = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
+        return {name: each for name, each in zip(self._parameters, gradients, strict=True) if each is not None}
 
     def compare(self, first: Callable[[], Any], second: Callable[[], Any]) -> list[float]:
         """Time two already warm functions alternately; return the seconds of the first divided by the second's."""
 
-        def seconds(act: Callable[[], Any]) -> float:
-            self.settle()
-            begun = time.perf_counter()
-            act()
-            self.settle()
-            return time.perf_counter() - begun
+        def seconds(function: Callable[[], Any]) -> float:
+            self.synchronize()
+            start = time.perf_counter()
+            function()
+            self.synchronize()
+            return time.perf_counter() - start
 
         return [seconds(first) / seconds(second) for _ in range(_ROUNDS)]
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has finished its queued work."""
         if self.run.device.type != "cpu":
             torch.get_device_module(self.run.device).synchronize()
@@ -161,27 +161,27 @@ def check_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     """
     if not run.progress.position and isinstance(run.strategy, Replicas):
         _check_named_metrics(run)
-    asked = [check_compiled] * (run.plan.compile != "off") + [measure_deterministic] * run.recipe.train.deterministic
+    checks = [check_compiled] * (run.plan.compile != "off") + [measure_deterministic] * run.recipe.train.deterministic
     # A sharded network cannot be tried separately: there the cost of determinism is not measured.
-    if run.progress.position or not asked or not isinstance(run.strategy, Replicas):
+    if run.progress.position or not checks or not isinstance(run.strategy, Replicas):
         return batches
     first = next(batches, None)
     if first is None:
         return batches
     run.heartbeat.enter("forward", samples=first.ids)
-    for each in asked:
-        begun = time.perf_counter()
-        found, failure = None, ""
+    for each in checks:
+        start = time.perf_counter()
+        measurement, failure = None, ""
         try:
-            with (probe := GradientProbe(run, run.strategy, first)).without_a_trace():
-                found = each(probe)
+            with (probe := GradientProbe(run, run.strategy, first)).isolated():
+                measurement = each(probe)
         except ModelError as error:
             failure = str(error)
-        for rank, everyones in enumerate(failures := run.collectives.gather(failure)):
-            if everyones:
-                raise ModelError(everyones if len(failures) == 1 else f"rank {rank}: {everyones}")
-        if found is not None:
-            run.recorder.write(replace(found, seconds=time.perf_counter() - begun))
+        for rank, rank_failure in enumerate(failures := run.collectives.gather(failure)):
+            if rank_failure:
+                raise ModelError(rank_failure if len(failures) == 1 else f"rank {rank}: {rank_failure}")
+        if measurement is not None:
+            run.recorder.write(replace(measurement, seconds=time.perf_counter() - start))
     run.recorder.flush()
     return chain([first], batches)
 
@@ -213,7 +213,7 @@ def measure_deterministic(probe: GradientProbe) -> MeasurementEvent:
     def passes() -> Gradients:
         return probe.gradients(run.network)
 
-    def freely() -> Gradients:
+    def nondeterministic() -> Gradients:
         """Apply the settings of a run that does not request determinism."""
         benchmark = torch.backends.cudnn.benchmark
         torch.use_deterministic_algorithms(mode=False)
@@ -230,12 +230,12 @@ def measure_deterministic(probe: GradientProbe) -> MeasurementEvent:
         if "deterministic" not in str(error):
             raise
         raise ModelError(f"train.deterministic=true: {' '.join(str(error).split())[:300]}") from error
-    freely()
-    cost = probe.compare(passes, freely)
+    nondeterministic()
+    cost = probe.compare(passes, nondeterministic)
     return MeasurementEvent(
         **run.progress.here,
         what="deterministic",
-        message=f"train.deterministic=true: forward and backward passes take {_told(cost)} times as long as without it",
+        message=f"train.deterministic=true: forward and backward passes take {_text(cost)} times as long as without it",
         seconds=0.0,
         metrics={"slowdown": statistics.median(cost)},
     )
@@ -257,34 +257,34 @@ def check_compiled(probe: GradientProbe) -> MeasurementEvent:
         ModelError: If they differ by more than rounding.
     """
     run = probe.run
-    called = run.strategy.model
+    compiled_model = run.strategy.model
     compiled = run.compiled["model"]
     inputs = probe.batch.inputs
     if not compiled.compiles(shape_of((inputs,), {})):
         message = f"model.compile: micro-batches of {rows_of(inputs)}, such as the first one, run uncompiled"
         return MeasurementEvent(**run.progress.here, what="compile", message=message, seconds=0.0)
-    found = probe.gradients(called)
+    gradients = probe.gradients(compiled_model)
     expected = probe.gradients(run.network)
     compiled_seconds = sum(each.seconds for each in compiled.log.graphs)
-    error = _distance(probe, found, expected)
-    speedup = probe.compare(lambda: probe.gradients(run.network), lambda: probe.gradients(called))
+    error = _distance(probe, gradients, expected)
+    speedup = probe.compare(lambda: probe.gradients(run.network), lambda: probe.gradients(compiled_model))
     if max(speedup) < 1:
-        longer = _told([1 / each for each in speedup])
-        message = f"the compiled network takes {longer} times as long as uncompiled here; set model.compile=false."
+        slowdown = _text([1 / each for each in speedup])
+        message = f"the compiled network takes {slowdown} times as long as uncompiled here; set model.compile=false."
         run.recorder.incident("slow_compile", message)
     return MeasurementEvent(
         **run.progress.here,
         what="compile",
         message=(
             f"model.compile: compiled in {compiled_seconds:.1f} s; the gradient of the first micro-batch differs from "
-            f"the uncompiled one's by {error:.1e}; forward and backward passes are {_told(speedup)} times as fast"
+            f"the uncompiled one's by {error:.1e}; forward and backward passes are {_text(speedup)} times as fast"
         ),
         seconds=0.0,
         metrics={"gradient_error": error, "speedup": statistics.median(speedup)},
     )
 
 
-def _distance(probe: GradientProbe, found: Gradients, expected: Gradients) -> float:
+def _distance(probe: GradientProbe, gradients: Gradients, expected: Gradients) -> float:
     """Return the distance of two gradients relative to the norm of the second.
 
     Raises:
@@ -293,27 +293,27 @@ def _distance(probe: GradientProbe, found: Gradients, expected: Gradients) -> fl
     run = probe.run
     rounded = run.plan.precision != "fp32"
     exact = probe.gradients(run.network, autocast=False) if rounded else expected
-    whole, numbers = _length(expected.values()), sum(each.numel() for each in expected.values())
-    if not math.isfinite(whole):
+    norm, numbers = _length(expected.values()), sum(each.numel() for each in expected.values())
+    if not math.isfinite(norm):
         return math.nan  # inconclusive; the guard against non-finite losses will handle it
-    worst, at, allowed_there = 0.0, "", 1.0
-    for name in {**expected, **found}:
-        if name not in expected or name not in found:
-            worst, at, allowed_there = math.inf, name, 0.0
+    worst, where, tolerance = 0.0, "", 1.0
+    for name in {**expected, **gradients}:
+        if name not in expected or name not in gradients:
+            worst, where, tolerance = math.inf, name, 0.0
             break
-        size = math.sqrt(expected[name].numel() / numbers) * whole
+        size = math.sqrt(expected[name].numel() / numbers) * norm
         allowed = _TOLERANCE[run.plan.precision] * _length([expected[name]]) + _NEGLIGIBLE * size
         allowed += _ROUNDING * _length([expected[name] - exact[name]])
-        off = _length([found[name] - expected[name]])
-        if not off <= allowed and not off / allowed <= worst:
-            worst, at, allowed_there = off / allowed, name, allowed / max(_length([expected[name]]), 1e-300)
-    if at:
+        gap = _length([gradients[name] - expected[name]])
+        if not gap <= allowed and not gap / allowed <= worst:
+            worst, where, tolerance = gap / allowed, name, allowed / max(_length([expected[name]]), 1e-300)
+    if where:
         raise ModelError(
-            f"model.compile=true: the compiled network's gradient of {at} is wrong: it differs from the uncompiled one "
-            f"by {worst:.1f} times what rounding explains ({allowed_there:.1e} of its length); set "
+            f"model.compile=true: the compiled network's gradient of {where} is wrong: it differs from the uncompiled "
+            f"one by {worst:.1f} times what rounding explains ({tolerance:.1e} of its length); set "
             "model.compile=false, or find the fault with model.compile_backend=aot_eager."
         )
-    return _length([found[name] - expected[name] for name in expected]) / max(whole, 1e-300)
+    return _length([gradients[name] - expected[name] for name in expected]) / max(norm, 1e-300)
 
 
 def _length(tensors: Iterable[torch.Tensor]) -> float:

@@ -24,13 +24,13 @@ from typing import Any, Literal, TypeVar
 from paceline.distributed.local_launch import rank_variables
 from paceline.machine import available_cores
 from paceline.metrics.intervals import Interval, paired_ratio
-from paceline.processes import Child, ProcessGroup, without_rank
+from paceline.processes import Child, ProcessGroup, without_rank_variables
 from paceline.recipe.load import to_yaml
 from paceline.recipe.running import Profile
 from paceline.recipe.schema import Recipe
 from paceline.telemetry.meter import WARMUP_STEPS
 from paceline.units import Duration, TimeSpan
-from paceline_advisor.bench.interleaved_process import Orders, command_line
+from paceline_advisor.bench.interleaved_process import WorkerConfig, command_line
 from paceline_advisor.launches import check_alone
 
 T = TypeVar("T")
@@ -42,9 +42,9 @@ _STEPS = 10_000_000
 _OPEN_SECONDS = 900.0
 _BLOCK_SECONDS = 600.0
 _PATIENCE = TimeSpan(60, "minutes")
-_MOST_WARM_STEPS = 10_000
-_LOOK_SECONDS = 0.2
-_LEAVE_SECONDS = 10.0
+_MOST_WARM_UP_STEPS = 10_000
+_POLL_SECONDS = 0.2
+_EXIT_SECONDS = 10.0
 # The other ranks of a world notice a failure late, and then only report that one is missing.
 _CAUSE_SECONDS = 1.0
 
@@ -90,7 +90,7 @@ class Round:
 
 
 @dataclass(kw_only=True)
-class Measured:
+class Measurement:
     """Measurements of one variant.
 
     Attributes:
@@ -146,12 +146,12 @@ class Measured:
     @property
     def joules_per_sample(self) -> float | None:
         """Energy of the devices per training sample; None if it cannot be read."""
-        used = [each.joules for each in self.rounds]
-        if not used or any(each is None for each in used):
+        joules = [each.joules for each in self.rounds]
+        if not joules or any(each is None for each in joules):
             return None
-        return sum(each or 0.0 for each in used) / sum(each.samples for each in self.rounds)
+        return sum(each or 0.0 for each in joules) / sum(each.samples for each in self.rounds)
 
-    def slower_than(self, other: Measured) -> Interval | None:
+    def slower_than(self, other: Measurement) -> Interval | None:
         """Return seconds per sample relative to another variant, round by round; None if they share no round."""
         shared = min(len(self.rounds), len(other.rounds))
         if not shared or self.alone != other.alone:
@@ -159,14 +159,14 @@ class Measured:
         return paired_ratio(self.seconds_per_sample[:shared], other.seconds_per_sample[:shared])
 
 
-def run_bursts(
+def run_interleaved(
     variants: Mapping[str, Recipe | Variant],
     *,
     rounds: int = 8,
     block_seconds: float = 2.0,
     processes: int = 1,
-    say: Callable[[str], None] = lambda _: None,
-) -> dict[str, Measured]:
+    log: Callable[[str], None] = lambda _: None,
+) -> dict[str, Measurement]:
     """Measure interleaved variants; a failed variant is reported, and the others continue.
 
     Files are written only to a temporary directory, which is removed afterwards, even after a kill. Before its blocks
@@ -178,7 +178,7 @@ def run_bursts(
         rounds: Turns of each variant, at least 1; a useful interval needs four or more.
         block_seconds: Approximate timed duration of a turn, which is at least one step.
         processes: Number of processes of each variant given as a recipe.
-        say: Receives progress messages.
+        log: Receives progress messages.
 
     Returns:
         One entry for each variant, in the order given.
@@ -187,17 +187,17 @@ def run_bursts(
         LaunchError: If this process is itself one of several.
     """
     check_alone("measuring in turns")
-    asked = {
+    requested = {
         name: each if isinstance(each, Variant) else Variant(recipe=each, processes=processes)
         for name, each in variants.items()
     }
-    found = _in_turns(asked, rounds, block_seconds, say)
-    for name, each in found.items():
-        if each.out_of_memory and len(asked) > 1:
-            say(f"{name}: once more alone, because memory ran out with the others")
-            alone = _in_turns({name: asked[name]}, rounds, block_seconds, say)
-            found[name] = replace(alone[name], alone=True)
-    return found
+    measurements = _run_in_turns(requested, rounds, block_seconds, log)
+    for name, each in measurements.items():
+        if each.out_of_memory and len(requested) > 1:
+            log(f"{name}: once more alone, because memory ran out with the others")
+            alone = _run_in_turns({name: requested[name]}, rounds, block_seconds, log)
+            measurements[name] = replace(alone[name], alone=True)
+    return measurements
 
 
 class MemberError(Exception):
@@ -212,7 +212,7 @@ class MemberError(Exception):
         self.out_of_memory = out_of_memory
 
 
-class _Player:
+class _VariantRunner:
     """One interleaved variant: its processes and their measurements.
 
     If it cannot be started, fails or does not respond, the reason is stored as its trouble, and its processes are
@@ -226,7 +226,7 @@ class _Player:
     """
 
     def __init__(self, variant: Variant, scratch: Path, index: int, block_seconds: float) -> None:
-        self.measured = Measured(variant=variant)
+        self.measured = Measurement(variant=variant)
         self._block_seconds, self._steps = block_seconds, 1
         self._group = ProcessGroup()
         self._ranks: list[tuple[Child, Connection[Any, Any]]] = []
@@ -240,39 +240,39 @@ class _Player:
         for each in (folder, temporary, meeting):
             each.mkdir()
         recipe = folder / "recipe.yaml"
-        recipe.write_text(to_yaml(for_bursts(variant.recipe)), encoding="utf-8")
+        recipe.write_text(to_yaml(recipe_for_timing(variant.recipe)), encoding="utf-8")
         run_dir, scratch = str(folder / "run"), str(self._scratch)
-        orders = partial(
-            Orders, recipe=str(recipe), run_dir=run_dir, scratch=scratch, part=variant.part, parent=os.getpid()
+        config = partial(
+            WorkerConfig, recipe=str(recipe), run_dir=run_dir, scratch=scratch, part=variant.part, parent=os.getpid()
         )
-        ours, count, cores = without_rank(os.environ), variant.processes, available_cores()
+        base, count, cores = without_rank_variables(os.environ), variant.processes, available_cores()
         for rank in range(count):
-            of_rank = rank_variables(rank, count, meeting, cores=cores) if count > 1 else {}
-            environment = {**ours, "TMPDIR": str(temporary), **of_rank}
+            rank_environment = rank_variables(rank, count, meeting, cores=cores) if count > 1 else {}
+            environment = {**base, "TMPDIR": str(temporary), **rank_environment}
             errors = folder / f"errors-{rank}"
-            mine, theirs = Pipe()
-            with theirs:
-                number = theirs.fileno()
+            connection, child_end = Pipe()
+            with child_end:
+                descriptor = child_end.fileno()
                 try:
                     child = self._group.start(
-                        command_line(orders(turns=number)),
+                        command_line(config(turns=descriptor)),
                         env=environment,
                         stdin=subprocess.DEVNULL,
                         stdout=errors,
                         stderr=errors,
-                        pass_fds=(number,),
+                        pass_fds=(descriptor,),
                     )
                 except OSError as error:
-                    mine.close()
+                    connection.close()
                     raise MemberError(f"a process cannot be started ({error.strerror})") from error
-            self._ranks.append((child, mine))
+            self._ranks.append((child, connection))
 
-    def attempt(self, act: Callable[[], None]) -> None:
+    def guarded(self, action: Callable[[], None]) -> None:
         """Call a function unless the variant has failed."""
         if self.measured.trouble:
             return
         try:
-            act()
+            action()
         except MemberError as error:
             self.measured.trouble, self.measured.out_of_memory = str(error), error.out_of_memory
             self.kill()
@@ -291,21 +291,23 @@ class _Player:
             if measured.warm_up_steps > WARMUP_STEPS and measured.warm_up_seconds >= self._block_seconds:
                 break
             # The first steps are slow, and say little about how many fit into a block.
-            left = max(0.0, self._block_seconds - measured.warm_up_seconds) / block.step_seconds
-            steps = WARMUP_STEPS if measured.warm_up_steps == 1 else max(1, min(int(left) + 1, _MOST_WARM_STEPS))
+            remaining = max(0.0, self._block_seconds - measured.warm_up_seconds) / block.step_seconds
+            steps = (
+                WARMUP_STEPS if measured.warm_up_steps == 1 else max(1, min(int(remaining) + 1, _MOST_WARM_UP_STEPS))
+            )
         self._steps = max(1, round(self._block_seconds / block.step_seconds))
 
-    def play(self) -> None:
+    def take_turn(self) -> None:
         """Take one turn."""
         facts, part = self.measured.facts, self.measured.variant.part
         # Batches that may be ready after a pause, and one to refill caches evicted by others.
-        held = 1 if part == "compute" else int(facts["workers"] or 0) * int(facts["prefetch"]) + 1
-        self.measured.rounds.append(self._turn(min(held, self._steps), self._steps))
+        buffered = 1 if part == "compute" else int(facts["workers"] or 0) * int(facts["prefetch"]) + 1
+        self.measured.rounds.append(self._turn(min(buffered, self._steps), self._steps))
 
-    def leave(self) -> None:
+    def finish(self) -> None:
         """Let its processes exit normally, and check that they do."""
         self._grant(0, 0)
-        self._group.wait(_LEAVE_SECONDS, after_failure=_LEAVE_SECONDS)
+        self._group.wait(_EXIT_SECONDS, after_failure=_EXIT_SECONDS)
         self.kill()
 
     def kill(self) -> None:
@@ -315,53 +317,53 @@ class _Player:
             turns.close()
         self._ranks = []
 
-    def _grant(self, lead: int, steps: int) -> None:
+    def _grant(self, untimed: int, steps: int) -> None:
         for _, turns in self._ranks:
             with contextlib.suppress(OSError):  # its end is detected where its answer is awaited
-                turns.send({"lead": lead, "steps": steps})
+                turns.send({"lead": untimed, "steps": steps})
 
-    def _turn(self, lead: int, steps: int) -> Round:
+    def _turn(self, untimed: int, steps: int) -> Round:
         """Take untimed steps and then timed ones; return the measurement of the slowest process."""
-        self._grant(lead, steps)
+        self._grant(untimed, steps)
         # A process that takes longer than this will not respond.
         answer = of_all(self._answers(_BLOCK_SECONDS + 20 * self._block_seconds))
         self.measured.peak_memory_bytes = answer.pop("peak_memory_bytes")
         return Round(**answer)
 
     def _answers(self, limit_seconds: float) -> list[dict[str, Any]]:
-        found: dict[int, dict[str, Any]] = {}
+        answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + limit_seconds
-        while len(found) < len(self._ranks):
-            wait([turns for index, (_, turns) in enumerate(self._ranks) if index not in found], _LOOK_SECONDS)
+        while len(answers) < len(self._ranks):
+            wait([turns for index, (_, turns) in enumerate(self._ranks) if index not in answers], _POLL_SECONDS)
             for index, (child, turns) in enumerate(self._ranks):
-                if index in found:
+                if index in answers:
                     continue
-                ended = child.code is not None
+                has_exited = child.code is not None
                 answer = _answer(turns)
                 if answer is not None:
-                    found[index] = answer
-                if ended if answer is None else "failed" in answer:
-                    raise self._failure(found)
+                    answers[index] = answer
+                if has_exited if answer is None else "failed" in answer:
+                    raise self._failure(answers)
             if time.monotonic() > deadline:
                 raise MemberError(f"it did not answer within {limit_seconds:.0f} s")
-        return [found[index] for index in range(len(self._ranks))]
+        return [answers[index] for index in range(len(self._ranks))]
 
-    def _failure(self, found: Mapping[int, dict[str, Any]]) -> MemberError:
+    def _failure(self, answers_so_far: Mapping[int, dict[str, Any]]) -> MemberError:
         """Return the cause: out of memory first, and a process's message before its mere exit."""
         deadline = time.monotonic() + (_CAUSE_SECONDS if len(self._ranks) > 1 else 0.0)
-        said: list[dict[str, Any]] = [each for each in found.values() if "failed" in each]
+        failures: list[dict[str, Any]] = [each for each in answers_so_far.values() if "failed" in each]
         while time.monotonic() < deadline:
             answers = [_answer(turns) for _, turns in self._ranks]
-            said += [each for each in answers if each is not None and "failed" in each]
-            time.sleep(_LOOK_SECONDS / 4)
-        ended = [child for child, _ in self._ranks if child.code is not None]
-        short = [each for each in said if each["out_of_memory"]]
-        killed = [child for child in ended if (child.code or 0) < 0]
-        if killed and not short:
-            return MemberError(killed[0].ending, out_of_memory=killed[0].code == -signal.SIGKILL)
-        if told := [*short, *said]:
-            return MemberError(told[0]["failed"], out_of_memory=told[0]["out_of_memory"])
-        return MemberError(ended[0].ending if ended else "it ended early")
+            failures += [each for each in answers if each is not None and "failed" in each]
+            time.sleep(_POLL_SECONDS / 4)
+        exited = [child for child, _ in self._ranks if child.code is not None]
+        out_of_memory = [each for each in failures if each["out_of_memory"]]
+        killed = [child for child in exited if (child.code or 0) < 0]
+        if killed and not out_of_memory:
+            return MemberError(killed[0].exit_message, out_of_memory=killed[0].code == -signal.SIGKILL)
+        if reported := [*out_of_memory, *failures]:
+            return MemberError(reported[0]["failed"], out_of_memory=reported[0]["out_of_memory"])
+        return MemberError(exited[0].exit_message if exited else "it ended early")
 
 
 def _answer(turns: Connection[Any, Any]) -> dict[str, Any] | None:
@@ -373,42 +375,42 @@ def _answer(turns: Connection[Any, Any]) -> dict[str, Any] | None:
     return None
 
 
-def _in_turns(
-    variants: Mapping[str, Variant], rounds: int, block_seconds: float, say: Callable[[str], None]
-) -> dict[str, Measured]:
-    with ExitStack() as held:
-        scratch = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="paceline-b")))
-        players: dict[str, _Player] = {}
+def _run_in_turns(
+    variants: Mapping[str, Variant], rounds: int, block_seconds: float, log: Callable[[str], None]
+) -> dict[str, Measurement]:
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-b")))
+        runners: dict[str, _VariantRunner] = {}
         for index, (name, variant) in enumerate(variants.items()):
-            players[name] = _Player(variant, scratch, index, block_seconds)
-            held.callback(players[name].kill)
-        for each in players.values():
-            each.attempt(each.start)
-        say(f"opening {len(players)} run{'s' * (len(players) > 1)}")
-        for each in players.values():
-            each.attempt(each.open)
-        for name, each in players.items():
-            each.attempt(each.warm_up)
-            found = each.measured
-            warm = f"warm after {found.warm_up_steps} steps, {found.warm_up_seconds:.1f} s"
-            say(f"{name}: {found.trouble or warm}")
+            runners[name] = _VariantRunner(variant, scratch, index, block_seconds)
+            stack.callback(runners[name].kill)
+        for each in runners.values():
+            each.guarded(each.start)
+        log(f"opening {len(runners)} run{'s' * (len(runners) > 1)}")
+        for each in runners.values():
+            each.guarded(each.open)
+        for name, each in runners.items():
+            each.guarded(each.warm_up)
+            measurement = each.measured
+            warm_up = f"warm after {measurement.warm_up_steps} steps, {measurement.warm_up_seconds:.1f} s"
+            log(f"{name}: {measurement.trouble or warm_up}")
         for number in range(rounds):
-            if all(each.measured.trouble for each in players.values()):
+            if all(each.measured.trouble for each in runners.values()):
                 break
-            say(f"round {number + 1} of {rounds}")
-            for each in in_order(list(players.values()), number):
-                each.attempt(each.play)
-        for each in players.values():
-            each.leave()
-        return {name: each.measured for name, each in players.items()}
+            log(f"round {number + 1} of {rounds}")
+            for each in in_order(list(runners.values()), number):
+                each.guarded(each.take_turn)
+        for each in runners.values():
+            each.finish()
+        return {name: each.measured for name, each in runners.items()}
 
 
-def in_order(players: Sequence[T], number: int) -> Sequence[T]:
+def in_order(runners: Sequence[T], number: int) -> Sequence[T]:
     """Return the order of turns in a round: reversed in every second one, so that drift favours no variant."""
-    return players if number % 2 == 0 else players[::-1]
+    return runners if number % 2 == 0 else runners[::-1]
 
 
-def for_bursts(recipe: Recipe) -> Recipe:
+def recipe_for_timing(recipe: Recipe) -> Recipe:
     """Return the recipe to measure: training only, without stopping or pausing for anything else."""
     timeout = recipe.parallel.timeout
     return replace(
@@ -424,14 +426,14 @@ def for_bursts(recipe: Recipe) -> Recipe:
 def of_all(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Combine the measurements of a block of steps that several processes took."""
     # A step is done when the last process has finished it; without an exchange, as with `data`, their speeds differ.
-    found = dict(max(answers, key=lambda each: float(each["seconds"])))
+    slowest = dict(max(answers, key=lambda each: float(each["seconds"])))
     peaks = [each["peak_memory_bytes"] for each in answers if each["peak_memory_bytes"] is not None]
     # Processes on one machine's CPUs read one counter; processes with a GPU each read separate ones.
-    used = {each["energy_counter"]: each["joules"] for each in answers}
-    del found["energy_counter"]
-    known = [each for each in used.values() if each is not None]
+    joules_by_counter = {each["energy_counter"]: each["joules"] for each in answers}
+    del slowest["energy_counter"]
+    known = [each for each in joules_by_counter.values() if each is not None]
     return {
-        **found,
+        **slowest,
         "peak_memory_bytes": max(peaks, default=None),
-        "joules": sum(known) if len(known) == len(used) else None,
+        "joules": sum(known) if len(known) == len(joules_by_counter) else None,
     }

@@ -39,7 +39,7 @@ _TRIES = 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders:
+class WorkerConfig:
     """A process's settings.
 
     Attributes:
@@ -59,19 +59,19 @@ class Orders:
     turns: int
 
 
-class _Over(BaseException):
+class _Finished(BaseException):
     """The parent grants no more turns; not an Exception, so that nothing catches it as one."""
 
 
-class _Turns(Display):
+class _TurnClock(Display):
     """Replaces the progress display: it is called after each step, and so can time blocks and wait for turns."""
 
     def __init__(self, run: Run, turns: Connection[Any, Any], *, repeats_first: bool) -> None:
         self._run, self._turns = run, turns
         self._repeats_first = repeats_first
         self._energy = EnergyCounter(run.device)
-        self._lead = self._steps = 0
-        self._begun = 0.0
+        self._untimed = self._steps = 0
+        self._start_time = 0.0
         self._position = 0
         self._phases: dict[str, float] = {}
         self._joules: float | None = None
@@ -83,20 +83,20 @@ class _Turns(Display):
         except (EOFError, OSError):
             # The parent is gone: the thread that watches it removes everything, and ends this process.
             threading.Event().wait()
-        self._lead, self._steps = granted["lead"], granted["steps"]
+        self._untimed, self._steps = granted["lead"], granted["steps"]
         if not self._steps:
-            raise _Over
-        if not self._lead:
-            self._begin()
+            raise _Finished
+        if not self._untimed:
+            self._start_block()
 
     def advance(self, step: int) -> None:
         """Count a step; at the end of the turn, report the result and wait for the next turn."""
-        if self._lead:
-            self._lead -= 1
-            if not self._lead:
+        if self._untimed:
+            self._untimed -= 1
+            if not self._untimed:
                 # Time for settling and for the energy counter does not belong to the first step.
                 with self._run.clock.paused():
-                    self._begin()
+                    self._start_block()
             return
         self._steps -= 1
         if not self._steps:
@@ -105,24 +105,24 @@ class _Turns(Display):
                 self._turns.send(self._measured())
                 self.wait()
 
-    def _begin(self) -> None:
-        self._settle()
+    def _start_block(self) -> None:
+        self._synchronise()
         self._position = self._run.progress.position
         self._phases = self._phase_seconds()
         self._joules = self._energy.joules()
-        self._begun = time.perf_counter()
+        self._start_time = time.perf_counter()
 
     def _measured(self) -> dict[str, Any]:
-        self._settle()
-        seconds = time.perf_counter() - self._begun
+        self._synchronise()
+        seconds = time.perf_counter() - self._start_time
         joules = self._energy.joules()
         run, plan = self._run, self._run.plan
         steps = run.progress.position - self._position
-        whole = steps * plan.step_samples(0)
+        full_steps = steps * plan.step_samples(0)
         samples = plan.samples_before(run.progress.position) - plan.samples_before(self._position)
         return {
             "steps": steps,
-            "samples": whole if self._repeats_first else samples,
+            "samples": full_steps if self._repeats_first else samples,
             "seconds": seconds,
             "phases": {name: (now - self._phases[name]) / steps for name, now in self._phase_seconds().items()},
             "joules": None if joules is None or self._joules is None else joules - self._joules,
@@ -152,7 +152,7 @@ class _Turns(Display):
                 "prefetch": self._run.recipe.data.prefetch,
                 "parameters": plan.parameters,
                 "energy_of": self._energy.of,
-                "no_energy": self._energy.why_not,
+                "no_energy": self._energy.unavailable_reason,
             }
         )
 
@@ -160,12 +160,12 @@ class _Turns(Display):
         """Return the time in each phase since the first steps, which the clock excludes as warm-up."""
         return dict(self._run.clock.state_dict()["rated_phase_seconds"])
 
-    def _settle(self) -> None:
+    def _synchronise(self) -> None:
         if self._run.device.type != "cpu":
             torch.get_device_module(self._run.device).synchronize()
 
 
-class _Supply:
+class _TurnPipeline:
     """The run's pipeline, which waits for the first turn; for ``compute`` it repeats the first step's batches forever.
 
     Args:
@@ -174,7 +174,7 @@ class _Supply:
         repeats_first: Whether to repeat the first step's batches.
     """
 
-    def __init__(self, pipeline: Any, turns: _Turns, *, repeats_first: bool) -> None:
+    def __init__(self, pipeline: Any, turns: _TurnClock, *, repeats_first: bool) -> None:
         self._pipeline, self._turns, self._repeats_first = pipeline, turns, repeats_first
 
     def __getattr__(self, name: str) -> Any:
@@ -209,15 +209,15 @@ def _only_data(run: Run) -> None:
         run.display.advance(run.progress.step)
 
 
-def _leave_with(parent: int, scratch: Path) -> None:
+def _exit_with(parent: int, scratch: Path) -> None:
     """End with the parent, even if it is killed, and remove its files if it cannot."""
     while os.getppid() == parent:
         time.sleep(_LOOK_SECONDS)
-    _take_away(scratch)
+    _remove_folder(scratch)
     os._exit(1)
 
 
-def _take_away(scratch: Path) -> None:
+def _remove_folder(scratch: Path) -> None:
     """Remove a folder that this process, or another one about to exit, may still write to."""
     for _ in range(_TRIES):
         shutil.rmtree(scratch, ignore_errors=True)
@@ -226,17 +226,17 @@ def _take_away(scratch: Path) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _take_turns(orders: Orders, connection: Connection[Any, Any]) -> None:
-    begun = time.perf_counter()
-    repeats_first = orders.part == "compute"
-    with opened_run(load_recipe(orders.recipe), Options(run_dir=Path(orders.run_dir))) as run:
+def _take_turns(config: WorkerConfig, connection: Connection[Any, Any]) -> None:
+    start_time = time.perf_counter()
+    repeats_first = config.part == "compute"
+    with opened_run(load_recipe(config.recipe), Options(run_dir=Path(config.run_dir))) as run:
         # Only now: a process forked next to a thread inherits its locks.
-        threading.Thread(target=_leave_with, args=(orders.parent, Path(orders.scratch)), daemon=True).start()
-        turns = _Turns(run, connection, repeats_first=repeats_first)
-        run.pipeline = _Supply(run.pipeline, turns, repeats_first=repeats_first)
+        threading.Thread(target=_exit_with, args=(config.parent, Path(config.scratch)), daemon=True).start()
+        turns = _TurnClock(run, connection, repeats_first=repeats_first)
+        run.pipeline = _TurnPipeline(run.pipeline, turns, repeats_first=repeats_first)
         run.display = turns
-        turns.opened(time.perf_counter() - begun)
-        if orders.part == "data":
+        turns.opened(time.perf_counter() - start_time)
+        if config.part == "data":
             _only_data(run)
         else:
             fit(run, forecasts=False)
@@ -245,37 +245,37 @@ def _take_turns(orders: Orders, connection: Connection[Any, Any]) -> None:
 def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    said = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in said or "can't allocate memory" in said)
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in message or "can't allocate memory" in message)
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     if isinstance(error, PacelineError):
         return str(error)
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'it gives no reason'}"
 
 
-def main(words: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Take turns until there are no more; returns the exit code."""
-    orders = Orders(**json.loads(words[0]))
-    connection = Connection(orders.turns)
+    config = WorkerConfig(**json.loads(argv[0]))
+    connection = Connection(config.turns)
     try:
-        _take_turns(orders, connection)
-    except _Over:
+        _take_turns(config, connection)
+    except _Finished:
         return 0
     except Exception as error:  # noqa: BLE001  # whatever it is, the parent reports it of this variant
-        if os.getppid() != orders.parent:
-            _take_away(Path(orders.scratch))
+        if os.getppid() != config.parent:
+            _remove_folder(Path(config.scratch))
             return 1
-        connection.send({"failed": _said(error), "out_of_memory": _is_out_of_memory(error)})
+        connection.send({"failed": _message(error), "out_of_memory": _is_out_of_memory(error)})
         return 1
     return 0
 
 
-def command_line(orders: Orders) -> list[str]:
+def command_line(config: WorkerConfig) -> list[str]:
     """Return the command that starts a process with these settings."""
-    return [sys.executable, "-P", "-m", "paceline_advisor.bench.interleaved_process", json.dumps(asdict(orders))]
+    return [sys.executable, "-P", "-m", "paceline_advisor.bench.interleaved_process", json.dumps(asdict(config))]
 
 
 if __name__ == "__main__":

@@ -78,31 +78,31 @@ class _Subject:
 
     def images(self, count: int) -> torch.Tensor:
         """Return random images: a network takes the same time for any input."""
-        made = torch.randint(
+        batch = torch.randint(
             0, 256, (count, *self.shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
         )
-        return made.pin_memory() if self.device.type == "cuda" else made
+        return batch.pin_memory() if self.device.type == "cuda" else batch
 
 
-def measure_latency(asked: Bench, say: Callable[[str], None]) -> tuple[str, Recipe, list[dict[str, Any]]]:
+def measure_latency(options: Bench, log: Callable[[str], None]) -> tuple[str, Recipe, list[dict[str, Any]]]:
     """Measure latencies and throughput; return the name of the target, its recipe, and one row per measurement.
 
     Raises:
         PacelineError: If the target cannot be used.
     """
-    target = Path(asked.recipe)
+    target = Path(options.recipe)
     is_saved = target.exists() and _holds_weights(target)
     if is_saved:
-        if asked.overrides:
+        if options.overrides:
             raise RecipeError(f"overrides change recipes, but '{target}' holds saved weights; leave them out.")
-        saved = read_weights(target, asked.weights)
-        name, recipe = f"{target} ({saved.weights})", stored_recipe(saved.described("recipe"), str(saved.path))
+        saved = read_weights(target, options.weights)
+        name, recipe = f"{target} ({saved.weights})", stored_recipe(saved.description("recipe"), str(saved.path))
     else:
-        loaded = load_recipe(asked.recipe, asked.overrides)
+        loaded = load_recipe(options.recipe, options.overrides)
         name, recipe = loaded.name, loaded.recipe
     rows: list[dict[str, Any]] = []
     for device_name, precision in product(
-        asked.devices or (recipe.parallel.device,), asked.precisions or (recipe.train.precision,)
+        options.devices or (recipe.parallel.device,), options.precisions or (recipe.train.precision,)
     ):
         try:
             if precision not in ("auto", "fp32", *_AUTOCAST):
@@ -111,17 +111,17 @@ def measure_latency(asked: Bench, say: Callable[[str], None]) -> tuple[str, Reci
             # Resolve auto as training does.
             resolved = resolve_precision(Recipe(), describe_machine(device)) if precision == "auto" else precision
             if is_saved:
-                predictor = load_predictor(target, weights=asked.weights, trust_code=is_code_trusted(), device=device)
+                predictor = load_predictor(target, weights=options.weights, trust_code=is_code_trusted(), device=device)
                 answer: Answer = predictor.probabilities
                 shape = predictor.shape
             else:
                 answer, shape = _untrained(recipe, device)
         except PacelineError as error:
-            if asked.devices or asked.precisions:
+            if options.devices or options.precisions:
                 rows.append(_row(device_name, precision, "batch", None, trouble=str(error)))
                 continue
             raise
-        rows += _scenarios(_Subject(answer=answer, shape=shape, device=device, precision=resolved), asked, say)
+        rows += _scenarios(_Subject(answer=answer, shape=shape, device=device, precision=resolved), options, log)
     return name, recipe, rows
 
 
@@ -153,20 +153,20 @@ def _untrained(recipe: Recipe, device: torch.device) -> tuple[Answer, tuple[int,
     return answer, (int(facts["channels"]), size, size)
 
 
-def _scenarios(subject: _Subject, asked: Bench, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def _scenarios(subject: _Subject, options: Bench, log: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     fastest, best_size = 0.0, 0
-    for size in asked.batch_sizes or BATCH_SIZES:
-        say(f"{subject.device.type} {subject.precision}: queries of {size}")
-        row = _measured(subject, "batch", size, asked.seconds)
+    for size in options.batch_sizes or BATCH_SIZES:
+        log(f"{subject.device.type} {subject.precision}: queries of {size}")
+        row = _measured(subject, "batch", size, options.seconds)
         yield row
         rate = row["samples_per_second"]
         if rate is not None and rate["middle"] > fastest:
             fastest, best_size = rate["middle"], size
-    say(f"{subject.device.type} {subject.precision}: single stream, multi stream, offline")
-    yield _measured(subject, "single stream", 1, asked.seconds)
-    yield _measured(subject, "multi stream", _MULTI_STREAM, asked.seconds)
+    log(f"{subject.device.type} {subject.precision}: single stream, multi stream, offline")
+    yield _measured(subject, "single stream", 1, options.seconds)
+    yield _measured(subject, "multi stream", _MULTI_STREAM, options.seconds)
     if best_size:
-        yield _measured(subject, "offline", best_size, asked.seconds)
+        yield _measured(subject, "offline", best_size, options.seconds)
 
 
 def _measured(subject: _Subject, scenario: str, size: int, seconds: float) -> dict[str, Any]:
@@ -199,7 +199,7 @@ def _measured(subject: _Subject, scenario: str, size: int, seconds: float) -> di
     row["peak_memory_bytes"] = torch.cuda.max_memory_allocated(subject.device) if on_gpu else None
     used = None if before is None or after is None else after - before
     row["joules_per_sample"] = None if used is None else used / (len(times) * each * size)
-    row["no_energy"] = energy.why_not or None
+    row["no_energy"] = energy.unavailable_reason or None
     return row
 
 
@@ -218,8 +218,12 @@ def _row(device: str, precision: str, scenario: str, size: int | None, *, troubl
 def _queries(subject: _Subject, images: torch.Tensor, fewest: int, seconds: float) -> list[float]:
     """Return the seconds of consecutive queries, for a given time and, unless that takes far longer, number."""
     times: list[float] = []
-    begun = last = time.perf_counter()
-    while len(times) < 2 or last - begun < seconds or (len(times) < fewest and last - begun < _PATIENCE * seconds):
+    start_time = last = time.perf_counter()
+    while (
+        len(times) < 2
+        or last - start_time < seconds
+        or (len(times) < fewest and last - start_time < _PATIENCE * seconds)
+    ):
         subject.query(images)
         now = time.perf_counter()
         times.append(now - last)
@@ -232,14 +236,14 @@ def _offline(subject: _Subject, images: torch.Tensor, seconds: float) -> tuple[l
 
     Also returns the number of batches in a part.
     """
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     subject.query(images)
-    batches = max(2, round(seconds / _PARTS / (time.perf_counter() - begun)))
+    batches = max(2, round(seconds / _PARTS / (time.perf_counter() - start_time)))
     times = []
     for _ in range(_PARTS):
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         # Answers are fetched once at the end, so that the device never waits for the host in between.
         kept = [subject.send(images) for _ in range(batches)]
         torch.stack(kept).cpu()
-        times.append((time.perf_counter() - begun) / batches)
+        times.append((time.perf_counter() - start_time) / batches)
     return times, batches

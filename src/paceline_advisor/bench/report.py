@@ -99,10 +99,12 @@ class BenchReport:
         lines = [f"# {self.name}: {self.kind.replace('_', ' ')}", "", _bar(header), _bar(["---"] * len(header))]
         lines += [*map(_bar, rows), "", *(f"- {note}" for note in self.notes), ""]
         document = self.to_json()["environment"]
-        known = {name: document.get(name) for name in ("device_name", "torch", "cuda", "python", "platform", "command")}
-        known = {"cpu": document["cpu"]["model"], "cores": document["cpu"]["usable_cores"], **known}
-        told = {**known, **self.settings}
-        for name, value in told.items():
+        machine = {
+            name: document.get(name) for name in ("device_name", "torch", "cuda", "python", "platform", "command")
+        }
+        machine = {"cpu": document["cpu"]["model"], "cores": document["cpu"]["usable_cores"], **machine}
+        settings = {**machine, **self.settings}
+        for name, value in settings.items():
             if value not in (None, ()):
                 lines.append(f"- {name}: {', '.join(map(str, value)) if isinstance(value, tuple) else value}")
         return "\n".join([*lines, ""])
@@ -143,67 +145,67 @@ class BenchReport:
         )
 
 
-def bench(asked: Bench, log: Log) -> BenchReport:
+def bench(options: Bench, log: Log) -> BenchReport:
     """Measure throughput, latency or the time to a target, for `paceline bench`.
 
     Raises:
         PacelineError: If the recipe is invalid, or nothing can be measured here.
     """
     dawnbench = None
-    if asked.inference:
+    if options.inference:
         kind, names = "latency", ["weights", "batch_sizes", "devices", "precisions", "seconds"]
-        name, recipe, rows = measure_latency(asked, log)
+        name, recipe, rows = measure_latency(options, log)
         notes = latency_notes(rows)
-    elif asked.to is not None:
+    elif options.to is not None:
         kind, names = "time_to_target", ["to", "runs", "price_per_hour", "processes"]
-        loaded, target, runs = run_to_target(asked, log)
-        name, recipe, rows = loaded.name, loaded.recipe, [summarise_runs(runs, target, asked.price_per_hour)]
+        loaded, target, runs = run_to_target(options, log)
+        name, recipe, rows = loaded.name, loaded.recipe, [summarise_runs(runs, target, options.price_per_hour)]
         notes = target_notes(rows[0])
-        dawnbench = partial(write_dawnbench, loaded=loaded, target=target, runs=runs, price=asked.price_per_hour)
+        dawnbench = partial(write_dawnbench, loaded=loaded, target=target, runs=runs, price=options.price_per_hour)
     else:
         kind, names = "throughput", ["batch_sizes", "devices", "precisions", "backends", "parts"]
         names += ["rounds", "launches", "processes", "seconds"]
-        loaded, rows = measure_grid(asked, log)
+        loaded, rows = measure_grid(options, log)
         name, recipe, notes = loaded.name, loaded.recipe, throughput_notes(rows)
     return BenchReport(
         kind=kind,
         name=name,
         recipe=recipe,
-        settings={each: getattr(asked, each) for each in names},
+        settings={each: getattr(options, each) for each in names},
         rows=rows,
         notes=notes,
         dawnbench=dawnbench,
     )
 
 
-def compare_results(asked: BenchCompare, _: Log) -> Document:
+def compare_results(options: BenchCompare, _: Log) -> Document:
     """Compare two results or run directories, and show the change of each line with its interval and verdict.
 
     Raises:
         PacelineError: If one of them cannot be read, or they have no measurement in common.
     """
-    found = compare(asked.a, asked.b, tolerance=asked.tolerance / 100, confidence=asked.confidence / 100)
+    comparison = compare(options.a, options.b, tolerance=options.tolerance / 100, confidence=options.confidence / 100)
     rows = []
-    for line in found.lines:
+    for line in comparison.lines:
         ratio = line.slower
         change = "" if ratio is None else f"{100 * (ratio.middle - 1):+.1f} %"
-        ends = "" if ratio is None else f"{100 * (ratio.low - 1):+.1f} to {100 * (ratio.high - 1):+.1f} %"
-        rows.append((line.name, change, ends, line.verdict, line.note))
-    differences = found.differences.items()
+        interval = "" if ratio is None else f"{100 * (ratio.low - 1):+.1f} to {100 * (ratio.high - 1):+.1f} %"
+        rows.append((line.name, change, interval, line.verdict, line.note))
+    differences = comparison.differences.items()
     undecided = "  For rows without enough evidence, measure longer, with more --rounds or --launches."
-    verdict = "B is slower" if found.regressed else "No slowdown was shown"
+    verdict = "B is slower" if comparison.regressed else "No slowdown was shown"
     shown = Shown(
         title="B compared with A",
         blocks=[
             Table(columns=("what", "time of B", "interval", "verdict", ""), rows=rows),
             *(f"  differs: {name} is {one} in A and {other} in B" for name, (one, other) in differences),
-            *(f"  {note}" for note in found.notes),
-            *([undecided] if found.undecided else []),
-            f"  {verdict} by more than {100 * found.tolerance:g} %.",
+            *(f"  {note}" for note in comparison.notes),
+            *([undecided] if comparison.undecided else []),
+            f"  {verdict} by more than {100 * comparison.tolerance:g} %.",
         ],
-        ok=not found.regressed or "",
+        ok=not comparison.regressed or "",
     )
-    return Document(document=found.to_json(), shown=shown)
+    return Document(document=comparison.to_json(), shown=shown)
 
 
 def _trace(label: str, line: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, Any]:
@@ -246,12 +248,14 @@ def throughput_notes(rows: Sequence[Row]) -> list[str]:
 
 def _worker_notes(rows: Sequence[Row]) -> list[str]:
     """Describe how ``auto`` resolved the number of loader processes, and whether a run would use the same."""
-    chosen = [
+    loading_rows = [
         row for row in rows if row.get("workers") and row.get("workers_asked") == "auto" and row["part"] != "compute"
     ]
-    told = sorted({(row["workers"], row["workers_reason"]) for row in chosen})
-    notes = [f"data.workers=auto: {workers} ({why})" for workers, why in told]
-    if any(row["processes"] == 1 and row["backend"] == "pytorch" and not row["workers_measured"] for row in chosen):
+    choices = sorted({(row["workers"], row["workers_reason"]) for row in loading_rows})
+    notes = [f"data.workers=auto: {workers} ({why})" for workers, why in choices]
+    if any(
+        row["processes"] == 1 and row["backend"] == "pytorch" and not row["workers_measured"] for row in loading_rows
+    ):
         notes.append(
             "no such run was measured yet: one of 200,000 images or more would first measure which "
             "data.workers are best"
@@ -316,7 +320,7 @@ def _text(key: str) -> Column:
     return lambda row: str(row.get(key) or "")
 
 
-def _figure(*keys: str, scale: float = 1, form: str = ",.2f", unit: str = "") -> Column:
+def _number_column(*keys: str, scale: float = 1, form: str = ",.2f", unit: str = "") -> Column:
     """Return a column of one value, nested in the row if there are two keys; empty if it is missing."""
 
     def show(row: Row) -> str:
@@ -332,7 +336,7 @@ _FIRST = {"device": _text("device"), "precision": _text("precision")}
 _RATE: dict[str, Column] = {"samples/s": lambda row: _interval(row["samples_per_second"])}
 _LAST: dict[str, Column] = {
     "peak memory": lambda row: "" if (peak := row.get("peak_memory_bytes")) is None else format_bytes(peak),
-    "J/sample": _figure("joules_per_sample", form=".3g"),
+    "J/sample": _number_column("joules_per_sample", form=".3g"),
     "trouble": _text("trouble"),
 }
 _COLUMNS: dict[str, dict[str, Column]] = {
@@ -342,9 +346,9 @@ _COLUMNS: dict[str, dict[str, Column]] = {
         "batch": _text("batch_size"),
         "part": _text("part"),
         **_RATE,
-        "ms/step": _figure("step_seconds", "median", scale=1e3),
+        "ms/step": _number_column("step_seconds", "median", scale=1e3),
         "workers": lambda row: str(row["workers"]) if row.get("workers") and row["part"] != "compute" else "",
-        "data wait": _figure("data_wait_fraction", scale=100, form=".0f", unit=" %"),
+        "data wait": _number_column("data_wait_fraction", scale=100, form=".0f", unit=" %"),
         **_LAST,
     },
     "latency": {
@@ -352,8 +356,8 @@ _COLUMNS: dict[str, dict[str, Column]] = {
         "scenario": _text("scenario"),
         "batch": _text("batch_size"),
         **_RATE,
-        "mean ms": _figure("latency_seconds", "mean", scale=1e3),
-        **{f"{each} %": _figure("latency_seconds", f"p{each}", scale=1e3) for each in (50, 90, 95, 99)},
+        "mean ms": _number_column("latency_seconds", "mean", scale=1e3),
+        **{f"{each} %": _number_column("latency_seconds", f"p{each}", scale=1e3) for each in (50, 90, 95, 99)},
         "queries": _text("queries"),
         **_LAST,
     },

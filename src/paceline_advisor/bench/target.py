@@ -80,11 +80,11 @@ class Target:
         """Whether a value meets the target; nan, which is recorded as none, does not."""
         return value == self.value or self.is_better(value, self.value)
 
-    def is_better(self, value: float | None, other: float | None) -> bool:
+    def is_better(self, value: float | None, reference: float | None) -> bool:
         """Whether a value is better than another; any number is better than none."""
-        if value is None or other is None:
+        if value is None or reference is None:
             return value is not None
-        return value < other if self.less_is_better else value > other
+        return value < reference if self.less_is_better else value > reference
 
 
 @dataclass(kw_only=True)
@@ -110,28 +110,28 @@ class TargetRun:
     trouble: str = ""
 
 
-def run_to_target(asked: Bench, say: Log) -> tuple[LoadedRecipe, Target, list[TargetRun]]:
+def run_to_target(options: Bench, log: Log) -> tuple[LoadedRecipe, Target, list[TargetRun]]:
     """Train until the target of ``bench --to`` is met, once for each seed.
 
     Raises:
         PacelineError: If the recipe is invalid, never evaluates, or lacks the metric.
         TrainingError: If no run succeeded.
     """
-    target = Target.parse(asked.to or "")
+    target = Target.parse(options.to or "")
     check_alone("bench --to")
     check_can_watch()
-    loaded = load_recipe(asked.recipe, asked.overrides)
+    loaded = load_recipe(options.recipe, options.overrides)
     if loaded.recipe.evaluate.every is None:
         raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
     target = target.of(loaded.recipe)
     runs: list[TargetRun] = []
     with tempfile.TemporaryDirectory(prefix="paceline-b") as scratch:
-        for index in range(asked.runs):
-            runs.append(one_run(target, loaded, Path(scratch) / str(index), index, processes=asked.processes))
+        for index in range(options.runs):
+            runs.append(one_run(target, loaded, Path(scratch) / str(index), index, processes=options.processes))
             run = runs[-1]
             seconds = f"{run.train_seconds:.1f} s"
-            told = f"{seconds} to the target" if run.reached else f"target missed after {seconds}"
-            say(f"run {index + 1} of {asked.runs}: {run.trouble or f'{told} (seed {run.seed})'}")
+            outcome = f"{seconds} to the target" if run.reached else f"target missed after {seconds}"
+            log(f"run {index + 1} of {options.runs}: {run.trouble or f'{outcome} (seed {run.seed})'}")
             if index == 0 and run.trouble:
                 raise TrainingError(f"the first run failed: {run.trouble}")
     return loaded, target, runs
@@ -179,26 +179,26 @@ def follow(run: TargetRun, run_dir: Path, target: Target) -> None:
     events = run_dir / "events.jsonl"
     if not events.is_file() or run.reached:
         return
-    begun = 0.0
-    found: dict[int, dict[str, Any]] = {}
+    start_time = 0.0
+    evaluations: dict[int, dict[str, Any]] = {}
     for event in read_events(events, kinds={"start", "evaluation"}):
         if event["event"] == "start":
-            begun = begun or event["time"]
+            start_time = start_time or event["time"]
             continue
         if target.metric not in event:
             clocks = [name for name in event if name == "time" or name.endswith("seconds")]
-            known = [name for name, value in event.items() if isinstance(value, float) and name not in clocks]
-            run.trouble = f"--to {target.metric}: not measured; there is {', '.join(known)}"
+            available = [name for name, value in event.items() if isinstance(value, float) and name not in clocks]
+            run.trouble = f"--to {target.metric}: not measured; there is {', '.join(available)}"
             return
-        run.train_seconds, run.wall_seconds = event["train_seconds"], event["time"] - begun
+        run.train_seconds, run.wall_seconds = event["train_seconds"], event["time"] - start_time
         # Of two sets of weights, use the better one.
-        before = found.get(event["step"])
+        before = evaluations.get(event["step"])
         if before is None or target.is_better(event[target.metric], before[target.metric]):
-            found[event["step"]] = event
+            evaluations[event["step"]] = event
         if target.is_met(event[target.metric]):
             run.reached = True
             break
-    run.evaluations = list(found.values())
+    run.evaluations = list(evaluations.values())
 
 
 def summarise_runs(runs: Sequence[TargetRun], target: Target, price: float | None = None) -> dict[str, Any]:
@@ -281,9 +281,9 @@ def write_dawnbench(
         known = [(key, name) for key, name in columns if any(key in each for each in run.evaluations)]
         lines = ["\t".join(["epoch", "hours", *(name for _, name in known)])]
         for each in run.evaluations:
-            figures = [f"{each['epoch']}", f"{each['train_seconds'] / _HOUR:.9g}"]
-            figures += ["" if each.get(key) is None else f"{each[key]:.4g}" for key, _ in known]
-            lines.append("\t".join(figures))
+            fields = [f"{each['epoch']}", f"{each['train_seconds'] / _HOUR:.9g}"]
+            fields += ["" if each.get(key) is None else f"{each[key]:.4g}" for key, _ in known]
+            lines.append("\t".join(fields))
         write_text(path.with_suffix(".tsv"), "\n".join([*lines, ""]))
         written += [path, path.with_suffix(".tsv")]
     return written

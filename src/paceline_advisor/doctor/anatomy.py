@@ -68,8 +68,8 @@ class Layer:
 
     def intensity(self, samples: int, bytes_each: int) -> float:
         """Return FLOPs per byte that must be read or written in a forward pass of a batch, with weights read once."""
-        moved = (self.read + self.written) * samples * self.calls + self.weights
-        return intensity(self.flops * samples, moved * bytes_each)
+        values_moved = (self.read + self.written) * samples * self.calls + self.weights
+        return intensity(self.flops * samples, values_moved * bytes_each)
 
 
 def class_places(network: nn.Module, names: Iterable[str]) -> tuple[Place, ...]:
@@ -77,15 +77,15 @@ def class_places(network: nn.Module, names: Iterable[str]) -> tuple[Place, ...]:
 
     Containers such as ``nn.Sequential`` are skipped for the class around them.
     """
-    holders: Counter[type[nn.Module]] = Counter()
+    class_counts: Counter[type[nn.Module]] = Counter()
     for name in names:
         kind: type[nn.Module] = nn.Sequential
         while name and kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
             name = name.rpartition(".")[0]  # noqa: PLW2901  # up to a class that is not such a container
             kind = type(network.get_submodule(name))
-        holders[kind] += 1
+        class_counts[kind] += 1
     found = []
-    for kind, count in holders.most_common():
+    for kind, count in class_counts.most_common():
         if kind.__module__.startswith("torch."):
             continue  # the whole network is such a container, so no user-defined class contains the module
         try:
@@ -97,35 +97,38 @@ def class_places(network: nn.Module, names: Iterable[str]) -> tuple[Place, ...]:
 
 
 def _measured(name: str, module: nn.Module, arguments: tuple[Any, ...], result: Any, samples: int) -> Layer | None:
-    given = next((each for each in arguments if isinstance(each, Tensor)), None)
-    made = next(iter(result), None) if isinstance(result, tuple) else result
-    if given is None or not isinstance(made, Tensor):
+    first_input = next((each for each in arguments if isinstance(each, Tensor)), None)
+    output = next(iter(result), None) if isinstance(result, tuple) else result
+    if first_input is None or not isinstance(output, Tensor):
         return None
-    own: dict[str, Any]
+    attributes: dict[str, Any]
     if isinstance(module, nn.Linear):
-        inputs, outputs, more = module.in_features, module.out_features, ""
-        own = {"kind": "linear", "rows": made.numel() / outputs / samples, "weights": module.weight.numel()}
+        inputs, outputs, suffix = module.in_features, module.out_features, ""
+        attributes = {"kind": "linear", "rows": output.numel() / outputs / samples, "weights": module.weight.numel()}
     elif isinstance(module, _ConvNd):
         inputs, outputs = module.in_channels, module.out_channels
         groups = f", {module.groups} groups" if module.groups > 1 else ""
-        more = f", {'x'.join(map(str, module.kernel_size))}{groups}"
-        pixels = (given if isinstance(module, _ConvTransposeNd) else made).shape[2:]
-        own = {"kind": "convolution", "rows": prod(pixels), "weights": module.weight.numel()}
-        own |= {"groups": module.groups, "stride": min(module.stride)}
+        suffix = f", {'x'.join(map(str, module.kernel_size))}{groups}"
+        pixels = (first_input if isinstance(module, _ConvTransposeNd) else output).shape[2:]
+        attributes = {"kind": "convolution", "rows": prod(pixels), "weights": module.weight.numel()}
+        attributes |= {"groups": module.groups, "stride": min(module.stride)}
     elif isinstance(module, nn.RNNBase | nn.RNNCellBase):
-        inputs, outputs, more = module.input_size, module.hidden_size, " hidden"
-        own = {"kind": "recurrent" if isinstance(module, nn.RNNBase) else "recurrent cell"}
-        own |= {"rows": given.numel() / inputs / samples, "weights": sum(each.numel() for each in module.parameters())}
+        inputs, outputs, suffix = module.input_size, module.hidden_size, " hidden"
+        attributes = {"kind": "recurrent" if isinstance(module, nn.RNNBase) else "recurrent cell"}
+        attributes |= {
+            "rows": first_input.numel() / inputs / samples,
+            "weights": sum(each.numel() for each in module.parameters()),
+        }
     else:
         return None
     return Layer(
         name=name,
         inputs=inputs,
         outputs=outputs,
-        read=given.numel() / samples,
-        written=made.numel() / samples,
-        shape=f"{inputs}→{outputs}{more}",
-        **own,
+        read=first_input.numel() / samples,
+        written=output.numel() / samples,
+        shape=f"{inputs}→{outputs}{suffix}",
+        **attributes,
     )
 
 
@@ -136,7 +139,7 @@ class Anatomy:
     Attributes:
         layers: Its layers with matrix products, in the order of their first call.
         biased: The BatchNorm that cancels a layer's bias, by the layer's name.
-        holders: Where the classes that contain these layers are defined.
+        class_counts: Where the classes that contain these layers are defined.
         unused: Trainable parameters that got no gradient.
         parameters: Names of all trainable parameters, in construction order.
         order: Modules with parameters, in the order of execution.
@@ -146,7 +149,7 @@ class Anatomy:
 
     layers: tuple[Layer, ...] = ()
     biased: dict[str, str] = field(default_factory=dict)
-    holders: tuple[Place, ...] = ()
+    class_counts: tuple[Place, ...] = ()
     unused: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
     order: tuple[str, ...] = ()
@@ -162,7 +165,7 @@ def _forward_flops(found: StepWork) -> Counter[str]:
     return flops
 
 
-def look_at(network: nn.Module, batch: Batch, step: Callable[[], None]) -> Anatomy:
+def observe_network(network: nn.Module, batch: Batch, step: Callable[[], None]) -> Anatomy:
     """Observe a network during a step.
 
     Args:
@@ -178,7 +181,7 @@ def look_at(network: nn.Module, batch: Batch, step: Callable[[], None]) -> Anato
     # Outputs are kept until the end: a new tensor could reuse the id of a freed one.
     outputs: dict[int, tuple[str, Tensor]] = {}
 
-    def before(name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    def before_forward(name: str, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if any(True for _ in module.parameters(recurse=False)):
             order[name] = None
         given = arguments[0] if arguments else None
@@ -189,7 +192,7 @@ def look_at(network: nn.Module, batch: Batch, step: Callable[[], None]) -> Anato
         if isinstance(module, nn.Conv2d) and not given.is_contiguous(memory_format=torch.channels_last):
             not_channels_last[name] = None
 
-    def after(name: str, module: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:
+    def after_forward(name: str, module: nn.Module, arguments: tuple[Any, ...], result: Any) -> None:
         if isinstance(module, nn.Linear | _ConvNd) and module.bias is not None and isinstance(result, Tensor):
             outputs[id(result)] = (name, result)
         if (layer := _measured(name, module, arguments, result, samples)) is not None:
@@ -198,21 +201,21 @@ def look_at(network: nn.Module, batch: Batch, step: Callable[[], None]) -> Anato
 
     with contextlib.ExitStack() as hooks:
         for name, module in network.named_modules():
-            hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
-            hooks.enter_context(module.register_forward_hook(partial(after, name)))
+            hooks.enter_context(module.register_forward_pre_hook(partial(before_forward, name)))
+            hooks.enter_context(module.register_forward_hook(partial(after_forward, name)))
         with WorkCounter(network) as counter:
             step()
-    flops = _forward_flops(counter.found)
-    named = {name: each for name, each in network.named_parameters() if each.requires_grad}
+    flops = _forward_flops(counter.work)
+    parameters = {name: each for name, each in network.named_parameters() if each.requires_grad}
     laid_out = any(
         each.ndim == 4 and each.is_contiguous(memory_format=torch.channels_last) for each in tensors_in(batch.inputs)
     )
     return Anatomy(
         layers=tuple(replace(each, flops=flops[each.name] / samples) for each in layers.values()),
         biased=biased,
-        holders=class_places(network, biased),
-        unused=tuple(name for name, each in named.items() if each.grad is None),
-        parameters=tuple(named),
+        class_counts=class_places(network, biased),
+        unused=tuple(name for name, each in parameters.items() if each.grad is None),
+        parameters=tuple(parameters),
         order=tuple(order),
         parallel=tuple(name for name, each in network.named_modules() if isinstance(each, nn.DataParallel)),
         not_channels_last=tuple(not_channels_last) if laid_out else (),

@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 import paceline
 from paceline.data.batch import Batch, tensors_in
-from paceline.distributed.affinity import affinity_restored
+from paceline.distributed.affinity import restore_affinity
 from paceline.recipe.data import Data
 from paceline.recipe.named_code import named_code
 from paceline.recipe.running import Checkpoint, Telemetry
@@ -43,9 +43,9 @@ from paceline.trainer.preparation import Prepared, prepare
 from paceline.trainer.process_settings import restore_globals
 from paceline.units import Duration
 from paceline.world import World
-from paceline_advisor.doctor.anatomy import Anatomy, look_at
+from paceline_advisor.doctor.anatomy import Anatomy, observe_network
 from paceline_advisor.doctor.findings import Place
-from paceline_advisor.prove.runs import bare
+from paceline_advisor.prove.runs import without_unneeded
 
 
 def _folders(package: str) -> list[str]:
@@ -88,25 +88,25 @@ _READS = {
 }
 
 
-def _words(text: str) -> frozenset[str]:
+def _word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_FACTORIES = _words(
+_FACTORIES = _word_set(
     "tensor as_tensor scalar_tensor zeros ones empty full rand randn randint randperm arange range linspace "
     "logspace eye tril_indices triu_indices complex normal from_numpy frombuffer asarray"
 )
 _FROM_PYTHON = frozenset(("tensor", "as_tensor", "asarray", "scalar_tensor"))
-_POINTWISE = _words(
+_POINTWISE = _word_set(
     "add sub mul div true_divide rsub pow exp expm1 log log1p erf erfc tanh sigmoid sin cos sqrt rsqrt abs neg "
     "square reciprocal clamp clamp_min clamp_max maximum minimum where lerp addcmul addcdiv add_ sub_ mul_ div_ "
     "__add__ __sub__ __mul__ __truediv__ __radd__ __rsub__ __rmul__ __rtruediv__ __pow__ __neg__"
 )
-_VIEWS = _words(
+_VIEWS = _word_set(
     "__get__ __getitem__ view reshape flatten transpose permute unsqueeze squeeze expand chunk split detach size dim"
 )
 _MOVES = ("to", "cpu", "cuda")
-_MARK = "_paceline_lies_on"
+_LOCATION_ATTRIBUTE = "_paceline_lies_on"
 _LARGE = 1024  # numbers per sample: a smaller operation costs only its launch, and a step has many launches anyway
 
 
@@ -145,7 +145,7 @@ class CallWatcher(TorchFunctionMode):
         self._samples = samples
         self._row: tuple[str, str] = ("", "")  # file and function of the current sequence of pointwise calls
         self._row_begins, self._row_length = 0, 0
-        _mark(list(on_device), "device")
+        _set_location(list(on_device), "device")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record one call and run it."""
@@ -153,35 +153,35 @@ class CallWatcher(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             result = func(*args, **kwargs)
-            _mark(result, _whence(args, kwargs))
+            _set_location(result, _input_location(args, kwargs))
             return result
         frame = sys._getframe(1)  # noqa: SLF001  # the caller's, which no other function of Python gives
         place = place_of(frame)
         self._note_debugging(frame, place)
-        lies = _whence(args, kwargs)
+        location = _input_location(args, kwargs)
         if place is not None:
-            if lies == "device" and (what := _read(name, args, kwargs)):
-                self.calls.reads[place.file, place.line, what] += 1
-            if what := _made(name, args, kwargs, lies):
-                self.calls.made[place.file, place.line, what] += 1
+            if location == "device" and (kind := _host_read(name, args, kwargs)):
+                self.calls.reads[place.file, place.line, kind] += 1
+            if kind := _host_creation(name, args, kwargs, location):
+                self.calls.made[place.file, place.line, kind] += 1
         if name == "cuda" and isinstance(args[0], Tensor):
             result = args[0]
         else:
             result = func(*map(_without_gpu, args), **{key: _without_gpu(each) for key, each in kwargs.items()})
         if name in _MOVES and args and result is args[0]:
             result = result.view_as(result)  # on a GPU it would be another tensor
-        _mark(result, _whither(name, args, kwargs, lies))
+        _set_location(result, _result_location(name, args, kwargs, location))
         self._note_pointwise(name, result, frame, place)
         return result
 
     def _note_debugging(self, frame: FrameType, place: Place | None) -> None:
-        found = self.calls.debugging
-        if "anomaly" not in found and torch.is_anomaly_enabled():
-            found["anomaly"] = place
-        if "profiler" not in found and torch._C._autograd._profiler_enabled():  # noqa: SLF001  # there is no other way to ask
-            found["profiler"] = place
-        if "gradcheck" not in found and any(file.endswith(_GRADCHECK) for file in _files(frame)):
-            found["gradcheck"] = place
+        debugging = self.calls.debugging
+        if "anomaly" not in debugging and torch.is_anomaly_enabled():
+            debugging["anomaly"] = place
+        if "profiler" not in debugging and torch._C._autograd._profiler_enabled():  # noqa: SLF001  # there is no other way to ask
+            debugging["profiler"] = place
+        if "gradcheck" not in debugging and any(file.endswith(_GRADCHECK) for file in _files(frame)):
+            debugging["gradcheck"] = place
 
     def _note_pointwise(self, name: str, result: Any, frame: FrameType, place: Place | None) -> None:
         if name in _VIEWS:
@@ -201,10 +201,10 @@ class CallWatcher(TorchFunctionMode):
 
 def place_of(frame: FrameType | None) -> Place | None:
     """Return the line outside torch that a call came from; None if that is in Paceline or torchvision."""
-    found = _outside_torch(frame)
-    if found is None or found.f_code.co_filename.startswith((*OURS, *_TORCHVISION)):
+    outside = _outside_torch(frame)
+    if outside is None or outside.f_code.co_filename.startswith((*OURS, *_TORCHVISION)):
         return None
-    return Place(found.f_code.co_filename, found.f_lineno, found.f_code.co_name)
+    return Place(outside.f_code.co_filename, outside.f_lineno, outside.f_code.co_name)
 
 
 def _outside_torch(frame: FrameType | None) -> FrameType | None:
@@ -219,7 +219,7 @@ def _files(frame: FrameType | None) -> Iterator[str]:
         frame = frame.f_back
 
 
-def _read(name: str, args: Any, kwargs: Any) -> str:
+def _host_read(name: str, args: Any, kwargs: Any) -> str:
     """Describe what a call reads from its tensors; empty for nothing."""
     if name in _READS:
         return _READS[name]
@@ -239,24 +239,29 @@ def _read(name: str, args: Any, kwargs: Any) -> str:
     return ""
 
 
-def _made(name: str, args: Any, kwargs: Any, lies: str) -> str:
+def _host_creation(name: str, args: Any, kwargs: Any, location: str) -> str:
     """Describe what a call creates on the host without need, or to be copied to the device; empty for nothing."""
-    if name in ("to", "cuda") and lies == "host" and not _is_to_host(args, kwargs) and _moves(name, args, kwargs):
+    if (
+        name in ("to", "cuda")
+        and location == "host"
+        and not _is_to_host(args, kwargs)
+        and _may_move(name, args, kwargs)
+    ):
         return f"a tensor of the host copied by .{name}()"
-    if name == "where" and lies == "device" and any(_lies(each) == "host" for each in _tensors(args)):
+    if name == "where" and location == "device" and any(_location(each) == "host" for each in _tensors(args)):
         return "a number of the host copied by torch.where"
-    if name in _FACTORIES and lies == "":
-        asked = kwargs.get("device")
-        if name in _FROM_PYTHON and asked is not None and not _means_host(asked):
+    if name in _FACTORIES and location == "":
+        requested = kwargs.get("device")
+        if name in _FROM_PYTHON and requested is not None and not _means_host(requested):
             return f"torch.{name} of Python's values, copied to the device"
-        if asked is None and not _is_scalar(name, args):
+        if requested is None and not _is_scalar(name, args):
             return f"torch.{name} without device="
     return ""
 
 
 def _has_mask(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in parts)
+    indices = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in indices)
 
 
 def _is_scalar(name: str, args: Any) -> bool:
@@ -273,10 +278,10 @@ def _means_host(device: Any) -> bool:
     return isinstance(device, str) and device == "cpu"
 
 
-def _moves(name: str, args: Any, kwargs: Any) -> bool:
+def _may_move(name: str, args: Any, kwargs: Any) -> bool:
     """Whether a call may change the device, not just the dtype."""
-    named = (*args[1:], *kwargs.values())
-    return name == "cuda" or any(isinstance(each, str | torch.device | Tensor) for each in named)
+    values = (*args[1:], *kwargs.values())
+    return name == "cuda" or any(isinstance(each, str | torch.device | Tensor) for each in values)
 
 
 def _without_gpu(value: Any) -> Any:
@@ -285,31 +290,31 @@ def _without_gpu(value: Any) -> Any:
     return "cpu" if is_gpu else value
 
 
-def _whence(args: Any, kwargs: Any) -> str:
+def _input_location(args: Any, kwargs: Any) -> str:
     """Return where a call's tensors are: ``device`` if one is there, else ``made`` or ``host``; empty without tensors.
 
     Tensors ``made`` on the host were already recorded when they were created.
     """
-    found = [_lies(each) for each in _tensors((args, tuple(kwargs.values())))]
-    return next((place for place in ("device", "made", "host") if place in found), "")
+    locations = [_location(each) for each in _tensors((args, tuple(kwargs.values())))]
+    return next((place for place in ("device", "made", "host") if place in locations), "")
 
 
-def _whither(name: str, args: Any, kwargs: Any, lies: str) -> str:
+def _result_location(name: str, args: Any, kwargs: Any, location: str) -> str:
     if name in ("cpu", "numpy", "tolist") or (name == "to" and _is_to_host(args, kwargs)):
         return "host"
-    if name == "cuda" or (name == "to" and _moves(name, args, kwargs)):
+    if name == "cuda" or (name == "to" and _may_move(name, args, kwargs)):
         return "device"
-    if lies == "" and name in _FACTORIES:
-        asked = kwargs.get("device")
-        if asked is None and not _is_scalar(name, args):
+    if location == "" and name in _FACTORIES:
+        requested = kwargs.get("device")
+        if requested is None and not _is_scalar(name, args):
             return "made"
-        return "host" if asked is None or _means_host(asked) else "device"
-    return lies or "device"
+        return "host" if requested is None or _means_host(requested) else "device"
+    return location or "device"
 
 
-def _lies(tensor: Tensor) -> str:
+def _location(tensor: Tensor) -> str:
     # Unknown tensors came from C++ code with a gradient, or from numpy without one.
-    return getattr(tensor, _MARK, "device" if tensor.requires_grad else "host")
+    return getattr(tensor, _LOCATION_ATTRIBUTE, "device" if tensor.requires_grad else "host")
 
 
 def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
@@ -323,9 +328,9 @@ def _tensors(value: Any, depth: int = 3) -> Iterator[Tensor]:
             yield from _tensors(each, depth - 1)
 
 
-def _mark(value: Any, lies: str) -> None:
+def _set_location(value: Any, location: str) -> None:
     for each in _tensors(value):
-        setattr(each, _MARK, lies)  # an attribute in Python, which stays with the tensor
+        setattr(each, _LOCATION_ATTRIBUTE, location)  # an attribute in Python, which stays with the tensor
 
 
 def own_files(recipe: Recipe, task: Task, network: nn.Module) -> list[str]:
@@ -397,17 +402,17 @@ def watching_loaders() -> Iterator[list[Loader]]:
 
 
 @contextlib.contextmanager
-def untouched() -> Iterator[None]:
+def preserved_state() -> Iterator[None]:
     """Restore, at the end, all process state that examining a task may change.
 
     Inside, cuDNN has the settings of a run on a GPU, so that changes by custom code are detected.
     """
-    with contextlib.ExitStack() as held:
-        held.enter_context(warnings.catch_warnings())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # for code that is only inspected
-        held.enter_context(restore_globals())
-        held.enter_context(torch.enable_grad())
-        held.enter_context(affinity_restored())
+        stack.enter_context(restore_globals())
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(restore_affinity())
         cudnn.benchmark, cudnn.enabled, cudnn.deterministic = True, True, False
         yield
 
@@ -437,12 +442,12 @@ def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Calls]:
     prepared = prepare(task.recipe, task, World())
     with contextlib.closing(prepared.pipeline):
         stream = prepared.pipeline.train_batches(prepared.geometry, 0, 1, World())
-        return _look(prepared, next(iter(stream)))
+        return _observe(prepared, next(iter(stream)))
 
 
 def small(recipe: Recipe, *, channels_last: bool) -> Recipe:
     """Return the recipe for one small micro-batch on the CPU."""
-    left = bare(recipe)
+    left = without_unneeded(recipe)
     return replace(
         left,
         model=replace(left.model, channels_last=channels_last, activation_checkpointing=None),
@@ -468,7 +473,7 @@ def _shown_small(data: Data) -> Data:
     )
 
 
-def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Calls]:
+def _observe(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Calls]:
     network, task = prepared.network.train(), prepared.task
     watcher = CallWatcher(
         [*network.parameters(), *network.buffers(), *tensors_in(batch.inputs, batch.targets)],
@@ -483,7 +488,7 @@ def _look(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Calls]:
     with watcher:
         task.loss(network, batch)
     watcher.calls = Calls()  # only the second pass counts: creating something once and keeping it is fine
-    anatomy = look_at(network, batch, step)
+    anatomy = observe_network(network, batch, step)
     network.zero_grad(set_to_none=True)
     calls, files = watcher.calls, own_files(prepared.recipe, task, network)
     calls.has_gradient_in_evaluation = _scores_with_gradient(task, network, batch)

@@ -10,17 +10,17 @@ from typing import Any
 
 from paceline.command import Log
 from paceline.errors import PacelineError, RecipeError, TrainingError
-from paceline.recipe.layers import set_keys, spelled
+from paceline.recipe.layers import format_override, set_keys
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.preparation import build_shapes, plan_network, planner, without_initial_weights
 from paceline.world import World
 from paceline_advisor.apply import write_new
-from paceline_advisor.bench.interleaved import Measured, run_bursts
+from paceline_advisor.bench.interleaved import Measurement, run_interleaved
 from paceline_advisor.commands import Doctor
-from paceline_advisor.doctor.behaviour import untouched
+from paceline_advisor.doctor.behaviour import preserved_state
 from paceline_advisor.doctor.findings import Finding, Gain, ranked
 from paceline_advisor.doctor.study import Diagnosis, Improved, examine
 from paceline_advisor.doctor.subject import choose_target
@@ -59,8 +59,8 @@ class Plans:
     def _refusal(self, overrides: Mapping[str, Any], processes: Sequence[int]) -> str:
         plans, shapes = [], None
         try:
-            recipe = without_initial_weights(with_stand_in_data(changed(self._recipe, overrides))[0])
-            with untouched():
+            recipe = without_initial_weights(with_placeholder_data(changed(self._recipe, overrides))[0])
+            with preserved_state():
                 for count in processes:
                     task, world = build_task(recipe), World(world_size=count, local_world_size=count)
                     make_plan = planner(recipe, task, self._machine, world)
@@ -76,11 +76,11 @@ class Plans:
 _NOW = "now"
 # Interleaved measurements do not evaluate, so they cannot show a gain there. A single process cannot show a gain of
 # several processes.
-_NOT_IN_BURSTS = frozenset({"evaluation_often"})
-_OF_SEVERAL = frozenset({"unused_parameter_search", "affinity"})
+_NOT_TIMED = frozenset({"evaluation_often"})
+_OF_SEVERAL_PROCESSES = frozenset({"unused_parameter_search", "affinity"})
 
 
-def diagnose(asked: Doctor, log: Log) -> Diagnosis:
+def diagnose(options: Doctor, log: Log) -> Diagnosis:
     """Examine a recipe or a run; optionally measure each change and write the improved recipe.
 
     Raises:
@@ -88,18 +88,18 @@ def diagnose(asked: Doctor, log: Log) -> Diagnosis:
             ``--measure`` names a device other than this machine's.
         TrainingError: If the unchanged recipe cannot be measured.
     """
-    if asked.measure and asked.device is not None:
-        if not runs_here(asked.device, load_recipe(asked.recipe, asked.overrides).recipe):
+    if options.measure and options.device is not None:
+        if not runs_here(options.device, load_recipe(options.recipe, options.overrides).recipe):
             raise RecipeError(
-                f"--measure measures on this machine's device, not on '{asked.device}'; leave one of them out."
+                f"--measure measures on this machine's device, not on '{options.device}'; leave one of them out."
             )
-        asked = replace(asked, device=None)  # the run as it would be on this machine
-    diagnosis = examine(asked, log)
-    if asked.measure:
-        diagnosis = measure(diagnosis, log, rounds=asked.rounds)
-    if asked.apply is None:
+        options = replace(options, device=None)  # the run as it would be on this machine
+    diagnosis = examine(options, log)
+    if options.measure:
+        diagnosis = measure(diagnosis, log, rounds=options.rounds)
+    if options.apply is None:
         return diagnosis
-    return replace(diagnosis, improved=write_improved(asked.apply, diagnosis, measured=asked.measure))
+    return replace(diagnosis, improved=write_improved(options.apply, diagnosis, measured=options.measure))
 
 
 def runs_here(device: str, recipe: Recipe) -> bool:
@@ -109,7 +109,7 @@ def runs_here(device: str, recipe: Recipe) -> bool:
 
 
 def measure(
-    diagnosis: Diagnosis, tell: Callable[[str], None], *, rounds: int = 8, block_seconds: float = 2.0
+    diagnosis: Diagnosis, log: Callable[[str], None], *, rounds: int = 8, block_seconds: float = 2.0
 ) -> Diagnosis:
     """Measure every finding's change of the recipe separately, and order the findings by measured gain.
 
@@ -117,47 +117,49 @@ def measure(
 
     Args:
         diagnosis: The diagnosis.
-        tell: Receives progress messages.
+        log: Receives progress messages.
         rounds: Measurements of each variant, interleaved with the others.
         block_seconds: Approximate duration of a measurement.
 
     Raises:
         TrainingError: If the unchanged recipe cannot be measured here.
     """
-    left_out = _NOT_IN_BURSTS if diagnosis.processes > 1 else _NOT_IN_BURSTS | _OF_SEVERAL
-    changes = {each.name: each.advice.overrides for each in diagnosis.findings if each.name not in left_out}
+    not_timed = _NOT_TIMED if diagnosis.processes > 1 else _NOT_TIMED | _OF_SEVERAL_PROCESSES
+    changes = {each.name: each.advice.overrides for each in diagnosis.findings if each.name not in not_timed}
     variants: dict[str, Recipe] = {_NOW: diagnosis.loaded.recipe}
     plans = Plans(diagnosis)
     for name, overrides in changes.items():
         if not overrides:
             continue
         if refusal := plans.refusal(overrides):
-            tell(f"{name}: not measured: {refusal}")
+            log(f"{name}: not measured: {refusal}")
         else:
             variants[name] = changed(diagnosis.loaded.recipe, overrides)
     if len(variants) == 1 or not diagnosis.is_here:
         return diagnosis
-    found = run_bursts(variants, rounds=rounds, block_seconds=block_seconds, processes=diagnosis.processes, say=tell)
-    now = found.pop(_NOW)
-    if now.trouble:
-        raise TrainingError(f"the unchanged run could not be measured: {now.trouble}")
+    found = run_interleaved(
+        variants, rounds=rounds, block_seconds=block_seconds, processes=diagnosis.processes, log=log
+    )
+    baseline = found.pop(_NOW)
+    if baseline.trouble:
+        raise TrainingError(f"the unchanged run could not be measured: {baseline.trouble}")
     gains: dict[str, Gain] = {}
     for name, each in found.items():
         if each.trouble:
-            tell(f"{name}: not measured: {each.trouble}")
-        elif (gain := gain_of(now, each)) is not None:
+            log(f"{name}: not measured: {each.trouble}")
+        elif (gain := gain_of(baseline, each)) is not None:
             gains[name] = gain
     findings = ranked(replace(each, gain=gains.get(each.name)) for each in diagnosis.findings)
     return replace(diagnosis, findings=findings)
 
 
-def gain_of(now: Measured, changed: Measured) -> Gain | None:
+def gain_of(baseline: Measurement, changed: Measurement) -> Gain | None:
     """Return samples per second with a change relative to without; None if the two share no round.
 
     The interval predicts another measurement with the same number of rounds. Both measurements vary equally, so the
     difference of their logarithms has twice the variance of the logarithm of one.
     """
-    ratio = now.slower_than(changed)
+    ratio = baseline.slower_than(changed)
     if ratio is None:
         return None
     low, high = ((each / ratio.middle) ** math.sqrt(2) * ratio.middle for each in (ratio.low, ratio.high))
@@ -190,30 +192,30 @@ def write_improved(path: Path, diagnosis: Diagnosis, *, measured: bool) -> Impro
         RecipeError: If the file cannot be written.
     """
     plans = Plans(diagnosis)
-    met: list[Finding] = []
+    applied: list[Finding] = []
     overrides: dict[str, Any] = {}
     left_out: dict[str, str] = {}
     for finding in worthwhile(diagnosis.findings, measured=measured):
-        asked = finding.advice.overrides
-        if other := next((key for key, value in asked.items() if overrides.get(key, value) != value), None):
+        requested = finding.advice.overrides
+        if other := next((key for key, value in requested.items() if overrides.get(key, value) != value), None):
             left_out[finding.name] = f"{other} is already changed to {overrides[other]}"
-        elif why := plans.refusal(overrides | dict(asked)):
+        elif why := plans.refusal(overrides | dict(requested)):
             left_out[finding.name] = why
         else:
-            met.append(finding)
-            overrides |= asked
-    if not met:
+            applied.append(finding)
+            overrides |= requested
+    if not applied:
         why = "no change had a measured gain" if measured else "there is no change to make"
         return Improved(path=path, left_out=left_out, why_not=why)
     before = diagnosis.loaded.recipe
     after = changed(before, overrides)
     head = [f"# {diagnosis.loaded.name}, with what `paceline doctor` proposed:"]
-    for each in met:
+    for each in applied:
         changes = " ".join(f"{key}={'off' if value is None else value}" for key, value in each.advice.overrides.items())
-        kept = "the same training" if each.advice.keeps == "same" else "the same training except for rounding"
-        head.append(f"#   {changes}  ({each.name}; {kept}; {each.gain or 'not measured'})")
+        effect = "the same training" if each.advice.keeps == "same" else "the same training except for rounding"
+        head.append(f"#   {changes}  ({each.name}; {effect}; {each.gain or 'not measured'})")
     write_new(path, "\n".join(head) + "\n" + to_yaml(after))
     keys = dict.fromkeys([*set_keys(to_tree(before)), *set_keys(to_tree(after))])
-    pairs = [(spelled(before, key), spelled(after, key)) for key in keys]
+    pairs = [(format_override(before, key), format_override(after, key)) for key in keys]
     lines = [line for old, new in pairs if old != new for line in (f"- {old}", f"+ {new}")]
-    return Improved(path=path, met=tuple(met), left_out=left_out, lines=tuple(lines))
+    return Improved(path=path, met=tuple(applied), left_out=left_out, lines=tuple(lines))

@@ -24,16 +24,16 @@ from paceline.records.reader import read_events
 from paceline.records.run_directory import RunDirectory
 from paceline.references import load_reference
 from paceline.tasks.task import build_task
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.preparation import plan_run
 from paceline.world import World
 from paceline_advisor.commands import Doctor
-from paceline_advisor.doctor.anatomy import Anatomy, look_at
-from paceline_advisor.doctor.behaviour import Calls, behave, untouched, watching_loaders
+from paceline_advisor.doctor.anatomy import Anatomy, observe_network
+from paceline_advisor.doctor.behaviour import Calls, behave, preserved_state, watching_loaders
 from paceline_advisor.doctor.checks import code, compute, training  # noqa: F401  # which declare the checks
 from paceline_advisor.doctor.findings import Finding, ranked
-from paceline_advisor.doctor.subject import CHECKS, Subject, Target, choose_target, lack_of_room
+from paceline_advisor.doctor.subject import CHECKS, Subject, Target, choose_target, memory_shortage
 
 _COLOURS = {"breaks": "bold red", "slows": "yellow", "spoils": "magenta", "notice": "cyan"}
 _KEPT = {"same": "", "rounding": " [rounds differently]", "training": " [changes the training]"}
@@ -58,7 +58,7 @@ class Improved:
     lines: tuple[str, ...] = ()
     why_not: str = ""
 
-    def told(self) -> Iterator[str]:
+    def describe(self) -> Iterator[str]:
         """Yield the outcome as lines of text."""
         if self.path is None:
             return
@@ -117,16 +117,20 @@ class Diagnosis:
         """The diagnosis as one JSON object."""
         tree = asdict(replace(self, loaded=LoadedRecipe(Recipe(), "")))
         del tree["loaded"], tree["machine"], tree["improved"]
-        made = self.improved
-        applied = {"applied": [each.name for each in made.met], "left_out": made.left_out, "changes": made.lines}
+        improved = self.improved
+        applied = {
+            "applied": [each.name for each in improved.met],
+            "left_out": improved.left_out,
+            "changes": improved.lines,
+        }
         return {"healthy": self.is_healthy, **tree, **applied}
 
     def __paceline__(self) -> Shown:
         """Show each finding with its evidence, reason, change and gain."""
         count = sum(finding.counts for finding in self.findings)
-        left = len(self.findings) - count
+        others = len(self.findings) - count
         total = f"{count} finding{'s' * (count > 1)}" if count else "no bottleneck found"
-        total += f", {left} informational or without gain" if left else ""
+        total += f", {others} informational or without gain" if others else ""
         total += (
             f": {self.checks} checks in {1e3 * self.check_seconds:.0f} ms, {self.seconds:.1f} s including preparation."
         )
@@ -138,7 +142,7 @@ class Diagnosis:
                 *(Text.from_markup(line) for finding in self.findings for line in _shown(finding)),
                 *(f"not checked: {what}: {why}" for what, why in self.unseen.items()),
                 total,
-                *self.improved.told(),
+                *self.improved.describe(),
             ],
             ok=self.is_healthy or "",
         )
@@ -162,59 +166,59 @@ def _shown(finding: Finding) -> Iterator[str]:
         yield escape(f"        {label}{finding.gain}; expected: {finding.expected}")
 
 
-def examine(asked: Doctor, tell: Callable[[str], None]) -> Diagnosis:
+def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
     """Run every check in :data:`~paceline_advisor.doctor.subject.CHECKS`.
 
     Nothing is trained or written, and the state of this process is unchanged afterwards.
 
     Args:
-        asked: The command's options.
-        tell: Receives progress lines.
+        options: The command's options.
+        log: Receives progress lines.
 
     Raises:
         PacelineError: If the recipe cannot be planned for that device.
     """
-    begun = time.perf_counter()
-    loaded = load_recipe(asked.recipe, asked.overrides)
-    recipe, assumed = with_stand_in_data(loaded.recipe)
+    start_time = time.perf_counter()
+    loaded = load_recipe(options.recipe, options.overrides)
+    recipe, assumed = with_placeholder_data(loaded.recipe)
     unseen = {} if assumed is None else {"data": assumed}
     # By default, the fewest processes that the recipe's strategy is for.
-    count = asked.processes or (2 if recipe.parallel.strategy in ("ddp", "fsdp") else 1)
+    count = options.processes or (2 if recipe.parallel.strategy in ("ddp", "fsdp") else 1)
     world = World(world_size=count, local_world_size=count)
-    target = choose_target(asked.device, recipe, processes=world.world_size)
-    with untouched(), watching_loaders() as loaders:
+    target = choose_target(options.device, recipe, processes=world.world_size)
+    with preserved_state(), watching_loaders() as loaders:
         # Before a network is built on fake tensors: torch confuses process settings that are changed inside.
         for name in named_code(recipe):
             with contextlib.suppress(PacelineError):  # reported where it is needed
                 load_reference(name, PacelineError)
-        plan, anatomy, why = _anatomy(recipe, target, world, tell)
-        lack = lack_of_room(recipe, target, world) if anatomy is not None else None
-        tell("looking at the code")
-        seen, calls, trouble = _behaviour(recipe, plan)
+        plan, anatomy, why = _anatomy(recipe, target, world, log)
+        shortage = memory_shortage(recipe, target, world) if anatomy is not None else None
+        log("looking at the code")
+        observed, calls, trouble = _behaviour(recipe, plan)
         environment = dict(os.environ)  # with settings changed by custom code
-    if anatomy is None and seen is None:
+    if anatomy is None and observed is None:
         unseen["network"] = why
     if trouble:
         unseen["code"] = trouble
-    is_linux, events = hasattr(os, "sched_getaffinity"), RunDirectory(Path(asked.recipe)).events
+    is_linux, events = hasattr(os, "sched_getaffinity"), RunDirectory(Path(options.recipe)).events
     subject = Subject(
         recipe=loaded.recipe,
         plan=plan,
         target=target,
-        anatomy=anatomy or seen or Anatomy(),
+        anatomy=anatomy or observed or Anatomy(),
         calls=calls,
         loaders=tuple(dict.fromkeys(loaders)),
         environment=environment,
         sockets=len(read_topology(frozenset(os.sched_getaffinity(0))).nodes) if is_linux else 1,
         run=tuple(read_events(events)) if events.is_file() else (),
-        lack=lack,
+        shortage=shortage,
     )
     looked = time.perf_counter()
     findings = ranked(finding for check in CHECKS for finding in check(subject))
-    ended = time.perf_counter()
+    end_time = time.perf_counter()
     return Diagnosis(
-        recipe=asked.recipe,
-        overrides=asked.overrides,
+        recipe=options.recipe,
+        overrides=options.overrides,
         device=target.machine.device_name,
         is_here=target.is_here,
         precision=plan.precision,
@@ -222,8 +226,8 @@ def examine(asked: Doctor, tell: Callable[[str], None]) -> Diagnosis:
         processes=world.world_size,
         findings=findings,
         checks=len(CHECKS),
-        check_seconds=ended - looked,
-        seconds=ended - begun,
+        check_seconds=end_time - looked,
+        seconds=end_time - start_time,
         unseen=unseen,
         loaded=loaded,
         machine=target.machine,
@@ -231,15 +235,15 @@ def examine(asked: Doctor, tell: Callable[[str], None]) -> Diagnosis:
 
 
 def _anatomy(
-    recipe: Recipe, target: Target, world: World, tell: Callable[[str], None]
+    recipe: Recipe, target: Target, world: World, log: Callable[[str], None]
 ) -> tuple[Plan, Anatomy | None, str]:
     """Return the plan, and the network as observed on fake tensors, or why it could not be observed so."""
     plan: Plan | None = None
     try:
         with fake_step(recipe, machine=target.machine, processes=world.world_size) as step:
             plan = step.plan
-            tell("looking at the network")  # not before the recipe and its data have been validated
-            return plan, look_at(step.network, step.batch, lambda: step.backward(step.forward())), ""
+            log("looking at the network")  # not before the recipe and its data have been validated
+            return plan, observe_network(step.network, step.batch, lambda: step.backward(step.forward())), ""
     except PacelineError as error:
         if plan is None:
             # A mistake in the recipe is raised again here.

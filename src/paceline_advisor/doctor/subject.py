@@ -91,9 +91,9 @@ def choose_target(name: str | None, recipe: Recipe, *, processes: int = 1) -> Ta
         RecipeError: If the name is unknown, or the recipe's device is not here.
     """
     if name is None:
-        found = choose_device(recipe.parallel.device, World())
-        known = recognise(torch.cuda.get_device_name(found)) if found.type == "cuda" else None
-        return Target(machine=describe_machine(found, processes=processes), device=known)
+        device_found = choose_device(recipe.parallel.device, World())
+        known = recognise(torch.cuda.get_device_name(device_found)) if device_found.type == "cuda" else None
+        return Target(machine=describe_machine(device_found, processes=processes), device=known)
     if name.lower() == "cpu":
         return Target(machine=describe_machine(torch.device("cpu"), processes=processes))
     try:
@@ -107,7 +107,7 @@ _OVER_THE_BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lack:
+class MemoryShortage:
     """A step that does not fit.
 
     Attributes:
@@ -123,7 +123,7 @@ class Lack:
     normalises: bool
 
 
-def lack_of_room(recipe: Recipe, target: Target, world: World) -> Lack | None:
+def memory_shortage(recipe: Recipe, target: Target, world: World) -> MemoryShortage | None:
     """Return the memory that a step lacks; None if it fits, or if this is unknown.
 
     It is known for CUDA devices of known memory, if the step can run on fake tensors.
@@ -133,15 +133,15 @@ def lack_of_room(recipe: Recipe, target: Target, world: World) -> Lack | None:
         return None
     # Include evaluation, unless custom code cannot run it on fake tensors.
     for scores in (True, False):
-        trial = fake_step(recipe, machine=machine, processes=world.world_size, scores=scores)
+        fake = fake_step(recipe, machine=machine, processes=world.world_size, scores=scores)
         # Whatever custom code raises, other checks report it.
-        with contextlib.suppress(Exception), without_collection(), trial as step:
+        with contextlib.suppress(Exception), without_collection(), fake as step:
             allocator, _ = allocator_settings(os.environ)
-            job = Job(step, trace_steps(step), machine, ways=max(2, world.world_size), allocator=allocator)
+            job = Job(step, trace_steps(step), machine, shards=max(2, world.world_size), allocator=allocator)
             if job.fits(job.plan.micro_batch_size, memory):
                 return None
             largest = job.largest(memory, roughly=True)
-            return Lack(
+            return MemoryShortage(
                 memory=memory,
                 largest=largest,
                 divisor=job.divisor(largest),
@@ -164,7 +164,7 @@ class Subject:
         environment: Environment variables of this process.
         sockets: NUMA nodes of this machine whose cores this process may use.
         run: Recorded events, if the recipe is a run directory.
-        lack: The memory that a step lacks on the target; None if it fits, or if that is unknown.
+        shortage: The memory that a step lacks on the target; None if it fits, or if that is unknown.
     """
 
     recipe: Recipe
@@ -176,16 +176,16 @@ class Subject:
     environment: Mapping[str, str] = field(default_factory=dict)
     sockets: int = 1
     run: tuple[dict[str, Any], ...] = ()
-    lack: Lack | None = None
+    shortage: MemoryShortage | None = None
 
     @property
     def products(self) -> str:
         """Precision of matrix products: the plan's, or ``tf32`` for fp32 products where it is allowed."""
         if self.plan.precision != "fp32":
             return self.plan.precision
-        asked = self.plan.float32_matmul
+        setting = self.plan.float32_matmul
         # Torch's own default: TF32 for convolutions.
-        is_tf32 = asked in ("high", "medium") or (asked == "default" and self.convolutional)
+        is_tf32 = setting in ("high", "medium") or (setting == "default" and self.convolutional)
         return "tf32" if is_tf32 and self.target.has("tf32") else "fp32"
 
     @property
@@ -198,10 +198,10 @@ class Subject:
         """The network's matrix products."""
         return self.anatomy.layers
 
-    def share(self, which: Callable[[Layer], bool]) -> float:
+    def share(self, matches: Callable[[Layer], bool]) -> float:
         """Return the fraction of the network's FLOPs that is in some layers."""
         total = sum(layer.flops for layer in self.layers)
-        return sum(layer.flops for layer in self.layers if which(layer)) / total if total else 0.0
+        return sum(layer.flops for layer in self.layers if matches(layer)) / total if total else 0.0
 
     @property
     def flops_per_layer(self) -> float:
@@ -211,7 +211,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckResult:
     """What a check found in a run; values other than None replace the check's defaults.
 
     Attributes:
@@ -236,7 +236,7 @@ class Found:
     places: tuple[Place, ...] = ()
     layers: tuple[str, ...] = ()
 
-    def but(self, **changes: Any) -> Found:
+    def updated(self, **changes: Any) -> CheckResult:
         """Return a copy with changes."""
         return replace(self, **changes)
 
@@ -254,19 +254,19 @@ def check(
     source: str = TUNING,
     overrides: Mapping[str, Any] = MappingProxyType({}),
     **others: Any,
-) -> Callable[[Callable[[Subject], Found | Iterable[Found] | None]], Check]:
+) -> Callable[[Callable[[Subject], CheckResult | Iterable[CheckResult] | None]], Check]:
     """Declare a check. The function's name becomes the finding's name, and the arguments are the finding's defaults.
 
     ``others`` are ``keeps``, ``speedup`` and ``predicted``. See :class:`~paceline_advisor.doctor.findings.Finding`.
     """
-    says = dict(why=why, advice=advice, expected=expected, severity=severity, overrides=overrides, **others)
+    defaults = dict(why=why, advice=advice, expected=expected, severity=severity, overrides=overrides, **others)
 
-    def declare(look: Callable[[Subject], Found | Iterable[Found] | None]) -> Check:
-        @wraps(look)
+    def declare(inspect: Callable[[Subject], CheckResult | Iterable[CheckResult] | None]) -> Check:
+        @wraps(inspect)
         def findings(subject: Subject) -> list[Finding]:
-            found = look(subject)
-            each_of_them = [] if found is None else [found] if isinstance(found, Found) else found
-            return [_finding({"name": look.__name__, **says}, source, each) for each in each_of_them]
+            outcome = inspect(subject)
+            results = [] if outcome is None else [outcome] if isinstance(outcome, CheckResult) else outcome
+            return [_finding({"name": inspect.__name__, **defaults}, source, each) for each in results]
 
         CHECKS.append(findings)
         return findings
@@ -274,14 +274,14 @@ def check(
     return declare
 
 
-def _finding(says: dict[str, Any], source: str, found: Found) -> Finding:
-    data = says | {key: value for key, value in vars(found).items() if value is not None}
+def _finding(defaults: dict[str, Any], source: str, result: CheckResult) -> Finding:
+    data = defaults | {key: value for key, value in vars(result).items() if value is not None}
     advice = Advice(words=data.pop("advice"), overrides=dict(data.pop("overrides")), keeps=data.pop("keeps", "same"))
     data["why"] += data.pop("more_why")
     return Finding(source=source, advice=advice, **data)
 
 
-def named(names: tuple[str, ...] | list[str], most: int = 4) -> str:
+def named(names: tuple[str, ...] | list[str], limit: int = 4) -> str:
     """List the first names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{', '.join(names[:limit])}{more}"

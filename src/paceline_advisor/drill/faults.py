@@ -22,7 +22,14 @@ from paceline.records.events import truncate_after
 from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory
 from paceline.world import STOP_SIGNALS
-from paceline_advisor.drill.ground import Again, Disturbed, Ground, SkippedError, audit_objections, resumes
+from paceline_advisor.drill.context import (
+    DrillContext,
+    FaultedRun,
+    RestartOptions,
+    SkippedError,
+    audit_problems,
+    resumes,
+)
 from paceline_advisor.launches import Launch, last_step, said
 
 _FAILED, _REFUSED, _STOPPED = 1, 2, 75
@@ -32,7 +39,7 @@ _PATIENCE = "20 seconds"
 _BUSY_SECONDS = 2.0
 _YEAR_SECONDS = 365 * 86_400
 
-Strike = Callable[[Launch, Path], None]
+Inject = Callable[[Launch, Path], None]
 
 
 @dataclass(frozen=True)
@@ -47,18 +54,18 @@ class Fault:
 
     name: str
     does: str
-    perform: Callable[[Ground, str], Disturbed]
+    perform: Callable[[DrillContext, str], FaultedRun]
 
 
-def _need_several(ground: Ground, why: str) -> None:
-    if ground.processes == 1:
+def _need_several(context: DrillContext, why: str) -> None:
+    if context.processes == 1:
         raise SkippedError(f"{why}: give --processes 2 or more")
 
 
-def _undisturbed(ground: Ground, name: str) -> Disturbed:
-    run_dir = ground.scratch / name
-    ground.train_undisturbed(run_dir)
-    return Disturbed(run_dir=run_dir, step=ground.steps, exit_code=0, message="", steps_again=0)
+def _without_fault(context: DrillContext, name: str) -> FaultedRun:
+    run_dir = context.scratch / name
+    context.train_undisturbed(run_dir)
+    return FaultedRun(run_dir=run_dir, step=context.steps, exit_code=0, message="", steps_again=0)
 
 
 # ---------------------------------------------------------------------------------------------- deaths
@@ -68,43 +75,43 @@ def _kill_rank(rank: int, launch: Launch, _: Path) -> None:
     launch.send(signal.SIGKILL, [launch.ranks()[rank]])
 
 
-def _killed(strike: Strike, ground: Ground, name: str) -> Disturbed:
-    found = ground.disturb(name, strike)
-    _expect(found, _FAILED, -signal.SIGKILL)
-    ground.recover(found)
-    return found
+def _after_kill(inject: Inject, context: DrillContext, name: str) -> FaultedRun:
+    faulted = context.disturb(name, inject)
+    _expect(faulted, _FAILED, -signal.SIGKILL)
+    context.recover(faulted)
+    return faulted
 
 
-def _kill_launcher(ground: Ground, name: str) -> Disturbed:
-    _need_several(ground, "one process has no launcher")
-    return _killed(lambda launch, _: launch.process.kill(), ground, name)
+def _kill_launcher(context: DrillContext, name: str) -> FaultedRun:
+    _need_several(context, "one process has no launcher")
+    return _after_kill(lambda launch, _: launch.process.kill(), context, name)
 
 
-def _kill_worker(ground: Ground, name: str) -> Disturbed:
-    def strike(launch: Launch, _: Path) -> None:
+def _kill_worker(context: DrillContext, name: str) -> FaultedRun:
+    def inject(launch: Launch, _: Path) -> None:
         workers = launch.workers()
         if not workers:
             raise SkippedError("this recipe starts no loader processes here")
         launch.send(signal.SIGKILL, workers[:1])
 
-    return _killed(strike, ground, name)
+    return _after_kill(inject, context, name)
 
 
-def _kill_in_save(ground: Ground, name: str) -> Disturbed:
+def _kill_in_save(context: DrillContext, name: str) -> FaultedRun:
     """The time window is short: a kill that comes too late is retried once."""
 
-    def strike(launch: Launch, run_dir: Path) -> None:
+    def inject(launch: Launch, run_dir: Path) -> None:
         launch.wait_until(lambda: _being_saved(run_dir))
         launch.kill()
 
     for attempt in range(5):
         with contextlib.suppress(SkippedError):
-            found = ground.disturb(f"{name}-{attempt}", strike)
-            if _being_saved(found.run_dir):
-                ground.recover(found)
-                if _being_saved(found.run_dir):
-                    found.objections.append("the remains of the killed save are still there")
-                return found
+            faulted = context.disturb(f"{name}-{attempt}", inject)
+            if _being_saved(faulted.run_dir):
+                context.recover(faulted)
+                if _being_saved(faulted.run_dir):
+                    faulted.objections.append("the remains of the killed save are still there")
+                return faulted
     raise SkippedError("no kill hit a save: saves are too short here; give more --steps or a larger model")
 
 
@@ -126,37 +133,39 @@ def _signal_all(number: signal.Signals, launch: Launch, _: Path) -> None:
     launch.send(number, launch.family())
 
 
-def _stopped(strike: Strike, ground: Ground, name: str) -> Disturbed:
-    found = ground.disturb(name, strike)
-    _expect(found, _STOPPED)
-    path, _ = CheckpointStore(found.run_dir / "checkpoints").newest_whole()
+def _stopped(inject: Inject, context: DrillContext, name: str) -> FaultedRun:
+    faulted = context.disturb(name, inject)
+    _expect(faulted, _STOPPED)
+    path, _ = CheckpointStore(faulted.run_dir / "checkpoints").newest_complete()
     newest = 0 if path is None else int(path.name.removeprefix("step-"))
-    if newest != found.step:
-        found.objections.append(f"stopped after step {found.step}, but its newest whole checkpoint is of step {newest}")
-    ground.recover(found)
-    return found
+    if newest != faulted.step:
+        faulted.objections.append(
+            f"stopped after step {faulted.step}, but its newest whole checkpoint is of step {newest}"
+        )
+    context.recover(faulted)
+    return faulted
 
 
 # ---------------------------------------------------------------------------------------------- pauses
 
 
-def _lived(strike: Strike, ground: Ground, name: str) -> Disturbed:
+def _survived(inject: Inject, context: DrillContext, name: str) -> FaultedRun:
     """A disturbance that the run must survive by itself."""
     times: list[float] = []
     steps: list[int] = []
 
     def timed(launch: Launch, run_dir: Path) -> None:
-        strike(launch, run_dir)
+        inject(launch, run_dir)
         steps.append(last_step(run_dir))
         times.append(time.monotonic())
         launch.wait_until(lambda: last_step(run_dir) > steps[-1])
         times.append(time.monotonic())
 
-    found = ground.disturb(name, timed, survives=True)
-    _expect(found, 0)
-    found.step, found.steps_again = steps[-1], 0
-    found.seconds_to_recover = times[-1] - times[-2]
-    return found
+    faulted = context.disturb(name, timed, survives=True)
+    _expect(faulted, 0)
+    faulted.step, faulted.steps_again = steps[-1], 0
+    faulted.seconds_to_recover = times[-1] - times[-2]
+    return faulted
 
 
 def _hang(launch: Launch, _: Path) -> None:
@@ -166,16 +175,16 @@ def _hang(launch: Launch, _: Path) -> None:
     launch.send(signal.SIGCONT, rank)
 
 
-def _stopped_for_good(ground: Ground, name: str) -> Disturbed:
-    _need_several(ground, "nobody waits for the only process")
+def _stopped_to_completion(context: DrillContext, name: str) -> FaultedRun:
+    _need_several(context, "nobody waits for the only process")
 
-    def strike(launch: Launch, _: Path) -> None:
+    def inject(launch: Launch, _: Path) -> None:
         launch.send(signal.SIGSTOP, launch.ranks()[-1:])
 
-    found = ground.disturb(name, strike, again=Again(overrides=(f"parallel.timeout={_PATIENCE}",)))
-    _expect(found, _FAILED, words=[f"for rank {ground.processes - 1} on "])
-    ground.recover(found)
-    return found
+    faulted = context.disturb(name, inject, restart=RestartOptions(overrides=(f"parallel.timeout={_PATIENCE}",)))
+    _expect(faulted, _FAILED, words=[f"for rank {context.processes - 1} on "])
+    context.recover(faulted)
+    return faulted
 
 
 def _slow(launch: Launch, _: Path) -> None:
@@ -191,8 +200,8 @@ def _slow(launch: Launch, _: Path) -> None:
 # ---------------------------------------------------------------------------------------------- disks
 
 
-def _disk_full(ground: Ground, name: str) -> Disturbed:
-    size = 64 * 2**20 + 6 * sum(path.stat().st_size for path in ground.undisturbed.rglob("*") if path.is_file())
+def _disk_full(context: DrillContext, name: str) -> FaultedRun:
+    size = 64 * 2**20 + 6 * sum(path.stat().st_size for path in context.undisturbed.rglob("*") if path.is_file())
 
     def make(run_dir: Path) -> None:
         run_dir.mkdir()
@@ -207,34 +216,34 @@ def _disk_full(ground: Ground, name: str) -> Disturbed:
                 file.write(b"\0")
 
     with contextlib.ExitStack() as cleanup:
-        found = ground.disturb(name, fill, make=make)
-        _expect(found, _FAILED, words=["No space left"])
+        faulted = context.disturb(name, fill, make=make)
+        _expect(faulted, _FAILED, words=["No space left"])
         for each in ("filler", "rest"):
-            (found.run_dir / each).unlink(missing_ok=True)
-        ground.recover(found)
+            (faulted.run_dir / each).unlink(missing_ok=True)
+        context.recover(faulted)
         # The mount disappears; files to be compared remain.
-        kept = found.run_dir.with_name(f"{name}-kept")
-        shutil.copytree(found.run_dir, kept)
-        found.run_dir = kept
-    return found
+        kept = faulted.run_dir.with_name(f"{name}-kept")
+        shutil.copytree(faulted.run_dir, kept)
+        faulted.run_dir = kept
+    return faulted
 
 
-def _file_limit(ground: Ground, name: str) -> Disturbed:
-    def strike(launch: Launch, _: Path) -> None:
+def _file_limit(context: DrillContext, name: str) -> FaultedRun:
+    def inject(launch: Launch, _: Path) -> None:
         pid = launch.ranks()[0]
         hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, hard))
 
-    found = ground.disturb(name, strike)
-    _expect(found, _FAILED, words=["File too large"])
-    ground.recover(found)
-    return found
+    faulted = context.disturb(name, inject)
+    _expect(faulted, _FAILED, words=["File too large"])
+    context.recover(faulted)
+    return faulted
 
 
-def _read_only(ground: Ground, name: str) -> Disturbed:
+def _read_only(context: DrillContext, name: str) -> FaultedRun:
     cleanup = contextlib.ExitStack()
 
-    def strike(_: Launch, run_dir: Path) -> None:
+    def inject(_: Launch, run_dir: Path) -> None:
         folder = run_dir / "checkpoints"
         if os.geteuid():
             folder.chmod(0o555)
@@ -245,25 +254,25 @@ def _read_only(ground: Ground, name: str) -> Disturbed:
         _mount(["-o", "remount,bind,ro", str(folder)], busy_seconds=_BUSY_SECONDS)
 
     with cleanup:
-        found = ground.disturb(name, strike)
-    _expect(found, _FAILED, words=["Permission denied" if os.geteuid() else "Read-only file system"])
-    ground.recover(found)
-    return found
+        faulted = context.disturb(name, inject)
+    _expect(faulted, _FAILED, words=["Permission denied" if os.geteuid() else "Read-only file system"])
+    context.recover(faulted)
+    return faulted
 
 
-def _moved(ground: Ground, name: str) -> Disturbed:
+def _moved(context: DrillContext, name: str) -> FaultedRun:
     moved: list[Path] = []
 
-    def strike(_: Launch, run_dir: Path) -> None:
+    def inject(_: Launch, run_dir: Path) -> None:
         moved.append(run_dir.rename(run_dir.with_name(f"{run_dir.name}-moved")))
 
-    found = ground.disturb(name, strike)
-    _expect(found, _FAILED, words=["was moved"])
-    if found.run_dir.exists():
-        found.objections.append("something was written to the old path")
-    found.run_dir, found.step = moved[-1], last_step(moved[-1])
-    ground.recover(found)
-    return found
+    faulted = context.disturb(name, inject)
+    _expect(faulted, _FAILED, words=["was moved"])
+    if faulted.run_dir.exists():
+        faulted.objections.append("something was written to the old path")
+    faulted.run_dir, faulted.step = moved[-1], last_step(moved[-1])
+    context.recover(faulted)
+    return faulted
 
 
 @contextlib.contextmanager
@@ -281,28 +290,28 @@ def _mount(arguments: list[str], *, busy_seconds: float = 0.0) -> None:
         raise SkippedError("there is no mount command here")
     end = time.monotonic() + busy_seconds
     while True:
-        done = subprocess.run(["mount", *arguments], check=False, capture_output=True, text=True)
-        if "busy" not in done.stderr or time.monotonic() > end:
+        process = subprocess.run(["mount", *arguments], check=False, capture_output=True, text=True)
+        if "busy" not in process.stderr or time.monotonic() > end:
             break
-    if done.returncode:
-        raise SkippedError(f"nothing can be mounted here: {' '.join(done.stderr.split())}")
+    if process.returncode:
+        raise SkippedError(f"nothing can be mounted here: {' '.join(process.stderr.split())}")
 
 
 # ---------------------------------------------------------------------------------------------- spoilt files
 
 
-def _spoilt(spoil: Callable[[Path], None], ground: Ground, name: str) -> Disturbed:
+def _corrupted(corrupt: Callable[[Path], None], context: DrillContext, name: str) -> FaultedRun:
     """Corrupt the largest file of the newest checkpoint, which must be set aside."""
-    found = ground.killed(name)
-    steps = CheckpointStore(found.run_dir / "checkpoints").steps()
+    faulted = context.killed(name)
+    steps = CheckpointStore(faulted.run_dir / "checkpoints").steps()
     if len(steps) < 2:
         raise SkippedError("the killed run had no two checkpoints yet; give more --steps")
-    newest = found.run_dir / "checkpoints" / checkpoint_name(steps[-1])
-    spoil(max((path for path in newest.iterdir() if path.is_file()), key=lambda path: path.stat().st_size))
-    ground.recover(found)
+    newest = faulted.run_dir / "checkpoints" / checkpoint_name(steps[-1])
+    corrupt(max((path for path in newest.iterdir() if path.is_file()), key=lambda path: path.stat().st_size))
+    context.recover(faulted)
     if not list(newest.parent.glob(f"{newest.name}.damaged*")):
-        found.objections.append(f"{newest.name} was damaged, but not set aside")
-    return found
+        faulted.objections.append(f"{newest.name} was damaged, but not set aside")
+    return faulted
 
 
 def _cut_in_half(path: Path) -> None:
@@ -321,51 +330,51 @@ def _lose_manifest(file: Path) -> None:
     file.with_name("manifest.json").unlink()
 
 
-def _no_checkpoints(ground: Ground, name: str) -> Disturbed:
+def _no_checkpoints(context: DrillContext, name: str) -> FaultedRun:
     """Check that starting over, which would lose everything, is refused and leaves the records unchanged."""
-    found = ground.killed(name)
-    checkpoints, events = found.run_dir / "checkpoints", found.run_dir / "events.jsonl"
+    faulted = context.killed(name)
+    checkpoints, events = faulted.run_dir / "checkpoints", faulted.run_dir / "events.jsonl"
     before = events.read_bytes()
-    away = checkpoints.rename(found.run_dir.with_name(f"{name}-away"))
-    _refused(ground, found, "checkpoints")
+    hidden = checkpoints.rename(faulted.run_dir.with_name(f"{name}-away"))
+    _refused(context, faulted, "checkpoints")
     if events.read_bytes() != before:
-        found.objections.append("its events were changed")
-    away.rename(checkpoints)
-    ground.recover(found)
-    return found
+        faulted.objections.append("its events were changed")
+    hidden.rename(checkpoints)
+    context.recover(faulted)
+    return faulted
 
 
-def _foreign(ground: Ground, name: str) -> Disturbed:
-    found = ground.killed(name)
-    foreign = CheckpointStore(ground.undisturbed / "checkpoints").path(ground.steps)
-    copy = Path(shutil.copytree(foreign, found.run_dir / "checkpoints" / foreign.name))
-    ground.recover(found)
+def _foreign(context: DrillContext, name: str) -> FaultedRun:
+    faulted = context.killed(name)
+    foreign = CheckpointStore(context.undisturbed / "checkpoints").path(context.steps)
+    copy = Path(shutil.copytree(foreign, faulted.run_dir / "checkpoints" / foreign.name))
+    context.recover(faulted)
     if not list(copy.parent.glob(f"{copy.name}.foreign*")):
-        found.objections.append(f"{copy.name} belongs to another run, but was not set aside")
-    return found
+        faulted.objections.append(f"{copy.name} belongs to another run, but was not set aside")
+    return faulted
 
 
-def _cut_events(ground: Ground, name: str) -> Disturbed:
+def _cut_events(context: DrillContext, name: str) -> FaultedRun:
     """Check that the run continues without the lost records and reports it; everything else must be there."""
-    found = ground.killed(name)
-    events = found.run_dir / "events.jsonl"
-    whole = events.read_bytes()
-    half = whole[: whole.rfind(b"\n", 0, len(whole) // 2) + 1]
-    events.write_bytes(half)
-    ground.recover(found)
-    added, resumed_at = events.read_bytes().removeprefix(half), resumes(found.run_dir)
-    if b'"missing_records"' not in added or not audit_objections(found.run_dir):
-        found.objections.append("records are missing, but no incident or no audit failure reports it")
-    events.write_bytes(whole)
+    faulted = context.killed(name)
+    events = faulted.run_dir / "events.jsonl"
+    content = events.read_bytes()
+    first_half = content[: content.rfind(b"\n", 0, len(content) // 2) + 1]
+    events.write_bytes(first_half)
+    context.recover(faulted)
+    added, resumed_at = events.read_bytes().removeprefix(first_half), resumes(faulted.run_dir)
+    if b'"missing_records"' not in added or not audit_problems(faulted.run_dir):
+        faulted.objections.append("records are missing, but no incident or no audit failure reports it")
+    events.write_bytes(content)
     truncate_after(events, resumed_at[-1])
     with events.open("ab") as file:
         file.write(added)
-    return found
+    return faulted
 
 
-def _torn(where: str, ground: Ground, name: str) -> Disturbed:
-    found = ground.killed(name)
-    path = found.run_dir / where
+def _torn(where: str, context: DrillContext, name: str) -> FaultedRun:
+    faulted = context.killed(name)
+    path = faulted.run_dir / where
     if path.is_dir():
         path = max(path.iterdir(), key=lambda each: each.stat().st_size)
         part = path.read_bytes()[:20]  # less than a record's header
@@ -374,26 +383,28 @@ def _torn(where: str, ground: Ground, name: str) -> Disturbed:
         part = line[: len(line) // 2]
     with path.open("ab") as file:
         file.write(part)
-    ground.recover(found)
-    return found
+    context.recover(faulted)
+    return faulted
 
 
 # ---------------------------------------------------------------------------------------------- images
 
 
-def _with_images(spoil: Callable[[Path], None], says: Sequence[str], ground: Ground, name: str) -> Disturbed:
+def _with_images(
+    corrupt: Callable[[Path], None], expected_words: Sequence[str], context: DrillContext, name: str
+) -> FaultedRun:
     """Check that changed images are refused, and leave no trace in the run."""
-    data = load_recipe(ground.recipe, ground.overrides).recipe.data
+    data = load_recipe(context.recipe, context.overrides).recipe.data
     if data.dataset != "image_folder" or data.path is None:
         raise SkippedError("this recipe reads no folder of images")
-    folder = ground.scratch / f"{name}-images"
+    folder = context.scratch / f"{name}-images"
     for path in _copy_of_a_class(Path(data.path), folder):
-        spoil(path)
-    found = ground.killed(name)
-    again = Again(overrides=(f"data.path={folder}", "data.max_broken=0"))
-    _refused(ground, found, *says, again=again)
-    ground.recover(found)
-    return found
+        corrupt(path)
+    faulted = context.killed(name)
+    restart = RestartOptions(overrides=(f"data.path={folder}", "data.max_broken=0"))
+    _refused(context, faulted, *expected_words, restart=restart)
+    context.recover(faulted)
+    return faulted
 
 
 def _copy_of_a_class(images: Path, target: Path) -> list[Path]:
@@ -411,7 +422,7 @@ def _copy_of_a_class(images: Path, target: Path) -> list[Path]:
     return [Path(shutil.copyfile(path, target / path.name)) for path in sorted(source.iterdir())]
 
 
-def _blank(image: Path) -> None:
+def _zeroed(image: Path) -> None:
     image.write_bytes(bytes(image.stat().st_size))
 
 
@@ -425,65 +436,67 @@ time.time = lambda: _now() - {_YEAR_SECONDS}
 """
 
 
-def _clock_jump(ground: Ground, name: str) -> Disturbed:
-    found = ground.killed(name)
+def _clock_jump(context: DrillContext, name: str) -> FaultedRun:
+    faulted = context.killed(name)
     future = time.time() + _YEAR_SECONDS
-    for path in found.run_dir.rglob("*"):
+    for path in faulted.run_dir.rglob("*"):
         os.utime(path, (future, future))
-    patch = ground.scratch / f"{name}-clock"
+    patch = context.scratch / f"{name}-clock"
     patch.mkdir()
     (patch / "sitecustomize.py").write_text(_EARLIER)
     searched = os.pathsep.join(part for part in (str(patch), os.environ.get("PYTHONPATH", "")) if part)
-    ground.recover(found, Again(variables={"PYTHONPATH": searched, "TZ": "Pacific/Kiritimati"}))
-    return found
+    context.recover(faulted, RestartOptions(variables={"PYTHONPATH": searched, "TZ": "Pacific/Kiritimati"}))
+    return faulted
 
 
-def _fewer(ground: Ground, name: str) -> Disturbed:
-    _need_several(ground, "there cannot be fewer than one process")
-    found = ground.killed(name)
-    ground.recover(found, Again(processes=1))
-    return found
+def _fewer_processes(context: DrillContext, name: str) -> FaultedRun:
+    _need_several(context, "there cannot be fewer than one process")
+    faulted = context.killed(name)
+    context.recover(faulted, RestartOptions(processes=1))
+    return faulted
 
 
-def _more(ground: Ground, name: str) -> Disturbed:
-    _need_several(ground, "the run is not exact, so its results depend on the number of processes")
-    plan, processes = read_plan(RunDirectory(ground.undisturbed)), 2 * ground.processes
+def _more_processes(context: DrillContext, name: str) -> FaultedRun:
+    _need_several(context, "the run is not exact, so its results depend on the number of processes")
+    plan, processes = read_plan(RunDirectory(context.undisturbed)), 2 * context.processes
     parts = math.gcd(*(int(phase["logical_ranks"]) for phase in plan["batch_phases"]))
     if parts % processes:
         raise SkippedError(f"{processes} processes cannot share the run's {parts} logical ranks")
-    found = ground.killed(name)
-    ground.recover(found, Again(processes=processes))
-    return found
+    faulted = context.killed(name)
+    context.recover(faulted, RestartOptions(processes=processes))
+    return faulted
 
 
-def _refused(ground: Ground, found: Disturbed, *says: str, again: Again | None = None) -> None:
+def _refused(
+    context: DrillContext, faulted: FaultedRun, *expected_words: str, restart: RestartOptions | None = None
+) -> None:
     """Start the run again, which must be refused."""
-    with ground.begin(found.run_dir, again) as launch:
-        found.exit_code, found.message = launch.wait(), said(launch)
-    found.step = last_step(found.run_dir)
-    _expect(found, _REFUSED, words=says)
+    with context.begin(faulted.run_dir, restart) as launch:
+        faulted.exit_code, faulted.message = launch.wait(), said(launch)
+    faulted.step = last_step(faulted.run_dir)
+    _expect(faulted, _REFUSED, words=expected_words)
 
 
-def _expect(found: Disturbed, *codes: int, words: Sequence[str] = ()) -> None:
+def _expect(faulted: FaultedRun, *codes: int, words: Sequence[str] = ()) -> None:
     """Add an objection if the disturbed launch had another exit code, or its message contains none of some words."""
-    if found.exit_code not in codes:
-        wanted = " or ".join(str(code) for code in codes)
-        found.objections.append(f"exit code {found.exit_code}, but it should be {wanted}")
-    if words and not any(each in found.message for each in words):
-        found.objections.append(f"its message contains none of {', '.join(map(repr, words))}")
+    if faulted.exit_code not in codes:
+        expected = " or ".join(str(code) for code in codes)
+        faulted.objections.append(f"exit code {faulted.exit_code}, but it should be {expected}")
+    if words and not any(each in faulted.message for each in words):
+        faulted.objections.append(f"its message contains none of {', '.join(map(repr, words))}")
 
 
 def all_faults(processes: int) -> list[Fault]:
     """The fault matrix for a number of processes, in order of execution."""
-    faults: list[tuple[str, str, Callable[[Ground, str], Disturbed]]] = [
-        ("nothing", "the same run again: its result must be bit-identical", _undisturbed)
+    faults: list[tuple[str, str, Callable[[DrillContext, str], FaultedRun]]] = [
+        ("nothing", "the same run again: its result must be bit-identical", _without_fault)
     ]
     faults += [
-        (f"kill-rank-{rank}", f"SIGKILL to rank {rank}", partial(_killed, partial(_kill_rank, rank)))
+        (f"kill-rank-{rank}", f"SIGKILL to rank {rank}", partial(_after_kill, partial(_kill_rank, rank)))
         for rank in range(processes)
     ]
     faults += [
-        ("kill-all", "SIGKILL to all processes at once", partial(_killed, lambda launch, _: launch.kill())),
+        ("kill-all", "SIGKILL to all processes at once", partial(_after_kill, lambda launch, _: launch.kill())),
         ("kill-launcher", "SIGKILL to the process that started the ranks", _kill_launcher),
         ("kill-worker", "SIGKILL to a loader process", _kill_worker),
         ("kill-in-save", "SIGKILL to all while a checkpoint is being written", _kill_in_save),
@@ -496,26 +509,26 @@ def all_faults(processes: int) -> list[Fault]:
     halves = "resumes with a class of truncated images, then with intact ones"
     zeros = "resumes with a class of all-zero image files and data.max_broken=0, then with intact ones"
     faults += [
-        ("hung-rank", f"SIGSTOP to the last rank, SIGCONT after {_SILENT_SECONDS:.0f} s", partial(_lived, _hang)),
-        ("stopped-rank", "SIGSTOP to the last rank, without SIGCONT", _stopped_for_good),
-        ("slow-rank", f"SIGSTOP and SIGCONT in turn, for {_SLOW_SECONDS:.0f} s", partial(_lived, _slow)),
+        ("hung-rank", f"SIGSTOP to the last rank, SIGCONT after {_SILENT_SECONDS:.0f} s", partial(_survived, _hang)),
+        ("stopped-rank", "SIGSTOP to the last rank, without SIGCONT", _stopped_to_completion),
+        ("slow-rank", f"SIGSTOP and SIGCONT in turn, for {_SLOW_SECONDS:.0f} s", partial(_survived, _slow)),
         ("disk-full", "the file system of the run is filled up (a small tmpfs; needs root)", _disk_full),
         ("file-limit", "the first rank may not write files larger than 4 KiB (RLIMIT_FSIZE)", _file_limit),
         ("read-only", "the checkpoints directory becomes read-only", _read_only),
         ("moved-directory", "the run directory is renamed while the run trains", _moved),
-        ("torn-checkpoint", "the newest checkpoint's largest file is truncated", partial(_spoilt, _cut_in_half)),
-        ("flipped-bit", "one bit of the newest checkpoint's largest file is flipped", partial(_spoilt, _flip)),
-        ("lost-file", "the newest checkpoint's largest file is deleted", partial(_spoilt, Path.unlink)),
-        ("lost-manifest", "the newest checkpoint's manifest is deleted", partial(_spoilt, _lose_manifest)),
+        ("torn-checkpoint", "the newest checkpoint's largest file is truncated", partial(_corrupted, _cut_in_half)),
+        ("flipped-bit", "one bit of the newest checkpoint's largest file is flipped", partial(_corrupted, _flip)),
+        ("lost-file", "the newest checkpoint's largest file is deleted", partial(_corrupted, Path.unlink)),
+        ("lost-manifest", "the newest checkpoint's manifest is deleted", partial(_corrupted, _lose_manifest)),
         ("no-checkpoints", "the checkpoints are missing at one restart, and back at the next", _no_checkpoints),
         ("foreign-checkpoint", "another run's last checkpoint is copied to the killed run's", _foreign),
         ("cut-events", "the second half of events.jsonl is deleted", _cut_events),
         ("torn-events", "half a line at the end of events.jsonl", partial(_torn, "events.jsonl")),
         ("torn-ledger", "half a record at the end of a ledger", partial(_torn, "ledger")),
         ("half-images", halves, partial(_with_images, _cut_in_half, cut)),
-        ("broken-images", zeros, partial(_with_images, _blank, blank)),
+        ("broken-images", zeros, partial(_with_images, _zeroed, blank)),
         ("clock-jump", "resumes a year earlier, in another time zone, with files from the future", _clock_jump),
-        ("fewer-processes", "SIGKILL to all, then one process resumes", _fewer),
-        ("more-processes", "SIGKILL to all, then twice as many resume", _more),
+        ("fewer-processes", "SIGKILL to all, then one process resumes", _fewer_processes),
+        ("more-processes", "SIGKILL to all, then twice as many resume", _more_processes),
     ]
     return [Fault(*each) for each in faults]

@@ -20,8 +20,8 @@ from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline_advisor.commands import Drill
+from paceline_advisor.drill.context import DrillContext, SkippedError
 from paceline_advisor.drill.faults import Fault, all_faults
-from paceline_advisor.drill.ground import Ground, SkippedError
 from paceline_advisor.launches import OverdueError, check_can_watch
 
 SHORTEST = 20
@@ -64,9 +64,9 @@ class Trial:
         if self.exit_code is None:
             return (self.fault, self.result, "", "", "", "", "")
         seconds = "" if self.seconds_to_recover is None else f"{self.seconds_to_recover:.1f} s"
-        again = "" if self.steps_again is None else self.steps_again
+        repeated = "" if self.steps_again is None else self.steps_again
         lost = ", ".join(self.lost) or "nothing"
-        return (self.fault, self.result, self.exit_code, again, seconds, lost, self.message[:100])
+        return (self.fault, self.result, self.exit_code, repeated, seconds, lost, self.message[:100])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,110 +107,110 @@ class DrillReport:
         return Shown(title=f"Drill of {self.recipe}", blocks=[table, *reasons, total, *kept], ok=self.passed or "")
 
 
-def drill(asked: Drill, tell: Callable[[str], None]) -> DrillReport:
+def drill(options: Drill, log: Callable[[str], None]) -> DrillReport:
     """Train undisturbed, then once with each fault, and compare.
 
     Args:
-        asked: The command's options.
-        tell: Receives progress lines.
+        options: The command's options.
+        log: Receives progress lines.
 
     Raises:
         PacelineError: If the recipe is wrong, a fault is unknown, or the undisturbed run fails.
     """
     check_can_watch()
-    faults = {fault.name: fault for fault in all_faults(asked.processes)}
-    for name in asked.only:
+    faults = {fault.name: fault for fault in all_faults(options.processes)}
+    for name in options.only:
         if name not in faults:
             raise RecipeError(
                 f"--only: there is no fault '{name}'.{did_you_mean(name, faults)} Faults: {', '.join(faults)}."
             )
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     scratch = Path(tempfile.mkdtemp(prefix="paceline-drill-"))
-    with ExitStack() as held:
-        if not asked.keep:
-            held.callback(shutil.rmtree, scratch, ignore_errors=True)
-        ground = Ground(
-            recipe=asked.recipe,
-            overrides=(*asked.overrides, *shortened(asked)),
-            processes=asked.processes,
-            steps=asked.steps,
-            every=max(2, asked.steps // 10),
+    with ExitStack() as stack:
+        if not options.keep:
+            stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        context = DrillContext(
+            recipe=options.recipe,
+            overrides=(*options.overrides, *shortened(options)),
+            processes=options.processes,
+            steps=options.steps,
+            every=max(2, options.steps // 10),
             scratch=scratch,
             limit_seconds=_FIRST_LIMIT_SECONDS,
         )
-        ground.check()
-        tell(f"training {asked.steps} steps undisturbed in {scratch}")
-        ground.train_undisturbed(ground.undisturbed)
-        longest = max(_SHORTEST_LIMIT_SECONDS, 10 * (time.perf_counter() - begun))
-        ground = replace(ground, limit_seconds=longest)
-        summary = read_summary(RunDirectory(ground.undisturbed))
-        if summary.step != asked.steps:
+        context.check()
+        log(f"training {options.steps} steps undisturbed in {scratch}")
+        context.train_undisturbed(context.undisturbed)
+        longest = max(_SHORTEST_LIMIT_SECONDS, 10 * (time.perf_counter() - start_time))
+        context = replace(context, limit_seconds=longest)
+        summary = read_summary(RunDirectory(context.undisturbed))
+        if summary.step != options.steps:
             raise TrainingError(
-                f"the undisturbed run ended after {summary.step} of {asked.steps} steps; see evaluate.patience."
+                f"the undisturbed run ended after {summary.step} of {options.steps} steps; see evaluate.patience."
             )
-        chosen = [fault for fault in faults.values() if not asked.only or fault.name in asked.only]
+        chosen = [fault for fault in faults.values() if not options.only or fault.name in options.only]
         return DrillReport(
-            recipe=asked.recipe,
-            overrides=ground.overrides,
-            processes=asked.processes,
-            steps=asked.steps,
+            recipe=options.recipe,
+            overrides=context.overrides,
+            processes=options.processes,
+            steps=options.steps,
             weights_sha256=summary.weights_sha256 or "",
-            trials=tuple(_try_all(ground, chosen, tell)),
-            seconds=time.perf_counter() - begun,
-            scratch=scratch if asked.keep else None,
+            trials=tuple(_try_all(context, chosen, log)),
+            seconds=time.perf_counter() - start_time,
+            scratch=scratch if options.keep else None,
         )
 
 
-def shortened(asked: Drill) -> tuple[str, ...]:
+def shortened(options: Drill) -> tuple[str, ...]:
     """Return overrides for a short run of a recipe that uses every feature whose state could be lost.
 
     Raises:
         RecipeError: If the recipe cannot be read, or the run would be too short to be disturbed.
     """
-    if asked.steps < SHORTEST:
-        raise RecipeError(f"--steps={asked.steps}: a drill needs at least {SHORTEST} steps.")
-    recipe = load_recipe(asked.recipe, asked.overrides).recipe
+    if options.steps < SHORTEST:
+        raise RecipeError(f"--steps={options.steps}: a drill needs at least {SHORTEST} steps.")
+    recipe = load_recipe(options.recipe, options.overrides).recipe
     short = [
-        f"train.duration={asked.steps} steps",
-        f"checkpoint.every={max(2, asked.steps // 10)} steps",
+        f"train.duration={options.steps} steps",
+        f"checkpoint.every={max(2, options.steps // 10)} steps",
         f"checkpoint.keep={max(3, recipe.checkpoint.keep)}",
         "telemetry.log_every=1 steps",
         "telemetry.trackers=[]",
         "checkpoint.mirror=null",
     ]
     if recipe.evaluate.every is not None:
-        short.append(f"evaluate.every={math.ceil(asked.steps / 4)} steps")
+        short.append(f"evaluate.every={math.ceil(options.steps / 4)} steps")
     if recipe.schedule.warmup.unit != "percent" and recipe.schedule.warmup.value > 0:
-        short.append(f"schedule.warmup={math.ceil(asked.steps / 10)} steps")
-    if asked.processes > 1 and not recipe.parallel.exact:
+        short.append(f"schedule.warmup={math.ceil(options.steps / 10)} steps")
+    if options.processes > 1 and not recipe.parallel.exact:
         short.append("parallel.exact=true")
     return tuple(short)
 
 
-def _try_all(ground: Ground, faults: Sequence[Fault], tell: Callable[[str], None]) -> Iterator[Trial]:
+def _try_all(context: DrillContext, faults: Sequence[Fault], log: Callable[[str], None]) -> Iterator[Trial]:
     repeats = True
     for fault in faults:
         trial = partial(Trial, fault=fault.name, does=fault.does)
         try:
             if not repeats:
                 raise SkippedError("the run is not repeatable even without faults, so a comparison would mean nothing")
-            found = fault.perform(ground, fault.name)
-            lost = ground.lost(found.run_dir)
-            reasons = [*found.objections, *([f"lost: {', '.join(lost)}"] if lost else [])]
-            tried = trial(
+            faulted = fault.perform(context, fault.name)
+            lost = context.lost(faulted.run_dir)
+            reasons = [*faulted.objections, *([f"lost: {', '.join(lost)}"] if lost else [])]
+            outcome = trial(
                 result="FAIL" if reasons else "pass",
                 reason="; ".join(reasons),
-                exit_code=found.exit_code,
-                message=found.message,
-                step=found.step,
-                steps_again=found.steps_again,
-                seconds_to_recover=found.seconds_to_recover,
+                exit_code=faulted.exit_code,
+                message=faulted.message,
+                step=faulted.step,
+                steps_again=faulted.steps_again,
+                seconds_to_recover=faulted.seconds_to_recover,
                 lost=tuple(lost),
             )
         except SkippedError as skipped:
-            tried = trial(result="skipped", reason=str(skipped))
+            outcome = trial(result="skipped", reason=str(skipped))
         except (OverdueError, PacelineError) as error:
-            tried = trial(result="FAIL", reason=str(error))
-        repeats = repeats and not (fault.name == "nothing" and tried.result == "FAIL")
-        tell(f"{fault.name}: {tried.result}{f' ({tried.reason})' if tried.reason else ''}")
-        yield tried
+            outcome = trial(result="FAIL", reason=str(error))
+        repeats = repeats and not (fault.name == "nothing" and outcome.result == "FAIL")
+        log(f"{fault.name}: {outcome.result}{f' ({outcome.reason})' if outcome.reason else ''}")
+        yield outcome

@@ -167,18 +167,18 @@ class LookedUp:
         return Shown(title="Formulas, by topic", blocks=lines)
 
 
-def look_up(asked: Formulas, _: Log) -> LookedUp:
+def look_up(options: Formulas, _: Log) -> LookedUp:
     """List all formulas, describe one, or compute it.
 
     Raises:
         PacelineError: If there is no such formula, or it is undefined for the arguments.
     """
-    if asked.name is None:
+    if options.name is None:
         return LookedUp(tuple(formulas().values()))
-    formula = find_formula(asked.name)
-    if formula.needs and not asked.arguments:
+    formula = find_formula(options.name)
+    if formula.needs and not options.arguments:
         return LookedUp((formula,))
-    return LookedUp((formula,), *formula.compute(asked.arguments))
+    return LookedUp((formula,), *formula.compute(options.arguments))
 
 
 def _written(value: Any) -> str:

@@ -79,16 +79,16 @@ def buckets(gradients: Sequence[Gradient], cap_bytes: float, first_bytes: float 
         torch, torch/csrc/distributed/c10d/reducer.cpp (compute_bucket_assignment_by_size); Li et al., PyTorch
         Distributed, VLDB 2020, section 3.2.3.
     """
-    found: list[Gradient] = []
+    merged: list[Gradient] = []
     size, limit = 0.0, min(first_bytes, cap_bytes)
     for gradient in gradients:
         size += gradient.size_bytes
         if size >= limit:
-            found.append(Gradient(size, gradient.ready))
+            merged.append(Gradient(size, gradient.ready))
             size, limit = 0.0, cap_bytes
     if size:
-        found.append(Gradient(size, gradients[-1].ready))
-    return found
+        merged.append(Gradient(size, gradients[-1].ready))
+    return merged
 
 
 class _Streams:
@@ -99,14 +99,14 @@ class _Streams:
     """
 
     def __init__(self, taken: float) -> None:
-        self.now = self.stretched = self.exposed = self.busy = self.sent = 0.0
+        self.now = self.slowed = self.exposed = self.busy = self.sent = 0.0
         self._rate = max(1 - taken, 1e-3)
 
     def compute(self, seconds: float) -> None:
         slow = min(seconds, max(0.0, self.sent - self.now) * self._rate)
         more = slow / self._rate - slow
         self.now += seconds + more
-        self.stretched += more
+        self.slowed += more
 
     def send(self, seconds: float) -> float:
         """Queue a message that is ready now; return when it will have arrived."""
@@ -120,7 +120,7 @@ class _Streams:
 
     @property
     def timeline(self) -> Timeline:
-        return Timeline(self.busy, self.exposed, self.stretched)
+        return Timeline(self.busy, self.exposed, self.slowed)
 
 
 def reduce_behind(
@@ -230,9 +230,9 @@ LAUNCH_SECONDS = 200e-6
 around it, uncompiled: about twenty launches of ten microseconds."""
 SPREAD = 0.01
 """Standard deviation of one device's step, as a fraction of the step, if it was not measured."""
-DOUBT = 2.0
+UNCERTAINTY = 2.0
 """Factor by which each cost that is added to one device's step may be higher or lower than predicted."""
-MODEL_DOUBT = 0.08
+MODEL_UNCERTAINTY = 0.08
 """Additional relative error of a step of several devices: the mean error on published tables that were not consulted
 before the other constants were fixed (benchmarks/scaling.py)."""
 
@@ -287,14 +287,14 @@ class OneDevice:
     Attributes:
         seconds: Duration of one step of ``samples`` samples.
         samples: Samples in that step.
-        doubt: Relative error of ``seconds``, in both directions.
+        uncertainty: Relative error of ``seconds``, in both directions.
         spread: Standard deviation of a step, as a fraction of it.
         is_bound: Whether ``seconds`` is a lower bound instead of a measurement.
     """
 
     seconds: float
     samples: int
-    doubt: float = 0.0
+    uncertainty: float = 0.0
     spread: float = SPREAD
     is_bound: bool = False
 
@@ -400,83 +400,85 @@ def slowest_of(devices: int) -> float:
     return NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
 
 
-def predict(network: Network, one: OneDevice, fabric: Fabric, host: Host, way: ParallelConfig) -> Prediction:
+def predict(network: Network, one: OneDevice, fabric: Fabric, host: Host, config: ParallelConfig) -> Prediction:
     """Predict the step of ``fabric.devices`` devices."""
-    middle = _step(network, one, fabric, host, way, doubt=1.0)
-    low = _step(network, _off(one, 1 / (1 + one.doubt)), fabric, host, way, doubt=1 / DOUBT)
-    high = _step(network, _off(one, 1 + one.doubt), fabric, host, way, doubt=DOUBT)
+    middle = _step(network, one, fabric, host, config, uncertainty=1.0)
+    low = _step(network, _scaled(one, 1 / (1 + one.uncertainty)), fabric, host, config, uncertainty=1 / UNCERTAINTY)
+    high = _step(network, _scaled(one, 1 + one.uncertainty), fabric, host, config, uncertainty=UNCERTAINTY)
     seconds = sum(middle.values())
     # The range never goes below the time that the device needs at least.
-    floor = one.seconds * way.micro_batch / one.samples * way.passes if one.is_bound else 0.0
-    beyond = 1 + (MODEL_DOUBT if fabric.devices > 1 else 0.0)
+    floor = one.seconds * config.micro_batch / one.samples * config.passes if one.is_bound else 0.0
+    beyond = 1 + (MODEL_UNCERTAINTY if fabric.devices > 1 else 0.0)
     causes = {cause: each for cause, each in middle.items() if cause != "computing"}
-    worst = max(causes, key=lambda cause: causes[cause])
+    dominant = max(causes, key=lambda cause: causes[cause])
     return Prediction(
         devices=fabric.devices,
-        samples=way.micro_batch * way.passes * fabric.devices,
+        samples=config.micro_batch * config.passes * fabric.devices,
         seconds=seconds,
         low_seconds=max(floor, sum(low.values()) / beyond),
         high_seconds=sum(high.values()) * beyond,
         parts=middle,
-        limit=worst if causes[worst] > seconds / 100 else "computing",
+        limit=dominant if causes[dominant] > seconds / 100 else "computing",
         single_rate=one.samples / one.seconds,
     )
 
 
-def _off(one: OneDevice, factor: float) -> OneDevice:
+def _scaled(one: OneDevice, factor: float) -> OneDevice:
     return replace(one, seconds=one.seconds * factor)
 
 
-def _computing(network: Network, one: OneDevice, host: Host, way: ParallelConfig) -> tuple[float, float]:
+def _computing(network: Network, one: OneDevice, host: Host, config: ParallelConfig) -> tuple[float, float]:
     """Return the seconds of one pass on one device, and how many of them the device waits for kernel launches."""
-    seconds = one.seconds * way.micro_batch / one.samples
-    if host.shares_cores or (one.samples == way.micro_batch and not one.is_bound):
+    seconds = one.seconds * config.micro_batch / one.samples
+    if host.shares_cores or (one.samples == config.micro_batch and not one.is_bound):
         return seconds, 0.0  # it is part of the measurement
-    floor = LAUNCH_SECONDS * network.tensors * way.launched
+    floor = LAUNCH_SECONDS * network.tensors * config.launched
     return max(seconds, floor), max(0.0, floor - seconds)
 
 
 def _step(
-    network: Network, one: OneDevice, fabric: Fabric, host: Host, way: ParallelConfig, *, doubt: float
+    network: Network, one: OneDevice, fabric: Fabric, host: Host, config: ParallelConfig, *, uncertainty: float
 ) -> dict[Cause, float]:
     devices = fabric.devices
-    single, launching = _computing(network, one, host, way)
+    single, launching = _computing(network, one, host, config)
     pass_seconds, crowded = single, 0.0
     if host.shares_cores and host.cores_per_device is not None:
         # With more threads than cores, threads wait for one another.
         local = min(devices, fabric.per_node)
         crowded = single * max(0.0, local * host.threads / (host.cores_per_device * fabric.per_node) - 1)
     parts: dict[Cause, float] = {
-        "computing": (pass_seconds - launching) * way.passes,
-        "launching": launching * way.passes,
-        "cores": crowded * way.passes,
+        "computing": (pass_seconds - launching) * config.passes,
+        "launching": launching * config.passes,
+        "cores": crowded * config.passes,
         "communication": 0.0,
         "host": 0.0,
         "waiting": 0.0,
         "data": 0.0,
     }
     if devices > 1:
-        timeline = _timeline(network, fabric, way, pass_seconds + crowded, doubt)
+        timeline = _timeline(network, fabric, config, pass_seconds + crowded, uncertainty)
         parts["communication"] = timeline.exposed_seconds + timeline.stretched_seconds
-        parts["host"] = network.tensors * host.seconds_per_tensor * host.waits * doubt
-        noise = one.spread * (pass_seconds + crowded) * way.passes**0.5
-        parts["waiting"] = noise * slowest_of(devices) * doubt
+        parts["host"] = network.tensors * host.seconds_per_tensor * host.waits * uncertainty
+        noise = one.spread * (pass_seconds + crowded) * config.passes**0.5
+        parts["waiting"] = noise * slowest_of(devices) * uncertainty
     supply = host.supply_per_second(devices, fabric.per_node)
     if supply is not None and devices > 1:
-        needed = way.micro_batch * way.passes * devices / supply * doubt
+        needed = config.micro_batch * config.passes * devices / supply * uncertainty
         parts["data"] = max(0.0, needed - sum(parts.values()))
     return parts
 
 
-def _timeline(network: Network, fabric: Fabric, way: ParallelConfig, pass_seconds: float, doubt: float) -> Timeline:
-    taken = way.taken
+def _timeline(
+    network: Network, fabric: Fabric, config: ParallelConfig, pass_seconds: float, uncertainty: float
+) -> Timeline:
+    taken = config.taken
     if taken is None:
-        taken = UNITS_OF_A_COLLECTIVE / (way.units_per_device or UNKNOWN_UNITS)
+        taken = UNITS_OF_A_COLLECTIVE / (config.units_per_device or UNKNOWN_UNITS)
     backward = pass_seconds * BACKWARD_SHARE
-    if way.strategy == "ddp":
-        sent = buckets(network.gradients, way.bucket_bytes)
-        return reduce_behind(sent, backward, lambda size: fabric.all_reduce_seconds(size) * doubt, taken)
-    passes = Passes(forward_seconds=pass_seconds - backward, backward_seconds=backward, regathered=way.regathered)
-    one = gather_around(network.units, passes, lambda size: fabric.all_gather_seconds(size) * doubt, taken)
-    times = way.passes
+    if config.strategy == "ddp":
+        sent = buckets(network.gradients, config.bucket_bytes)
+        return reduce_behind(sent, backward, lambda size: fabric.all_reduce_seconds(size) * uncertainty, taken)
+    passes = Passes(forward_seconds=pass_seconds - backward, backward_seconds=backward, regathered=config.regathered)
+    one = gather_around(network.units, passes, lambda size: fabric.all_gather_seconds(size) * uncertainty, taken)
+    times = config.passes
     return Timeline(one.busy_seconds * times, one.exposed_seconds * times, one.stretched_seconds * times)

@@ -92,7 +92,7 @@ def surface(x: Sequence[float], y: Sequence[float], measure: Callable[[float, fl
     return Job([partial(measure, across, up) for up, across in product(y, x)], assemble)
 
 
-def moved(subject: Subject, weights: Tensor, axes: Sequence[Tensor], on: Split) -> Callable[..., dict[str, float]]:
+def along_axes(subject: Subject, weights: Tensor, axes: Sequence[Tensor], on: Split) -> Callable[..., dict[str, float]]:
     """Return a function of a point, given by its distances along the axes, [size] each."""
 
     def measure(*distances: float) -> dict[str, float]:
@@ -104,7 +104,7 @@ def moved(subject: Subject, weights: Tensor, axes: Sequence[Tensor], on: Split) 
     return measure
 
 
-def share_out(jobs: Mapping[str, Job], collectives: Collectives) -> dict[str, Any]:
+def run_jobs(jobs: Mapping[str, Job], collectives: Collectives) -> dict[str, Any]:
     """Run jobs together. Collective: every rank must call this, with the same jobs.
 
     Rank r runs every world-size-th part, starting with the r-th. A PacelineError on one rank is raised on all.
@@ -114,10 +114,10 @@ def share_out(jobs: Mapping[str, Job], collectives: Collectives) -> dict[str, An
     """
     world = collectives.world
     parts = [part for job in jobs.values() for part in job.parts]
-    mine = collectives.on_all(lambda: [part() for part in parts[world.rank :: world.world_size]])
-    all_of_them = collectives.gather(mine)
-    done = iter([all_of_them[number % world.world_size][number // world.world_size] for number in range(len(parts))])
-    return {name: job.assemble([next(done) for _ in job.parts]) for name, job in jobs.items()}
+    results = collectives.on_all_ranks(lambda: [part() for part in parts[world.rank :: world.world_size]])
+    gathered = collectives.gather(results)
+    in_order = iter([gathered[number % world.world_size][number // world.world_size] for number in range(len(parts))])
+    return {name: job.assemble([next(in_order) for _ in job.parts]) for name, job in jobs.items()}
 
 
 # ------------------------------------------------------------------------------------------------------ directions
@@ -157,9 +157,9 @@ def filter_normalised(direction: Tensor, weights: Tensor, shapes: Mapping[str, t
     for shape in shapes.values():
         end = begin + shape.numel()
         if len(shape) > 1 and shape.numel():
-            mine, theirs = direction[begin:end].view(shape[0], -1), weights[begin:end].view(shape[0], -1)
-            lengths = theirs.norm(dim=1, keepdim=True) / mine.norm(dim=1, keepdim=True).clamp_min(1e-10)
-            scaled[begin:end] = (mine * lengths).view(-1)
+            direction_rows, weight_rows = direction[begin:end].view(shape[0], -1), weights[begin:end].view(shape[0], -1)
+            lengths = weight_rows.norm(dim=1, keepdim=True) / direction_rows.norm(dim=1, keepdim=True).clamp_min(1e-10)
+            scaled[begin:end] = (direction_rows * lengths).view(-1)
         begin = end
     return scaled
 
@@ -282,18 +282,18 @@ def climb(
         basis = torch.stack([normal_vector(seed, _SUBSPACE_NUMBER + each, weights) for each in range(subspace)], dim=1)
         # The pseudo-inverse times the weights; random columns are almost never linearly dependent.
         half = epsilon * (torch.linalg.solve(basis.T @ basis, basis.T @ weights).abs() + 1)
-    seen: list[float] = []
+    losses: list[float] = []
 
     def loss_at(place: Numbers) -> tuple[float, Numbers]:
         step = half * torch.from_numpy(np.array(place)).to(weights)
         loss, gradient = subject.loss_and_gradient(weights + (step if basis is None else basis @ step), on)
-        seen.append(loss)
+        losses.append(loss)
         slopes = (half * (gradient if basis is None else basis.T @ gradient)).cpu().double().numpy()
         if not math.isfinite(loss) or not np.isfinite(slopes).all():
             raise FloatingPointError("a non-finite loss")
         return loss, slopes
 
-    def fall(place: Numbers, scale: float) -> tuple[float, Numbers]:
+    def descent(place: Numbers, scale: float) -> tuple[float, Numbers]:
         loss, slopes = loss_at(place)
         return -loss / scale, -slopes / scale
 
@@ -303,7 +303,7 @@ def climb(
         begin = 2 * random_numbers(seed, _START_NUMBER, dimensions) - 1
     try:
         done = minimize(
-            fall,
+            descent,
             begin,
             args=(float(np.abs(loss_at(begin)[1]).max()) or 1.0,),
             jac=True,
@@ -313,8 +313,8 @@ def climb(
             options={"maxiter": iterations, "maxfun": 20 * (iterations + 1), "ftol": 0.0, "gtol": 0.0},
         )
     except FloatingPointError:
-        return Ascent(start=start, largest_loss=math.inf, iterations=0, gradients=len(seen))
-    return Ascent(start=start, largest_loss=max(seen), iterations=int(done.nit), gradients=len(seen))
+        return Ascent(start=start, largest_loss=math.inf, iterations=0, gradients=len(losses))
+    return Ascent(start=start, largest_loss=max(losses), iterations=int(done.nit), gradients=len(losses))
 
 
 def sharpness(loss: float, ascents: Sequence[Ascent], epsilon: float, subspace: int | None = None) -> Sharpness:

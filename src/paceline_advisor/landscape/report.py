@@ -175,18 +175,25 @@ def comparison(report: LandscapeReport) -> tuple[tuple[str, ...], list[tuple[obj
     rows = []
     for run in report.runs:
         train, test = run.results["train"], run.results["validation"]
-        row = [str(run.run), run.batch_size, f"{run.peak_lr:g}", run.steps, _short(train[loss]), _short(test[loss])]
+        row = [
+            str(run.run),
+            run.batch_size,
+            f"{run.peak_lr:g}",
+            run.steps,
+            _short_number(train[loss]),
+            _short_number(test[loss]),
+        ]
         if metric is not None:
             figures = (train[metric], test[metric], run.gap or 0.0)
-            row += [f"{each:.2f}" if is_share else _short(each) for each in figures]
-        row += [_short(each.percent) for each in run.sharpness]
+            row += [f"{each:.2f}" if is_share else _short_number(each) for each in figures]
+        row += [_short_number(each.percent) for each in run.sharpness]
         if run.curvature is not None:
-            row.append(_short(run.curvature.value) + " (not converged)" * (not run.curvature.converged))
+            row.append(_short_number(run.curvature.value) + " (not converged)" * (not run.curvature.converged))
         rows.append(tuple(row))
     return tuple(heading), rows
 
 
-def _short(value: float) -> str:
+def _short_number(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else "no number"
 
 
@@ -217,7 +224,7 @@ def _of_run(run: RunLandscape, split: str) -> Iterator[Block | str]:
     if run.surface is not None:
         axes = ("first direction", "second direction")
         yield _contour(run.surface, "Loss around the weights", axes)
-        yield _turned(run.surface, "Loss around the weights, rotatable", axes)
+        yield _surface_chart(run.surface, "Loss around the weights, rotatable", axes)
     if way is not None:
         points = {
             "mode": "lines+markers",
@@ -260,7 +267,7 @@ def _contour(surface: Surface, title: str, axes: tuple[str, str], *over: Mapping
     )
 
 
-def _turned(surface: Surface, title: str, axes: tuple[str, str]) -> Chart:
+def _surface_chart(surface: Surface, title: str, axes: tuple[str, str]) -> Chart:
     values, name = _height(surface)
     trace = {"type": "surface", "x": surface.x, "y": surface.y, "z": values, "colorscale": "Viridis"}
     eye = {"eye": {"x": 1.6, "y": 1.6, "z": 1.0}, "center": {"x": 0, "y": 0, "z": -0.15}}

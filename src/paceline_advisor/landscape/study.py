@@ -21,11 +21,11 @@ from paceline.trainer.process_settings import restore_torch_settings
 from paceline_advisor.commands import Landscape
 from paceline_advisor.formulas.network import loss_barrier
 from paceline_advisor.landscape import measures
-from paceline_advisor.landscape.measures import STARTS, Job, moved, normal_vector, positions
+from paceline_advisor.landscape.measures import STARTS, Job, along_axes, normal_vector, positions
 from paceline_advisor.landscape.report import LandscapeReport, Line, RunLandscape, Trajectory, not_finite
 from paceline_advisor.landscape.subject import (
     NoSecondDerivativeError,
-    Opened,
+    OpenedRun,
     Split,
     check_alike,
     open_run,
@@ -63,7 +63,7 @@ def explore(request: Landscape, _: Log) -> LandscapeReport:
         opened.callback(leave)
         collectives = join(launch, runs[0].subject.device, timeout_seconds=_PATIENCE_SECONDS)
         notes: list[str] = []
-        found = tuple(_look_at(run, request, collectives, notes) for run in runs)
+        found = tuple(_measure_run(run, request, collectives, notes) for run in runs)
         line = _line(runs, request, collectives, notes)
     subject = runs[0].subject
     return LandscapeReport(
@@ -77,9 +77,9 @@ def explore(request: Landscape, _: Log) -> LandscapeReport:
     )
 
 
-def _look_at(run: Opened, request: Landscape, collectives: Collectives, notes: list[str]) -> RunLandscape:
-    subject, weights = run.subject, run.subject.here()
-    found = measures.share_out(dict(_jobs(run, weights, request, notes)), collectives)
+def _measure_run(run: OpenedRun, request: Landscape, collectives: Collectives, notes: list[str]) -> RunLandscape:
+    subject, weights = run.subject, run.subject.current_weights()
+    found = measures.run_jobs(dict(_jobs(run, weights, request, notes)), collectives)
     results = dict(zip(_SPLITS, found["results"], strict=True))
     curvature, *why_not = found.get("curvature", (None,))
     notes += why_not
@@ -110,7 +110,7 @@ def _look_at(run: Opened, request: Landscape, collectives: Collectives, notes: l
     )
 
 
-def _jobs(run: Opened, weights: Tensor, request: Landscape, notes: list[str]) -> Iterator[tuple[str, Job]]:
+def _jobs(run: OpenedRun, weights: Tensor, request: Landscape, notes: list[str]) -> Iterator[tuple[str, Job]]:
     """Yield the jobs of a run, longest first, so that the processes end together."""
     subject, asks, split = run.subject, request.asks_for, request.split
     if asks("curvature"):
@@ -127,16 +127,16 @@ def _jobs(run: Opened, weights: Tensor, request: Landscape, notes: list[str]) ->
         drawn = [normal_vector(request.seed, number, weights) for number in range(2)]
         axes = [measures.filter_normalised(each, weights, subject.shapes) for each in drawn]
     if asks("curve"):
-        along = moved(subject, weights, axes[:1], split)
+        along = along_axes(subject, weights, axes[:1], split)
         yield "curve", measures.curve(positions(-reach, reach, request.points), along)
     if asks("surface"):
         side = positions(-reach, reach, request.grid)
-        yield "surface", measures.surface(side, side, moved(subject, weights, axes, split))
+        yield "surface", measures.surface(side, side, along_axes(subject, weights, axes, split))
     if asks("trajectory") and (job := _trajectory(run, weights, request, notes)) is not None:
         yield "trajectory", job
 
 
-def _curvature(run: Opened, weights: Tensor, request: Landscape) -> tuple[Any, ...]:
+def _curvature(run: OpenedRun, weights: Tensor, request: Landscape) -> tuple[Any, ...]:
     """Return the largest eigenvalue, or None with the reason if it was not requested by name and is unavailable."""
     start = normal_vector(request.seed, _EIGENVECTOR_NUMBER, weights)
     apply = run.subject.curvature(weights, request.split)
@@ -148,7 +148,7 @@ def _curvature(run: Opened, weights: Tensor, request: Landscape) -> tuple[Any, .
         return None, f"no curvature: {error}"
 
 
-def _trajectory(run: Opened, weights: Tensor, request: Landscape, notes: list[str]) -> Job | None:
+def _trajectory(run: OpenedRun, weights: Tensor, request: Landscape, notes: list[str]) -> Job | None:
     """Measure on the plane of a run's checkpoints; if it was not requested by name and is unavailable, note why."""
     try:
         steps, saved = read_trajectory(run)
@@ -167,7 +167,7 @@ def _trajectory(run: Opened, weights: Tensor, request: Landscape, notes: list[st
         positions(first - margin, last + margin, request.grid)
         for (first, last), margin in zip(ranges, margins, strict=True)
     )
-    job = measures.surface(x, y, moved(run.subject, weights, plane.axes, request.split))
+    job = measures.surface(x, y, along_axes(run.subject, weights, plane.axes, request.split))
 
     def assemble(found: list[Any]) -> Trajectory:
         return Trajectory(
@@ -177,7 +177,7 @@ def _trajectory(run: Opened, weights: Tensor, request: Landscape, notes: list[st
     return Job(job.parts, assemble)
 
 
-def _line(runs: list[Opened], request: Landscape, collectives: Collectives, notes: list[str]) -> Line | None:
+def _line(runs: list[OpenedRun], request: Landscape, collectives: Collectives, notes: list[str]) -> Line | None:
     if not request.asks_for("line") or len(runs) != 2:
         return None
     try:
@@ -188,19 +188,19 @@ def _line(runs: list[Opened], request: Landscape, collectives: Collectives, note
         notes.append(f"no line: {error}")
         return None
     subject = runs[0].subject
-    mine, theirs = (run.subject.here() for run in runs)
-    my_norms, their_norms = (run.subject.statistics() for run in runs)
+    first, second = (run.subject.current_weights() for run in runs)
+    first_norms, second_norms = (run.subject.statistics() for run in runs)
 
     def measure(on: Split, share: float) -> dict[str, float]:
         """Measure at a fraction of the line, with BatchNorm's statistics interpolated likewise."""
-        subject.move_to(mine, torch.lerp(my_norms, their_norms, share))
+        subject.move_to(first, torch.lerp(first_norms, second_norms, share))
         try:
-            return subject.measure(torch.lerp(mine, theirs, share), on)
+            return subject.measure(torch.lerp(first, second, share), on)
         finally:
-            subject.move_to(mine, my_norms)
+            subject.move_to(first, first_norms)
 
     at = sorted({*positions(*_LINE, request.points), 0.0, 1.0})
-    curves = measures.share_out({on: measures.curve(at, partial(measure, on)) for on in _SPLITS}, collectives)
+    curves = measures.run_jobs({on: measures.curve(at, partial(measure, on)) for on in _SPLITS}, collectives)
     loss = subject.task.metrics[0].name
     return Line(curves=curves, barrier={on: loss_barrier(at, curve.values[loss]) for on, curve in curves.items()})
 
@@ -213,7 +213,7 @@ def _gaps(runs: Sequence[RunLandscape], line: Line | None) -> Iterator[str]:
         if run.curvature is not None and not run.curvature.converged:
             yield (
                 f"{run.run}: the eigenvalue did not converge in {run.curvature.products} products (residual "
-                f"{run.curvature.residual:.2g}, asked {run.curvature.tolerance:g}); raise --products, or --tolerance"
+                f"{run.curvature.residual:.2g}, tolerance {run.curvature.tolerance:g}); raise --products or --tolerance"
             )
     if line is not None:
         yield from not_finite("the line", *line.curves.values())

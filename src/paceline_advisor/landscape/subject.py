@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from paceline.checkpoint.state import check_inventory, fitted
+from paceline.checkpoint.state import adapt_weights, check_inventory
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.batch import Batch
@@ -103,7 +103,7 @@ class Subject:
         """Samples of a split."""
         return sum(len(batch.ids) for batch in self._samples[split])
 
-    def here(self) -> Tensor:
+    def current_weights(self) -> Tensor:
         """A copy of the weights, [size]."""
         return _flat([each.detach() for each in self._parameters])
 
@@ -234,7 +234,7 @@ class NoSecondDerivativeError(PacelineError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opened:
+class OpenedRun:
     """One run under study.
 
     Attributes:
@@ -255,47 +255,52 @@ class Opened:
         return int(self.saved.metadata.get("step", 0))
 
 
-def open_run(target: Path, ask: Landscape, world: World) -> Opened:
+def open_run(target: Path, options: Landscape, world: World) -> OpenedRun:
     """Load a run's network and samples; the same on every process.
 
     Raises:
         PacelineError: If the target, the overrides or the data are not usable.
     """
-    saved = read_weights(target, ask.weights, best=ask.best)
-    recipe = scoring_recipe(saved, ask.overrides)
-    refuse_foreign_code(saved.described("recipe"), recipe, str(saved.path), trusted=is_code_trusted())
+    saved = read_weights(target, options.weights, best=options.best)
+    recipe = scoring_recipe(saved, options.overrides)
+    refuse_foreign_code(saved.description("recipe"), recipe, str(saved.path), trusted=is_code_trusted())
     device = choose_device(recipe.parallel.device, world)
     machine = describe_machine(device)
     placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine))
     torch.set_num_threads(resolve_threads(recipe, machine, world.local_world_size)[0])
-    request = EvaluationRequest(target=target, overrides=ask.overrides, weights=ask.weights, best=ask.best)
+    request = EvaluationRequest(target=target, overrides=options.overrides, weights=options.weights, best=options.best)
     task, _ = scoring_task(request, saved, recipe, world)
     network = task.build_model()
     task.check_network(network)
-    samples = _samples(task, recipe, placement, ask, world)
+    samples = _samples(task, recipe, placement, options, world)
     subject = Subject(task, with_weights(network, saved, placement), samples)
-    if ask.batch_norm is not None and not subject.has_batch_norm:
+    if options.batch_norm is not None and not subject.has_batch_norm:
         raise PacelineError(
-            f"--batch-norm {ask.batch_norm} has no effect: the network of {saved.path} has no BatchNorm; leave it out."
+            f"--batch-norm {options.batch_norm} has no effect: the network of {saved.path} has no BatchNorm; "
+            "leave it out."
         )
-    subject.batch_norm = ask.batch_norm or "recomputed"
-    return Opened(target=target, saved=saved, recipe=recipe, subject=subject)
+    subject.batch_norm = options.batch_norm or "recomputed"
+    return OpenedRun(target=target, saved=saved, recipe=recipe, subject=subject)
 
 
-def read_trajectory(opened: Opened) -> tuple[list[int], list[Tensor]]:
+def read_trajectory(opened: OpenedRun) -> tuple[list[int], list[Tensor]]:
     """Yield the steps and weights of a run's checkpoints, in order, without damaged ones.
 
     Raises:
         CheckpointError: If there are too few checkpoints.
     """
-    store, network, like = CheckpointStore(opened.target / "checkpoints"), opened.subject.network, opened.subject.here()
+    store, network, like = (
+        CheckpointStore(opened.target / "checkpoints"),
+        opened.subject.network,
+        opened.subject.current_weights(),
+    )
     steps: list[int] = []
     weights: list[Tensor] = []
     # Up to the weights under study, which may be the best and not the newest.
     for step in (each for each in store.steps() if each <= opened.steps):
         try:
             saved = read_weights(store.path(step), opened.saved.weights)
-            state, _ = fitted(network.state_dict(), saved.plain)
+            state, _ = adapt_weights(network.state_dict(), saved.plain)
             check_inventory(network.state_dict(), state, where=str(saved.path))
             weights.append(torch.cat([state[name].reshape(-1) for name in opened.subject.shapes]).to(like))
             steps.append(step)
@@ -312,19 +317,23 @@ def read_trajectory(opened: Opened) -> tuple[list[int], list[Tensor]]:
     return steps, weights
 
 
-def check_alike(first: Opened, second: Opened) -> None:
+def check_alike(first: OpenedRun, second: OpenedRun) -> None:
     """Check that two networks can be connected by a line.
 
     Raises:
         PacelineError: If their weights differ in names or shapes.
     """
-    mine, theirs = first.subject.shapes, second.subject.shapes
-    if mine == theirs and len(first.subject.statistics()) == len(second.subject.statistics()):
+    first_shapes, second_shapes = first.subject.shapes, second.subject.shapes
+    if first_shapes == second_shapes and len(first.subject.statistics()) == len(second.subject.statistics()):
         return
-    odd = next((name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)), "a buffer")
+    differing = next(
+        (name for name in {**first_shapes, **second_shapes} if first_shapes.get(name) != second_shapes.get(name)),
+        "a buffer",
+    )
     raise PacelineError(
-        f"there is no line from {first.target} to {second.target}: {odd} is {_shape(mine.get(odd))} in one and "
-        f"{_shape(theirs.get(odd))} in the other; give runs of the same network, or leave line out of --measure."
+        f"there is no line from {first.target} to {second.target}: {differing} is "
+        f"{_shape(first_shapes.get(differing))} in one and {_shape(second_shapes.get(differing))} in the other; give "
+        "runs of the same network, or leave line out of --measure."
     )
 
 
@@ -333,16 +342,16 @@ def _shape(shape: torch.Size | None) -> str:
 
 
 def _samples(
-    task: Task, recipe: Recipe, placement: Placement, ask: Landscape, world: World
+    task: Task, recipe: Recipe, placement: Placement, options: Landscape, world: World
 ) -> dict[Split, tuple[Batch, ...]]:
     if not isinstance(task, ImageTask):
-        return _first_samples(task, recipe, placement, ask, world)
+        return _first_samples(task, recipe, placement, options, world)
     dataset = task.dataset
     sources: dict[Split, SampleSource] = {"train": dataset.train, "validation": dataset.validation}
     found: dict[Split, tuple[Batch, ...]] = {}
     for split, source in sources.items():
-        count = len(source) if ask.samples is None else min(ask.samples, len(source))
-        some = SubsetSource(source, np.sort(epoch_order(ask.seed, 0, len(source))[:count]))
+        count = len(source) if options.samples is None else min(options.samples, len(source))
+        some = SubsetSource(source, np.sort(epoch_order(options.seed, 0, len(source))[:count]))
         # Training images are preprocessed like validation images: without augmentation, and the same at every point.
         shown = build_task(recipe)
         assert isinstance(shown, ImageTask)
@@ -356,7 +365,7 @@ def _samples(
 
 
 def _first_samples(
-    task: Task, recipe: Recipe, placement: Placement, ask: Landscape, world: World
+    task: Task, recipe: Recipe, placement: Placement, options: Landscape, world: World
 ) -> dict[Split, tuple[Batch, ...]]:
     """For a custom task: its first training samples, and its first evaluation samples."""
     facts = task.data_facts(world)
@@ -366,9 +375,9 @@ def _first_samples(
     )
     steps = geometry.epochs.phases[0].steps_per_epoch
     with _pipeline(task, placement, training=True) as pipeline:
-        train = _whole(pipeline.train_batches(geometry, 0, steps, World()), ask.samples)
+        train = _whole(pipeline.train_batches(geometry, 0, steps, World()), options.samples)
     with _pipeline(task, placement, training=False) as pipeline:
-        return {"train": train, "validation": _whole(pipeline.evaluation_batches(_BATCH, World()), ask.samples)}
+        return {"train": train, "validation": _whole(pipeline.evaluation_batches(_BATCH, World()), options.samples)}
 
 
 @contextlib.contextmanager

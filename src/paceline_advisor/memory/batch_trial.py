@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.data.batch import Batch, Progress, chosen, tensors_in
+from paceline.data.batch import Batch, Progress, select_rows, tensors_in
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleSlice
@@ -25,17 +25,17 @@ from paceline.metrics.accumulator import Collector
 from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import Model, Task, build_task
-from paceline.trainer.fake_batch import given_batch, largest_together, one_batch
+from paceline.trainer.fake_batch import fixed_batch, largest_micro_batch, one_batch
 from paceline.world import World
 
 REFERENCE = "paceline_advisor.memory.batch_trial:task"
-ORDERS_VARIABLE = "PACELINE_BATCH_TRIAL"
+CONFIG_VARIABLE = "PACELINE_BATCH_TRIAL"
 _FEW = 2
 _LOOKED_AT = 16  # number of held-out samples of which the largest is used; the first of equal ones
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders:
+class TrialConfig:
     """Settings of a trial.
 
     Attributes:
@@ -52,13 +52,13 @@ class Orders:
 
     def to_variable(self) -> dict[str, str]:
         """Return the settings as an environment variable."""
-        return {ORDERS_VARIABLE: json.dumps(asdict(self))}
+        return {CONFIG_VARIABLE: json.dumps(asdict(self))}
 
 
 def task(recipe: Recipe) -> Task:
     """Return the task of a trial, from its settings in the environment."""
-    orders = Orders(**json.loads(os.environ[ORDERS_VARIABLE]))
-    return TrialTask(build_task(replace(recipe, task=orders.task)), orders)
+    config = TrialConfig(**json.loads(os.environ[CONFIG_VARIABLE]))
+    return TrialTask(build_task(replace(recipe, task=config.task)), config)
 
 
 class TrialTask(Task):
@@ -66,22 +66,22 @@ class TrialTask(Task):
 
     Args:
         inner: The recipe's own.
-        orders: Settings of the trial.
+        config: Settings of the trial.
     """
 
-    def __init__(self, inner: Task, orders: Orders) -> None:
+    def __init__(self, inner: Task, config: TrialConfig) -> None:
         super().__init__(inner.recipe)
         self.inner = inner
         self.metrics, self.headline, self.unit = inner.metrics, inner.headline, inner.unit
         self.gives_scores = inner.gives_scores
-        self._orders = orders
+        self._config = config
 
     def data_facts(self, world: World) -> DataFacts:
         """Return the task's facts, with other numbers of samples."""
         facts = self.inner.data_facts(world)
         self.metrics = self.inner.metrics
-        scored = self._orders.evaluation_samples if facts.evaluation_samples else 0
-        return replace(facts, train_samples=self._orders.samples, evaluation_samples=scored)
+        scored = self._config.evaluation_samples if facts.evaluation_samples else 0
+        return replace(facts, train_samples=self._config.samples, evaluation_samples=scored)
 
     def description(self) -> dict[str, Any]:
         """Delegate to the task."""
@@ -89,7 +89,7 @@ class TrialTask(Task):
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """Delegate to the task, after reading a few of its samples."""
-        return _Repeated(self.inner, placement, self._orders)
+        return _Repeated(self.inner, placement, self._config)
 
     def build_model(self) -> nn.Module:
         """Delegate to the task."""
@@ -102,9 +102,9 @@ class TrialTask(Task):
     def prepare_training(self, placement: Placement) -> None:
         """Delegate to the task, after limiting how much of a GPU may be used."""
         self.inner.prepare_training(placement)
-        if self._orders.memory is not None and placement.device.type == "cuda":
+        if self._config.memory is not None and placement.device.type == "cuda":
             whole = torch.cuda.get_device_properties(placement.device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, self._orders.memory / whole), placement.device)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, self._config.memory / whole), placement.device)
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         """Delegate to the task."""
@@ -126,10 +126,10 @@ class TrialTask(Task):
 class _Repeated:
     """A pipeline whose batches repeat a few samples; the next batch is prepared while the current one is in use."""
 
-    def __init__(self, task: Task, placement: Placement, orders: Orders) -> None:
+    def __init__(self, task: Task, placement: Placement, config: TrialConfig) -> None:
         self._inner: Pipeline = task.open_pipeline(placement)
         self._task = task
-        self._orders = orders
+        self._config = config
 
     def start(self, *, training: bool, evaluation: bool) -> None:
         self._inner.start(training=training, evaluation=evaluation)
@@ -139,11 +139,11 @@ class _Repeated:
 
     def train_batches(self, geometry: StepGeometry, first: int, last: int, world: World) -> Iterator[Batch]:
         # Padded to the same size, a tall and a wide picture take more memory than two of the largest pictures.
-        largest = largest_together(self._task, geometry.largest_part, geometry.global_batch_size)
+        largest = largest_micro_batch(self._task, geometry.largest_part, geometry.global_batch_size)
         if largest is None:
             few = one_batch(geometry.seed, _FEW, self._task.sample_costs())
         else:
-            few = given_batch(geometry.seed, largest[:_FEW])
+            few = fixed_batch(geometry.seed, largest[:_FEW])
         example = next(iter(self._inner.train_batches(few, 0, 1, World())))
         ready: Batch | None = None
         for part in geometry.stream(first, last, world):
@@ -156,7 +156,7 @@ class _Repeated:
     def evaluation_batches(self, batch_size: int, world: World) -> Iterator[Batch]:
         few = islice(self._inner.evaluation_batches(1, World()), _LOOKED_AT)
         example = max(few, key=lambda each: sum(tensor.numel() for tensor in tensors_in(each.inputs)))
-        for part in evaluation_slices(self._orders.evaluation_samples, batch_size, world):
+        for part in evaluation_slices(self._config.evaluation_samples, batch_size, world):
             yield _repeated(example, part)
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
@@ -168,6 +168,6 @@ class _Repeated:
 
 def _repeated(example: Batch, part: SampleSlice) -> Batch:
     rows = len(example.ids)
-    again = [index % rows for index in range(len(part.ids))]
-    inputs, targets = (chosen(each, again, of=rows) for each in (example.inputs, example.targets))
+    rows_of = [index % rows for index in range(len(part.ids))]
+    inputs, targets = (select_rows(each, rows_of, size=rows) for each in (example.inputs, example.targets))
     return replace(example, inputs=inputs, targets=targets, ids=part.ids, slice=part, broken=())

@@ -19,10 +19,10 @@ from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.plan import MachineFacts, Plan
 from paceline.plan.strategy import check_sharding
-from paceline.plan.strategy import weigh as weighed
+from paceline.plan.strategy import choose_automatically as weighed
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
 from paceline.units import format_bytes, format_count
 from paceline.world import World
@@ -58,7 +58,7 @@ class Saving:
         return self.change, format_bytes(self.needed), saves
 
 
-def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, now: int) -> Iterator[Saving]:
+def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, current: int) -> Iterator[Saving]:
     """Try the cheapest changes one at a time, with a fake step each.
 
     Args:
@@ -66,7 +66,7 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, now
         machine: The machine.
         processes: Processes of the run.
         job: A process of the unchanged run.
-        now: Bytes that the device must have without changes.
+        current: Bytes that the device must have without changes.
     """
     for change, changed in _changes(recipe, job.plan.precision, machine):
         try:
@@ -75,15 +75,15 @@ def savings(recipe: Recipe, machine: MachineFacts, processes: int, job: Job, now
         except PacelineError as error:
             yield Saving(change=change, needed=None, why_not=str(error))
             continue
-        yield Saving(change=change, needed=needed, saved=now - needed)
+        yield Saving(change=change, needed=needed, saved=current - needed)
 
 
 def _needed(step: FakeStep, machine: MachineFacts, job: Job) -> int:
-    now, memory = step.micro_batch, machine.memory_bytes
-    if now == 1:  # not run: a network may behave differently with a single sample, or refuse it
-        return Job(step, trace_steps(step), machine, ways=job.ways, allocator=job.allocator).least(now, memory)
+    current, memory = step.micro_batch, machine.memory_bytes
+    if current == 1:  # not run: a network may behave differently with a single sample, or refuse it
+        return Job(step, trace_steps(step), machine, shards=job.shards, allocator=job.allocator).least(current, memory)
     trace = trace_step(step)
-    return Job(step, lambda _: trace, machine, ways=job.ways, allocator=job.allocator).least(now, memory)
+    return Job(step, lambda _: trace, machine, shards=job.shards, allocator=job.allocator).least(current, memory)
 
 
 def _changes(recipe: Recipe, precision: str, machine: MachineFacts) -> Iterator[tuple[str, Recipe]]:
@@ -277,13 +277,13 @@ class MemoryEstimate:
         """Show the step and its peak, other sizes and devices, savings and the verdict."""
         plan, peak = self.plan, self.peak
         causes = sorted(peak.causes.items(), key=lambda each: -each[1])
-        taken = ("takes if it can",) if peak.reserved is not None else ()
+        reserved_column = ("with caching",) if peak.reserved is not None else ()
         blocks: list[Table | Mapping[str, str] | str] = [
             self._subject(),
             Table(
                 columns=("cause", "memory", "share"),
                 rows=[(cause, format_bytes(size), f"{100 * size / peak.allocated:.1f} %") for cause, size in causes],
-                caption="At its peak, by purpose",
+                caption="Peak by cause",
             ),
         ]
         if peak.largest:
@@ -293,9 +293,9 @@ class MemoryEstimate:
         rows = []
         for size in self.sizes:
             fits = "" if size.fits is None else "fits" if size.fits else "does not fit"
-            needed = (format_bytes(size.needed),) if taken else ()
+            needed = (format_bytes(size.needed),) if reserved_column else ()
             rows.append((format_count(size.micro_batch), format_bytes(size.least), *needed, fits))
-        blocks.append(Table(columns=("samples", "needs", *taken, ""), rows=rows, caption="By micro-batch"))
+        blocks.append(Table(columns=("samples", "minimum", *reserved_column, ""), rows=rows, caption="By micro-batch"))
         blocks += ["", self._largest()]
         if self.devices:
             rows = [(each.device, format_bytes(each.memory), self._samples(each)) for each in self.devices]
@@ -304,7 +304,7 @@ class MemoryEstimate:
             blocks.append("(a few per cent more may fit on GPUs other than the requested one)")
         if self.savings:
             rows = [each.row() for each in self.savings]
-            blocks.append(Table(columns=("change", "needs then", "saves"), rows=rows, caption="Ways to save memory"))
+            blocks.append(Table(columns=("change", "needs", "saves"), rows=rows, caption="Ways to save memory"))
         verdict = self.verdict
         blocks.append(f"\nOn {verdict.processes} processes: {verdict.strategy}, since {verdict.reason}.")
         blocks += [f"note: {notice}" for notice in self.notices]
@@ -319,35 +319,35 @@ class MemoryEstimate:
         plan, peak = self.plan, self.peak
         parts = f", {plan.accumulation_steps} to a step" if plan.accumulation_steps > 1 else ""
         at = f" in {peak.layer}" if peak.layer else ""
-        where = f"in the {peak.phase or 'first moment'}{at} ({peak.operation.split('.')[0]})"
+        moment = f"in the {peak.phase or 'first moment'}{at} ({peak.operation.split('.')[0]})"
         lines = {
             "step": f"{plan.strategy}, {plan.world_size} process{'es' * (plan.world_size > 1)}, micro-batches of "
             f"{format_count(plan.micro_batch_size)}{parts}, {plan.precision}",
-            "tensors at the peak": f"{format_bytes(peak.allocated)}, {where}",
+            "peak allocated": f"{format_bytes(peak.allocated)}, {moment}",
         }
         if EVALUATION in peak.parts:
             batches = f"evaluation, batches of {format_count(plan.evaluation_batch_size)}"
             names = {"step": "a step", EVALUATION: batches}
-            lines["of these"] = ", ".join(
+            lines["by phase"] = ", ".join(
                 f"{format_bytes(peak.parts[part])} ({name})" for part, name in names.items() if part in peak.parts
             )
         if peak.reserved is not None:
-            lines["reserved on the device"] = f"{format_bytes(peak.reserved)} (PyTorch's allocator, if it can)"
+            lines["peak reserved"] = f"{format_bytes(peak.reserved)} (by PyTorch's caching allocator)"
         kind = "Python and libraries" if plan.device == "cpu" else "driver and libraries, an allowance"
-        lines["outside of tensors"] = f"{format_bytes(self.outside)} ({kind})"
-        lines["in all"] = format_bytes(self.needed)
+        lines["overhead"] = f"{format_bytes(self.outside)} ({kind})"
+        lines["total"] = format_bytes(self.needed)
         if peak.reserved is not None:
-            lines["needed at least"] = f"{format_bytes(self.least)} (PyTorch frees its reserve)"
+            lines["minimum"] = f"{format_bytes(self.least)} (after PyTorch frees cached memory)"
         if self.memory is not None:
             left = self.memory - self.least
             if not self.fits:
-                verdict = f"it does not fit, {format_bytes(-left)} too few"
+                verdict = f"it does not fit, {format_bytes(-left)} short"
             elif self.needed <= self.memory:
                 verdict = f"it fits, {format_bytes(left)} left"
             else:
                 more = format_bytes(self.needed - self.memory)
-                verdict = f"it fits, once PyTorch frees its reserve ({more} or more)"
-            lines["the device has"] = f"{format_bytes(self.memory)}: {verdict}"
+                verdict = f"it fits, once PyTorch frees cached memory ({more} or more)"
+            lines["device memory"] = f"{format_bytes(self.memory)}: {verdict}"
         return lines
 
     def _largest(self) -> dict[str, str]:
@@ -357,10 +357,10 @@ class MemoryEstimate:
             return {"largest micro-batch": "none: not even one sample fits"}
         lines = {"largest micro-batch": f"{_count(self.largest)} samples"}
         if self.verified is not None:
-            lines["checked by a step"] = f"{100 * (self.verified - 1):+.2f} % off"
+            lines["extrapolation error"] = f"{100 * (self.verified - 1):+.2f} %, checked by a step"
         if self.micro_size is not None and not self.fits:
             parts = self.plan.global_batch_size // (self.micro_size * self.plan.world_size)
-            lines["so set"] = (
+            lines["recommended"] = (
                 f"batch.micro_size={self.micro_size}: {parts} micro-batches to a step; the global batch of "
                 f"{format_count(self.plan.global_batch_size)} and the learning rate stay"
             )
@@ -378,17 +378,17 @@ def _count(largest: int) -> str:
     return format_count(largest) if largest < MOST else f"at least {format_count(MOST)}"
 
 
-def estimate(asked: Estimate, _: Log) -> MemoryEstimate:
+def estimate(options: Estimate, _: Log) -> MemoryEstimate:
     """Estimate the memory of a run's steps and of its evaluation, for `paceline estimate`.
 
     Raises:
         PacelineError: If the recipe cannot be planned, or its network needs real values.
     """
-    loaded = load_recipe(asked.recipe, asked.overrides)
+    loaded = load_recipe(options.recipe, options.overrides)
     processes = 1
-    if asked.processes is not None or asked.device is None:
-        processes = choose_processes(asked.processes, loaded.recipe).count
-    return estimate_memory(loaded, asked.device, processes, expandable=asked.expandable_segments)
+    if options.processes is not None or options.device is None:
+        processes = choose_processes(options.processes, loaded.recipe).count
+    return estimate_memory(loaded, options.device, processes, expandable=options.expandable_segments)
 
 
 def estimate_memory(
@@ -405,24 +405,24 @@ def estimate_memory(
     Raises:
         PacelineError: If the recipe cannot be planned, or its network needs real values.
     """
-    begun = time.perf_counter()
-    recipe, assumed = with_stand_in_data(loaded.recipe)
+    start_time = time.perf_counter()
+    recipe, assumed = with_placeholder_data(loaded.recipe)
     machine = _machine(device, processes, recipe)
-    ways = processes if processes > 1 else SUPPOSED
+    shards = processes if processes > 1 else SUPPOSED
     memory = machine.memory_bytes
-    allocator, unheeded = allocator_settings(os.environ if machine.device == "cuda" else {}, expandable=expandable)
+    allocator, ignored = allocator_settings(os.environ if machine.device == "cuda" else {}, expandable=expandable)
     with (
         without_collection(),
         fake_step(recipe, processes=processes, machine=machine, scores=True) as step,
     ):
         steps = trace_steps(step)
-        job = Job(step, steps, machine, ways=ways, allocator=allocator)
+        job = Job(step, steps, machine, shards=shards, allocator=allocator)
         largest, verified = (None, None) if memory is None else _largest(job, steps, memory)
         # Inside: a network whose memory is not linear in the batch size is run at each of these sizes.
-        now = job.plan.micro_batch_size
+        current = job.plan.micro_batch_size
         # Sizes around the requested one, each twice the previous.
-        sizes = sorted({max(1, now * 2**power // 2**_HALVINGS) for power in range(_HALVINGS + _DOUBLINGS + 1)})
-        sizes = [each for each in sizes if each == now or not steps.refuses(each)]
+        sizes = sorted({max(1, current * 2**power // 2**_HALVINGS) for power in range(_HALVINGS + _DOUBLINGS + 1)})
+        sizes = [each for each in sizes if each == current or not steps.refuses(each)]
         kernels = unknown_kernels(step.network) if machine.device == "cpu" else ""
         found = MemoryEstimate(
             recipe=loaded.name,
@@ -431,11 +431,11 @@ def estimate_memory(
             device=machine.device_name,
             memory=memory,
             outside=job.outside,
-            peak=job.peak(now),
+            peak=job.peak(current),
             allocator=allocator,
-            needed=job.needed(now),
-            least=job.least(now, memory),
-            fits=None if memory is None else job.fits(now, memory),
+            needed=job.needed(current),
+            least=job.least(current, memory),
+            fits=None if memory is None else job.fits(current, memory),
             sizes=tuple(
                 Size(
                     micro_batch=each,
@@ -444,21 +444,21 @@ def estimate_memory(
                     fits=None if memory is None else job.fits(each, memory),
                 )
                 for each in sizes
-                if each <= max(now, job.most)
+                if each <= max(current, job.most)
             ),
             largest=largest,
             micro_size=job.divisor(largest) if largest else None,
             verified=verified,
             devices=tuple(_fits(job, machine, largest)) if machine.device == "cuda" else (),
             # If samples are processed one by one, sharded weights would be gathered for each of them.
-            savings=() if job.plan.strategy == "fsdp" or steps.is_scaled else (_spread(job, ways, memory),),
-            verdict=weigh(job, memory, ways),
-            notices=tuple(each for each in (assumed, *unheeded, kernels, *_notices(job, steps)) if each),
+            savings=() if job.plan.strategy == "fsdp" or steps.is_scaled else (_sharding(job, shards, memory),),
+            verdict=weigh(job, memory, shards),
+            notices=tuple(each for each in (assumed, *ignored, kernels, *_notices(job, steps)) if each),
             seconds=0.0,
         )
     with without_collection():
         others = tuple(savings(recipe, machine, processes, job, found.least))
-    return replace(found, savings=(*found.savings, *others), seconds=time.perf_counter() - begun)
+    return replace(found, savings=(*found.savings, *others), seconds=time.perf_counter() - start_time)
 
 
 def _machine(device: str | None, processes: int, recipe: Recipe) -> MachineFacts:
@@ -480,9 +480,9 @@ def _largest(job: Job, steps: Steps, memory: int) -> tuple[int, float | None]:
     tried = job.largest(memory)
     if not tried:
         return 0, None
-    worked_out = peak_of(steps(tried), caching=False).allocated
+    computed = peak_of(steps(tried), caching=False).allocated
     is_as_expected = steps.confirm(tried)
-    verified = peak_of(steps(tried), caching=False).allocated / worked_out
+    verified = peak_of(steps(tried), caching=False).allocated / computed
     if is_as_expected:
         return tried, verified
     # Its memory is not linear: sizes that fit are found by running them.
@@ -509,11 +509,11 @@ def _fits(job: Job, machine: MachineFacts, largest: int | None) -> Iterator[Fit]
         yield Fit(device=device.name, memory=device.memory_bytes, largest=most)
 
 
-def _spread(job: Job, ways: int, memory: int | None) -> Saving:
-    now = job.plan.micro_batch_size
-    total = job.least(now, memory, "fsdp")
-    change = f"parallel.strategy=fsdp over {ways} processes"
-    return Saving(change=change, needed=total, saved=job.least(now, memory) - total)
+def _sharding(job: Job, shards: int, memory: int | None) -> Saving:
+    current = job.plan.micro_batch_size
+    total = job.least(current, memory, "fsdp")
+    change = f"parallel.strategy=fsdp over {shards} processes"
+    return Saving(change=change, needed=total, saved=job.least(current, memory) - total)
 
 
 def _notices(job: Job, steps: Steps) -> Iterator[str]:

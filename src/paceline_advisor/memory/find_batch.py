@@ -24,7 +24,7 @@ from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import ModelError, RunDirectoryError, TrainingError
 from paceline.machine import memory_limit
 from paceline.pages.shown import Shown
-from paceline.plan.batching import micro_batch_size, with_fitting_ghosts
+from paceline.plan.batching import micro_batch_size, with_valid_ghost_size
 from paceline.plan.compute import resolve_evaluation_batch
 from paceline.recipe.data import Progressive
 from paceline.recipe.load import load_recipe, to_yaml
@@ -35,7 +35,7 @@ from paceline.recipe.training import Batch
 from paceline.records.reader import read_summary
 from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.memory import peak_private_of
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.preparation import without_mirror
 from paceline.units import Duration, format_bytes, format_count, format_seconds
@@ -43,7 +43,7 @@ from paceline.world import World
 from paceline_advisor.apply import write_new
 from paceline_advisor.commands import FindBatch
 from paceline_advisor.launches import Launch, check_alone, said
-from paceline_advisor.memory.batch_trial import REFERENCE, Orders
+from paceline_advisor.memory.batch_trial import REFERENCE, TrialConfig
 from paceline_advisor.memory.job import Job, allocator_settings
 from paceline_advisor.memory.trace import trace_steps, without_collection
 
@@ -79,7 +79,7 @@ class Trial:
 
 
 @dataclass(kw_only=True)
-class TrialGround:
+class TrialRunner:
     """Settings and results of the trials of one recipe.
 
     Attributes:
@@ -88,7 +88,7 @@ class TrialGround:
         share: Samples of a process in a step; smaller micro-batches are accumulated, also in the trial.
         memory: Bytes that each process may use; None for no limit.
         device_type: Type of the run's device.
-        say: Receives a line for each trial.
+        log: Receives a line for each trial.
         trials: The trials so far.
     """
 
@@ -97,7 +97,7 @@ class TrialGround:
     share: int
     memory: int | None
     device_type: str
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     trials: list[Trial] = field(default_factory=list)
 
     def fits(self, micro_batch: int) -> bool:
@@ -106,24 +106,24 @@ class TrialGround:
         Raises:
             TrainingError: If the run fails for a reason other than memory.
         """
-        known = next((each for each in self.trials if each.micro_batch == micro_batch), None)
-        if known is None:
-            begun = time.monotonic()
+        trial = next((each for each in self.trials if each.micro_batch == micro_batch), None)
+        if trial is None:
+            start_time = time.monotonic()
             # It contains sockets of loader processes, whose paths must be short.
             with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
-                known = self._tried(micro_batch, Path(scratch), begun)
-            self.trials.append(known)
-            took = "" if known.peak is None else f", {format_bytes(known.peak)}"
-            outcome = f"fits{took}" if known.fits else f"does not fit: {known.why}"
-            self.say(f"{micro_batch} samples: {outcome} ({format_seconds(known.seconds)})")
-        return known.fits
+                trial = self._tried(micro_batch, Path(scratch), start_time)
+            self.trials.append(trial)
+            took = "" if trial.peak is None else f", {format_bytes(trial.peak)}"
+            outcome = f"fits{took}" if trial.fits else f"does not fit: {trial.why}"
+            self.log(f"{micro_batch} samples: {outcome} ({format_seconds(trial.seconds)})")
+        return trial.fits
 
-    def _tried(self, micro_batch: int, scratch: Path, begun: float) -> Trial:
+    def _tried(self, micro_batch: int, scratch: Path, start_time: float) -> Trial:
         parts = 2 if micro_batch < self.share else 1
         recipe = shortened(self.recipe, micro_batch, micro_batch * self.processes * parts)
         path, run_dir = scratch / "trial.yaml", scratch / "run"
         path.write_text(to_yaml(without_mirror(recipe)), encoding="utf-8")
-        orders = Orders(
+        config = TrialConfig(
             task=self.recipe.task,
             samples=_STEPS * recipe.batch.global_size,
             evaluation_samples=resolve_evaluation_batch(self.recipe) * self.processes,
@@ -131,24 +131,26 @@ class TrialGround:
         )
         arguments = ["train", str(path), f"task={REFERENCE}", "--run-dir", str(run_dir)]
         arguments += ["--processes", str(self.processes)]
-        seen: dict[int, int] = {}
+        peaks: dict[int, int] = {}
         with Launch(
-            arguments, scratch / "launch", limit_seconds=_LIMIT_SECONDS, variables=orders.to_variable()
+            arguments, scratch / "launch", limit_seconds=_LIMIT_SECONDS, variables=config.to_variable()
         ) as launch:
-            why = self._watch(launch, seen)
+            reason = self._watch(launch, peaks)
             code = launch.process.poll()
             message = said(launch) if code else ""
             refused = any(each in launch.err for each in _REFUSED) or code in (-9, 137)
-        peak = self._peak(run_dir, seen) if code == 0 or why else None
-        if not why and code == 0 and self._is_over(peak):
-            why = self._over(peak)
-        if not why and code:
+        peak = self._peak(run_dir, peaks) if code == 0 or reason else None
+        if not reason and code == 0 and self._is_over(peak):
+            reason = self._over(peak)
+        if not reason and code:
             if not refused:
                 raise TrainingError(f"a trial of {micro_batch} samples failed, but not for lack of memory: {message}")
-            why = "the device refused memory" if code != -9 else "the system killed it"
-        return Trial(micro_batch=micro_batch, fits=not why, peak=peak, why=why, seconds=time.monotonic() - begun)
+            reason = "the device refused memory" if code != -9 else "the system killed it"
+        return Trial(
+            micro_batch=micro_batch, fits=not reason, peak=peak, why=reason, seconds=time.monotonic() - start_time
+        )
 
-    def _watch(self, launch: Launch, seen: dict[int, int]) -> str:
+    def _watch(self, launch: Launch, peaks: dict[int, int]) -> str:
         """Wait for a trial to end, or end it if a process exceeds its memory; return why it does not fit, if known.
 
         Raises:
@@ -157,10 +159,10 @@ class TrialGround:
         deadline = time.monotonic() + _LIMIT_SECONDS
         while launch.process.poll() is None:
             for pid in launch.ranks() if self.device_type == "cpu" else ():
-                seen[pid] = max(seen.get(pid, 0), peak_private_of(pid))
-            if self._is_over(max(seen.values(), default=0)):
+                peaks[pid] = max(peaks.get(pid, 0), peak_private_of(pid))
+            if self._is_over(max(peaks.values(), default=0)):
                 launch.kill()
-                return self._over(max(seen.values()))
+                return self._over(max(peaks.values()))
             if time.monotonic() > deadline:
                 launch.kill()
                 raise TrainingError(f"a trial had not ended after {_LIMIT_SECONDS:.0f} s, and was ended")
@@ -174,9 +176,9 @@ class TrialGround:
     def _over(self, peak: int | None) -> str:
         return f"a process used {format_bytes(peak or 0)} of its {format_bytes(self.memory or 0)}"
 
-    def _peak(self, run_dir: Path, seen: dict[int, int]) -> int | None:
+    def _peak(self, run_dir: Path, peaks: dict[int, int]) -> int | None:
         if self.device_type == "cpu":
-            return max(seen.values(), default=None)
+            return max(peaks.values(), default=None)
         with contextlib.suppress(RunDirectoryError):  # it was ended before it could report
             return read_summary(RunDirectory(run_dir)).peak_memory_bytes
         return None
@@ -190,7 +192,7 @@ def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
     return replace(
         recipe,
         model=replace(
-            with_fitting_ghosts(recipe.model, micro_batch),
+            with_valid_ghost_size(recipe.model, micro_batch),
             pretrained=False,
             initialize_from=None,
             initialize_partly=False,
@@ -312,61 +314,61 @@ class FoundBatch:
         return Shown(title=f"Largest micro-batch of {self.name} on {self.device}, {limit}", blocks=[lines, *applied])
 
 
-def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
+def find_batch(options: FindBatch, log: Log) -> FoundBatch:
     """Find the largest micro-batch by doubling and bisecting.
 
     Args:
-        asked: The command.
-        say: Receives a line for each trial.
+        options: The command.
+        log: Receives a line for each trial.
 
     Raises:
         TrainingError: If not even one sample fits, or a trial fails for another reason.
         PacelineError: For mistakes that training would find before it starts.
     """
-    loaded, memory = load_recipe(asked.recipe, asked.overrides), asked.memory
-    processes = choose_processes(asked.processes, loaded.recipe).count
+    loaded, memory = load_recipe(options.recipe, options.overrides), options.memory
+    processes = choose_processes(options.processes, loaded.recipe).count
     check_alone("find-batch")
-    recipe, assumed = with_stand_in_data(loaded.recipe)
+    recipe, assumed = with_placeholder_data(loaded.recipe)
     if assumed:
-        say(assumed)
+        log(assumed)
     if recipe.model.compile:
-        say("model.compile=true: tried uncompiled, because every size would be compiled again")
+        log("model.compile=true: tried uncompiled, because every size would be compiled again")
     device = choose_device(recipe.parallel.device, World(world_size=processes, local_world_size=processes))
     if device.type == "cpu" and memory is None:
         memory = _available(processes)
     share = _share(recipe, processes)
     job, why_not = _job(recipe, device, processes)
-    ground = TrialGround(
-        recipe=recipe, processes=processes, share=share, memory=memory, device_type=device.type, say=say
+    runner = TrialRunner(
+        recipe=recipe, processes=processes, share=share, memory=memory, device_type=device.type, log=log
     )
     expected = job.plan.device_memory_bytes if job is not None and memory is None else memory
     # Start at a quarter of the expected size, since trials that do not fit take longest.
     start = 1 if job is None or expected is None else max(1, min(job.largest(expected, roughly=True), share) // 4)
-    low, high = search(ground.fits, start=start, most=share)
+    low, high = search(runner.fits, start=start, most=share)
     if low == 0:
         raise TrainingError(
-            f"not even one sample fits ({ground.trials[-1].why}); `paceline estimate` shows ways to save memory."
+            f"not even one sample fits ({runner.trials[-1].why}); `paceline estimate` shows ways to save memory."
         )
     for divisor in (each for each in range(low + 1, high or 0) if share % each == 0):
-        if not ground.fits(divisor):
+        if not runner.fits(divisor):
             high = divisor
             break
         low = divisor
-    micro = proposed(ground.fits, most=low, share=share)
+    micro = proposed(runner.fits, most=low, share=share)
     if micro == 0:
         raise TrainingError(f"no size that divides the {share} samples of a process fits, though {low} samples do.")
     estimated = None
     if job is not None:  # as a trial's peak is measured: all memory of a process, or PyTorch's allocations on a GPU
         estimated = job.needed(low) if job.plan.device == "cpu" else job.peak(low).allocated
     found = replace(loaded.recipe, batch=replace(loaded.recipe.batch, micro_size=micro))
-    if asked.apply is not None:
-        write_new(asked.apply, to_yaml(found))
+    if options.apply is not None:
+        write_new(options.apply, to_yaml(found))
     return FoundBatch(
         name=loaded.name,
         recipe=found,
         processes=processes,
         device=describe_machine(device).device_name,
-        trials=tuple(ground.trials),
+        trials=tuple(runner.trials),
         largest=low,
         refused=high,
         micro_size=micro,
@@ -374,7 +376,7 @@ def find_batch(asked: FindBatch, say: Log) -> FoundBatch:
         memory=memory,
         estimated=estimated,
         why_not=why_not,
-        applied=asked.apply,
+        applied=options.apply,
     )
 
 
@@ -416,7 +418,7 @@ def _job(recipe: Recipe, device: torch.device, processes: int) -> tuple[Job | No
     try:
         with without_collection(), fake_step(recipe, processes=processes, machine=machine, scores=True) as step:
             steps = trace_steps(step)
-            job = Job(step, steps, machine, ways=processes, allocator=allocator)
+            job = Job(step, steps, machine, shards=processes, allocator=allocator)
     except ModelError as error:
         return None, str(error)
     return (job, "") if steps.is_linear or steps.is_scaled else (None, "its steps differ in more than size")

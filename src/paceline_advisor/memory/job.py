@@ -9,29 +9,29 @@ from paceline.data.image.pipeline import LARGEST_SHARE_OF_DEVICE
 from paceline.errors import RecipeError
 from paceline.models.build import parameter_count
 from paceline.plan import MachineFacts, ParameterNumbers
-from paceline.plan.strategy import gradients_held_by_exact
+from paceline.plan.strategy import exact_gradient_count
 from paceline.telemetry.allocations import Allocation
 from paceline.trainer.fake_step import FakeStep
 from paceline_advisor.memory.allocator import INTERVALS, MIB, PLAIN, Settings
 from paceline_advisor.memory.replay import Peak, fits, peak_of
 from paceline_advisor.memory.trace import FIRST, STEP, Steps, StepTrace
 from paceline_advisor.memory.variants import (
-    Spread,
+    Sharding,
     accumulated,
     buckets,
-    fully_sharded,
     in_16_bits,
-    meanwhile,
     outside,
-    rehearsed,
-    spread_of,
+    sharding_of,
     step_total,
-    update_begins,
+    under_fsdp,
+    update_start,
     with_data_set,
     with_gradients,
     with_input,
     with_libraries,
-    with_more,
+    with_permanent,
+    with_temporary,
+    with_warm_up,
 )
 
 # The second is the older name; if both are set, PyTorch uses the first.
@@ -132,7 +132,7 @@ class Job:
         step: Its fake step, which is inspected here for values that need its network.
         steps: The same step at all sizes.
         machine: The machine.
-        ways: Processes over which weights are sharded, if they are.
+        shards: Processes over which weights are sharded, if they are.
         allocator: Options of PyTorch's allocator.
 
     Attributes:
@@ -151,16 +151,16 @@ class Job:
         steps: Callable[[int], StepTrace],
         machine: MachineFacts,
         *,
-        ways: int,
+        shards: int,
         allocator: Settings = PLAIN,
     ) -> None:
         self.plan, self.recipe = step.plan, step.recipe
         self._steps, self._machine = steps, machine
-        self.ways, self.allocator = ways, allocator
+        self.shards, self.allocator = shards, allocator
         self.numbers = ParameterNumbers(
             sum(each.numel() for each in step.network.parameters()), parameter_count(step.network)
         )
-        self._spread: Spread = spread_of(step.network, step.recipe.parallel, ways)
+        self._sharding: Sharding = sharding_of(step.network, step.recipe.parallel, shards)
         self._caching = machine.device in ("cuda", "xpu")
         self.outside = outside(machine.device, self.plan.world_size)
         self.share = max(each.global_batch_size for each in self.plan.batch_phases) // self.plan.world_size
@@ -224,7 +224,7 @@ class Job:
 
     def _outside(self, strategy: str | None) -> int:
         """Return the memory not used by tensors; a strategy other than the plan's implies several processes."""
-        return self.outside if strategy is None else outside(self._machine.device, max(self.ways, 2))
+        return self.outside if strategy is None else outside(self._machine.device, max(self.shards, 2))
 
     def largest(self, memory: int, strategy: str | None = None, *, roughly: bool = False) -> int:
         """Return the largest micro-batch that fits on a device, in samples; 0 if not even one.
@@ -249,8 +249,8 @@ class Job:
         """Estimate the size that uses this memory, by a line through two sizes; the second one is near the result."""
         first, second = size, 2 * size
         for _ in range(_GUESSES):
-            below, above = (self.needed(each, strategy) for each in (first, second))
-            found = first + int((memory - below) * (second - first) / max(above - below, 1))
+            lower, upper = (self.needed(each, strategy) for each in (first, second))
+            found = first + int((memory - lower) * (second - first) / max(upper - lower, 1))
             if found <= first or self.most <= first or abs(found - second) < second * _ROUGHLY:
                 break
             second = min(found, self.most)
@@ -280,41 +280,41 @@ class Job:
             case "ddp":
                 cap = self.recipe.parallel.bucket_cap_mb
                 sent = step if self.recipe.parallel.gradient_compression == "none" else in_16_bits(step, cap)
-                return rehearsed(with_gradients(sent, (bucket for bucket, _ in buckets(step, cap))))
+                return with_warm_up(with_gradients(sent, (bucket for bucket, _ in buckets(step, cap))))
             case "fsdp":
-                return rehearsed(fully_sharded(step, self._spread))
+                return with_warm_up(under_fsdp(step, self._sharding))
             case "exact":
-                return rehearsed(self._exact(step))
+                return with_warm_up(self._exact(step))
         return accumulated(step) if accumulates else step
 
     def _exact(self, step: StepTrace) -> StepTrace:
         """Add permanent sets of gradients and buffer changes, a copy of the buffers, and sets that are exchanged."""
         buffers = step_total(step, "buffers")
         leaf = Allocation(sum(step.allocations[number].size for number in step.gradients()) + buffers, "gradients")
-        held = gradients_held_by_exact(self.plan.logical_ranks, self.plan.world_size)
-        step = with_more(with_gradients(step, [leaf] * held), [Allocation(buffers, "buffers")])
+        held = exact_gradient_count(self.plan.logical_ranks, self.plan.world_size)
+        step = with_permanent(with_gradients(step, [leaf] * held), [Allocation(buffers, "buffers")])
         if self.plan.world_size == 1:
             return step
-        return meanwhile(step, [leaf] * (held - 1), FIRST, STEP, begin=update_begins, end=update_begins)
+        return with_temporary(step, [leaf] * (held - 1), FIRST, STEP, begin=update_start, end=update_start)
 
 
-def _last(holds: Callable[[int], bool], low: int, guess: int, high: int, roughly: bool) -> int:
+def _last(condition: Callable[[int], bool], low: int, guess: int, high: int, roughly: bool) -> int:
     """Return the largest number for which a monotonic condition holds; it holds for ``low``."""
     at = min(max(guess, low), high)
     stride = max(1, at // (32 if roughly else 64))
-    if at == low or holds(at):
+    if at == low or condition(at):
         low, refused = at, high + 1
         while low < high and refused > high:
             at = min(low + stride, high)
-            low, refused = (at, refused) if holds(at) else (low, at)
+            low, refused = (at, refused) if condition(at) else (low, at)
             stride *= 2
     else:
         refused = at
-        while refused - stride > low and not holds(refused - stride):
+        while refused - stride > low and not condition(refused - stride):
             refused -= stride
             stride *= 2
         low = max(low, refused - stride)
     while refused - low > (max(1, low * _ROUGHLY) if roughly else 1) and refused <= high:
         middle = (low + refused) // 2
-        low, refused = (middle, refused) if holds(middle) else (low, middle)
+        low, refused = (middle, refused) if condition(middle) else (low, middle)
     return low

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from paceline.telemetry.allocations import NOTHING
+from paceline.telemetry.allocations import NO_MEMORY
 
 # A one-channel filter without a dedicated kernel is padded to blocks of 16 by 16 channels.
 _PADDED = 256
@@ -92,7 +92,7 @@ def gpu_workspace(operation: str, args: tuple[Any, ...], answer: Any) -> tuple[i
     if operation == "convolution_backward.default":
         output, images, weight = args[:3]
         return _convolution(images, weight, output), ROOM
-    return NOTHING
+    return NO_MEMORY
 
 
 def _attention_backward(query: Tensor) -> int:

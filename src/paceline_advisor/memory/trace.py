@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.data.batch import Batch, tensors_in
 from paceline.errors import ModelError
-from paceline.telemetry.allocations import Allocation, AllocationTrace, Inside
+from paceline.telemetry.allocations import Allocation, AllocationTrace, KernelMemory
 from paceline.trainer.fake_step import FakeStep
 from paceline_advisor.memory.kernels import cpu_workspace, gpu_workspace
 
@@ -104,13 +104,13 @@ def without_collection() -> Iterator[None]:
 
     Frees in a trace must not depend on when the collector runs. It also slows tracing down.
     """
-    was_on = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
@@ -125,7 +125,7 @@ def trace_step(step: FakeStep, scored: ScoredSingly | None = None) -> StepTrace:
     """
     step.optimizer.state.clear()
     trained = [each for each in step.network.parameters() if each.requires_grad]
-    again = {}
+    reallocated = {}
     with AllocationTrace(lambda: (step.phase, step.layer), _inside(step)) as trace:
         _hold_networks(step, trace)
         trace.hold(tensors_in(step.batch.inputs, step.batch.targets), "batch")
@@ -140,7 +140,7 @@ def trace_step(step: FakeStep, scored: ScoredSingly | None = None) -> StepTrace:
         cuts.append(len(trace.events))
         why_unscored = ""
         try:
-            if step.goes_one_by_one and step.scored_samples:
+            if step.is_sample_by_sample and step.evaluation_batch_size:
                 (scored or evaluation_of(step)).append_to(trace)
             else:
                 step.evaluate(_calling(trace))
@@ -151,22 +151,22 @@ def trace_step(step: FakeStep, scored: ScoredSingly | None = None) -> StepTrace:
         for parameter, number in zip(trained, gradients, strict=True):
             if number is not None:
                 parameter.grad = torch.empty_like(parameter)
-                again[trace.number_of(parameter.grad)] = number
+                reallocated[trace.number_of(parameter.grad)] = number
         step.update()
         cuts.append(len(trace.events))
     allocations = tuple(trace.allocations)
     # Earlier storages come first, including those that only an operation revealed.
-    before = {number for number, each in enumerate(allocations) if not each.phase and number not in again}
-    lost = {number for number, each in enumerate(allocations) if why_unscored and each.phase == EVALUATION}
+    before = {number for number, each in enumerate(allocations) if not each.phase and number not in reallocated}
+    dropped = {number for number, each in enumerate(allocations) if why_unscored and each.phase == EVALUATION}
 
     def between(first: int, last: int) -> tuple[int, ...]:
         kept = []
         for event in trace.events[first:last]:
-            if event >= 0 and (event in before or event in again):
+            if event >= 0 and (event in before or event in reallocated):
                 continue
             number = max(event, ~event)
-            if number not in lost:
-                kept.append(~again[number] if number in again else event)
+            if number not in dropped:
+                kept.append(~reallocated[number] if number in reallocated else event)
         return tuple(kept)
 
     passes, first, evaluation, later = (between(*pair) for pair in pairwise(cuts))
@@ -209,7 +209,7 @@ def evaluation_of(step: FakeStep) -> ScoredSingly:
             most = max(most, total)
         return held, trace.allocations[held:], events, most
 
-    count = step.scored_samples
+    count = step.evaluation_batch_size
     held, allocations, events, most = traced(min(2, count))
     if count > 2:
         more = (count - 2) * max(0, most - traced(1)[3])
@@ -219,7 +219,7 @@ def evaluation_of(step: FakeStep) -> ScoredSingly:
     return ScoredSingly(held, tuple(allocations), tuple(events))
 
 
-def _inside(step: FakeStep) -> Inside:
+def _inside(step: FakeStep) -> KernelMemory:
     return cpu_workspace if step.plan.device == "cpu" else gpu_workspace
 
 
@@ -306,8 +306,8 @@ class Steps:
 
     def confirm(self, micro_batch: int) -> bool:
         """Run the step of a size, and use it instead of the extrapolation; return whether the two match."""
-        worked_out, done = self(micro_batch), self.again(micro_batch)
-        if worked_out.allocations == done.allocations and worked_out.shape == done.shape:
+        computed, done = self(micro_batch), self.again(micro_batch)
+        if computed.allocations == done.allocations and computed.shape == done.shape:
             return True
         self.is_linear = self.is_linear and done.shape == self._small.shape
         if self.is_scaled:
@@ -336,13 +336,13 @@ def _scaled(trace: StepTrace, micro_batch: int) -> StepTrace:
 def trace_steps(step: FakeStep) -> Steps:
     """Return the steps of a fake run, at all sizes."""
     scored = None
-    if step.goes_one_by_one and step.scored_samples:
+    if step.is_sample_by_sample and step.evaluation_batch_size:
         with contextlib.suppress(ModelError):  # each step then reports it
             scored = evaluation_of(step)
 
     def done(micro_batch: int) -> StepTrace:
-        step.show(micro_batch)
+        step.set_micro_batch(micro_batch)
         return trace_step(step, scored)
 
     given = max(step.micro_batch, 2 * _SMALLEST)
-    return Steps(done(given // 2), done(given), done, one_by_one=step.goes_one_by_one)
+    return Steps(done(given // 2), done(given), done, one_by_one=step.is_sample_by_sample)

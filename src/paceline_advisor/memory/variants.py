@@ -31,13 +31,13 @@ _SPREAD = ("weights", "average", "optimizer")
 _PASSES = ("forward", "backward")
 
 
-def with_more(step: StepTrace, more: Iterable[Allocation]) -> StepTrace:
+def with_permanent(step: StepTrace, more: Iterable[Allocation]) -> StepTrace:
     """Return a run with additional storages in memory from start to end."""
     step, numbers = _added(step, more)
     return replace(step, parts={**step.parts, START: (*numbers, *step.parts.get(START, ()))})
 
 
-def meanwhile(step: StepTrace, more: Iterable[Allocation], *names: str, begin: Place, end: Place) -> StepTrace:
+def with_temporary(step: StepTrace, more: Iterable[Allocation], *names: str, begin: Place, end: Place) -> StepTrace:
     """Return a run with additional temporary storages in some of its parts.
 
     Args:
@@ -51,8 +51,8 @@ def meanwhile(step: StepTrace, more: Iterable[Allocation], *names: str, begin: P
 
     def change(events: tuple[int, ...]) -> tuple[int, ...]:
         first, last = begin(step, events), end(step, events)
-        gone = (~number for number in numbers)
-        return (*events[:first], *numbers, *events[first:last], *gone, *events[last:])
+        freed = (~number for number in numbers)
+        return (*events[:first], *numbers, *events[first:last], *freed, *events[last:])
 
     return step.with_parts(change, *names)
 
@@ -67,14 +67,14 @@ def back(_: StepTrace, events: Sequence[int]) -> int:
     return len(events)
 
 
-def update_begins(step: StepTrace, events: Sequence[int]) -> int:
+def update_start(step: StepTrace, events: Sequence[int]) -> int:
     """Return where in a step's events its update begins: its first allocation, or after the last gradient."""
-    made = [place for place, event in enumerate(events) if event >= 0]
-    of_update = (place for place in made if step.allocations[events[place]].phase == "update")
-    return next(of_update, made[-1] + 1 if made else 0)
+    allocations = [position for position, event in enumerate(events) if event >= 0]
+    of_update = (position for position in allocations if step.allocations[events[position]].phase == "update")
+    return next(of_update, allocations[-1] + 1 if allocations else 0)
 
 
-def rehearsed(step: StepTrace) -> StepTrace:
+def with_warm_up(step: StepTrace) -> StepTrace:
     """Return a run with a forward and backward pass before the first step, during which buffers are saved."""
     buffers = Allocation(step_total(step, "buffers"), "temporary", "forward", operation="clone")
     step, numbers = _added(step, [buffers])
@@ -87,16 +87,16 @@ def step_total(step: StepTrace, cause: str) -> int:
     return sum(each.size for each in step.allocations if each.cause == cause and not each.phase)
 
 
-def with_gradients(step: StepTrace, kept: Iterable[Allocation]) -> StepTrace:
+def with_gradients(step: StepTrace, permanent: Iterable[Allocation]) -> StepTrace:
     """Return a run whose gradients are temporary and are added to permanent ones, such as DDP's buckets.
 
     Args:
         step: A run that allocates its gradients.
-        kept: The permanent storages.
+        permanent: The permanent storages.
     """
     numbers = set(step.gradients(FIRST)) | set(step.gradients())
     step = _called(step, numbers, "temporary")
-    return with_more(step.with_parts(lambda events: _let_go_at_once(events, numbers), FIRST, STEP), kept)
+    return with_permanent(step.with_parts(lambda events: _let_go_at_once(events, numbers), FIRST, STEP), permanent)
 
 
 def accumulated(step: StepTrace) -> StepTrace:
@@ -107,17 +107,17 @@ def accumulated(step: StepTrace) -> StepTrace:
     for name in (each for each in (FIRST, STEP) if each in step.parts):
         events, numbers = step.parts[name], step.gradients(name)
         step, added = _added(step, (step.allocations[number] for number in numbers))
-        kept = dict(zip(numbers, added, strict=True))
-        stay = [
-            kept.get(event, event)
+        permanent = dict(zip(numbers, added, strict=True))
+        first_pass = [
+            permanent.get(event, event)
             for event in events
-            if step.allocations[max(event, ~event)].phase in _PASSES and ~event not in kept
+            if step.allocations[max(event, ~event)].phase in _PASSES and ~event not in permanent
         ]
-        step = _called(step, set(kept), "temporary")
+        step = _called(step, set(permanent), "temporary")
         # Leftovers of the first pass, except its gradients, are freed before the second.
-        again = _let_go_at_once(events, set(kept))
-        whole = (*stay, *again, *(~number for number in added))
-        step = replace(step, parts={**step.parts, name: whole})
+        second_pass = _let_go_at_once(events, set(permanent))
+        events_of_step = (*first_pass, *second_pass, *(~number for number in added))
+        step = replace(step, parts={**step.parts, name: events_of_step})
     return step
 
 
@@ -181,33 +181,33 @@ def in_16_bits(step: StepTrace, cap_mb: int) -> StepTrace:
             def behind(_: StepTrace, events: Sequence[int], last: int = numbers[-1]) -> int:
                 return events.index(last) + 1
 
-            step = meanwhile(step, [half], name, begin=behind, end=update_begins)
+            step = with_temporary(step, [half], name, begin=behind, end=update_start)
     return step
 
 
 @dataclass(frozen=True)
-class Spread:
+class Sharding:
     """How FSDP shards a network.
 
     Attributes:
-        ways: Processes that share one copy.
+        shards: Processes that share one copy.
         gathered: Peak bytes of gathered weights.
         gradients: Peak bytes of unsharded gradients.
         shares: Bytes of a parameter's largest shard by the parameter's bytes. They exceed an equal share if the rows do
             not divide evenly.
     """
 
-    ways: int
+    shards: int
     gathered: int
     gradients: int
     shares: Mapping[int, int] = field(default_factory=dict)
 
     def share(self, size: int) -> int:
         """Return the bytes of a process's shard of a parameter with this many bytes."""
-        return self.shares.get(size, -(-size // self.ways))
+        return self.shares.get(size, -(-size // self.shards))
 
 
-def spread_of(network: nn.Module, parallel: Parallel, processes: int) -> Spread:
+def sharding_of(network: nn.Module, parallel: Parallel, processes: int) -> Sharding:
     """Return the sharding of a recipe with this many processes.
 
     While a unit computes, the units that contain it are gathered too, and the next one is being received, both as sent
@@ -217,25 +217,27 @@ def spread_of(network: nn.Module, parallel: Parallel, processes: int) -> Spread:
     Raises:
         ModelError: If it names modules that the network does not have.
     """
-    ways = processes if parallel.shard_size == "all" else min(parallel.shard_size, processes)
-    taken: set[int] = set()
-    own: dict[str, list[nn.Parameter]] = {}  # the parameters of each module that no earlier one has
+    shards = processes if parallel.shard_size == "all" else min(parallel.shard_size, processes)
+    seen: set[int] = set()
+    own_parameters: dict[str, list[nn.Parameter]] = {}  # the parameters of each module that no earlier one has
     for name, module in {**modules_to_shard(network, parallel), "": network}.items():
-        own[name] = [each for each in module.parameters() if id(each) not in taken]
-        taken.update(map(id, own[name]))
+        own_parameters[name] = [each for each in module.parameters() if id(each) not in seen]
+        seen.update(map(id, own_parameters[name]))
     bytes_each = 2 if parallel.gather_dtype == "bf16" else 4
-    weights = {name: bytes_each * sum(each.numel() for each in part) for name, part in own.items()}
-    trained = {name: 4 * sum(each.numel() for each in part if each.requires_grad) for name, part in own.items()}
+    weights = {name: bytes_each * sum(each.numel() for each in part) for name, part in own_parameters.items()}
+    trained = {
+        name: 4 * sum(each.numel() for each in part if each.requires_grad) for name, part in own_parameters.items()
+    }
     gathered = _nested(weights)
     if not parallel.reshard_after_forward:
         gathered = max(gathered, sum(weights.values()))
     shares: dict[int, int] = {}
     for each in network.parameters():
         rows = max(each.shape[0] if each.ndim else 1, 1)
-        share = each.nbytes // rows * -(-rows // ways)
+        share = each.nbytes // rows * -(-rows // shards)
         shares[each.nbytes] = max(share, shares.get(each.nbytes, 0))
-    return Spread(
-        ways=ways,
+    return Sharding(
+        shards=shards,
         gathered=gathered + 2 * max(weights.values()),
         gradients=_nested(trained) + max(trained.values()),
         shares=shares,
@@ -250,23 +252,23 @@ def _nested(sizes: Mapping[str, int]) -> int:
     )
 
 
-def fully_sharded(step: StepTrace, spread: Spread) -> StepTrace:
+def under_fsdp(step: StepTrace, sharding: Sharding) -> StepTrace:
     """Return one process's run under FSDP.
 
     The peak of gathered weights is assumed to be present all the time, which slightly overestimates memory.
     """
     gradients = [step.allocations[number] for number in step.gradients()]
-    parts = [Allocation(spread.share(each.size), "gradients") for each in gradients]
-    cut = with_gradients(step, parts)
+    gradient_shards = [Allocation(sharding.share(each.size), "gradients") for each in gradients]
+    sharded = with_gradients(step, gradient_shards)
     allocations = tuple(
         # The temporary memory of an update is sharded too.
-        replace(each, size=spread.share(each.size))
+        replace(each, size=sharding.share(each.size))
         if each.cause in _SPREAD or (each.cause == "temporary" and each.phase == "update")
         else each
-        for each in cut.allocations
+        for each in sharded.allocations
     )
-    gathered = Allocation(spread.gathered, GATHERED), Allocation(spread.gradients, GATHERED)
-    return with_more(replace(cut, allocations=allocations), gathered)
+    gathered = Allocation(sharding.gathered, GATHERED), Allocation(sharding.gradients, GATHERED)
+    return with_permanent(replace(sharded, allocations=allocations), gathered)
 
 
 _MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
@@ -309,7 +311,7 @@ def with_libraries(step: StepTrace, machine: MachineFacts) -> StepTrace:
     used = {each.phase for each in step.allocations if each.operation.split(".")[0] in _MATRIX_PRODUCTS}
     larger = (size for name, size in _LARGER_WORKSPACES.items() if name in machine.device_name)
     each = Allocation(next(larger, _WORKSPACE), "workspace", operation="cublas")
-    return with_more(step, [each] * len(used & {"forward", "backward"}))
+    return with_permanent(step, [each] * len(used & {"forward", "backward"}))
 
 
 def with_input(step: StepTrace, plan: Plan, mix: Mix) -> StepTrace:
@@ -319,12 +321,12 @@ def with_input(step: StepTrace, plan: Plan, mix: Mix) -> StepTrace:
     batch = [each for each in step.allocations if each.cause == "batch" and not each.phase]
     scored = [each for each in step.allocations if each.cause == "batch" and each.phase == EVALUATION]
     # Both training batches stay allocated during an evaluation.
-    step = with_more(step, batch)
+    step = with_permanent(step, batch)
     if batch:
-        step = meanwhile(step, _passing(batch, mix), REHEARSAL, FIRST, STEP, begin=front, end=front)
+        step = with_temporary(step, _passing(batch, mix), REHEARSAL, FIRST, STEP, begin=front, end=front)
     if scored:
-        step = meanwhile(step, _passing(scored, Mix()), EVALUATION, begin=front, end=front)
-        step = meanwhile(step, scored, EVALUATION, begin=front, end=back)
+        step = with_temporary(step, _passing(scored, Mix()), EVALUATION, begin=front, end=front)
+        step = with_temporary(step, scored, EVALUATION, begin=front, end=back)
     return step
 
 
@@ -353,5 +355,5 @@ def with_data_set(step: StepTrace, plan: Plan, share: float) -> StepTrace:
         return step
     each = int(plan.data["channels"]) * int(plan.data["image_size"]) ** 2
     sizes = [count * each for count in (plan.train_samples, plan.evaluation_samples) if count]
-    held = [size for size in sizes if size <= share * plan.device_memory_bytes]
-    return with_more(step, [Allocation(size, "data set") for size in held])
+    sizes_on_device = [size for size in sizes if size <= share * plan.device_memory_bytes]
+    return with_permanent(step, [Allocation(size, "data set") for size in sizes_on_device])

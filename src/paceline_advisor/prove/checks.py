@@ -14,24 +14,24 @@ from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events
 from paceline.records.run_directory import RunDirectory
 from paceline_advisor.prove.evidence import Evidence
-from paceline_advisor.prove.notes import Check, Observed, alike, named, sure
-from paceline_advisor.prove.reference import Difference, Dropout, Plain, difference, dropouts, joined, parts_of
+from paceline_advisor.prove.notes import Check, ObservedRun, named, nan_as_infinite, same_content
+from paceline_advisor.prove.reference import Difference, Dropout, PlainLoop, difference, dropouts, joined, parts_of
 
 _MOST_TRIED = 8
 # Random draws to try: a layer that drops whole samples often does the same twice.
 _DRAWS = 16
 
 CHECKS: list[Callable[[Evidence], Check]] = []
-_Look = Callable[[Check, Evidence], Check]
+_Compare = Callable[[Check, Evidence], Check]
 
 
-def check(name: str, compared: str, advice: str) -> Callable[[_Look], _Look]:
+def check(name: str, compared: str, advice: str) -> Callable[[_Compare], _Compare]:
     """Declare a check: its name, what it compares, and what to do if it fails. Checks run in order of declaration."""
 
-    def declare(look: _Look) -> _Look:
-        question = Check(name=name, compared=compared, advice=advice)
-        CHECKS.append(lambda evidence: look(question, evidence))
-        return look
+    def declare(compare: _Compare) -> _Compare:
+        result = Check(name=name, compared=compared, advice=advice)
+        CHECKS.append(lambda evidence: compare(result, evidence))
+        return compare
 
     return declare
 
@@ -42,10 +42,10 @@ def check(name: str, compared: str, advice: str) -> Callable[[_Look], _Look]:
     "Samples are repeated, left out, or have the same order in every epoch: build the stream from the geometry's "
     "slices, which depend on the epoch.",
 )
-def order(question: Check, evidence: Evidence) -> Check:
+def order(result: Check, evidence: Evidence) -> Check:
     """Each sample once in each epoch, in a different order."""
-    wanted = set(range(evidence.sizes.samples))
-    for run in evidence.as_asked:
+    expected = set(range(evidence.sizes.samples))
+    for run in evidence.unchanged_runs:
         epochs = [
             [
                 sample
@@ -56,14 +56,14 @@ def order(question: Check, evidence: Evidence) -> Check:
             for epoch in range(2)
         ]
         for number, ids in enumerate(epochs, start=1):
-            missing = len(wanted - set(ids))
-            surplus = len(ids) - len(set(ids) & wanted)
-            if (missing or surplus) and run.went_past(number * evidence.sizes.steps_per_epoch - 1):
-                found = f"{run.name}: in epoch {number}, {missing} samples are missing and {surplus} are too many"
-                return question.measured(missing + surplus, found=found)
+            missing = len(expected - set(ids))
+            extra = len(ids) - len(set(ids) & expected)
+            if (missing or extra) and run.completed(number * evidence.sizes.steps_per_epoch - 1):
+                found = f"{run.name}: in epoch {number}, {missing} samples are missing and {extra} are too many"
+                return result.measured(missing + extra, found=found)
         if epochs[0] == epochs[1] != []:
-            return question.measured(len(wanted), found=f"{run.name}: both epochs have the same order")
-    return question.measured(0)
+            return result.measured(len(expected), found=f"{run.name}: both epochs have the same order")
+    return result.measured(0)
 
 
 @check(
@@ -72,22 +72,22 @@ def order(question: Check, evidence: Evidence) -> Check:
     "A sample's content depends on the micro-batch, the process, or a random state: key its draws by seed, epoch and "
     "sample, as Paceline's own augmentation does.",
 )
-def samples(question: Check, evidence: Evidence) -> Check:
+def samples(result: Check, evidence: Evidence) -> Check:
     """The same samples with the same contents in every run; augmented anew in each epoch, if the recipe augments."""
     mixes = evidence.recipe.data.mix.mixup > 0 or evidence.recipe.data.mix.cutmix > 0
     # Mixed samples have partners in their micro-batch.
-    others = evidence.as_asked if mixes else evidence.runs
-    wanted = _by_step(evidence.asked)
-    for run in others:
+    runs = evidence.unchanged_runs if mixes else evidence.runs
+    expected = _by_step(evidence.unchanged)
+    for run in runs:
         found = _by_step(run)
-        apart = [step for step, samples_of_it in wanted.items() if not _same(found.get(step, []), samples_of_it)]
-        if apart and not run.trouble:
-            text = f"{run.name}: step {apart[0] + 1} has other samples, or other contents, than in one process"
-            return question.measured(len(apart), found=text)
+        differing = [step for step, step_samples in expected.items() if not _same(found.get(step, []), step_samples)]
+        if differing and not run.trouble:
+            text = f"{run.name}: step {differing[0] + 1} has other samples, or other contents, than in one process"
+            return result.measured(len(differing), found=text)
     is_cropped = evidence.recipe.data.augment.crop != "none" and "data.augment.crop" not in evidence.plans[1].unused
     if is_cropped and not _varies(evidence):
-        return question.failed(f"data.augment.crop={evidence.recipe.data.augment.crop} gives the same in every epoch")
-    return question.measured(0)
+        return result.failed(f"data.augment.crop={evidence.recipe.data.augment.crop} gives the same in every epoch")
+    return result.measured(0)
 
 
 @check(
@@ -96,11 +96,11 @@ def samples(question: Check, evidence: Evidence) -> Check:
     "Use them in the loss, remove them, or set requires_grad=False: they never learn, and runs of several "
     "processes refuse them.",
 )
-def parameters(question: Check, evidence: Evidence) -> Check:
+def parameters(result: Check, evidence: Evidence) -> Check:
     """Every trainable parameter gets a gradient in some step."""
-    steps = evidence.asked.ranks[0].steps
+    steps = evidence.unchanged.ranks[0].steps
     unused = [name for name in steps[0].without_gradient if all(name in step.without_gradient for step in steps)]
-    return question.measured(len(unused), found=f"without a gradient: {named(unused)}" if unused else "")
+    return result.measured(len(unused), found=f"without a gradient: {named(unused)}" if unused else "")
 
 
 @check(
@@ -109,9 +109,9 @@ def parameters(question: Check, evidence: Evidence) -> Check:
     "The optimizer does not get the gradient of the loss: look for code that changes gradients, "
     "weights the micro-batches or draws random numbers before the loss.",
 )
-def gradient(question: Check, evidence: Evidence) -> Check:
+def gradient(result: Check, evidence: Evidence) -> Check:
     """The trainer against a plain loop over the same micro-batches."""
-    return _worst(question, _against_parts(evidence, evidence.asked, evidence.sizes.whole_steps), evidence)
+    return _worst(result, _against_parts(evidence, evidence.unchanged, evidence.sizes.full_steps), evidence)
 
 
 @check(
@@ -120,18 +120,22 @@ def gradient(question: Check, evidence: Evidence) -> Check:
     "A task's loss is the mean over its micro-batch's samples, and the trainer weights it: do not divide by the number "
     "of micro-batches, or sum instead of averaging.",
 )
-def accumulation(question: Check, evidence: Evidence) -> Check:
+def accumulation(result: Check, evidence: Evidence) -> Check:
     """Runs with one batch and with micro-batches, each against one plain pass over the whole batch."""
-    sizes, nature = evidence.sizes, evidence.nature
-    rest = ""
-    if not nature.is_at_rest:
-        stilled = [*(["dropout off"] if nature.dropouts else []), *(["BatchNorm frozen"] if nature.norms else [])]
-        rest = f" ({', '.join(stilled)})"
-    question = question.about(f"1 and {sizes.micro_batches} micro-batches against one plain pass{rest}")
-    if nature.uncomparable:
-        return question.not_applicable(nature.uncomparable)
-    gaps = [gap for run in (evidence.whole, evidence.parts) for gap in _against_whole(evidence, run, sizes.whole_steps)]
-    return _worst(question, gaps, evidence)
+    sizes, probe = evidence.sizes, evidence.probe
+    suffix = ""
+    if not probe.is_deterministic:
+        changes = [*(["dropout off"] if probe.dropouts else []), *(["BatchNorm frozen"] if probe.norms else [])]
+        suffix = f" ({', '.join(changes)})"
+    result = result.about(f"1 and {sizes.micro_batches} micro-batches against one plain pass{suffix}")
+    if probe.incomparable:
+        return result.not_applicable(probe.incomparable)
+    gaps = [
+        gap
+        for run in (evidence.one_batch, evidence.micro_batched)
+        for gap in _against_whole(evidence, run, sizes.full_steps)
+    ]
+    return _worst(result, gaps, evidence)
 
 
 @check(
@@ -140,19 +144,19 @@ def accumulation(question: Check, evidence: Evidence) -> Check:
     "The last, smaller step of an epoch is dropped or weighted wrongly: divide by the actual number of samples, not by "
     "the recipe's batch size.",
 )
-def tail(question: Check, evidence: Evidence) -> Check:
+def tail(result: Check, evidence: Evidence) -> Check:
     """An epoch's last step, which has fewer samples."""
     sizes = evidence.sizes
     step = sizes.tail_step
-    question = question.about(f"an epoch's last {sizes.tail} samples, in parts, against plain PyTorch")
+    result = result.about(f"an epoch's last {sizes.tail} samples, in parts, against plain PyTorch")
     for run in evidence.runs:
-        taken = sum(len(each.ids) + len(each.broken) for each in run.micro_batches if each.step == step)
-        if taken != sizes.tail and run.went_past(step):
-            return question.failed(f"{run.name}: step {step + 1} took {taken} samples instead of {sizes.tail}")
-    gaps = [gap for run in evidence.as_asked for gap in _against_parts(evidence, run, [step])]
-    if not evidence.nature.uncomparable:
-        gaps += _against_whole(evidence, evidence.parts, [step])
-    return _worst(question, gaps, evidence)
+        used = sum(len(each.ids) + len(each.broken) for each in run.micro_batches if each.step == step)
+        if used != sizes.tail and run.completed(step):
+            return result.failed(f"{run.name}: step {step + 1} took {used} samples instead of {sizes.tail}")
+    gaps = [gap for run in evidence.unchanged_runs for gap in _against_parts(evidence, run, [step])]
+    if not evidence.probe.incomparable:
+        gaps += _against_whole(evidence, evidence.micro_batched, [step])
+    return _worst(result, gaps, evidence)
 
 
 @check(
@@ -161,23 +165,23 @@ def tail(question: Check, evidence: Evidence) -> Check:
     "The computation depends on the number of processes or the rank: look for a world size in the loss, "
     "a learning rate or a batch that is scaled by it, or state that only one process has.",
 )
-def processes(question: Check, evidence: Evidence) -> Check:
+def processes(result: Check, evidence: Evidence) -> Check:
     """Several processes against one."""
-    sizes, run = evidence.sizes, evidence.several
+    sizes, run = evidence.sizes, evidence.distributed
     each = sizes.micro_batches // sizes.processes
-    question = question.about(f"{sizes.processes} processes of {each} micro-batches against a plain loop in one")
+    result = result.about(f"{sizes.processes} processes of {each} micro-batches against a plain loop in one")
     if run is None:
-        return question.not_applicable(evidence.alone)
+        return result.not_applicable(evidence.why_alone)
     if run.trouble:
-        return question.failed(f"the run ended with {run.trouble}")
-    apart = [
+        return result.failed(f"the run ended with {run.trouble}")
+    differing = [
         number
         for number, notes in enumerate(zip(*(rank.steps for rank in run.ranks), strict=False), start=1)
         if len({note.gradient for note in notes}) > 1
     ]
-    if apart:
-        return question.failed(f"the processes got different gradients at step {apart[0]}")
-    return _worst(question, _against_parts(evidence, run, sizes.whole_steps), evidence)
+    if differing:
+        return result.failed(f"the processes got different gradients at step {differing[0]}")
+    return _worst(result, _against_parts(evidence, run, sizes.full_steps), evidence)
 
 
 @check(
@@ -186,16 +190,16 @@ def processes(question: Check, evidence: Evidence) -> Check:
     "The rate is scaled twice: optimizer.lr is for the given global batch, for any number of processes and "
     "micro-batches.",
 )
-def learning_rate(question: Check, evidence: Evidence) -> Check:
+def learning_rate(result: Check, evidence: Evidence) -> Check:
     """Each learning rate is the recipe's, scaled only by the recipe's rule."""
     gaps = [
         (
-            abs(rate - wanted) / wanted if wanted else abs(rate),
-            f"{where}: {rate:.6g} instead of {wanted:.6g}, {rate / wanted if wanted else 0:.3g} times",
+            abs(rate - expected) / expected if expected else abs(rate),
+            f"{where}: {rate:.6g} instead of {expected:.6g}, {rate / expected if expected else 0:.3g} times",
         )
-        for where, rate, wanted in _rates(evidence)
+        for where, rate, expected in _rates(evidence)
     ]
-    return _largest(question, gaps, _LIMIT_RATE)
+    return _largest(result, gaps, _LIMIT_RATE)
 
 
 @check(
@@ -203,26 +207,26 @@ def learning_rate(question: Check, evidence: Evidence) -> Check:
     "the saved average against its definition",
     "The moving average is not updated, or more than once a step, or not from the weights after the step.",
 )
-def moving_average(question: Check, evidence: Evidence) -> Check:
+def moving_average(result: Check, evidence: Evidence) -> Check:
     """The average of the weights after each optimizer step, according to its definition."""
     decay = evidence.recipe.train.ema
     if decay is None:
-        return question.not_applicable("train.ema=off")
-    gaps, ended_runs = [], [run for run in evidence.as_asked if not run.trouble]
+        return result.not_applicable("train.ema=off")
+    gaps, ended_runs = [], [run for run in evidence.unchanged_runs if not run.trouble]
     if not ended_runs:
-        return question.not_applicable(_NO_END)
+        return result.not_applicable(_NO_END)
     for run in ended_runs:
-        wanted = run.average()
-        if wanted is None:
-            return question.failed(f"{run.name}: no optimizer step was seen")
-        trained = run.saved("model")
-        saved = {key: each for key, each in run.saved("ema").items() if key in wanted}
+        expected = run.average()
+        if expected is None:
+            return result.failed(f"{run.name}: no optimizer step was seen")
+        final = run.saved("model")
+        saved = {key: each for key, each in run.saved("ema").items() if key in expected}
         # Errors are relative to the distance between the average and the final weights.
-        scale = max((trained[key].double() - wanted[key].double()).abs().max().item() for key in saved)
-        apart = max((saved[key].double() - wanted[key].double()).abs().max().item() for key in saved)
-        gap = sure(apart / scale if scale else apart)
+        scale = max((final[key].double() - expected[key].double()).abs().max().item() for key in saved)
+        distance = max((saved[key].double() - expected[key].double()).abs().max().item() for key in saved)
+        gap = nan_as_infinite(distance / scale if scale else distance)
         gaps.append((gap, f"{run.name}: off by {gap:.2g} of the way between average and weights"))
-    return _largest(question, gaps, _LIMIT_AVERAGE if evidence.nature.double else 1e-4)
+    return _largest(result, gaps, _LIMIT_AVERAGE if evidence.probe.double else 1e-4)
 
 
 @check(
@@ -231,9 +235,9 @@ def moving_average(question: Check, evidence: Evidence) -> Check:
     "Something calls eval() or train() without restoring the mode: code that evaluates must restore each module's "
     "mode; a model's factory returns it in training mode.",
 )
-def training_mode(question: Check, evidence: Evidence) -> Check:
+def training_mode(result: Check, evidence: Evidence) -> Check:
     """Training mode during training, evaluation mode during scoring, and training mode again."""
-    for run in evidence.as_asked:
+    for run in evidence.unchanged_runs:
         for rank, notes in enumerate(run.ranks):
             if not notes.micro_batches:
                 continue
@@ -241,14 +245,14 @@ def training_mode(question: Check, evidence: Evidence) -> Check:
             for note in notes.micro_batches:
                 changed = sorted(set(note.evaluating) ^ set(first))
                 if "" in note.evaluating or changed:
-                    which = "the network" if "" in note.evaluating else named(changed)
-                    text = f"{run.name}, rank {rank}, step {note.step + 1}: {which} was not in its training mode"
-                    wrong = sum("" in each.evaluating or each.evaluating != first for each in notes.micro_batches)
-                    return question.measured(wrong, found=text)
+                    modules = "the network" if "" in note.evaluating else named(changed)
+                    text = f"{run.name}, rank {rank}, step {note.step + 1}: {modules} was not in its training mode"
+                    count = sum("" in each.evaluating or each.evaluating != first for each in notes.micro_batches)
+                    return result.measured(count, found=text)
             if any(score.training for score in notes.scores):
-                return question.failed(f"{run.name}, rank {rank}: the network was scored in training mode")
-    still = evidence.asked.ranks[0].micro_batches[0].evaluating
-    return question.measured(0, found=f"in evaluation mode throughout: {named(still)}" if still else "")
+                return result.failed(f"{run.name}, rank {rank}: the network was scored in training mode")
+    in_evaluation = evidence.unchanged.ranks[0].micro_batches[0].evaluating
+    return result.measured(0, found=f"in evaluation mode throughout: {named(in_evaluation)}" if in_evaluation else "")
 
 
 @check(
@@ -257,25 +261,27 @@ def training_mode(question: Check, evidence: Evidence) -> Check:
     "A dropout is configured but does nothing, or does the same at every step: call the module, leave it "
     "in training mode, and let it draw from torch's generator.",
 )
-def dropout(question: Check, evidence: Evidence) -> Check:
+def dropout(result: Check, evidence: Evidence) -> Check:
     """Every dropout is active, and differs between steps."""
-    places = dropouts(evidence.plain.network)
-    if not places:
+    modules = dropouts(evidence.plain.network)
+    if not modules:
         options = evidence.recipe.model.options.items()
-        asked = [key for key, value in options if "drop" in key and isinstance(value, int | float) and 0 < value < 1]
-        if asked and not _varies_by_itself(evidence):
-            return question.failed(f"model.options.{asked[0]} has no effect: nothing is dropped")
-        return question.not_applicable("the network has no dropout")
-    for run in evidence.as_asked:
+        configured = [
+            key for key, value in options if "drop" in key and isinstance(value, int | float) and 0 < value < 1
+        ]
+        if configured and not _varies_by_itself(evidence):
+            return result.failed(f"model.options.{configured[0]} has no effect: nothing is dropped")
+        return result.not_applicable("the network has no dropout")
+    for run in evidence.unchanged_runs:
         notes = run.micro_batches
-        evaluating = sorted({name for note in notes for name in note.evaluating} & {each.name for each in places})
+        evaluating = sorted({name for note in notes for name in note.evaluating} & {each.name for each in modules})
         if evaluating:
-            return question.measured(len(evaluating), found=f"{run.name}: in evaluation mode: {named(evaluating)}")
+            return result.measured(len(evaluating), found=f"{run.name}: in evaluation mode: {named(evaluating)}")
         if len({note.generator for note in notes}) < len(notes):
-            return question.failed(f"{run.name}: several micro-batches draw the same random numbers")
-    inert = _inert(evidence, places)
-    text = f"without effect: {named([each.title for each in inert])}" if inert else ""
-    return question.measured(len(inert), found=text)
+            return result.failed(f"{run.name}: several micro-batches draw the same random numbers")
+    without_effect = _without_effect(evidence, modules)
+    text = f"without effect: {named([each.title for each in without_effect])}" if without_effect else ""
+    return result.measured(len(without_effect), found=text)
 
 
 @check(
@@ -284,23 +290,23 @@ def dropout(question: Check, evidence: Evidence) -> Check:
     "Each process has its own statistics when they are scored or saved, so the score depends on the process. "
     "Register them as buffers, and let the trainer make them equal.",
 )
-def buffers(question: Check, evidence: Evidence) -> Check:
+def buffers(result: Check, evidence: Evidence) -> Check:
     """Every process has the same buffers whenever weights are scored, and at the end of the run."""
-    run = evidence.several
+    run = evidence.distributed
     if run is None:
-        return question.not_applicable(evidence.alone)
+        return result.not_applicable(evidence.why_alone)
     if not any(True for _ in evidence.plain.network.buffers()):
-        return question.not_applicable("the network has no buffers")
+        return result.not_applicable("the network has no buffers")
     if run.trouble:
-        return question.not_applicable(f"{run.name}: {run.trouble}")
-    seen: dict[tuple[int, str], set[str]] = {}
+        return result.not_applicable(f"{run.name}: {run.trouble}")
+    digests_by_score: dict[tuple[int, str], set[str]] = {}
     for notes in run.ranks:
         for score in notes.scores:
-            seen.setdefault((score.position, score.weights), set()).add(score.buffers)
-        seen.setdefault((len(notes.steps), "the saved model"), set()).add(notes.final_buffers)
-    apart = [place for place, digests in seen.items() if len(digests) > 1]
-    text = f"they differ after step {apart[0][0]} ({apart[0][1]})" if apart else ""
-    return question.measured(len(apart), found=text)
+            digests_by_score.setdefault((score.position, score.weights), set()).add(score.buffers)
+        digests_by_score.setdefault((len(notes.steps), "the saved model"), set()).add(notes.final_buffers)
+    differing = [place for place, digests in digests_by_score.items() if len(digests) > 1]
+    text = f"they differ after step {differing[0][0]} ({differing[0][1]})" if differing else ""
+    return result.measured(len(differing), found=text)
 
 
 @check(
@@ -309,25 +315,25 @@ def buffers(question: Check, evidence: Evidence) -> Check:
     "Cause: a mean of batch means, or padded or omitted samples. score() returns one value for each "
     "sample, and the trainer divides once.",
 )
-def metric(question: Check, evidence: Evidence) -> Check:
+def metric(result: Check, evidence: Evidence) -> Check:
     """An evaluation of weights, compared with the same weights scored sample by sample."""
     if not evidence.sizes.evaluation_samples:
-        return question.not_applicable("nothing is evaluated")
-    gaps, ended_runs = [], [run for run in evidence.as_asked if not run.trouble]
+        return result.not_applicable("nothing is evaluated")
+    gaps, ended_runs = [], [run for run in evidence.unchanged_runs if not run.trouble]
     if not ended_runs:
-        return question.not_applicable(_NO_END)
+        return result.not_applicable(_NO_END)
     for run in ended_runs:
         for weights, samples, values in _evaluations(run):
-            wanted = evidence.sizes.evaluation_samples - _unreadable(run)
-            surplus = samples - wanted or _scored_twice(run, weights)
-            if surplus:
-                text = f"{run.name}, {weights}: {surplus:+d} samples were counted"
-                return question.measured(abs(surplus), found=text)
-            for name, true in evidence.plain.metrics(run.saved(weights)).items():
+            expected = evidence.sizes.evaluation_samples - _unreadable(run)
+            extra = samples - expected or _scored_twice(run, weights)
+            if extra:
+                text = f"{run.name}, {weights}: {extra:+d} samples were counted"
+                return result.measured(abs(extra), found=text)
+            for name, reference in evidence.plain.metrics(run.saved(weights)).items():
                 value = math.nan if values.get(name) is None else values[name]
-                text = f"{run.name}, {weights}: {name} is {value:.6g}, sample by sample {true:.6g}"
-                gaps.append((abs(value - true) / max(abs(true), 1.0), text))
-    return _largest(question, gaps, _LIMIT_METRIC)
+                text = f"{run.name}, {weights}: {name} is {value:.6g}, sample by sample {reference:.6g}"
+                gaps.append((abs(value - reference) / max(abs(reference), 1.0), text))
+    return _largest(result, gaps, _LIMIT_METRIC)
 
 
 @check(
@@ -335,23 +341,23 @@ def metric(question: Check, evidence: Evidence) -> Check:
     "the steps of each short run",
     "A run of this recipe does not finish; the checks above show what was found so far.",
 )
-def ended(question: Check, evidence: Evidence) -> Check:
+def ended(result: Check, evidence: Evidence) -> Check:
     """Every run took all its steps."""
     for run in evidence.runs:
-        taken = len(run.ranks[0].steps) if run.ranks else 0
-        if run.trouble or taken != evidence.sizes.steps:
-            text = run.trouble or f"{taken} steps instead of {evidence.sizes.steps}"
-            return question.failed(f"{run.name}: {text}")
-    return question.measured(0)
+        steps = len(run.ranks[0].steps) if run.ranks else 0
+        if run.trouble or steps != evidence.sizes.steps:
+            text = run.trouble or f"{steps} steps instead of {evidence.sizes.steps}"
+            return result.failed(f"{run.name}: {text}")
+    return result.measured(0)
 
 
-def _largest(question: Check, gaps: Iterable[tuple[float, str]], limit: float) -> Check:
+def _largest(result: Check, gaps: Iterable[tuple[float, str]], limit: float) -> Check:
     """Return the largest difference, with its text if it exceeds the limit."""
-    worst, found = max(((sure(gap), text) for gap, text in gaps), key=itemgetter(0), default=(0.0, ""))
-    return question.measured(worst, limit, found=found if worst > limit else "")
+    worst, found = max(((nan_as_infinite(gap), text) for gap, text in gaps), key=itemgetter(0), default=(0.0, ""))
+    return result.measured(worst, limit, found=found if worst > limit else "")
 
 
-def _by_step(run: Observed) -> dict[int, list[tuple[int, str]]]:
+def _by_step(run: ObservedRun) -> dict[int, list[tuple[int, str]]]:
     found: dict[int, list[tuple[int, str]]] = {}
     for note in run.micro_batches:
         found.setdefault(note.step, []).extend(zip(note.ids, note.contents, strict=True))
@@ -359,14 +365,16 @@ def _by_step(run: Observed) -> dict[int, list[tuple[int, str]]]:
     return {step: sorted(each, key=itemgetter(0)) for step, each in found.items()}
 
 
-def _same(found: list[tuple[int, str]], wanted: list[tuple[int, str]]) -> bool:
-    pairs = list(zip(found, wanted, strict=False))
-    return len(found) == len(wanted) and all(one[0] == two[0] and alike(one[1], two[1]) for one, two in pairs)
+def _same(found: list[tuple[int, str]], expected: list[tuple[int, str]]) -> bool:
+    pairs = list(zip(found, expected, strict=False))
+    return len(found) == len(expected) and all(
+        one[0] == other[0] and same_content(one[1], other[1]) for one, other in pairs
+    )
 
 
 def _varies(evidence: Evidence) -> bool:
     contents: dict[int, set[str]] = {}
-    for note in evidence.asked.micro_batches:
+    for note in evidence.unchanged.micro_batches:
         for sample, content in zip(note.ids, note.contents, strict=True):
             contents.setdefault(sample, set()).add(content)
     return any(len(each) > 1 for each in contents.values())
@@ -374,13 +382,13 @@ def _varies(evidence: Evidence) -> bool:
 
 def _varies_by_itself(evidence: Evidence) -> bool:
     """Whether the loss of the same micro-batch depends on the random state."""
-    plain, batch = evidence.plain, parts_of(evidence.asked.batches, 0)[0]
+    plain, batch = evidence.plain, parts_of(evidence.unchanged.batches, 0)[0]
     with torch.no_grad():
         first = plain.loss(batch, 0).item()
         return any(plain.loss(batch, seed).item() != first for seed in range(1, _DRAWS))
 
 
-def _inert(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
+def _without_effect(evidence: Evidence, modules: list[Dropout]) -> list[Dropout]:
     """Return dropouts without an effect on the loss while all others are off.
 
     At most eight layers and eight attributes are tried, and none if the network is random without them.
@@ -392,39 +400,39 @@ def _inert(evidence: Evidence, places: list[Dropout]) -> list[Dropout]:
         each.set(0.0)
         return not varies
 
-    evidence.plain.shake()
-    for each in places:
+    evidence.plain.perturb()
+    for each in modules:
         each.set(0.0)
-    inert: list[Dropout] = []
+    without_effect: list[Dropout] = []
     if not _varies_by_itself(evidence):
-        layers = [each for each in places if each.is_layer]
-        inert = [each for each in layers[:: -(-len(layers) // _MOST_TRIED) or 1] if is_inert(each)]
-        active = [each.name for each in layers if each not in inert]
+        layers = [each for each in modules if each.is_layer]
+        without_effect = [each for each in layers[:: -(-len(layers) // _MOST_TRIED) or 1] if is_inert(each)]
+        active = [each.name for each in layers if each not in without_effect]
         # A probability stored next to layers that were created with it may never be read again, so it may be inert.
-        numbers = [each for each in places if not each.is_layer and not any(map(each.is_around, active))]
-        inert += [each for each in numbers[:_MOST_TRIED] if is_inert(each)]
-    for each in places:
+        numbers = [each for each in modules if not each.is_layer and not any(map(each.is_around, active))]
+        without_effect += [each for each in numbers[:_MOST_TRIED] if is_inert(each)]
+    for each in modules:
         each.set(each.probability)
-    return inert
+    return without_effect
 
 
 Groups = Sequence[Sequence[Batch]]
-_Gap = tuple[Observed, int, Difference]
+_Gap = tuple[ObservedRun, int, Difference]
 
 
-def _against_whole(evidence: Evidence, run: Observed, steps: Iterable[int]) -> list[_Gap]:
+def _against_whole(evidence: Evidence, run: ObservedRun, steps: Iterable[int]) -> list[_Gap]:
     """Compare each step with one pass over its samples as they arrived: mixed samples have partners there."""
 
-    def together(batches: list[Batch]) -> Groups:
+    def as_one_batch(batches: list[Batch]) -> Groups:
         try:
             return [[joined(batches)]]
         except RuntimeError:  # padded to unequal lengths: only the pipeline knows how to pad them together
-            return [parts_of(evidence.whole.batches, batches[0].slice.step)]
+            return [parts_of(evidence.one_batch.batches, batches[0].slice.step)]
 
-    return _gaps(run, steps, run, together, evidence.plain_whole)
+    return _gaps(run, steps, run, as_one_batch, evidence.plain_one_batch)
 
 
-def _against_parts(evidence: Evidence, run: Observed, steps: Iterable[int]) -> list[_Gap]:
+def _against_parts(evidence: Evidence, run: ObservedRun, steps: Iterable[int]) -> list[_Gap]:
     """Compare each step with its micro-batches one after the other, as they arrived in one process.
 
     All micro-batches of a process start with the same buffers; in an exact run, all of the step do.
@@ -437,11 +445,15 @@ def _against_parts(evidence: Evidence, run: Observed, steps: Iterable[int]) -> l
             groups.setdefault(batch.slice.logical_rank // per_process, []).append(batch)
         return list(groups.values())
 
-    return _gaps(run, steps, evidence.asked, grouped, evidence.plain)
+    return _gaps(run, steps, evidence.unchanged, grouped, evidence.plain)
 
 
 def _gaps(
-    run: Observed, steps: Iterable[int], source: Observed, grouped: Callable[[list[Batch]], Groups], plain: Plain
+    run: ObservedRun,
+    steps: Iterable[int],
+    source: ObservedRun,
+    grouped: Callable[[list[Batch]], Groups],
+    plain: PlainLoop,
 ) -> list[_Gap]:
     """Return the difference of a run's gradients from a plain loop's, for steps whose weights were kept.
 
@@ -461,15 +473,15 @@ def _gaps(
     return found
 
 
-def _worst(question: Check, gaps: Sequence[_Gap], evidence: Evidence) -> Check:
+def _worst(result: Check, gaps: Sequence[_Gap], evidence: Evidence) -> Check:
     if not gaps:
-        return question.failed("there was no such step")
-    limit = evidence.nature.limit
+        return result.failed("there was no such step")
+    limit = evidence.probe.limit
     run, step, worst = next((gap for gap in gaps if not gap[2].relative <= limit), gaps[0])
     if worst.relative <= limit:
-        return question.measured(max(gap[2].relative for gap in gaps), limit)
+        return result.measured(max(gap[2].relative for gap in gaps), limit)
     found = f"{run.name}, step {step + 1}: {worst.ratio:.3g} times the expected gradient, differs most in {worst.where}"
-    return question.measured(worst.relative, limit, found=found)
+    return result.measured(worst.relative, limit, found=found)
 
 
 # Allowed relative differences: a learning rate is one multiplication, an average has some hundred additions, and a
@@ -485,35 +497,35 @@ def _rates(evidence: Evidence) -> Iterator[tuple[str, float, float]]:
     recipe = evidence.recipe
     grouped = recipe.optimizer.groups or recipe.optimizer.layer_decay is not None
     for run in evidence.runs:
-        wanted = _peak(run.recipe, evidence.sizes.global_batch)
+        peak_rate = _peak(run.recipe, evidence.sizes.global_batch)
         for notes in run.ranks:
             for number, step in enumerate(notes.steps, start=1):
                 for rate, factor in step.rates:
-                    yield f"{run.name}, step {number}", rate, wanted * (factor if grouped else 1.0)
+                    yield f"{run.name}, step {number}", rate, peak_rate * (factor if grouped else 1.0)
     for count, plan in evidence.plans.items():
-        top = plan.warmup_steps - (1 if recipe.schedule.name == "one_cycle" else 0)
-        if top < plan.total_steps and all(each > top for each in plan.milestone_steps):
-            rate = LearningRate.of(recipe.schedule, plan)(top)
+        peak_step = plan.warmup_steps - (1 if recipe.schedule.name == "one_cycle" else 0)
+        if peak_step < plan.total_steps and all(each > peak_step for each in plan.milestone_steps):
+            rate = LearningRate.of(recipe.schedule, plan)(peak_step)
             # By then the batch may have grown.
-            batch = plan.epochs.phase_at(top).global_batch_size
-            where = f"the schedule with {count} process{'es' * (count > 1)}, step {top + 1}"
+            batch = plan.epochs.phase_at(peak_step).global_batch_size
+            where = f"the schedule with {count} process{'es' * (count > 1)}, step {peak_step + 1}"
             yield where, rate, _peak(recipe, min(batch, plan.train_samples))
 
 
 def _peak(recipe: Recipe, batch: int) -> float:
-    asked = recipe.optimizer
-    ratio = 1.0 if asked.lr_reference_batch is None else batch / asked.lr_reference_batch
-    factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[asked.lr_scaling]
-    return asked.lr * factor
+    optimizer = recipe.optimizer
+    ratio = 1.0 if optimizer.lr_reference_batch is None else batch / optimizer.lr_reference_batch
+    factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optimizer.lr_scaling]
+    return optimizer.lr * factor
 
 
-def _unreadable(run: Observed) -> int:
+def _unreadable(run: ObservedRun) -> int:
     """Return how many held-out samples were left out because they were unreadable."""
     incidents = read_events(RunDirectory(run.run_dir).events, kinds={"incident"})
     return sum(event["incident"] == "broken_sample" and event.get("split") == "validation" for event in incidents)
 
 
-def _scored_twice(run: Observed, weights: str) -> int:
+def _scored_twice(run: ObservedRun, weights: str) -> int:
     """Return how many samples of the last evaluation were scored more than once, on any process."""
     scores = [score for notes in run.ranks for score in notes.scores if score.weights == weights]
     last = max((score.position for score in scores), default=0)
@@ -521,7 +533,7 @@ def _scored_twice(run: Observed, weights: str) -> int:
     return len(ids) - len(set(ids))
 
 
-def _evaluations(run: Observed) -> list[tuple[str, int, dict[str, float]]]:
+def _evaluations(run: ObservedRun) -> list[tuple[str, int, dict[str, float]]]:
     """Return weights, samples and metrics of a run's last evaluation."""
     events = list(read_events(RunDirectory(run.run_dir).events, kinds={"evaluation"}))
     last = max((event["step"] for event in events), default=0)

@@ -15,8 +15,8 @@ from paceline.errors import RecipeError
 from paceline.optim.embedding_optim import has_sparse_gradients
 from paceline.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline_advisor.prove.notes import Observed, copies_of, rows_of
-from paceline_advisor.prove.reference import Plain, difference, dropouts, norms, put_to_rest
+from paceline_advisor.prove.notes import ObservedRun, copies_of, rows_of
+from paceline_advisor.prove.reference import PlainLoop, difference, dropouts, make_deterministic, norms
 from paceline_advisor.prove.runs import Runner, Sizes, shortened
 
 # Allowed difference of gradients, relative to the largest value: typical, and maximum. Another order of summation
@@ -26,7 +26,7 @@ _TIMES_THE_NOISE = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nature:
+class NumericsProbe:
     """Properties of a network that its proof depends on.
 
     Attributes:
@@ -36,7 +36,7 @@ class Nature:
         norms: Names of the BatchNorm layers that normalise by their micro-batch.
         dropouts: Names of the modules with random dropout.
         statistics: Fixed statistics for the norms, by buffer name.
-        uncomparable: Why the gradient of a batch may differ from that of its micro-batches, even without dropout and
+        incomparable: Why the gradient of a batch may differ from that of its micro-batches, even without dropout and
             with fixed statistics; empty if they must agree.
     """
 
@@ -46,58 +46,58 @@ class Nature:
     norms: tuple[str, ...]
     dropouts: tuple[str, ...]
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
-    uncomparable: str = ""
+    incomparable: str = ""
 
     @property
-    def is_at_rest(self) -> bool:
+    def is_deterministic(self) -> bool:
         """Whether the network needs no changes to be deterministic."""
         return not self.norms and not self.dropouts
 
     @property
-    def rest(self) -> Callable[[nn.Module], None] | None:
+    def alter(self) -> Callable[[nn.Module], None] | None:
         """Return a function that makes such a network deterministic; None if no change is needed."""
-        return None if self.is_at_rest else lambda network: put_to_rest(network, self.statistics)
+        return None if self.is_deterministic else lambda network: make_deterministic(network, self.statistics)
 
 
-def look(runner: Runner) -> Nature:
+def probe_numerics(runner: Runner) -> NumericsProbe:
     """Examine a recipe's network by a few forward and backward passes.
 
     Raises:
         RecipeError: If its gradients are sparse.
     """
-    whole = shortened(runner.recipe, runner.sizes, micro_batch=runner.sizes.global_batch)
-    double, numbers, usual, most = _numbers(runner)
+    recipe = shortened(runner.recipe, runner.sizes, micro_batch=runner.sizes.global_batch)
+    double, numbers, typical_limit, largest_limit = _precision(runner)
     runner = replace(runner, double=double)
-    with contextlib.closing(Plain(whole, runner.orders("look"))) as plain:
+    with contextlib.closing(PlainLoop(recipe, runner.config("look"))) as plain:
         if has_sparse_gradients(plain.network):
             raise RecipeError(
                 "prove compares gradients number by number, and sparse ones are not supported yet; prove the recipe "
                 "with dense ones (model.options={sparse: false}), which give the same result."
             )
-        normed, dropped, batch = norms(plain.network), dropouts(plain.network), plain.first_batch()
-        nature = Nature(
+        norm_layers, dropout_modules, batch = norms(plain.network), dropouts(plain.network), plain.first_batch()
+        probe = NumericsProbe(
             double=double,
-            limit=usual,
+            limit=typical_limit,
             numbers=numbers,
-            norms=tuple(normed),
-            dropouts=tuple(dict.fromkeys(each.name for each in dropped)),
-            statistics=plain.statistics(batch) if normed else {},
+            norms=tuple(norm_layers),
+            dropouts=tuple(dict.fromkeys(each.name for each in dropout_modules)),
+            statistics=plain.statistics(batch) if norm_layers else {},
         )
-        for each in dropped:
+        for each in dropout_modules:
             each.set(0.0)
         noise = _noise(plain, batch)
-    with contextlib.closing(Plain(whole, runner.orders("look-at-rest"), nature.rest)) as plain:
-        nature = replace(nature, uncomparable=_uncomparable(plain, runner.sizes.micro_batch, most))
-        noise = max(noise, 0.0 if nature.uncomparable else _noise(plain, plain.first_batch()))
-    return replace(nature, limit=min(max(usual, _TIMES_THE_NOISE * noise), most))
+    with contextlib.closing(PlainLoop(recipe, runner.config("look-at-rest"), probe.alter)) as plain:
+        probe = replace(probe, incomparable=_uncomparable(plain, runner.sizes.micro_batch, largest_limit))
+        noise = max(noise, 0.0 if probe.incomparable else _noise(plain, plain.first_batch()))
+    return replace(probe, limit=min(max(typical_limit, _TIMES_THE_NOISE * noise), largest_limit))
 
 
-def _numbers(runner: Runner) -> tuple[bool, str, float, float]:
+def _precision(runner: Runner) -> tuple[bool, str, float, float]:
     """Return whether the network computes in float64, its precision in words, and the typical and maximum limits."""
     recipe = shortened(runner.recipe, runner.sizes, micro_batch=runner.sizes.micro_batch)
-    orders = replace(runner.orders("look-at-numbers"), double=True)
+    config = replace(runner.config("look-at-numbers"), double=True)
     try:
-        with contextlib.closing(Plain(recipe, orders)) as plain:
+        with contextlib.closing(PlainLoop(recipe, config)) as plain:
             loss = plain.loss(plain.first_batch())
             loss.backward()  # type: ignore[no-untyped-call]  # torch
     except (RuntimeError, TypeError, ValueError):
@@ -107,7 +107,7 @@ def _numbers(runner: Runner) -> tuple[bool, str, float, float]:
     return True, f"float64, but the loss in {str(loss.dtype).removeprefix('torch.')}", *_LIMITS[False]
 
 
-def _noise(plain: Plain, batch: Batch) -> float:
+def _noise(plain: PlainLoop, batch: Batch) -> float:
     """Return the relative change of the gradient if the batch's samples are reversed; 0 if it is not finite."""
     tensors = copies_of(plain.network)
     forward = dict(plain.gradients(tensors, [[batch]]))
@@ -116,7 +116,7 @@ def _noise(plain: Plain, batch: Batch) -> float:
     return noise if math.isfinite(noise) else 0.0
 
 
-def _uncomparable(plain: Plain, micro_batch: int, limit: float) -> str:
+def _uncomparable(plain: PlainLoop, micro_batch: int, limit: float) -> str:
     batch, tensors = plain.first_batch(), copies_of(plain.network)
 
     def loss(seed: int) -> float:
@@ -145,35 +145,39 @@ class Evidence:
         recipe: The user's recipe.
         plans: Its plans, not shortened, by number of processes.
         sizes: Sizes of the short runs.
-        nature: Properties of the network.
-        whole: A run with one batch per step, the network deterministic.
-        parts: A run with micro-batches, the network deterministic.
-        asked: A run with micro-batches, the network unchanged.
-        several: The run ``asked`` in several processes; None if it was not possible.
-        alone: Why it was not possible; otherwise empty.
-        plain_whole: The plain loop for one batch, the network deterministic.
+        probe: Properties of the network.
+        one_batch: A run with one batch per step, the network deterministic.
+        micro_batched: A run with micro-batches, the network deterministic.
+        unchanged: A run with micro-batches, the network unchanged.
+        distributed: The run ``unchanged`` in several processes; None if it was not possible.
+        why_alone: Why it was not possible; otherwise empty.
+        plain_one_batch: The plain loop for one batch, the network deterministic.
         plain: The plain loop for micro-batches, the network unchanged.
     """
 
     recipe: Recipe
     plans: dict[int, Plan]
     sizes: Sizes
-    nature: Nature
-    whole: Observed
-    parts: Observed
-    asked: Observed
-    several: Observed | None
-    alone: str
-    plain_whole: Plain
-    plain: Plain
+    probe: NumericsProbe
+    one_batch: ObservedRun
+    micro_batched: ObservedRun
+    unchanged: ObservedRun
+    distributed: ObservedRun | None
+    why_alone: str
+    plain_one_batch: PlainLoop
+    plain: PlainLoop
 
     @property
-    def runs(self) -> list[Observed]:
+    def runs(self) -> list[ObservedRun]:
         """Every run, without duplicates."""
-        found = [self.whole, self.parts, *([] if self.asked is self.parts else [self.asked])]
-        return found + ([] if self.several is None else [self.several])
+        in_process = [
+            self.one_batch,
+            self.micro_batched,
+            *([] if self.unchanged is self.micro_batched else [self.unchanged]),
+        ]
+        return in_process + ([] if self.distributed is None else [self.distributed])
 
     @property
-    def as_asked(self) -> list[Observed]:
+    def unchanged_runs(self) -> list[ObservedRun]:
         """The runs with the unchanged network."""
-        return [self.asked, *([] if self.several is None else [self.several])]
+        return [self.unchanged, *([] if self.distributed is None else [self.distributed])]

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from paceline.checkpoint.weights import read_weights
-from paceline.data.batch import Batch, chosen
+from paceline.data.batch import Batch, select_rows
 from paceline.recipe.schema import Recipe
 
 Verdict = Literal["passed", "failed", "not applicable"]
@@ -61,7 +61,7 @@ class Check:
         return replace(self, verdict="not applicable", found=reason, advice="")
 
 
-def sure(difference: float) -> float:
+def nan_as_infinite(difference: float) -> float:
     """Return the difference, or infinity for NaN, so that it compares as the largest."""
     return math.inf if math.isnan(difference) else difference
 
@@ -71,12 +71,12 @@ def named(names: list[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-ORDERS_VARIABLE = "PACELINE_PROVE"
+CONFIG_VARIABLE = "PACELINE_PROVE"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders:
-    """Settings of a witness.
+class RecorderConfig:
+    """Settings of a recorder.
 
     Attributes:
         task: The task that the user's recipe names.
@@ -103,7 +103,7 @@ class MicroBatchNote:
         step: Its step, from 0.
         logical_rank: Its logical rank.
         ids: Its samples, without those that could not be read.
-        contents: Digests of each sample's input and target, for :func:`alike`.
+        contents: Digests of each sample's input and target, for :func:`same_content`.
         phantom: Whether the pass is only there to keep processes in step, and does not count.
         generator: A digest of the state of torch's generator before the loss.
         evaluating: Modules that were in evaluation mode when the network was called.
@@ -165,12 +165,12 @@ class Notes:
 
     @classmethod
     def read(cls, path: Path) -> Notes:
-        """Read what :meth:`Witness.finish` wrote."""
+        """Read what :meth:`Recorder.finish` wrote."""
         return TypeAdapter(cls).validate_json(path.read_bytes())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observed:
+class ObservedRun:
     """A finished run.
 
     Attributes:
@@ -206,7 +206,7 @@ class Observed:
         found = [each for notes in self.ranks for each in notes.micro_batches if not each.phantom]
         return sorted(found, key=lambda each: (each.step, each.logical_rank))
 
-    def went_past(self, step: int) -> bool:
+    def completed(self, step: int) -> bool:
         """Whether a step, from 0, was completed: the run has ended, or is in a later step."""
         return not self.trouble or any(note.step > step for note in self.micro_batches)
 
@@ -215,11 +215,11 @@ class Observed:
         path = self.folder / f"step-{number}.pt"
         if not path.exists():
             return None
-        kept = torch.load(path, weights_only=True)
-        return kept["weights"], kept["gradients"]
+        state = torch.load(path, weights_only=True)
+        return state["weights"], state["gradients"]
 
     def average(self) -> dict[str, Tensor] | None:
-        """Return the moving average as computed by the witness; None if it computed none."""
+        """Return the moving average as computed by the recorder; None if it computed none."""
         path = self.folder / "average.pt"
         found: dict[str, Tensor] | None = torch.load(path, weights_only=True) if path.exists() else None
         return found
@@ -241,12 +241,12 @@ def copies_of(network: nn.Module) -> dict[str, Tensor]:
 
 def rows_of(batch: Batch, rows: Sequence[int]) -> Batch:
     """Return some of a batch's samples, optionally in another order."""
-    inputs, targets = (chosen(each, rows, of=len(batch.ids)) for each in (batch.inputs, batch.targets))
+    inputs, targets = (select_rows(each, rows, size=len(batch.ids)) for each in (batch.inputs, batch.targets))
     return replace(batch, inputs=inputs, targets=targets, ids=batch.ids[list(rows)])
 
 
 def content_of(tensors: Iterable[Tensor]) -> str:
-    """Return digests of a sample's tensors, each [1, ...], for :func:`alike`: with and without their padding.
+    """Return digests of a sample's tensors, each [1, ...], for :func:`same_content`: with and without their padding.
 
     A sample that is shorter than others in its batch is padded to a length that depends on them.
     """
@@ -255,21 +255,21 @@ def content_of(tensors: Iterable[Tensor]) -> str:
 
 def _content(row: Tensor) -> str:
     """Return three digests: of a row; of the row without its trailing equal values; of the latter and that value."""
-    stem, padding = row, None
+    unpadded, padding = row, None
     if row.ndim and row.numel():
         padding = row[-1].reshape(-1)[0]
         differ = (row != padding).reshape(len(row), -1).any(dim=1).nonzero()
-        stem = row[: int(differ[-1]) + 1 if len(differ) else 0]
+        unpadded = row[: int(differ[-1]) + 1 if len(differ) else 0]
     kind = f"{row.dtype}{tuple(row.shape[1:])}"
-    parts = [(kind, row), (kind, stem), (f"{kind}{None if padding is None else padding.item()!r}", stem)]
-    return ",".join(hashlib.sha256(f"{what} {digest_of([each])}".encode()).hexdigest()[:16] for what, each in parts)
+    parts = [(kind, row), (kind, unpadded), (f"{kind}{None if padding is None else padding.item()!r}", unpadded)]
+    return ",".join(hashlib.sha256(f"{label} {digest_of([each])}".encode()).hexdigest()[:16] for label, each in parts)
 
 
-def alike(one: str, other: str) -> bool:
+def same_content(a: str, b: str) -> bool:
     """Whether two samples have the same contents apart from padding."""
-    parts = [(mine.split(","), its.split(",")) for mine, its in zip(one.split(";"), other.split(";"), strict=False)]
-    return one.count(";") == other.count(";") and all(
-        mine[0] in its[:2] or its[0] in mine[:2] or mine[2:] == its[2:] for mine, its in parts
+    parts = [(first.split(","), second.split(",")) for first, second in zip(a.split(";"), b.split(";"), strict=False)]
+    return a.count(";") == b.count(";") and all(
+        first[0] in second[:2] or second[0] in first[:2] or first[2:] == second[2:] for first, second in parts
     )
 
 

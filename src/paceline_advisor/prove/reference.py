@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.data.batch import Batch, copied, joined_along_samples
-from paceline.data.random_draws import seed_of
+from paceline.data.random_draws import derive_seed
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.preparation import prepare
 from paceline.world import World
-from paceline_advisor.prove.notes import Orders, sure, tensors_of
-from paceline_advisor.prove.witness import Witness
+from paceline_advisor.prove.notes import RecorderConfig, nan_as_infinite, tensors_of
+from paceline_advisor.prove.recorder import Recorder
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def norms(network: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def put_to_rest(network: nn.Module, statistics: Mapping[str, Tensor]) -> None:
+def make_deterministic(network: nn.Module, statistics: Mapping[str, Tensor]) -> None:
     """Turn off dropouts, and make BatchNorm normalise by fixed statistics.
 
     Args:
@@ -121,35 +121,37 @@ class Difference:
     where: str
 
 
-def difference(found: Gradients, wanted: Gradients) -> Difference:
+def difference(actual: Gradients, expected: Gradients) -> Difference:
     """Return the difference of a gradient from another one; a parameter without a gradient counts as zeros."""
-    largest, where, apart, product, square = 0.0, "", 0.0, 0.0, 0.0
-    for name, target in wanted.items():
-        here = found.get(name)
-        one = torch.zeros(1, dtype=torch.float64) if here is None else here.double()
-        other = torch.zeros_like(one) if target is None else target.double()
-        largest = max(largest, other.abs().max().item())
-        product += (one * other).sum().item()
-        square += (other * other).sum().item()
-        gap = sure((one - other).abs().max().item())
-        if gap > apart:
-            apart, where = gap, name
-    relative = sure(apart / largest) if largest else apart
+    largest, where, largest_gap, product, square = 0.0, "", 0.0, 0.0, 0.0
+    for name, target in expected.items():
+        gradient = actual.get(name)
+        value = torch.zeros(1, dtype=torch.float64) if gradient is None else gradient.double()
+        reference = torch.zeros_like(value) if target is None else target.double()
+        largest = max(largest, reference.abs().max().item())
+        product += (value * reference).sum().item()
+        square += (reference * reference).sum().item()
+        gap = nan_as_infinite((value - reference).abs().max().item())
+        if gap > largest_gap:
+            largest_gap, where = gap, name
+    relative = nan_as_infinite(largest_gap / largest) if largest else largest_gap
     return Difference(relative, product / square if square else 1.0, where)
 
 
-class Plain:
+class PlainLoop:
     """A recipe's task and network without the trainer.
 
     Attributes:
         network: The network, with its initial weights.
     """
 
-    def __init__(self, recipe: Recipe, orders: Orders, alter: Callable[[nn.Module], None] | None = None) -> None:
-        witness = Witness(build_task(recipe), orders, alter)
+    def __init__(
+        self, recipe: Recipe, config: RecorderConfig, alter: Callable[[nn.Module], None] | None = None
+    ) -> None:
+        recorder = Recorder(build_task(recipe), config, alter)
         self._recipe = recipe
-        self._prepared = prepare(recipe, witness, World())
-        self._task = witness.task
+        self._prepared = prepare(recipe, recorder, World())
+        self._task = recorder.task
         self.network = self._prepared.network
 
     def close(self) -> None:
@@ -163,17 +165,17 @@ class Plain:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load weights and buffers, by name."""
         with torch.no_grad():
-            for name, own in tensors_of(self.network).items():
-                own.copy_(tensors[name])
+            for name, tensor in tensors_of(self.network).items():
+                tensor.copy_(tensors[name])
 
     def loss(self, batch: Batch, seed: int | None = None) -> Tensor:
         """Return the task's loss of a batch, with random numbers keyed by the batch's position or by ``seed``."""
-        place = batch.slice
-        drawn = seed_of(self._recipe.seed, place.step, place.logical_rank)
-        torch.manual_seed(drawn if seed is None else seed)
+        position = batch.slice
+        position_seed = derive_seed(self._recipe.seed, position.step, position.logical_rank)
+        torch.manual_seed(position_seed if seed is None else seed)
         # A copy: a network may write into its inputs.
-        own = replace(batch, inputs=copied(batch.inputs), targets=copied(batch.targets))
-        return self._task.loss(self.network, own)
+        copy = replace(batch, inputs=copied(batch.inputs), targets=copied(batch.targets))
+        return self._task.loss(self.network, copy)
 
     def gradients(self, tensors: Mapping[str, Tensor], groups: Sequence[Sequence[Batch]]) -> Gradients:
         """Return the gradient of the mean loss over the samples of all batches, clipped as the recipe says.
@@ -194,13 +196,13 @@ class Plain:
         for group in groups:
             self.load(tensors)
             for batch in group:
-                share = self.loss(batch) * (batch.weight / total)
-                share.backward()  # type: ignore[no-untyped-call]  # torch
-        asked, parameters = self._recipe.optimizer, list(self.network.parameters())
-        if asked.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, asked.clip_norm)
-        if asked.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(parameters, asked.clip_value)
+                weighted_loss = self.loss(batch) * (batch.weight / total)
+                weighted_loss.backward()  # type: ignore[no-untyped-call]  # torch
+        optimizer, parameters = self._recipe.optimizer, list(self.network.parameters())
+        if optimizer.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, optimizer.clip_norm)
+        if optimizer.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(parameters, optimizer.clip_value)
         return {name: each.grad for name, each in self.network.named_parameters() if each.requires_grad}
 
     def metrics(self, state: Mapping[str, Tensor]) -> dict[str, float]:
@@ -208,15 +210,15 @@ class Plain:
         self.network.load_state_dict(state)
         with evaluation_mode([self.network]), torch.no_grad():
             batches = self._prepared.pipeline.evaluation_batches(1, World())
-            asked = self._task.evaluated(self.network)
-            scored = [(self._task.score(asked, batch), batch.ids) for batch in batches if len(batch.ids)]
+            model = self._task.evaluated(self.network)
+            scores = [(self._task.score(model, batch), batch.ids) for batch in batches if len(batch.ids)]
 
         def total(name: str | None) -> float:
-            return sum(1.0 if name is None else each[name].double().sum().item() for each, _ in scored)
+            return sum(1.0 if name is None else each[name].double().sum().item() for each, _ in scores)
 
         found: dict[str, float] = {}
         for collector in self._task.collectors():
-            for each, ids in scored:
+            for each, ids in scores:
                 collector.add(each, ids)
             found |= collector.results([collector.part()])
         means = (metric for metric in self._task.metrics if not metric.is_collected)
@@ -237,15 +239,15 @@ class Plain:
 
     def answers(self, batch: Batch) -> Tensor | None:
         """Return the network's output in the loss of a batch; None if it is not a tensor with a row per sample."""
-        seen: list[object] = []
-        hook = self.network.register_forward_hook(lambda *given: seen.append(given[2]))
+        outputs: list[object] = []
+        hook = self.network.register_forward_hook(lambda *hook_arguments: outputs.append(hook_arguments[2]))
         with torch.no_grad():
             self.loss(batch)
         hook.remove()
-        answer = seen[-1] if seen else None
+        answer = outputs[-1] if outputs else None
         return answer if isinstance(answer, Tensor) and len(answer) == len(batch.ids) else None
 
-    def shake(self) -> None:
+    def perturb(self) -> None:
         """Perturb every weight at random: values that start at zero would hide the layers before them."""
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():

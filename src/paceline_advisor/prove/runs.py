@@ -11,8 +11,8 @@ from torch import nn
 
 from paceline.errors import RecipeError, TrainingError
 from paceline.plan import Plan
-from paceline.plan.batching import with_fitting_ghosts
-from paceline.recipe.layers import set_keys, spelled
+from paceline.plan.batching import with_valid_ghost_size
+from paceline.recipe.layers import format_override, set_keys
 from paceline.recipe.load import load_recipe, to_tree, to_yaml
 from paceline.recipe.running import Checkpoint, Parallel, Profile, Telemetry
 from paceline.recipe.schedule import Schedule
@@ -24,8 +24,8 @@ from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.train import Options, train_recipe
 from paceline.units import Duration
 from paceline_advisor.launches import Launch, OverdueError, said
-from paceline_advisor.prove.notes import ORDERS_VARIABLE, Observed, Orders
-from paceline_advisor.prove.witness import REFERENCE, Witness
+from paceline_advisor.prove.notes import CONFIG_VARIABLE, ObservedRun, RecorderConfig
+from paceline_advisor.prove.recorder import REFERENCE, Recorder
 
 # Keys of ``parallel`` that only determine how several devices divide the work.
 _OF_OTHER_MACHINES = (
@@ -40,31 +40,31 @@ _OF_OTHER_MACHINES = (
 )
 
 
-def neutral(recipe: Recipe) -> Recipe:
+def portable(recipe: Recipe) -> Recipe:
     """Return the recipe without settings that need another machine or number of processes.
 
     Its results, steps and rates are the same.
     """
-    here = {key: getattr(Parallel(), key) for key in _OF_OTHER_MACHINES}
+    defaults = {key: getattr(Parallel(), key) for key in _OF_OTHER_MACHINES}
     return replace(
         recipe,
         model=replace(recipe.model, compile=False),
         data=replace(recipe.data, sampling="uniform"),
         train=replace(recipe.train, precision="fp32", float32_matmul="auto", deterministic=False),
-        parallel=replace(recipe.parallel, device="cpu", **here),
+        parallel=replace(recipe.parallel, device="cpu", **defaults),
         telemetry=replace(recipe.telemetry, profile=Profile()),
     )
 
 
-def bare(recipe: Recipe) -> Recipe:
+def without_unneeded(recipe: Recipe) -> Recipe:
     """Return the neutral recipe, without settings that a short run does not need, or that would look like errors."""
-    found = neutral(recipe)
+    neutral = portable(recipe)
     # Adapters are added after the network was made deterministic, so their dropout would remain.
-    adapters = replace(found.model.adapters, dropout=0.0)
+    adapters = replace(neutral.model.adapters, dropout=0.0)
     return replace(
-        found,
+        neutral,
         model=replace(
-            found.model,
+            neutral.model,
             pretrained=False,
             initialize_from=None,
             initialize_partly=False,
@@ -72,32 +72,33 @@ def bare(recipe: Recipe) -> Recipe:
             freeze_after={},
             adapters=adapters,
         ),
-        data=replace(found.data, augment=replace(found.data.augment, repeats=1)),
-        batch=replace(found.batch, growth={}),
-        optimizer=replace(found.optimizer, clip_adaptive=None),
-        train=replace(found.train, until=None, nonfinite="stop"),
-        evaluate=replace(found.evaluate, patience=None),
+        data=replace(neutral.data, augment=replace(neutral.data.augment, repeats=1)),
+        batch=replace(neutral.batch, growth={}),
+        optimizer=replace(neutral.optimizer, clip_adaptive=None),
+        train=replace(neutral.train, until=None, nonfinite="stop"),
+        evaluate=replace(neutral.evaluate, patience=None),
     )
 
 
-def set_aside(recipe: Recipe) -> list[str]:
+def unproved_settings(recipe: Recipe) -> list[str]:
     """Return the recipe's non-default settings that a proof leaves out, as overrides."""
-    left, usual = bare(recipe), Recipe()
+    proved, defaults = without_unneeded(recipe), Recipe()
     return [
-        spelled(recipe, key)
+        format_override(recipe, key)
         for key in set_keys(to_tree(recipe))
-        if key != "parallel.device" and spelled(recipe, key) not in (spelled(left, key), spelled(usual, key))
+        if key != "parallel.device"
+        and format_override(recipe, key) not in (format_override(proved, key), format_override(defaults, key))
     ]
 
 
 def unused(plans: Iterable[Plan]) -> dict[str, str]:
     """Return the keys that none of a recipe's neutral plans uses, with the reason, except those left out anyway."""
     first, *others = plans
-    aside = ("telemetry.profile.", *(f"parallel.{key}" for key in _OF_OTHER_MACHINES))
+    skipped = ("telemetry.profile.", *(f"parallel.{key}" for key in _OF_OTHER_MACHINES))
     return {
         key: why
         for key, why in first.unused.items()
-        if not key.startswith(aside) and all(key in other.unused for other in others)
+        if not key.startswith(skipped) and all(key in other.unused for other in others)
     }
 
 
@@ -107,7 +108,7 @@ _FULL_STEPS = 2
 _HELD_OUT = 37
 _MICRO_BATCHES = (4, 3, 2, 1)
 # Factor on the recipe's rate if BatchNorm is frozen: a network without norms cannot take steps of that size.
-_CAREFUL = 1e-3
+_TINY_RATE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,23 +150,23 @@ class Sizes:
         for size in _MICRO_BATCHES:
             # At least two samples if possible, as BatchNorm may need them.
             tail = parts * min(2, size - 1) + 1 if size > 1 else parts - 1
-            used = _FULL_STEPS * parts * size + tail
-            if used <= samples:
-                scored = held_out if all_held_out else min(held_out, _HELD_OUT * max(1, processes // 2))
+            needed = _FULL_STEPS * parts * size + tail
+            if needed <= samples:
+                evaluated = held_out if all_held_out else min(held_out, _HELD_OUT * max(1, processes // 2))
                 # Choose a batch that leaves a smaller last one, and unequal numbers per process, if possible.
-                batches = list(range(max(2, min(8, scored // (2 * processes))), 1, -1))
-                ragged = [each for each in batches if scored % each]
-                uneven = [each for each in ragged if processes == 1 or -(-scored // each) % processes]
+                batches = list(range(max(2, min(8, evaluated // (2 * processes))), 1, -1))
+                ragged = [each for each in batches if evaluated % each]
+                unequal = [each for each in ragged if processes == 1 or -(-evaluated // each) % processes]
                 return cls(
                     processes=processes,
                     micro_batches=parts,
                     micro_batch=size,
-                    samples=used,
-                    evaluation_samples=scored,
-                    evaluation_batch=[*uneven, *ragged, *batches][0],
+                    samples=needed,
+                    evaluation_samples=evaluated,
+                    evaluation_batch=[*unequal, *ragged, *batches][0],
                 )
         raise RecipeError(
-            f"there are {samples} training samples, but {parts} micro-batches a step need at least {used} of them; "
+            f"there are {samples} training samples, but {parts} micro-batches a step need at least {needed} of them; "
             "give more data, or fewer --processes."
         )
 
@@ -200,12 +201,14 @@ class Sizes:
         return _FULL_STEPS
 
     @property
-    def whole_steps(self) -> tuple[int, ...]:
+    def full_steps(self) -> tuple[int, ...]:
         """The inspected steps with a full batch: the first, and the one after the first evaluation."""
         return (0, _FULL_STEPS + 1)
 
 
-def shortened(recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = False, careful: bool = False) -> Recipe:
+def shortened(
+    recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = False, tiny_rate: bool = False
+) -> Recipe:
     """Return the recipe for a short run on the CPU.
 
     Its batch is smaller, and there is no warm-up. Therefore the learning rate is reduced in proportion to the batch,
@@ -216,31 +219,31 @@ def shortened(recipe: Recipe, sizes: Sizes, *, micro_batch: int, exact: bool = F
         sizes: Sizes of the run.
         micro_batch: Samples of a micro-batch.
         exact: Whether the result must be bit-identical for any number of processes.
-        careful: Whether to reduce the learning rate to a thousandth.
+        tiny_rate: Whether to reduce the learning rate to a thousandth.
     """
-    rate = recipe.optimizer.lr * (_CAREFUL if careful else 1.0)
+    rate = recipe.optimizer.lr * (_TINY_RATE if tiny_rate else 1.0)
     if recipe.optimizer.lr_scaling == "none":
         rate *= min(1.0, sizes.global_batch / recipe.batch.global_size)
     reads_files = recipe.data.backend in ("auto", "pytorch")
     evaluates = sizes.evaluation_samples > 0
-    left = bare(recipe)
+    base = without_unneeded(recipe)
     return replace(
-        left,
-        model=with_fitting_ghosts(left.model, micro_batch),
-        data=replace(left.data, workers=0 if reads_files else "auto"),
+        base,
+        model=with_valid_ghost_size(base.model, micro_batch),
+        data=replace(base.data, workers=0 if reads_files else "auto"),
         batch=Batch(global_size=sizes.global_batch, micro_size=micro_batch),
-        optimizer=replace(left.optimizer, lr=rate),
+        optimizer=replace(base.optimizer, lr=rate),
         schedule=Schedule(name="constant"),
-        train=replace(left.train, duration=Duration(_EPOCHS, "epochs")),
+        train=replace(base.train, duration=Duration(_EPOCHS, "epochs")),
         evaluate=replace(
-            left.evaluate,
+            base.evaluate,
             every=Duration(1, "epochs") if evaluates else None,
             batch_size=sizes.evaluation_batch,
             keep_examples=0,  # data kept for inspection is not part of the proof
         ),
         checkpoint=Checkpoint(every=None, keep_best=False),
         parallel=replace(
-            left.parallel,
+            base.parallel,
             exact=exact,
             logical_ranks="auto",
             # A separate check finds and names parameters without a gradient.
@@ -266,20 +269,20 @@ class Runner:
     scratch: Path
     double: bool
 
-    def orders(self, name: str) -> Orders:
-        """Return the settings of a run's witness; creates its folder."""
+    def config(self, name: str) -> RecorderConfig:
+        """Return the settings of a run's recorder; creates its folder."""
         folder = self.scratch / name
         folder.mkdir()
-        return Orders(
+        return RecorderConfig(
             task=self.recipe.task,
             folder=str(folder),
             samples=self.sizes.samples,
             evaluation_samples=self.sizes.evaluation_samples,
-            kept_steps=(*self.sizes.whole_steps, self.sizes.tail_step),
+            kept_steps=(*self.sizes.full_steps, self.sizes.tail_step),
             double=self.double,
         )
 
-    def here(self, name: str, *, micro_batch: int, alter: Callable[[nn.Module], None] | None = None) -> Observed:
+    def here(self, name: str, *, micro_batch: int, alter: Callable[[nn.Module], None] | None = None) -> ObservedRun:
         """Run in this process.
 
         Args:
@@ -291,15 +294,15 @@ class Runner:
             PacelineError: If the recipe cannot be run at all.
             KeyboardInterrupt: If the run received a stop signal.
         """
-        orders = self.orders(name)
-        recipe = shortened(self.recipe, self.sizes, micro_batch=micro_batch, careful=alter is not None)
-        witnesses: list[Witness] = []
+        config = self.config(name)
+        recipe = shortened(self.recipe, self.sizes, micro_batch=micro_batch, tiny_rate=alter is not None)
+        recorders: list[Recorder] = []
 
-        def make(asked: Recipe) -> Witness:
-            witnesses.append(Witness(build_task(asked), orders, alter))
-            return witnesses[-1]
+        def make(asked: Recipe) -> Recorder:
+            recorders.append(Recorder(build_task(asked), config, alter))
+            return recorders[-1]
 
-        trouble, path = "", self._write(orders, recipe)
+        trouble, path = "", self._write(config, recipe)
         try:
             with restore_torch_settings():
                 result = train_recipe(load_recipe(path), Options(run_dir=path.parent / "run", task=make))
@@ -308,21 +311,21 @@ class Runner:
         except TrainingError as error:
             trouble = str(error)
         except Exception as error:
-            if not witnesses or not witnesses[-1].notes.steps:
+            if not recorders or not recorders[-1].notes.steps:
                 raise
             trouble = f"{type(error).__name__}: {error}"
         folder = path.parent
-        return Observed(name=name, recipe=recipe, folder=folder, trouble=trouble, batches=witnesses[-1].batches)
+        return ObservedRun(name=name, recipe=recipe, folder=folder, trouble=trouble, batches=recorders[-1].batches)
 
-    def in_processes(self, name: str) -> Observed:
+    def in_processes(self, name: str) -> ObservedRun:
         """Run as a command in several processes, each with its share of the micro-batches."""
-        orders = self.orders(name)
+        config = self.config(name)
         exact = self.recipe.parallel.exact
         recipe = shortened(self.recipe, self.sizes, micro_batch=self.sizes.micro_batch, exact=exact)
-        path, processes = self._write(orders, recipe), self.sizes.processes
+        path, processes = self._write(config, recipe), self.sizes.processes
         arguments = ["train", str(path), f"task={REFERENCE}", "--run-dir", str(path.parent / "run")]
         arguments += ["--processes", str(processes)]
-        variables = {ORDERS_VARIABLE: json.dumps(asdict(orders))}
+        variables = {CONFIG_VARIABLE: json.dumps(asdict(config))}
         trouble = ""
         with Launch(arguments, path.parent / "launch", limit_seconds=_LIMIT_SECONDS, variables=variables) as launch:
             try:
@@ -330,9 +333,9 @@ class Runner:
                 trouble = f"exit code {code}: {said(launch)}" if code else ""
             except OverdueError as error:
                 trouble = str(error)
-        return Observed(name=name, recipe=recipe, folder=path.parent, processes=processes, trouble=trouble)
+        return ObservedRun(name=name, recipe=recipe, folder=path.parent, processes=processes, trouble=trouble)
 
-    def _write(self, orders: Orders, recipe: Recipe) -> Path:
-        path = Path(orders.folder) / "short.yaml"
+    def _write(self, config: RecorderConfig, recipe: Recipe) -> Path:
+        path = Path(config.folder) / "short.yaml"
         path.write_text(to_yaml(without_mirror(recipe)), encoding="utf-8")
         return path

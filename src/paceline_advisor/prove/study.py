@@ -28,11 +28,11 @@ from paceline.world import World
 from paceline_advisor.commands import Prove
 from paceline_advisor.launches import check_alone
 from paceline_advisor.prove.checks import CHECKS
-from paceline_advisor.prove.evidence import Evidence, Nature, look
-from paceline_advisor.prove.notes import Check, Observed, named
-from paceline_advisor.prove.reference import Plain
-from paceline_advisor.prove.runs import Runner, Sizes, neutral, set_aside, shortened, unused
-from paceline_advisor.prove.witness import can_shorten
+from paceline_advisor.prove.evidence import Evidence, NumericsProbe, probe_numerics
+from paceline_advisor.prove.notes import Check, ObservedRun, named
+from paceline_advisor.prove.recorder import can_shorten
+from paceline_advisor.prove.reference import PlainLoop
+from paceline_advisor.prove.runs import Runner, Sizes, portable, shortened, unproved_settings, unused
 
 _MOST_SCORED = 500
 
@@ -95,39 +95,39 @@ class ProveReport:
             if check.verdict == "failed":
                 advice.append(Text.from_markup(f"[bold]{check.name}[/bold]: {escape(check.advice)}"))
         count = {kind: sum(check.verdict == kind for check in self.checks) for kind in ("passed", "failed")}
-        left = len(self.checks) - sum(count.values())
+        not_applicable = len(self.checks) - sum(count.values())
         total = (
-            f"{count['passed']} passed, {count['failed']} failed, {left} not applicable: {self.steps} steps of "
-            f"{self.global_batch} samples in {self.micro_batches} micro-batches, {self.processes} "
+            f"{count['passed']} passed, {count['failed']} failed, {not_applicable} not applicable: {self.steps} steps "
+            f"of {self.global_batch} samples in {self.micro_batches} micro-batches, {self.processes} "
             f"process{'es' if self.processes > 1 else ''}, {self.numbers}, {self.seconds:.0f} s."
         )
         return Shown(title=f"Proof of {self.recipe}", blocks=[table, *advice, total], ok=self.passed or "")
 
 
-def prove(asked: Prove, tell: Callable[[str], None]) -> ProveReport:
+def prove(options: Prove, log: Callable[[str], None]) -> ProveReport:
     """Run a recipe for a few steps in several ways, and compare them with each other and with plain PyTorch.
 
     Args:
-        asked: The command's options.
-        tell: Receives progress lines.
+        options: The command's options.
+        log: Receives progress lines.
 
     Raises:
         PacelineError: If the recipe is invalid, or has too little data.
         TrainingError: If a run in this process takes no step.
     """
     check_alone("a proof")
-    begun = time.perf_counter()
-    loaded = load_recipe(asked.recipe, asked.overrides)
-    if aside := set_aside(loaded.recipe):
-        tell(f"set aside: {', '.join(aside)}")
-    plans, sizes = _plan(loaded, asked.processes)
-    with contextlib.ExitStack() as held:
-        held.callback(torch.set_num_threads, torch.get_num_threads())
+    start_time = time.perf_counter()
+    loaded = load_recipe(options.recipe, options.overrides)
+    if left_out := unproved_settings(loaded.recipe):
+        log(f"not covered by this proof: {', '.join(left_out)}")
+    plans, sizes = _plan(loaded, options.processes)
+    with contextlib.ExitStack() as stack:
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
         folder = tempfile.TemporaryDirectory(prefix="paceline-prove-", ignore_cleanup_errors=True)
-        runner = Runner(recipe=loaded.recipe, sizes=sizes, scratch=Path(held.enter_context(folder)), double=True)
-        tell("looking at the network")
+        runner = Runner(recipe=loaded.recipe, sizes=sizes, scratch=Path(stack.enter_context(folder)), double=True)
+        log("looking at the network")
         try:
-            nature = look(runner)
+            probe = probe_numerics(runner)
         except RecipeError as error:
             if not sizes.has_single_samples:
                 raise
@@ -135,26 +135,26 @@ def prove(asked: Prove, tell: Callable[[str], None]) -> ProveReport:
                 f"with so few training samples, a micro-batch of the proof would have only one, and {error} Give "
                 f"more data, or fewer --processes."
             ) from None
-        runner = replace(runner, double=nature.double)
-        checks = _judge(runner, nature, plans, tell)
+        runner = replace(runner, double=probe.double)
+        checks = _judge(runner, probe, plans, log)
     return ProveReport(
-        recipe=asked.recipe,
-        overrides=asked.overrides,
-        processes=asked.processes,
-        numbers=nature.numbers,
+        recipe=options.recipe,
+        overrides=options.overrides,
+        processes=options.processes,
+        numbers=probe.numbers,
         steps=sizes.steps,
         global_batch=sizes.global_batch,
         micro_batches=sizes.micro_batches,
         samples=sizes.samples,
         evaluation_samples=sizes.evaluation_samples,
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - start_time,
         checks=checks,
     )
 
 
 def _plan(loaded: LoadedRecipe, processes: int) -> tuple[dict[int, Plan], Sizes]:
     """Return the recipe's plans, by number of processes, and the sizes of its short runs."""
-    recipe = neutral(loaded.recipe)
+    recipe = portable(loaded.recipe)
     task, machine = build_task(recipe), describe_machine(torch.device("cpu"))
     plans = {1: plan_run(recipe, task, machine, World())}
     if processes > 1:
@@ -164,56 +164,60 @@ def _plan(loaded: LoadedRecipe, processes: int) -> tuple[dict[int, Plan], Sizes]
     loaded.checked(unused(plans.values()))
     held_out = plans[1].evaluation_samples if plans[1].evaluate_every_steps is not None else 0
     # The end of a custom pipeline's data cannot be changed, so all of it is scored, if that is not too much.
-    whole = not can_shorten(task) and held_out <= _MOST_SCORED
+    score_all = not can_shorten(task) and held_out <= _MOST_SCORED
     samples = plans[1].train_samples // recipe.data.augment.repeats
-    return plans, Sizes.of(samples, held_out, processes, all_held_out=whole)
+    return plans, Sizes.of(samples, held_out, processes, all_held_out=score_all)
 
 
-def _judge(runner: Runner, nature: Nature, plans: dict[int, Plan], tell: Callable[[str], None]) -> tuple[Check, ...]:
-    sizes, rest = runner.sizes, nature.rest
-    tell("training with one batch a step")
-    whole = runner.here("one-batch", micro_batch=sizes.global_batch, alter=rest)
-    tell(f"training with {sizes.micro_batches} micro-batches a step")
-    parts = runner.here("micro-batches", micro_batch=sizes.micro_batch, alter=rest)
-    asked = parts
-    if not nature.is_at_rest:
-        tell("training with the unchanged network")
-        asked = runner.here("as-asked", micro_batch=sizes.micro_batch)
-    for run in (whole, parts, asked):
+def _judge(
+    runner: Runner, probe: NumericsProbe, plans: dict[int, Plan], log: Callable[[str], None]
+) -> tuple[Check, ...]:
+    sizes, alter = runner.sizes, probe.alter
+    log("training with one batch a step")
+    one_batch = runner.here("one-batch", micro_batch=sizes.global_batch, alter=alter)
+    log(f"training with {sizes.micro_batches} micro-batches a step")
+    micro_batched = runner.here("micro-batches", micro_batch=sizes.micro_batch, alter=alter)
+    unchanged = micro_batched
+    if not probe.is_deterministic:
+        log("training with the unchanged network")
+        unchanged = runner.here("as-asked", micro_batch=sizes.micro_batch)
+    for run in (one_batch, micro_batched, unchanged):
         if not run.ranks[0].steps:
             raise TrainingError(f"the run of {sizes.steps} steps ({run.name}) did not take one: {run.trouble}")
-    several, alone = _several(runner, asked, tell)
-    tell("comparing")
-    with contextlib.ExitStack() as closing:
-        cut = shortened(runner.recipe, sizes, micro_batch=sizes.micro_batch)
-        uncut = shortened(runner.recipe, sizes, micro_batch=sizes.global_batch)
-        plain = closing.enter_context(contextlib.closing(Plain(cut, runner.orders("plain"))))
-        plain_whole = closing.enter_context(contextlib.closing(Plain(uncut, runner.orders("plain-whole"), rest)))
+    distributed, why_alone = _several(runner, unchanged, log)
+    log("comparing")
+    with contextlib.ExitStack() as stack:
+        micro_batched_recipe = shortened(runner.recipe, sizes, micro_batch=sizes.micro_batch)
+        one_batch_recipe = shortened(runner.recipe, sizes, micro_batch=sizes.global_batch)
+        plain = stack.enter_context(contextlib.closing(PlainLoop(micro_batched_recipe, runner.config("plain"))))
+        plain_one_batch = stack.enter_context(
+            contextlib.closing(PlainLoop(one_batch_recipe, runner.config("plain-whole"), alter))
+        )
         evidence = Evidence(
             recipe=runner.recipe,
             plans=plans,
             sizes=sizes,
-            nature=nature,
-            whole=whole,
-            parts=parts,
-            asked=asked,
-            several=several,
-            alone=alone,
-            plain_whole=plain_whole,
+            probe=probe,
+            one_batch=one_batch,
+            micro_batched=micro_batched,
+            unchanged=unchanged,
+            distributed=distributed,
+            why_alone=why_alone,
+            plain_one_batch=plain_one_batch,
             plain=plain,
         )
         return tuple(check(evidence) for check in CHECKS)
 
 
-def _several(runner: Runner, asked: Observed, tell: Callable[[str], None]) -> tuple[Observed | None, str]:
+def _several(runner: Runner, unchanged: ObservedRun, log: Callable[[str], None]) -> tuple[ObservedRun | None, str]:
     """Return the distributed run, or why it is not possible."""
     count = runner.sizes.processes
     if count == 1:
         return None, "--processes 1"
-    bare = sorted({name for step in asked.ranks[0].steps for name in step.without_gradient})
-    if bare:
-        return None, f"several processes refuse parameters without a gradient: {named(bare)}"
+    no_gradient = sorted({name for step in unchanged.ranks[0].steps for name in step.without_gradient})
+    if no_gradient:
+        return None, f"several processes refuse parameters without a gradient: {named(no_gradient)}"
     if not can_find_descendants():
         return None, "finding a run's processes needs /proc, which only Linux has"
-    tell(f"training in {count} processes")
+    log(f"training in {count} processes")
     return runner.in_processes(f"{count}-processes"), ""

@@ -308,10 +308,10 @@ class RooflineReport:
 
     def remarks(self) -> tuple[str, ...]:
         """Return notable results, in sentences."""
-        said, low = list(self.notices), self.low_intensity
+        lines, low = list(self.notices), self.low_intensity
         if low is not None:
             several = len(low.layers) > 1
-            said.append(
+            lines.append(
                 f"{len(low.layers)} depthwise or narrowly grouped convolution{'s' * several} ({low.layers[0]}"
                 f"{', …' * several}): {low.intensity:.1f} FLOP/byte against a ridge of {self.ridge:.1f}, "
                 f"{low.flops_share:.1%} of the FLOPs and {low.seconds_share:.1%} of the least time. Memory bounds "
@@ -319,21 +319,21 @@ class RooflineReport:
             )
         # Layers whose sizes are not divisible, slowest first.
         seconds = {(each.layer, each.phase): each.seconds for each in self.layers}
-        odd = [each for each in self.shapes if any(size.advice for size in each.dimensions)]
-        odd.sort(key=lambda each: -seconds[each.layer, each.phase])
-        for each in odd[:_FEW]:
+        misaligned = [each for each in self.shapes if any(size.advice for size in each.dimensions)]
+        misaligned.sort(key=lambda each: -seconds[each.layer, each.phase])
+        for each in misaligned[:_FEW]:
             sizes = [f"{size.name} = {size.size} ({size.advice})" for size in each.dimensions if size.advice]
-            said.append(f"{each.layer}: {', '.join(sizes)}")
-        if rest := odd[_FEW:]:
-            share = sum(seconds[each.layer, each.phase] for each in rest) / self.least_seconds
-            said.append(
-                f"{len(rest)} more layers have sizes that do not divide; their forward passes take {share:.1%}."
+            lines.append(f"{each.layer}: {', '.join(sizes)}")
+        if others := misaligned[_FEW:]:
+            share = sum(seconds[each.layer, each.phase] for each in others) / self.least_seconds
+            lines.append(
+                f"{len(others)} more layers have sizes that do not divide; their forward passes take {share:.1%}."
             )
-        said += [
+        lines += [
             f"{each.operator}: {each.calls} calls with {each.share:.1%} of the bytes, whose arithmetic is not counted"
             for each in self.found.uncounted
         ]
-        return tuple(dict.fromkeys(said))
+        return tuple(dict.fromkeys(lines))
 
     def __paceline__(self) -> Shown:
         """Return tables of phases, of the slowest layers, and of the most wasteful products."""

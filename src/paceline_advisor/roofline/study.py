@@ -23,7 +23,7 @@ from paceline.models.ceilings import ceilings_of
 from paceline.models.flops import StepWork, WorkCounter
 from paceline.plain_json import load_json
 from paceline.recipe.load import load_recipe
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import FakeStep, fake_step, machine_with
 from paceline_advisor.commands import Roofline
 from paceline_advisor.roofline.report import LayerBound, LowIntensity, RooflineReport, layer_bounds, shape_findings
@@ -73,26 +73,26 @@ def this_cpu() -> Device:
     )
 
 
-def _least_seconds(act: Callable[[], Any]) -> float:
+def _least_seconds(run: Callable[[], Any]) -> float:
     """Return the best of several runs; other load on the machine only adds time."""
-    act()
+    run()
     times: list[float] = []
-    ends = time.perf_counter() + _SECONDS
-    while len(times) < _FEWEST or time.perf_counter() < ends:
-        begun = time.perf_counter()
-        act()
-        times.append(time.perf_counter() - begun)
+    deadline = time.perf_counter() + _SECONDS
+    while len(times) < _FEWEST or time.perf_counter() < deadline:
+        start_time = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start_time)
     return min(times)
 
 
 def _recall(path: Path) -> dict[str, Any] | None:
     try:
-        found = load_json(path.read_bytes())
-        rates = {name: float(found["flops_per_second"][name]) for name in _TYPES}
-        told = {"bytes_per_second": float(found["bytes_per_second"]), "measured": str(found["measured"])}
+        stored = load_json(path.read_bytes())
+        rates = {name: float(stored["flops_per_second"][name]) for name in _TYPES}
+        cached = {"bytes_per_second": float(stored["bytes_per_second"]), "measured": str(stored["measured"])}
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return {**told, "flops_per_second": rates}
+    return {**cached, "flops_per_second": rates}
 
 
 # With so many groups that a group's product is no wider than this, a convolution reads about as much as it computes.
@@ -116,15 +116,15 @@ def choose(name: str | None) -> Device:
     return this_cpu()
 
 
-def roofline(asked: Roofline, log: Log = lambda _: None) -> RooflineReport:
+def roofline(options: Roofline, log: Log = lambda _: None) -> RooflineReport:
     """Compare a step of a recipe, on fake tensors, with the limits of a device.
 
     Raises:
         PacelineError: If the recipe cannot be planned there, or the network cannot run on fake tensors.
     """
-    loaded = load_recipe(asked.recipe, asked.overrides)  # first: measuring a CPU takes seconds
-    chosen = choose(asked.device)
-    recipe, assumed = with_stand_in_data(loaded.recipe)
+    loaded = load_recipe(options.recipe, options.overrides)  # first: measuring a CPU takes seconds
+    chosen = choose(options.device)
+    recipe, assumed = with_placeholder_data(loaded.recipe)
     if chosen.name == "cpu":
         recipe = replace(recipe, parallel=replace(recipe.parallel, device="cpu"))
     machine = None if chosen.name == "cpu" else machine_with(chosen)
@@ -134,7 +134,7 @@ def roofline(asked: Roofline, log: Log = lambda _: None) -> RooflineReport:
     ceilings = ceilings_of(plan, chosen, found)
     layers = layer_bounds(found, kinds, ceilings)
     return RooflineReport(
-        recipe=asked.recipe,
+        recipe=options.recipe,
         model=recipe.model.name,
         device=chosen,
         precision=ceilings.precision,
@@ -148,18 +148,18 @@ def roofline(asked: Roofline, log: Log = lambda _: None) -> RooflineReport:
         products_seconds=sum(ceilings.seconds(each) for each in found.works if each.product or each.flops),
         arithmetic_seconds=sum(map(ceilings.arithmetic_seconds, found.model_works)),
         notices=() if assumed is None else (assumed,),
-        top=asked.top,
+        top=options.top,
     )
 
 
 def count_step(step: FakeStep) -> StepWork:
     """Return the operators of one micro-batch's forward and backward pass, and of an update."""
-    step.settle()
+    step.init_optimizer_state()
     with WorkCounter(step.network) as counter:
         step.backward(step.forward())
         with counter.phase("optimizer"):
             step.update()
-    return counter.found
+    return counter.work
 
 
 def _low_intensity(found: StepWork, layers: tuple[LayerBound, ...]) -> LowIntensity | None:

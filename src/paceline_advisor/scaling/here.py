@@ -18,17 +18,17 @@ from paceline.devices import recognise
 from paceline.errors import LaunchError, TrainingError
 from paceline.machine import available_cores, cpu_name
 from paceline.metrics.intervals import Interval, mean_interval
-from paceline.plan.batching import with_fitting_ghosts
+from paceline.plan.batching import with_valid_ghost_size
 from paceline.processes import ProcessGroup
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
-from paceline_advisor.bench.interleaved import Variant, run_bursts
+from paceline_advisor.bench.interleaved import Variant, run_interleaved
 from paceline_advisor.formulas.parallel_step import SPREAD, OneDevice
 from paceline_advisor.scaling.room import Share
 
 _BLOCK_SECONDS = 1.5
 # The assumed error of a measured step is at least this: a few rounds say little about it.
-_LEAST_DOUBT = 0.01
+_LEAST_UNCERTAINTY = 0.01
 
 
 def measure(
@@ -37,7 +37,7 @@ def measure(
     together: Mapping[int, Share],
     threads: Mapping[int, int],
     rounds: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> tuple[dict[int, OneDevice], dict[int, Interval]]:
     """Measure shares of a recipe's step, interleaved.
 
@@ -47,7 +47,7 @@ def measure(
         together: Shares to measure on that many devices.
         threads: Threads of each process, by number of processes; empty unless processes compute on cores.
         rounds: Measurements of each variant.
-        say: Receives progress messages.
+        log: Receives progress messages.
 
     Returns:
         By number of devices: one device's pass with each share of ``alone``, and the samples per second with each share
@@ -58,33 +58,35 @@ def measure(
     """
 
     def variant(share: Share, processes: int) -> Variant:
-        own, parallel = share.micro_batch * share.passes, recipe.parallel
+        per_device, parallel = share.micro_batch * share.passes, recipe.parallel
         if processes == 1:
             parallel = replace(parallel, strategy="auto", logical_ranks="auto", gradient_compression="none")
         if share.devices in threads:
             parallel = replace(parallel, threads=threads[share.devices])
-        batch = Batch(global_size=own * processes, micro_size=share.micro_batch)
-        model = with_fitting_ghosts(recipe.model, share.micro_batch)
+        batch = Batch(global_size=per_device * processes, micro_size=share.micro_batch)
+        model = with_valid_ghost_size(recipe.model, share.micro_batch)
         return Variant(recipe=replace(recipe, model=model, batch=batch, parallel=parallel), processes=processes)
 
     names = {size: f"1 process as one of {size}" if size > 1 else "1 process" for size in alone}
     several = {size: f"{size} processes" for size in together if size > 1}
     variants = {names[size]: variant(share, 1) for size, share in alone.items()}
     variants |= {name: variant(together[size], size) for size, name in several.items()}
-    found = run_bursts(variants, rounds=rounds, block_seconds=_BLOCK_SECONDS, say=say)
-    for name, each in found.items():
+    measurements = run_interleaved(variants, rounds=rounds, block_seconds=_BLOCK_SECONDS, log=log)
+    for name, each in measurements.items():
         if not each.rounds:
             raise TrainingError(f"{name} could not be measured: {each.trouble or 'no round was finished'}")
-    ones = {}
+    device_steps = {}
     for size, share in alone.items():
-        seconds = found[names[size]].step_seconds
+        seconds = measurements[names[size]].step_seconds
         middle = statistics.median(seconds)
         spread = statistics.stdev(seconds) / middle if len(seconds) > 2 else SPREAD
-        doubt = max(_LEAST_DOUBT, spread / len(seconds) ** 0.5)
+        uncertainty = max(_LEAST_UNCERTAINTY, spread / len(seconds) ** 0.5)
         # Means over a block vary less than single steps, but also include the machine's drift. They do not show the
         # spread of a step, so it is assumed.
-        ones[size] = OneDevice(seconds=middle / share.passes, samples=share.micro_batch, doubt=doubt, spread=SPREAD)
-    return ones, {size: mean_interval(found[name].samples_per_second) for size, name in several.items()}
+        device_steps[size] = OneDevice(
+            seconds=middle / share.passes, samples=share.micro_batch, uncertainty=uncertainty, spread=SPREAD
+        )
+    return device_steps, {size: mean_interval(measurements[name].samples_per_second) for size, name in several.items()}
 
 
 PROBED_BYTES = 4 * 2**20
@@ -117,7 +119,7 @@ def cluster_here(sizes: Sequence[int], *, on_cpu: bool = False) -> Cluster:
         within=_UNKNOWN_LINK,
         network=_UNKNOWN_LINK,
         cores_per_device=cores / (gpus or max(sizes)),
-        most_devices=gpus or None,
+        max_devices=gpus or None,
         shares_cores=not gpus,
         source=source,
     )
@@ -152,7 +154,9 @@ def probe(processes: int, *, size: int = PROBED_BYTES) -> Link:
             raise LaunchError(f"{processes} processes did not exchange messages within {_LIMIT_SECONDS} s.")
         answer = Path(folder) / "answer.json"
         if not answer.exists():
-            cause = f"{ending.failed[0].name}: {ending.failed[0].ending}" if ending.failed else "there is no result"
+            cause = (
+                f"{ending.failed[0].name}: {ending.failed[0].exit_message}" if ending.failed else "there is no result"
+            )
             raise LaunchError(f"{processes} processes could not exchange messages: {cause[-300:]}")
         seconds = json.loads(answer.read_text())
     small, large = seconds["small"], seconds["large"]

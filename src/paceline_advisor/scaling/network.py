@@ -26,7 +26,7 @@ from paceline.recipe.schema import Recipe
 from paceline.tasks.detection import why_not_sharded
 from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import build_task
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.world import World
 from paceline_advisor.formulas.parallel_step import Gradient, Launches, Network, Unit
@@ -85,7 +85,7 @@ def describe(recipe: Recipe, samples: int | None = None) -> Subject:
     plain = replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
     assumed = None
     if not isinstance(build_task(plain), ImageTask):  # an image task's shapes are in its plan
-        plain, assumed = with_stand_in_data(plain)
+        plain, assumed = with_placeholder_data(plain)
     facts, build, notices = _opened(plain)
     notices = [*([assumed] if assumed else []), *notices]
     with torch.device("meta"):
@@ -151,7 +151,7 @@ def _counted(network: nn.Module, facts: Mapping[str, Any]) -> StepWork | None:
             torch.autograd.backward(torch.stack(sums).sum())
     except Exception:  # noqa: BLE001  # a user's network may raise anything on tensors without values
         return None
-    return counter.found
+    return counter.work
 
 
 def _counted_as_the_task_does(recipe: Recipe) -> StepWork | None:
@@ -164,7 +164,7 @@ def _counted_as_the_task_does(recipe: Recipe) -> StepWork | None:
             step.backward(step.forward())
     except Exception:  # noqa: BLE001  # the data may be missing, or the network may need real values
         return None
-    return counter.found
+    return counter.work
 
 
 def _costs(network: nn.Module, found: StepWork | None) -> dict[str, float]:

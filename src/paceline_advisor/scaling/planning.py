@@ -14,7 +14,7 @@ from paceline.pages.page import Table
 from paceline.pages.shown import Shown
 from paceline.plan.batching import usable_processes
 from paceline.plan.rates import lr_factor
-from paceline.plan.strategy import weigh
+from paceline.plan.strategy import choose_automatically
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline_advisor.commands import Plan
@@ -67,11 +67,11 @@ class Choice:
         """Number of GPUs."""
         return self.row.prediction.devices
 
-    def excess(self, wanted: Plan) -> float:
+    def excess(self, options: Plan) -> float:
         """Return its worst-case time or cost relative to the allowed one, whichever ratio is larger."""
-        late = 0.0 if wanted.deadline_hours is None else self.high_hours / wanted.deadline_hours
-        dear = 0.0 if wanted.budget is None or self.high_cost is None else self.high_cost / wanted.budget
-        return max(late, dear)
+        over_deadline = 0.0 if options.deadline_hours is None else self.high_hours / options.deadline_hours
+        over_budget = 0.0 if options.budget is None or self.high_cost is None else self.high_cost / options.budget
+        return max(over_deadline, over_budget)
 
     def table_row(self) -> tuple[object, ...]:
         """Return its line in the table."""
@@ -169,7 +169,7 @@ class TrainingPlan:
         )
 
 
-def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
+def plan_training(options: Plan, log: Log) -> TrainingPlan:
     """Choose the fewest GPUs that meet a deadline, or without one the fastest number within a budget.
 
     Deadline and budget are compared with the upper end of the predicted range.
@@ -177,10 +177,10 @@ def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
     Raises:
         PacelineError: If a setting is unknown, or settings are incompatible.
     """
-    loaded = load_recipe(wanted.recipe, wanted.overrides)
+    loaded = load_recipe(options.recipe, options.overrides)
     recipe = loaded.recipe
-    sizes = _sizes(recipe, wanted)
-    scaling = Scaling(loaded, wanted.scale(sizes), say)
+    sizes = _sizes(recipe, options)
+    scaling = Scaling(loaded, options.scale(sizes), log)
     found: dict[int, Room] = {}
     notices: tuple[str, ...] = ()
     try:
@@ -195,7 +195,7 @@ def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
         notices = (f"it is unknown whether a batch fits into memory: {error}",)
     scaling.shares = {size: found[size].share if size in found else share for size, share in scaling.shares.items()}
     report = scaling.report()
-    if wanted.budget is not None and report.price is None:
+    if options.budget is not None and report.price is None:
         raise RecipeError(f"--budget needs a price, and {report.cluster.title} has none; give --price-per-gpu-hour.")
     choices = []
     for size in sizes:
@@ -207,7 +207,7 @@ def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
         row = next((row for row in rows if row.strategy == strategy), rows[0])
         assert row.hours is not None  # the recipe gives the duration
         hours = row.hours * row.prediction.high_seconds / row.prediction.seconds
-        rate, warning = _rate(row.prediction.samples, recipe, wanted)
+        rate, warning = _rate(row.prediction.samples, recipe, options)
         choice = Choice(
             row=row,
             reason=reason,
@@ -218,24 +218,24 @@ def plan_training(wanted: Plan, say: Log) -> TrainingPlan:
             warning=warning,
         )
         choices.append(choice)
-    fitting = [each for each in choices if each.has_room and each.excess(wanted) <= 1]
+    fitting = [each for each in choices if each.has_room and each.excess(options) <= 1]
     best = None
     if fitting:
         # For a deadline the fewest GPUs, which come first.
-        best = min(fitting, key=lambda each: each.high_hours) if wanted.deadline_hours is None else fitting[0]
+        best = min(fitting, key=lambda each: each.high_hours) if options.deadline_hours is None else fitting[0]
     possible = [each for each in choices if each.has_room] or choices
     return TrainingPlan(
         report=replace(report, notices=(*loaded.notices, *report.notices, *notices)),
         # A lower bound on the time does not justify a decision.
         chosen=None if report.is_bound else best,
         choices=tuple(choices),
-        nearest=best or min(possible, key=lambda each: each.excess(wanted)),
+        nearest=best or min(possible, key=lambda each: each.excess(options)),
         recipe_batch=recipe.batch.global_size,
         recipe_lr=recipe.optimizer.lr * lr_factor(recipe, recipe.batch.global_size),
     )
 
 
-def _sizes(recipe: Recipe, wanted: Plan) -> tuple[int, ...]:
+def _sizes(recipe: Recipe, options: Plan) -> tuple[int, ...]:
     """Return the numbers of devices to try: powers of two that can share the batch, up to the available number.
 
     Processes without accelerators get one core each.
@@ -243,11 +243,11 @@ def _sizes(recipe: Recipe, wanted: Plan) -> tuple[int, ...]:
     Raises:
         RecipeError: If no number can share the recipe's global batch.
     """
-    cluster = cluster_here((1,)) if wanted.cluster is None else find_cluster(wanted.cluster)
-    there = available_cores() if cluster.shares_cores else cluster.most_devices or wanted.most_gpus
-    most = min(wanted.most_gpus, there)
+    cluster = cluster_here((1,)) if options.cluster is None else find_cluster(options.cluster)
+    available = available_cores() if cluster.shares_cores else cluster.max_devices or options.most_gpus
+    most = min(options.most_gpus, available)
     sizes = [2**power for power in range(int(math.log2(most)) + 1)]
-    if wanted.batch_per_gpu is None:
+    if options.batch_per_gpu is None:
         usable = set(usable_processes(recipe, 1, most))
         sizes = [size for size in sizes if size in usable]
     if not sizes:
@@ -262,20 +262,21 @@ def _strategy(recipe: Recipe, scaling: Scaling, size: int, memory: int | None) -
         return recipe.parallel.strategy, f"parallel.strategy={recipe.parallel.strategy}"
     if scaling.subject.unsharded:
         return "ddp", f"{size} processes; FSDP {scaling.subject.unsharded}"
-    return weigh(recipe, scaling.subject.numbers, size, memory)
+    return choose_automatically(recipe, scaling.subject.numbers, size, memory)
 
 
-def _rate(batch: int, recipe: Recipe, wanted: Plan) -> tuple[float, str]:
+def _rate(batch: int, recipe: Recipe, options: Plan) -> tuple[float, str]:
     """Return the peak learning rate for a batch, and a warning about that batch."""
-    own, asked = recipe.batch.global_size, recipe.optimizer
-    rate = asked.lr * lr_factor(recipe, batch if wanted.lr_rule == "none" else own)
-    if wanted.lr_rule != "none":
-        rate *= batch / own if wanted.lr_rule == "linear" else math.sqrt(batch / own)
-    if batch == own:
+    recipe_batch, optimizer = recipe.batch.global_size, recipe.optimizer
+    rate = optimizer.lr * lr_factor(recipe, batch if options.lr_rule == "none" else recipe_batch)
+    if options.lr_rule != "none":
+        rate *= batch / recipe_batch if options.lr_rule == "linear" else math.sqrt(batch / recipe_batch)
+    if batch == recipe_batch:
         return rate, ""
-    if wanted.lr_rule == "none" and asked.lr_scaling == "none":
+    if options.lr_rule == "none" and optimizer.lr_scaling == "none":
         return rate, (
-            f"the batch is {batch:,} instead of {own:,}, and the learning rate stays {asked.lr:g}: choose an --lr-rule"
+            f"the batch is {batch:,} instead of {recipe_batch:,}, and the learning rate stays {optimizer.lr:g}: "
+            "choose an --lr-rule"
         )
     if batch > CRITICAL_BATCH:
         return rate, (

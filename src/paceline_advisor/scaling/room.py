@@ -23,7 +23,7 @@ from paceline.plan.strategy import check_sharding
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
 from paceline.tasks.detection import why_not_sharded
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.units import format_bytes
 from paceline_advisor.formulas.parallel_step import OneDevice
@@ -138,7 +138,7 @@ def rooms(
             memory = device.memory_bytes if device is not None else describe_machine(cpu, processes=size).memory_bytes
             if memory is None:
                 continue
-            job, strategy = Job(step, steps, machine, ways=max(size, 2)), choose(size, memory)
+            job, strategy = Job(step, steps, machine, shards=max(size, 2)), choose(size, memory)
             room = found[size] = _room(recipe, job, share, memory, strategy)
             if not room.fits and strategy == "ddp" and can_shard:
                 spread = _room(recipe, job, share, memory, "fsdp")
@@ -149,11 +149,11 @@ def rooms(
 
 def _room(recipe: Recipe, job: Job, share: Share, memory: int, strategy: str) -> Room:
     """Return what fits on a device with a strategy."""
-    asked = None if strategy == "single" else strategy
+    sharding_strategy = None if strategy == "single" else strategy
     has, mode = format_bytes(memory), recipe.model.compile_mode
 
     def room(share: Share, why: str, *, fits: bool) -> Room:
-        needed = job.least(share.micro_batch, memory, asked)
+        needed = job.least(share.micro_batch, memory, sharding_strategy)
         return Room(share=share, strategy=strategy, fits=fits, needed=needed, memory=memory, why=why)
 
     if strategy == "fsdp":
@@ -161,19 +161,19 @@ def _room(recipe: Recipe, job: Job, share: Share, memory: int, strategy: str) ->
             check_sharding(recipe, share.devices)
         except RecipeError as error:
             return room(share, str(error), fits=False)
-    if job.fits(share.micro_batch, memory, asked):
-        needed = format_bytes(job.least(share.micro_batch, memory, asked))
+    if job.fits(share.micro_batch, memory, sharding_strategy):
+        needed = format_bytes(job.least(share.micro_batch, memory, sharding_strategy))
         return room(share, f"passes of {share.micro_batch} samples take {needed} of {has}", fits=True)
-    largest = job.largest(memory, asked)
+    largest = job.largest(memory, sharding_strategy)
     if largest == 0:
         return room(share, f"not even one sample fits into {has} with {strategy}", fits=False)
     if recipe.model.compile and mode in WITH_GRAPHS:
         why = f"only {largest} of {share.micro_batch} samples fit into {has}, and model.compile_mode={mode} takes them"
         return room(share, f"{why} in one pass", fits=False)
     cut = in_passes(share, largest)
-    needed = format_bytes(job.least(cut.micro_batch, memory, asked))
+    needed = format_bytes(job.least(cut.micro_batch, memory, sharding_strategy))
     why = f"{share.micro_batch} samples do not fit into {has}; {cut.passes} passes of {cut.micro_batch} take {needed}"
-    return room(cut, f"{why} and make the same step", fits=job.fits(cut.micro_batch, memory, asked))
+    return room(cut, f"{why} and make the same step", fits=job.fits(cut.micro_batch, memory, sharding_strategy))
 
 
 def of_one_process(recipe: Recipe, share: Share) -> Recipe:
@@ -181,7 +181,7 @@ def of_one_process(recipe: Recipe, share: Share) -> Recipe:
     path = recipe.data.path
     if path is not None and not Path(path).exists():
         recipe = replace(recipe, data=replace(recipe.data, path=None))
-    recipe, _ = with_stand_in_data(recipe)
+    recipe, _ = with_placeholder_data(recipe)
     return replace(
         recipe,
         batch=Batch(global_size=share.micro_batch * share.passes, micro_size=share.micro_batch),

@@ -11,7 +11,7 @@ from paceline.clusters import Cluster, Link, find_cluster
 from paceline.command import Log
 from paceline.devices import Device, find_device
 from paceline.errors import PacelineError, RecipeError
-from paceline.machine import available_cores, busy_in_words
+from paceline.machine import available_cores, busy_message
 from paceline.metrics.intervals import Interval
 from paceline.models.ceilings import Ceilings, tf32_of
 from paceline.pages.charts import log_axis
@@ -288,14 +288,14 @@ def _shown_rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def scale(asked: Scale, say: Log) -> ScaleReport:
+def scale(options: Scale, log: Log) -> ScaleReport:
     """Predict the scaling, and measure as far as this machine allows.
 
     Raises:
         PacelineError: If a setting is unknown, or settings are incompatible.
     """
-    loaded = load_recipe(asked.recipe, asked.overrides)
-    report = Scaling(loaded, asked, say).report()
+    loaded = load_recipe(options.recipe, options.overrides)
+    report = Scaling(loaded, options, log).report()
     return replace(report, notices=(*loaded.notices, *report.notices))
 
 
@@ -304,8 +304,8 @@ class Scaling:
 
     Args:
         loaded: The recipe.
-        asked: What to predict.
-        say: Receives progress messages.
+        options: What to predict.
+        log: Receives progress messages.
         subject: Known properties of its network, if any.
 
     Attributes:
@@ -317,65 +317,65 @@ class Scaling:
             :meth:`report`.
     """
 
-    def __init__(self, loaded: LoadedRecipe, asked: Scale, say: Log, subject: Subject | None = None) -> None:
+    def __init__(self, loaded: LoadedRecipe, options: Scale, log: Log, subject: Subject | None = None) -> None:
         recipe = loaded.recipe
         if recipe.parallel.exact:
             raise RecipeError("parallel.exact=true is not predicted: only ddp and fsdp are; turn it off.")
-        self._recipe, self._name, self._asked, self._say = recipe, loaded.name, asked, say
+        self._recipe, self._name, self._options, self._log = recipe, loaded.name, options, log
         on_cpu = recipe.parallel.device == "cpu"
-        if asked.cluster is not None:
-            self.cluster = find_cluster(asked.cluster)
+        if options.cluster is not None:
+            self.cluster = find_cluster(options.cluster)
         else:
-            self.cluster = cluster_here(asked.sizes, on_cpu=on_cpu)
+            self.cluster = cluster_here(options.sizes, on_cpu=on_cpu)
         self.device = None if self.cluster.device is None else find_device(self.cluster.device)
         self.precision = _precision(recipe, self.device)
         self._check()
-        self.subject = describe(recipe, asked.samples) if subject is None else subject
-        why, strategies = self.subject.unsharded, asked.strategies
+        self.subject = describe(recipe, options.samples) if subject is None else subject
+        why, strategies = self.subject.unsharded, options.strategies
         if why and strategies == ("fsdp",):
             raise RecipeError(f"--strategy fsdp {why}; ask for ddp.")
         self._strategies = tuple(each for each in strategies if each != "fsdp") if why else strategies
-        milliseconds = asked.cpu_ms_per_sample
-        self._host = LOOPS[asked.loop].host(
+        milliseconds = options.cpu_ms_per_sample
+        self._host = LOOPS[options.loop].host(
             self.cluster,
             self.precision,
             decodes=self.subject.decodes,
             seconds_per_sample=None if milliseconds is None else milliseconds / 1000,
         )
-        shares, batch = shares_of(recipe, asked.sizes, asked.batch_per_gpu), asked.one_gpu_batch
+        shares, batch = shares_of(recipe, options.sizes, options.batch_per_gpu), options.one_gpu_batch
         if batch is not None:
             shares = {size: in_passes(share, batch) for size, share in shares.items()}
         self.shares: Mapping[int, Share] = shares
 
     def _check(self) -> None:
-        asked, cluster = self._asked, self.cluster
-        if cluster.most_devices is not None and max(asked.sizes) > cluster.most_devices:
+        options, cluster = self._options, self.cluster
+        if cluster.max_devices is not None and max(options.sizes) > cluster.max_devices:
             raise RecipeError(
-                f"--world-sizes asks for {max(asked.sizes)} devices, but {cluster.title} has {cluster.most_devices}; "
+                f"--world-sizes asks for {max(options.sizes)} devices, but {cluster.title} has {cluster.max_devices}; "
                 "ask for fewer, or name a cluster (--cluster)."
             )
-        if cluster.shares_cores and asked.cluster is None and max(asked.sizes) > _MOST_HERE:
+        if cluster.shares_cores and options.cluster is None and max(options.sizes) > _MOST_HERE:
             raise RecipeError(
-                f"--world-sizes {max(asked.sizes)}: without --cluster, the link between processes of this machine is "
+                f"--world-sizes {max(options.sizes)}: without --cluster, the link between processes of this machine is "
                 f"measured with that many, at most {_MOST_HERE}; name a cluster, or ask for fewer."
             )
-        if asked.measure and asked.cluster is not None and not is_here(cluster.device):
+        if options.measure and options.cluster is not None and not is_here(cluster.device):
             raise RecipeError(
                 f"--measure runs on this machine, which is not {cluster.title}; leave out --measure, or --cluster."
             )
 
     def report(self) -> ScaleReport:
         """Compute the prediction."""
-        asked, notices = self._asked, list(self.subject.notices)
-        busy = busy_in_words()  # before this process starts its own
+        options, notices = self._options, list(self.subject.notices)
+        busy = busy_message()  # before this process starts its own
         alone, together = self._measured()
-        notices += [busy] if busy and (alone or together or asked.measure) else []
+        notices += [busy] if busy and (alone or together or options.measure) else []
         ones, basis, is_bound = self._basis(alone)
         measured_strategy = "fsdp" if self._recipe.parallel.strategy == "fsdp" else self._strategies[0]
         links = {}
-        if self.cluster.shares_cores and asked.cluster is None:
-            links = {size: probe(size) for size in asked.sizes if size > 1}
-        price = asked.price_per_gpu_hour
+        if self.cluster.shares_cores and options.cluster is None:
+            links = {size: probe(size) for size in options.sizes if size > 1}
+        price = options.price_per_gpu_hour
         if price is None:
             price = self.cluster.price_per_device_hour
         rows = []
@@ -398,10 +398,10 @@ class Scaling:
         )
 
     def _assumptions(self) -> list[str]:
-        found, host, asked = [], self._host, self._asked
-        if self._strategies != asked.strategies:
+        found, host, options = [], self._host, self._options
+        if self._strategies != options.strategies:
             found.append(f"FSDP {self.subject.unsharded}")
-        if asked.has_figure and asked.one_gpu_batch is None and asked.batch_per_gpu is None:
+        if options.has_figure and options.one_gpu_batch is None and options.batch_per_gpu is None:
             found.append(f"one device's rate is assumed to be for {self._figure_batch} samples; see --one-gpu-batch")
         if host.seconds_per_sample and host.cores_per_device is None:
             found.append(f"{self.cluster.title}: its processor cores are unknown; data is assumed to arrive in time")
@@ -410,7 +410,7 @@ class Scaling:
     def _row(self, share: Share, strategy: Strategy, one: OneDevice, link: Link | None, price: float | None) -> Row:
         size = share.devices
         host = replace(self._host, threads=self._threads(size)) if self._host.shares_cores else self._host
-        way = ParallelConfig(
+        config = ParallelConfig(
             strategy=strategy,
             micro_batch=share.micro_batch,
             passes=share.passes,
@@ -421,7 +421,7 @@ class Scaling:
             taken=1.0 if self._host.shares_cores else None,
             launched=self.subject.launches.share(_compiled(self._recipe)),
         )
-        found = predict(self.subject.network, one, fabric_of(self.cluster, size, link), host, way)
+        found = predict(self.subject.network, one, fabric_of(self.cluster, size, link), host, config)
         hours = self._samples(share) / found.rate / _HOUR
         cost = None if price is None else hours * size * price
         return Row(
@@ -437,45 +437,45 @@ class Scaling:
         return float(duration.to_steps(samples_per_epoch=epoch, global_batch_size=batch) * batch)
 
     def _threads(self, size: int) -> int:
-        asked = self._recipe.parallel.threads
-        return asked if asked != "auto" else max(1, available_cores() // size)
+        threads = self._recipe.parallel.threads
+        return threads if threads != "auto" else max(1, available_cores() // size)
 
     def _measured(self) -> tuple[dict[int, OneDevice], dict[int, Interval]]:
         """Measure one device's part and several devices, if requested and if the cluster is this machine."""
-        asked = self._asked
-        runs_here = asked.cluster is None or is_here(self.cluster.device)
-        needs_figure = not asked.has_figure and runs_here
-        if not needs_figure and not asked.measure:
+        options = self._options
+        runs_here = options.cluster is None or is_here(self.cluster.device)
+        needs_figure = not options.has_figure and runs_here
+        if not needs_figure and not options.measure:
             return {}, {}
         check_alone("measuring how a recipe scales")
-        most = self.cluster.most_devices or max(asked.sizes)
+        most = self.cluster.max_devices or max(options.sizes)
         return measure(
             self._recipe,
             self.shares if needs_figure else {},
-            {size: share for size, share in self.shares.items() if size <= most and asked.measure},
-            {size: self._threads(size) for size in asked.sizes if self.cluster.shares_cores},
-            asked.rounds or _ROUNDS,
-            self._say,
+            {size: share for size, share in self.shares.items() if size <= most and options.measure},
+            {size: self._threads(size) for size in options.sizes if self.cluster.shares_cores},
+            options.rounds or _ROUNDS,
+            self._log,
         )
 
     def _basis(self, alone: dict[int, OneDevice]) -> tuple[dict[int, OneDevice], str, bool]:
         """Return one device's step for each size, its source, and whether it is only a bound."""
-        asked = self._asked
-        if asked.has_figure:
-            batch, seconds = self._figure_batch, asked.step_seconds
-            if asked.throughput is not None:
-                seconds = batch / asked.throughput
+        options = self._options
+        if options.has_figure:
+            batch, seconds = self._figure_batch, options.step_seconds
+            if options.throughput is not None:
+                seconds = batch / options.throughput
             assert seconds is not None  # has_figure
             one = OneDevice(seconds=seconds, samples=batch)
             return dict.fromkeys(self.shares, one), "its rate as given", False
         if alone:
-            return alone, f"one process measured here, in {asked.rounds or _ROUNDS} rounds", False
+            return alone, f"one process measured here, in {options.rounds or _ROUNDS} rounds", False
         return self._bounds()
 
     @property
     def _figure_batch(self) -> int:
         """Samples of the step that the given rate or time refers to."""
-        batch = self._asked.one_gpu_batch or self._asked.batch_per_gpu
+        batch = self._options.one_gpu_batch or self._options.batch_per_gpu
         return batch or self.shares[min(self.shares)].micro_batch
 
     def _bounds(self) -> tuple[dict[int, OneDevice], str, bool]:
@@ -536,7 +536,7 @@ def fabric_of(cluster: Cluster, devices: int, link: Link | None = None) -> Fabri
 
 
 def _precision(recipe: Recipe, device: Device | None) -> str:
-    asked = recipe.train.precision
-    if asked != "auto":
-        return asked
+    precision = recipe.train.precision
+    if precision != "auto":
+        return precision
     return "bf16" if device is not None and device.peak("bf16") is not None else "fp32"

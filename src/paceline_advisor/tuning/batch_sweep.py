@@ -24,7 +24,7 @@ from paceline.metrics.intervals import Interval, time_to_event
 from paceline.pages.page import Block, Chart, Table, Text
 from paceline.pages.shown import Shown
 from paceline.plain_json import load_json
-from paceline.plan.batching import micro_batch_size, with_nearest_ghosts
+from paceline.plan.batching import micro_batch_size, with_nearest_ghost_size
 from paceline.plan.rates import lr_factor
 from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from paceline.recipe.running import Checkpoint
@@ -42,25 +42,25 @@ from paceline_advisor.formulas.batch_law import BatchLaw, SweepPoint, fit_batch_
 from paceline_advisor.launches import check_alone, check_can_watch
 
 
-class _ThereError(BaseException):
+class _TargetReachedError(BaseException):
     """The target was reached; not an Exception, so that nothing catches it as one."""
 
 
-class _Watching(Display):
+class _TargetWatcher(Display):
     """Takes the place of the progress display, and ends training once an evaluation meets the target."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._is_there = False
+        self._is_reached = False
 
     def record(self, event: Mapping[str, Any]) -> None:
         value = event.get(self._target.metric) if event["event"] == "evaluation" else None
-        self._is_there = self._is_there or (value is not None and self._target.is_met(value))
+        self._is_reached = self._is_reached or (value is not None and self._target.is_met(value))
 
     def advance(self, step: int) -> None:
         # Not immediately: the other set of weights is evaluated after the first.
-        if self._is_there:
-            raise _ThereError
+        if self._is_reached:
+            raise _TargetReachedError
 
 
 def run_in_place(loaded: LoadedRecipe, target: Target, run_dir: Path) -> TargetRun:
@@ -72,8 +72,8 @@ def run_in_place(loaded: LoadedRecipe, target: Target, run_dir: Path) -> TargetR
     """
     run = TargetRun(seed=loaded.recipe.seed)
     try:
-        result = train_recipe(loaded, Options(run_dir=run_dir, resume="never", display=_Watching(target)))
-    except _ThereError:
+        result = train_recipe(loaded, Options(run_dir=run_dir, resume="never", display=_TargetWatcher(target)))
+    except _TargetReachedError:
         result = None
     except TrainingError as error:
         result, run.trouble = None, str(error)
@@ -130,14 +130,14 @@ class Swept:
     """The measured runs.
 
     Attributes:
-        asked: The command.
+        options: The command.
         target: The target of each run.
         loaded: The recipe.
         base_rate: Its peak learning rate with its own batch, after scaling.
         runs: The runs by batch, rate and seed.
     """
 
-    asked: SweepBatch
+    options: SweepBatch
     target: Target
     loaded: LoadedRecipe
     base_rate: float
@@ -147,11 +147,11 @@ class Swept:
         """Return the runs of a rule with a batch, by rate."""
         recipe = self.loaded.recipe
         rates = rates_of(rule, batch, recipe.batch.global_size, self.base_rate)
-        seeds = range(recipe.seed, recipe.seed + self.asked.seeds)
+        seeds = range(recipe.seed, recipe.seed + self.options.seeds)
         return {rate: [self.runs[batch, rate, seed] for seed in seeds] for rate in rates}
 
 
-def sweep(asked: SweepBatch, log: Log = lambda _: None) -> Swept:
+def sweep(options: SweepBatch, log: Log = lambda _: None) -> Swept:
     """Execute all missing runs, seed by seed, so that a killed sweep soon has a run of every batch.
 
     Raises:
@@ -160,47 +160,51 @@ def sweep(asked: SweepBatch, log: Log = lambda _: None) -> Swept:
         TrainingError: If the first run fails.
     """
     check_alone("sweep-batch")
-    if asked.processes > 1:
+    if options.processes > 1:
         check_can_watch()
-    loaded = load_recipe(asked.recipe, asked.overrides)
+    loaded = load_recipe(options.recipe, options.overrides)
     recipe = loaded.recipe
     if recipe.batch.growth:
         raise RecipeError("batch.growth changes the batch during a run, but a sweep compares fixed ones; leave it out.")
     if recipe.evaluate.every is None:
         raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
-    target = Target.parse(asked.to).of(recipe)
-    book = _Book(asked, recipe, target)
+    target = Target.parse(options.to).of(recipe)
+    store = _RunStore(options, recipe, target)
     base_rate = recipe.optimizer.lr * lr_factor(recipe, recipe.batch.global_size)
-    wanted = list(
+    planned = list(
         dict.fromkeys(
             (batch, rate, recipe.seed + index)
-            for index in range(asked.seeds)
-            for batch in sorted(asked.batch_sizes)
-            for rule in asked.lr_rules
+            for index in range(options.seeds)
+            for batch in sorted(options.batch_sizes)
+            for rule in options.lr_rules
             for rate in rates_of(rule, batch, recipe.batch.global_size, base_rate)
         )
     )
-    _check_plans(asked, recipe, wanted)
-    missing = [each for each in wanted if each not in book.runs]
-    if len(missing) < len(wanted):
-        log(f"{len(wanted) - len(missing)} of {len(wanted)} runs are already done")
-    book.open()
+    _check_plans(options, recipe, planned)
+    missing = [each for each in planned if each not in store.runs]
+    if len(missing) < len(planned):
+        log(f"{len(planned) - len(missing)} of {len(planned)} runs are already done")
+    store.open()
     with tempfile.TemporaryDirectory(prefix="paceline-s") as scratch:
         for number, key in enumerate(missing, start=1):
-            changed = replace(loaded, recipe=_recipe_of(asked, recipe, *key), origins={})
+            changed = replace(loaded, recipe=_recipe_of(options, recipe, *key), origins={})
             try:
-                found = _run(asked, target, changed, Path(scratch) / str(number))
+                found = _run(options, target, changed, Path(scratch) / str(number))
             except PacelineError as error:
-                if not book.runs:
+                if not store.runs:
                     raise
                 # A failure does not discard the measured runs.
                 found = _noted(changed.recipe, TargetRun(seed=changed.recipe.seed, trouble=str(error)), target)
-            if not book.runs and found.trouble:
+            if not store.runs and found.trouble:
                 raise TrainingError(f"the first run failed: {found.trouble}")
-            book.add(found)
+            store.add(found)
             log(f"run {number} of {len(missing)}: {in_words(found)}")
     return Swept(
-        asked=asked, target=target, loaded=loaded, base_rate=base_rate, runs={key: book.runs[key] for key in wanted}
+        options=options,
+        target=target,
+        loaded=loaded,
+        base_rate=base_rate,
+        runs={key: store.runs[key] for key in planned},
     )
 
 
@@ -216,18 +220,18 @@ def in_words(run: SweepRun) -> str:
     )
 
 
-def _check_plans(asked: SweepBatch, recipe: Recipe, wanted: Sequence[tuple[int, float, int]]) -> None:
+def _check_plans(options: SweepBatch, recipe: Recipe, planned: Sequence[tuple[int, float, int]]) -> None:
     """Plan a run with each batch, so that an impossible batch is reported before the first run.
 
     Raises:
         PacelineError: If a run with one of the batches is impossible.
     """
-    world = World(world_size=asked.processes, local_world_size=asked.processes)
-    machine = describe_machine(choose_device(recipe.parallel.device, world), processes=asked.processes)
-    for batch, (lr, seed) in {batch: (lr, seed) for batch, lr, seed in wanted}.items():
+    world = World(world_size=options.processes, local_world_size=options.processes)
+    machine = describe_machine(choose_device(recipe.parallel.device, world), processes=options.processes)
+    for batch, (lr, seed) in {batch: (lr, seed) for batch, lr, seed in planned}.items():
         try:
-            made = _recipe_of(asked, without_initial_weights(recipe), batch, lr, seed)
-            samples = plan_run(made, build_task(made), machine, world).train_samples
+            trial_recipe = _recipe_of(options, without_initial_weights(recipe), batch, lr, seed)
+            samples = plan_run(trial_recipe, build_task(trial_recipe), machine, world).train_samples
         except RecipeError as error:
             raise RecipeError(f"--batch-sizes: a run with {batch} is not possible: {error}") from error
         if batch > samples:
@@ -237,14 +241,14 @@ def _check_plans(asked: SweepBatch, recipe: Recipe, wanted: Sequence[tuple[int, 
             )
 
 
-def _recipe_of(asked: SweepBatch, recipe: Recipe, batch: int, lr: float, seed: int) -> Recipe:
-    cut = with_batch(recipe, batch, asked.processes)
+def _recipe_of(options: SweepBatch, recipe: Recipe, batch: int, lr: float, seed: int) -> Recipe:
+    cut = with_batch(recipe, batch, options.processes)
     return replace(
         cut,
         seed=seed,
         optimizer=replace(recipe.optimizer, lr=lr, lr_scaling="none", lr_reference_batch=None),
         # A run that was stopped, to be resumed later, is not a result.
-        train=replace(recipe.train, until=None, duration=asked.longest or recipe.train.duration),
+        train=replace(recipe.train, until=None, duration=options.longest or recipe.train.duration),
         checkpoint=replace(Checkpoint(), every=None, keep_best=False),
         telemetry=replace(recipe.telemetry, trackers=(), noise_scale=None, mlperf=False),
     )
@@ -260,14 +264,14 @@ def with_batch(recipe: Recipe, batch: int, processes: int) -> Recipe:
     # A micro-batch is at most the batch.
     sizes = replace(recipe.batch, global_size=batch, micro_size=micro if micro == "auto" else min(micro, batch))
     without = replace(recipe, batch=sizes, model=replace(recipe.model, ghost_batch_norm=None))
-    return replace(without, model=with_nearest_ghosts(recipe.model, micro_batch_size(without, processes)))
+    return replace(without, model=with_nearest_ghost_size(recipe.model, micro_batch_size(without, processes)))
 
 
-def _run(asked: SweepBatch, target: Target, loaded: LoadedRecipe, folder: Path) -> SweepRun:
-    if asked.processes == 1:
+def _run(options: SweepBatch, target: Target, loaded: LoadedRecipe, folder: Path) -> SweepRun:
+    if options.processes == 1:
         run = run_in_place(loaded, target, folder / "run")
     else:
-        run = one_run(target, loaded, folder, 0, processes=asked.processes)
+        run = one_run(target, loaded, folder, 0, processes=options.processes)
     plan = read_plan(RunDirectory(folder / "run")) if run.evaluations else None
     return _noted(loaded.recipe, run, target, plan)
 
@@ -305,20 +309,20 @@ def steps_to(run: TargetRun, target: Target) -> float:
     return float(before["step"] + min(max(share, 0.0), 1.0) * (last["step"] - before["step"]))
 
 
-class _Book:
+class _RunStore:
     """Finished runs, stored on disk if an output folder is given.
 
     Raises:
         RunDirectoryError: If the folder contains another sweep.
     """
 
-    def __init__(self, asked: SweepBatch, recipe: Recipe, target: Target) -> None:
+    def __init__(self, options: SweepBatch, recipe: Recipe, target: Target) -> None:
         self.runs: dict[tuple[int, float, int], SweepRun] = {}
-        self._path = None if asked.output is None else asked.output / RUNS_FILE
+        self._path = None if options.output is None else options.output / RUNS_FILE
         # Settings that two sweeps must share so that one may use the other's runs.
-        plain = {"recipe": to_yaml(recipe), "processes": asked.processes, "longest": str(asked.longest)}
-        identity = hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
-        self._head = {"sweep": identity, "target": f"{target.metric}={target.value:g}"}
+        settings = {"recipe": to_yaml(recipe), "processes": options.processes, "longest": str(options.longest)}
+        identity = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+        self._header = {"sweep": identity, "target": f"{target.metric}={target.value:g}"}
         if self._path is not None and self._path.exists():
             self._read(self._path)
 
@@ -326,15 +330,15 @@ class _Book:
         # The last line of a killed sweep may be incomplete.
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]
         try:
-            head, *rows = [load_json(line) for line in lines] or [self._head]
-            other = head.get("target")
+            header, *rows = [load_json(line) for line in lines] or [self._header]
+            other_target = header.get("target")
             runs = [SweepRun(**row) for row in rows]
         except (ValueError, TypeError, AttributeError) as error:
             raise RunDirectoryError(f"'{path}' was not written by sweep-batch ({error}); remove it.") from error
-        if head != self._head:
+        if header != self._header:
             raise RunDirectoryError(
-                f"'{path}' holds the runs of another sweep (to {other}, or of an older version of the recipe); name "
-                f"another --output, or remove it."
+                f"'{path}' holds the runs of another sweep (to {other_target}, or of an older version of the recipe); "
+                f"name another --output, or remove it."
             )
         # A failed run is retried: its cause may be gone.
         self.runs = {run.key: run for run in runs if not run.trouble}
@@ -342,7 +346,7 @@ class _Book:
     def open(self) -> None:
         """Create or open the file, without an incomplete last line of a killed sweep."""
         if self._path is not None:
-            rows = [self._head, *(asdict(run) for run in self.runs.values())]
+            rows = [self._header, *(asdict(run) for run in self.runs.values())]
             write_text(self._path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def add(self, run: SweepRun) -> None:
@@ -487,20 +491,20 @@ class SweepReport:
         )
 
 
-def sweep_batch(asked: SweepBatch, log: Log) -> SweepReport:
+def sweep_batch(options: SweepBatch, log: Log) -> SweepReport:
     """Execute all missing runs, and fit the law of each rule."""
-    return conclude(sweep(asked, log))
+    return conclude(sweep(options, log))
 
 
 def conclude(swept: Swept) -> SweepReport:
     """Combine a sweep's runs."""
-    asked = swept.asked
-    rules = [_of_rule(swept, rule) for rule in asked.lr_rules]
+    options = swept.options
+    rules = [_of_rule(swept, rule) for rule in options.lr_rules]
     runs = sorted(swept.runs.values(), key=lambda run: run.key)
     return SweepReport(
         name=swept.loaded.name,
         target=f"{swept.target.metric}={swept.target.value:g}",
-        seeds=asked.seeds,
+        seeds=options.seeds,
         rules=rules,
         notes=_notes(swept, runs),
         runs=runs,
@@ -509,7 +513,7 @@ def conclude(swept: Swept) -> SweepReport:
 
 def _of_rule(swept: Swept, rule: Rule) -> RuleResult:
     rows, points = [], []
-    for batch in sorted(swept.asked.batch_sizes):
+    for batch in sorted(swept.options.batch_sizes):
         found = []
         for rate, runs in swept.of(rule, batch).items():
             # A failed run counts as one that has not reached the target.
@@ -552,7 +556,9 @@ def _notes(swept: Swept, runs: Sequence[SweepRun]) -> list[str]:
             "length; use schedule.name=constant."
         )
     ghosts = recipe.model.ghost_batch_norm
-    models = {each: with_batch(recipe, each, swept.asked.processes).model for each in sorted(swept.asked.batch_sizes)}
+    models = {
+        each: with_batch(recipe, each, swept.options.processes).model for each in sorted(swept.options.batch_sizes)
+    }
     if other := [str(batch) for batch, model in models.items() if model.ghost_batch_norm not in (ghosts, None)]:
         notes.append(
             f"model.ghost_batch_norm={ghosts} does not divide the micro-batches of {', '.join(other)}: BatchNorm's "

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 from paceline.command import Log
-from paceline.data.loaders.pytorch import worker_deaths_told
+from paceline.data.loaders.pytorch import explain_worker_deaths
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, TrainingError, did_you_mean
 from paceline.optim.schedules import Schedules
@@ -72,7 +72,7 @@ _PROGRESS_LINES = 10
 
 
 @dataclass(kw_only=True)
-class Taken:
+class SweepSteps:
     """The steps of a range test.
 
     Attributes:
@@ -88,7 +88,7 @@ class Taken:
     ending: Ending = "highest"
 
 
-def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
+def take_steps(run: Run, sweep: Sweep, log: Callable[[str], None]) -> SweepSteps:
     """Train the steps of a range test; collective: every rank must call this.
 
     Every process has the same losses, and ends at the same step.
@@ -97,8 +97,8 @@ def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
     run.schedules = Schedules(
         learning_rate=LearningRate(name=sweep.shape, peak=sweep.lowest, end=sweep.highest, total_steps=sweep.steps - 1)
     )
-    taken = Taken()
-    with run.watchdog.watching(), worker_deaths_told():
+    steps_taken = SweepSteps()
+    with run.watchdog.watching(), explain_worker_deaths():
         batches = check_first_batch(run, warm_up(run, run.train_batches()))
         run.clock.start()
         ending: Ending | None = None
@@ -114,16 +114,16 @@ def take_steps(run: Run, sweep: Sweep, say: Callable[[str], None]) -> Taken:
             run.clock.end_step(run.plan.step_samples(run.progress.position - 1), run.load)
             run.clock.drain()
             if loss is not None and math.isfinite(loss):
-                taken.rates.append(rate)
-                taken.losses.append(loss)
-            ending = _ending(run, sweep, taken, loss)
-            if loss is not None and len(taken.losses) % max(1, sweep.steps // _PROGRESS_LINES) == 0:
-                say(f"step {len(taken.losses)} of {sweep.steps}: rate {rate:.3g}, loss {loss:.4g}")
-    taken.ending, taken.skipped = ending, run.progress.skipped
-    return taken
+                steps_taken.rates.append(rate)
+                steps_taken.losses.append(loss)
+            ending = _ending(run, sweep, steps_taken, loss)
+            if loss is not None and len(steps_taken.losses) % max(1, sweep.steps // _PROGRESS_LINES) == 0:
+                log(f"step {len(steps_taken.losses)} of {sweep.steps}: rate {rate:.3g}, loss {loss:.4g}")
+    steps_taken.ending, steps_taken.skipped = ending, run.progress.skipped
+    return steps_taken
 
 
-def _ending(run: Run, sweep: Sweep, taken: Taken, loss: float | None) -> Ending | None:
+def _ending(run: Run, sweep: Sweep, steps_taken: SweepSteps, loss: float | None) -> Ending | None:
     """Return why the test ends here, if it does; the same on all processes, since all have the same losses."""
     # This comes first, since it is a collective on some devices: each process must call it equally often.
     if run.strategy.agreed(run.control_flags()).stop:
@@ -133,10 +133,10 @@ def _ending(run: Run, sweep: Sweep, taken: Taken, loss: float | None) -> Ending 
         return "not_finite" if run.progress.skipped >= MOST_SKIPPED else None
     if loss is None or not math.isfinite(loss):
         return "not_finite"
-    average = smoothed(taken.losses, sweep.smoothing)
+    average = smoothed(steps_taken.losses, sweep.smoothing)
     if average[-1] > sweep.divergence * min(average):
         return "diverged"
-    return "highest" if len(taken.losses) >= sweep.steps else None
+    return "highest" if len(steps_taken.losses) >= sweep.steps else None
 
 
 # More digits would not be reproducible with another seed.
@@ -321,11 +321,11 @@ def find_lr(
         KeyboardInterrupt: For Ctrl-C in a single process.
     """
     sweep = Sweep(**settings)
-    say = (lambda _: None) if quiet else print
-    return range_test(load_recipe(recipe, overrides), sweep, task=task, say=say)
+    log = (lambda _: None) if quiet else print
+    return range_test(load_recipe(recipe, overrides), sweep, task=task, log=log)
 
 
-def measure(asked: FindLr, log: Log) -> RangeTest:
+def measure(options: FindLr, log: Log) -> RangeTest:
     """Run the range test of `paceline find-lr`, and write the recipe with the suggestion.
 
     Raises:
@@ -333,18 +333,18 @@ def measure(asked: FindLr, log: Log) -> RangeTest:
         TrainingError: If even the first loss is not finite, or if a stop was requested.
         KeyboardInterrupt: For Ctrl-C in a single process.
     """
-    rule = asked.suggestion
-    found = replace(range_test(load_recipe(asked.recipe, asked.overrides), asked.sweep, say=log), rule=rule)
-    if asked.apply is None or not read_launch(os.environ).world.is_first:
-        return found
-    if found.suggestion(rule).lr is None:
-        return replace(found, applied=f"{asked.apply} was not written: there is no suggestion by '{rule}'")
-    write_new(asked.apply, found.improved(rule))
-    return replace(found, applied=f"{asked.apply}: the recipe with optimizer.lr={found.lr(rule):g}")
+    rule = options.suggestion
+    test = replace(range_test(load_recipe(options.recipe, options.overrides), options.sweep, log=log), rule=rule)
+    if options.apply is None or not read_launch(os.environ).world.is_first:
+        return test
+    if test.suggestion(rule).lr is None:
+        return replace(test, applied=f"{options.apply} was not written: there is no suggestion by '{rule}'")
+    write_new(options.apply, test.improved(rule))
+    return replace(test, applied=f"{options.apply}: the recipe with optimizer.lr={test.lr(rule):g}")
 
 
 def range_test(
-    loaded: LoadedRecipe, sweep: Sweep, *, task: TaskMaker | None = None, say: Callable[[str], None] = lambda _: None
+    loaded: LoadedRecipe, sweep: Sweep, *, task: TaskMaker | None = None, log: Callable[[str], None] = lambda _: None
 ) -> RangeTest:
     """Run a range test of a recipe; collective: every rank must call this.
 
@@ -352,7 +352,7 @@ def range_test(
         loaded: The recipe.
         sweep: The settings of the test.
         task: Creates the task, instead of the one the recipe names.
-        say: Receives progress messages, on the first process.
+        log: Receives progress messages, on the first process.
 
     Raises:
         PacelineError: For every mistake in the recipe or the data.
@@ -364,7 +364,7 @@ def range_test(
     with restore_globals(recipe.parallel.device), _scratch(world) as run_dir:
         options = Options(run_dir=run_dir, task=task)
         with opened_run(LoadedRecipe(recipe, loaded.name), options) as run:
-            taken = take_steps(run, sweep, say if world.is_first else lambda _: None)
+            taken = take_steps(run, sweep, log if world.is_first else lambda _: None)
             facts, stop = _facts(run, loaded.recipe), run.stop.signal_name
             # After this, no process writes to the folder that the first one is about to remove.
             run.recorder.flush()
@@ -409,20 +409,20 @@ def _scratch(world: World) -> Iterator[Path | None]:
         yield Path(folder) / "run"
 
 
-def _facts(run: Run, asked: Recipe) -> dict[str, Any]:
+def _facts(run: Run, recipe: Recipe) -> dict[str, Any]:
     plan = run.plan
     names = ["device", "device_name", "precision", "strategy", "world_size"]
     names += ["global_batch_size", "micro_batch_size", "steps_per_epoch"]
     return {
         **{name: getattr(plan, name) for name in names},
-        "optimizer": asked.optimizer.name,
-        "optimizer_lr": asked.optimizer.lr,
-        "lr_factor": lr_factor(asked, min(plan.global_batch_size, plan.train_samples)),
+        "optimizer": recipe.optimizer.name,
+        "optimizer_lr": recipe.optimizer.lr,
+        "lr_factor": lr_factor(recipe, min(plan.global_batch_size, plan.train_samples)),
     }
 
 
 def _notes(
-    recipe: Recipe, sweep: Sweep, taken: Taken, facts: Mapping[str, Any], suggestions: Mapping[str, Suggestion]
+    recipe: Recipe, sweep: Sweep, taken: SweepSteps, facts: Mapping[str, Any], suggestions: Mapping[str, Suggestion]
 ) -> Iterator[str]:
     chosen = suggestions[MEDIAN].lr
     if chosen is None:

@@ -29,7 +29,7 @@ from paceline.metrics.critical_batch import examples_ratio, steps_ratio
 from paceline.metrics.gradient_noise import Estimate, NoiseAverages, critical_range, estimate, linear_rate_excess
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
-from paceline.plan.batching import fixed_logical_ranks, with_nearest_ghosts
+from paceline.plan.batching import fixed_logical_ranks, with_nearest_ghost_size
 from paceline.recipe.load import load_recipe
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
@@ -117,8 +117,8 @@ class NoiseReport:
 
     def __paceline__(self) -> Shown:
         """Return the table of all points, and a chart over training."""
-        known = [(each.step, found) for each in self.points if (found := each.averages.noise_scale()) is not None]
-        points = [(step, found, *critical_range(found)) for step, found in known]
+        measured = [(each.step, found) for each in self.points if (found := each.averages.noise_scale()) is not None]
+        points = [(step, found, *critical_range(found)) for step, found in measured]
 
         def span(low: float, high: float) -> str:
             return f"{_figure(low)} to {_figure(high)}" if math.isfinite(high) else f"above {_figure(low)}"
@@ -126,7 +126,7 @@ class NoiseReport:
         rows = [
             (step, _figure(found.middle), span(found.low, found.high), span(*ends)) for step, found, *ends in points
         ]
-        blank = len(self.points) - len(known)
+        unmeasured = len(self.points) - len(measured)
         costs = {}
         if (ratios := self.costs()) is not None:
             costs = {
@@ -140,13 +140,13 @@ class NoiseReport:
                 {
                     "mode": "lines+markers",
                     "name": "noise scale",
-                    "x": [step for step, _ in known],
-                    "y": [found.middle for _, found in known],
+                    "x": [step for step, _ in measured],
+                    "y": [found.middle for _, found in measured],
                     # A bar that ends at its point would suggest that nothing larger is possible.
-                    "marker": {"symbol": ["circle" if math.isfinite(f.high) else "arrow-up" for _, f in known]},
+                    "marker": {"symbol": ["circle" if math.isfinite(f.high) else "arrow-up" for _, f in measured]},
                     "error_y": {
-                        "array": [f.high - f.middle if math.isfinite(f.high) else None for _, f in known],
-                        "arrayminus": [found.middle - found.low for _, found in known],
+                        "array": [f.high - f.middle if math.isfinite(f.high) else None for _, f in measured],
+                        "arrayminus": [found.middle - found.low for _, found in measured],
                     },
                 },
                 {
@@ -169,7 +169,11 @@ class NoiseReport:
                     rows=rows,
                     caption=f"Measured, in {self.unit}",
                 ),
-                *([f"At {blank} of {len(self.points)} points the noise hides the gradient."] if blank else []),
+                *(
+                    [f"At {unmeasured} of {len(self.points)} points the noise hides the gradient."]
+                    if unmeasured
+                    else []
+                ),
                 *([costs] if costs else []),
                 "The critical batch is of the noise scale's order of magnitude; `paceline sweep-batch` measures it.",
             ],
@@ -181,7 +185,7 @@ class NoiseReport:
                     "proportion; far above, it only costs more samples."
                 ),
             ],
-            ok=bool(known) or "no noise scale was found at any of the weights; give more --steps.",
+            ok=bool(measured) or "no noise scale was found at any of the weights; give more --steps.",
         )
 
 
@@ -190,29 +194,31 @@ def _figure(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.10g}"
 
 
-def measure_noise(asked: NoiseScale, log: Log) -> NoiseReport:
+def measure_noise(options: NoiseScale, log: Log) -> NoiseReport:
     """Measure the noise scale; collective: every rank must call this.
 
     Raises:
         PacelineError: For mistakes in the recipe or the data, or if weights are sharded.
     """
-    loaded = load_recipe(asked.target, asked.overrides)
-    checkpoints = _checkpoints(Path(asked.target))
-    recipe = _cut(loaded.recipe, read_launch(os.environ).world.world_size)
+    loaded = load_recipe(options.target, options.overrides)
+    checkpoints = _checkpoints(Path(options.target))
+    recipe = _into_micro_batches(loaded.recipe, read_launch(os.environ).world.world_size)
     if checkpoints:
         recipe = without_initial_weights(recipe)
-    quiet = replace(
+    silent = replace(
         recipe,
         telemetry=replace(recipe.telemetry, trackers=(), noise_scale=None, mlperf=False),
         checkpoint=replace(Checkpoint(), every=None),
     )
     scratch = (
-        tempfile.TemporaryDirectory(prefix="paceline-noise-") if asked.scratch is None else nullcontext(asked.scratch)
+        tempfile.TemporaryDirectory(prefix="paceline-noise-")
+        if options.scratch is None
+        else nullcontext(options.scratch)
     )
     points = []
     with (
         scratch as folder,
-        opened_run(replace(loaded, recipe=quiet, origins={}), Options(run_dir=Path(folder) / "run")) as run,
+        opened_run(replace(loaded, recipe=silent, origins={}), Options(run_dir=Path(folder) / "run")) as run,
     ):
         if not isinstance(run.strategy, Replicas):
             raise RecipeError(
@@ -220,7 +226,7 @@ def measure_noise(asked: NoiseScale, log: Log) -> NoiseReport:
                 "it with parallel.strategy=ddp, or with one process."
             )
         plan = run.plan
-        steps = min(asked.steps, plan.total_steps)
+        steps = min(options.steps, plan.total_steps)
         # For images the unit is samples, as in earlier versions.
         unit = "samples" if run.task.sample_weights() is None else run.task.unit
         for step, path in checkpoints or [(0, None)]:
@@ -268,7 +274,7 @@ def _checkpoints(target: Path) -> list[tuple[int, Path | None]]:
     return [(step, store.path(step)) for step in store.steps()]
 
 
-def _cut(recipe: Recipe, processes: int) -> Recipe:
+def _into_micro_batches(recipe: Recipe, processes: int) -> Recipe:
     """Return the recipe with at least two micro-batches per step; sizes that it sets are kept.
 
     Raises:
@@ -290,7 +296,7 @@ def _cut(recipe: Recipe, processes: int) -> Recipe:
     large = [count for count in counts if batch // count >= _FEW]
     count = min(large or counts[:1], key=lambda count: abs(count - max(_PARTS, processes)))
     micro = batch // count
-    model = with_nearest_ghosts(recipe.model, micro)
+    model = with_nearest_ghost_size(recipe.model, micro)
     return replace(recipe, model=model, batch=replace(recipe.batch, micro_size=micro))
 
 
@@ -302,7 +308,7 @@ def _of_step(run: Run, strategy: Replicas, batches: Sequence[Batch]) -> Estimate
         if not batch.weight:
             continue
         probe = GradientProbe(run, strategy, batch)
-        with probe.without_a_trace():
+        with probe.isolated():
             found = probe.gradients(run.network)
         gradients = [found[name] if name in found else torch.zeros_like(each) for name, each in trained]
         torch._foreach_add_(total, gradients, alpha=batch.weight)

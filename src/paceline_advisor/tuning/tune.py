@@ -27,10 +27,10 @@ from yaml import YAMLError
 from paceline.command import Log
 from paceline.distributed.local_launch import LAUNCHER_VARIABLE
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown
-from paceline.plain_yaml import load_plain, settled
+from paceline.plain_yaml import load_plain, resolve_values
 from paceline.recipe.load import load_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted
@@ -54,7 +54,7 @@ Search = Mapping[str, list[Any] | dict[str, Any]]
 """By recipe key: a list of choices, or a range with ``low``, ``high`` and optionally ``log`` or ``step``."""
 
 
-def tune(asked: Tune, log: Log) -> TuneReport:
+def tune(options: Tune, log: Log) -> TuneReport:
     """Run the remaining trials, and report all of them.
 
     Raises:
@@ -63,38 +63,38 @@ def tune(asked: Tune, log: Log) -> TuneReport:
     """
     check_alone("tune")
     check_can_watch()
-    recipe = load_recipe(asked.recipe, asked.overrides).recipe
-    search = read_search(asked.search)
+    recipe = load_recipe(options.recipe, options.overrides).recipe
+    search = read_search(options.search)
     for key, value in ((key, value) for key, space in search.items() for value in ends_of(space)):
         try:
-            load_recipe(asked.recipe, [*asked.overrides, as_override(key, value)])
+            load_recipe(options.recipe, [*options.overrides, as_override(key, value)])
         except RecipeError as error:
-            raise RecipeError(f"{asked.search}: {key}: {value} is not valid: {error}") from error
+            raise RecipeError(f"{options.search}: {key}: {value} is not valid: {error}") from error
     if recipe.evaluate.every is None:
         raise RecipeError("evaluate.every=off: trials are compared by their evaluations; give it an interval.")
     task = build_task(recipe)
     task.data_facts(World())
     metric = best_metric(task)
     target = Target(metric.name, math.inf, less_is_better=not metric.higher_is_better)
-    asked.output.mkdir(parents=True, exist_ok=True)
-    study = _open_study(asked, recipe, search, target)
+    options.output.mkdir(parents=True, exist_ok=True)
+    study = _open_study(options, recipe, search, target)
     # Trials that a killed search left running: their runs resume.
-    for left in study.get_trials(states=[TrialState.RUNNING]):
-        if "run" in left.user_attrs and left.params:
-            study.enqueue_trial(left.params, user_attrs=left.user_attrs)
-        study.tell(left.number, state=TrialState.FAIL)
-    while (made := len(_finished(study))) < asked.trials:
+    for unfinished in study.get_trials(states=[TrialState.RUNNING]):
+        if "run" in unfinished.user_attrs and unfinished.params:
+            study.enqueue_trial(unfinished.params, user_attrs=unfinished.user_attrs)
+        study.tell(unfinished.number, state=TrialState.FAIL)
+    while (finished := len(_finished(study))) < options.trials:
         trial = study.ask()
         if "run" not in trial.user_attrs:
             trial.set_user_attr("run", f"trial-{len(_by_run(study)):03d}")
         values = {key: _suggested(trial, key, space) for key, space in search.items()}
         overrides = " ".join(as_override(key, value) for key, value in values.items())
-        log(f"trial {made + 1} of {asked.trials}: {overrides}")
-        log(f"  {_try(asked, study, trial, values, target)}")
+        log(f"trial {finished + 1} of {options.trials}: {overrides}")
+        log(f"  {_run_trial(options, study, trial, values, target)}")
         failed = _finished(study)
         if len(failed) >= _FAILURES and all("trouble" in each.user_attrs for each in failed):
             raise TrainingError(f"the first {len(failed)} trials failed: {failed[-1].user_attrs['trouble']}")
-    return TuneReport(asked=asked, target=target, trials=_finished(study))
+    return TuneReport(options=options, target=target, trials=_finished(study))
 
 
 def read_search(path: Path) -> Search:
@@ -103,20 +103,20 @@ def read_search(path: Path) -> Search:
     Raises:
         RecipeError: If the file is not a mapping of recipe keys to lists or ranges.
     """
-    refuse_odd_kinds(path)
+    refuse_special_inputs(path)
     try:
-        found = settled(load_plain(path.read_text(encoding="utf-8")))
+        spaces = resolve_values(load_plain(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, YAMLError) as error:
         raise RecipeError(f"--search {path}: it cannot be read as YAML ({error}).") from error
-    if not isinstance(found, dict) or not found:
+    if not isinstance(spaces, dict) or not spaces:
         raise RecipeError(f"--search {path}: it must map recipe keys to values, such as optimizer.lr: [0.01, 0.1].")
-    for key, space in found.items():
+    for key, space in spaces.items():
         if why := _why_no_space(space):
             raise RecipeError(
                 f"--search {path}: {key}: {why}; give a list of choices, or {{low: A, high: B}} with log: true or "
                 "step: C if needed."
             )
-    return found
+    return spaces
 
 
 def _why_no_space(space: Any) -> str:
@@ -154,10 +154,10 @@ def _suggested(trial: optuna.Trial, key: str, space: list[Any] | dict[str, Any])
     return trial.suggest_float(key, low, high, step=step, log=in_log)
 
 
-def _open_study(asked: Tune, recipe: Recipe, search: Search, target: Target) -> optuna.Study:
+def _open_study(options: Tune, recipe: Recipe, search: Search, target: Target) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
-        storage=JournalStorage(JournalFileBackend(str(asked.output / JOURNAL))),
+        storage=JournalStorage(JournalFileBackend(str(options.output / JOURNAL))),
         study_name="paceline",
         direction="minimize" if target.less_is_better else "maximize",
         load_if_exists=True,
@@ -165,12 +165,12 @@ def _open_study(asked: Tune, recipe: Recipe, search: Search, target: Target) -> 
     )
     # Values drawn before a restart are not drawn again.
     study.sampler = optuna.samplers.TPESampler(seed=recipe.seed + len(study.trials))
-    plain = json.dumps([to_yaml(recipe), dict(search), target.metric, asked.processes], sort_keys=True)
+    plain = json.dumps([to_yaml(recipe), dict(search), target.metric, options.processes], sort_keys=True)
     identity = hashlib.sha256(plain.encode()).hexdigest()
     if study.user_attrs.setdefault("search", identity) != identity:
         raise RunDirectoryError(
-            f"'{asked.output}' holds the trials of another search, recipe or metric; give another --output, or remove "
-            "it."
+            f"'{options.output}' holds the trials of another search, recipe or metric; give another --output, or "
+            "remove it."
         )
     study.set_user_attr("search", identity)
     return study
@@ -185,12 +185,14 @@ def _finished(study: optuna.Study) -> list[optuna.trial.FrozenTrial]:
     return [trial for trial in _by_run(study).values() if trial.state.is_finished()]
 
 
-def _try(asked: Tune, study: optuna.Study, trial: optuna.Trial, values: Mapping[str, Any], target: Target) -> str:
+def _run_trial(
+    options: Tune, study: optuna.Study, trial: optuna.Trial, values: Mapping[str, Any], target: Target
+) -> str:
     """Train with these values, and report the result to the study and the user."""
-    run, run_dir = TargetRun(seed=0), asked.output / trial.user_attrs["run"]
-    arguments = ["train", asked.recipe, *asked.overrides, "checkpoint.mirror=null"]
+    run, run_dir = TargetRun(seed=0), options.output / trial.user_attrs["run"]
+    arguments = ["train", options.recipe, *options.overrides, "checkpoint.mirror=null"]
     arguments += [as_override(key, value) for key, value in values.items()]
-    arguments += ["--run-dir", str(run_dir), "--processes", str(asked.processes)]
+    arguments += ["--run-dir", str(run_dir), "--processes", str(options.processes)]
     arguments += ["--trust-code"] * is_code_trusted()
     is_pruned, reported = False, 0
     # It contains sockets of loader processes, whose paths must be short.
@@ -212,17 +214,17 @@ def _try(asked: Tune, study: optuna.Study, trial: optuna.Trial, values: Mapping[
     follow(run, run_dir, target)
     value = _value_of(run.evaluations[-1], target) if run.evaluations else math.nan
     trial.set_user_attr("train_seconds", run.train_seconds)
-    shown = f"{target.metric} {value:.4g} after {run.train_seconds:.0f} s"
+    result = f"{target.metric} {value:.4g} after {run.train_seconds:.0f} s"
     if is_pruned:
         study.tell(trial, state=TrialState.PRUNED)
-        return f"stopped early: {shown}, worse than the median"
+        return f"stopped early: {result}, worse than the median"
     if code == 0 and math.isfinite(value):
         study.tell(trial, value)
-        return shown
-    trouble = why or f"exit code {code}"
-    trial.set_user_attr("trouble", trouble)
+        return result
+    reason = why or f"exit code {code}"
+    trial.set_user_attr("trouble", reason)
     study.tell(trial, state=TrialState.FAIL)
-    return f"failed: {trouble}"
+    return f"failed: {reason}"
 
 
 def _value_of(evaluation: Mapping[str, Any], target: Target) -> float:
@@ -236,12 +238,12 @@ class TuneReport:
     """All trials of a search.
 
     Attributes:
-        asked: The command's options.
+        options: The command's options.
         target: The metric, and which direction is better.
         trials: Optuna's trials, each with its run directory in its ``user_attrs``.
     """
 
-    asked: Tune
+    options: Tune
     target: Target
     trials: Sequence[optuna.trial.FrozenTrial]
 
@@ -254,7 +256,7 @@ class TuneReport:
     def to_json(self) -> dict[str, Any]:
         """Return the result as one JSON object."""
         return {
-            "recipe": self.asked.recipe,
+            "recipe": self.options.recipe,
             "metric": self.target.metric,
             "higher_is_better": not self.target.less_is_better,
             "best": self.ranked[0].user_attrs["run"] if self.ranked else None,
@@ -282,12 +284,12 @@ class TuneReport:
         ]
         if ranked:
             best = [as_override(key, value) for key, value in ranked[0].params.items()]
-            command = shlex.join(["paceline", "train", self.asked.recipe, *self.asked.overrides, *best])
-            runs = [str(self.asked.output / each.user_attrs["run"]) for each in ranked[:3]]
+            command = shlex.join(["paceline", "train", self.options.recipe, *self.options.overrides, *best])
+            runs = [str(self.options.output / each.user_attrs["run"]) for each in ranked[:3]]
             blocks += [f"Best: {command}", f"Compare: {shlex.join(['paceline', 'report', *runs])}"]
         return Shown(
             title="Hyper-parameter search",
-            subtitle=f"{self.asked.recipe}, {format_count(len(self.trials))} trials",
+            subtitle=f"{self.options.recipe}, {format_count(len(self.trials))} trials",
             blocks=blocks,
             on_page=[self._chart(key, ranked) for key in keys],
             ok=bool(ranked) or "no trial finished.",
@@ -295,7 +297,7 @@ class TuneReport:
 
     def _chart(self, key: str, ranked: Sequence[optuna.trial.FrozenTrial]) -> Chart:
         values = [each.params.get(key) for each in ranked]
-        is_log = isinstance(space := read_search(self.asked.search).get(key), dict) and bool(space.get("log"))
+        is_log = isinstance(space := read_search(self.options.search).get(key), dict) and bool(space.get("log"))
         names = [each.user_attrs["run"] for each in ranked]
         points = {"mode": "markers", "x": values, "y": [each.value for each in ranked], "text": names}
         axis = {"title": key, "type": "log" if is_log else None}

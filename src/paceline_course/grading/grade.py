@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,16 +116,6 @@ class Host:
                 pipe.close()
 
 
-@contextmanager
-def hosting() -> Iterator[Host]:
-    """Provide a host for several gradings."""
-    host = Host()
-    try:
-        yield host
-    finally:
-        host.close()
-
-
 def grade(
     path: Path,
     *,
@@ -152,12 +142,11 @@ def grade(
     if path.suffix == ".ipynb":
         raise PacelineError(f"{path} is a notebook; name a Python file that torchrun can run.")
     begin, processor = time.monotonic(), _processor_seconds()
-    with tempfile.TemporaryDirectory(prefix="paceline-grading-", ignore_cleanup_errors=True) as scratch:
-        if host is None:
-            with hosting() as host:
-                marks = _grade(path, Path(scratch).resolve(), on_progress, limits or Limits(), host)
-        else:
-            marks = _grade(path, Path(scratch).resolve(), on_progress, limits or Limits(), host)
+    with (
+        tempfile.TemporaryDirectory(prefix="paceline-grading-", ignore_cleanup_errors=True) as scratch,
+        closing(Host()) if host is None else nullcontext(host) as started,
+    ):
+        marks = _grade(path, Path(scratch).resolve(), on_progress, limits or Limits(), started)
     return replace(marks, seconds=time.monotonic() - begin, processor_seconds=_processor_seconds() - processor)
 
 
@@ -182,7 +171,7 @@ def _grade(path: Path, scratch: Path, on_progress: Callable[[str], None], limits
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the networks are tiny: more threads would only wait for each other
     try:
-        for name in on_run.AGAIN:
+        for name in on_run.THROUGHPUT_REPEATS:
             if on_run.throughput(found).reason and "batchnorm" in found.complete("batchnorm"):
                 again = Trial(name, 2, name, network="batchnorm")
                 on_progress(f"{_description(again)}, to measure throughput again")

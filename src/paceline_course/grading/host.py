@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -90,7 +90,7 @@ def run(launch: Launch) -> Outcome:
     for rank in range(launch.processes):
         pid = os.fork()
         if pid == 0:
-            _be_rank(launch, rank, port)
+            _run_rank(launch, rank, port)
         pids.append(pid)
     try:
         return _wait(pids, launch.limits)
@@ -111,11 +111,9 @@ def _wait(pids: list[int], limits: Limits) -> Outcome:
             if found:
                 codes[pid] = os.waitstatus_to_exitcode(status)
                 ended_for = ended_for or ("processor time" if codes[pid] == -signal.SIGXCPU else "")
-                if codes[pid] < 0:
-                    limits = Limits(**{**asdict(limits), "idle_seconds": 0.0})  # killed: do not wait for the others
-                elif codes[pid] > 0:
-                    limits = Limits(**{**asdict(limits), "idle_seconds": min(limits.idle_seconds, _GRACE_SECONDS)})
-                supervisor.limits = limits
+                if codes[pid]:  # if it was killed, do not wait for the others
+                    idle = 0.0 if codes[pid] < 0 else min(supervisor.limits.idle_seconds, _GRACE_SECONDS)
+                    supervisor.limits = replace(supervisor.limits, idle_seconds=idle)
         violation = supervisor.violation([pid for pid in left if pid not in codes])
         if violation:
             # After a failure, waiting for the failed rank is not a hang.
@@ -129,7 +127,7 @@ def _wait(pids: list[int], limits: Limits) -> Outcome:
     return Outcome(tuple(codes[pid] for pid in pids), ended_for)
 
 
-def _be_rank(launch: Launch, rank: int, port: int) -> None:
+def _run_rank(launch: Launch, rank: int, port: int) -> None:
     code = 97
     leave = os._exit  # the recorder replaces os._exit
     try:

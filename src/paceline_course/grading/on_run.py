@@ -11,18 +11,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline_course.assignment import TRAINING_SAMPLES
-from paceline_course.grading.runs import End, Finding, Run, Runs, Vector, listing, on_several, with_processes
+from paceline_course.grading.runs import Finding, Run, Runs, Vector, listing, on_several, with_processes
 
-_WHY = {
+_LIMIT_MESSAGES = {
     "hang": "hung: no rank did anything for seconds, each waiting for another",
     "processor time": "did not end: it exceeded the limit of processor time",
     "processes": "started more processes than allowed",
     "time": "did not end within the time limit",
 }
 # Words in gloo's error messages.
-_LOST_CONTACT = ("closed by peer", "reset by peer", "Broken pipe", "gloo")
-_OF_FILES = ("FileNotFoundError", "FileExistsError", "OSError", "RuntimeError", "SafetensorError")
-_RESULT = 1e-5
+_CONNECTION_ERRORS = ("closed by peer", "reset by peer", "Broken pipe", "gloo")
+_FILE_ERRORS = ("FileNotFoundError", "FileExistsError", "OSError", "RuntimeError", "SafetensorError")
+_RESULT_TOLERANCE = 1e-5
 
 
 def ends(runs: Runs) -> Finding:
@@ -32,7 +32,7 @@ def ends(runs: Runs) -> Finding:
         if run is None:
             return Finding("Some runs were skipped because earlier ones had failed.")
         if run.ended_for:
-            return Finding(f"The run {with_processes(run)} {_WHY.get(run.ended_for, run.ended_for)}.")
+            return Finding(f"The run {with_processes(run)} {_LIMIT_MESSAGES.get(run.ended_for, run.ended_for)}.")
         failure = _failure(run)
         if failure:
             return Finding(f"The run {with_processes(run)} {failure}.")
@@ -150,11 +150,11 @@ def inside(runs: Runs) -> Finding:
 def _failure(run: Run) -> str:
     """Describe the first failure; that a rank lost contact only means that another rank had ended."""
     messages = {rank: member.end.message for rank, member in enumerate(run.ranks) if member.end and member.end.message}
-    telling = {rank: text for rank, text in messages.items() if not any(word in text for word in _LOST_CONTACT)}
-    for rank, text in telling.items():
+    causes = {rank: text for rank, text in messages.items() if not any(word in text for word in _CONNECTION_ERRORS)}
+    for rank, text in causes.items():
         writers = _writers(run)
         # Files that are missing or incomplete because another rank has written, renamed or removed them meanwhile.
-        together = text.startswith(_OF_FILES) and rank in writers and len(writers) > 1
+        together = text.startswith(_FILE_ERRORS) and rank in writers and len(writers) > 1
         why = f"; ranks {listing(list(writers))} write the same files" if together else ""
         return f"failed on rank {rank} with {text.rstrip(': .')}{why}"
     return (
@@ -172,16 +172,12 @@ def _difference_at_end(whole: Run, again: Run | None) -> str:
         return ""  # `atomic` reports this
     if again.steps != wanted:
         return f"Restarted after a kill, it made {again.steps} more steps; {wanted} were left."
-    ends = [run.ranks[0].end for run in (whole, again)]
-    if any(not _is_same(first, second) for first, second in zip(*map(_weights, ends), strict=True)):
+    before, after = (run.ranks[0].final_weights for run in (whole, again))
+    if before is None or after is None or not _is_same(before, after):
         return "Restarted after a kill, it ended with other weights than without the kill."
     epochs = {record.get("epoch") for record in again.log}
     missing = [epoch for epoch in range(again.epochs) if epoch not in epochs]
     return f"After a kill, the log has no line for epoch {listing(missing)}." if missing else ""
-
-
-def _weights(end: End | None) -> list[Vector]:
-    return [] if end is None or end.weights is None else [end.weights]
 
 
 def _writers(run: Run) -> dict[int, tuple[str, ...]]:
@@ -194,7 +190,7 @@ def _by_signal(run: Run, ranks: Sequence[int]) -> str:
 
 
 def _is_same(first: Vector, second: Vector) -> bool:
-    return first.shape == second.shape and bool(np.allclose(first, second, rtol=0, atol=_RESULT))
+    return first.shape == second.shape and bool(np.allclose(first, second, rtol=0, atol=_RESULT_TOLERANCE))
 
 
 @on_several
@@ -253,12 +249,12 @@ def order(run: Run) -> Finding:
 
 
 BASE_BATCH = 32  # the batch size that the base learning rate is for
-_RELATIVE = 1e-3
+_LR_TOLERANCE = 1e-3
 _MINIMUM_SHARE = 0.5
 # Two measurements of the same loop's throughput differ by this factor even on a quiet machine.
 _LEAST_NOISE = 1.25
 # Runs made only if the first measurement was too slow: another process may have caused that.
-AGAIN = ("batchnorm-2", "batchnorm-3")
+THROUGHPUT_REPEATS = ("batchnorm-2", "batchnorm-3")
 
 
 @dataclass(frozen=True)
@@ -286,13 +282,13 @@ def scaled(run: Run, schedule: Schedule) -> Finding:
     for step in range(min(schedule.warmup + 1, run.steps - 1), run.steps):
         for rank, member in enumerate(run.ranks):
             later = member.steps[step].learning_rate
-            if abs(found - expected) <= _RELATIVE * expected < abs(later - expected):
+            if abs(found - expected) <= _LR_TOLERANCE * expected < abs(later - expected):
                 return Finding(
                     f"At step {step} {with_processes(run)} the learning rate of rank {rank} is {later:.4g}; "
                     f"after the warm-up it should stay at {expected:.4g}.",
                     seen={"learning rate": later, "expected": expected},
                 )
-    if not abs(found - expected) <= _RELATIVE * expected:
+    if not abs(found - expected) <= _LR_TOLERANCE * expected:
         return Finding(
             f"After the warm-up {with_processes(run)} the learning rate is {found:.4g}; for a global batch of "
             f"{run.batch} it should be {schedule.base_lr:g} x {run.batch} / {BASE_BATCH} = {expected:.4g}.",
@@ -318,7 +314,7 @@ def warmup(run: Run, schedule: Schedule) -> Finding:
 
 def throughput(runs: Runs) -> Finding:
     """Check that steps are at least half as fast as a bare loop's; not judged if the machine is too noisy."""
-    programs = runs.complete("batchnorm", *AGAIN)
+    programs = runs.complete("batchnorm", *THROUGHPUT_REPEATS)
     if "batchnorm" not in programs:
         return Finding("This could not be checked: the run of the network with BatchNorm did not finish training.")
     loops = runs.complete("pace-before", "pace-after")

@@ -14,7 +14,6 @@ from paceline_course.grading.runs import (
     Finding,
     Run,
     Runs,
-    Validation,
     Vector,
     accuracy_of_state,
     accuracy_of_vector,
@@ -27,12 +26,12 @@ from paceline_course.grading.runs import (
 )
 
 # Ranks that do the same arithmetic agree bit by bit; adding float32 in another order changes far less than this.
-_SAME = 1e-6
-_RESULT = 1e-5
-_GRADIENT = 1e-3  # relative, of the norm
+_EQUAL_TOLERANCE = 1e-6
+_RESULT_TOLERANCE = 1e-5
+_GRADIENT_TOLERANCE = 1e-3  # relative, of the norm
 _MOMENTUM = 0.9
-_ROUNDING = 2e-7  # relative, of float32 weights after an addition
-_STEP = 2e-4  # relative, of the norm; rounding of float32 causes a tenth of it
+_ROUNDING_TOLERANCE = 2e-7  # relative, of float32 weights after an addition
+_STEP_TOLERANCE = 2e-4  # relative, of the norm; rounding of float32 causes a tenth of it
 
 
 @on_several
@@ -52,7 +51,7 @@ def one_process(runs: Runs) -> Finding:
 @on_several
 def _as_one_process(run: Run, wanted: Vector) -> Finding:
     gap = _gap(_final(run, 0), wanted)
-    if gap > _RESULT:
+    if gap > _RESULT_TOLERANCE:
         return Finding(f"Final weights {with_processes(run)} differ by up to {gap:.2g} from those with 1 process.")
     return Finding(seen={"largest difference": gap})
 
@@ -67,18 +66,20 @@ def explain_gradient(found: Vector, expected: Vector, before: Vector | None, pro
         processes: World size.
     """
     size = float(np.linalg.norm(expected)) + 1e-12
-    if np.linalg.norm(found - expected) <= _GRADIENT * size:
+    if np.linalg.norm(found - expected) <= _GRADIENT_TOLERANCE * size:
         return ""
     if not found.any():
         return "are all zero"
-    if before is not None and np.linalg.norm(found - before - expected) <= _GRADIENT * size:
+    if before is not None and np.linalg.norm(found - before - expected) <= _GRADIENT_TOLERANCE * size:
         return "still contain those of the previous step: they were not cleared"
     ratio = float(found @ expected) / size**2
-    if np.linalg.norm(found - ratio * expected) > _GRADIENT * size * max(1.0, abs(ratio)):
+    if np.linalg.norm(found - ratio * expected) > _GRADIENT_TOLERANCE * size * max(1.0, abs(ratio)):
         apart = float(np.linalg.norm(found - expected)) / size
         return f"differ from the gradient of the mean loss over the global batch by {apart:.0%} of its size"
     meanings = {processes: ": they were summed, not averaged", 1 / processes: ": they were divided once too often"}
-    meaning = next((text for factor, text in meanings.items() if abs(ratio - factor) < _GRADIENT * factor), "")
+    meaning = next(
+        (text for factor, text in meanings.items() if abs(ratio - factor) < _GRADIENT_TOLERANCE * factor), ""
+    )
     return f"are {ratio:.3g} times those of the mean over the global batch{meaning}"
 
 
@@ -116,7 +117,7 @@ def optimizer(run: Run) -> Finding:
         velocity = _MOMENTUM * velocity + step.gradients
         expected, found = -step.learning_rate * velocity, after.weights.astype(np.float64) - step.weights
         apart, size = float(np.linalg.norm(found - expected)), float(np.linalg.norm(expected)) + 1e-12
-        if not apart <= _STEP * size + _ROUNDING * float(np.linalg.norm(step.weights)):
+        if not apart <= _STEP_TOLERANCE * size + _ROUNDING_TOLERANCE * float(np.linalg.norm(step.weights)):
             return Finding(
                 f"Step {number} {with_processes(run)}, by {step.optimizer or 'the optimizer'}, did not change weights "
                 f"as SGD with momentum {_MOMENTUM} does: the changes differ by {apart / size:.2%}.",
@@ -126,7 +127,7 @@ def optimizer(run: Run) -> Finding:
 
 
 def _where(run: Run, step: int, found: list[Vector]) -> str:
-    if any(_gap(vector, found[0]) > _SAME for vector in found):
+    if any(_gap(vector, found[0]) > _EQUAL_TOLERANCE for vector in found):
         return "; ranks have different gradients, so they were not combined"
     sizes = [len(member.steps[step].samples) for member in run.ranks]
     if step and len(set(sizes)) > 1 and sum(sizes) < run.batch:
@@ -146,7 +147,7 @@ def same_weights(run: Run) -> Finding:
             f"The run {with_processes(run)} left no weights.safetensors that contains the network's weights by name."
         )
     gap = _gap(saved, _final(run, 0))
-    if gap > _SAME:
+    if gap > _EQUAL_TOLERANCE:
         return Finding(
             f"weights.safetensors {with_processes(run)} differs by up to {gap:.2g} from the ranks' final weights."
         )
@@ -156,7 +157,7 @@ def same_weights(run: Run) -> Finding:
 def _same_on_ranks(run: Run, vectors: list[Vector], when: str) -> Finding:
     for rank, vector in enumerate(vectors):
         gap = _gap(vector, vectors[0])
-        if gap > _SAME:
+        if gap > _EQUAL_TOLERANCE:
             return Finding(
                 f"Weights of rank {rank} {when} {with_processes(run)} differ by up to {gap:.2g} from those of rank 0."
             )
@@ -164,8 +165,8 @@ def _same_on_ranks(run: Run, vectors: list[Vector], when: str) -> Finding:
 
 
 def _final(run: Run, rank: int) -> Vector:
-    end = run.ranks[rank].end
-    return np.zeros(0, np.float32) if end is None or end.weights is None else end.weights
+    weights = run.ranks[rank].final_weights
+    return np.zeros(0, np.float32) if weights is None else weights
 
 
 def _gap(first: Vector, second: Vector) -> float:
@@ -176,7 +177,7 @@ def _gap(first: Vector, second: Vector) -> float:
 
 
 TARGET_ACCURACY = 90.0  # percent; the reference reaches at least 95
-_LOSS = 1e-4
+_LOSS_TOLERANCE = 1e-4
 _NO_LOG = "there is no log.jsonl in the --output directory"
 _HALF_A_SAMPLE = 50 / VALIDATION_SAMPLES
 
@@ -198,8 +199,7 @@ def batchnorm(runs: Runs) -> Finding:
     for rank, member in enumerate(run.ranks):
         if any(seen.training for seen in member.validations):
             return Finding(f"Rank {rank} validated in training mode, where BatchNorm uses the statistics of the batch.")
-    found = [_last_statistics(member.validations) for member in run.ranks]
-    present = [(rank, vector) for rank, vector in enumerate(found) if vector is not None]
+    present = [(rank, member.validations[-1].statistics) for rank, member in enumerate(run.ranks) if member.validations]
     for rank, vector in present[1:]:
         gap = float(np.abs(vector - present[0][1]).max(initial=0.0))
         if gap > 1e-6:
@@ -247,7 +247,7 @@ def loss(run: Run) -> Finding:
             return Finding(f"{with_processes(run).capitalize()}, {_NO_LOG}.")
         if found is None:
             return Finding(f"The log {with_processes(run)} has no number train_loss for epoch {epoch}.")
-        if not abs(found - expected) <= _LOSS * max(1.0, abs(expected)):
+        if not abs(found - expected) <= _LOSS_TOLERANCE * max(1.0, abs(expected)):
             return Finding(
                 f"The log {with_processes(run)} has a train_loss of {found:.6g} for epoch {epoch}; "
                 f"the mean over all its samples is {expected:.6g}.",
@@ -273,7 +273,7 @@ def _validation(run: Run) -> Finding:
                 f"{where}, these samples of the validation set were counted more than once: {listing(repeated)}."
             )
         found = _logged(run, epoch, "validation_accuracy")
-        weights = run.ranks[0].steps[end].weights if end < run.steps else _end_weights(run)
+        weights = run.ranks[0].steps[end].weights if end < run.steps else run.ranks[0].final_weights
         expected = None if weights is None else accuracy_of_vector(weights)
         if found is None or expected is None or not abs(found - expected) <= _HALF_A_SAMPLE:  # catches nan too
             says = f"the log says {_percent(found)}" if run.log else _NO_LOG
@@ -284,19 +284,15 @@ def _validation(run: Run) -> Finding:
 @on_several
 def validation_shared(run: Run) -> Finding:
     """Check that all ranks take part in validation."""
-    looked = [sum(len(seen.samples) for seen in rank.validations) for rank in run.ranks]
-    idle = [rank for rank, count in enumerate(looked) if count == 0]
+    validated = [sum(len(seen.samples) for seen in rank.validations) for rank in run.ranks]
+    idle = [rank for rank, count in enumerate(validated) if count == 0]
     if idle:
         return Finding(f"{with_processes(run).capitalize()}, ranks without any sample to validate: {listing(idle)}.")
-    if max(looked) > 1.5 * sum(looked) / len(looked):
+    if max(validated) > 1.5 * sum(validated) / len(validated):
         return Finding(
-            f"{with_processes(run).capitalize()}, ranks validated {listing(looked)} samples: the shares are unequal."
+            f"{with_processes(run).capitalize()}, ranks validated {listing(validated)} samples: the shares are unequal."
         )
     return Finding()
-
-
-def _last_statistics(validations: tuple[Validation, ...]) -> Any:
-    return validations[-1].statistics if validations else None
 
 
 def _logged(run: Run, epoch: int, key: str) -> float | None:
@@ -308,11 +304,6 @@ def _logged(run: Run, epoch: int, key: str) -> float | None:
         return float(value)
     except OverflowError:  # an int of hundreds of digits
         return None
-
-
-def _end_weights(run: Run) -> Any:
-    end = run.ranks[0].end
-    return None if end is None else end.weights
 
 
 def _percent(value: float | None) -> str:

@@ -145,7 +145,6 @@ class Recorder:
             message=message,
             has_process_group=dist.is_available() and dist.is_initialized(),
             weights=None if network is None else self._vector(network.parameters()),
-            unused=len(self.pending),
         )
 
     def _leaving(self, leave: Callable[[int], NoReturn]) -> Any:
@@ -177,7 +176,6 @@ class Recorder:
                 "validate",
                 step=self.steps,
                 samples=validated,
-                unknown=samples.count(UNKNOWN),
                 training=network.training,
                 statistics=self._vector(b for b in network.buffers() if b.is_floating_point()),
             )

@@ -51,14 +51,12 @@ class Validation:
         samples: Indices in the validation set.
         training: Whether the network was in training mode.
         statistics: Means and variances of BatchNorm, flat.
-        unknown: Number of rows that are in neither set.
     """
 
     step: int
     samples: tuple[int, ...]
     training: bool
     statistics: Vector
-    unknown: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,6 +85,11 @@ class Rank:
     end: End | None = None
     written: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+
+    @property
+    def final_weights(self) -> Vector | None:
+        """The network's weights at the end, flat; None if the rank was killed or built no network."""
+        return None if self.end is None else self.end.weights
 
 
 @dataclass(frozen=True)
@@ -182,8 +185,7 @@ def _read_rank(folder: Path, rank: int) -> Rank:
         for e in of("step")
     ]
     validations = [
-        Validation(e["step"], tuple(e["samples"]), e["training"], vector(e["statistics"]), e["unknown"])
-        for e in of("validate")
+        Validation(e["step"], tuple(e["samples"]), e["training"], vector(e["statistics"])) for e in of("validate")
     ]
     ends = [
         End(e["code"], e["message"], e["has_process_group"], vector(e["weights"]) if e["weights"] else None)

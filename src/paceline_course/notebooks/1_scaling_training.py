@@ -28,10 +28,10 @@
 # **You need** Python, the basics of PyTorch (tensors, `nn.Module`, `loss.backward()`), derivatives, logarithms, mean
 # and standard deviation. No other lab comes before this one.
 #
-# **Time** about 75 minutes. There are six exercises of at most five minutes each. The check below each exercise says
-# whether it is done. Below the check, a hint and an answer are folded (click the line with the dots to open an
-# answer). Later cells use the answer, so you can always continue. Once the answer's cell has run, the check tests the
-# answer: run your own cell again before you repeat a check.
+# **Time:** about 75 minutes. There are six exercises of at most five minutes each. The check below each exercise says
+# whether it is done. Below the check is a hint: click the word *Hint* to open it. The cell `use_answer(…)` after it
+# lets you continue in any case: if your code is not done, later cells use the course's answer. To try again, run your
+# own cell, then the check.
 #
 # Run the cells from top to bottom. Together they take one to two minutes on two idle processor cores. A cell with
 # `run(…)` runs a command and shows its output when it has finished.
@@ -48,7 +48,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from sklearn.datasets import load_digits
 from torch import nn
 
-from paceline_course import exercise, run, use_style
+from paceline_course import exercise, run, use_answer, use_style
 
 use_style()
 torch.set_num_threads(1)  # the network below is too small for several threads
@@ -104,11 +104,8 @@ with exercise("1.1"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def training_hours(epochs: float, samples: int, throughput: float) -> float:
-    return epochs * samples / throughput / 3600
-
+# %% tags=["answer"]
+use_answer("1.1")
 
 # %% [markdown]
 # *Learnt: time = epochs × samples / throughput. Remember this formula; the whole course is based on it.*
@@ -229,12 +226,8 @@ with exercise("1.2"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def gradient(weights: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    residual = weights[0] * x + weights[1] - y
-    return torch.stack([(2 * residual * x).mean(), (2 * residual).mean()])
-
+# %% tags=["answer"]
+use_answer("1.2")
 
 # %% [markdown]
 # *Learnt: the gradient of a mean is the mean of the samples' gradients. You can compute it over any set of samples.*
@@ -339,9 +332,8 @@ with exercise("1.3"):
 #
 # </details>
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-times_less_noise = 10
+# %% tags=["answer"]
+use_answer("1.3")
 
 # %% [markdown] tags=["slide"]
 # ## A larger batch is less noisy, at a cost
@@ -467,12 +459,8 @@ with exercise("1.4"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def fixed_and_per_sample(batches: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    b, a = np.polyfit(batches, seconds, 1, w=1 / seconds)
-    return a, b
-
+# %% tags=["answer"]
+use_answer("1.4")
 
 # %% [markdown] tags=["slide"]
 # ## Throughput rises with the batch, then flattens
@@ -534,9 +522,9 @@ def race(batch: int, learning_rate: float, seed: int) -> list[tuple[float, float
     network = new_network(seed)
     optimizer = torch.optim.SGD(network.parameters(), lr=learning_rate)
     order = torch.Generator().manual_seed(seed)
-    course: list[tuple[float, float]] = []
+    curve: list[tuple[float, float]] = []
     seconds, steps, loss = 0.0, 0, float("inf")
-    while loss > TARGET and len(course) < 200 and steps < 1_500:
+    while loss > TARGET and len(curve) < 200 and steps < 1_500:
         begin = now()
         for chosen in torch.randperm(SAMPLES, generator=order).split(batch):
             step(network, optimizer, train_pixels[chosen], train_labels[chosen])
@@ -544,20 +532,20 @@ def race(batch: int, learning_rate: float, seed: int) -> list[tuple[float, float
         seconds += now() - begin
         with torch.no_grad():
             loss = nn.functional.cross_entropy(network(train_pixels), train_labels).item()
-        course.append((seconds, loss))
-    return course
+        curve.append((seconds, loss))
+    return curve
 
 
-def epochs_needed(course: list[tuple[float, float]]) -> float:
-    return len(course) if course[-1][1] <= TARGET else float("inf")
+def epochs_needed(curve: list[tuple[float, float]]) -> float:
+    return len(curve) if curve[-1][1] <= TARGET else float("inf")
 
 
 winners = {}
 for batch in (4, 16, 64, 256, 1024):
     trials = {}
     for rate in (0.2, 0.4, 0.8, 1.6):
-        courses = sorted((race(batch, rate, seed) for seed in range(3)), key=epochs_needed)
-        trials[rate] = courses[1]  # the median of three
+        curves = sorted((race(batch, rate, seed) for seed in range(3)), key=epochs_needed)
+        trials[rate] = curves[1]  # the median of three
     rate = min(trials, key=lambda rate: epochs_needed(trials[rate]))
     winners[batch] = trials[rate]
     seconds, _ = winners[batch][-1]
@@ -577,12 +565,12 @@ for batch in (4, 16, 64, 256, 1024):
 
 # %% tags=["slide"]
 figure, (first, second, third) = plt.subplots(1, 3, figsize=(11, 3.8))
-throughput = {batch: len(course) * SAMPLES / course[-1][0] for batch, course in winners.items()}
+throughput = {batch: len(curve) * SAMPLES / curve[-1][0] for batch, curve in winners.items()}
 first.loglog(list(throughput), list(throughput.values()), "ko-")
 first.set(xlabel="batch size", ylabel="samples per second", title="(a) Throughput")
-for course in winners.values():
-    seconds, losses = zip(*course, strict=True)
-    second.loglog(range(1, len(course) + 1), losses, ".-")
+for curve in winners.values():
+    seconds, losses = zip(*curve, strict=True)
+    second.loglog(range(1, len(curve) + 1), losses, ".-")
     third.loglog(seconds, losses, ".-")
 for panel in (second, third):
     panel.axhline(TARGET, color="black", linewidth=1, linestyle=":")
@@ -677,7 +665,7 @@ _ = run("paceline noise-scale digits --steps 20", seconds=300)
 # - In the paper it grows with the difficulty of the task and during training.
 
 # %% tags=["slide"]
-# McCandlish et al. 2018 (arXiv:1812.06162), table 1: at the start, and averaged over the training.
+# McCandlish et al. 2018 (arXiv:1812.06162), table 1: at the start, and averaged over the training run.
 published = {
     "MNIST (digits)": (20, 200),
     "SVHN (house numbers)": (50, 500),
@@ -690,7 +678,7 @@ figure, axes = plt.subplots(figsize=(7.5, 3))
 for row, (start, average) in enumerate(published.values()):
     axes.plot([start, average], [row, row], color="C0", linewidth=6, solid_capstyle="butt", alpha=0.4)
     axes.plot(start, row, "o", color="C1", label="at the start" if row == 0 else None)
-    axes.plot(average, row, "s", color="C0", label="average over the training" if row == 0 else None)
+    axes.plot(average, row, "s", color="C0", label="average over the run" if row == 0 else None)
 axes.set_yticks(range(len(published)), list(published))
 axes.set(xscale="log", xlabel="critical batch size", title="Critical batch sizes (McCandlish et al. 2018)")
 axes.invert_yaxis()
@@ -720,11 +708,11 @@ plt.show()
 # %% [markdown]
 # ## 4. Where is the time of a step spent?
 #
-# A step (an **iteration**) of a real training has more parts than our little function:
+# A step (an **iteration**) of a real training run has more parts than our little function:
 #
 # | part | what happens |
 # |---|---|
-# | data | the next batch is read, decoded and put together |
+# | data | the next batch is read, decoded and put together; `data_wait` is the time that the step waits for it |
 # | copy | the batch is copied to the device (`h2d`, "host to device") |
 # | forward | the network computes its answers and the loss |
 # | backward | the gradient of every weight is computed |
@@ -762,14 +750,9 @@ plt.show()
 assert abs(sum(shares.values()) - 100) < 5, "the parts make up the step"
 
 # %% [markdown]
-# **Question.** Suppose `data_wait` were half of the step. Would a second GPU help? What would?
-#
-# <details><summary>Answer</summary>
-#
-# No: a second GPU would wait for the same data. First make the data faster (more reading processes, smaller images, a
-# packed data set), then measure again. Always find out where the time is spent before you buy anything.
-#
-# </details>
+# Suppose `data_wait` were half of the step. A second GPU would not help, because it would wait for the same data.
+# First make the data faster (more reading processes, smaller images, a packed data set), then measure again. Always
+# find out where the time is spent before you buy anything.
 
 # %% [markdown]
 # ## 5. Learning curves: how much does more data help?
@@ -842,11 +825,8 @@ with exercise("1.5"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def extrapolate(samples: np.ndarray, errors: np.ndarray, more: float) -> tuple[float, float]:
-    b, log_a = np.polyfit(np.log(samples), np.log(errors), 1)
-    return b, np.exp(log_a + b * np.log(more))
+# %% tags=["answer"]
+use_answer("1.5")
 
 
 # %%
@@ -989,11 +969,8 @@ with exercise("1.6"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def speed_up(devices: float, serial: float) -> float:
-    return 1 / (serial + (1 - serial) / devices)
-
+# %% tags=["answer"]
+use_answer("1.6")
 
 # %% [markdown]
 # *Learnt: with enough devices, the serial part limits the speed-up, however small it is.*

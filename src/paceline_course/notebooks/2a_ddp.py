@@ -29,9 +29,9 @@
 # **You need to know** Python, and how a network is trained with PyTorch: model, loss, `backward()`, optimizer step,
 # batch, epoch. Lab 1 explains why to train with more than one device, and what a larger batch changes.
 #
-# **It takes** about two hours. There are six exercises of five minutes. The notebook itself runs in a few minutes on
-# two processor cores; no graphics processor (GPU) is needed. Run the cells from top to bottom: some of them write
-# files into the current folder, and later cells start them.
+# **Time:** about 120 minutes. There are six exercises of five minutes. The notebook itself runs in a few minutes on two
+# processor cores; no graphics processor (GPU) is needed. Run the cells from top to bottom: some of them write files
+# into the current folder, and later cells start them.
 
 # %% tags=["setup"]
 import json
@@ -45,7 +45,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from torch import nn
 from torch.utils.data.distributed import DistributedSampler
 
-from paceline_course import exercise, run, use_style
+from paceline_course import exercise, run, use_answer, use_style
 
 use_style()
 BLUE, ORANGE, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
@@ -172,7 +172,7 @@ assert "rank 1 received [3.0, 4.0] from rank 0" in hello
 # 3. The gradients are **averaged** over all ranks.
 # 4. Each takes the same optimizer step: the weights are the same again.
 #
-# The mean over equal parts is the mean over the whole batch. So this is *one* training, not several.
+# The mean over equal parts is the mean over the whole batch. So this is *one* training run, not several.
 
 # %% [markdown]
 # We use a very small network: 10 inputs, 10 hidden units and 5 outputs, as in PyTorch's first example of data
@@ -348,19 +348,8 @@ with exercise("2a.1"):
 #
 # </details>
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# %%writefile averaging.py
-# Answer
-import torch.distributed as dist
-from torch import nn
-
-
-def average_gradients(model: nn.Module) -> None:
-    """Replace the gradient of every parameter by its mean over all ranks."""
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-
+# %% tags=["answer"]
+use_answer("2a.1")
 
 # %% [markdown]
 # *Learnt: data parallelism adds only one collective and one division to a training step.*
@@ -371,7 +360,7 @@ def average_gradients(model: nn.Module) -> None:
 # 1. one process, the whole batch;
 # 2. one process, the same two halves one after the other, with averaged gradients;
 # 3. two ranks, averaging at rank 0;
-# 4. two ranks, averaging with `average_gradients` (the answer's version, which has overwritten yours);
+# 4. two ranks, averaging with `average_gradients` from exercise 2a.1;
 # 5. two ranks, averaging in the same way, but each starts from **its own** random weights (150 steps).
 
 # %%
@@ -468,15 +457,8 @@ assert by_hand["differences"]["at rank 0"] == by_hand["differences"]["all-reduce
 # different order.)
 #
 # Here all parts had the same size. With unequal parts, the mean of the parts' means is **not** the mean of the whole
-# batch: rank 0 with 3 samples and rank 1 with 1 sample would each count one half. *Question: what should each rank
-# send then?*
-#
-# <details><summary>Answer</summary>
-#
-# The sum of its samples' gradients, and the number of its samples. Then divide the summed gradients by the summed
-# number.
-#
-# </details>
+# batch: rank 0 with 3 samples and rank 1 with 1 sample would each count one half. Instead, each rank sends the sum of
+# its samples' gradients and the number of its samples. Then all ranks divide the summed gradients by the summed number.
 #
 # What happened in the fifth way?
 
@@ -586,18 +568,8 @@ with exercise("2a.2"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# %%writefile ring_chunks.py
-# Answer
-def reduce_scatter_chunk(rank: int, step: int, world_size: int) -> int:
-    """The chunk that a rank sends in a step of the first half; steps count from 0."""
-    return (rank - step) % world_size
-
-
-def all_gather_chunk(rank: int, step: int, world_size: int) -> int:
-    """The chunk that a rank sends in a step of the second half; steps count from 0 again."""
-    return (rank + 1 - step) % world_size
-
+# %% tags=["answer"]
+use_answer("2a.2")
 
 # %% [markdown]
 # *Learnt: in every step every rank sends one chunk and receives one; all links are used equally.*
@@ -1083,27 +1055,11 @@ with exercise("2a.3"):
 #
 # </details>
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# %%writefile accumulate.py
-# Answer
-from contextlib import nullcontext
-
-import torch
-from torch.nn.functional import mse_loss
-from torch.nn.parallel import DistributedDataParallel
-
-
-def accumulate(ddp: DistributedDataParallel, micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Compute the mean gradient of `mse_loss(ddp(x), y)` over all micro-batches and ranks, with one all-reduce."""
-    for number, (x, y) in enumerate(micro_batches, start=1):
-        is_last = number == len(micro_batches)
-        with nullcontext() if is_last else ddp.no_sync():
-            loss = mse_loss(ddp(x), y) / len(micro_batches)
-            loss.backward()
-
+# %% tags=["answer"]
+use_answer("2a.3")
 
 # %% [markdown]
-# Now count the all-reduces of the answer, which uses `no_sync`:
+# Now count the all-reduces of `accumulate`:
 
 # %%
 counted = check_on_ranks("check_accumulate.py", "accumulate.py")
@@ -1207,11 +1163,8 @@ with exercise("2a.4"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def dealt_twice(samples: int, world_size: int) -> int:
-    return -samples % world_size
-
+# %% tags=["answer"]
+use_answer("2a.4")
 
 # %% [markdown]
 # *Learnt: padding silently adds up to (world size − 1) samples.*
@@ -1325,16 +1278,8 @@ with exercise("2a.5"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def contribution(is_correct: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    mine = is_correct[rank::world_size]
-    return torch.tensor([mine.sum(), len(mine)], dtype=torch.float64)
-
-
-def accuracy(total: torch.Tensor) -> float:
-    return 100 * (total[0] / total[1]).item()
-
+# %% tags=["answer"]
+use_answer("2a.5")
 
 # %%
 by_world_size = []
@@ -1403,11 +1348,8 @@ with exercise("2a.6"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def different_seeds(ranks: int, workers: int) -> int:
-    return ranks + workers - 1
-
+# %% tags=["answer"]
+use_answer("2a.6")
 
 # %% tags=["slide"]
 seeds = 42 + np.arange(8)[:, None] + np.arange(5)[None, :]
@@ -1549,10 +1491,10 @@ print(f"                evaluated by one process:   {alone['top1_accuracy']:.4f}
 assert abs(alone["top1_accuracy"] - together["top1_accuracy"]) < 0.3  # one image, if rounding changes a tie
 
 # %%
-from paceline.records.ledger import read_ledger
+from paceline.report.audit import used_samples
 
 plan = json.loads(Path("runs/two/plan.json").read_text())
-ledgers = [read_ledger(path) for path in sorted(Path("runs/two/ledger").glob("rank-*.ids"))]
+ledgers = [used_samples(Path("runs/two"), rank) for rank in (0, 1)]
 parts = [[entry.ids for entry in ledger if entry.epoch == 0] for ledger in ledgers]
 used = [np.concatenate(batches) for batches in parts]
 different = np.unique(np.concatenate(used))

@@ -27,7 +27,7 @@
 # **You need** labs 1 and 2a: process, rank, world size, `torchrun`, all-reduce, `DistributedDataParallel` (DDP), and
 # that DDP averages gradients. From PyTorch: modules, optimizers, `state_dict()`.
 #
-# **Time**: about 90 minutes with the exercises. Everything runs on two processor cores, in a few minutes if they are
+# **Time:** about 90 minutes with the exercises. Everything runs on two processor cores, in a few minutes if they are
 # otherwise idle. GPUs are used if there is one for each process.
 #
 # **Data**: scikit-learn's handwritten digits, which come with the course. If you have CIFAR-10 or Fashion-MNIST, set
@@ -48,7 +48,7 @@ from IPython.display import Markdown, display
 from torch import nn
 from torch.nn import functional as F
 
-from paceline_course import exercise, run, use_style
+from paceline_course import exercise, run, use_answer, use_style
 
 use_style()
 torch.set_num_threads(1)  # as in every process below, so that times can be compared
@@ -384,11 +384,8 @@ with exercise("2b.1"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def share(batch: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    return batch[rank::world]
-
+# %% tags=["answer"]
+use_answer("2b.1")
 
 # %% [markdown]
 # **Learnt:** if all ranks know the order of the samples, a slice gives each rank's share. (DDP gives all ranks the
@@ -424,12 +421,8 @@ with exercise("2b.2"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def accuracy(per_rank: torch.Tensor) -> float:
-    right, counted = per_rank.sum(dim=0).tolist()
-    return 100 * right / counted
-
+# %% tags=["answer"]
+use_answer("2b.2")
 
 # %% [markdown]
 # **Learnt:** sums and counts can be added over ranks; means cannot. Nothing is padded, so no image counts twice.
@@ -672,13 +665,8 @@ with exercise("2b.3"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def pooled(per_rank: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    number, total, squares = per_rank.sum(dim=0)
-    mean = total / number
-    return mean, squares / number - mean**2
-
+# %% tags=["answer"]
+use_answer("2b.3")
 
 # %% [markdown]
 # **Learnt:** a synchronised BatchNorm costs one small all-reduce of sums per layer and pass.
@@ -896,14 +884,8 @@ with exercise("2b.4"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def save_checkpoint(state: dict, path: str, rank: int) -> None:
-    if rank != 0:
-        return
-    torch.save(state, f"{path}.partial")
-    os.replace(f"{path}.partial", path)
-
+# %% tags=["answer"]
+use_answer("2b.4")
 
 # %% [markdown]
 # **Learnt:** one rank writes, because all have the same weights; all ranks read, so that all start from the same
@@ -1054,10 +1036,8 @@ with exercise("2b.5"):
 #
 # </details>
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-dropped_images = 1281167 - 1020 * 256
-dropped_share = 100 * dropped_images / 1281167
+# %% tags=["answer"]
+use_answer("2b.5")
 
 # %% [markdown]
 # **Learnt:** a stop is safe only if any rank can receive the request, all ranks agree on the step, and the checkpoint
@@ -1239,11 +1219,8 @@ with exercise("2b.6"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def bytes_per_rank(parameters: int, world: int, *, sharded: bool) -> float:
-    return 16 * parameters / (world if sharded else 1)
-
+# %% tags=["answer"]
+use_answer("2b.6")
 
 # %% [markdown]
 # Now count. The script trains the same network with both, on the same images, and adds up the bytes on each rank. It

@@ -21,8 +21,8 @@
 # * measure whether a minimum is sharp or flat, and know what this does not prove
 
 # %% [markdown]
-# **You should know** how a training loop in PyTorch works, and what a batch, an epoch and a learning rate are (Lab
-# 1). You do not need several processes (Labs 2a and 2b): a global batch is the same for any number of devices.
+# **You should know** how a training loop in PyTorch works, and what a batch, an epoch and a learning rate are (lab
+# 1). You do not need several processes (labs 2a and 2b): a global batch is the same for any number of devices.
 #
 # **Time:** about 90 minutes with six exercises. Everything is small enough for two processor cores; the text
 # announces the longest cell.
@@ -51,7 +51,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import paceline
-from paceline_course import exercise, run, use_style
+from paceline_course import exercise, run, use_answer, use_style
 
 use_style()
 torch.set_num_threads(1)  # the networks are tiny: more threads would only wait for each other
@@ -169,15 +169,8 @@ with exercise("3.1"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def updates(samples: int, batch: int, epochs: int) -> int:
-    return math.ceil(samples / batch) * epochs
-
-
-def epochs_for(wanted: int, samples: int, batch: int) -> int:
-    return math.ceil(wanted / math.ceil(samples / batch))
-
+# %% tags=["answer"]
+use_answer("3.1")
 
 # %% [markdown]
 # **Learnt:** batch and epochs determine the number of updates. When you compare batch sizes, say whether you kept the
@@ -330,11 +323,8 @@ with exercise("3.2"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def scaled_rate(rate: float, reference_batch: int, batch: int, rule: str) -> float:
-    return rate * (batch / reference_batch) ** {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[rule]
-
+# %% tags=["answer"]
+use_answer("3.2")
 
 # %% [markdown]
 # **Learnt:** a rule is a power of the ratio of two batch sizes. A learning rate has no meaning without the batch size
@@ -573,13 +563,8 @@ with exercise("3.3"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def warmup_rate(step: int, first: float, peak: float, warmup_steps: int) -> float:
-    if step >= warmup_steps:
-        return peak
-    return first + (peak - first) * step / warmup_steps
-
+# %% tags=["answer"]
+use_answer("3.3")
 
 # %% [markdown]
 # **Learnt:** a schedule that is a pure function of the step has no state, so it always resumes correctly.
@@ -660,7 +645,7 @@ assert steepness[36] < steepness[0] / 3, "the loss is less curved after the warm
 # minimum by `1 - rate · λ`. If the rate exceeds `2 / λ`, each step moves farther away from the minimum. With momentum
 # `m` the bound is `2 (1 + m) / λ`, for an exactly quadratic loss. Here it shows only roughly where problems begin.
 #
-# **Warm-up does not help if the rate is too high for the whole training.** Here is the linear rule at a batch of 512
+# **Warm-up does not help if the rate is too high for the whole run.** Here is the linear rule at a batch of 512
 # on the ordinary network again, with a warm-up over 20 % of its updates:
 
 # %%
@@ -722,14 +707,8 @@ with exercise("3.4"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def lars_rate(weights: Tensor, gradient: Tensor, weight_decay: float, trust: float = 0.001) -> float:
-    length, slope = weights.norm().item(), gradient.norm().item()
-    if length == 0 or slope == 0:
-        return 1.0
-    return trust * length / (slope + weight_decay * length)
-
+# %% tags=["answer"]
+use_answer("3.4")
 
 # %%
 torch.manual_seed(0)
@@ -935,16 +914,8 @@ with exercise("3.5"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-@torch.no_grad()
-def rescaled(network: nn.Sequential, a: float) -> nn.Sequential:
-    network = copy.deepcopy(network)
-    network[1].weight.mul_(a)
-    network[1].bias.mul_(a)
-    network[3].weight.div_(a)
-    return network
-
+# %% tags=["answer"]
+use_answer("3.5")
 
 # %% tags=["slide"]
 factors = [0.1, 0.2, 0.5, 1, 2, 5, 10]
@@ -1023,14 +994,8 @@ with exercise("3.6"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def filter_normalised(direction: Tensor, weights: Tensor) -> Tensor:
-    if weights.dim() < 2:
-        return torch.zeros_like(weights)
-    ratio = weights.flatten(1).norm(dim=1) / direction.flatten(1).norm(dim=1)
-    return direction * ratio.view(-1, *[1] * (weights.dim() - 1))
-
+# %% tags=["answer"]
+use_answer("3.6")
 
 # %% [markdown]
 # **Learnt:** the norm of a direction has a meaning only relative to that of the weights.

@@ -31,7 +31,7 @@
 # **You need** Python, and a training loop in PyTorch: forward pass, loss, backward pass, optimizer step. Labs 1 and
 # 2a explain the terms *batch*, *process*, *rank* and *DDP*; this lab explains all others.
 #
-# **Time.** About 90 minutes with the exercises. The notebook itself needs one to two minutes of processor time. You
+# **Time:** about 90 minutes with the exercises. The notebook itself needs one to two minutes of processor time. You
 # do not need a GPU; if there is one, the notebook uses it.
 #
 # Most of this lab follows lecture 19 of Data C182 at Berkeley (Eric Kim, *Accelerating and scaling DNN training*,
@@ -53,7 +53,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.models.lecture_net import lecture_net
-from paceline_course import exercise, run, use_style
+from paceline_course import exercise, run, use_answer, use_style
 from paceline_course.shell import CommandError
 
 use_style()
@@ -167,17 +167,8 @@ with exercise("4.1"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def to_device(batch, device):
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(each, device) for each in batch)
-    return batch
-
+# %% tags=["answer"]
+use_answer("4.1")
 
 # %% [markdown]
 # *Learnt:* a training loop needs only one function for devices, called once at the start of each step. (A real one
@@ -294,8 +285,8 @@ assert returned is autoencoder
 assert {each.device.type for each in autoencoder.state_dict().values()} == {second.type}
 
 # %% [markdown]
-# The lecture concludes that `model.to` copies all *parameters*. It also moves *buffers*: tensors that belong to the
-# module's state but are not trained, such as BatchNorm's running mean. But it does not move a tensor in a plain
+# The lecture concludes that `model.to(device)` copies all *parameters*. It also moves *buffers*: tensors that belong to
+# the module's state but are not trained, such as BatchNorm's running mean. But it does not move a tensor in a plain
 # attribute.
 
 # %%
@@ -344,18 +335,8 @@ with exercise("4.2"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-class Centre(nn.Module):
-    """Subtracts the mean image."""
-
-    def __init__(self, mean: torch.Tensor):
-        super().__init__()
-        self.register_buffer("mean", mean)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x - self.mean
-
+# %% tags=["answer"]
+use_answer("4.2")
 
 # %% [markdown]
 # *Learnt:* a module moves, saves and loads its parameters and buffers, nothing else.
@@ -432,11 +413,8 @@ with exercise("4.3"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def allocated_bytes(numbers: list[int]) -> int:
-    return sum(math.ceil(4 * each / 512) * 512 for each in numbers)
-
+# %% tags=["answer"]
+use_answer("4.3")
 
 # %%
 print(f"predicted: {allocated_bytes(numbers) / 1e6} MB; printed in the lecture: 0.481792 MB")
@@ -522,17 +500,8 @@ with exercise("4.4"):
 #
 # </details>
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-numbers_kept = {
-    "the image": 1 * 28 * 28,
-    "after the encoder's first ReLU": 16 * 14 * 14,
-    "after the encoder's second ReLU": 32 * 7 * 7,
-    "the code": 64,
-    "after the decoder's first ReLU": 32 * 7 * 7,
-    "after the decoder's second ReLU": 16 * 14 * 14,
-    "after the sigmoid": 1 * 28 * 28,
-}
+# %% tags=["answer"]
+use_answer("4.4")
 
 # %%
 predicted = 4 * sum(numbers_kept.values())
@@ -735,14 +704,9 @@ report = run("paceline estimate autoencoding.yaml --device h100", quiet=True, se
 print(report.split("Largest micro-batch on known GPUs")[0].rstrip())
 
 # %% [markdown]
-# **Question.** Gradients are as large as weights. Why do they take almost no memory at the autoencoder's peak?
-#
-# <details><summary>Answer</summary>
-#
-# The peak is early in the backward pass, which computes the gradients of the weights layer by layer, from the last to
-# the first. At the peak, hardly any gradients exist yet. When all of them exist, the activations have been freed.
-#
-# </details>
+# Gradients are as large as weights, but they take almost no memory at the autoencoder's peak. The peak is early in the
+# backward pass, which computes the gradients of the weights layer by layer, from the last to the first. At the peak,
+# hardly any gradients exist yet. When all of them exist, the activations have been freed.
 
 # %% [markdown] tags=["slide"]
 # ## CPU against GPU: the lecture's table
@@ -917,11 +881,8 @@ with exercise("4.5"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def crossover(cpu: tuple[float, float], gpu: tuple[float, float]) -> float:
-    return (gpu[0] - cpu[0]) / (cpu[1] - gpu[1])
-
+# %% tags=["answer"]
+use_answer("4.5")
 
 # %% [markdown] tags=["slide"]
 # ## Where would the CPU be faster?
@@ -1391,12 +1352,8 @@ with exercise("4.6"):
 #
 # </details>
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-global_batch = 256 * 32
-learning_rate = 0.1 * global_batch / 256
-optimizer_steps = 90 * math.ceil(1_281_167 / global_batch)
-hours = 29 / (256 / 8 * 0.9)
+# %% tags=["answer"]
+use_answer("4.6")
 
 # %%
 print(f"batch {global_batch:,}, rate {learning_rate:.1f}, {optimizer_steps:,} steps, {hours:.2f} hours")

@@ -25,8 +25,8 @@
 # **You should know** labs 1 (batches and learning curves), 2a (ranks, all-reduce, `DistributedDataParallel`), 2b
 # (checkpoints, BatchNorm over several processes) and 3 (learning-rate scaling and warm-up).
 #
-# **It takes about two and a half hours:** half an hour for this notebook's exercises, which prepare the difficult
-# parts, and two hours for the program. You do not need a GPU.
+# **Time:** about 150 minutes: half an hour for this notebook's exercises, which prepare the difficult parts, and two
+# hours for the program. You do not need a GPU.
 
 # %% tags=["setup"]
 import json
@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from IPython.display import Markdown, display
 
-from paceline_course import exercise, run, use_style
+from paceline_course import exercise, run, use_answer, use_style
 from paceline_course.assignment import build_model, training_set, validation_set
 from paceline_course.figures import COLOURS
 
@@ -142,11 +142,8 @@ with exercise("5.1"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def share_of(samples: torch.Tensor, rank: int, world_size: int) -> torch.Tensor:
-    return samples[rank::world_size]
-
+# %% tags=["answer"]
+use_answer("5.1")
 
 # %% [markdown]
 # *Learnt: `DistributedSampler` repeats samples to make shares equal. A slice does not, so shares may differ in size.*
@@ -186,11 +183,8 @@ with exercise("5.2"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def loss_factor(global_batch: int, world_size: int) -> float:
-    return world_size / global_batch
-
+# %% tags=["answer"]
+use_answer("5.2")
 
 # %% [markdown]
 # Let us test this with real processes. Three of them compute the last batch of the epoch, with shares of 1, 1 and 0
@@ -292,11 +286,8 @@ with exercise("5.3"):
 # </details>
 
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-def learning_rate(step: int, base_lr: float, batch: int, warmup: int) -> float:
-    return base_lr * batch / 32 * min(1.0, (step + 1) / warmup)
-
+# %% tags=["answer"]
+use_answer("5.3")
 
 # %%
 fig, ax = plt.subplots(figsize=(7, 3))
@@ -389,9 +380,8 @@ with exercise("5.4"):
 #
 # </details>
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-whose = {"A": "not scaled", "B": "summed", "C": "right"}
+# %% tags=["answer"]
+use_answer("5.4")
 
 # %% [markdown]
 # *Learnt: too small a learning rate only looks slow, and too large a one looks like bad luck. The final accuracy
@@ -429,11 +419,8 @@ with exercise("5.5"):
 #
 # </details>
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-samples_counted = next(
-    n for n in range(301, 400) if all(abs(a / 100 * n - round(a / 100 * n)) < 1e-6 for a in logged_accuracies)
-)
+# %% tags=["answer"]
+use_answer("5.5")
 
 # %%
 padding = samples_counted - len(validation_set())
@@ -514,10 +501,8 @@ with exercise("5.6"):
 #
 # </details>
 
-# %% tags=["answer"] jupyter={"source_hidden": true}
-# Answer
-batch, base_lr = min(table, key=table.get)
-choice = {"batch": batch, "base_lr": base_lr, "warmup": 6}
+# %% tags=["answer"]
+use_answer("5.6")
 
 # %%
 print(f"batch of {choice['batch']}, base learning rate {choice['base_lr']}, warm-up of {choice['warmup']} steps")

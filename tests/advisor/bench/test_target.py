@@ -35,11 +35,11 @@ def test_the_task_says_which_metrics_there_are_and_which_way_they_go() -> None:
     assert Target("loss", 0.5).of(recipe).less_is_better
     # As evaluate.metric knows them, of the same data: of ten classes five make sense, and seven were not asked for.
     for name in ("accuracy", "top7_accuracy"):
-        said = (
+        message = (
             rf"--to {name}=94: {name} is not a metric of this task; choose one of: loss, top1_accuracy, "
             rf"top5_accuracy\."
         )
-        with pytest.raises(RecipeError, match=said):
+        with pytest.raises(RecipeError, match=message):
             Target(name, 94.0).of(recipe)
 
 

@@ -28,7 +28,7 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
     from paceline_advisor.commands import Doctor
     from paceline_advisor.doctor import study
 
-    estimate = study.lack_of_room
+    estimate = study.memory_shortage
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     recipe = tmp_path / "clean.yaml"
@@ -38,14 +38,14 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
     def run(
         overrides: Mapping[str, Any] | None = None, *, code: str = "", device: Any = None, room: bool = False
     ) -> Any:
-        monkeypatch.setattr(study, "lack_of_room", estimate if room else lambda *_: None)
-        asked = dict(overrides or {})
+        monkeypatch.setattr(study, "memory_shortage", estimate if room else lambda *_: None)
+        requested = dict(overrides or {})
         if code:
             # A name of its own for each: what was imported stays imported.
             names.append(f"mine_{abs(hash((request.node.nodeid, len(names))))}")
             (tmp_path / f"{names[-1]}.py").write_text(code)
-            asked = {key: str(value).replace("mine:", f"{names[-1]}:") for key, value in asked.items()}
-        pairs = tuple(f"{key}={value}" for key, value in asked.items())
+            requested = {key: str(value).replace("mine:", f"{names[-1]}:") for key, value in requested.items()}
+        pairs = tuple(f"{key}={value}" for key, value in requested.items())
         return study.examine(Doctor(recipe=str(recipe), overrides=pairs, device=device), lambda _: None)
 
     yield run

@@ -48,32 +48,32 @@ def test_changes_that_go_alone_but_not_together(clean: Any, tmp_path: Path) -> N
     plans = Plans(clean)
     assert [plans.refusal(each) for each in (compiled, thawed)] == ["", ""]
     often, rarely = ({"telemetry.log_every": f"{steps} steps"} for steps in (20, 30))
-    for one, other, said in (
+    for one, other, message in (
         (compiled, thawed, "model.compile=true"),
         (often, rarely, "telemetry.log_every is already changed to 20 steps"),  # two changes of one key
     ):
-        path = tmp_path / f"{len(said)}.yaml"
+        path = tmp_path / f"{len(message)}.yaml"
         diagnosis = replace(clean, findings=(finding("one", one), finding("other", other)))
         made = write_improved(path, diagnosis, measured=False)
         assert [each.name for each in made.met] == ["one"]
-        assert said in made.left_out["other"]
+        assert message in made.left_out["other"]
         assert load_recipe(path).recipe.model.compile == (one is compiled)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [({"model.frozen": ["no_such.*"]}, "no_such"), ({"train.precision": "fp12"}, "fp12"), ({"data.workers": 2}, "")],
 )
-def test_a_change_that_names_nothing_or_does_nothing(clean: Any, tmp_path: Path, overrides: Any, said: str) -> None:
+def test_a_change_that_names_nothing_or_does_nothing(clean: Any, tmp_path: Path, overrides: Any, message: str) -> None:
     diagnosis = replace(clean, findings=(finding("idle", overrides),))
     made = write_improved(tmp_path / "better.yaml", diagnosis, measured=False)
     assert made.met == ()
-    assert said in made.left_out["idle"]
+    assert message in made.left_out["idle"]
     assert not (tmp_path / "better.yaml").exists()
     # Nor is it measured: nothing else is left to be.
-    told: list[str] = []
-    assert measure(diagnosis, told.append) is diagnosis
-    assert told == [f"idle: not measured: {made.left_out['idle']}"]
+    reported: list[str] = []
+    assert measure(diagnosis, reported.append) is diagnosis
+    assert reported == [f"idle: not measured: {made.left_out['idle']}"]
 
 
 def test_a_recipe_for_several_processes_is_examined_as_one(examined: Examined) -> None:

@@ -87,7 +87,7 @@ def test_a_recipe_that_has_it(examined: Examined, where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "code", "asked"),
+    ("name", "code", "requested"),
     [
         ("depthwise_convolutions", DEPTHWISE, NET),
         ("recurrent_sizes", RECURRENT, NET),
@@ -102,15 +102,15 @@ def test_a_recipe_that_has_it(examined: Examined, where: str) -> None:
         ),
     ],
 )
-def test_code_that_has_it(examined: Examined, name: str, code: str, asked: dict[str, Any]) -> None:
-    found = named(examined(asked, code=code, device="a100"))
+def test_code_that_has_it(examined: Examined, name: str, code: str, requested: dict[str, Any]) -> None:
+    found = named(examined(requested, code=code, device="a100"))
     assert set(name.split(", ")) <= found.keys(), list(found)
 
 
 def test_who_compiles_nothing_is_not_told_to(examined: Examined) -> None:
-    code, asked = POINTWISE + UNCOMPILED, NET
+    code, requested = POINTWISE + UNCOMPILED, NET
     compiled, uncompiled = (
-        named(examined(asked | task, code=code, device="a100"))["unfused_pointwise"].advice
+        named(examined(requested | task, code=code, device="a100"))["unfused_pointwise"].advice
         for task in ({}, {"task": "mine:Task"})
     )
     assert "model.compile=true" in compiled.words
@@ -136,8 +136,8 @@ def test_without_data_images_of_the_usual_size_stand_in(examined: Examined) -> N
 
 
 def test_the_worst_comes_first(examined: Examined) -> None:
-    asked = {"train.precision": "fp32", "telemetry.log_every": "1 step", "model.channels_last": "false"}
-    found = examined(asked, device="a100").findings
+    requested = {"train.precision": "fp32", "telemetry.log_every": "1 step", "model.channels_last": "false"}
+    found = examined(requested, device="a100").findings
     assert [each.name for each in found] == ["precision", "channels_last", "log_every_step"]
 
 
@@ -145,12 +145,12 @@ def test_what_is_known_of_machines_and_runs_that_are_not_here() -> None:
     subject = _subject()
     gpu = replace(subject.target, is_here=True)
     waits = [{"event": "step", "step": 10, "position": 10, "data_wait_fraction": 0.4, "grad_scale": 0.5}]
-    told = [{"event": "incident", "incident": each, "message": "m"} for each in ("slow_rank", "recompile")]
+    reported = [{"event": "incident", "incident": each, "message": "m"} for each in ("slow_rank", "recompile")]
     cases: dict[Any, Any] = {
         training.affinity: replace(subject, target=gpu, sockets=2),
         training.data_wait: replace(subject, run=tuple(waits)),
-        training.slow_rank: replace(subject, run=tuple(told)),
-        training.recompilation: replace(subject, run=tuple(told)),
+        training.slow_rank: replace(subject, run=tuple(reported)),
+        training.recompilation: replace(subject, run=tuple(reported)),
         training.scaler_health: replace(subject, run=tuple(waits), plan=replace(subject.plan, precision="fp16")),
         training.diverged: replace(subject, run=({"event": "incident", "incident": "nonfinite_metric"},)),
         training.data_parallel: replace(subject, anatomy=Anatomy(parallel=("",))),
@@ -170,12 +170,12 @@ def _subject() -> Subject:
 
 
 def test_a_step_that_does_not_fit_breaks(examined: Examined) -> None:
-    asked = {"data.image_size": 112, "batch.global_size": 8192, "schedule.warmup": "1 epoch"}
-    found = examined(asked, device="a100", room=True).findings[0]
+    requested = {"data.image_size": 112, "batch.global_size": 8192, "schedule.warmup": "1 epoch"}
+    found = examined(requested, device="a100", room=True).findings[0]
     assert (found.name, found.severity) == ("does_not_fit", "breaks")
     # The proposed size is one that does fit, and that makes the same step.
     proposed = found.advice.overrides["batch.micro_size"]
     assert 8192 % proposed == 0
-    smaller = examined(asked | {"batch.micro_size": proposed}, device="a100", room=True)
+    smaller = examined(requested | {"batch.micro_size": proposed}, device="a100", room=True)
     names = [each.name for each in smaller.findings]
     assert "does_not_fit" not in names

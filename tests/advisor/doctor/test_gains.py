@@ -14,7 +14,7 @@ import pytest
 from paceline.errors import RecipeError
 from paceline.recipe.schema import Recipe
 from paceline_advisor.apply import check_new
-from paceline_advisor.bench.interleaved import Measured, Round, Variant
+from paceline_advisor.bench.interleaved import Measurement, Round, Variant
 from paceline_advisor.doctor.findings import Advice, Finding, Gain, Severity, ranked
 from paceline_advisor.doctor.improving import gain_of, worthwhile, write_improved
 
@@ -28,9 +28,9 @@ def finding(name: str, severity: Severity = "slows", *, gain: Gain | None = None
     return Finding(name=name, severity=severity, advice=advice, gain=gain, **given)
 
 
-def measured(seconds: list[float]) -> Measured:
+def measured(seconds: list[float]) -> Measurement:
     rounds = [Round(steps=1, samples=100, seconds=each, phases={}) for each in seconds]
-    return Measured(variant=Variant(recipe=Recipe()), rounds=rounds)
+    return Measurement(variant=Variant(recipe=Recipe()), rounds=rounds)
 
 
 def test_a_gain_is_the_ratio_of_the_rounds() -> None:

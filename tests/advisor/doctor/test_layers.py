@@ -15,9 +15,9 @@ from torchvision.models.detection import RetinaNet
 from paceline.data.batch import Batch
 from paceline.data.slices import SampleSlice
 from paceline.recipe.load import load_recipe
-from paceline.trainer.fake_batch import with_stand_in_data
-from paceline_advisor.doctor.anatomy import class_places, look_at
-from paceline_advisor.doctor.behaviour import behave, untouched
+from paceline.trainer.fake_batch import with_placeholder_data
+from paceline_advisor.doctor.anatomy import class_places, observe_network
+from paceline_advisor.doctor.behaviour import behave, preserved_state
 
 SAMPLES = 3
 
@@ -52,7 +52,7 @@ def test_their_arithmetic_is_what_is_counted() -> None:
         network, inputs = Odd(), torch.zeros(SAMPLES, 4, 5, 5)
     part = SampleSlice(step=0, epoch=0, logical_rank=0, ids=np.arange(SAMPLES), step_weight=SAMPLES)
     batch = Batch(inputs, torch.zeros(SAMPLES, device="meta"), part.ids, part)
-    seen = look_at(network, batch, lambda: network(inputs).sum().backward())
+    seen = observe_network(network, batch, lambda: network(inputs).sum().backward())
     with FlopCounterMode(display=False) as counter:
         network(inputs)
     theirs = {name: sum(each.values()) for name, each in counter.get_flop_counts().items()}
@@ -76,7 +76,7 @@ def test_layers_are_placed_in_the_class_that_made_them_and_never_in_torchs_own()
 @pytest.mark.parametrize(("sides", "shown_side"), [([640, 800], 128), ([64], 64)])
 def test_pictures_of_a_detector_are_shown_small(sides: list[int], shown_side: int) -> None:
     overrides = {"model.name": "small_retinanet", "data.detection.short_sides": sides}
-    recipe, _ = with_stand_in_data(load_recipe("retinanet_resnet50_fpn_coco", overrides).recipe)
+    recipe, _ = with_placeholder_data(load_recipe("retinanet_resnet50_fpn_coco", overrides).recipe)
     shown: set[tuple[int, ...]] = set()
 
     def see(module: Any, given: Any) -> None:
@@ -85,7 +85,7 @@ def test_pictures_of_a_detector_are_shown_small(sides: list[int], shown_side: in
 
     watching = register_module_forward_pre_hook(see)
     try:
-        with untouched():
+        with preserved_state():
             anatomy, _ = behave(recipe, channels_last=False)
     finally:
         watching.remove()

@@ -178,19 +178,19 @@ def place_in_the_guide(fault: str, device: str) -> int:
 def test_a_fault_is_named_where_the_guide_says_and_told_with_evidence(
     examined: Examined, fault: str, device: str
 ) -> None:
-    code, asked, name = FAULTS[fault]
-    diagnosis = examined(asked, code=code, device=device)
+    code, requested, name = FAULTS[fault]
+    diagnosis = examined(requested, code=code, device=device)
     assert diagnosis.unseen == {}
     assert all(each.evidence and each.source for each in diagnosis.findings)
     names = [each.name for each in diagnosis.findings]
     assert names.index(name) + 1 == place_in_the_guide(fault, device)
     if device == "a100":
         found = diagnosis.findings[names.index(name)]
-        said = {"severity": found.severity, "layers": found.layers, "predicted": found.predicted}
-        said |= {"evidence": found.evidence, "words": found.advice.words, "overrides": found.advice.overrides}
-        said["places"] = [(place.line, place.what, place.count) for place in found.places]
-        for key, wanted in {"severity": "slows", **SAYS[fault]}.items():
-            assert wanted in said[key] if isinstance(wanted, str) else wanted == said[key], key
+        message = {"severity": found.severity, "layers": found.layers, "predicted": found.predicted}
+        message |= {"evidence": found.evidence, "words": found.advice.words, "overrides": found.advice.overrides}
+        message["places"] = [(place.line, place.what, place.count) for place in found.places]
+        for key, expected in {"severity": "slows", **SAYS[fault]}.items():
+            assert expected in message[key] if isinstance(expected, str) else expected == message[key], key
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
@@ -212,8 +212,8 @@ def test_nothing_is_found_in_it_for_other_accelerators_at_their_precision(examin
 
 @pytest.mark.parametrize("device", ["a100", "cpu"])
 def test_nothing_is_found_in_clean_code_of_ones_own(examined: Examined, device: str) -> None:
-    for code, asked in ((network(), NET), (own_loader(), TASK), (KEPT, TASK)):
-        assert examined(asked, code=code, device=device).findings == ()
+    for code, requested in ((network(), NET), (own_loader(), TASK), (KEPT, TASK)):
+        assert examined(requested, code=code, device=device).findings == ()
 
 
 def test_what_costs_a_gpu_alone_is_less_or_nothing_on_a_cpu(examined: Examined) -> None:

@@ -109,8 +109,8 @@ def test_a_rude_task_changes_nothing(examined: Any, tmp_path: Path, switches: st
     monkeypatch.setenv("PACELINE_TEST_STAYS", "yes")
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     before, files = state(), set(tmp_path.iterdir())
-    asked = {"task": "mine:Task"}
-    diagnosis = examined(asked, code=RUDE.replace("        {switches}\n", SWITCHES[switches]), device="a100")
+    requested = {"task": "mine:Task"}
+    diagnosis = examined(requested, code=RUDE.replace("        {switches}\n", SWITCHES[switches]), device="a100")
     assert state() == before
     assert diagnosis.findings[0].name == "anomaly_mode"
     found = {each.name: each for each in diagnosis.findings}

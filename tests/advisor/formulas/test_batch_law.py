@@ -43,10 +43,10 @@ def sweep(seed: int, *, spread: float = 0.1, most_examples: float = math.inf) ->
 
 
 def coverage(laws: Sequence[BatchLaw]) -> tuple[float, float, float]:
-    held = [
+    stack = [
         (KNEE in law.critical_batch, STEPS in law.fewest_steps, STEPS * KNEE in law.fewest_examples) for law in laws
     ]
-    knee, steps, examples = np.mean(held, axis=0).tolist()
+    knee, steps, examples = np.mean(stack, axis=0).tolist()
     return knee, steps, examples
 
 

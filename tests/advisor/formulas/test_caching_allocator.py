@@ -10,17 +10,17 @@ import pytest
 from paceline_advisor.memory.allocator import MIB, CachingAllocator, DoesNotFitError, Settings, rounded, segment_size
 
 
-@pytest.mark.parametrize(("asked", "given"), [(0, 0), (1, 512), (512, 512), (513, 1024), (4 * 9600, 38400)])
-def test_requests_are_rounded_up_to_512_bytes(asked: int, given: int) -> None:
-    assert rounded(asked) == given
+@pytest.mark.parametrize(("requested", "given"), [(0, 0), (1, 512), (512, 512), (513, 1024), (4 * 9600, 38400)])
+def test_requests_are_rounded_up_to_512_bytes(requested: int, given: int) -> None:
+    assert rounded(requested) == given
 
 
 @pytest.mark.parametrize(
-    ("asked", "taken"),
+    ("requested", "used"),
     [(512, 2), (MIB, 2), (MIB + 512, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (10 * MIB + 512, 12), (33 * MIB, 34)],
 )
-def test_segments_are_of_2_or_20_mib_or_as_large_as_their_request(asked: int, taken: int) -> None:
-    assert segment_size(asked) == taken * MIB
+def test_segments_are_of_2_or_20_mib_or_as_large_as_their_request(requested: int, used: int) -> None:
+    assert segment_size(requested) == used * MIB
 
 
 def test_the_lecture_s_network_takes_481_792_bytes() -> None:
@@ -101,31 +101,31 @@ def test_expandable_segments_leave_no_gaps_between_sizes() -> None:
 @pytest.mark.parametrize("expandable", [False, True])
 def test_whatever_happens_the_books_balance(expandable: bool) -> None:
     draw = random.Random(0)
-    allocator, held = CachingAllocator(settings=Settings(expandable=expandable)), []
+    allocator, stack = CachingAllocator(settings=Settings(expandable=expandable)), []
     for _ in range(3000):
-        if held and draw.random() < 0.48:
-            allocator.free(held.pop(draw.randrange(len(held))))
+        if stack and draw.random() < 0.48:
+            allocator.free(stack.pop(draw.randrange(len(stack))))
         else:
-            held.append(allocator.allocate(int(2 ** draw.uniform(4, 25)), stream=draw.randrange(2)))
-        assert allocator.allocated == sum(block.size for block in held) <= allocator.reserved
-    spans = sorted((block.address, block.address + block.size) for block in held)
+            stack.append(allocator.allocate(int(2 ** draw.uniform(4, 25)), stream=draw.randrange(2)))
+        assert allocator.allocated == sum(block.size for block in stack) <= allocator.reserved
+    spans = sorted((block.address, block.address + block.size) for block in stack)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
-    for block in held:
+    for block in stack:
         allocator.free(block)
     assert allocator.allocated == 0
 
 
 def test_large_blocks_are_not_split_where_that_is_asked_for() -> None:
-    plain, asked = CachingAllocator(), CachingAllocator(settings=Settings(max_split=64 * MIB))
-    for allocator in (plain, asked):
+    plain, requested = CachingAllocator(), CachingAllocator(settings=Settings(max_split=64 * MIB))
+    for allocator in (plain, requested):
         allocator.free(allocator.allocate(200 * MIB))
         allocator.allocate(30 * MIB)
     # A small request leaves the large block whole; one nearly as large takes it, and a much smaller large one does not.
-    assert (plain.reserved, asked.reserved) == (200 * MIB, 230 * MIB)
-    asked.allocate(100 * MIB)
-    assert asked.reserved == 330 * MIB
-    asked.allocate(190 * MIB)
-    assert (asked.reserved, asked.allocated) == (330 * MIB, 330 * MIB)
+    assert (plain.reserved, requested.reserved) == (200 * MIB, 230 * MIB)
+    requested.allocate(100 * MIB)
+    assert requested.reserved == 330 * MIB
+    requested.allocate(190 * MIB)
+    assert (requested.reserved, requested.allocated) == (330 * MIB, 330 * MIB)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_requests_are_rounded_up_to_parts_of_powers_of_two_where_that_is_asked_f
 
 
 def test_intervals_may_be_rounded_otherwise() -> None:
-    asked = Settings(divisions=(0, 0, 0, 0, 0, 2, *[0] * 10))
-    assert asked.rounded(33 * MIB) == 48 * MIB
-    assert asked.rounded(65 * MIB) == 65 * MIB
-    assert asked.rounded(17 * MIB) == 17 * MIB
+    requested = Settings(divisions=(0, 0, 0, 0, 0, 2, *[0] * 10))
+    assert requested.rounded(33 * MIB) == 48 * MIB
+    assert requested.rounded(65 * MIB) == 65 * MIB
+    assert requested.rounded(17 * MIB) == 17 * MIB

@@ -51,7 +51,7 @@ def test_words_become_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "typed", "said"),
+    ("name", "typed", "message"),
     [
         ("zero_byte", [], "Did you mean 'zero_bytes'"),
         ("roofline.zero_bytes", [], "there is no formula 'roofline.zero_bytes'"),
@@ -73,6 +73,6 @@ def test_words_become_numbers() -> None:
         ),
     ],
 )
-def test_what_is_typed_wrong_is_said_in_a_sentence(name: str, typed: list[str], said: str) -> None:
-    with pytest.raises(PacelineError, match=said):
+def test_what_is_typed_wrong_is_said_in_a_sentence(name: str, typed: list[str], message: str) -> None:
+    with pytest.raises(PacelineError, match=message):
         find_formula(name).compute(typed)

@@ -23,10 +23,10 @@ REPEATS = 1500
 SLACK = 3 * math.sqrt(0.95 * 0.05 / REPEATS)
 
 
-def in_turns(generator: np.random.Generator, count: int, ratio: float, weather: np.ndarray) -> tuple[list, list]:
+def alternating(generator: np.random.Generator, count: int, ratio: float, noise_: np.ndarray) -> tuple[list, list]:
     """Two things measured in turns, in the other order each time, in a machine with a weather of 2 slots a round."""
     noise = np.exp(generator.normal(0, 0.03, (count, 2)))
-    slots = np.exp(weather).reshape(count, 2)
+    slots = np.exp(noise_).reshape(count, 2)
     turned = np.arange(count) % 2 == 1
     first = np.where(turned, slots[:, 1], slots[:, 0]) * noise[:, 0] * ratio
     second = np.where(turned, slots[:, 0], slots[:, 1]) * noise[:, 1]
@@ -41,7 +41,7 @@ def steady_drift(generator: np.random.Generator, slots: int) -> np.ndarray:
     return np.linspace(0, 0.5, slots)
 
 
-def wandering(generator: np.random.Generator, slots: int) -> np.ndarray:
+def drifting(generator: np.random.Generator, slots: int) -> np.ndarray:
     return np.cumsum(generator.normal(0, 0.02, slots))
 
 
@@ -50,14 +50,15 @@ def hiccups(generator: np.random.Generator, slots: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("count", [3, 6, 20])
-@pytest.mark.parametrize("weather", [still, steady_drift, wandering, hiccups])
-def test_paired_ratios_cover_the_truth(weather: Callable[[np.random.Generator, int], np.ndarray], count: int) -> None:
+@pytest.mark.parametrize("noise_", [still, steady_drift, drifting, hiccups])
+def test_paired_ratios_cover_the_truth(noise_: Callable[[np.random.Generator, int], np.ndarray], count: int) -> None:
     generator, truth = np.random.default_rng(count), 1.07
     hits = sum(
-        truth in paired_ratio(*in_turns(generator, count, truth, weather(generator, 2 * count))) for _ in range(REPEATS)
+        truth in paired_ratio(*alternating(generator, count, truth, noise_(generator, 2 * count)))
+        for _ in range(REPEATS)
     )
     assert hits / REPEATS >= 0.95 - SLACK
-    if weather is still:
+    if noise_ is still:
         # Nor is it wider than it needs to be.
         assert hits / REPEATS <= 0.95 + SLACK
 
@@ -66,7 +67,7 @@ def test_pairs_see_through_a_weather_that_hides_the_difference() -> None:
     generator, count = np.random.default_rng(0), 12
     paired, unpaired = [], []
     for _ in range(100):
-        pair = in_turns(generator, count, 1.05, generator.normal(0, 0.3, count).repeat(2))
+        pair = alternating(generator, count, 1.05, generator.normal(0, 0.3, count).repeat(2))
         paired.append(1.0 not in paired_ratio(*pair))
         unpaired.append(1.0 not in unpaired_ratio(*pair))
     assert np.mean(paired) > 0.9 > 0.2 > np.mean(unpaired)
@@ -79,8 +80,8 @@ def test_a_single_pair_bounds_nothing() -> None:
 
 def test_swapping_the_two_turns_the_ratio_over() -> None:
     one, other = [1.0, 1.2, 1.1], [2.0, 2.1, 2.6]
-    there, back = paired_ratio(one, other), paired_ratio(other, one)
-    assert (there.middle * back.middle, there.low * back.high) == pytest.approx((1, 1))
+    present, back = paired_ratio(one, other), paired_ratio(other, one)
+    assert (present.middle * back.middle, present.low * back.high) == pytest.approx((1, 1))
 
 
 def test_unpaired_ratios_cover_the_truth_where_spreads_differ() -> None:

@@ -199,8 +199,8 @@ def test_one_device_sends_nothing() -> None:
     ):
         assert each(1e9, 1, 1e9, 1.0) == 0
     assert scaling.halving_doubling_all_reduce_seconds(1e9, 6, 1e9, 1.0) == pytest.approx(2 * 2 + 1.5 + 2 + 2)
-    whole = scaling.ring_all_reduce_seconds(1e9, 8, 1e9)
-    assert scaling.two_level_all_reduce_seconds(1e9, 8, 1, 1e9, 1e9) == pytest.approx(whole)
+    complete = scaling.ring_all_reduce_seconds(1e9, 8, 1e9)
+    assert scaling.two_level_all_reduce_seconds(1e9, 8, 1, 1e9, 1e9) == pytest.approx(complete)
 
 
 def test_goyals_network_and_schedule() -> None:

@@ -58,8 +58,8 @@ def test_the_estimates_are_unbiased() -> None:
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
-    held = sum(300 in found for seed in range(400) if (found := simulated(100, seed).noise_scale()) is not None)
-    assert 0.93 <= held / 400 <= 0.97
+    stack = sum(300 in found for seed in range(400) if (found := simulated(100, seed).noise_scale()) is not None)
+    assert 0.93 <= stack / 400 <= 0.97
 
 
 def test_a_gradient_that_may_be_zero_bounds_nothing_above() -> None:

@@ -147,7 +147,7 @@ def test_ddp_communicates_once_a_step_and_fsdp_in_every_pass() -> None:
 
 def test_a_doubted_figure_widens_the_range() -> None:
     sure = predict(NETWORK, ONE, FABRIC, HOST, WAY)
-    unsure = predict(NETWORK, replace(ONE, doubt=0.1), FABRIC, HOST, WAY)
+    unsure = predict(NETWORK, replace(ONE, uncertainty=0.1), FABRIC, HOST, WAY)
     assert unsure.seconds == sure.seconds
     assert unsure.high_seconds == pytest.approx(1.1 * sure.high_seconds, rel=1e-3)
     assert unsure.low_seconds == pytest.approx(sure.low_seconds / 1.1, rel=1e-3)

@@ -82,8 +82,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def train(name: str, **overrides: Any) -> Path:
         if not (root / name).exists():
-            asked = {**TINY, **{key.replace("__", "."): value for key, value in overrides.items()}}
-            paceline.train("digits", overrides=asked, run_dir=root / name, quiet=True)
+            requested = {**TINY, **{key.replace("__", "."): value for key, value in overrides.items()}}
+            paceline.train("digits", overrides=requested, run_dir=root / name, quiet=True)
         return root / name
 
     return train

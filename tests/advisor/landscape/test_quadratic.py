@@ -12,9 +12,9 @@ import torch
 from paceline_advisor.formulas.network import keskar_box, keskar_sharpness, loss_barrier
 from paceline_advisor.landscape.measures import (
     STARTS,
+    along_axes,
     climb,
     filter_normalised,
-    moved,
     normal_vector,
     positions,
     principal_plane,
@@ -44,11 +44,11 @@ def test_a_surface_is_the_formula(bowl: Bowls) -> None:
     subject, a = bowl(matrix(), AT), matrix()
     axes = [filter_normalised(normal_vector(4, number, AT), AT, subject.shapes) for number in range(2)]
     x, y = positions(-1, 1, 5), positions(-2, 2, 3)
-    job = surface(x, y, moved(subject, AT, axes, "train"))
+    job = surface(x, y, along_axes(subject, AT, axes, "train"))
     found = job.assemble([part() for part in job.parts])
     for (i, up), (j, across) in itertools.product(enumerate(y), enumerate(x)):
-        wanted = value(a, AT + across * axes[0] + up * axes[1])
-        assert found.values["loss"][i][j] == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+        expected = value(a, AT + across * axes[0] + up * axes[1])
+        assert found.values["loss"][i][j] == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert found.values["loss"][1][2] == pytest.approx(value(a, AT), rel=1e-6)  # the weights themselves
 
 
@@ -60,7 +60,7 @@ def test_loss_and_gradient_are_the_formula(bowl: Bowls) -> None:
 
 def test_a_point_that_is_no_number_is_shown_as_such(bowl: Bowls) -> None:
     subject = bowl(matrix(), AT)
-    assert not math.isfinite(moved(subject, AT, [AT], "train")(1e30)["loss"])
+    assert not math.isfinite(along_axes(subject, AT, [AT], "train")(1e30)["loss"])
     assert math.isfinite(subject.measure(AT, "train")["loss"])  # and leaves nothing behind
 
 
@@ -146,10 +146,10 @@ def test_at_the_very_bottom_a_random_start_finds_what_a_slope_cannot(bowl: Bowls
 
 def test_a_subspace_of_all_dimensions_has_a_box_of_its_own(bowl: Bowls) -> None:
     subject = bowl(torch.eye(6), AT)
-    whole = climb(subject, AT, "train", 0.01, "weights")
+    complete = climb(subject, AT, "train", 0.01, "weights")
     part = climb(subject, AT, "train", 0.01, "weights", subspace=2)
     assert value(torch.eye(6), AT) < part.largest_loss
-    assert part.largest_loss != pytest.approx(whole.largest_loss)
+    assert part.largest_loss != pytest.approx(complete.largest_loss)
 
 
 def test_a_cliff_is_infinitely_sharp(bowl: Bowls) -> None:

@@ -30,24 +30,24 @@ from paceline_advisor.landscape.subject import open_run, read_trajectory
 Trained = Callable[..., Path]
 
 
-def looked(*runs: Path, overrides: tuple[str, ...] = (), **asked: Any) -> Any:
-    measures = set(asked.get("measure", ("curve", "surface", "line")))
+def inspected(*runs: Path, overrides: tuple[str, ...] = (), **requested: Any) -> Any:
+    measures = set(requested.get("measure", ("curve", "surface", "line")))
     few = {"points": 3} if measures & {"curve", "line"} else {}
     few |= {"grid": 3} if measures & {"surface", "trajectory"} else {}
     words = (*map(str, runs), *overrides)
-    return explore(Landscape(runs=words, **{"samples": 300, **few, **asked}), lambda _: None)
+    return explore(Landscape(runs=words, **{"samples": 300, **few, **requested}), lambda _: None)
 
 
-def everything_in(folder: Path) -> dict[str, tuple[str, int]]:
+def files_in(folder: Path) -> dict[str, tuple[str, int]]:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(p): (sha256(p.read_bytes()).hexdigest(), p.stat().st_mtime_ns) for p in files}
 
 
 def test_a_whole_look_leaves_the_run_as_it_was(trained: Trained) -> None:
     run = trained("a")
-    before, threads = everything_in(run), torch.get_float32_matmul_precision()
-    report = looked(run)
-    assert everything_in(run) == before
+    before, threads = files_in(run), torch.get_float32_matmul_precision()
+    report = inspected(run)
+    assert files_in(run) == before
     assert torch.get_float32_matmul_precision() == threads
     (found,) = report.runs
     assert found.steps == 40
@@ -68,20 +68,20 @@ def test_a_whole_look_leaves_the_run_as_it_was(trained: Trained) -> None:
 
 def test_results_are_those_of_evaluate(trained: Trained) -> None:
     run = trained("a")
-    report = looked(run, samples=None, measure=("curve",))
-    wanted = evaluate_target(EvaluationRequest(target=run)).metrics
+    report = inspected(run, samples=None, measure=("curve",))
+    expected = evaluate_target(EvaluationRequest(target=run)).metrics
     found = report.runs[0].results["validation"]
-    assert found == pytest.approx(dict(wanted), rel=1e-5)
+    assert found == pytest.approx(dict(expected), rel=1e-5)
     assert report.samples == {"train": 1438, "validation": 359}
     assert report.runs[0].gap == pytest.approx(
-        report.runs[0].results["train"]["top1_accuracy"] - wanted["top1_accuracy"], rel=1e-5
+        report.runs[0].results["train"]["top1_accuracy"] - expected["top1_accuracy"], rel=1e-5
     )
 
 
 # --------------------------------------------------------------------------------------------- BatchNorm
 def test_recomputed_statistics_are_those_of_the_batches_and_leave_no_trace(trained: Trained) -> None:
     subject = open_run(trained("a"), Landscape(runs=("a",), samples=300), World()).subject
-    weights, statistics = subject.here(), subject.statistics()
+    weights, statistics = subject.current_weights(), subject.statistics()
     stored = subject.measure(weights, "train", batch_norm="stored")
     recomputed = subject.measure(weights, "train", batch_norm="recomputed")
     assert stored["loss"] != pytest.approx(recomputed["loss"], rel=1e-3)
@@ -115,7 +115,7 @@ def test_slopes_and_curvature_are_of_the_same_loss(trained: Trained, batch_norm:
         collectors=tuple,
         score=lambda model, batch: {"loss": F.cross_entropy(model(batch.inputs), batch.targets, reduction="none")},
     )
-    weights = subject.here()
+    weights = subject.current_weights()
     loss, slope = subject.loss_and_gradient(weights, "train")
     assert loss == pytest.approx(subject.measure(weights, "train")["loss"], rel=1e-9)
     direction, little = slope / slope.norm(), 1e-7
@@ -137,24 +137,24 @@ def test_a_network_of_ones_own_without_batch_norm(
     monkeypatch.syspath_prepend(tmp_path)
     run = trained("plain", model__name="flat_network:make", model__options={})
     with pytest.raises(RecipeError, match="--trust-code"):
-        looked(run, measure=("curve",))
+        inspected(run, measure=("curve",))
     with trusting_code():
-        assert looked(run, measure=("curve",)).batch_norm == "none"
+        assert inspected(run, measure=("curve",)).batch_norm == "none"
     with trusting_code(), pytest.raises(PacelineError, match="--batch-norm stored has no effect"):
-        looked(run, measure=("curve",), batch_norm="stored")
+        inspected(run, measure=("curve",), batch_norm="stored")
 
 
 # ------------------------------------------------------------------------------------------------ two runs
 def test_two_runs_side_by_side_and_the_line_between_them(trained: Trained) -> None:
     runs = (trained("a"), trained("b", seed=7, batch__global_size=256))
-    report = looked(*runs, measure=("line",), points=5)
+    report = inspected(*runs, measure=("line",), points=5)
     curve = report.line.curves["validation"]
     assert curve.positions == (-0.5, 0.0, 0.5, 1.0, 1.5)
     # Both ends are the runs themselves, each with its own weights.
     for run, share in zip(runs, (0.0, 1.0), strict=True):
         subject = open_run(run, Landscape(runs=(str(run),), samples=300), World()).subject
-        wanted = subject.measure(subject.here(), "validation")["loss"]
-        assert curve.values["loss"][curve.positions.index(share)] == pytest.approx(wanted, rel=1e-6)
+        expected = subject.measure(subject.current_weights(), "validation")["loss"]
+        assert curve.values["loss"][curve.positions.index(share)] == pytest.approx(expected, rel=1e-6)
     assert report.line.barrier["train"] > 0
     heading, rows = comparison(report)
     assert [row[1] for row in rows] == [64, 256]
@@ -163,7 +163,7 @@ def test_two_runs_side_by_side_and_the_line_between_them(trained: Trained) -> No
 
 def test_stored_statistics_go_along_the_line_too(trained: Trained) -> None:
     runs = (trained("a"), trained("b", seed=7, batch__global_size=256))
-    report = looked(*runs, measure=("line",), points=5, batch_norm="stored")
+    report = inspected(*runs, measure=("line",), points=5, batch_norm="stored")
     curve = report.line.curves["validation"]
     for run, found in zip(report.runs, (curve.values["loss"][1], curve.values["loss"][3]), strict=True):
         assert found == pytest.approx(run.results["validation"]["loss"], rel=1e-6)
@@ -175,20 +175,20 @@ def test_what_cannot_be_had_is_said_in_one_sentence(trained: Trained, tmp_path: 
     few = trained("few", checkpoint__keep=1, checkpoint__keep_best=False)
     other = trained("other", model__options={"width": 8, "stages": 1, "depth": 1})
     with pytest.raises(CheckpointError, match=r"has 1 whole checkpoint.*a trajectory needs 3"):
-        looked(few, measure=("trajectory",))
-    assert any("no trajectory" in note for note in looked(few, points=3).notes)
+        inspected(few, measure=("trajectory",))
+    assert any("no trajectory" in note for note in inspected(few, points=3).notes)
     with pytest.raises(PacelineError, match="give two"):
-        looked(run, measure=("line",))
+        inspected(run, measure=("line",))
     with pytest.raises(PacelineError, match=r"there is no line .* is 4x1x3x3 in one and 8x1x3x3 in the other"):
-        looked(run, other, measure=("line",))
+        inspected(run, other, measure=("line",))
     with pytest.raises(PacelineError, match="--grid has no effect on --measure curve"):
-        looked(run, measure=("curve",), grid=5)
+        inspected(run, measure=("curve",), grid=5)
     with pytest.raises(PacelineError, match="--epsilon has no effect on --measure curve"):
-        looked(run, measure=("curve",), epsilon=(0.1,))
+        inspected(run, measure=("curve",), epsilon=(0.1,))
     with pytest.raises(PacelineError, match=r"--subspace 1000000 is more than the [\d,]+ dimensions"):
-        looked(run, measure=("sharpness",), subspace=1_000_000)
+        inspected(run, measure=("sharpness",), subspace=1_000_000)
     with pytest.raises(CheckpointError, match="there is no run directory"):
-        looked(tmp_path / "nowhere")
+        inspected(tmp_path / "nowhere")
 
 
 def test_a_damaged_checkpoint_is_left_out_of_the_way(trained: Trained) -> None:
@@ -203,7 +203,7 @@ def test_a_damaged_checkpoint_is_left_out_of_the_way(trained: Trained) -> None:
 
 
 def test_points_that_are_no_numbers_are_told_and_left_out_of_charts(trained: Trained) -> None:
-    report = looked(trained("a"), measure=("curve", "surface"), reach=1e30, batch_norm="stored")
+    report = inspected(trained("a"), measure=("curve", "surface"), reach=1e30, batch_norm="stored")
     (found,) = report.runs
     assert [math.isfinite(each) for each in found.curve.values["loss"]] == [False, True, False]
     assert any("not finite at 10 of 12 points" in note for note in report.notes)
@@ -232,7 +232,7 @@ def test_two_processes_find_what_one_does(
     )
     first, second = on_two_ranks(["-c", program, str(run)], tmp_path)
     words = (str(run), "parallel.threads=1")
-    asked = Landscape(runs=words, samples=300, points=4, grid=3, products=3, tolerance=0.5)
-    alone = explore(asked, lambda _: None)
-    wanted = json.loads(json.dumps(alone.to_json(), default=str))
-    assert first == second == wanted
+    requested = Landscape(runs=words, samples=300, points=4, grid=3, products=3, tolerance=0.5)
+    alone = explore(requested, lambda _: None)
+    expected = json.loads(json.dumps(alone.to_json(), default=str))
+    assert first == second == expected

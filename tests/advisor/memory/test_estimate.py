@@ -13,7 +13,7 @@ from memory_cases import ON_CPU, Case
 from paceline.devices import find_device
 from paceline.distributed.device import describe_machine
 from paceline.recipe.load import load_recipe
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
 from paceline_advisor.memory.job import Job
@@ -36,7 +36,7 @@ MORE_OF_THE_SAME = {
 
 
 @cache
-def asked(name: str, device: str | None = "h100", processes: int = 1, **overrides: Any) -> MemoryEstimate:
+def requested(name: str, device: str | None = "h100", processes: int = 1, **overrides: Any) -> MemoryEstimate:
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
     # Few layers: an estimate does a step of them for each device and size.
     small = {"model.options": {"width": 32, "stages": 1, "depth": 1}} if name == "digits" else {}
@@ -67,7 +67,7 @@ def test_the_estimate_is_within_5_per_cent_of_what_torch_allocates(case: Case) -
 
 
 def test_the_four_causes_of_a_small_network_are_what_they_must_be() -> None:
-    found = asked("digits", "cpu", train__precision="fp32", optimizer__name="adamw", optimizer__nesterov=None)
+    found = requested("digits", "cpu", train__precision="fp32", optimizer__name="adamw", optimizer__nesterov=None)
     numbers = found.plan.parameters
     assert numbers is not None
     causes = found.peak.causes
@@ -90,7 +90,7 @@ def test_a_step_that_adds_gradients_up_is_as_if_they_had_been_there() -> None:
 
 
 def test_sizes_between_two_are_what_a_step_of_that_size_does() -> None:
-    with fake_step(with_stand_in_data(load_recipe("cifar10_fast").recipe)[0], machine=H100) as step:
+    with fake_step(with_placeholder_data(load_recipe("cifar10_fast").recipe)[0], machine=H100) as step:
         steps = trace_steps(step)
         assert steps.is_linear
         assert steps(100).allocations == steps.again(100).allocations
@@ -99,7 +99,7 @@ def test_sizes_between_two_are_what_a_step_of_that_size_does() -> None:
 def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
     recipe = load_recipe("synthetic", {"model.name": "small_resnet", "data.image_size": 32, "batch.global_size": 64})
     with fake_step(recipe.recipe, machine=H100) as step:
-        job = Job(step, trace_steps(step), H100, ways=8)
+        job = Job(step, trace_steps(step), H100, shards=8)
     for memory in (800 * 2**20, 3 * 2**30):
         most = job.largest(memory)
         assert most > 0
@@ -108,12 +108,12 @@ def test_the_largest_micro_batch_fits_and_one_more_does_not() -> None:
 
 
 def test_more_samples_need_more_and_16_bits_less() -> None:
-    whole = asked("digits", batch__global_size=1024, train__precision="fp32")
-    assert [each.needed for each in whole.sizes] == sorted(each.needed for each in whole.sizes)
-    halves = asked("digits", batch__global_size=1024, train__precision="bf16")
-    assert halves.peak.causes["activations"] < 0.7 * whole.peak.causes["activations"]
+    complete = requested("digits", batch__global_size=1024, train__precision="fp32")
+    assert [each.needed for each in complete.sizes] == sorted(each.needed for each in complete.sizes)
+    halves = requested("digits", batch__global_size=1024, train__precision="bf16")
+    assert halves.peak.causes["activations"] < 0.7 * complete.peak.causes["activations"]
     assert halves.peak.causes["weight copies"] > 0
-    saving = next(each for each in whole.savings if each.change == "train.precision=bf16")
+    saving = next(each for each in complete.savings if each.change == "train.precision=bf16")
     assert saving.needed == pytest.approx(halves.least, rel=0.005)  # looked for with another memory in mind, or none
 
 
@@ -129,19 +129,19 @@ def test_what_is_needed_at_least_is_what_fits() -> None:
     """One more MiB or less of a device decides, and not what the allocator would take if it could."""
     recipe = load_recipe("synthetic", {"model.name": "small_resnet", "data.image_size": 32, "batch.global_size": 64})
     with fake_step(recipe.recipe, machine=H100) as step:
-        job = Job(step, trace_steps(step), H100, ways=8)
-    taken = job.needed(64)
+        job = Job(step, trace_steps(step), H100, shards=8)
+    used = job.needed(64)
     least = job.least(64)
-    assert job.peak(64).allocated + job.outside <= least <= taken
+    assert job.peak(64).allocated + job.outside <= least <= used
     assert job.fits(64, least)
-    assert not job.fits(64, least - taken // 512 - 1)
+    assert not job.fits(64, least - used // 512 - 1)
     # A device's own memory is tried, so that what is needed is above it where it does not fit, and nowhere else.
-    for memory in range(least - 8 * 2**20, taken, 2 * 2**20):
+    for memory in range(least - 8 * 2**20, used, 2 * 2**20):
         assert (job.least(64, memory) <= memory) == job.fits(64, memory)
 
 
 def test_one_device_has_one_largest_micro_batch() -> None:
-    found = asked("synthetic", "t4", model__name="small_resnet", data__image_size=32, train__precision="fp32")
+    found = requested("synthetic", "t4", model__name="small_resnet", data__image_size=32, train__precision="fp32")
     (here,) = [each for each in found.devices if each.device == "t4"]
     assert found.largest is not None
     assert 0 < found.largest < 2**20
@@ -149,10 +149,10 @@ def test_one_device_has_one_largest_micro_batch() -> None:
 
 
 def test_several_processes_hold_buckets_and_with_fsdp_parts() -> None:
-    alone, several = asked("digits"), asked("digits", processes=4)
+    alone, several = requested("digits"), requested("digits", processes=4)
     assert several.plan.strategy == "ddp"
     assert several.peak.causes["gradients"] == 4 * (several.plan.parameters or 0)
-    spread = asked("digits", processes=4, parallel__strategy="fsdp")
+    spread = requested("digits", processes=4, parallel__strategy="fsdp")
     assert not [each for each in spread.savings if "fsdp" in each.change], "it is already"
     weights = alone.peak.causes["weights"]
     assert spread.peak.causes["weights"] == pytest.approx(weights / 4, rel=0.01)
@@ -160,11 +160,11 @@ def test_several_processes_hold_buckets_and_with_fsdp_parts() -> None:
 
 
 def test_the_verdict_follows_from_what_fits() -> None:
-    assert asked("digits", processes=4).verdict.strategy == "ddp"
+    assert requested("digits", processes=4).verdict.strategy == "ddp"
 
 
 def test_a_device_that_lacks_the_precision_is_said_to() -> None:
-    found = asked("digits", train__precision="bf16")
+    found = requested("digits", train__precision="bf16")
     sizes = {each.device: each.largest for each in found.devices}
     assert sizes["v100-16gb"] is None
     assert sizes["h100"]
@@ -172,5 +172,5 @@ def test_a_device_that_lacks_the_precision_is_said_to() -> None:
 
 @pytest.mark.everyday
 def test_what_is_assumed_of_data_is_said() -> None:
-    found = asked("cifar10_fast")
+    found = requested("cifar10_fast")
     assert found.notices[0].startswith("data.path is not set: as for CIFAR-10, 10 classes")

@@ -17,7 +17,7 @@ from paceline.errors import TrainingError
 from paceline.recipe.load import load_recipe
 from paceline.telemetry.memory import peak_private_of, peak_resident_of, private_bytes
 from paceline_advisor.commands import FindBatch
-from paceline_advisor.memory.find_batch import Trial, TrialGround, find_batch, shortened
+from paceline_advisor.memory.find_batch import Trial, TrialRunner, find_batch, shortened
 from paceline_advisor.memory.variants import outside
 
 MIB = 2**20
@@ -28,25 +28,25 @@ RECIPE = load_recipe(
 )
 
 
-def ground(memory: int | None, processes: int = 1) -> TrialGround:
-    return TrialGround(
+def trial_runner(memory: int | None, processes: int = 1) -> TrialRunner:
+    return TrialRunner(
         recipe=RECIPE.recipe,
         processes=processes,
         share=1024 // processes,
         memory=memory,
         device_type="cpu",
-        say=lambda _: None,
+        log=lambda _: None,
     )
 
 
 @pytest.mark.slow
 def test_a_trial_fits_with_enough_memory_and_not_with_little(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(runs))
-    free = ground(None)
+    free = trial_runner(None)
     assert free.fits(1024)
     large = free.trials[0].peak
     assert large
-    little = ground(large - 100 * MIB)
+    little = trial_runner(large - 100 * MIB)
     assert little.fits(2)
     assert not little.fits(1024)
     assert "of its" in little.trials[1].why
@@ -60,35 +60,37 @@ def test_a_trial_fits_with_enough_memory_and_not_with_little(runs: Path, monkeyp
 @pytest.mark.thorough
 @pytest.mark.world_size(2)
 def test_all_ranks_of_a_trial_are_held_to_their_limit() -> None:
-    several = ground(400 * 2**10, processes=2)  # less than Python takes
+    several = trial_runner(400 * 2**10, processes=2)  # less than Python takes
     assert not several.fits(4)
     assert several.trials[0].peak is not None
 
 
 @pytest.mark.slow
 def test_what_fails_for_another_reason_is_no_answer() -> None:
-    asked = ground(None)
-    asked.recipe = replace(asked.recipe, model=replace(asked.recipe.model, name="no_such_network", options={}))
+    requested = trial_runner(None)
+    requested.recipe = replace(
+        requested.recipe, model=replace(requested.recipe.model, name="no_such_network", options={})
+    )
     with pytest.raises(TrainingError, match="a trial of 4 samples failed, but not for lack of memory: unknown model"):
-        asked.fits(4)
+        requested.fits(4)
 
 
 def test_a_trial_is_the_recipe_s_step_and_learns_nothing() -> None:
     trial = shortened(RECIPE.recipe, 8, 16)
-    asked = RECIPE.recipe
+    requested = RECIPE.recipe
     assert (trial.batch.micro_size, trial.batch.global_size) == (8, 16)
-    assert trial.model.options == asked.model.options
-    assert trial.train.ema == asked.train.ema
-    assert trial.optimizer.momentum == asked.optimizer.momentum
+    assert trial.model.options == requested.model.options
+    assert trial.train.ema == requested.train.ema
+    assert trial.optimizer.momentum == requested.optimizer.momentum
     assert trial.optimizer.lr < 1e-6
     assert str(trial.evaluate.every) == "2 steps"
 
 
 @pytest.mark.slow
 def test_the_global_batch_and_the_rate_stay() -> None:
-    asked = ("model.options={width: 8, stages: 1}", "parallel.device=cpu")
-    small = load_recipe("digits", asked)
-    found = find_batch(FindBatch(recipe="digits", overrides=asked, processes=1), lambda _: None)
+    requested = ("model.options={width: 8, stages: 1}", "parallel.device=cpu")
+    small = load_recipe("digits", requested)
+    found = find_batch(FindBatch(recipe="digits", overrides=requested, processes=1), lambda _: None)
     assert (found.largest, found.refused) == (64, None)
     assert found.micro_size * found.accumulation_steps == 64
     assert found.recipe.optimizer == small.recipe.optimizer
@@ -122,7 +124,7 @@ def test_the_peak_of_a_process_is_read() -> None:
 
 
 def test_a_size_is_tried_once() -> None:
-    asked = ground(None)
-    asked.trials.append(Trial(micro_batch=7, fits=True, peak=1, why="", seconds=0.0))
-    assert asked.fits(7)
-    assert len(asked.trials) == 1
+    requested = trial_runner(None)
+    requested.trials.append(Trial(micro_batch=7, fits=True, peak=1, why="", seconds=0.0))
+    assert requested.fits(7)
+    assert len(requested.trials) == 1

@@ -34,17 +34,17 @@ def test_the_newer_name_is_heard_and_the_option_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("garbage_collection_threshold:0.8", "garbage_collection_threshold:0.8 frees unused memory slightly"),
         ("backend:cudaMallocAsync", "backend:cudaMallocAsync is another allocator"),
         ("per_process_memory_fraction:0.5", "per_process_memory_fraction:0.5 is not in the estimate"),
     ],
 )
-def test_what_is_not_followed_is_said_by_its_name(text: str, said: str) -> None:
+def test_what_is_not_followed_is_said_by_its_name(text: str, message: str) -> None:
     _, notices = allocator_settings({"PYTORCH_ALLOC_CONF": text})
     assert len(notices) == 1
-    assert notices[0].startswith(f"PYTORCH_ALLOC_CONF: {said}")
+    assert notices[0].startswith(f"PYTORCH_ALLOC_CONF: {message}")
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,17 @@ from paceline_advisor.memory.kernels import ROOM
 from paceline_advisor.memory.replay import fits, peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, REHEARSAL, START, STEP, Steps, StepTrace
 from paceline_advisor.memory.variants import (
-    Spread,
+    Sharding,
     accumulated,
     buckets,
     front,
-    fully_sharded,
     in_16_bits,
-    meanwhile,
-    rehearsed,
-    update_begins,
+    under_fsdp,
+    update_start,
     with_gradients,
-    with_more,
+    with_permanent,
+    with_temporary,
+    with_warm_up,
 )
 
 PASSES = (3, 4, 5, 6, ~4, 7, ~5, 8, ~3, ~7)
@@ -114,12 +114,12 @@ def test_what_an_evaluation_leaves_behind_is_no_use_to_the_next_step() -> None:
 
 
 def test_the_first_batch_goes_through_twice_where_processes_rehearse() -> None:
-    asked = rehearsed(run(2))
-    assert [name for name, _ in asked.played] == [START, REHEARSAL, FIRST, STEP, EVALUATION, STEP]
-    peak = peak_of(asked, caching=False)
+    requested = with_warm_up(run(2))
+    assert [name for name, _ in requested.played] == [START, REHEARSAL, FIRST, STEP, EVALUATION, STEP]
+    peak = peak_of(requested, caching=False)
     # No state yet, as its last gradient comes.
     assert peak.parts[REHEARSAL] == (10 + 6 + 6 + 4 + 6) * MIB
-    assert 2 not in asked.parts[REHEARSAL]
+    assert 2 not in requested.parts[REHEARSAL]
 
 
 def test_what_is_made_again_takes_its_own_place() -> None:
@@ -174,22 +174,22 @@ def test_buckets_hold_all_gradients_in_the_order_they_come() -> None:
 
 def test_what_is_compressed_is_there_until_the_update() -> None:
     """Each bucket's 16 bits lie beside it until all were sent; the network's last gradient finds them there."""
-    whole = [bucket for bucket, _ in buckets(run(), 25)]
-    sent = peak_of(with_gradients(in_16_bits(run(), 25), whole), caching=False)
+    complete = [bucket for bucket, _ in buckets(run(), 25)]
+    sent = peak_of(with_gradients(in_16_bits(run(), 25), complete), caching=False)
     # As the last gradient comes: weights, state and buckets, an activation and its gradient, half of the first bucket.
     assert sent.allocated == (40 + 3 + 3 + 2 + 6) * MIB
 
 
 def test_what_comes_before_a_part_or_an_update_goes_at_once() -> None:
     large = [Allocation(90 * MIB, "gradients")]
-    updating = meanwhile(run(), large, FIRST, STEP, begin=update_begins, end=update_begins)
+    updating = with_temporary(run(), large, FIRST, STEP, begin=update_start, end=update_start)
     assert peak_of(updating, caching=False).parts == {
         START: 10 * MIB,
         FIRST: (10 + 10 + 90) * MIB,
         STEP: (30 + 3 + 3 + 10 + 90) * MIB,  # its update makes nothing: after the last gradient, to be sure
         EVALUATION: 30 * MIB,
     }
-    scoring = meanwhile(run(), large, EVALUATION, begin=front, end=front)
+    scoring = with_temporary(run(), large, EVALUATION, begin=front, end=front)
     assert peak_of(scoring, caching=False).parts[EVALUATION] == 120 * MIB
 
 
@@ -200,13 +200,13 @@ def test_an_allocator_that_is_set_otherwise_is_played_so() -> None:
 
 
 def test_fsdp_leaves_each_process_its_part() -> None:
-    asked = Spread(ways=4, gathered=18 * MIB, gradients=12 * MIB, shares={4 * MIB: 2 * MIB})
-    spread = fully_sharded(step(), asked)
-    held = {
+    requested = Sharding(shards=4, gathered=18 * MIB, gradients=12 * MIB, shares={4 * MIB: 2 * MIB})
+    spread = under_fsdp(step(), requested)
+    stack = {
         cause: sum(each.size for each in spread.allocations if each.cause == cause)
         for cause in ("weights", "optimizer", "gradients", "gathered weights")
     }
-    assert held == {
+    assert stack == {
         "weights": 6 * MIB // 4 + 2 * MIB,
         "optimizer": 20 * MIB // 4,
         "gradients": 6 * MIB // 4 + 2 * MIB,
@@ -225,16 +225,16 @@ def test_steps_of_all_sizes_follow_from_two(samples: int) -> None:
 
 
 def test_steps_that_do_different_things_are_done_each() -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     def done(size: int) -> StepTrace:
-        asked.append(size)
+        requested.append(size)
         return step(size)
 
-    steps = Steps(step(2), with_more(step(4), [Allocation(1, "temporary", "forward")]), done)
+    steps = Steps(step(2), with_permanent(step(4), [Allocation(1, "temporary", "forward")]), done)
     assert not steps.is_linear
     assert (steps(8), steps(8)) == (step(8), step(8))
-    assert asked == [8]
+    assert requested == [8]
 
 
 def test_a_step_that_is_done_and_differs_is_gone_by() -> None:

@@ -24,7 +24,7 @@ from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
 from paceline_advisor.memory.job import Job
 from paceline_advisor.memory.replay import fits, peak_of
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP, trace_step, trace_steps, without_collection
-from paceline_advisor.memory.variants import outside, spread_of
+from paceline_advisor.memory.variants import outside, sharding_of
 
 MIB = 2**20
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def recipe(name: str = "digits", **overrides: Any) -> Recipe:
     return load_recipe(name, {key.replace("__", "."): value for key, value in overrides.items()}).recipe
 
 
-def asked(device: str | None = "h100", processes: int = 1, **overrides: Any) -> MemoryEstimate:
+def requested(device: str | None = "h100", processes: int = 1, **overrides: Any) -> MemoryEstimate:
     dotted = {key.replace("__", "."): value for key, value in overrides.items()}
     small = {} if "model" in dotted else SMALL
     return estimate_memory(load_recipe("digits", {**small, **dotted}), device, processes)
@@ -75,9 +75,9 @@ def test_first_step_later_ones_and_evaluation_are_what_torch_allocates(precision
 def test_an_evaluation_that_does_not_fit_is_a_run_that_does_not() -> None:
     tried = recipe(batch__global_size=16, evaluate__batch_size=359, model__options={"width": 64})
     with without_collection(), fake_step(tried, machine=H100, scores=True) as step:
-        job = Job(step, trace_steps(step), H100, ways=1)
+        job = Job(step, trace_steps(step), H100, shards=1)
     with without_collection(), fake_step(tried, machine=H100) as step:
-        unscored = Job(step, trace_steps(step), H100, ways=1)
+        unscored = Job(step, trace_steps(step), H100, shards=1)
     peak = job.peak(16)
     assert peak.phase == EVALUATION
     assert peak.allocated == peak.parts[EVALUATION] > unscored.peak(16).allocated
@@ -87,11 +87,11 @@ def test_an_evaluation_that_does_not_fit_is_a_run_that_does_not() -> None:
 
 
 def test_an_average_is_scored_too() -> None:
-    whole = asked(evaluate__batch_size=359, batch__global_size=16, train__ema=0.99)
-    assert whole.peak.phase == EVALUATION
-    assert whole.peak.causes["average"] > 0
-    assert whole.to_json()["evaluation_batch"] == 359
-    assert asked(evaluate__every="off").to_json()["evaluation_batch"] is None
+    complete = requested(evaluate__batch_size=359, batch__global_size=16, train__ema=0.99)
+    assert complete.peak.phase == EVALUATION
+    assert complete.peak.causes["average"] > 0
+    assert complete.to_json()["evaluation_batch"] == 359
+    assert requested(evaluate__every="off").to_json()["evaluation_batch"] is None
 
 
 class _Reads(ImageClassification):
@@ -104,10 +104,10 @@ class _Reads(ImageClassification):
 
 def test_a_score_that_needs_its_numbers_is_left_out_and_said_to_be(own_network: Any) -> None:
     own_network(None, _Reads)
-    found = asked(task="mine:task")
+    found = requested(task="mine:task")
     assert EVALUATION not in found.peak.parts
     assert any(each.startswith("evaluation is not in the estimate: ") for each in found.notices)
-    plain = asked(evaluate__every="off")
+    plain = requested(evaluate__every="off")
     assert found.peak.allocated == plain.peak.allocated
 
 
@@ -126,7 +126,7 @@ class _Squares(nn.Module):
 def test_the_largest_micro_batch_is_one_whose_step_was_done_and_fits(own_network: Any) -> None:
     """From two small steps it would be far too large."""
     own_network(_Squares)
-    found = asked("t4", batch__global_size=256, evaluate__every="off", **_dunder(NETWORK))
+    found = requested("t4", batch__global_size=256, evaluate__every="off", **_dunder(NETWORK))
     assert found.largest
     assert found.verified is not None
     assert found.verified > 2  # the first one that was tried
@@ -162,7 +162,7 @@ class _Synced(nn.Module):
 
 def test_a_network_with_batchnorm_over_all_processes_is_estimated(own_network: Any) -> None:
     own_network(_Synced)
-    found = asked(processes=4, **_dunder(NETWORK))
+    found = requested(processes=4, **_dunder(NETWORK))
     assert found.plan.strategy == "ddp"
     assert found.peak.causes["activations"] > 0
 
@@ -172,13 +172,13 @@ def test_a_micro_batch_of_one_is_worked_out_from_larger_ones(monkeypatch: pytest
     tried = recipe(batch__global_size=2, batch__micro_size=1)
     sizes: list[int] = []
     with without_collection(), fake_step(tried, machine=H100) as step:
-        show = step.show
+        show = step.set_micro_batch
 
         def seen(size: int) -> None:
             sizes.append(size)
             show(size)
 
-        monkeypatch.setattr(step, "show", seen)
+        monkeypatch.setattr(step, "set_micro_batch", seen)
         trace_steps(step)
     assert sizes == [2, 4]
 
@@ -195,7 +195,7 @@ def test_compression_holds_16_bits_of_the_buckets_until_the_update() -> None:
         )
         machine = machine_with(find_device("h100"), processes=2)
         with without_collection(), fake_step(tried, processes=2, machine=machine) as step:
-            return Job(step, trace_steps(step), machine, ways=2).peak(32).allocated
+            return Job(step, trace_steps(step), machine, shards=2).peak(32).allocated
 
     assert estimated("none") < estimated("bf16") < estimated("none") + 25 * MIB
 
@@ -214,7 +214,7 @@ def test_fsdp_holds_the_parts_that_a_part_lies_in() -> None:
             return x
 
     parallel = recipe().parallel
-    found = spread_of(Net(), parallel, 2)
+    found = sharding_of(Net(), parallel, 2)
     root, block = 4 * (8 * 64 + 30), 4 * 8 * 32
     assert found.gathered == root + block + 2 * max(root, block)
     assert found.gradients == root + block + max(root, block)
@@ -227,7 +227,7 @@ def test_fsdp_holds_the_parts_that_a_part_lies_in() -> None:
     [(4, {}), (8, {"optimizer__name": "adamw", "optimizer__nesterov": None}), (4, {"train__ema": "off"})],
 )
 def test_the_verdict_is_what_the_plan_of_a_run_says(processes: int, overrides: dict[str, Any]) -> None:
-    found = asked(processes=processes, **overrides)
+    found = requested(processes=processes, **overrides)
     assert found.verdict.strategy == found.plan.strategy
     planned = found.plan.reasons["parallel.strategy"].removeprefix(f"{processes} processes; ")
     assert found.verdict.reason.startswith(planned)
@@ -246,7 +246,7 @@ def test_a_network_that_is_spread_is_so_in_the_plan_and_in_the_verdict(own_netwo
             return y
 
     own_network(Wide)
-    found = asked("t4", processes=4, batch__global_size=64, train__ema="off", **_dunder(NETWORK))
+    found = requested("t4", processes=4, batch__global_size=64, train__ema="off", **_dunder(NETWORK))
     assert (found.plan.strategy, found.verdict.strategy) == ("fsdp", "fsdp")
     assert found.verdict.reason.startswith(found.plan.reasons["parallel.strategy"])
     assert "more than 70% of the 14.6 GiB that a process has" in found.verdict.reason
@@ -255,25 +255,25 @@ def test_a_network_that_is_spread_is_so_in_the_plan_and_in_the_verdict(own_netwo
 
 def test_the_allocator_s_variable_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "roundup_power2_divisions:1,max_split_size_mb:20,backend:cudaMallocAsync")
-    found = asked()
+    found = requested()
     assert found.allocator.max_split == 20 * MIB
     assert any("backend:cudaMallocAsync is another allocator" in each for each in found.notices)
 
 
 def test_kernels_that_nobody_has_watched_are_named(monkeypatch: pytest.MonkeyPatch, own_network: Any) -> None:
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512_BF16")
-    assert asked("cpu").notices == ()
+    assert requested("cpu").notices == ()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    (said,) = asked("cpu").notices
-    assert said.startswith("the internal memory of convolutions was measured only on processors with AVX-512")
-    assert asked("h100").notices == ()
+    (message,) = requested("cpu").notices
+    assert message.startswith("the internal memory of convolutions was measured only on processors with AVX-512")
+    assert requested("h100").notices == ()
     own_network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 10)))
-    assert asked("cpu", **_dunder(NETWORK)).notices == ()
+    assert requested("cpu", **_dunder(NETWORK)).notices == ()
 
 
 def test_what_does_not_fit_is_never_said_to_leave_room() -> None:
     """Two signs of one thing: less than there is needed fits, and what does not fit is more than there is."""
-    found = asked("t4", batch__global_size=16384, model__options={"width": 128})
+    found = requested("t4", batch__global_size=16384, model__options={"width": 128})
     assert found.memory is not None
     assert {each.fits for each in found.sizes} == {True, False}
     for each in found.sizes:

@@ -69,15 +69,15 @@ def test_flops_of_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         pytest.param("dlrm-criteo", "Criteo's Kaggle", marks=pytest.mark.thorough),
         ("gpt-124m", "tokens are assumed"),
     ],
 )
-def test_other_tasks_are_not_taken_for_image_classification_without_their_data(name: str, said: str) -> None:
+def test_other_tasks_are_not_taken_for_image_classification_without_their_data(name: str, message: str) -> None:
     found = describe(load_recipe(name).recipe)
-    assert said in found.notices[0]
+    assert message in found.notices[0]
     assert found.numbers.trained > 10**8
 
 

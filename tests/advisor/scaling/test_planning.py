@@ -33,7 +33,7 @@ def _plan(
     rule: LrRule = "none",
     price: float | None = 2.0,
 ) -> TrainingPlan:
-    asked = Plan(
+    requested = Plan(
         recipe="digits",
         overrides=("model.options={width: 4, stages: 1}", "parallel.threads=auto"),
         cluster="dgx-a100",
@@ -47,7 +47,7 @@ def _plan(
         most_gpus=32,
         lr_rule=rule,
     )
-    return plan_training(asked, print)
+    return plan_training(requested, print)
 
 
 def test_a_deadline_takes_the_fewest_gpus_that_meet_it() -> None:
@@ -114,22 +114,22 @@ def test_no_more_gpus_are_planned_than_there_are(tmp_path: Path) -> None:
     link = "{gigabytes_per_second: 10, latency_microseconds: 10}"
     path = tmp_path / "mine.yaml"
     path.write_text(f"gpus_per_node: 4\nwithin: {link}\nnetwork: {link}\nmost_gpus: 8\n")
-    asked = Plan(recipe="digits", cluster=str(path), throughput=1, one_gpu_batch=64, deadline=_hours(0.001))
-    plan = plan_training(asked, print)
+    requested = Plan(recipe="digits", cluster=str(path), throughput=1, one_gpu_batch=64, deadline=_hours(0.001))
+    plan = plan_training(requested, print)
     assert [each.gpus for each in plan.choices] == [1, 2, 4, 8]
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("requested", "message"),
     [
         ({}, "give --deadline"),
         ({"deadline": 1.0, "rule": "linear"}, "--batch-per-gpu"),
         ({"budget": 5.0, "price": None}, "give --price-per-gpu-hour"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(asked: dict[str, object], said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
-        _plan(**asked)  # type: ignore[arg-type]  # of several kinds, case by case
+def test_what_does_not_fit_together_is_refused(requested: dict[str, object], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        _plan(**requested)  # type: ignore[arg-type]  # of several kinds, case by case
 
 
 # 46 MB of activations for a sample: 256 of them fit into a T4, and 512 do not.
@@ -140,7 +140,7 @@ LARGE = (
 
 
 def _plan_on(cluster: str, *overrides: str, **more: Any) -> TrainingPlan:
-    asked = Plan(
+    requested = Plan(
         recipe="synthetic",
         overrides=(*LARGE, *overrides),
         cluster=cluster,
@@ -150,7 +150,7 @@ def _plan_on(cluster: str, *overrides: str, **more: Any) -> TrainingPlan:
         most_gpus=4,
         **more,
     )
-    return plan_training(asked, print)
+    return plan_training(requested, print)
 
 
 @pytest.fixture
@@ -174,10 +174,10 @@ def test_nothing_is_planned_that_estimate_says_does_not_fit(t4s: str) -> None:
     }
     assert {choice.row.prediction.samples for choice in plan.choices} == {1024}  # the step stays what it was
     for choice in (plan.choices[0], plan.choices[-1]):
-        told = _estimated(choice.gpus, 256)
-        assert (told.fits, told.plan.strategy) == (True, choice.row.strategy)
+        reported = _estimated(choice.gpus, 256)
+        assert (reported.fits, reported.plan.strategy) == (True, choice.row.strategy)
         assert choice.room is not None
-        assert choice.room.needed == told.least
+        assert choice.room.needed == reported.least
     assert "1024 samples do not fit" in plan.choices[0].to_json()["memory_reason"]
     # What was planned before memory was looked at.
     assert _estimated(2, 512).fits is False
@@ -210,7 +210,7 @@ def test_devices_of_unknown_memory_are_told_of() -> None:
 @pytest.mark.thorough
 def test_a_recipe_that_scales_its_rate_by_itself_is_planned_with_the_scaled_one() -> None:
     scaling = ("optimizer.lr=0.1", "optimizer.lr_scaling=linear", "optimizer.lr_reference_batch=16")
-    asked = Plan(
+    requested = Plan(
         recipe="digits",
         overrides=("model.options={width: 4, stages: 1}", *scaling),
         cluster="dgx-a100",
@@ -221,7 +221,7 @@ def test_a_recipe_that_scales_its_rate_by_itself_is_planned_with_the_scaled_one(
         deadline=_hours(9),
         most_gpus=2,
     )
-    plans = [plan_training(replace(asked, lr_rule=rule), print) for rule in RULES]
+    plans = [plan_training(replace(requested, lr_rule=rule), print) for rule in RULES]
     # The recipe's batch is 64, four times its reference.
     assert [each.recipe_lr for each in plans] == pytest.approx([0.4] * 3)
     rates = [[choice.learning_rate for choice in each.choices] for each in plans]

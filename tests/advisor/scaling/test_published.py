@@ -45,7 +45,7 @@ def _subject(recipe: str) -> Subject:
 
 
 def _predicted(recipe: str, cluster: str, precision: str, batch: int, one: float, decoding: float | None = None) -> Row:
-    asked = Scale(
+    requested = Scale(
         recipe=recipe,
         overrides=(f"train.precision={precision}",),
         world_sizes=(8,),
@@ -56,7 +56,7 @@ def _predicted(recipe: str, cluster: str, precision: str, batch: int, one: float
         loop="nvidia-convnets",
         cpu_ms_per_sample=decoding,
     )
-    (row,) = Scaling(load_recipe(recipe, asked.overrides), asked, print, _subject(recipe)).report().rows
+    (row,) = Scaling(load_recipe(recipe, requested.overrides), requested, print, _subject(recipe)).report().rows
     return row
 
 
@@ -92,7 +92,7 @@ def test_what_limits_a_row_is_named() -> None:
 def test_slower_networks_scale_worse(strategy: str) -> None:
     rates = []
     for cluster in ("dgx-a100", "ethernet-100g", "ethernet-10g"):
-        asked = Scale(
+        requested = Scale(
             recipe="resnet50",
             world_sizes=(32,),
             cluster=cluster,
@@ -100,7 +100,7 @@ def test_slower_networks_scale_worse(strategy: str) -> None:
             batch_per_gpu=64,
             throughput=1000,
         )
-        (row,) = Scaling(load_recipe("resnet50"), asked, print, _subject("resnet50")).report().rows
+        (row,) = Scaling(load_recipe("resnet50"), requested, print, _subject("resnet50")).report().rows
         rates.append(row.prediction.efficiency)
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] < 0.6 * rates[0]

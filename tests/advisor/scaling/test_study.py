@@ -19,8 +19,8 @@ SMALL = "model.options={width: 4, stages: 1}"
 
 
 def _report(recipe: str, *overrides: str, cluster: str = "dgx-a100", **figure: Any) -> ScaleReport:
-    asked = Scale(recipe=recipe, overrides=overrides, world_sizes=(8,), cluster=cluster, strategy="ddp", **figure)
-    return Scaling(load_recipe(recipe, overrides), asked, print).report()
+    requested = Scale(recipe=recipe, overrides=overrides, world_sizes=(8,), cluster=cluster, strategy="ddp", **figure)
+    return Scaling(load_recipe(recipe, overrides), requested, print).report()
 
 
 def _launched(*overrides: str) -> Row:
@@ -48,10 +48,10 @@ def test_a_compiled_step_ends_later_at_what_its_host_can_launch() -> None:
     ("matmul", "peaks"), [("auto", "tf32 peak of 156"), ("highest", "fp32 peak of 20"), ("high", "tf32 peak of 156")]
 )
 def test_a_bound_is_that_of_the_numbers_it_computes_in(matmul: str, peaks: str) -> None:
-    said = _report("resnet50", "train.precision=fp32", f"train.float32_matmul={matmul}").basis
-    assert f"its dense {peaks}" in said
+    message = _report("resnet50", "train.precision=fp32", f"train.float32_matmul={matmul}").basis
+    assert f"its dense {peaks}" in message
     # The classifier is a matrix product, which torch by itself leaves in fp32.
-    assert ("and fp32 peak of 20" in said) == (matmul == "auto")
+    assert ("and fp32 peak of 20" in message) == (matmul == "auto")
 
 
 def test_a_precision_that_a_device_lacks_bounds_nothing() -> None:
@@ -61,17 +61,17 @@ def test_a_precision_that_a_device_lacks_bounds_nothing() -> None:
 
 def test_a_detector_is_predicted_without_what_it_refuses() -> None:
     loaded = load_recipe("shapes-maskrcnn")
-    asked = Scale(recipe="shapes-maskrcnn", world_sizes=(1, 8), cluster="dgx-a100", throughput=100, one_gpu_batch=8)
-    scaling = Scaling(loaded, asked, print)
+    requested = Scale(recipe="shapes-maskrcnn", world_sizes=(1, 8), cluster="dgx-a100", throughput=100, one_gpu_batch=8)
+    scaling = Scaling(loaded, requested, print)
     report = scaling.report()
     assert [row.strategy for row in report.rows] == ["single", "ddp"]
     assert any("FSDP does not work with task=detection" in each for each in report.notices)
     with pytest.raises(RecipeError, match="--strategy fsdp does not work with task=detection"):
-        Scaling(loaded, replace(asked, strategy="fsdp"), print, subject=scaling.subject)
+        Scaling(loaded, replace(requested, strategy="fsdp"), print, subject=scaling.subject)
 
 
 def test_the_page_has_each_strategy_beside_an_even_share(tmp_path: Path) -> None:
-    asked = Scale(
+    requested = Scale(
         recipe="digits",
         overrides=(SMALL,),
         world_sizes=(1, 2, 8),
@@ -79,7 +79,7 @@ def test_the_page_has_each_strategy_beside_an_even_share(tmp_path: Path) -> None
         throughput=1000,
         one_gpu_batch=64,
     )
-    report = Scaling(load_recipe("digits", (SMALL,)), asked, print).report()
+    report = Scaling(load_recipe("digits", (SMALL,)), requested, print).report()
     (chart,) = report.__paceline__().on_page
     assert isinstance(chart, Chart)
     traces = {each["name"]: each for each in chart.traces}

@@ -1,4 +1,4 @@
-"""Made-up records: what a right program would have done, computed here, to be changed by each test."""
+"""Records of a correct program, computed here; each test changes them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ EPOCHS, BATCH, RATE, WARMUP = 2, 145, 0.05, 3  # 578 = 3 x 145 + 143: four steps
 
 
 @cache
-def right_run(processes: int) -> Run:
-    """A run of a right program."""
+def correct_run(processes: int) -> Run:
+    """The run of a correct program."""
     from paceline_course.assignment import TRAINING_SAMPLES, VALIDATION_SAMPLES
     from paceline_course.grading.runs import accuracy_of_vector, mean_loss_and_gradient
 
@@ -57,11 +57,11 @@ def right_run(processes: int) -> Run:
         )
         for r in range(processes)
     ]
-    return Run(tuple(ranks), EPOCHS, BATCH, (0,) * processes, log=tuple(log), weights=named(weights))
+    return Run(tuple(ranks), EPOCHS, BATCH, (0,) * processes, log=tuple(log), weights=named_weights(weights))
 
 
-def named(weights: Vector) -> dict[str, Vector]:
-    """Weights as a file of the plain network has them."""
+def named_weights(weights: Vector) -> dict[str, Vector]:
+    """Weights by name, as in a file of the network ``plain``."""
     shapes = {"0.weight": (32, 64), "0.bias": (32,), "2.weight": (10, 32), "2.bias": (10,)}
     found, begin = {}, 0
     for name, shape in shapes.items():
@@ -71,15 +71,15 @@ def named(weights: Vector) -> dict[str, Vector]:
     return found
 
 
-def with_rank(run: Run, rank: int, **changes: Any) -> Run:
-    """A run, one rank of which did something else."""
+def change_rank(run: Run, rank: int, **changes: Any) -> Run:
+    """A copy of a run with one rank changed."""
     ranks = list(run.ranks)
     ranks[rank] = replace(ranks[rank], **changes)
     return replace(run, ranks=tuple(ranks))
 
 
-def each_step(run: Run, change: Callable[[int, int, Step], Step]) -> Run:
-    """A run whose steps are changed by a function of rank, number and step."""
+def change_steps(run: Run, change: Callable[[int, int, Step], Step]) -> Run:
+    """A copy of a run with each step changed by a function of rank, number and step."""
     ranks = [
         replace(member, steps=tuple(change(rank, number, step) for number, step in enumerate(member.steps)))
         for rank, member in enumerate(run.ranks)
@@ -88,28 +88,28 @@ def each_step(run: Run, change: Callable[[int, int, Step], Step]) -> Run:
 
 
 @pytest.fixture
-def right() -> Callable[[int], Run]:
-    """Runs of a right program, by the number of processes."""
-    return right_run
+def correct() -> Callable[[int], Run]:
+    """Runs of a correct program, by number of processes."""
+    return correct_run
 
 
 @pytest.fixture
 def changed() -> Callable[..., Run]:
-    """Changes steps."""
-    return each_step
+    """The function that changes steps."""
+    return change_steps
 
 
 @pytest.fixture
 def rank_changed() -> Callable[..., Run]:
-    """Changes a rank."""
-    return with_rank
+    """The function that changes a rank."""
+    return change_rank
 
 
 @pytest.fixture
-def only() -> Callable[..., Runs]:
-    """Gradings of runs with 1, 2 and 3 processes, of which one was changed."""
+def runs_with() -> Callable[..., Runs]:
+    """``runs_with(two=run)``: correct runs with 1, 2 and 3 processes, with some replaced."""
 
     def build(**by_name: Run) -> Runs:
-        return Runs({"one": right_run(1), "two": right_run(2), "three": right_run(3), **by_name})
+        return Runs({"one": correct_run(1), "two": correct_run(2), "three": correct_run(3), **by_name})
 
     return build

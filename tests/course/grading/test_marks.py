@@ -1,4 +1,4 @@
-"""Points are added up, and 70 of 100 pass."""
+"""Sum the points; 70 of 100 pass."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from paceline_course.grading.marks import Criterion, Marks
 
 
 @pytest.mark.parametrize(("points", "passed"), [(69.0, False), (70.0, True), (100.0, True)])
-def test_who_passes(points: float, passed: bool) -> None:
+def test_passed(points: float, passed: bool) -> None:
     marks = Marks((Criterion("a", "A", points, 100.0, reason="so" if points < 100 else ""),))
     assert marks.passed is passed
     assert [one.name for one in marks.lost] == (["a"] if points < 100 else [])
 
 
-def test_nothing_marked_is_not_passed() -> None:
+def test_no_marks_do_not_pass() -> None:
     assert not Marks(()).passed
 
 
-def test_as_json() -> None:
+def test_json() -> None:
     marks = Marks((Criterion("a", "A", 1, 2, "why", seen={"ratio": 2.0}), Criterion("b", "B", 3, 3)), 1.234, 5.678)
     found = json.loads(json.dumps(marks.to_json()))
     assert (found["points"], found["most"], found["passed"]) == (4, 5, True)

@@ -1,4 +1,4 @@
-"""Processes that hang are told from those that work, and what they leave is ended."""
+"""Distinguish hung processes from working ones, and end the processes they leave behind."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_waiting_is_a_hang() -> None:
     assert watch(IDLE, Limits(idle_seconds=1, poll_seconds=0.1), bool) == "hang"
 
 
-def test_waking_now_and_then_is_a_hang_too() -> None:
-    # Four that are seen awake at one look in twenty or so, as threads that watch over others are.
+def test_waking_briefly_is_a_hang() -> None:
+    # Four processes that about one sample in twenty finds awake, like watchdog threads.
     code = (
         "import os, time\nos.fork(), os.fork()\n"
         "while True:\n    time.sleep(0.5)\n    end = time.process_time() + 0.002\n"
@@ -45,13 +45,13 @@ def test_waking_now_and_then_is_a_hang_too() -> None:
     assert watch(code, Limits(idle_seconds=2, poll_seconds=0.1), bool) == "hang"
 
 
-def test_a_little_work_in_every_second_is_no_hang() -> None:
+def test_little_regular_work_is_not_a_hang() -> None:
     code = "import time\nwhile True:\n    time.sleep(0.2)\n    sum(range(3_000_000))\n"
     limits = Limits(idle_seconds=2, poll_seconds=0.1, processor_seconds=1)
     assert watch(code, limits, bool) == "processor time"
 
 
-def test_work_is_not_a_hang_until_it_has_had_its_time() -> None:
+def test_work_ends_at_the_processor_time_limit() -> None:
     limits = Limits(idle_seconds=0.5, processor_seconds=2, poll_seconds=0.1)
     assert watch(BUSY, limits, bool) == "processor time"
 
@@ -61,12 +61,12 @@ def test_too_many_processes() -> None:
     assert watch(code, Limits(processes=4, poll_seconds=0.05, idle_seconds=30), bool) == "processes"
 
 
-def test_the_clock_ends_what_nothing_else_does() -> None:
+def test_time_limit() -> None:
     assert watch(BUSY, Limits(seconds=0.5, poll_seconds=0.1), bool) == "time"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="adopting orphans is Linux's")
-def test_children_of_children_are_ended_whatever_their_environment() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt orphans")
+def test_grandchildren_are_ended_whatever_their_environment() -> None:
     code = f"""
 import os, subprocess, sys
 from paceline_course.grading.supervise import adopt_orphans, descendants, end_children

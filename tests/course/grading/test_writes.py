@@ -1,4 +1,4 @@
-"""Which files an audit event is about to change."""
+"""Paths that an audit event is about to change."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from paceline_course.grading.recorder import written_paths
         ("import", ("a", None, None, None, None), []),
     ],
 )
-def test_what_is_written(event: str, args: tuple[Any, ...], paths: list[str]) -> None:
+def test_written_paths(event: str, args: tuple[Any, ...], paths: list[str]) -> None:
     assert written_paths(event, args) == paths
 
 
-def test_python_announces_what_is_expected_here(tmp_path: Path) -> None:
+def test_audit_events_of_file_operations(tmp_path: Path) -> None:
     found: list[str] = []
-    here = {"on": True}
+    switch = {"on": True}
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if here["on"]:
+        if switch["on"]:
             found.extend(written_paths(event, args))
 
-    sys.addaudithook(hook)  # it cannot be taken away again, but it can be told to do nothing
+    sys.addaudithook(hook)  # it cannot be removed, only disabled
     try:
         (tmp_path / "a").write_text("a")
         (tmp_path / "a").read_text()
@@ -52,5 +52,5 @@ def test_python_announces_what_is_expected_here(tmp_path: Path) -> None:
         (tmp_path / "b").unlink()
         (tmp_path / "c").mkdir()
     finally:
-        here["on"] = False
+        switch["on"] = False
     assert found == [str(tmp_path / name) for name in ("a", "a", "b", "b", "c")]

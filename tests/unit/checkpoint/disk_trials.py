@@ -120,7 +120,7 @@ ACTIONS: dict[str, Callable[[CheckpointStore], object]] = {
 
 def outcome(store: CheckpointStore) -> dict[str, Any]:
     """Say what is found afterwards, before and after the next save."""
-    path, damaged = store.newest_whole()
+    path, damaged = store.newest_complete()
     steps = store.steps()
     best = store.read_best()
     found = {
@@ -207,7 +207,7 @@ def kills(directory: Path, count: int = 18) -> list[dict[str, Any]]:
     trials = []
     store = CheckpointStore(directory)
     for _ in range(count):
-        path, damaged = store.newest_whole()
+        path, damaged = store.newest_complete()
         first = 1 if path is None else int(value_of(path)) + 1
         reader, writer = os.pipe()
         child = os.fork()
@@ -223,7 +223,7 @@ def kills(directory: Path, count: int = 18) -> list[dict[str, Any]]:
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the loop ended by itself"
         with open(reader, "rb") as pipe:
             acknowledged = [step for (step,) in struct.iter_unpack("q", pipe.read())]
-        path, damaged = store.newest_whole()
+        path, damaged = store.newest_complete()
         best = store.read_best()
         trials.append(
             {

@@ -17,9 +17,9 @@ from paceline.errors import CheckpointError
 
 def test_the_caller_goes_on_while_it_is_written() -> None:
     writer: BackgroundWriter[str] = BackgroundWriter()
-    goes_on = threading.Event()
-    writer.submit(lambda: "written" if goes_on.wait(10) else "never told")
-    goes_on.set()
+    resume = threading.Event()
+    writer.submit(lambda: "written" if resume.wait(10) else "never told")
+    resume.set()
     assert writer.wait() == "written"
     assert writer.wait() is None
     writer.close()
@@ -63,10 +63,10 @@ def test_a_failure_is_seen_without_waiting_and_raised_once() -> None:
 
 def test_waiting_can_be_given_up() -> None:
     writer: BackgroundWriter[None] = BackgroundWriter()
-    goes_on = threading.Event()
-    writer.submit(lambda: goes_on.wait(10) and None)
+    resume = threading.Event()
+    writer.submit(lambda: resume.wait(10) and None)
     assert not writer.is_over(within_seconds=0.01)
-    goes_on.set()
+    resume.set()
     assert writer.is_over(within_seconds=10)
     writer.close()
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from paceline.checkpoint import durable
 
 
 def test_what_is_written_grows_with_what_the_device_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(durable, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(durable, "_FLUSH_BYTES", 1000)
+    monkeypatch.setattr(durable, "_WRITE_BYTES", 500)
     sizes, real = [], os.fsync
 
     def fsync(descriptor: int) -> None:
@@ -23,7 +24,7 @@ def test_what_is_written_grows_with_what_the_device_has(tmp_path: Path, monkeypa
     content = os.urandom(5300)
     facts = durable.write_file(tmp_path / "file", [content[:300], memoryview(content)[300:4600], content[4600:]])
     assert (tmp_path / "file").read_bytes() == content
-    assert facts == durable.FileFacts(5300, hashlib.sha256(content).hexdigest())
+    assert facts == durable.FileFacts(5300, blake3(content).hexdigest())
     assert sizes[-1] == 5300
     assert max(after - before for before, after in zip([0, *sizes], sizes, strict=False)) < 2000
 
@@ -44,4 +45,4 @@ def test_the_system_is_given_a_mebibyte_at_a_time(tmp_path: Path) -> None:
     facts = durable.write_file(tmp_path / "file", [content[:7], memoryview(content)[7:]])
     assert calls() - before >= 5
     assert (tmp_path / "file").read_bytes() == content
-    assert facts.sha256 == hashlib.sha256(content).hexdigest()
+    assert facts.digest == blake3(content).hexdigest()

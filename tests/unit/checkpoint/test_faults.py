@@ -20,7 +20,7 @@ import torch
 
 from paceline.checkpoint import durable
 from paceline.checkpoint.reading import read_components
-from paceline.checkpoint.store import Best, CheckpointStore, choose
+from paceline.checkpoint.store import Best, CheckpointStore, choose_resume_point
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, UnreadableError
 
@@ -129,7 +129,7 @@ def test_a_file_that_may_not_grow_further_is_a_failed_save(tmp_path: Path, limit
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert store.newest_whole() == (store.path(1), [])
+    assert store.newest_complete() == (store.path(1), [])
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_a_disk_that_is_really_full(small_disk: Path) -> None:
     with pytest.raises(CheckpointError, match=r"No space left on device \(ENOSPC\)\. Free") as caught:
         store.save(4, STATE, {})
     assert isinstance(caught.value.__cause__, OSError)
-    assert store.newest_whole() == (store.path(3), [])
+    assert store.newest_complete() == (store.path(3), [])
     with pytest.raises(CheckpointError, match="ENOSPC"):
         store.save(3, STATE, {}, replace=True)
     assert torch.equal(read_components(store.path(3), ("model",))["model"]["w"], STATE["model"]["w"])
@@ -193,7 +193,7 @@ def test_a_directory_without_the_right_to_write(locked: Path) -> None:
         store.write_best(Best(1, "loss", 1.0))
     with pytest.raises(CheckpointError, match=rf"Cannot write the checkpoint of step 1 .*{advice}"):
         store.save(1, STATE, {}, replace=True)
-    assert store.newest_whole() == (store.path(1), [])
+    assert store.newest_complete() == (store.path(1), [])
 
 
 def test_a_directory_that_cannot_be_entered_is_not_an_empty_one(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_a_directory_that_cannot_be_entered_is_not_an_empty_one(tmp_path: Path) 
     if os.geteuid() == 0:
         os.seteuid(65534)
     try:
-        for attempt in (store.newest_whole, store.read_best, lambda: store.save(2, STATE, {})):
+        for attempt in (store.newest_complete, store.read_best, lambda: store.save(2, STATE, {})):
             with pytest.raises(CheckpointError, match="Permission denied"):
                 attempt()
     finally:
@@ -238,9 +238,9 @@ def test_a_read_error_is_not_damage(as_user: CheckpointStore, name: str, monkeyp
     mode = file.stat().st_mode
     file.chmod(0)
     for attempt in (
-        store.newest_whole,
-        lambda: choose(store),
-        lambda: choose(store, wanted=store.path(2)),
+        store.newest_complete,
+        lambda: choose_resume_point(store),
+        lambda: choose_resume_point(store, requested=store.path(2)),
     ):
         with pytest.raises(UnreadableError, match=r"step-00000002/.* cannot be read: Permission denied \(EACCES\)"):
             attempt()
@@ -252,7 +252,7 @@ def test_a_read_error_is_not_damage(as_user: CheckpointStore, name: str, monkeyp
     if name in ("manifest.json", "."):
         assert store.prune(keep=1) == []
     file.chmod(mode)
-    assert store.newest_whole() == (store.path(2), [])
+    assert store.newest_complete() == (store.path(2), [])
 
 
 def test_a_read_error_that_passes_goes_unnoticed(as_user: CheckpointStore) -> None:
@@ -260,7 +260,7 @@ def test_a_read_error_that_passes_goes_unnoticed(as_user: CheckpointStore) -> No
     file.chmod(0)
     mended = threading.Timer(0.3, file.chmod, (0o644,))
     mended.start()
-    assert as_user.newest_whole() == (as_user.path(2), [])
+    assert as_user.newest_complete() == (as_user.path(2), [])
     mended.join()
 
 
@@ -274,8 +274,8 @@ def test_without_free_file_descriptors_nothing_is_damaged(tmp_path: Path, monkey
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
     try:
         with pytest.raises(UnreadableError, match=r"manifest\.json cannot be read: Too many open files \(EMFILE\)"):
-            choose(store, wanted=store.path(1))
+            choose_resume_point(store, requested=store.path(1))
         with pytest.raises(CheckpointError, match="Too many open files"):
-            store.newest_whole()
+            store.newest_complete()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import hashlib
 import json
 import math
 import os
@@ -18,12 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from paceline.checkpoint.durable import FileFacts
 from paceline.checkpoint.format import TensorSpec, decode, encode, inventory, read_tensor_file, write_tensor_file
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError
@@ -286,8 +287,27 @@ def test_the_safetensors_library_reads_our_files(tmp_path: Path) -> None:
     with safe_open(file, framework="pt") as opened:
         assert opened.metadata() == {"format": "pt", "recipe": '{"a": "ü"}'}
     content = file.read_bytes()
-    assert (facts.size_bytes, facts.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    assert facts == FileFacts(len(content), blake3(content).hexdigest())
     assert int.from_bytes(content[:8], "little") % 8 == 0
+
+
+def test_the_file_does_not_depend_on_the_memory_layout(tmp_path: Path) -> None:
+    strided = {
+        "channels_last": torch.randn(8, 5, 3, 3).to(memory_format=torch.channels_last),
+        "bfloat16": torch.randn(4, 6).to(torch.bfloat16).T,
+        "complex": torch.randn(4, 6, dtype=torch.complex128).T,
+        "bool": (torch.rand(6, 4) > 0.5).T,
+        "float8": torch.randn(6, 4).to(torch.float8_e5m2).T,
+        "step": torch.arange(12)[::3],
+        "expanded": torch.ones(1).expand(3),
+        "contiguous": torch.randn(2, 2),
+    }
+    assert not any(each.is_contiguous() for name, each in strided.items() if name != "contiguous")
+    facts = write_tensor_file(tmp_path / "strided", strided, {})
+    contiguous = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in strided.items()}
+    assert facts == write_tensor_file(tmp_path / "contiguous", contiguous, {})
+    assert (tmp_path / "strided").read_bytes() == (tmp_path / "contiguous").read_bytes()
+    assert all(same(tensor, strided[name]) for name, tensor in read_tensor_file(tmp_path / "strided").tensors.items())
 
 
 def test_equal_states_give_equal_files_whatever_their_order(tmp_path: Path) -> None:

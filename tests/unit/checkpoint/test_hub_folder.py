@@ -27,7 +27,7 @@ def folder(path: Path, config: Any = CONFIG, metadata: dict[str, str] | None = N
 
 def described(path: Path, config: Any = CONFIG) -> tuple[Any, Any]:
     saved = read_weights(folder(path, config))
-    return saved.described("data"), saved.described("recipe")
+    return saved.description("data"), saved.description("recipe")
 
 
 def test_what_a_config_says(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_what_a_config_says(tmp_path: Path) -> None:
 def test_ours_speak_for_themselves(tmp_path: Path) -> None:
     path = folder(tmp_path / "hub", metadata={"recipe": '{"task": "mine"}', "weights": "ema"})
     saved = read_weights(path)
-    assert saved.described("recipe") == {"task": "mine"}
+    assert saved.description("recipe") == {"task": "mine"}
     assert saved.weights == "ema"
 
 
@@ -72,7 +72,7 @@ def test_a_network_built_for_a_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("crop_mode", "squash", "crop_mode is 'squash'"),
         ("interpolation", "lanczos", "interpolation is 'lanczos'"),
@@ -83,22 +83,22 @@ def test_a_network_built_for_a_size(tmp_path: Path) -> None:
         ("input_size", [3, 100_000, 100_000], "at most 8192 pixels a side"),
     ],
 )
-def test_what_cannot_be_shown_is_said_where_it_is_needed(tmp_path: Path, key: str, value: Any, said: str) -> None:
+def test_what_cannot_be_shown_is_said_where_it_is_needed(tmp_path: Path, key: str, value: Any, message: str) -> None:
     path = folder(tmp_path / "hub", {**CONFIG, "pretrained_cfg": {**SHOWN, key: value}})
     saved = read_weights(path)  # the weights alone may be begun from
     assert saved.state.keys() == {"w"}
-    with pytest.raises(CheckpointError, match=said):
-        saved.described("data")
+    with pytest.raises(CheckpointError, match=message):
+        saved.description("data")
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ("{", "not readable as JSON"),
         ("[1]", "names no timm architecture"),
         ({"architectures": ["BertModel"]}, "names no timm architecture"),
         ({"architecture": "os:system"}, "names no timm architecture"),
-        *(({**CONFIG, "pretrained_cfg": said}, "not in timm's format") for said in (3, {"input_size": [3]})),
+        *(({**CONFIG, "pretrained_cfg": entry}, "not in timm's format") for entry in (3, {"input_size": [3]})),
         ({**CONFIG, "model_args": [1]}, "not in timm's format"),
         (
             {**CONFIG, "model_args": {"checkpoint_path": "evil.pth"}},
@@ -107,14 +107,14 @@ def test_what_cannot_be_shown_is_said_where_it_is_needed(tmp_path: Path, key: st
         ({**CONFIG, "model_args": {"pretrained_cfg_overlay": {"url": "x"}}}, "has pretrained_cfg_overlay"),
         ({**CONFIG, "model_args": {"global_pool": ""}}, "global_pool off"),
         *(
-            ({**CONFIG, "label_names": said}, "not one string")
-            for said in (["cat"], [None, "a"], ["\ud800", "a"], {"1": "a"})
+            ({**CONFIG, "label_names": names}, "not one string")
+            for names in (["cat"], [None, "a"], ["\ud800", "a"], {"1": "a"})
         ),
         ({**CONFIG, "num_classes": 10**30}, "no tensor of model.safetensors has as many rows"),
     ],
 )
-def test_folders_of_others_are_refused(tmp_path: Path, config: Any, said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
+def test_folders_of_others_are_refused(tmp_path: Path, config: Any, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
         read_weights(folder(tmp_path / "hub", config))
 
 

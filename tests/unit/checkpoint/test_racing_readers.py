@@ -53,7 +53,7 @@ def size(run: Path) -> None:
 
 
 def newest(run: Path) -> None:
-    path, damaged = CheckpointStore(run / "checkpoints").newest_whole()
+    path, damaged = CheckpointStore(run / "checkpoints").newest_complete()
     assert path is not None
     assert damaged == []
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 
 from paceline.checkpoint.reading import read_components, verify
 from paceline.checkpoint.store import CheckpointStore
@@ -51,9 +52,35 @@ def is_blank(before: bytes, after: bytes) -> bool:
 def relist(path: Path, name: str) -> None:
     """List a changed file with its new size and digest."""
     content = (path / name).read_bytes()
-    facts = {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    facts = {"size_bytes": len(content), "blake3": blake3(content).hexdigest()}
     component = name.split(".", maxsplit=1)[0]
     rewrite(path, lambda manifest: manifest["components"][component]["files"].update({name: facts}))
+
+
+def as_version_1(path: Path) -> None:
+    """List SHA-256 digests, as versions before BLAKE3 did."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        manifest["format_version"] = 1
+        for entry in manifest["components"].values():
+            for name, facts in entry["files"].items():
+                del facts["blake3"]
+                facts["sha256"] = hashlib.sha256((path / name).read_bytes()).hexdigest()
+
+    rewrite(path, change)
+
+
+def test_a_checkpoint_with_sha_256_digests_is_verified_and_read(checkpoint: Path) -> None:
+    before = read_components(checkpoint)
+    as_version_1(checkpoint)
+    assert verify(checkpoint).step == 3
+    assert str(read_components(checkpoint)) == str(before)
+    content = bytearray((checkpoint / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (checkpoint / "model.safetensors").write_bytes(content)
+    for read in (verify, read_components):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: its digest is"):
+            read(checkpoint)
 
 
 def test_a_whole_checkpoint_verifies(checkpoint: Path) -> None:
@@ -160,7 +187,7 @@ def test_a_manifest_cannot_name_a_component_elsewhere(checkpoint: Path, name: st
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (lambda m: m.update(format_version=2), "format version is 2, but this version of Paceline reads 1"),
+        (lambda m: m.update(format_version=3), "format version is 3, but this version of Paceline reads 1 to 2"),
         (lambda m: m.update(format_version=True), "format version is True"),
         (lambda m: m.pop("format_version"), "format version is None"),
         (lambda m: m.update(step="3"), "entry 'step' is '3'"),
@@ -172,8 +199,8 @@ def test_a_manifest_cannot_name_a_component_elsewhere(checkpoint: Path, name: st
         (lambda m: m["components"]["model"]["tensors"]["w"].update(shape=[-1]), "where a shape is expected"),
         (lambda m: m["components"]["model"]["tensors"]["w"].update(dtype=1), "'dtype'"),
         (
-            lambda m: m["components"]["model"]["files"]["model.json"].update(sha256="x"),
-            "where a SHA-256 is expected",
+            lambda m: m["components"]["model"]["files"]["model.json"].update(blake3="x"),
+            "expected 64 hexadecimal digits",
         ),
         (lambda m: m["components"]["model"].update(tensors={}), "lists the files"),
         (

@@ -63,16 +63,16 @@ def save(
     failed: list[BaseException] = []
 
     def share(rank: int) -> None:
-        held = state(rank, world_size)
+        parts = state(rank, world_size)
         if change is not None:
-            change(rank, held)
-        components = {"model": held, "progress": {"step": step}}
+            change(rank, parts)
+        components = {"model": parts, "progress": {"step": step}}
         sharded = ShardedSave(staging_dir, rank, world_size, patience_seconds=60)
         try:
             if rank == 0:
                 store.save(step, components, FACTS, file_metadata={"recipe": "{}"}, sharded=sharded)
             else:
-                store.write_share(step, components, FACTS, file_metadata={"recipe": "{}"}, sharded=sharded)
+                store.write_shard(step, components, FACTS, file_metadata={"recipe": "{}"}, sharded=sharded)
         except CheckpointError as error:
             failed.append(error)
 
@@ -153,20 +153,20 @@ def test_a_part_that_is_lost_is_missed(tmp_path: Path) -> None:
 
 
 def test_a_part_beyond_the_whole_is_refused(tmp_path: Path) -> None:
-    def shift(rank: int, held: dict[str, Any]) -> None:
+    def shift(rank: int, parts: dict[str, Any]) -> None:
         if rank == 1:
-            part = held["matrix"]
-            held["matrix"] = Part(part.tensor, part.shape, (6, 0))
+            part = parts["matrix"]
+            parts["matrix"] = Part(part.tensor, part.shape, (6, 0))
 
     with pytest.raises(CheckpointError, match=r"'matrix' is float32 \[3, 5\] from \[6, 0\] on, but the manifest lists"):
         verify(save(tmp_path, world_size=3, change=shift))
 
 
 def test_two_parts_in_one_place_are_refused(tmp_path: Path) -> None:
-    def shift(rank: int, held: dict[str, Any]) -> None:
+    def shift(rank: int, parts: dict[str, Any]) -> None:
         if rank == 1:
-            part = held["matrix"]
-            held["matrix"] = Part(part.tensor, part.shape, (0, 0))
+            part = parts["matrix"]
+            parts["matrix"] = Part(part.tensor, part.shape, (0, 0))
 
     path = save(tmp_path, world_size=3, change=shift)
     with pytest.raises(CheckpointError, match="'matrix' has two parts in the same place"):
@@ -176,12 +176,12 @@ def test_two_parts_in_one_place_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ["[1]", '{"matrix": 3}', '{"matrix": {}}', "{", '{"matrix": {"saved_offsets": ["a"]}}']
+    "header", ["[1]", '{"matrix": 3}', '{"matrix": {}}', "{", '{"matrix": {"saved_offsets": ["a"]}}']
 )
-def test_a_header_that_says_nothing_is_refused(said: str) -> None:
+def test_a_header_that_says_nothing_is_refused(header: str) -> None:
     specs = {"matrix": TensorSpec("float32", (7, 5))}
     with pytest.raises(ValueError, match=r"its header (does not say where|begins .* where a tensor cannot)"):
-        check_cover(specs, [(specs, {"DCP_SHARDING_INFO": said})])
+        check_cover(specs, [(specs, {"DCP_SHARDING_INFO": header})])
 
 
 def test_a_dtype_that_is_none_is_refused() -> None:
@@ -192,7 +192,7 @@ def test_a_dtype_that_is_none_is_refused() -> None:
 def test_who_waits_in_vain_can_be_told(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     sharded = ShardedSave(store.make_staging_dir(4), 0, 2, patience_seconds=60)
-    sharded.given_up.set()
+    sharded.cancelled.set()
     with pytest.raises(CheckpointError, match="has not written its part of the checkpoint, and the run has failed"):
         store.save(4, {"model": state(0, 2)}, FACTS, sharded=sharded)
 
@@ -219,11 +219,11 @@ def test_who_does_not_write_is_named(tmp_path: Path) -> None:
 
 
 def test_a_part_stands_for_its_whole_in_an_inventory() -> None:
-    held = {"a": [cut(torch.zeros(7, 5), 1, 3)], "b": 1.0}
-    structure, tensors = encode(held)
+    parts = {"a": [cut(torch.zeros(7, 5), 1, 3)], "b": 1.0}
+    structure, tensors = encode(parts)
     assert json.dumps(structure) == '{"a": [{"$tensor": "a.0"}], "b": 1.0}'
     assert isinstance(tensors["a.0"], Part)
-    assert inventory(held) == {"a.0": TensorSpec("float32", (7, 5))}
-    doubled = map_tensors(held, lambda tensor: tensor + 1)
+    assert inventory(parts) == {"a.0": TensorSpec("float32", (7, 5))}
+    doubled = map_tensors(parts, lambda tensor: tensor + 1)
     assert doubled["a"][0].tensor.eq(1).all()
     assert doubled["a"][0].offsets == (3, 0)

@@ -156,7 +156,7 @@ def test_a_taken_or_impossible_name_is_refused(name: str) -> None:
 
 def snapshot(copies: HostCopies, state: dict[str, Any]) -> dict[str, Any]:
     taken = copies.take("model", state)
-    copies.settle()
+    copies.finish()
     return taken
 
 
@@ -205,7 +205,7 @@ def test_tensors_that_no_file_holds_are_left_to_be_refused_by_name() -> None:
     copies = HostCopies()
     state = {"sparse": torch.eye(3).to_sparse_csr(), "conjugate": torch.tensor([1 + 2j]).conj()}
     taken = copies.take("state", {**state, "meta": torch.empty(3, device="meta")})
-    copies.settle()
+    copies.finish()
     assert taken["sparse"].layout == torch.sparse_csr
     assert taken["meta"].is_meta
     assert taken["conjugate"].tolist() == [1 - 2j]

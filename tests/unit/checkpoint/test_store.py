@@ -14,7 +14,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paceline.checkpoint.reading import read_components, read_manifest, verify
-from paceline.checkpoint.store import Best, CheckpointStore, Choice, DamagedCheckpoint, choose, step_of
+from paceline.checkpoint.store import (
+    Best,
+    CheckpointStore,
+    DamagedCheckpoint,
+    ResumePoint,
+    choose_resume_point,
+    step_of,
+)
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, UnreadableError
 
@@ -48,7 +55,7 @@ def test_a_checkpoint_has_the_promised_files_and_returns_what_was_saved(tmp_path
     assert saved.size_bytes == sum(file.stat().st_size for file in saved.path.iterdir())
     assert saved.seconds > 0
     assert names(store.directory) == ["step-00000120"]
-    assert store.newest_whole() == (saved.path, [])
+    assert store.newest_complete() == (saved.path, [])
     assert read_components(saved.path, ("counters",))["counters"] == counters
     model_state = read_components(saved.path)["model"]
     assert all(torch.equal(model_state[key], value) for key, value in model.state_dict().items())
@@ -105,7 +112,7 @@ def test_a_replacement_cut_short_leaves_one_whole_checkpoint(tmp_path: Path, als
         shutil.rmtree(store.directory / "step-00000005")
     expected = store.directory / ("step-00000005" if also_new else "step-00000005.replaced")
     assert store.steps() == [5]
-    assert store.newest_whole() == (expected, [])
+    assert store.newest_complete() == (expected, [])
     assert verify(expected).step == 5
     store.save(6, {"counters": {}}, {})
     assert old.exists() is not also_new
@@ -151,25 +158,25 @@ def test_only_directories_with_the_exact_name_are_checkpoints(tmp_path: Path) ->
         None,
     ]
     assert CheckpointStore(tmp_path / "absent").steps() == []
-    assert CheckpointStore(tmp_path / "absent").newest_whole() == (None, [])
+    assert CheckpointStore(tmp_path / "absent").newest_complete() == (None, [])
 
 
 def test_damaged_ones_are_reported_newest_first_and_skipped(tmp_path: Path) -> None:
     store = store_with(tmp_path, 1, 2, 3, 4)
     spoil(store.path(4))
     (store.path(3) / "manifest.json").unlink()
-    path, damaged = store.newest_whole()
+    path, damaged = store.newest_complete()
     assert path == store.path(2)
     assert [one.step for one in damaged] == [4, 3]
     assert "model.safetensors" in damaged[0].reason
-    assert "SHA-256" in damaged[0].reason
+    assert "digest" in damaged[0].reason
     assert "manifest.json is missing" in damaged[1].reason
 
 
 def test_a_directory_under_another_steps_name_is_damaged(tmp_path: Path) -> None:
     store = store_with(tmp_path, 1, 2)
     store.path(2).rename(store.directory / "step-00000009")
-    path, damaged = store.newest_whole()
+    path, damaged = store.newest_complete()
     assert path == store.path(1)
     assert "was saved at step 2" in damaged[0].reason
 
@@ -179,7 +186,7 @@ def test_set_aside_frees_the_name_and_keeps_the_files(tmp_path: Path) -> None:
     for expected in ("step-00000002.damaged", "step-00000002.damaged-2", "step-00000002.damaged-3"):
         store.save(2, {"model": {"w": torch.ones(2)}}, {})
         spoil(store.path(2))
-        aside = store.set_aside(store.newest_whole()[1][0])
+        aside = store.set_aside(store.newest_complete()[1][0])
         assert aside.name == expected
         assert (aside / "model.safetensors").exists()
         assert store.steps() == [1]
@@ -205,7 +212,7 @@ def test_prune_never_lets_a_torn_checkpoint_push_out_a_whole_one(tmp_path: Path)
     (store.path(3) / "manifest.json").write_text("{}")
     (store.path(2) / "model.safetensors").write_bytes(b"")
     assert store.prune(keep=1) == []
-    assert store.newest_whole()[0] == store.path(1)
+    assert store.newest_complete()[0] == store.path(1)
     store.save(4, {"model": {}}, {})
     assert store.prune(keep=1) == [1, 2, 3]
 
@@ -287,7 +294,7 @@ def link_elsewhere(store: CheckpointStore, *steps: int) -> Path:
 def test_links_are_followed_when_read_and_unlinked_when_deleted(tmp_path: Path) -> None:
     store = store_with(tmp_path, 1, 2, 3, 4)
     disk = link_elsewhere(store, 1, 2, 3, 4)
-    assert store.newest_whole() == (store.path(4), [])
+    assert store.newest_complete() == (store.path(4), [])
     assert float(read_weights(store.directory).state["w"][0]) == 4
     assert store.prune(keep=3) == [1]
     assert store.discard_after(3) == [4]
@@ -302,7 +309,7 @@ def test_links_are_followed_when_read_and_unlinked_when_deleted(tmp_path: Path) 
 def test_a_link_to_a_disk_that_is_not_mounted_is_not_damaged(tmp_path: Path) -> None:
     store = store_with(tmp_path, 1, 2, 3, 4)
     disk = link_elsewhere(store, 1, 3, 4).rename(tmp_path / "unmounted")
-    for attempt in (store.newest_whole, lambda: read_weights(store.directory)):
+    for attempt in (store.newest_complete, lambda: read_weights(store.directory)):
         with pytest.raises(
             UnreadableError, match=r"step-00000004 is a link to .*disk/step-00000004, which does not exist"
         ):
@@ -321,7 +328,7 @@ def test_a_file_behind_a_link_that_leads_nowhere_is_not_damaged(tmp_path: Path) 
     file.unlink()
     file.symlink_to(tmp_path / "disk" / "model.safetensors")
     with pytest.raises(UnreadableError, match=r"model\.safetensors is a link to"):
-        store.newest_whole()
+        store.newest_complete()
 
 
 @pytest.fixture
@@ -333,30 +340,30 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def test_the_newest_whole_one_is_chosen_and_the_damaged_are_named(store: CheckpointStore) -> None:
-    assert choose(store) == Choice(store.path(30), 30)
+    assert choose_resume_point(store) == ResumePoint(store.path(30), 30)
     (store.path(30) / "model.safetensors").unlink()
-    choice = choose(store)
+    choice = choose_resume_point(store)
     assert (choice.path, choice.step) == (store.path(20), 20)
     assert [one.step for one in choice.damaged] == [30]
-    assert not choice.lost_everything
+    assert not choice.has_only_damaged
     assert store.steps() == [10, 20, 30]
 
 
 def test_without_checkpoints_a_run_begins_and_with_only_damaged_ones_it_is_told(
     store: CheckpointStore,
 ) -> None:
-    nothing = choose(CheckpointStore(store.directory / "absent"))
-    assert nothing == Choice(None, 0)
-    assert not nothing.lost_everything
+    nothing = choose_resume_point(CheckpointStore(store.directory / "absent"))
+    assert nothing == ResumePoint(None, 0)
+    assert not nothing.has_only_damaged
     for step in store.steps():
         (store.path(step) / "manifest.json").write_text("")
-    choice = choose(store)
-    assert choice.lost_everything
+    choice = choose_resume_point(store)
+    assert choice.has_only_damaged
     assert [one.step for one in choice.damaged] == [30, 20, 10]
 
 
 def test_the_one_asked_for_is_taken_or_refused_never_replaced(store: CheckpointStore) -> None:
-    assert choose(store, wanted=store.path(10)) == Choice(store.path(10), 10)
+    assert choose_resume_point(store, requested=store.path(10)) == ResumePoint(store.path(10), 10)
     (store.path(10) / "model.json").unlink()
     with pytest.raises(CheckpointError, match=r"step-00000010 is not .*: model\.json is missing"):
-        choose(store, wanted=store.path(10))
+        choose_resume_point(store, requested=store.path(10))

@@ -44,7 +44,7 @@ def test_a_run_a_folder_of_checkpoints_a_checkpoint_and_a_file_are_all_found(sto
     for target in (store.directory.parent, store.directory, newest, newest / "model.safetensors"):
         saved = read_weights(target)
         assert (saved.path, saved.weights) == (newest / "model.safetensors", "model")
-        assert saved.described("data") == {}
+        assert saved.description("data") == {}
         assert torch.equal(saved.state["w"], torch.full((3,), 30.0))
     assert step_read(store.path(10)) == 10
 
@@ -53,7 +53,7 @@ def test_the_newest_whose_weights_are_whole_is_taken(store: CheckpointStore) -> 
     flip_a_byte(store.path(30) / "model.safetensors")
     (store.path(20) / "manifest.json").write_text("")
     assert step_read(store.directory.parent) == 10
-    with pytest.raises(CheckpointError, match=r"step-00000030 is not .*: model\.safetensors: its SHA-256 is"):
+    with pytest.raises(CheckpointError, match=r"step-00000030 is not .*: model\.safetensors: its digest is"):
         read_weights(store.path(30))
     flip_a_byte(store.path(10) / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"No checkpoint in .* is whole: .*step-00000030"):
@@ -84,12 +84,12 @@ def test_the_best_checkpoint_is_verified_like_any_other(store: CheckpointStore) 
     store.write_best(Best(20, "loss", 1.0))
     assert float(read_weights(store.directory.parent, best=True).state["w"][0]) == 20
     flip_a_byte(store.path(20) / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"step-00000020 is not .*its SHA-256 is"):
+    with pytest.raises(CheckpointError, match=r"step-00000020 is not .*its digest is"):
         read_weights(store.directory.parent, best=True)
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [
         ("absent", r"there is no run directory '.*absent'; give a run directory, a checkpoint directory"),
         ("absent.safetensors", r"there is no file '.*absent.safetensors'; give a run directory"),
@@ -99,12 +99,12 @@ def test_the_best_checkpoint_is_verified_like_any_other(store: CheckpointStore) 
         ("begun/checkpoints", r"'.*checkpoints' holds no checkpoint.*; give a run that has saved one"),
     ],
 )
-def test_what_does_not_exist_is_refused(tmp_path: Path, target: str, said: str) -> None:
+def test_what_does_not_exist_is_refused(tmp_path: Path, target: str, message: str) -> None:
     for name in ("empty", "begun"):
         (tmp_path / name).mkdir()
     (tmp_path / "begun" / "recipe.yaml").write_text("")
     (tmp_path / "begun" / "checkpoints").mkdir()
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         read_weights(tmp_path / target)
 
 
@@ -140,7 +140,7 @@ def test_a_prefix_of_some_names_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (POINTER, "git lfs pull"),
         (b"<!DOCTYPE html><html></html>", "HTML"),
@@ -151,10 +151,10 @@ def test_a_prefix_of_some_names_is_left_alone(tmp_path: Path) -> None:
         (b"", "0 bytes"),
     ],
 )
-def test_what_is_no_weights_file_is_called_by_its_name(tmp_path: Path, content: bytes, told: str) -> None:
+def test_what_is_no_weights_file_is_called_by_its_name(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         read_weights(path)
 
 
@@ -171,7 +171,7 @@ def test_metadata_that_is_not_ours_is_one_sentence(tmp_path: Path, text: str) ->
     save_file({"w": torch.ones(1)}, path, {"data": text})
     saved = read_weights(path)  # the weights themselves need none of it
     with pytest.raises(CheckpointError, match="'data'") as caught:
-        saved.described("data")
+        saved.description("data")
     assert len(str(caught.value)) < 500
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.balance import SampleLengths, even_bounds, padded_bounds, shared_out
+from paceline.data.balance import SampleLengths, even_bounds, padded_bounds, partition_costs
 from paceline.data.order import StepGeometry
 from paceline.data.slices import SampleSlice
 from paceline.world import World
@@ -219,7 +219,7 @@ def test_processes_cost_about_the_same_where_parts_cannot() -> None:
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 24))
 def test_sharing_out_is_an_order_of_the_parts(lengths: list[int], parts: int) -> None:
     descending = np.sort(lengths)[::-1]
-    places, bounds = shared_out(descending, parts)
+    places, bounds = partition_costs(descending, parts)
     assert sorted(places.tolist()) == list(range(len(lengths)))
     cut = padded_bounds(descending, parts)
     found = [tuple(places[begin:end].tolist()) for begin, end in pairwise(bounds)]
@@ -240,7 +240,7 @@ def test_what_a_sample_is_padded_to() -> None:
     tokens, ids = np.array([3, 8, 9, 20]), np.array([0, 1, 2, 3])
     assert SampleLengths(tokens=tokens).padded(ids).tolist() == [3, 8, 9, 20]
     assert SampleLengths(tokens=tokens, multiple=8).padded(ids).tolist() == [8, 8, 16, 24]
-    assert SampleLengths(tokens=tokens, multiple=8, most=20).padded(ids).tolist() == [8, 8, 16, 20]
+    assert SampleLengths(tokens=tokens, multiple=8, max_width=20).padded(ids).tolist() == [8, 8, 16, 20]
     assert SampleLengths(tokens=tokens, width=32).padded(ids).tolist() == [32] * 4
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.data.batch import Batch, BrokenSample
-from paceline.data.loaders.pytorch import in_parts, joined
+from paceline.data.loaders.pytorch import join_parts, split_slice
 from paceline.data.slices import SampleSlice
 
 
@@ -33,8 +33,8 @@ def read(part: SampleSlice) -> Batch:
 @pytest.mark.parametrize("count", [0, 1, 2, 13, 40])
 def test_parts_put_together_are_the_whole(parts: int, count: int) -> None:
     whole = piece(0, count)
-    asked = in_parts(whole, parts)
-    batch, expected = joined(list(map(read, asked)), whole), read(whole)
+    asked = split_slice(whole, parts)
+    batch, expected = join_parts(list(map(read, asked)), whole), read(whole)
     assert batch.slice is whole
     assert torch.equal(batch.inputs, expected.inputs)
     assert torch.equal(batch.targets, expected.targets)

@@ -20,7 +20,7 @@ from image_sets import opened_set
 
 from paceline.data.image.dataset import Problems
 from paceline.data.text.datasets import open_text
-from paceline.files import LeftOut
+from paceline.files import SkippedItems
 from paceline.inference.sources import members, pictures_of
 from paceline.recipe.data import Data
 
@@ -116,10 +116,10 @@ def test_folders_to_predict(tmp_path: Path, seed: int) -> None:
     tree = drawn(seed, "png", "jpeg")
     written(tmp_path / "ask", tree)
     tree = with_links(tmp_path / "ask", tree, drawn(seed + 100, "tif"))
-    left_out = LeftOut()
+    left_out = SkippedItems()
     found = [each.path for each in pictures_of([tmp_path / "ask"], left_out)]
     assert {os.path.relpath(path, tmp_path / "ask") for path in found} == tree.used
-    assert count(left_out.told()) == len(tree.others)
+    assert count(left_out.summaries()) == len(tree.others)
 
 
 def tar(path: Path, names: Iterable[str], special: Iterable[str] = ()) -> Path:
@@ -138,15 +138,15 @@ def tar(path: Path, names: Iterable[str], special: Iterable[str] = ()) -> Path:
 @seeds
 def test_archives_to_predict(tmp_path: Path, seed: int) -> None:
     tree, special = drawn(seed, "png", "webp"), ("link.png", "hard.txt", "pipe.png")
-    left_out = LeftOut()
+    left_out = SkippedItems()
     assert len(list(members(tar(tmp_path / "x.tar", tree.names, special), left_out))) == len(tree.used)
-    assert count(left_out.told()) == len(tree.others) + len(special)
-    left_out = LeftOut()
+    assert count(left_out.summaries()) == len(tree.others) + len(special)
+    left_out = SkippedItems()
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         for name in escaped(tree.names):
             archive.writestr(name, b"x")
     assert len(list(members(tmp_path / "x.zip", left_out))) == len(tree.used)
-    assert count(left_out.told()) == len(tree.others)
+    assert count(left_out.summaries()) == len(tree.others)
 
 
 @seeds

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data.preflight import Loading, look_at_machine
+from paceline.data.preflight import Loading, check_machine
 from paceline.machine import available_cores
 
 MIB = 2**20
@@ -22,9 +22,9 @@ import resource, sys
 
 highest = int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), highest))
-from paceline.data.preflight import Loading, look_at_machine
+from paceline.data.preflight import Loading, check_machine
 
-found = look_at_machine(Loading(processes=1, workers=16, prefetch=8, train_batch_bytes=1))
+found = check_machine(Loading(processes=1, workers=16, prefetch=8, train_batch_bytes=1))
 print(found.refusal)
 """
 
@@ -43,20 +43,20 @@ def sixteen_mib(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_nothing_is_found_where_there_is_room(sixteen_mib: Path) -> None:
-    assert look_at_machine(SMALL, sixteen_mib).refusal == ""
-    assert look_at_machine(SMALL, sixteen_mib).warnings == ()
+    assert check_machine(SMALL, sixteen_mib).refusal == ""
+    assert check_machine(SMALL, sixteen_mib).warnings == ()
 
 
 def test_without_loader_processes_nothing_is_asked_for(sixteen_mib: Path) -> None:
-    found = look_at_machine(replace(SMALL, workers=0, train_batch_bytes=2**40), sixteen_mib)
+    found = check_machine(replace(SMALL, workers=0, train_batch_bytes=2**40), sixteen_mib)
     assert (found.refusal, found.warnings) == ("", ())
 
 
 def test_shared_memory_for_all_that_is_kept_ready(sixteen_mib: Path) -> None:
     fits = replace(SMALL, train_batch_bytes=4 * MIB, evaluation_batch_bytes=4 * MIB)
     assert fits.most_bytes == 16 * MIB
-    assert look_at_machine(fits, sixteen_mib).warnings == ()
-    (warning,) = look_at_machine(replace(fits, prefetch=3), sixteen_mib).warnings
+    assert check_machine(fits, sixteen_mib).warnings == ()
+    (warning,) = check_machine(replace(fits, prefetch=3), sixteen_mib).warnings
     assert warning == (
         "the batches that 1 loader process (data.workers=1, data.prefetch=3) keep ready can take 24.0 MiB of shared "
         f"memory, and {sixteen_mib} has 16.0 MiB free; a run fails when it is full: give it "
@@ -64,13 +64,13 @@ def test_shared_memory_for_all_that_is_kept_ready(sixteen_mib: Path) -> None:
         "data.workers, data.prefetch or batch.micro_size."
     )
     (sixteen_mib / "others").write_bytes(bytes(MIB))
-    assert "has 15.0 MiB free" in look_at_machine(fits, sixteen_mib).warnings[0]
+    assert "has 15.0 MiB free" in check_machine(fits, sixteen_mib).warnings[0]
 
 
 def test_shared_memory_for_one_batch_each(sixteen_mib: Path) -> None:
     loading = Loading(processes=2, workers=1, prefetch=1, train_batch_bytes=8 * MIB)
-    assert look_at_machine(loading, sixteen_mib).refusal == ""
-    refusal = look_at_machine(replace(loading, train_batch_bytes=8 * MIB + 1), sixteen_mib).refusal
+    assert check_machine(loading, sixteen_mib).refusal == ""
+    refusal = check_machine(replace(loading, train_batch_bytes=8 * MIB + 1), sixteen_mib).refusal
     assert refusal.startswith(
         "a batch from each of 2 loader processes (data.workers=1, data.prefetch=1) takes 16.0 MiB of shared memory"
     )
@@ -79,8 +79,8 @@ def test_shared_memory_for_one_batch_each(sixteen_mib: Path) -> None:
 
 def test_batches_that_are_only_scored(sixteen_mib: Path) -> None:
     scoring = Loading(processes=1, workers=2, prefetch=2, train_batch_bytes=0, evaluation_batch_bytes=4 * MIB)
-    assert look_at_machine(scoring, sixteen_mib).warnings == ()
-    refusal = look_at_machine(replace(scoring, evaluation_batch_bytes=9 * MIB), sixteen_mib).refusal
+    assert check_machine(scoring, sixteen_mib).warnings == ()
+    refusal = check_machine(replace(scoring, evaluation_batch_bytes=9 * MIB), sixteen_mib).refusal
     assert refusal.startswith(
         "a batch from each of 2 loader processes (data.workers=2, data.prefetch=2) takes 18.0 MiB of "
     )
@@ -89,7 +89,7 @@ def test_batches_that_are_only_scored(sixteen_mib: Path) -> None:
 
 
 def test_a_system_without_such_a_folder_is_not_asked(tmp_path: Path) -> None:
-    assert look_at_machine(replace(SMALL, train_batch_bytes=2**50), tmp_path / "none").refusal == ""
+    assert check_machine(replace(SMALL, train_batch_bytes=2**50), tmp_path / "none").refusal == ""
 
 
 @pytest.mark.parametrize(
@@ -106,13 +106,13 @@ def test_file_descriptors(highest: int, change: str) -> None:
 
 def test_more_workers_than_cores_are_told() -> None:
     cores = available_cores()
-    assert look_at_machine(replace(SMALL, workers=cores)).warnings == ()
-    (warning,) = look_at_machine(replace(SMALL, workers=cores + 1)).warnings
+    assert check_machine(replace(SMALL, workers=cores)).warnings == ()
+    (warning,) = check_machine(replace(SMALL, workers=cores + 1)).warnings
     assert warning.startswith(
         f"{cores + 1} loader processes (data.workers={cores + 1}) are requested, and {cores} core"
     )
     # One for each rank is what the least of recipes has.
-    assert look_at_machine(replace(SMALL, processes=cores + 1)).warnings == ()
+    assert check_machine(replace(SMALL, processes=cores + 1)).warnings == ()
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="looks into /proc")
@@ -165,6 +165,6 @@ for backend in backends:
 
 def test_shared_memory_that_cannot_be_written_to(sixteen_mib: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", sixteen_mib], check=True)
-    refusal = look_at_machine(SMALL, sixteen_mib).refusal
+    refusal = check_machine(SMALL, sixteen_mib).refusal
     assert refusal.endswith(f"{sixteen_mib} cannot be written to: mount it writable, or set data.workers=0.")
-    assert look_at_machine(replace(SMALL, workers=0), sixteen_mib).refusal == ""
+    assert check_machine(replace(SMALL, workers=0), sixteen_mib).refusal == ""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.random_draws import philox4x32, seed_of, uniforms
+from paceline.data.random_draws import derive_seed, philox4x32, uniforms
 
 SEEDS = st.integers(0, 2**64 - 1)
 EPOCHS = st.integers(0, 2**32 - 1)
@@ -93,15 +93,15 @@ def test_they_are_uniform() -> None:
 
 
 def test_dropout_seeds_differ() -> None:
-    seeds = {seed_of(seed, step, rank) for seed in range(10) for step in range(50) for rank in range(20)}
+    seeds = {derive_seed(seed, step, rank) for seed in range(10) for step in range(50) for rank in range(20)}
     assert len(seeds) == 10 * 50 * 20
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert seed_of(1, 2) != seed_of(2, 1)
-    assert seed_of(0) != seed_of(0, 0)
+    assert derive_seed(1, 2) != derive_seed(2, 1)
+    assert derive_seed(0) != derive_seed(0, 0)
 
 
 def test_dropout_seeds_are_fixed_for_good() -> None:
     """A change of these would change every run with dropout that is resumed by a later version."""
-    assert seed_of(0, 0, 0) == 4635879678023765015
-    assert seed_of(1, 2, 3) == 7602938901349714354
-    assert seed_of(2**63 - 1, 10**6, 63) == 2992138418357068992
+    assert derive_seed(0, 0, 0) == 4635879678023765015
+    assert derive_seed(1, 2, 3) == 7602938901349714354
+    assert derive_seed(2**63 - 1, 10**6, 63) == 2992138418357068992

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from paceline.distributed.affinity import (
-    OwnCores,
+    CoreAssignment,
     Topology,
-    affinity_restored,
+    assign_cores,
     bind,
     choose_cores,
     format_cpus,
     node_of_device,
-    own_cores,
     parse_cpus,
     read_topology,
+    restore_affinity,
 )
 from paceline.errors import RecipeError
 from paceline.world import World
@@ -58,8 +58,8 @@ def big(tmp_path: Path) -> Topology:
 EIGHT_GPUS = [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def everyone(mode: str, topology: Topology, homes: list[int | None]) -> list[OwnCores]:
-    return [own_cores(mode, topology, rank, homes) for rank in range(len(homes))]
+def everyone(mode: str, topology: Topology, homes: list[int | None]) -> list[CoreAssignment]:
+    return [assign_cores(mode, topology, rank, homes) for rank in range(len(homes))]
 
 
 def test_a_machine_is_read(big: Topology) -> None:
@@ -103,7 +103,7 @@ def test_nobody_shares_a_core_or_has_more(big: Topology, mode: str, homes: list[
 
 
 def test_without_gpus_sockets_are_dealt_out(big: Topology) -> None:
-    assert format_cpus(own_cores("contiguous", big, 0, [None]).cpus) == "0-255"
+    assert format_cpus(assign_cores("contiguous", big, 0, [None]).cpus) == "0-255"
     halves = [format_cpus(each.cpus) for each in everyone("socket", big, [None, None])]
     assert halves == ["0-63,128-191", "64-127,192-255"]
 
@@ -116,16 +116,16 @@ def test_a_container_lends_a_part(tmp_path: Path) -> None:
     assert [format_cpus(each.cpus) for each in given] == ["2,130", "3,131", "70", "71"]
     # A GPU on the socket of which nothing is lent: whatever there is.
     other = read_topology(frozenset([2, 3]), tmp_path)
-    assert format_cpus(own_cores("socket", other, 0, [1]).cpus) == "2-3"
+    assert format_cpus(assign_cores("socket", other, 0, [1]).cpus) == "2-3"
     with pytest.raises(RecipeError, match="its own core, and there are 2 near 4 of them; use"):
-        own_cores("contiguous", lent, 0, EIGHT_GPUS)
+        assign_cores("contiguous", lent, 0, EIGHT_GPUS)
 
 
 def test_one_socket_and_a_system_that_tells_nothing(tmp_path: Path) -> None:
     silent = read_topology(frozenset(range(4)), tmp_path)
     assert silent.nodes == {0: ((0,), (1,), (2,), (3,))}
     assert [format_cpus(each.cpus) for each in everyone("contiguous", silent, [None, None])] == ["0-1", "2-3"]
-    assert own_cores("socket", silent, 1, [None, None]).threads == 2
+    assert assign_cores("socket", silent, 1, [None, None]).threads == 2
 
 
 def test_a_device_is_on_a_node(tmp_path: Path) -> None:
@@ -160,8 +160,8 @@ def test_threads_and_children_inherit_and_all_is_put_back() -> None:
     other = threading.Thread(target=stay.wait)
     other.start()
     first = min(before)
-    with affinity_restored():
-        bind(OwnCores(frozenset([first]), 1, ""))
+    with restore_affinity():
+        bind(CoreAssignment(frozenset([first]), 1, ""))
         inside = {thread: os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")}
         late = threading.Thread(target=stay.wait)
         late.start()

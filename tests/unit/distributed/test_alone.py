@@ -33,7 +33,7 @@ def test_collectives_are_the_identity() -> None:
     assert alone.reduce_sum(tensor) is tensor
     assert alone.broadcast([1]) == [1]
     assert alone.gather("x") == ["x"]
-    assert alone.on_first(lambda: 3) == 3
+    assert alone.on_rank_zero(lambda: 3) == 3
     alone.broadcast_tensors([tensor])
     alone.barrier()
 
@@ -43,7 +43,7 @@ def test_an_error_on_the_first_rank_is_that_error() -> None:
         raise DataError("no such data")
 
     with pytest.raises(DataError, match="no such data"):
-        Collectives(World()).on_first(fail)
+        Collectives(World()).on_rank_zero(fail)
 
 
 def test_no_process_group_is_formed_alone() -> None:
@@ -104,17 +104,17 @@ def test_a_back_end_of_this_torch_is_taken_and_others_are_refused_with_what_is_h
             check_communication(backend, CPU)
 
 
-@pytest.mark.parametrize(("asked", "formed"), [("auto", "gloo"), ("ucc", "ucc")])
-def test_the_group_is_formed_with_the_back_end(asked: str, formed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("requested", "formed"), [("auto", "gloo"), ("ucc", "ucc")])
+def test_the_group_is_formed_with_the_back_end(requested: str, formed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(backend: str, **_: object) -> None:
         raise ValueError(f"it would be {backend}")
 
     monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
     launch = Launch(World(world_size=2, local_world_size=2), "file:///nowhere", "paceline")
     with pytest.raises(LaunchError, match=f"it would be {formed}"):
-        join(launch, CPU, backend=asked)
+        join(launch, CPU, backend=requested)
 
 
 def test_one_process_has_no_back_end(tiny_recipe: Path) -> None:
-    asked = load_recipe(tiny_recipe, ["parallel.backend=gloo"])
-    assert plan_only(asked).unused["parallel.backend"] == "one process does not communicate"
+    requested = load_recipe(tiny_recipe, ["parallel.backend=gloo"])
+    assert plan_only(requested).unused["parallel.backend"] == "one process does not communicate"

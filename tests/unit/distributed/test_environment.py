@@ -85,7 +85,7 @@ def test_slurm_without_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 is outside a world of 2"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x', but it must be a whole number"),
@@ -94,10 +94,10 @@ def test_slurm_without_nodes() -> None:
         ({**SLURM, "SLURM_NTASKS": "many"}, "SLURM_NTASKS is 'many', but it must be a whole number"),
     ],
 )
-def test_what_contradicts_itself_is_refused(environ: dict[str, str], said: str) -> None:
+def test_what_contradicts_itself_is_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError) as caught:
         read_launch(environ)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("rank", [-1, 2, 3])

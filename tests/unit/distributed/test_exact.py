@@ -199,10 +199,10 @@ def test_buffers_that_cannot_be_averaged_end_as_the_first_logical_rank_leaves_th
 
 def test_a_buffer_that_is_replaced_is_averaged_and_stays_the_same_tensor() -> None:
     network = Awkward()
-    held = network.centre
+    buffer = network.centre
     strategy = ExactDataParallel(network, network, Collectives(World()))
     take_step(strategy, network)
-    assert network.centre is held
+    assert network.centre is buffer
     parts = []
     for x in images():
         single = Awkward()
@@ -232,9 +232,9 @@ def test_a_mark_on_any_logical_rank_is_the_steps(pair: tuple[Net, ExactDataParal
         for rank in range(4):
             with strategy.micro_batch(MicroBatch(rank, 20, 5, is_last=rank == 3, logical_ranks=4)):
                 mark = torch.tensor(float(rank == marked))
-                loss = strategy.with_vote(loss_of(network, x), ControlFlags, is_last=rank == 3, spoiled=mark)
+                loss = strategy.with_vote(loss_of(network, x), ControlFlags, is_last=rank == 3, nonfinite=mark)
                 loss.backward()
         strategy.combine()
-        heard.append(strategy.spoiled().item() > 0)
+        heard.append(strategy.nonfinite().item() > 0)
         assert not strategy.agreed(ControlFlags()).stop
     assert heard == [False, True, True, False]

@@ -70,7 +70,7 @@ def train(strategy, network, *, late, timed=True, parts=1):
                 with clock.span("backward"):
                     if late == "backward" and rank == 1:
                         loss = Slow.apply(loss)
-                    share = loss * strategy.averages_over / 2 / parts
+                    share = loss * strategy.loss_divisor / 2 / parts
                     strategy.with_vote(share, ControlFlags, is_last=is_last).backward()
         if not is_exact:
             arrived, ended = [*arrived, last[-1]], [*ended, time.monotonic()]
@@ -121,7 +121,7 @@ os._exit(0)  # threads of a group that something still holds would abort the int
 
 
 @pytest.fixture(scope="module")
-def told(on_two_ranks: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def results(on_two_ranks: Callable[..., list[dict[str, Any]]], tmp_path_factory: pytest.TempPathFactory) -> Any:
     return on_two_ranks(["-c", PROGRAM], tmp_path_factory.mktemp("both"))
 
 
@@ -137,8 +137,8 @@ def exposed(mine: Any) -> float:
 
 
 @pytest.mark.parametrize("case", ["forward", "backward", "parts", "exact"])
-def test_waiting_for_a_late_process_is_communication(case: str, told: Any) -> None:
-    first, second = (each[case] for each in told)
+def test_waiting_for_a_late_process_is_communication(case: str, results: Any) -> None:
+    first, second = (each[case] for each in results)
     planted = second["slept"]
     assert planted >= 0.2
     # On a busy machine either may be late for other reasons too; what is waited for is known from the arrivals.
@@ -155,16 +155,16 @@ def test_waiting_for_a_late_process_is_communication(case: str, told: Any) -> No
     assert first["seconds"]["backward"] + first["seconds"]["optimizer"] < 0.9 * planted
 
 
-def test_a_slow_link_is_communication_on_both(told: Any) -> None:
-    for each in told:
+def test_a_slow_link_is_communication_on_both(results: Any) -> None:
+    for each in results:
         case = each["slow link"]
         assert case["seconds"]["communication"] >= case["slept"] >= 0.2
         assert case["seconds"]["communication"] <= 1.05 * exposed(case) + 5e-3
 
 
-def test_telling_changes_no_bit(told: Any) -> None:
-    for each in told:
+def test_telling_changes_no_bit(results: Any) -> None:
+    for each in results:
         same = {case: each[case]["weights"] for case in ("untimed", "ddp", "forward", "backward")}
-        assert all(weights == told[0]["untimed"]["weights"] for weights in same.values())
-    assert told[0]["untimed"]["seconds"]["communication"] == 0
-    assert told[0]["ddp"]["seconds"]["communication"] > 0
+        assert all(weights == results[0]["untimed"]["weights"] for weights in same.values())
+    assert results[0]["untimed"]["seconds"]["communication"] == 0
+    assert results[0]["ddp"]["seconds"]["communication"] > 0

@@ -77,11 +77,11 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("code", [0, 75])
 def test_a_rank_that_stays_long_after_another_has_ended_well_is_ended(launch: Callable[..., Any], code: int) -> None:
-    begun = time.monotonic()
+    started = time.monotonic()
     result, _, err = ended(launch(f"sys.exit({code})", FOR_EVER, AFTER_END="0.5"))
     assert result == 1
     assert "rank 1 was still running" in err
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - started < 20
 
 
 def test_ranks_that_end_well_one_after_another_are_left_in_peace(launch: Callable[..., Any]) -> None:

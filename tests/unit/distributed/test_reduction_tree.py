@@ -60,7 +60,7 @@ def test_few_sums_are_held_at_any_moment(first: int, count: int) -> None:
     most = 0
     for leaf in range(first, first + count):
         sums.push(leaf, 1)
-        most = max(most, len(sums._held))
+        most = max(most, len(sums._pending))
     assert most <= 2 * max(1, count.bit_length())
     assert sum(sums.take().values()) == count
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from paceline.distributed.collectives import agents_store, fresh_part
+from paceline.distributed.collectives import agents_store, launch_store
 from paceline.distributed.environment import read_launch
 from paceline.errors import LaunchError
 from paceline.world import World
@@ -26,7 +26,7 @@ def client(server: dist.TCPStore) -> dist.TCPStore:
 def meet(server: dist.TCPStore, ranks: list[int], size: int, seconds: float = 20) -> list[dist.Store]:
     worlds = [World(rank=rank, world_size=size, local_rank=rank, local_world_size=size) for rank in ranks]
     with ThreadPoolExecutor(len(ranks)) as pool:
-        joining = [pool.submit(fresh_part, client(server), w, timeout=timedelta(seconds=seconds)) for w in worlds]
+        joining = [pool.submit(launch_store, client(server), w, timeout=timedelta(seconds=seconds)) for w in worlds]
         return [each.result() for each in joining]
 
 

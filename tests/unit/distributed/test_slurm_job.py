@@ -156,12 +156,12 @@ def signalled_early(signal: str) -> str:
     return early
 
 
-@pytest.mark.parametrize(("signal", "goes_on"), [("USR1", True), ("TERM", False)])
-def test_a_signal_before_the_tasks_have_a_number_is_passed_on(tmp_path: Path, signal: str, goes_on: bool) -> None:
-    told = TOLD.format(signal="0", code=75)
-    done = run_with_stand_ins(signalled_early(signal), tmp_path, told, REQUEUE)
-    assert done.returncode == (0 if goes_on else 75)
-    assert ("did requeue 7" in done.stdout) == goes_on
+@pytest.mark.parametrize(("signal", "continues"), [("USR1", True), ("TERM", False)])
+def test_a_signal_before_the_tasks_have_a_number_is_passed_on(tmp_path: Path, signal: str, continues: bool) -> None:
+    script = TOLD.format(signal="0", code=75)
+    done = run_with_stand_ins(signalled_early(signal), tmp_path, script, REQUEUE)
+    assert done.returncode == (0 if continues else 75)
+    assert ("did requeue 7" in done.stdout) == continues
 
 
 ENDING = REQUEUE.replace("RUNNING", "COMPLETING")
@@ -201,8 +201,8 @@ def test_each_index_of_an_array_has_its_own_arguments(tmp_path: Path) -> None:
     script = job_script(replace(SINGLE, is_array=True, runs=runs))
     assert "--array=0-1" in options(script)
     assert '--output="/runs/my run/slurm-%A_%a.out"' in options(script)
-    said = run_with_stand_ins(script, tmp_path, 'printf "%s\\n" "${@: -3}"').stdout
-    assert said.splitlines() == ["seed=4", "--run-dir", "/runs/a b/seed=4"]
+    output = run_with_stand_ins(script, tmp_path, 'printf "%s\\n" "${@: -3}"').stdout
+    assert output.splitlines() == ["seed=4", "--run-dir", "/runs/a b/seed=4"]
 
 
 @pytest.mark.parametrize("text", ['a "quoted" name', "two\nlines"])

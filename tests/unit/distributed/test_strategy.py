@@ -128,7 +128,7 @@ def test_a_late_vote_is_read_after_the_same_number_of_steps_from_a_ring_of_slots
     heard = []
     assert votes.agreed() == (False, False)
     for flags in sequence:
-        votes.cast(torch.tensor(flags).float())
+        votes.push(torch.tensor(flags).float())
         heard.append(votes.agreed())
     assert heard == [(False, False)] * VOTE_LAG + sequence[:-VOTE_LAG]
     assert len(made) == VOTE_LAG + 1
@@ -173,8 +173,8 @@ def test_a_mark_on_any_micro_batch_is_the_steps_and_is_forgotten_after_it(group:
             with strategy.micro_batch(MicroBatch(index, 12, 6, is_last=last)):
                 loss = strategy.model(batch).square().mean() * (float("nan") if index == marked else 1)
                 mark = torch.tensor(float(index == marked))
-                strategy.with_vote(loss, ControlFlags, is_last=last, spoiled=mark).backward()
+                strategy.with_vote(loss, ControlFlags, is_last=last, nonfinite=mark).backward()
         strategy.combine()
-        heard.append(strategy.spoiled().item() > 0)
+        heard.append(strategy.nonfinite().item() > 0)
         assert not strategy.agreed(ControlFlags()).stop
     assert heard == [False, True, True, False]

@@ -40,7 +40,7 @@ def both(on_two_ranks: Both) -> Both:
 
 
 @pytest.fixture(scope="module")
-def told(both: Both, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def results(both: Both, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two processes have to say of one meeting: the same on both."""
     first, second = both(
         """
@@ -78,11 +78,11 @@ def told(both: Both, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
             answer["means"].append(network[1].running_mean.tolist())
 
         try:
-            collectives.on_first(lambda: 1 // 0)
+            collectives.on_rank_zero(lambda: 1 // 0)
         except (ZeroDivisionError, OtherProcessError) as error:
             answer["failed"] = collectives.gather(f"{type(error).__name__}: {error}")
         try:
-            collectives.on_all(lambda: 1 // (1 - rank))
+            collectives.on_all_ranks(lambda: 1 // (1 - rank))
         except (ZeroDivisionError, OtherProcessError) as error:
             answer["failed on all"] = collectives.gather(f"{type(error).__name__}: {error}")
 
@@ -100,34 +100,34 @@ def told(both: Both, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     return first
 
 
-def test_one_broadcast_carries_tensors_of_every_kind(told: dict[str, Any]) -> None:
-    assert told["tensors"] == [1, [[0.5] * 3, 7, [True, True, False], [[0.25] * 2] * 3, 1e-12, []]]
+def test_one_broadcast_carries_tensors_of_every_kind(results: dict[str, Any]) -> None:
+    assert results["tensors"] == [1, [[0.5] * 3, 7, [True, True, False], [[0.25] * 2] * 3, 1e-12, []]]
 
 
-def test_buffers_that_were_just_made_equal_are_not_sent_again(told: dict[str, Any]) -> None:
-    assert told["calls"] == [1, 2]
-    assert told["means"][0] != told["means"][1]
+def test_buffers_that_were_just_made_equal_are_not_sent_again(results: dict[str, Any]) -> None:
+    assert results["calls"] == [1, 2]
+    assert results["means"][0] != results["means"][1]
 
 
-def test_an_error_of_the_first_process_is_an_error_of_the_others_and_no_mistake(told: dict[str, Any]) -> None:
-    here, there = told["failed"]
+def test_an_error_of_the_first_process_is_an_error_of_the_others_and_no_mistake(results: dict[str, Any]) -> None:
+    here, there = results["failed"]
     assert here.startswith("ZeroDivisionError: ")
     assert there.startswith("OtherProcessError: the first process failed: ZeroDivisionError(")
 
 
-def test_an_error_of_any_process_reaches_the_others_at_once(told: dict[str, Any]) -> None:
-    there, here = told["failed on all"]
+def test_an_error_of_any_process_reaches_the_others_at_once(results: dict[str, Any]) -> None:
+    there, here = results["failed on all"]
     assert here.startswith("ZeroDivisionError: ")
     assert there.startswith("OtherProcessError: rank 1 failed: ZeroDivisionError(")
 
 
-def test_a_group_of_another_size_is_refused(told: dict[str, Any]) -> None:
-    said = "this process is in a process group of 2, but the environment describes a world of 1"
-    assert told["error"].startswith(said)
+def test_a_group_of_another_size_is_refused(results: dict[str, Any]) -> None:
+    message = "this process is in a process group of 2, but the environment describes a world of 1"
+    assert results["error"].startswith(message)
 
 
-def test_a_group_that_was_formed_here_is_dissolved(told: dict[str, Any]) -> None:
-    assert told["left"]
+def test_a_group_that_was_formed_here_is_dissolved(results: dict[str, Any]) -> None:
+    assert results["left"]
 
 
 # The scale decides the gradient and follows each rank's own samples: ranks that are not made equal drift apart.

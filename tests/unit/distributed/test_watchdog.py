@@ -166,10 +166,10 @@ Pair = Callable[..., subprocess.Popen[str]]
 
 @pytest.mark.parametrize(("how", "at_least"), [("later", 0.9), ("start", 6.0)])
 def test_how_long_all_may_stand_still(pair: Pair, tmp_path: Path, how: str, at_least: float) -> None:
-    process, begun = pair(tmp_path / "no file", 60, how), time.monotonic()
+    process, started = pair(tmp_path / "no file", 60, how), time.monotonic()
     _, err = process.communicate(timeout=50)
     assert process.returncode == 1
-    assert at_least - 0.5 < time.monotonic() - begun < 30
+    assert at_least - 0.5 < time.monotonic() - started < 30
     assert "All are stuck in forward of step 1 (parallel.timeout is 1.0 s)." in err
 
 

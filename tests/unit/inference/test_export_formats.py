@@ -97,7 +97,7 @@ def grey_digits(count: int) -> Tensor:
 
 
 def normalised(images: Tensor, saved: SavedWeights) -> Tensor:
-    data = saved.described("data")
+    data = saved.description("data")
     return Normalize(tuple(data["mean"]), tuple(data["std"]), Placement(device=CPU))(images)
 
 
@@ -129,7 +129,7 @@ def test_run_to_safetensors(digits: Path, tmp_path: Path) -> None:
         assert all(torch.equal(found[key], wanted[key]) for key in wanted)
         # What was exported can be exported: it says what it belongs to.
         again = written(output, tmp_path / f"{asked}-again.safetensors", "safetensors")
-        assert again.saved.described("recipe") == read_weights(digits).described("recipe")
+        assert again.saved.description("recipe") == read_weights(digits).description("recipe")
 
 
 def test_run_to_hub_folder_to_timm_grey(digits: Path, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_run_to_hub_folder_to_timm_grey(digits: Path, tmp_path: Path) -> None:
     assert not torch.equal(load_file(tmp_path / "model/model.safetensors")["fc.weight"], network.fc.weight)
     # And back: the folder is read as the run was.
     near(answers(network_of(read_weights(hub)), normalised(images, saved)), expected)
-    assert list(network.pretrained_cfg["label_names"]) == saved.described("data")["class_names"]
+    assert list(network.pretrained_cfg["label_names"]) == saved.description("data")["class_names"]
 
 
 def test_run_to_hub_folder_to_timm_resized(photos: Path, folder: Path, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_run_to_hub_folder_to_timm_resized(photos: Path, folder: Path, tmp_path:
     ours = torch.stack([evaluation_image(decode(file, 3), 32, 0.9) for file in files])
     shown = torch.stack([transform(Image.open(file)) for file in files])
     # Pillow rounds in the middle of a resize, torch at its end: never by more than a grey level.
-    deviation = torch.tensor(saved.described("data")["std"]).view(1, 3, 1, 1)
+    deviation = torch.tensor(saved.description("data")["std"]).view(1, 3, 1, 1)
     assert ((shown - normalised(ours, saved)) * deviation * 255).abs().max() < 1.01
     near(answers(network, shown), answers(network_of(saved), shown))
 
@@ -177,10 +177,12 @@ def test_what_the_card_says(digits: Path, tmp_path: Path) -> None:
     assert metrics["top1_accuracy"] == event["top1_accuracy"]
     assert f"The model weights on {event['samples']} held-out samples" in body
     summary = json.loads((digits / "summary.json").read_text())
-    digests = (saved.described("data")["digest"], weights_sha256(saved.plain), summary["weights_sha256"])
-    assert [each for each in (*digests, hash_file(hub / "model.safetensors").sha256) if each not in body] == []
+    digests = (saved.description("data")["digest"], weights_sha256(saved.plain), summary["weights_sha256"])
+    assert [
+        each for each in (*digests, hash_file(hub / "model.safetensors", "sha256").digest) if each not in body
+    ] == []
     recipe = body.partition("```yaml\n")[2].partition("```")[0]
-    assert yaml.safe_load(recipe) == saved.described("recipe")
+    assert yaml.safe_load(recipe) == saved.description("recipe")
     # A lone file knows nothing of its run, and its card says so.
     again = tmp_path / "again"
     alone = tmp_path / "alone.safetensors"
@@ -402,7 +404,7 @@ def test_what_no_format_but_safetensors_holds() -> None:
     ):
         saved = SavedWeights(state={}, weights="model", path=Path("a"), metadata={"data": json.dumps(data)})
         with pytest.raises(PacelineError, match=said):
-            open_exportable(saved, trust_code=False, wanted="onnx")
+            open_exportable(saved, trust_code=False, target="onnx")
 
 
 def test_a_missing_extra_is_named(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,7 +416,7 @@ def test_a_missing_extra_is_named(digits: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def test_answers_that_differ_are_not_kept(digits: Path, tmp_path: Path) -> None:
-    exportable = open_exportable(read_weights(digits), trust_code=False, wanted="onnx")
+    exportable = open_exportable(read_weights(digits), trust_code=False, target="onnx")
     other = copy.deepcopy(exportable.network)
     with torch.no_grad():
         other.fc.weight[0, 0] += 0.1

@@ -65,7 +65,7 @@ def probabilities(predictor: Predictor, picture: Path) -> list[float]:
 def expected(run: Path, picture: Path) -> list[float]:
     """Computed by hand: a flat linear layer on the normalised picture."""
     saved = read_weights(run)
-    data = saved.described("data")
+    data = saved.description("data")
     pixels = torch.from_numpy(np.array(Image.open(picture))).float() / 255
     inputs = ((pixels - data["mean"][0]) / data["std"][0]).flatten()
     logits = saved.state["1.weight"] @ inputs + saved.state["1.bias"]

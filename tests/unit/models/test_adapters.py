@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.checkpoint.weights import read_weights, without_adapters
+from paceline.checkpoint.weights import merge_adapters, read_weights
 from paceline.errors import ModelError, RecipeError
 from paceline.inference.predict import load_predictor
 from paceline.models.adapters import add_adapters, classifier_name
@@ -87,7 +87,7 @@ def test_a_network_with_adapters_begins_as_it_was() -> None:
 def test_merged_weights_give_the_same_answers_under_the_plain_names() -> None:
     network = adapted().eval()
     drawn(network)
-    merged = without_adapters(network.state_dict(), 2, 6, where="w")
+    merged = merge_adapters(network.state_dict(), 2, 6, where="w")
     plain = Mixed().eval()
     assert list(merged) == list(plain.state_dict())
     plain.load_state_dict(merged)
@@ -134,7 +134,7 @@ def test_transposed_layers_are_merged_as_peft_does() -> None:
     network = nn.Sequential(pytorch_utils.Conv1D(6, 6), pytorch_utils.Conv1D(4, 6), nn.Linear(4, 3))
     adapt(network, Model(adapters=Adapters(rank=2, alpha=6.0)))
     drawn(network)
-    merged = without_adapters(network.state_dict(), 2, 6, where="w")
+    merged = merge_adapters(network.state_dict(), 2, 6, where="w")
     plain = nn.Sequential(pytorch_utils.Conv1D(6, 6), pytorch_utils.Conv1D(4, 6), nn.Linear(4, 3))
     plain.load_state_dict(merged)
     found = torch.rand(5, 6)

@@ -19,7 +19,7 @@ from paceline.models.detectors import SmallPyramid, small_fasterrcnn
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
-from paceline.trainer.fake_batch import given_batch, largest_together, with_stand_in_data
+from paceline.trainer.fake_batch import fixed_batch, largest_micro_batch, with_placeholder_data
 from paceline.trainer.fake_step import fake_step
 from paceline.world import World
 from paceline_advisor.memory.replay import peak_of
@@ -69,9 +69,9 @@ def real_flops(recipe: Recipe, samples: int) -> int:
     torch.manual_seed(0)
     network = task.build_model()
     pipeline = task.open_pipeline(Placement(device=CPU, channels_last=False))
-    ids = largest_together(task, samples, recipe.batch.global_size)
+    ids = largest_micro_batch(task, samples, recipe.batch.global_size)
     assert ids is not None
-    batch = next(iter(pipeline.train_batches(given_batch(recipe.seed, ids), 0, 1, World())))
+    batch = next(iter(pipeline.train_batches(fixed_batch(recipe.seed, ids), 0, 1, World())))
     with FlopCounterMode(display=False) as counted:
         task.loss(network, batch).backward()
     return counted.get_total_flops()
@@ -81,7 +81,7 @@ def real_flops(recipe: Recipe, samples: int) -> int:
     ("name", "regions", "masks"), [("shapes-maskrcnn", 32, 8), ("maskrcnn_resnet50_fpn_coco", 512, 128)]
 )
 def test_heads_see_what_the_settings_say(name: str, regions: int, masks: int) -> None:
-    recipe, said = with_stand_in_data(load_recipe(name).recipe)
+    recipe, said = with_placeholder_data(load_recipe(name).recipe)
     assert (said is not None) == name.endswith("coco")
     rows: dict[str, int] = {}
     with fake_step(recipe, micro_batch=2) as step:
@@ -96,7 +96,7 @@ def test_heads_see_what_the_settings_say(name: str, regions: int, masks: int) ->
 
 def test_pictures_that_stand_for_coco_are_shown_as_the_recipe_says() -> None:
     loaded = load_recipe("retinanet_resnet50_fpn_coco", {"data.detection.short_sides": [400]})
-    recipe, _ = with_stand_in_data(loaded.recipe)
+    recipe, _ = with_placeholder_data(loaded.recipe)
     with fake_step(recipe, micro_batch=2) as step:
         assert {tuple(each.shape) for each in step.batch.inputs} <= {(3, 400, 533), (3, 533, 400)}
         assert [len(each["boxes"]) for each in step.batch.targets] == [7, 7]
@@ -106,7 +106,7 @@ def test_pictures_that_stand_for_coco_are_shown_as_the_recipe_says() -> None:
 @pytest.mark.parametrize("name", ["retinanet_resnet50_fpn_v2", "fcos_resnet50_fpn"])
 def test_losses_that_write_where_boxes_overlap(name: str) -> None:
     asked = {"model.name": f"torchvision:{name}", "model.pretrained": False, "data.detection.short_sides": [128]}
-    recipe, _ = with_stand_in_data(load_recipe("retinanet_resnet50_fpn_coco", asked).recipe)
+    recipe, _ = with_placeholder_data(load_recipe("retinanet_resnet50_fpn_coco", asked).recipe)
     with fake_step(recipe, micro_batch=2) as step:
         step.backward(step.forward())
         assert all(each.grad is not None for each in step.network.parameters() if each.requires_grad)

@@ -15,7 +15,7 @@ from paceline.errors import ModelError, RecipeError
 from paceline.optim.build import Clipping, apply_settings, build_optimizer
 from paceline.optim.parameter_groups import describe_groups, parameter_groups, treatments
 from paceline.optim.schedules import Settings
-from paceline.optimizers import OF_LIBRARIES, RULES
+from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.optimizer import Optimizer
 
@@ -295,7 +295,7 @@ def test_adaptive_clipping_spares_the_classifier() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*opt_einsum:UserWarning")
-@pytest.mark.parametrize("name", OF_LIBRARIES)
+@pytest.mark.parametrize("name", LIBRARY_OPTIMIZERS)
 def test_every_optimizer_of_torch_and_timm_makes_a_step_by_its_name(name: str) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     before = model[0].weight.detach().clone()
@@ -310,9 +310,9 @@ def test_every_optimizer_of_torch_and_timm_makes_a_step_by_its_name(name: str) -
 
 def test_no_optimizer_of_the_libraries_is_left_out() -> None:
     own = {"adahessian"} | {name for name in list_optimizers() if name.startswith(("fused", "bnb"))}
-    assert set(list_optimizers()) - own == {*RULES, *OF_LIBRARIES} - {"asgd", "rprop"}
+    assert set(list_optimizers()) - own == {*RULES, *LIBRARY_OPTIMIZERS} - {"asgd", "rprop"}
     of_torch = {name.lower() for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
-    assert of_torch - {"optimizer", "lbfgs", "sparseadam"} <= {*RULES, *OF_LIBRARIES}
+    assert of_torch - {"optimizer", "lbfgs", "sparseadam"} <= {*RULES, *LIBRARY_OPTIMIZERS}
     options = {"momentum": 0.5, "nesterov": False}
     group = build_optimizer(net(), section(name="SGDW", options=options), CPU).param_groups[0]
     assert {key: group[key] for key in options} == options

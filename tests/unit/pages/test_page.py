@@ -52,9 +52,9 @@ def document(tmp_path: Path, *blocks: Block, title: str = "a page") -> str:
 
 def figures(text: str) -> dict[str, Any]:
     found = next(inside for attributes, inside in Elements(text).of("script") if attributes.get("id") == "figures")
-    taken = json.loads(found)
-    assert isinstance(taken, dict)
-    return taken
+    used = json.loads(found)
+    assert isinstance(used, dict)
+    return used
 
 
 def line(**trace: Any) -> Chart:

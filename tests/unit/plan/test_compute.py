@@ -117,9 +117,11 @@ def test_fp32_products_are_torch_s_own_unless_asked() -> None:
     assert plan("train.float32_matmul=highest").float32_matmul == "highest"
 
 
-@pytest.mark.parametrize(("asked", "why"), [("high", "cpu has no TF32"), ("medium", "processor has no bf16 products")])
-def test_products_that_this_machine_does_not_have_are_refused(asked: str, why: str) -> None:
-    assert why in refusal(f"train.float32_matmul={asked}")
+@pytest.mark.parametrize(
+    ("requested", "why"), [("high", "cpu has no TF32"), ("medium", "processor has no bf16 products")]
+)
+def test_products_that_this_machine_does_not_have_are_refused(requested: str, why: str) -> None:
+    assert why in refusal(f"train.float32_matmul={requested}")
 
 
 def test_fp8_is_refused_with_the_reason() -> None:

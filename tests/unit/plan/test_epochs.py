@@ -44,7 +44,7 @@ def test_each_step_lies_where_counting_finds_it(drawn: tuple[int, Sizes]) -> Non
     expected = counted_out(samples, sizes, 16)
     used = 0
     for step, (epoch, within, size) in enumerate(expected):
-        assert epochs.place(step) == (epoch, within)
+        assert epochs.locate(step) == (epoch, within)
         assert epochs.step_samples(step) == size
         assert epochs.samples_before(step) == used
         assert epochs.first_step(epoch) == step - within
@@ -75,10 +75,10 @@ def test_a_length_is_as_many_steps_as_it_takes(drawn: tuple[int, Sizes], quarter
     if unit == "steps":
         assert epochs.steps_in(Duration(quarter, "steps"), None) == quarter
     elif unit == "samples":
-        wanted = quarter * samples // 4
+        expected = quarter * samples // 4
         used = itertools.accumulate((size for _, _, size in steps), initial=0)
-        assert epochs.steps_in(Duration(wanted, "samples"), None) == next(
-            count for count, done in enumerate(used) if done >= wanted
+        assert epochs.steps_in(Duration(expected, "samples"), None) == next(
+            count for count, done in enumerate(used) if done >= expected
         )
     else:
         whole, part = divmod(Fraction(quarter, 4), 1)
@@ -100,10 +100,10 @@ def test_a_length_at_the_end_is_the_last_steps_that_have_it(
     if unit == "steps":
         assert epochs.steps_at_end(Duration(at, "steps"), total) == at
     elif unit == "samples":
-        wanted = at * 12 * samples // of
+        expected = at * 12 * samples // of
         used = list(itertools.accumulate((size for _, _, size in reversed(last)), initial=0))
-        found = epochs.steps_at_end(Duration(wanted, "samples"), total)
-        enough = [count for count, done in enumerate(used) if done >= wanted]
+        found = epochs.steps_at_end(Duration(expected, "samples"), total)
+        enough = [count for count, done in enumerate(used) if done >= expected]
         if len(sizes) > 1:  # of one size, whole steps are counted, as a length from the start is
             assert found == enough[0] if enough else found > total
     else:
@@ -115,18 +115,18 @@ def test_a_length_at_the_end_is_the_last_steps_that_have_it(
 def test_every_so_many_epochs_is_at_their_ends(drawn: tuple[int, Sizes], every: int) -> None:
     samples, sizes = drawn
     epochs, steps = Epochs.cut(samples, sizes), counted_out(samples, sizes, 16)
-    found = epochs.moments(Duration(every, "epochs"), len(steps))
+    found = epochs.due_steps(Duration(every, "epochs"), len(steps))
     if len(sizes) == 1:
         assert found == ()
         return
     ends = [count for count, (epoch, _, _) in enumerate(steps[1:], 1) if epoch > steps[count - 1][0]] + [len(steps)]
     assert found == tuple(ends[every - 1 :: every])
-    assert epochs.moments(Duration(every, "steps"), len(steps)) == ()
+    assert epochs.due_steps(Duration(every, "steps"), len(steps)) == ()
 
 
 def test_parts_of_epochs_follow_their_size() -> None:
     """Twice an epoch: every two steps of four, then every step of two."""
     epochs = Epochs.cut(16, [(0, 4, 1), (2, 8, 2)])
-    assert epochs.moments(Duration(0.5, "epochs"), 12) == (2, 4, 6, 8, 9, 10, 11, 12)
+    assert epochs.due_steps(Duration(0.5, "epochs"), 12) == (2, 4, 6, 8, 9, 10, 11, 12)
     # 24, 48 and 72 of them: one and a half, three, and four and a half epochs.
-    assert epochs.moments(Duration(24, "samples"), 14) == (6, 10, 13)
+    assert epochs.due_steps(Duration(24, "samples"), 14) == (6, 10, 13)

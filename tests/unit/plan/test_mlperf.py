@@ -42,7 +42,7 @@ def test_who_and_where_must_be_stated(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"optimizer.name": "adamw"}, "optimizer.name=sgd or lars, found adamw"),
         ({"schedule.name": "cosine"}, "schedule.name=polynomial, found cosine"),
@@ -58,10 +58,10 @@ def test_who_and_where_must_be_stated(key: str) -> None:
         ({"task": "distillation", "distillation.teacher": "x"}, "found task=distillation"),
     ],
 )
-def test_what_it_does_not_is_refused_and_the_open_division_takes_it(changes: dict[str, Any], told: str) -> None:
+def test_what_it_does_not_is_refused_and_the_open_division_takes_it(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=r"division=closed: MLPerf Training 4\.0 requires for resnet") as refused:
         check(changes)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     check({**changes, "telemetry.submission.division": "open"})
 
 

@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import RecipeError
-from paceline.plan import DataFacts, MachineFacts, Plan, make
+from paceline.plan import DataFacts, MachineFacts, Plan, TaskFacts, make
 from paceline.plan.batching import default_processes
 from paceline.recipe.load import differences, stored_recipe, to_tree
 from paceline.recipe.schema import Recipe
@@ -32,9 +32,10 @@ def recipe(*overrides: str) -> Recipe:
 
 def plan(*overrides: str, world_size: int = 1, machine: MachineFacts = CPU, **facts: Any) -> Plan:
     sizes = {"train_samples": facts.pop("samples", 1000), "evaluation_samples": facts.pop("held_out", 200)}
+    task = facts.pop("task", TaskFacts())
     data = DataFacts(**sizes, **facts)
     world = World(world_size=world_size, local_world_size=min(world_size, 8))
-    return make(recipe(*overrides), world=world, data=data, machine=machine)
+    return make(recipe(*overrides), world=world, data=data, machine=machine, task=task)
 
 
 def refusal(*overrides: str, **world: Any) -> str:
@@ -46,10 +47,25 @@ def refusal(*overrides: str, **world: Any) -> str:
 def test_a_batch_larger_than_the_data_is_never_cut_silently() -> None:
     made = plan("batch.global_size=64", "batch.growth={1: 8, 2: 128}", samples=12)
     assert made.step_sizes == [12, 8, 12]
-    said = made.reasons["batch.global_size"]
-    assert "batch.global_size=64, batch.growth.2=128" in said
-    assert "12" in said
+    reason = made.reasons["batch.global_size"]
+    assert "batch.global_size=64, batch.growth.2=128" in reason
+    assert "12" in reason
     assert plan("batch.global_size=12", samples=12).reasons.keys().isdisjoint({"batch.global_size"})
+
+
+@pytest.mark.parametrize(
+    ("key", "task"),
+    [
+        ("batch.balance", TaskFacts(lengths_sha256="00")),
+        ("data.sampling", TaskFacts(sampling=(1.0, 2.0))),
+        ("data.mixture", TaskFacts(mixture=(5, 5))),
+    ],
+)
+def test_what_sorts_a_whole_epoch_is_refused_beyond_what_fits(key: str, task: TaskFacts) -> None:
+    assert plan(*SIXTY_FOUR, samples=2**27, task=task).train_samples == 2**27
+    assert plan(*SIXTY_FOUR, samples=10**10).steps_per_epoch == 10**10 // 64
+    said = refusal(*SIXTY_FOUR, samples=2**27 + 1, task=task)
+    assert said.startswith(f"{key} sorts all 134,217,729 samples of an epoch, and at most 134,217,728 can be sorted; ")
 
 
 def test_one_process() -> None:
@@ -159,10 +175,10 @@ IMPOSSIBLE = [
 ]
 
 
-@pytest.mark.parametrize(("overrides", "world_size", "said"), IMPOSSIBLE)
-def test_impossible_combinations(overrides: list[str], world_size: int, said: str) -> None:
+@pytest.mark.parametrize(("overrides", "world_size", "reason"), IMPOSSIBLE)
+def test_impossible_combinations(overrides: list[str], world_size: int, reason: str) -> None:
     message = refusal(*overrides, world_size=world_size)
-    assert said in message
+    assert reason in message
     assert "\n" not in message
 
 
@@ -195,12 +211,12 @@ def test_threads_that_are_just_the_share_of_the_cores_are_called_that() -> None:
 
 
 def test_single_samples_at_the_end_of_an_epoch_are_told() -> None:
-    told = "batch.tail"
-    assert told not in plan("batch.global_size=64", samples=66).reasons
-    assert told in plan("batch.global_size=64", samples=65).reasons
-    assert told in plan("batch.global_size=64", "batch.micro_size=16", samples=64 + 7).reasons
-    assert told not in plan("batch.global_size=64", "batch.micro_size=16", samples=64 + 8).reasons
-    assert told not in plan("batch.global_size=64", "train.duration=1 steps", samples=65).reasons
+    reason = "batch.tail"
+    assert reason not in plan("batch.global_size=64", samples=66).reasons
+    assert reason in plan("batch.global_size=64", samples=65).reasons
+    assert reason in plan("batch.global_size=64", "batch.micro_size=16", samples=64 + 7).reasons
+    assert reason not in plan("batch.global_size=64", "batch.micro_size=16", samples=64 + 8).reasons
+    assert reason not in plan("batch.global_size=64", "train.duration=1 steps", samples=65).reasons
 
 
 # ---------------------------------------------------------------------------------------------- unused keys
@@ -342,12 +358,12 @@ def test_the_rate_follows_the_rule_that_was_chosen_and_no_other(rule: str, peaks
     made = plan(*GROWING, *scaling, "optimizer.lr=0.1")
     assert made.peak_lr == pytest.approx(0.1)
     assert made.grown_peak_lrs == pytest.approx(peaks, rel=1e-3)
-    told = made.reasons["batch.growth"]
+    reason = made.reasons["batch.growth"]
     if rule == "none":
-        assert "128 samples a step from epoch 3 (step 33), peak rate stays 0.1;" in told
+        assert "128 samples a step from epoch 3 (step 33), peak rate stays 0.1;" in reason
     else:
-        assert f"128 samples a step from epoch 3 (step 33), peak rate 0.1 becomes {made.grown_peak_lrs[0]:g};" in told
-    assert told.endswith(f"(lr_scaling={rule})")
+        assert f"128 samples a step from epoch 3 (step 33), peak rate 0.1 becomes {made.grown_peak_lrs[0]:g};" in reason
+    assert reason.endswith(f"(lr_scaling={rule})")
 
 
 @settings(max_examples=100)
@@ -398,11 +414,11 @@ def test_micro_batches_are_as_large_as_all_sizes_allow() -> None:
 
 def test_a_growth_is_stored_and_read_again() -> None:
     """JSON knows only text as a key."""
-    asked = recipe("batch.growth={30: 128, 4: 96}", "batch.global_size=64")
-    again = stored_recipe(json.loads(json.dumps(to_tree(asked))), "stored")
-    assert again == asked
+    requested = recipe("batch.growth={30: 128, 4: 96}", "batch.global_size=64")
+    again = stored_recipe(json.loads(json.dumps(to_tree(requested))), "stored")
+    assert again == requested
     assert again.batch.sizes() == {0: 64, 4: 96, 30: 128}
-    assert list(differences(recipe("batch.growth={4: 96}", "batch.global_size=64"), asked)) == ["batch.growth.30"]
+    assert list(differences(recipe("batch.growth={4: 96}", "batch.global_size=64"), requested)) == ["batch.growth.30"]
 
 
 def test_the_reference_may_be_another_batch() -> None:

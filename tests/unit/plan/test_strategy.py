@@ -21,13 +21,13 @@ def recipe(*overrides: str) -> Recipe:
     return load_recipe("digits", overrides).recipe
 
 
-def plan(asked: Recipe, numbers: ParameterNumbers | None = None, *, world_size: int = 8, **more: Any) -> Plan:
+def plan(requested: Recipe, numbers: ParameterNumbers | None = None, *, world_size: int = 8, **more: Any) -> Plan:
     memory = more.get("memory_bytes", 80 * GIB)
     machine = MachineFacts(device="cuda", device_name="", fast_bf16=True, cores=8, memory_bytes=memory)
     facts = DataFacts(train_samples=1438, evaluation_samples=359)
     world = World(world_size=world_size, local_world_size=min(8, world_size))
     network = None if numbers is None else NetworkFacts(parameters=numbers)
-    return make(asked, world=world, data=facts, machine=machine, network=network)
+    return make(requested, world=world, data=facts, machine=machine, network=network)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_a_replica_that_fits_is_kept_whole() -> None:
 
 def test_a_replica_that_leaves_no_room_is_spread() -> None:
     large = ParameterNumbers(every=7 * 10**9, trained=7 * 10**9)
-    asked = recipe("train.ema=off", "optimizer.name=adamw")
-    made = plan(asked, large)
+    requested = recipe("train.ema=off", "optimizer.name=adamw")
+    made = plan(requested, large)
     assert made.strategy == "fsdp"
     assert "take 104 GiB, more than 70% of the 80 GiB" in made.reasons["parallel.strategy"]
     assert "sharded over the processes it is 13 GiB each" in made.reasons["parallel.strategy"]
@@ -71,19 +71,19 @@ def test_a_replica_that_leaves_no_room_is_spread() -> None:
 
 @pytest.mark.parametrize("change", [{"world_size": 1}, {"memory_bytes": None}])
 def test_where_there_is_nothing_to_weigh(change: dict[str, Any]) -> None:
-    asked = recipe("train.ema=off")
-    made = plan(asked, ParameterNumbers(10**11, 10**11), **change)
+    requested = recipe("train.ema=off")
+    made = plan(requested, ParameterNumbers(10**11, 10**11), **change)
     assert made.strategy == ("single" if change.get("world_size") == 1 else "ddp")
 
 
 def test_what_was_asked_for_stays() -> None:
     for strategy in ("ddp", "fsdp"):
-        asked = recipe(f"parallel.strategy={strategy}")
-        assert plan(asked, ParameterNumbers(10**11, 10**11)).strategy == strategy
+        requested = recipe(f"parallel.strategy={strategy}")
+        assert plan(requested, ParameterNumbers(10**11, 10**11)).strategy == strategy
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (["parallel.shard_size=3"], "parallel.shard_size=3 does not divide 8 processes into groups of two or more"),
         (["parallel.shard_size=1"], "parallel.shard_size=1 does not divide 8 processes"),
@@ -99,13 +99,13 @@ def test_what_was_asked_for_stays() -> None:
         (["parallel.gather_dtype=bf16", "train.precision=fp32"], "parallel.gather_dtype=bf16 computes in bf16"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(overrides: list[str], said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
+def test_what_does_not_go_with_it_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         plan(recipe("parallel.strategy=fsdp", *overrides))
     large = ParameterNumbers(10**11, 10**11)
-    asked = recipe(*overrides)
-    with pytest.raises(RecipeError, match=said):
-        plan(asked, large)
+    requested = recipe(*overrides)
+    with pytest.raises(RecipeError, match=message):
+        plan(requested, large)
 
 
 @pytest.mark.parametrize("key", ["parallel.gradient_compression=powersgd", "parallel.powersgd.rank=4"])
@@ -125,8 +125,8 @@ def test_one_process_has_nobody_to_share_with() -> None:
 
 
 def test_keys_of_what_is_not_done() -> None:
-    asked = recipe("parallel.shard_size=2")
-    made = plan(asked, BILLION)
+    requested = recipe("parallel.shard_size=2")
+    made = plan(requested, BILLION)
     assert made.unused["parallel.shard_size"] == "parallel.strategy=auto chose ddp, which shards nothing"
     assert "parallel.bucket_cap_mb" not in made.unused
     spread = recipe("parallel.strategy=fsdp", "parallel.bucket_cap_mb=50")

@@ -39,7 +39,7 @@ def refusal(*overrides: str, source: str | Path | None = None) -> str:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("optimzer.lr=1", "unknown key 'optimzer'. Did you mean 'optimizer'? Keys of a recipe: task, seed, model"),
         ("optimizer.lrr=1", "unknown key 'optimizer.lrr'. Did you mean 'optimizer.lr'? Keys of 'optimizer': name,"),
@@ -47,15 +47,15 @@ def refusal(*overrides: str, source: str | Path | None = None) -> str:
         ("nothing.like.it=1", "unknown key 'nothing'. Keys of a recipe:"),
     ],
 )
-def test_an_unknown_key_is_refused_at_every_depth(override: str, said: str, tmp_path: Path) -> None:
+def test_an_unknown_key_is_refused_at_every_depth(override: str, message: str, tmp_path: Path) -> None:
     dotted, _, value = override.partition("=")
-    assert refusal(override).startswith(f"override '{dotted}': {said}")
+    assert refusal(override).startswith(f"override '{dotted}': {message}")
 
     tree: Any = yaml.safe_load(value)
     for key in reversed(dotted.split(".")):
         tree = {key: tree}
     path = write(tmp_path, "mine.yaml", yaml.safe_dump(tree))
-    assert refusal(source=path).startswith(f"{path}: {said}")
+    assert refusal(source=path).startswith(f"{path}: {message}")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_an_empty_section_or_file_has_its_defaults(text: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         *((text, "is a section, found") for text in ("optimizer: 3", "optimizer: [lr]", "data: {augment: flip}")),
         *((text, "a recipe is a mapping of sections, found a") for text in ("- a\n- b", "just words", "3")),
@@ -116,8 +116,8 @@ def test_an_empty_section_or_file_has_its_defaults(text: str, tmp_path: Path) ->
         ("model: {options: {width: 4, width: 8}}", "line 1, .*key '"),
     ],
 )
-def test_a_file_holds_sections_of_keys_that_stand_once(text: str, said: str, tmp_path: Path) -> None:
-    assert re.search(said, refusal(source=write(tmp_path, "mine.yaml", text)))
+def test_a_file_holds_sections_of_keys_that_stand_once(text: str, message: str, tmp_path: Path) -> None:
+    assert re.search(message, refusal(source=write(tmp_path, "mine.yaml", text)))
 
 
 # -------------------------------------------------------------------------------------------- values
@@ -347,23 +347,23 @@ def test_base_may_be_a_shipped_recipe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("base", "text", "said"),
+    ("base", "text", "message"),
     [
         ("base.yaml", "base: digits\n", "one level is the limit"),
         ("base.yaml", "optimizr: {}\n", "/base.yaml: unknown key 'optimizr'"),
         ("digit", "", "no recipe 'digit'"),
     ],
 )
-def test_a_base_that_cannot_be(base: str, text: str, said: str, tmp_path: Path) -> None:
+def test_a_base_that_cannot_be(base: str, text: str, message: str, tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", text)
-    assert said in refusal(source=write(tmp_path, "mine.yaml", f"base: {base}\n"))
+    assert message in refusal(source=write(tmp_path, "mine.yaml", f"base: {base}\n"))
 
 
 # --------------------------------------------------------------------------------------------- finding
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("./my.yaml", "there is no file './my.yaml'. Correct the path, "),
         ("./mien.yaml", "there is no file './mien.yaml'. Did you mean './mine.yaml'? Correct the path, "),
@@ -379,12 +379,12 @@ def test_a_base_that_cannot_be(base: str, text: str, said: str, tmp_path: Path) 
         ("nothing", "no recipe 'nothing': it is neither a shipped recipe nor an existing file or run directory"),
     ],
 )
-def test_a_path_that_leads_to_no_recipe(tmp_path: Path, monkeypatch: Any, source: str, said: str) -> None:
+def test_a_path_that_leads_to_no_recipe(tmp_path: Path, monkeypatch: Any, source: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "mine.yaml", "seed: 1\n")
     (tmp_path / "runs" / "first").mkdir(parents=True)
     write(tmp_path / "runs" / "first", "recipe.yaml", "seed: 1\n")
-    assert refusal(source=source).startswith(said)
+    assert refusal(source=source).startswith(message)
     assert "`paceline recipes` lists " in refusal(source=source)
     assert "efficientnet" not in refusal(source=source)
 
@@ -466,16 +466,16 @@ def test_differences_are_dotted() -> None:
 
 
 def test_what_an_optimizer_takes_for_auto_is_as_if_it_had_been_said() -> None:
-    said = plain(["optimizer.name=adamw", "optimizer.betas=[0.9, 0.999]", "optimizer.eps=1e-8"])
-    assert differences(said, plain(["optimizer.name=adamw"])) == {}
-    assert "optimizer.betas" in differences(said, plain(["optimizer.name=adamw", "optimizer.betas=[0.9, 0.99]"]))
+    message = plain(["optimizer.name=adamw", "optimizer.betas=[0.9, 0.999]", "optimizer.eps=1e-8"])
+    assert differences(message, plain(["optimizer.name=adamw"])) == {}
+    assert "optimizer.betas" in differences(message, plain(["optimizer.name=adamw", "optimizer.betas=[0.9, 0.99]"]))
 
 
 def test_a_recipe_that_may_not_say_betas_is_compared_too() -> None:
-    asked = ["optimizer.name=muon", "optimizer.rest=sgd"]
-    assert differences(plain(asked), plain(asked)) == {}
-    changed = plain([*asked, "optimizer.rest_lr_factor=2"])
-    assert list(differences(plain(asked), changed)) == ["optimizer.rest_lr_factor"]
+    requested = ["optimizer.name=muon", "optimizer.rest=sgd"]
+    assert differences(plain(requested), plain(requested)) == {}
+    changed = plain([*requested, "optimizer.rest_lr_factor=2"])
+    assert list(differences(plain(requested), changed)) == ["optimizer.rest_lr_factor"]
 
 
 def test_the_order_of_patterns_is_a_difference() -> None:

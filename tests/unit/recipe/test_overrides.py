@@ -41,13 +41,13 @@ def test_a_later_override_replaces_an_earlier_one(tmp_path: Path, overrides: lis
 
 def test_options_given_whole_and_then_one_by_one() -> None:
     below = {"model": {"options": {"stages": 2}}}
-    said = ["model.options={a: 1, b: {c: 1}}", "model.options.b.d=2", "model.options.stages=null"]
-    assert stored_recipe(below, "plain", said).model.options == {"a": 1, "b": {"c": 1, "d": 2}}
-    assert stored_recipe(below, "plain", [*said, "model.options={a: 4}"]).model.options == {"stages": 2, "a": 4}
+    message = ["model.options={a: 1, b: {c: 1}}", "model.options.b.d=2", "model.options.stages=null"]
+    assert stored_recipe(below, "plain", message).model.options == {"a": 1, "b": {"c": 1, "d": 2}}
+    assert stored_recipe(below, "plain", [*message, "model.options={a: 4}"]).model.options == {"stages": 2, "a": 4}
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("message", "meant"),
     [
         ("optimizer.name=AdamW", "adamw"),
         ("optimizer.name=NAdamW", "nadamw"),
@@ -58,12 +58,12 @@ def test_options_given_whole_and_then_one_by_one() -> None:
         ("model.name=ResNet50", "ResNet50"),  # of timm's names, some differ in nothing else
     ],
 )
-def test_choices_may_be_written_in_any_case(tmp_path: Path, said: str, meant: str) -> None:
-    key, _, value = said.partition("=")
+def test_choices_may_be_written_in_any_case(tmp_path: Path, message: str, meant: str) -> None:
+    key, _, value = message.partition("=")
     section, name = key.split(".")
     rest = ", warmup: 3%" * (value == "One_Cycle")
     (tmp_path / "mine.yaml").write_text(f"{section}: {{{name}: '{value}'{rest}}}\n")
-    for recipe in (stored_recipe({}, "plain", [said]), load_recipe(tmp_path / "mine.yaml").recipe):
+    for recipe in (stored_recipe({}, "plain", [message]), load_recipe(tmp_path / "mine.yaml").recipe):
         assert getattr(getattr(recipe, section), name) == meant
 
 

@@ -27,9 +27,9 @@ def test_a_renamed_key_keeps_its_old_name(old: str, new: str, also: list[str], t
     assert by_old.recipe == by_new.recipe
     assert differences(by_old.recipe, by_new.recipe) == {}
     assert by_old.origins == by_new.origins
-    told = [line for line in by_old.notices if line not in by_new.notices]
-    assert len(told) == 1
-    assert "is now called" in told[0]
+    notices = [line for line in by_old.notices if line not in by_new.notices]
+    assert len(notices) == 1
+    assert "is now called" in notices[0]
     text = to_yaml(by_new.recipe)
     for was, now in RENAMED.items():
         text = re.sub(rf"^( +){now.rpartition('.')[2]}:", rf"\1{was.rpartition('.')[2]}:", text, flags=re.MULTILINE)

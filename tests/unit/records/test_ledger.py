@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,12 +14,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from paceline.errors import RunDirectoryError
-from paceline.records.ledger import LedgerWriter, count_epochs, ledger_files, ledger_path, read_ledger, truncate_ledgers
+from paceline.records.ledger import (
+    LedgerEntry,
+    LedgerWriter,
+    PositionEntry,
+    count_epochs,
+    digest_of,
+    ledger_files,
+    ledger_path,
+    read_ledger,
+    truncate_ledgers,
+)
 from paceline.records.reader import LedgerFacts
 
 Record = tuple[int, int, list[int], list[int]]
+Ids = NDArray[np.int64]
 
 ids = st.lists(st.integers(0, 2**40), max_size=6)
 
@@ -32,19 +45,30 @@ def write(path: Path, records: list[Record]) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    return [(one.step, one.epoch, one.ids.tolist(), one.broken.tolist()) for one in read_ledger(path)]
+    entries = [*read_ledger(path)]
+    return [
+        (one.step, one.epoch, one.ids.tolist(), one.broken.tolist()) for one in entries if isinstance(one, LedgerEntry)
+    ]
 
 
-def write_run(directory: Path, *, epochs: int, samples: int, world_size: int, batch: int = 10) -> None:
+def order(epoch: int, begin: int, end: int, samples: int = 95) -> Ids:
+    """The samples at positions of an epoch's order."""
+    return np.random.default_rng(epoch).permutation(samples)[begin:end]
+
+
+def write_run(
+    directory: Path, *, epochs: int, samples: int, world_size: int, batch: int = 10, positions: bool = False
+) -> None:
     """Write the ledger of a run in which every sample is used once per epoch."""
     writers = [LedgerWriter(ledger_path(directory, rank)) for rank in range(world_size)]
     step = 0
     for epoch in range(epochs):
-        order = np.random.default_rng(epoch).permutation(samples)
         for start in range(0, samples, batch):
             step += 1
-            for rank, part in enumerate(np.array_split(order[start : start + batch], world_size)):
-                writers[rank].append(step=step, epoch=epoch, ids=part)
+            first = start
+            for rank, part in enumerate(np.array_split(order(epoch, start, start + batch, samples), world_size)):
+                writers[rank].append(step=step, epoch=epoch, ids=part, first=first if positions else None)
+                first += len(part)
     for writer in writers:
         writer.close()
 
@@ -89,8 +113,9 @@ def test_every_flipped_bit_before_the_last_record_is_found(tmp_path: Path) -> No
             truncate_ledgers(tmp_path, 1)
 
 
-def test_truncation_cuts_every_rank_at_the_step(tmp_path: Path) -> None:
-    write_run(tmp_path, epochs=3, samples=95, world_size=3)
+@pytest.mark.parametrize("positions", [False, True])
+def test_truncation_cuts_every_rank_at_the_step(tmp_path: Path, positions: bool) -> None:
+    write_run(tmp_path, epochs=3, samples=95, world_size=3, positions=positions)
     whole = [path.read_bytes() for path in ledger_files(tmp_path)]
     with ledger_path(tmp_path, 1).open("ab") as file:
         file.write(b"PLEDtorn")
@@ -98,7 +123,7 @@ def test_truncation_cuts_every_rank_at_the_step(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in ledger_files(tmp_path)] == whole
     assert truncate_ledgers(tmp_path, 14) == 95 + 4 * 10
     for path in ledger_files(tmp_path):
-        assert {step for step, *_ in read(path)} == set(range(1, 15))
+        assert {entry.step for entry in read_ledger(path)} == set(range(1, 15))
     assert truncate_ledgers(tmp_path, 0) == 0
     assert [path.stat().st_size for path in ledger_files(tmp_path)] == [0, 0, 0]
     assert truncate_ledgers(tmp_path / "absent", 0) == 0
@@ -140,28 +165,32 @@ def test_appending_costs_little(tmp_path: Path) -> None:
     assert float(np.median(spans)) < 100e-6
 
 
+@pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_a_clean_run_is_counted_complete(tmp_path: Path, world_size: int) -> None:
-    write_run(tmp_path, epochs=3, samples=95, world_size=world_size)
+def test_a_clean_run_is_counted_complete(tmp_path: Path, world_size: int, positions: bool) -> None:
+    write_run(tmp_path, epochs=3, samples=95, world_size=world_size, positions=positions)
     summary = count_epochs(tmp_path, 95)
     assert summary.facts == LedgerFacts(epochs_complete=3, duplicates=0, missing=0, broken=0)
     assert [one.used for one in summary.epochs] == [95, 95, 95]
     assert summary.to_json()["epochs"][2]["is_complete"]
 
 
-def test_a_change_of_world_size_is_counted_over_all_ranks(tmp_path: Path) -> None:
-    write_run(tmp_path, epochs=2, samples=95, world_size=4)
+@pytest.mark.parametrize("positions", [(False, False), (True, True), (False, True), (True, False)])
+def test_a_change_of_world_size_is_counted_over_all_ranks(tmp_path: Path, positions: tuple[bool, bool]) -> None:
+    """Also where a version that recorded ids is resumed by one that records positions, or the reverse."""
+    write_run(tmp_path, epochs=2, samples=95, world_size=4, positions=positions[0])
     truncate_ledgers(tmp_path, 13)
     writer = LedgerWriter(ledger_path(tmp_path, 0))  # goes on alone, from step 14
-    order = np.random.default_rng(1).permutation(95)
     for step in range(14, 21):
-        writer.append(step=step, epoch=1, ids=order[(step - 11) * 10 : (step - 10) * 10])
+        first = (step - 11) * 10
+        writer.append(step=step, epoch=1, ids=order(1, first, first + 10), first=first if positions[1] else None)
     writer.close()
-    assert count_epochs(tmp_path, 95).facts == LedgerFacts(epochs_complete=2, duplicates=0, missing=0)
+    assert count_epochs(tmp_path, 95, order=order).facts == LedgerFacts(epochs_complete=2, duplicates=0, missing=0)
 
 
-def test_an_epoch_that_goes_on_misses_nothing_yet(tmp_path: Path) -> None:
-    write_run(tmp_path, epochs=2, samples=95, world_size=2)
+@pytest.mark.parametrize("positions", [False, True])
+def test_an_epoch_that_goes_on_misses_nothing_yet(tmp_path: Path, positions: bool) -> None:
+    write_run(tmp_path, epochs=2, samples=95, world_size=2, positions=positions)
     truncate_ledgers(tmp_path, 14)
     summary = count_epochs(tmp_path, 95)
     assert summary.facts == LedgerFacts(epochs_complete=1, duplicates=0, missing=0)
@@ -180,13 +209,109 @@ def test_duplicates_missing_and_broken_samples_are_told_apart(tmp_path: Path) ->
     assert [(one.used, one.broken) for one in summary.epochs] == [(5, 0), (4, 1)]
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    records=st.lists(
+        st.tuples(st.integers(0, 11), st.integers(1, 12), st.sampled_from(["position", "ids", "broken"])), max_size=12
+    ),
+    others=st.lists(st.integers(0, 11), max_size=4),
+    draws=st.booleans(),
+)
+def test_any_mix_of_positions_and_ids_is_counted_as_ids_are(
+    tmp_path_factory: pytest.TempPathFactory, records: list[tuple[int, int, str]], others: list[int], draws: bool
+) -> None:
+    whole = np.array([3, 3, 0, 11, 5, 3, 5, 7, 7, 7, 1, 2] if draws else [4, 2, 9, 0, 11, 5, 3, 7, 1, 8, 10, 6])
+    directory = tmp_path_factory.mktemp("ledger")
+    writers = [LedgerWriter(ledger_path(directory, rank)) for rank in range(2)]
+    used, broken = [*others], 0
+    writers[0].append(step=1, epoch=0, ids=others)
+    for number, (first, size, kind) in enumerate(records, 1):
+        ids = whole[first : first + size]
+        used += ids.tolist()
+        broken += len(ids) if kind == "broken" else 0
+        given = {"ids": [], "broken": ids} if kind == "broken" else {"ids": ids}
+        writers[number % 2].append(step=number, epoch=0, first=first if kind == "position" else None, **given)
+    for writer in writers:
+        writer.close()
+    summary = count_epochs(directory, 12, epochs_over=1, order=lambda _, begin, end: whole[begin:end], is_drawn=draws)
+    (found,) = summary.epochs
+    expected, counts = np.bincount(whole, minlength=12), np.bincount(np.array(used, dtype=int), minlength=12)
+    surplus, lack = np.maximum(counts - expected, 0).sum(), np.maximum(expected - counts, 0).sum()
+    assert (found.used, found.broken) == (len(used) - broken, broken)
+    if not draws or any(kind != "position" for *_, kind in records) or others:
+        assert (found.duplicates, found.missing) == (surplus, lack)
+    else:  # of draws by position alone, each draw counts
+        assert found.duplicates - found.missing == surplus - lack
+        assert found.missing >= lack
+
+
+def test_micro_batches_of_a_step_are_one_record(tmp_path: Path) -> None:
+    path = ledger_path(tmp_path, 0)
+    with contextlib.closing(LedgerWriter(path)) as writer:
+        for step, first in ((1, 0), (1, 8), (1, 16), (2, 24), (2, 40)):  # of the second step, one is missing
+            writer.append(step=step, epoch=0, ids=order(0, first, first + 8), first=first)
+        writer.append(step=2, epoch=0, ids=[1, 2], broken=[3], first=48)
+        writer.append(step=2, epoch=0, ids=[], first=51)
+        writer.append(step=3, epoch=0, ids=order(0, 51, 60), first=51)
+        writer.flush()
+        assert truncate_ledgers(tmp_path, 9) == 24 + 16 + 3 + 9
+        writer.append(step=3, epoch=0, ids=order(0, 60, 61), first=60)
+    *head, broken, tail, last = read_ledger(path)
+    assert head == [
+        PositionEntry(1, 0, 0, 24, digest_of(order(0, 0, 24))),
+        PositionEntry(2, 0, 24, 8, digest_of(order(0, 24, 32))),
+        PositionEntry(2, 0, 40, 8, digest_of(order(0, 40, 48))),
+    ]
+    assert isinstance(broken, LedgerEntry)
+    assert (broken.ids.tolist(), broken.broken.tolist()) == ([1, 2], [3])
+    assert (tail.samples, last.samples) == (9, 1)
+
+
+def test_the_digest_is_of_the_ids_that_were_used(tmp_path: Path) -> None:
+    path = ledger_path(tmp_path, 0)
+    with contextlib.closing(LedgerWriter(path)) as writer:
+        writer.append(step=1, epoch=0, ids=[4, 6], first=0)
+    (entry,) = read_ledger(path)
+    assert isinstance(entry, PositionEntry)
+    assert entry.digest == digest_of(np.array([4, 6])) != digest_of(np.array([6, 4]))
+
+
+def test_the_format_is_fixed_for_good(tmp_path: Path) -> None:
+    """Later versions must read these bytes."""
+    path = ledger_path(tmp_path, 0)
+    with contextlib.closing(LedgerWriter(path)) as writer:
+        writer.append(step=7, epoch=2, ids=[4, 6], broken=[5])
+        writer.append(step=8, epoch=2, ids=[2**33, 1, 0], first=2**34)
+    assert path.read_bytes().hex() == (
+        "504c4544040000000200000007000000000000000200000001000000040000000600000005000000d1981f8c504c4544"
+        "0000000002000000080000000000000003000000000000000000000004000000e7dec52c8b767234451d341b"
+    )
+
+
+def test_bytes_grow_with_steps_and_not_with_samples(tmp_path: Path) -> None:
+    sizes = []
+    for batch in (64, 4096):
+        path = ledger_path(tmp_path / str(batch), 0)
+        path.parent.mkdir()
+        with contextlib.closing(LedgerWriter(path)) as writer:
+            for step in range(10):
+                for first in range(0, batch, 32):
+                    writer.append(step=step, epoch=0, ids=np.arange(32), first=step * batch + first)
+        sizes.append(path.stat().st_size)
+    assert sizes == [480, 480]
+
+
 def test_a_ledger_of_other_data_or_of_two_runs_is_refused(tmp_path: Path) -> None:
     write(ledger_path(tmp_path, 0), [(1, 1, [0, 5], [])])
     with pytest.raises(RunDirectoryError, match=r"holds sample 5, but the training set has 5 samples"):
         count_epochs(tmp_path, 5)
+    with contextlib.closing(LedgerWriter(ledger_path(tmp_path, 1))) as writer:
+        writer.append(step=1, epoch=1, ids=[3, 4], first=6)
+    with pytest.raises(RunDirectoryError, match=r"holds sample 7, but the training set has 7 samples"):
+        count_epochs(tmp_path, 7, order=order)
     write(ledger_path(tmp_path, 0), [(1, 0, [0], [])])
     with pytest.raises(RunDirectoryError, match=r"returns to epoch 0 at step 1, after epoch 1"):
-        count_epochs(tmp_path, 6)
+        count_epochs(tmp_path, 8, order=order)
 
 
 def test_negative_ids_are_refused(tmp_path: Path) -> None:

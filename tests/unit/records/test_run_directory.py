@@ -34,16 +34,16 @@ def test_where_no_run_is_found_the_reason_is_told(tmp_path: Path) -> None:
     run.recipe.write_text("task: x\n", encoding="utf-8")
     assert existing_run(run.root) == run
     (tmp_path / "empty").mkdir()
-    asked = "; give the directory of a started run, its --run-dir."
-    for path, said in (
-        (tmp_path / "absent", f"there is no run directory '{tmp_path / 'absent'}'{asked}"),
-        (tmp_path / "empty", f"'{tmp_path / 'empty'}' holds no run (no recipe.yaml){asked}"),
-        (run.recipe, f"'{run.recipe}' holds no run (it is a file){asked} Did you mean {run.root}?"),
-        (run.plan, f"there is no run directory '{run.plan}'{asked} Did you mean {run.root}?"),
+    requested = "; give the directory of a started run, its --run-dir."
+    for path, message in (
+        (tmp_path / "absent", f"there is no run directory '{tmp_path / 'absent'}'{requested}"),
+        (tmp_path / "empty", f"'{tmp_path / 'empty'}' holds no run (no recipe.yaml){requested}"),
+        (run.recipe, f"'{run.recipe}' holds no run (it is a file){requested} Did you mean {run.root}?"),
+        (run.plan, f"there is no run directory '{run.plan}'{requested} Did you mean {run.root}?"),
     ):
         with pytest.raises(RunDirectoryError) as caught:
             existing_run(path)
-        assert str(caught.value) == said
+        assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("below", ["file", "file/deeper"])

@@ -32,7 +32,7 @@ PLAN = {"device": "cpu", "device_name": "A CPU", "strategy": "single", "precisio
 RECIPE = {"task": "image_classification", "seed": 0, "model": {"name": "small_resnet"}, "optimizer": {"lr": 0.1}}
 
 
-class Story:
+class RecordedRun:
     """What happened, to be written down."""
 
     def __init__(self, world_size: int = 1) -> None:
@@ -40,34 +40,36 @@ class Story:
         self.world_size = world_size
         self.time = 1.79e9
 
-    def tell(self, event: str, step: int, **more: Any) -> Story:
+    def tell(self, event: str, step: int, **more: Any) -> RecordedRun:
         self.time += 1.5
         self.events.append({"event": event, "step": step, "position": step, "time": self.time, **more})
         return self
 
-    def start(self, step: int = 0) -> Story:
+    def start(self, step: int = 0) -> RecordedRun:
         return self.tell("start", step, recipe="r", world_size=self.world_size, total_steps=40, version="0")
 
-    def record(self, step: int, loss: float | None = 1.0, **more: Any) -> Story:
+    def record(self, step: int, loss: float | None = 1.0, **more: Any) -> RecordedRun:
         seconds = {f"{phase}_seconds": 0.001 * (at + 1) for at, phase in enumerate(PHASES)}
         rates = {"throughput_samples_per_second": 160.0, "data_wait_fraction": 0.04}
         facts = {"epoch": 1, "samples": 16 * step, "loss": loss, "lr": 0.1 / step, "grad_norm": 2.0, "grad_scale": 1.0}
         return self.tell("step", step, **{**facts, "step_seconds": sum(seconds.values()), **seconds, **rates, **more})
 
-    def evaluation(self, step: int, weights: str = "model", **metrics: float) -> Story:
+    def evaluation(self, step: int, weights: str = "model", **metrics: float) -> RecordedRun:
         facts = {"epoch": 1, "split": "validation", "weights": weights, "samples": 9, "seconds": 0.1}
         return self.tell("evaluation", step, **facts, train_seconds=1.0, **metrics)
 
-    def finish(self, step: int, status: str = "completed", **more: Any) -> Story:
+    def finish(self, step: int, status: str = "completed", **more: Any) -> RecordedRun:
         return self.tell("finish", step, status=status, train_seconds=4.0, total_seconds=5.5, **more)
 
 
-def _write(folder: Path, story: Story | None, *, summary: Any = (), recipe: Any = RECIPE, plan: Any = PLAN) -> Path:
+def _write(
+    folder: Path, recorded_run: RecordedRun | None, *, summary: Any = (), recipe: Any = RECIPE, plan: Any = PLAN
+) -> Path:
     folder.mkdir(parents=True)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(dict(recipe)))
     (folder / "plan.json").write_text(json.dumps(plan))
-    if story is not None:
-        (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in story.events))
+    if recorded_run is not None:
+        (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in recorded_run.events))
     if summary is not None:
         (folder / "summary.json").write_text(json.dumps({**SUMMARY, **dict(summary)}))
     return folder
@@ -82,8 +84,8 @@ def _figures(text: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def story() -> type[Story]:
-    return Story
+def recorded_run() -> type[RecordedRun]:
+    return RecordedRun
 
 
 @pytest.fixture

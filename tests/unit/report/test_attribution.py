@@ -124,7 +124,7 @@ def said_of(tmp_path: Path) -> Callable[..., str | None]:
 
 
 @pytest.mark.parametrize(
-    ("phases", "said"),
+    ("phases", "message"),
     [
         ({"data_wait": 0.41, "h2d": 0.2, "forward": 0.39}, "data: 41% of a step waits for batches; use more than"),
         ({"h2d": 0.2, "forward": 0.3, "backward": 0.5}, "data: 20% of a step is spent on normalising"),
@@ -136,15 +136,15 @@ def said_of(tmp_path: Path) -> Callable[..., str | None]:
         ({"forward": 0.3, "backward": 0.6, "host": 0.1}, "computing: forward and backward passes take 90%"),
     ],
 )
-def test_the_sentence_names_the_largest_avoidable_part(said_of: Any, phases: dict[str, float], said: str) -> None:
+def test_the_sentence_names_the_largest_avoidable_part(said_of: Any, phases: dict[str, float], message: str) -> None:
     answer = str(said_of([phases] * 4))
-    assert (answer.startswith(said), answer[-1]) == (True, ".")
+    assert (answer.startswith(message), answer[-1]) == (True, ".")
 
 
 def test_a_pipeline_of_ones_own_has_no_key_to_change(said_of: Any) -> None:
-    said = str(said_of([{"data_wait": 0.41, "forward": 0.59}] * 4, plan=PLAN | {"data": {}}))
-    assert "open_pipeline" in said
-    assert "data.workers" not in said
+    message = str(said_of([{"data_wait": 0.41, "forward": 0.59}] * 4, plan=PLAN | {"data": {}}))
+    assert "open_pipeline" in message
+    assert "data.workers" not in message
 
 
 def test_no_sentence_without_clear_evidence(said_of: Any) -> None:

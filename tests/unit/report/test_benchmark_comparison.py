@@ -17,9 +17,16 @@ REPEATS = 300
 
 def result(path: Path, rows: dict[int, Any], *, cpu: str = "one", kind: str = "throughput") -> Path:
     """A result with seconds per sample by batch size."""
-    said = {"device": "cpu", "precision": "fp32", "backend": "memory", "part": "together", "times": [], "trouble": None}
+    message = {
+        "device": "cpu",
+        "precision": "fp32",
+        "backend": "memory",
+        "part": "together",
+        "times": [],
+        "trouble": None,
+    }
     documents = [
-        {**said, "batch_size": size, "trouble" if isinstance(times, str) else "times": times}
+        {**message, "batch_size": size, "trouble" if isinstance(times, str) else "times": times}
         for size, times in rows.items()
     ]
     document = {"format": 1, "kind": kind, "rows": documents, "environment": {"cpu": {"model": cpu}}}
@@ -86,8 +93,8 @@ def test_two_runs_are_compared_by_their_step_records(tmp_path: Path) -> None:
         (folder / "recipe.yaml").write_text("task: image_classification\n")
         noise = np.random.default_rng(len(name)).normal(1, 0.02, 40)
         rates = [None, *(rate * each for each in noise[1:])]
-        said = {"event": "step", "time": 0.0}
-        lines = [{**said, "step": at, "throughput_samples_per_second": each} for at, each in enumerate(rates)]
+        message = {"event": "step", "time": 0.0}
+        lines = [{**message, "step": at, "throughput_samples_per_second": each} for at, each in enumerate(rates)]
         (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return folder
 
@@ -104,7 +111,7 @@ def test_two_runs_are_compared_by_their_step_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "holds no benchmark result"),
         ("{", "cannot be read"),
@@ -112,11 +119,11 @@ def test_two_runs_are_compared_by_their_step_records(tmp_path: Path) -> None:
         ('{"kind": "latency"}', "not a benchmark result"),
     ],
 )
-def test_what_is_no_result_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
+def test_what_is_no_result_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
     good = result(tmp_path / "good", {1: [[1.0, 1.0]]})
     if content is not None:
         (tmp_path / "bad").write_text(content)
-    with pytest.raises(RunDirectoryError, match=said):
+    with pytest.raises(RunDirectoryError, match=message):
         compare(good, tmp_path / "bad")
 
 

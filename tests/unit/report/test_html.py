@@ -21,14 +21,14 @@ from paceline.report.html.page import report_at_the_end, write_report
 HOSTILE = '</script><img src=x onerror="alert(1)">`&'
 
 
-def whole(story: Any) -> Any:
-    told = story().start()
+def complete(recorded_run: Any) -> Any:
+    reported = recorded_run().start()
     for step in range(1, 41):
-        told.record(step, loss=1 / step, noise_scale=10.0 * step)
+        reported.record(step, loss=1 / step, noise_scale=10.0 * step)
         if step % 10 == 0:
-            told.evaluation(step, loss=2 / step, top1_accuracy=90 + step / 10)
-            told.evaluation(step, "ema", loss=3 / step, top1_accuracy=80 + step / 10)
-    return told.finish(40)
+            reported.evaluation(step, loss=2 / step, top1_accuracy=90 + step / 10)
+            reported.evaluation(step, "ema", loss=3 / step, top1_accuracy=80 + step / 10)
+    return reported.finish(40)
 
 
 def page(*paths: Path, output: Path | None = None) -> str:
@@ -43,10 +43,10 @@ def texts(document: str) -> str:
     return html.unescape(" ".join(re.sub(r"<[^>]*>", " ", body).split()))
 
 
-def test_every_curve_is_its_events(tmp_path: Path, story: Any, write: Any, figures: Any, points: Any) -> None:
-    told = whole(story)
-    found = figures(page(write(tmp_path / "run", told)))
-    steps = [each for each in told.events if each["event"] == "step"]
+def test_every_curve_is_its_events(tmp_path: Path, recorded_run: Any, write: Any, figures: Any, points: Any) -> None:
+    reported = complete(recorded_run)
+    found = figures(page(write(tmp_path / "run", reported)))
+    steps = [each for each in reported.events if each["event"] == "step"]
     for title, name, key in (
         ("Loss", "training", "loss"),
         ("Learning rate", "learning rate", "lr"),
@@ -57,104 +57,108 @@ def test_every_curve_is_its_events(tmp_path: Path, story: Any, write: Any, figur
     ):
         assert points(found[title], name) == [(each["step"], each[key]) for each in steps], title
     for weights in ("model", "ema"):
-        events = [each for each in told.events if each.get("weights") == weights]
+        events = [each for each in reported.events if each.get("weights") == weights]
         for title, key in (("Loss", "loss"), ("Top-1 accuracy", "top1_accuracy")):
             assert points(found[title], f"held-out, {weights}") == [(each["step"], each[key]) for each in events]
     # A loss scale that is always 1 is none.
     assert "Loss scale" not in found
 
 
-def test_phases_are_those_of_the_attribution(tmp_path: Path, story: Any, write: Any, figures: Any) -> None:
-    found = figures(page(write(tmp_path / "run", whole(story))))["Where the time of a step goes"]
+def test_phases_are_those_of_the_attribution(tmp_path: Path, recorded_run: Any, write: Any, figures: Any) -> None:
+    found = figures(page(write(tmp_path / "run", complete(recorded_run))))["Where the time of a step goes"]
     milliseconds = {trace["name"]: trace["x"][0] for trace in found["data"]}
     assert milliseconds["data wait"] == pytest.approx(1)
     assert milliseconds["host"] == pytest.approx(9)
     assert len(milliseconds) == 9
-    thin = story().start().record(1, logging_seconds=1e-6).finish(1)
+    thin = recorded_run().start().record(1, logging_seconds=1e-6).finish(1)
     found = figures(page(write(tmp_path / "thin", thin)))["Where the time of a step goes"]
     assert "logging" not in {trace["name"] for trace in found["data"]}
 
 
-def test_a_histogram_has_bins_for_its_records_or_is_none(tmp_path: Path, story: Any, write: Any, figures: Any) -> None:
-    counts = figures(page(write(tmp_path / "run", whole(story))))["How long steps took"]["data"][0]["y"]
+def test_a_histogram_has_bins_for_its_records_or_is_none(
+    tmp_path: Path, recorded_run: Any, write: Any, figures: Any
+) -> None:
+    counts = figures(page(write(tmp_path / "run", complete(recorded_run))))["How long steps took"]["data"][0]["y"]
     assert sum(counts) == 40
     assert len(counts) == 2 + 6  # closed by a zero at both ends
-    few = story().start()
+    few = recorded_run().start()
     for step in range(1, 9):
         few.record(step)
     assert "How long steps took" not in figures(page(write(tmp_path / "few", few.finish(8))))
 
 
-def test_the_headline_is_the_summary_and_the_evaluations(tmp_path: Path, story: Any, write: Any) -> None:
-    said = texts(page(write(tmp_path / "run", whole(story))))
-    assert "status completed" in said
-    assert "best top-1 accuracy 94.00 % model weights, after step 40" in said
-    assert "last top-1 accuracy 84.00 % model 94.00 %, ema 84.00 %" in said
-    assert "training time 4.0 s 5.5 s in all" in said
-    assert "peak memory 3.0 MiB" in said
-    assert "run 2 0 0 0 yes" in said
+def test_the_headline_is_the_summary_and_the_evaluations(tmp_path: Path, recorded_run: Any, write: Any) -> None:
+    message = texts(page(write(tmp_path / "run", complete(recorded_run))))
+    assert "status completed" in message
+    assert "best top-1 accuracy 94.00 % model weights, after step 40" in message
+    assert "last top-1 accuracy 84.00 % model 94.00 %, ema 84.00 %" in message
+    assert "training time 4.0 s 5.5 s in all" in message
+    assert "peak memory 3.0 MiB" in message
+    assert "run 2 0 0 0 yes" in message
 
 
-def test_the_best_is_told_only_where_the_records_say_which_way(tmp_path: Path, story: Any, write: Any) -> None:
-    told = story().start()
+def test_the_best_is_told_only_where_the_records_say_which_way(tmp_path: Path, recorded_run: Any, write: Any) -> None:
+    reported = recorded_run().start()
     for number, score in enumerate((0.2, 0.9, 0.8), start=1):
-        told.record(number).evaluation(number, loss=2.0 - score, f1=score, edits=score)
-    told.finish(3)
+        reported.record(number).evaluation(number, loss=2.0 - score, f1=score, edits=score)
+    reported.finish(3)
     ways = {"device": "cpu", "higher_is_better": {"loss": False, "f1": True, "edits": False}}
-    said = texts(page(write(tmp_path / "run", told, plan=ways)))
-    assert "f1, model 0.8 0.9 2" in said
-    assert "edits, model 0.8 0.2 1" in said
-    old = texts(page(write(tmp_path / "old", told)))
+    message = texts(page(write(tmp_path / "run", reported, plan=ways)))
+    assert "f1, model 0.8 0.9 2" in message
+    assert "edits, model 0.8 0.2 1" in message
+    old = texts(page(write(tmp_path / "old", reported)))
     assert "loss, model 1.2 1.1 2" in old
     assert "f1, model 0.8 edits, model 0.8" in " ".join(old.split())
 
 
-def test_a_failed_run_says_why(tmp_path: Path, story: Any, write: Any) -> None:
-    told = story().start().record(1).tell("incident", 1, incident="nonfinite_loss", message="it was no number")
-    told.finish(1, "failed", message="the loss is no number")
+def test_a_failed_run_says_why(tmp_path: Path, recorded_run: Any, write: Any) -> None:
+    reported = (
+        recorded_run().start().record(1).tell("incident", 1, incident="nonfinite_loss", message="it was no number")
+    )
+    reported.finish(1, "failed", message="the loss is no number")
     failed = {"status": "failed", "ledger": None}
-    said = texts(page(write(tmp_path / "run", told, summary=failed)))
-    assert "Failed: the loss is no number" in said
-    assert "nonfinite_loss: it was no number" in said
-    assert "the ledger is counted when a run completes" in said
+    message = texts(page(write(tmp_path / "run", reported, summary=failed)))
+    assert "Failed: the loss is no number" in message
+    assert "nonfinite_loss: it was no number" in message
+    assert "the ledger is counted when a run completes" in message
 
 
-def test_a_resumed_run_shows_where(tmp_path: Path, story: Any, write: Any, figures: Any) -> None:
-    told = story().start().record(5).record(10)
-    told.time += 1000
-    told.tell("resume", 10, checkpoint="step-00000010", resumes=1, world_size=1).start(10).record(15).finish(15)
-    found = figures(page(write(tmp_path / "run", told)))
+def test_a_resumed_run_shows_where(tmp_path: Path, recorded_run: Any, write: Any, figures: Any) -> None:
+    reported = recorded_run().start().record(5).record(10)
+    reported.time += 1000
+    reported.tell("resume", 10, checkpoint="step-00000010", resumes=1, world_size=1).start(10).record(15).finish(15)
+    found = figures(page(write(tmp_path / "run", reported)))
     assert [shape["x0"] for shape in found["Loss"]["layout"]["shapes"]] == [10]
     launches = found["The run over time"]["data"][0]
     assert len(launches["x"]) == 2
     assert launches["x"] == [3000, 4500]  # ms: what lies between them is no launch
 
 
-def test_a_run_under_way_tells_what_there_is(tmp_path: Path, story: Any, write: Any) -> None:
-    told = story().start().record(5)
-    said = texts(page(write(tmp_path / "run", told, summary=None)))
-    assert "No end is recorded" in said
-    assert "not evaluated" in said
+def test_a_run_under_way_tells_what_there_is(tmp_path: Path, recorded_run: Any, write: Any) -> None:
+    reported = recorded_run().start().record(5)
+    message = texts(page(write(tmp_path / "run", reported, summary=None)))
+    assert "No end is recorded" in message
+    assert "not evaluated" in message
     # A summary of the launch before says nothing of this one.
-    told = story().start().record(5).finish(5, "stopped").start(5).record(10)
-    said = texts(page(write(tmp_path / "resumed", told)))
-    assert "not finished" in said
-    assert "peak memory" not in said
-    said = texts(page(write(tmp_path / "new", None, summary=None)))
-    assert "The run has not begun" in said
+    reported = recorded_run().start().record(5).finish(5, "stopped").start(5).record(10)
+    message = texts(page(write(tmp_path / "resumed", reported)))
+    assert "not finished" in message
+    assert "peak memory" not in message
+    message = texts(page(write(tmp_path / "new", None, summary=None)))
+    assert "The run has not begun" in message
 
 
-def test_gaps_are_gaps(tmp_path: Path, story: Any, write: Any, figures: Any, points: Any) -> None:
-    told = story().start().record(1, loss=3.0).record(2, loss=None).record(3, loss=2.0, grad_norm=None)
-    folder = write(tmp_path / "run", told, summary=None)
+def test_gaps_are_gaps(tmp_path: Path, recorded_run: Any, write: Any, figures: Any, points: Any) -> None:
+    reported = recorded_run().start().record(1, loss=3.0).record(2, loss=None).record(3, loss=2.0, grad_norm=None)
+    folder = write(tmp_path / "run", reported, summary=None)
     # Of an earlier version: not strict JSON.
     with (folder / "events.jsonl").open("a") as file:
-        file.write(json.dumps({**told.events[-1], "step": 4, "loss": math.nan}) + "\n")
+        file.write(json.dumps({**reported.events[-1], "step": 4, "loss": math.nan}) + "\n")
     assert points(figures(page(folder))["Loss"], "training") == [(1, 3.0), (2, None), (3, 2.0), (4, None)]
 
 
-def test_damaged_and_missing_files_are_told(tmp_path: Path, story: Any, write: Any) -> None:
-    folder = write(tmp_path / "run", whole(story))
+def test_damaged_and_missing_files_are_told(tmp_path: Path, recorded_run: Any, write: Any) -> None:
+    folder = write(tmp_path / "run", complete(recorded_run))
     (folder / "summary.json").write_text("{")
     (folder / "plan.json").unlink()
     with (folder / "events.jsonl").open("a") as file:
@@ -162,23 +166,25 @@ def test_damaged_and_missing_files_are_told(tmp_path: Path, story: Any, write: A
     assert "summary.json' is damaged" in texts(page(folder))
 
 
-def test_runs_are_compared(tmp_path: Path, story: Any, write: Any, figures: Any, points: Any) -> None:
-    one = write(tmp_path / "x" / "run", whole(story))
+def test_runs_are_compared(tmp_path: Path, recorded_run: Any, write: Any, figures: Any, points: Any) -> None:
+    one = write(tmp_path / "x" / "run", complete(recorded_run))
     recipe = {"task": "image_classification", "seed": 0, "model": {"name": "other"}, "optimizer": {"lr": 0.2}}
     twice = {"throughput_samples_per_second": 300.0, "world_size": 2}
-    other = write(tmp_path / "y" / "run", whole(lambda: story(2)), recipe=recipe, summary=twice)
+    other = write(tmp_path / "y" / "run", complete(lambda: recorded_run(2)), recipe=recipe, summary=twice)
     text = page(one, other, one, output=tmp_path / "report.html")
     found = figures(text)
     assert [trace["name"] for trace in found["Training loss"]["data"]] == ["x/run", "y/run"]
     assert len(points(found["Training loss"], "y/run")) == 40
     assert len(found["Top-1 accuracy"]["data"]) == 4
     assert points(found["Throughput by number of processes"], "measured") == [(1, 160.0), (2, 300.0)]
-    said = texts(text)
-    assert "optimizer.lr 0.1 0.2" in said.partition("Where the recipes differ")[2].partition("The whole recipe")[0]
-    assert "seed" not in said.partition("Where the recipes differ")[2].partition("The whole recipe")[0]
-    assert "93.8%" in said  # 300 / (2 × 160)
+    message = texts(text)
+    assert "optimizer.lr 0.1 0.2" in message.partition("Where the recipes differ")[2].partition("The whole recipe")[0]
+    assert "seed" not in message.partition("Where the recipes differ")[2].partition("The whole recipe")[0]
+    assert "93.8%" in message  # 300 / (2 × 160)
     # A column for each run, so that it fits however much is told of one.
-    assert said.partition("Outcome of each run")[2].startswith(" outcome x/run y/run status completed completed best")
+    assert message.partition("Outcome of each run")[2].startswith(
+        " outcome x/run y/run status completed completed best"
+    )
     colours = [trace["line"]["color"] for trace in found["Training loss"]["data"]]
     for trace in found["Top-1 accuracy"]["data"]:
         assert trace["line"]["color"] == colours[trace["name"].startswith("y/run")]
@@ -187,11 +193,11 @@ def test_runs_are_compared(tmp_path: Path, story: Any, write: Any, figures: Any,
 
 
 @pytest.fixture
-def answered(tmp_path: Path, story: Any, write: Any) -> Callable[..., Path]:
+def answered(tmp_path: Path, recorded_run: Any, write: Any) -> Callable[..., Path]:
     """``answered(**changes)``: a run directory whose last evaluation left a matrix, with changes, and examples."""
 
     def make(**changes: Any) -> Path:
-        folder: Path = write(tmp_path / "run", whole(story))
+        folder: Path = write(tmp_path / "run", complete(recorded_run))
         (folder / "evaluation").mkdir()
         head = {"classes": ["cat", HOSTILE, "owl"], "split": "validation", "weights": "ema", "step": 40}
         confusion = {**head, "matrix": [[3, 1, 0], [0, 0, 0], [0, 0, 4]], **changes}
@@ -211,9 +217,9 @@ def test_predictions_come_second_and_mistakes_first(answered: Callable[..., Path
     headings = re.findall(r"<h2[^>]*>(.*?)</h2>", text)
     assert headings[:3] == ["Outcome", "Predictions", "Training"]
     assert text.count("<img ") == 2
-    said = texts(text).partition("Most confident mistakes")[2]
-    assert said.startswith(": actual → predicted, confidence (ema weights, after step 40)")
-    assert f"cat → {HOSTILE}, 75% cat → no answer" in said.partition("1 right answers")[0]
+    message = texts(text).partition("Most confident mistakes")[2]
+    assert message.startswith(": actual → predicted, confidence (ema weights, after step 40)")
+    assert f"cat → {HOSTILE}, 75% cat → no answer" in message.partition("1 right answers")[0]
     assert "val/cat/7.png: actual cat, predicted" in html.unescape(text)
 
 
@@ -267,14 +273,14 @@ def test_a_damaged_matrix_is_told(changes: dict[str, Any], answered: Any, figure
     assert "Confusion matrix" not in figures(text)
 
 
-def test_runs_without_answers_have_no_such_section(tmp_path: Path, story: Any, write: Any) -> None:
-    assert ">Predictions</h2>" not in page(write(tmp_path / "old", whole(story)))
+def test_runs_without_answers_have_no_such_section(tmp_path: Path, recorded_run: Any, write: Any) -> None:
+    assert ">Predictions</h2>" not in page(write(tmp_path / "old", complete(recorded_run)))
     recipe = {"task": "image_classification", "evaluate": {"keep_examples": 0}}
-    assert "evaluate.keep_examples=0" in texts(page(write(tmp_path / "off", whole(story), recipe=recipe)))
+    assert "evaluate.keep_examples=0" in texts(page(write(tmp_path / "off", complete(recorded_run), recipe=recipe)))
 
 
-def test_what_other_commands_left_is_shown(tmp_path: Path, story: Any, write: Any, figures: Any) -> None:
-    folder = write(tmp_path / "run", whole(story))
+def test_what_other_commands_left_is_shown(tmp_path: Path, recorded_run: Any, write: Any, figures: Any) -> None:
+    folder = write(tmp_path / "run", complete(recorded_run))
     assert f"paceline doctor {folder} --json" in texts(page(folder))
     finding = {"name": "tiny_batch", "severity": "slows", "evidence": HOSTILE, "advice": {"words": "more"}}
     (folder / "doctor.json").write_text(json.dumps({"findings": [finding]}))
@@ -283,43 +289,43 @@ def test_what_other_commands_left_is_shown(tmp_path: Path, story: Any, write: An
     rows = [{"devices": 8, "strategy": "ddp", "samples_per_second": 1234.5, "efficiency": 0.9}]
     (folder / "scale.json").write_text(json.dumps({"rows": rows}))
     text = page(folder)
-    said = texts(text)
-    assert "tiny_batch slows" in said
-    assert "3.0 MiB 5.0 MiB" in said
-    assert "1,234.5" in said
+    message = texts(text)
+    assert "tiny_batch slows" in message
+    assert "3.0 MiB 5.0 MiB" in message
+    assert "1,234.5" in message
     bars = next(figure for title, figure in figures(text).items() if title.startswith("Estimated memory"))
     assert bars["data"][0]["x"] == [1, 4]
 
 
-def test_a_file_of_another_shape_spoils_its_own_section_only(tmp_path: Path, story: Any, write: Any) -> None:
-    folder = write(tmp_path / "run", whole(story))
+def test_a_file_of_another_shape_spoils_its_own_section_only(tmp_path: Path, recorded_run: Any, write: Any) -> None:
+    folder = write(tmp_path / "run", complete(recorded_run))
     (folder / "estimate.json").write_text('{"needed_bytes": "many", "peak": {"causes": {"weights": "some"}}}')
     (folder / "doctor.json").write_text('{"findings": 3}')
     (folder / "scale.json").write_text('{"rows": [1, {"efficiency": "good"}]}')
-    said = texts(write_report([folder]).path.read_text())
-    assert said.count("holds something unexpected") == 2
-    assert "best top-1 accuracy 94.00 %" in said
+    message = texts(write_report([folder]).path.read_text())
+    assert message.count("holds something unexpected") == 2
+    assert "best top-1 accuracy 94.00 %" in message
 
 
-def test_no_name_becomes_an_element(tmp_path: Path, story: Any, write: Any) -> None:
-    told = story().start().record(1).tell("incident", 1, incident=HOSTILE, message=HOSTILE)
-    told.finish(1, "failed", message=HOSTILE)
+def test_no_name_becomes_an_element(tmp_path: Path, recorded_run: Any, write: Any) -> None:
+    reported = recorded_run().start().record(1).tell("incident", 1, incident=HOSTILE, message=HOSTILE)
+    reported.finish(1, "failed", message=HOSTILE)
     recipe = {"task": HOSTILE, HOSTILE: {"deep": [HOSTILE]}, "model": {"name": HOSTILE}}
     plan = {"device_name": HOSTILE, "reasons": {HOSTILE: HOSTILE}}
-    folder = write(tmp_path / "a <b>&c", told, recipe=recipe, plan=plan)
+    folder = write(tmp_path / "a <b>&c", reported, recipe=recipe, plan=plan)
     (folder / "environment.json").write_text(json.dumps({"host": HOSTILE}))
-    other = write(tmp_path / "other", whole(story))
+    other = write(tmp_path / "other", complete(recorded_run))
     for text in (page(folder), page(folder, other, output=tmp_path / "report.html")):
         assert [element for element in ("<img", "<b>") if element in text] == []
 
 
 def test_many_records_stay_small_and_keep_their_spikes(
-    tmp_path: Path, story: Any, write: Any, figures: Any, points: Any
+    tmp_path: Path, recorded_run: Any, write: Any, figures: Any, points: Any
 ) -> None:
-    told = story().start()
+    reported = recorded_run().start()
     for step in range(1, 20_001):
-        told.record(step, loss=99.0 if step == 12_345 else 1 / step)
-    report = write_report([write(tmp_path / "run", told.finish(20_000))])
+        reported.record(step, loss=99.0 if step == 12_345 else 1 / step)
+    report = write_report([write(tmp_path / "run", reported.finish(20_000))])
     assert report.path.stat().st_size < 3_000_000
     shown = points(figures(report.path.read_text())["Loss"], "training")
     assert (12_345, 99.0) in shown
@@ -327,9 +333,9 @@ def test_many_records_stay_small_and_keep_their_spikes(
     assert all(loss == (99.0 if step == 12_345 else 1 / step) for step, loss in shown)
 
 
-def test_the_report_at_the_end_does_not_keep_a_hurried_run(tmp_path: Path, story: Any, write: Any) -> None:
+def test_the_report_at_the_end_does_not_keep_a_hurried_run(tmp_path: Path, recorded_run: Any, write: Any) -> None:
     hurried = {"status": "stopped", "details": {"ending": "signal"}}
-    folder = write(tmp_path / "run", story().start().record(1).finish(1, "stopped"), summary=hurried)
+    folder = write(tmp_path / "run", recorded_run().start().record(1).finish(1, "stopped"), summary=hurried)
     report_at_the_end(RunDirectory(folder))
     assert (folder / "report.html").is_file()
     (folder / "report.html").unlink()
@@ -340,8 +346,8 @@ def test_the_report_at_the_end_does_not_keep_a_hurried_run(tmp_path: Path, story
     assert not (folder / "report.html").exists()
 
 
-def test_neither_torch_nor_plotlys_python_is_loaded(tmp_path: Path, story: Any, write: Any) -> None:
-    folder = write(tmp_path / "run", whole(story))
+def test_neither_torch_nor_plotlys_python_is_loaded(tmp_path: Path, recorded_run: Any, write: Any) -> None:
+    folder = write(tmp_path / "run", complete(recorded_run))
     program = (
         "import sys; from pathlib import Path; from paceline.report.html.page import write_report; "
         f"write_report([Path({str(folder)!r})]); assert not {{'torch', 'plotly'}} & set(sys.modules)"

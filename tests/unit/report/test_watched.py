@@ -47,13 +47,13 @@ def test_each_event_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> No
 def test_a_line_whose_text_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
     """As a network's file system shows it: the length first, and zeros."""
     path = tmp_path / "events.jsonl"
-    whole = [json.dumps(step(number).to_json()).encode() + b"\n" for number in (1, 2)]
-    path.write_bytes(whole[0] + b"\0" * (len(whole[1]) - 1) + b"\n")
+    complete = [json.dumps(step(number).to_json()).encode() + b"\n" for number in (1, 2)]
+    path.write_bytes(complete[0] + b"\0" * (len(complete[1]) - 1) + b"\n")
     follower = EventFollower(path)
     assert numbers(follower.read()[1]) == [1]
-    path.write_bytes(b"".join(whole))
+    path.write_bytes(b"".join(complete))
     assert follower.read()[0] is False
-    path.write_bytes(b"".join(whole))
+    path.write_bytes(b"".join(complete))
     assert follower.read() == (False, [])
 
 

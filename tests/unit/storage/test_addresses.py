@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import RecipeError, StorageError
 from paceline.recipe.load import load_recipe
-from paceline.storage.addresses import Address, check_library, is_address, parse_address, without_secrets
+from paceline.storage.addresses import Address, check_library, is_address, parse_address, redact_secrets
 
 SECRET = "wJalrXUtnFEMIK7MDENG"
 
@@ -78,7 +78,7 @@ def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> N
 def test_texts_lose_their_secrets() -> None:
     environment = {"AWS_SECRET_ACCESS_KEY": SECRET, "SHORT_KEY": "abc", "HOME": "/home/me", "KEY_FILE": "/etc/key.json"}
     text = f"failed with {SECRET} at https://me:pw@host/a?sig=123 in /home/me, abc, /etc/key.json"
-    cleaned = without_secrets(text, environment)
+    cleaned = redact_secrets(text, environment)
     assert cleaned == "failed with *** at https://***@host/a?*** in /home/me, abc, /etc/key.json"
 
 
@@ -96,10 +96,10 @@ def test_texts_lose_their_secrets() -> None:
 )
 def test_secrets_in_other_forms_are_hidden_too(value: str, text: str, hidden: str) -> None:
     assert hidden in text
-    assert hidden not in without_secrets(text, {"AZURE_STORAGE_CONNECTION_STRING": value})
+    assert hidden not in redact_secrets(text, {"AZURE_STORAGE_CONNECTION_STRING": value})
 
 
 def test_paths_and_ports_are_no_secrets(tmp_path: Path) -> None:
     values = {"AWS_TOKEN_FILE": "/nowhere/token", "MY_CREDENTIALS": str(tmp_path)}
     text = f"no such file: /nowhere/token; {tmp_path}; http://127.0.0.1:9000 of me@here; tokens=512"
-    assert without_secrets(text, values) == text
+    assert redact_secrets(text, values) == text

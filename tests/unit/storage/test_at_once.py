@@ -8,12 +8,12 @@ import threading
 
 import pytest
 
-from paceline.storage.remote import begin, run_at_once
+from paceline.storage.remote import run_concurrently, run_in_thread
 
 _NEVER_ANSWERED = """
 import threading, time
-from paceline.storage.remote import begin, run_at_once
-begin(lambda: run_at_once(lambda _: time.sleep(300), range(9), threads=2, name="x"), name="y")
+from paceline.storage.remote import run_concurrently, run_in_thread
+run_in_thread(lambda: run_concurrently(lambda _: time.sleep(300), range(9), threads=2, name="x"), name="y")
 time.sleep(0.2)
 """
 
@@ -25,8 +25,8 @@ def test_each_is_taken_once() -> None:
         with lock:
             taken.append(number)
 
-    run_at_once(take, range(50), threads=4, name="x")
-    run_at_once(take, (), threads=4, name="x")
+    run_concurrently(take, range(50), threads=4, name="x")
+    run_concurrently(take, (), threads=4, name="x")
     assert sorted(taken) == list(range(50))
 
 
@@ -38,10 +38,10 @@ def test_after_an_error_nothing_more_is_begun() -> None:
         raise ValueError(number)
 
     with pytest.raises(ValueError, match="0"):
-        run_at_once(fail, range(50), threads=1, name="x")
+        run_concurrently(fail, range(50), threads=1, name="x")
     assert taken == [0]
     with pytest.raises(ValueError, match="7"):
-        begin(lambda: fail(7), name="x").result(30)
+        run_in_thread(lambda: fail(7), name="x").result(30)
 
 
 def test_the_interpreter_ends_without_an_answer() -> None:

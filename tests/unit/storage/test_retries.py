@@ -22,12 +22,12 @@ class Failing:
 
 
 def test_what_passes_is_tried_again_and_told_once() -> None:
-    told = list[str]()
+    lines = list[str]()
     action = Failing(2, ConnectionResetError("gone"))
-    assert Retries(told=told.append)("read x", action) == 7
+    assert Retries(log=lines.append)("read x", action) == 7
     assert action.calls == 3
-    assert len(told) == 1
-    assert told[0].startswith("read x: done after 2 failures")
+    assert len(lines) == 1
+    assert lines[0].startswith("read x: done after 2 failures")
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("x"), PermissionError("x"), OSError(28, "no space")])
@@ -50,16 +50,16 @@ def test_patience_ends_and_the_message_holds_no_secret(monkeypatch: pytest.Monke
 
 def test_given_up_ends_a_pause() -> None:
     retries = Retries(patience_seconds=100)
-    retries.given_up.set()
-    begun = time.monotonic()
+    retries.cancelled.set()
+    started = time.monotonic()
     with pytest.raises(StorageError):
         retries("read x", Failing(10**6, OSError("gone")))
-    assert time.monotonic() - begun < 50
+    assert time.monotonic() - started < 50
 
 
 def test_what_was_given_up_is_not_even_begun() -> None:
     retries, action = Retries(), Failing(0, OSError())
-    retries.given_up.set()
+    retries.cancelled.set()
     with pytest.raises(StorageError, match="cannot read x: it was abandoned"):
         retries("read x", action)
     assert action.calls == 0

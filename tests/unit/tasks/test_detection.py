@@ -33,7 +33,7 @@ from paceline.trainer.fake_batch import batch_maker
 from paceline.trainer.preparation import geometry_of, plan_run
 from paceline.trainer.train import plan_only
 from paceline.world import World
-from paceline_advisor.memory.batch_trial import Orders, TrialTask
+from paceline_advisor.memory.batch_trial import TrialConfig, TrialTask
 from paceline_advisor.scaling.network import describe
 
 TINY = """
@@ -340,7 +340,7 @@ def test_masks_are_pasted_one_by_one_where_they_are_drawn(train: Make, monkeypat
     picture = np.random.default_rng(0).integers(0, 256, (70, 90, 3), dtype=np.uint8)
     predictor = open_predictor(run, device=torch.device("cpu"))
     assert isinstance(predictor, DetectionPredictor)
-    monkeypatch.setattr(detection, "_SURE", 0.0)
+    monkeypatch.setattr(detection, "_MIN_SCORE", 0.0)
     sizes: list[tuple[int, ...]] = []
 
     def noted(masks: torch.Tensor, boxes: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
@@ -411,7 +411,7 @@ def test_memory_is_claimed_with_the_largest_pictures(task: Make) -> None:
 
 def test_trials_of_memory_show_the_largest_pictures(task: Make) -> None:
     made = task()
-    trial = TrialTask(made, Orders(task="", samples=4, evaluation_samples=2, memory=None))
+    trial = TrialTask(made, TrialConfig(task="", samples=4, evaluation_samples=2, memory=None))
     pipeline = trial.open_pipeline(Placement(device=torch.device("cpu")))
     geometry = StepGeometry(seed=0, samples=4, global_batch_size=4, logical_ranks=1)
     (tried,) = pipeline.train_batches(geometry, 0, 1, World())

@@ -37,7 +37,7 @@ from paceline.recipe.load import load_recipe
 from paceline.tasks.image_multilabel import AsymmetricLoss, ImageMultilabel
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.world import World
 
 CPU = torch.device("cpu")
@@ -149,7 +149,7 @@ def test_a_recipe_for_classes_becomes_one_for_labels(tmp_path: Path) -> None:
     )
     loaded = load_recipe(str(tmp_path / "tags.yaml"))
     assert loaded.recipe.train.loss == "bce"
-    assert with_stand_in_data(replace(loaded.recipe, data=replace(loaded.recipe.data, path=None)))[1] is None
+    assert with_placeholder_data(replace(loaded.recipe, data=replace(loaded.recipe.data, path=None)))[1] is None
     task = build_task(loaded.recipe)
     facts = task.data_facts(World())
     assert (facts.description["classes"], facts.description["label_thresholds"]) == (2, [0.5, 0.5])
@@ -267,7 +267,7 @@ def test_predictions_are_those_of_evaluation(trained: Path, pictures: Path, eval
     assert given == [{FIGURES[at] for at in np.flatnonzero(row > [0.45, 0.4, 0.5])} for row in probabilities]
     assert any(given)
     answers = answers_of(trained, pictures, evaluated)
-    assert [each.described() == "no label" for each in answers] == [not each for each in given]
+    assert [each.description() == "no label" for each in answers] == [not each for each in given]
     served = _shown("0.png", answers[0], 9, boxes=False)
     assert (set(served.labels), served.numbers) == (given[0], answers[0].numbers)
     (pictures / "broken.png").write_bytes(b"no picture")

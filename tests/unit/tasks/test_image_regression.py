@@ -208,7 +208,7 @@ def test_predictions_are_those_of_evaluation_as_are_those_of_an_onnx_file(
         answers = predictor.answer([predictor.prepare(path.read_bytes()) for path in files], 1)
         numbers = [list(each.row()["numbers"].values()) for each in answers]
         assert np.array(numbers) == pytest.approx(np.array(wanted), abs=2e-5)
-        assert answers[0].described().startswith("radius ")
+        assert answers[0].description().startswith("radius ")
     (pictures / "broken.png").write_bytes(b"no picture")
     assert "1 of them unreadable" in predicted(trained, pictures, "--output", tmp_path / "out.csv").output
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
@@ -230,7 +230,7 @@ def test_a_hub_folder_of_timms_is_refused(trained: Path, tmp_path: Path) -> None
 
 def test_what_is_exported_is_compared_in_standard_deviations(trained: Path) -> None:
     saved = read_weights(trained)
-    exportable = open_exportable(saved, trust_code=False, wanted="onnx")
+    exportable = open_exportable(saved, trust_code=False, target="onnx")
 
     def in_units_of(mean: float, std: float) -> Exportable:
         assert exportable.outputs is not None

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from paceline.checkpoint.weights import read_weights
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
-from paceline.data.text.pipeline import EVALUATION_SEED, NOTHING, Masking, chunked_rows
+from paceline.data.text.pipeline import EVALUATION_SEED, IGNORED_TARGET, Masking, chunked_rows
 from paceline.errors import PacelineError
 from paceline.inference.text import Sampling, TextPredictor
 from paceline.models.language import build_language_model
@@ -108,7 +108,7 @@ def test_masked_accuracy_is_of_masks_that_no_run_changes(train: Make, recipe: Pa
     for row in range(len(task.evaluation_rows)):
         tokens = ids[row * 16 : row * 16 + int(task.evaluation_rows.tokens[row])]
         seen, asked = map(torch.from_numpy, masking(tokens, epoch=0, sample=row))
-        places = asked != NOTHING
+        places = asked != IGNORED_TARGET
         logits = network(seen[None])[0]
         right += int((logits.argmax(dim=1) == asked)[places].sum())
         nats += F.cross_entropy(logits, asked, reduction="sum").item()
@@ -128,7 +128,7 @@ def test_a_sample_weighs_what_is_asked_of_it(recipe: Path, rows: str, overrides:
     geometry = StepGeometry(seed=0, samples=len(weights), global_batch_size=4, logical_ranks=2, weights=weights)
     seen = 0
     for batch in pipeline.train_batches(geometry, 0, 2 * math.ceil(len(weights) / 4), World()):
-        assert (batch.targets != NOTHING).sum(dim=1).tolist() == weights[batch.ids].tolist()
+        assert (batch.targets != IGNORED_TARGET).sum(dim=1).tolist() == weights[batch.ids].tolist()
         seen += len(batch.ids)
     assert seen == 2 * len(weights)
     assert pipeline.sample_name(0, training=True) == f"{task.dataset.train.name(0)}[0:16]"

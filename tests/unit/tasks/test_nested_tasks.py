@@ -19,7 +19,7 @@ from measured_memory import measured_peak
 
 import paceline
 from paceline.cli.main import run as run_command_line
-from paceline.data.batch import Batch, chosen, joined_along_samples, rows_of, tensors_in
+from paceline.data.batch import Batch, joined_along_samples, rows_of, select_rows, tensors_in
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.errors import PacelineError
@@ -37,9 +37,9 @@ from paceline.trainer.train import plan_only
 from paceline.world import World
 from paceline_advisor.commands import Landscape, NoiseScale, Prove
 from paceline_advisor.landscape.subject import open_run
-from paceline_advisor.memory.batch_trial import Orders, TrialTask
+from paceline_advisor.memory.batch_trial import TrialConfig, TrialTask
 from paceline_advisor.memory.estimate import estimate_memory
-from paceline_advisor.prove.notes import alike, content_of
+from paceline_advisor.prove.notes import content_of, same_content
 from paceline_advisor.prove.study import prove
 from paceline_advisor.scaling.network import describe
 from paceline_advisor.tuning.noise_scale import measure_noise
@@ -82,29 +82,29 @@ def test_samples_of_nested_batches_are_taken_and_put_together() -> None:
     batch = {"tokens": torch.arange(6).view(3, 2), "pair": ([torch.ones(1), torch.ones(2), torch.ones(3)], 7)}
     assert rows_of(batch) == rows_of(batch["pair"]) == 3
     assert rows_of([torch.zeros(9, 4)]) == 1
-    part = chosen(batch, [2, 0, 2], of=3)
+    part = select_rows(batch, [2, 0, 2], size=3)
     assert part["tokens"].tolist() == [[4, 5], [0, 1], [4, 5]]
     assert [len(each) for each in part["pair"][0]] == [3, 1, 3]
     assert part["pair"][1] == 7
-    whole = joined_along_samples([chosen(batch, [0], of=3), chosen(batch, [1, 2], of=3)])
+    whole = joined_along_samples([select_rows(batch, [0], size=3), select_rows(batch, [1, 2], size=3)])
     assert all(map(torch.equal, tensors_in(whole), tensors_in(batch)))
-    assert chosen(torch.arange(2), [0], of=3).tolist() == [0, 1]  # it belongs to no sample
+    assert select_rows(torch.arange(2), [0], size=3).tolist() == [0, 1]  # it belongs to no sample
 
 
 def test_the_same_sample_is_known_again_however_it_was_padded() -> None:
     def content(*tokens: int) -> str:
         return content_of([torch.tensor([tokens])])
 
-    assert alike(content(3, 5, 0, 0), content(3, 5))
-    assert alike(content(3, 5, 0, 0), content(3, 5, 0))
-    assert alike(content(3, 0), content(3, 0, 0))
-    assert not alike(content(3, 5, 0, 0), content(3, 6))
-    assert not alike(content(3, 5, 0, 0), content(3, 6, 0))
-    assert not alike(content(3, 5), content(3, 7))
-    assert not alike(content(3, 5, 0), content(3, 5, 1))
+    assert same_content(content(3, 5, 0, 0), content(3, 5))
+    assert same_content(content(3, 5, 0, 0), content(3, 5, 0))
+    assert same_content(content(3, 0), content(3, 0, 0))
+    assert not same_content(content(3, 5, 0, 0), content(3, 6))
+    assert not same_content(content(3, 5, 0, 0), content(3, 6, 0))
+    assert not same_content(content(3, 5), content(3, 7))
+    assert not same_content(content(3, 5, 0), content(3, 5, 1))
     assert len(content_of([torch.zeros(1, 100_000)])) < 100  # and quickly so: one row for each sample of a sound
     pictures = [torch.rand(1, 3, 4, 4, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
-    assert not alike(*(content_of([each, torch.ones(1)]) for each in pictures))
+    assert not same_content(*(content_of([each, torch.ones(1)]) for each in pictures))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -171,7 +171,7 @@ def test_memory_is_estimated_from_its_own_batches(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_trial_of_a_batch_size_repeats_its_samples(name: str) -> None:
     task, _ = opened(name)
-    trial = TrialTask(task, Orders(task="", samples=40, evaluation_samples=6, memory=None))
+    trial = TrialTask(task, TrialConfig(task="", samples=40, evaluation_samples=6, memory=None))
     trial.data_facts(World())
     pipeline = trial.open_pipeline(CPU)
     geometry = StepGeometry(seed=0, samples=40, global_batch_size=20, logical_ranks=1)

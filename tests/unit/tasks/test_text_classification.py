@@ -196,8 +196,9 @@ def test_a_checkpoint_is_fine_tuned_and_exported(train: Make, checkpoint: Path, 
     assert again.metrics["loss"] == pytest.approx(result.metrics["loss"], rel=1e-6)
 
 
+@pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("kind", ["bert", "roberta", "distilbert", "gpt2", "llama", "modernbert"])
-def test_architectures_classify_a_text_as_alone_however_it_is_padded(kind: str) -> None:
+def test_architectures_classify_a_text_as_alone_however_it_is_padded(kind: str, per_token: bool) -> None:
     pytest.importorskip("transformers", reason="pip install 'paceline[transformers]'")
     options: dict[str, Any] = dict(TINY)
     if kind in ("gpt2", "distilbert"):
@@ -206,13 +207,14 @@ def test_architectures_classify_a_text_as_alone_however_it_is_padded(kind: str) 
         options = {"dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 24}
     torch.manual_seed(0)
     model = Model(name=f"transformers:{kind}", options=options)
-    network = build_text_classifier(model, vocabulary=29, context=12, classes=3, pad=28).double().eval()
+    sizes = {"vocabulary": 29, "context": 12, "classes": 3, "pad": 28}
+    network = build_text_classifier(model, **sizes, per_token=per_token).double().eval()
     tokens, mask = torch.randint(27, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
     tokens[0, 5:], mask[0, 5:] = 28, 0
     together = network(tokens, mask)
-    assert together.shape == (2, 3)
+    assert together.shape == ((2, 12, 3) if per_token else (2, 3))
     alone = network(tokens[:1, :5], mask[:1, :5])
-    assert (together[:1] - alone).abs().max() < 1e-8
+    assert ((together[:1, :5] if per_token else together[:1]) - alone).abs().max() < 1e-8
 
 
 @pytest.mark.needs("peft")

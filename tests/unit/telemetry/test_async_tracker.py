@@ -55,9 +55,9 @@ def raises(error: BaseException) -> Callable[[], None]:
 @pytest.fixture
 def hang() -> Any:
     """Hangs until the test is over."""
-    goes_on = threading.Event()
-    yield lambda: goes_on.wait(60)
-    goes_on.set()
+    resume = threading.Event()
+    yield lambda: resume.wait(60)
+    resume.set()
 
 
 def fed(**does: Callable[[], object]) -> tuple[AsyncTracker, list[str]]:
@@ -70,7 +70,7 @@ def test_every_record_arrives_in_order_after_the_earlier_ones(tmp_path: Path) ->
     events = tmp_path / "events.jsonl"
     events.write_text("".join(json.dumps(step(number)) + "\n" for number in range(1, 251)) + '{"torn')
     tool = Scripted()
-    tracker = AsyncTracker("csv", lambda: tool, earlier=events)
+    tracker = AsyncTracker("csv", lambda: tool, history=events)
     with events.open("a") as file:  # the run's writer goes on; that is no earlier record
         file.write("\n")
     for number in range(251, 601):
@@ -89,29 +89,29 @@ def test_every_record_arrives_in_order_after_the_earlier_ones(tmp_path: Path) ->
     ],
 )
 def test_an_error_is_reported_once(does: Any, told: str) -> None:
-    tracker, said = fed(**does)
-    said += [tracker.close(60), tracker.close(60), tracker.write(step(9))]
-    (message,) = filter(None, said)
+    tracker, messages = fed(**does)
+    messages += [tracker.close(60), tracker.close(60), tracker.write(step(9))]
+    (message,) = filter(None, messages)
     assert message.startswith("wandb failed: ")
     assert told in message
 
 
-@pytest.mark.parametrize(("where", "told"), [("make", "8 of 8"), ("write", "8 of 8"), ("close", "did not close")])
-def test_one_that_hangs_is_abandoned_and_what_it_lacks_is_counted(where: str, told: str, hang: Any) -> None:
-    tracker, said = fed(**{where: hang})
-    assert said == [""] * 8
+@pytest.mark.parametrize(("where", "message"), [("make", "8 of 8"), ("write", "8 of 8"), ("close", "did not close")])
+def test_one_that_hangs_is_abandoned_and_what_it_lacks_is_counted(where: str, message: str, hang: Any) -> None:
+    tracker, messages = fed(**{where: hang})
+    assert messages == [""] * 8
     begin = time.monotonic()
-    assert told in tracker.close(0.5)
+    assert message in tracker.close(0.5)
     assert tracker.close(60) == ""  # which waits no second time
     assert time.monotonic() - begin < 10
 
 
 def test_an_abandoned_one_does_nothing_more() -> None:
-    goes_on, tool = threading.Event(), Scripted(write=lambda: goes_on.wait(60))
+    resume, tool = threading.Event(), Scripted(write=lambda: resume.wait(60))
     tracker = AsyncTracker("wandb", lambda: tool)
     tracker.write(step(1))
     assert "1 of 1" in tracker.close(-5)  # another one has used up the time
-    goes_on.set()
+    resume.set()
     assert tracker._thread is not None
     tracker._thread.join(60)
     assert tool.calls == [1]
@@ -119,8 +119,8 @@ def test_an_abandoned_one_does_nothing_more() -> None:
 
 def test_what_finds_no_room_is_counted_but_the_end_always_does(hang: Any) -> None:
     tracker = AsyncTracker("wandb", lambda: Scripted(make=hang), capacity=5)
-    said = [tracker.write(step(number)) for number in range(100)]
-    (message,) = filter(None, said)
+    messages = [tracker.write(step(number)) for number in range(100)]
+    (message,) = filter(None, messages)
     assert "5 records are waiting" in message
     assert tracker.write(FINISH) == ""
     assert "did not take 101 of 101 records" in tracker.close(0.1)
@@ -181,7 +181,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 
 
 @pytest.mark.parametrize(
-    ("misbehaving", "told"),
+    ("misbehaving", "message"),
     [
         ({"at_import": "raise RuntimeError('a broken build')"}, "a broken build"),
         ({"at_log": "time.sleep(60)"}, "did not take"),
@@ -190,14 +190,14 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 )
 def test_a_run_neither_waits_nor_fails_nor_changes(
     misbehaving: Any,
-    told: str,
+    message: str,
     library: Any,
     train_tiny: Callable[..., Any],
     events: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     library(**misbehaving)
-    monkeypatch.setattr("paceline.trainer.recorder._PATIENCE_SECONDS", 15.0 if told == "did not take" else 60.0)
+    monkeypatch.setattr("paceline.trainer.recorder._PATIENCE_SECONDS", 15.0 if message == "did not take" else 60.0)
     alone = train_tiny("alone", RECORDS)
     begin = time.monotonic()
     watched = train_tiny("watched", {**RECORDS, "telemetry.trackers": ["wandb", "tensorboard"]})
@@ -206,7 +206,7 @@ def test_a_run_neither_waits_nor_fails_nor_changes(
     assert watched.summary.weights_sha256 == alone.summary.weights_sha256
     (incident,) = events(watched.run_dir, "incident")
     assert (incident["incident"], incident["tracker"]) == ("tracker", "wandb")
-    assert told in incident["message"]
+    assert message in incident["message"]
     assert events(watched.run_dir)[-1]["event"] == "finish"
     without = [each for each in events(watched.run_dir) if each["event"] != "incident"]
     assert [each["event"] for each in without] == [each["event"] for each in events(alone.run_dir)]

@@ -267,11 +267,11 @@ def test_a_span_costs_a_few_microseconds_at_most() -> None:
     clock.start()
     costs = []
     for _ in range(20):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(1000):
             with clock.span("forward"):
                 pass
-        costs.append((time.perf_counter() - begun) / 1000)
+        costs.append((time.perf_counter() - started) / 1000)
     # Half of one here; benchmarks/step_clock.py measures it. A slow machine is no reason to fail, a lock would be one.
     assert min(costs) < 6e-6
 

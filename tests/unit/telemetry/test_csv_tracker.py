@@ -30,7 +30,7 @@ class Launch:
     """Writes to the file and to the tables, as a run does."""
 
     def __init__(self, run: Path) -> None:
-        self._tracker = AsyncTracker("csv", lambda: CsvTracker(run / "csv"), earlier=run / "events.jsonl")
+        self._tracker = AsyncTracker("csv", lambda: CsvTracker(run / "csv"), history=run / "events.jsonl")
         self._writer = EventWriter(run / "events.jsonl")
 
     def write(self, events: Iterable[dict[str, Any]]) -> None:
@@ -125,12 +125,12 @@ def test_of_a_real_run_they_are_the_events(
     pandas = pytest.importorskip("pandas", reason="reads the tables back: pip install pandas")
     train_tiny("a", {"telemetry.trackers": ["csv"], "train.until": "5 steps"})
     run = train_tiny("a", {"telemetry.trackers": ["csv"]}).run_dir
-    told = events(run)
-    kinds = {each["event"] for each in told}
+    recorded = events(run)
+    kinds = {each["event"] for each in recorded}
     assert {path.stem for path in (run / "csv").iterdir()} == kinds >= {"start", "resume", "step", "evaluation"}
     for kind in kinds:
         frame = pandas.read_csv(run / "csv" / f"{kind}.csv")
-        expected = [each for each in told if each["event"] == kind]
+        expected = [each for each in recorded if each["event"] == kind]
         assert len(frame) == len(expected)
         for row, each in zip(frame.to_dict("records"), expected, strict=True):
             flat = {key: value for key, value in each.items() if key != "event" and not isinstance(value, dict)}

@@ -113,7 +113,7 @@ def test_no_line_is_wide(simulated_time: Any) -> None:
 
 def test_the_time_left_is_as_expected_before_steps_tell(simulated_time: Any) -> None:
     progress = RunProgress(1000, 0, Epochs.cut(40, [(0, 1, 1)]), "samples")
-    assert progress.take({"event": "measurement", "message": "expected", "seconds": 1, "expected_seconds": 90.0})
+    assert progress.handle({"event": "measurement", "message": "expected", "seconds": 1, "expected_seconds": 90.0})
     simulated_time.now += 30
     assert progress.seconds_left == pytest.approx(60)
     progress.advance(1)
@@ -215,10 +215,10 @@ def cost_of(advance: Callable[[int], None]) -> float:
     """Seconds of the processor per call, where that is least."""
     costs = []
     for _ in range(20):
-        begun = time.thread_time()
+        started = time.thread_time()
         for _ in range(500):
             advance(7)
-        costs.append((time.thread_time() - begun) / 500)
+        costs.append((time.thread_time() - started) / 500)
     return min(costs)
 
 
@@ -311,14 +311,14 @@ def test_a_terminal_that_is_lost_under_live_bars_is_told_once(
 def test_live_bars_on_a_real_terminal() -> None:
     leader, follower = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
-    begun = time.monotonic()
+    started = time.monotonic()
     with subprocess.Popen([sys.executable, "-c", LIVE], stdout=follower, stderr=follower, env=environment) as process:
         os.close(follower)
         output = b""
         while chunk := _read(leader):
             output += chunk
         assert process.wait(timeout=60) == 0
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - started
     os.close(leader)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
     assert "digits\r\n" in text

@@ -24,7 +24,7 @@ def test_packages_are_added_up_and_their_parts_are_not(tmp_path: Path) -> None:
     second = package(tmp_path, "intel-rapl:1", 2_000_000)
     package(tmp_path, "intel-rapl:0:0", 500_000)
     counter = EnergyCounter(CPU, rapl=tmp_path)
-    assert counter.why_not == ""
+    assert counter.unavailable_reason == ""
     before = counter.joules()
     first.write_text("4000000")
     second.write_text("2500000")
@@ -43,9 +43,9 @@ def test_a_counter_that_begins_again_goes_on(tmp_path: Path) -> None:
 def test_without_a_counter_there_is_a_reason(tmp_path: Path) -> None:
     none = EnergyCounter(CPU, rapl=tmp_path)
     assert (none.joules(), none.of) == (None, "")
-    assert "RAPL" in none.why_not
+    assert "RAPL" in none.unavailable_reason
     (tmp_path / "intel-rapl:0").mkdir()
     closed = EnergyCounter(CPU, rapl=tmp_path)
     assert closed.joules() is None
-    assert "root" in closed.why_not
-    assert "xpu" in EnergyCounter(torch.device("xpu"), rapl=tmp_path).why_not
+    assert "root" in closed.unavailable_reason
+    assert "xpu" in EnergyCounter(torch.device("xpu"), rapl=tmp_path).unavailable_reason

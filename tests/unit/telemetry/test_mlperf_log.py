@@ -111,13 +111,13 @@ def test_it_would_not_without_any_of_the_lines(closed: Path, tmp_path: Path) -> 
 def test_it_takes_other_optimizers_and_the_open_division(tmp_path: Path, overrides: dict[str, Any]) -> None:
     run = train(tmp_path, overrides)
     assert accepted([run / "mlperf" / "result_0.txt"]) == [True]
-    said = values(run)
-    assert said["opt_name"] == overrides["optimizer.name"]
-    assert said["cache_clear"] is overrides.get("telemetry.submission.cache_cleared", False)
+    logged = values(run)
+    assert logged["opt_name"] == overrides["optimizer.name"]
+    assert logged["cache_clear"] is overrides.get("telemetry.submission.cache_cleared", False)
 
 
 def test_every_line_says_what_the_run_did(closed: Path) -> None:
-    said = values(closed)
+    logged = values(closed)
     plan = json.loads((closed / "plan.json").read_text())
     expected = {
         "submission_org": "Us",
@@ -141,7 +141,7 @@ def test_every_line_says_what_the_run_did(closed: Path) -> None:
         "sgd_opt_momentum": 0.9,
         "opt_learning_rate_warmup_epochs": 1,
     }
-    assert {key: said[key] for key in expected} == expected
+    assert {key: logged[key] for key in expected} == expected
 
 
 def test_its_clock_leaves_nothing_out_and_stops_at_the_target(closed: Path) -> None:
@@ -154,11 +154,11 @@ def test_its_clock_leaves_nothing_out_and_stops_at_the_target(closed: Path) -> N
     assert logged == [(each["top1_accuracy"] / 100, each["epoch"]) for each in scored[:first]]
     times = [each["time_ms"] for each in lines]
     assert times == sorted(times)
-    begun, ended = (next(each for each in lines if each["key"] == key) for key in ("run_start", "run_stop"))
+    start, ended = (next(each for each in lines if each["key"] == key) for key in ("run_start", "run_stop"))
     assert ended["metadata"] | {"status": "success", "epoch_num": first, "resumes": 0} == ended["metadata"]
     assert ended["time_ms"] == round(1000 * scored[first - 1]["time"])
     finish, total = events[-1], json.loads(run.summary.read_text())["total_seconds"]
-    assert begun["time_ms"] / 1000 == pytest.approx(finish["time"] - total, abs=1.0)
+    assert start["time_ms"] / 1000 == pytest.approx(finish["time"] - total, abs=1.0)
 
 
 def test_a_run_that_was_stopped_and_resumed_logs_what_one_that_was_not_does(closed: Path, tmp_path: Path) -> None:

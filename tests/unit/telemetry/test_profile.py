@@ -14,7 +14,7 @@ import pytest
 
 from paceline.errors import RecipeError
 from paceline.telemetry.clock import build_step_clock
-from paceline.telemetry.profile import Assignment, Profiled, ProfilingClock
+from paceline.telemetry.profile import ProfileResult, ProfileWindow, ProfilingClock
 
 # Dropout, BatchNorm, augmentation, average: whatever an observer could disturb.
 SENSITIVE = {
@@ -127,7 +127,7 @@ def test_a_place_that_cannot_be_written_does_not_end_the_run(train_tiny: Any, ru
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("requested", "message"),
     [
         ({"telemetry.profile.after": "0 steps"}, "no warm-up step"),
         ({"telemetry.profile.after": "6 steps"}, "steps 7 to 9, beyond the run's 8"),
@@ -135,9 +135,11 @@ def test_a_place_that_cannot_be_written_does_not_end_the_run(train_tiny: Any, ru
         ({"telemetry.profile.steps": "off", "telemetry.profile.memory": True}, "nothing is profiled"),
     ],
 )
-def test_what_cannot_be_profiled_is_refused(asked: dict[str, Any], said: str, train_tiny: Any, runs: Path) -> None:
-    with pytest.raises(RecipeError, match=said):
-        train_tiny("run", {**PROFILED, **asked})
+def test_what_cannot_be_profiled_is_refused(
+    requested: dict[str, Any], message: str, train_tiny: Any, runs: Path
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        train_tiny("run", {**PROFILED, **requested})
     assert not (runs / "run").exists()
 
 
@@ -174,9 +176,9 @@ class Diary:
         self.lines.append(title)
 
 
-def watched_by(tool: Diary, steps: int, done: list[Profiled], *, fails: bool = False) -> ProfilingClock:
+def watched_by(tool: Diary, steps: int, done: list[ProfileResult], *, fails: bool = False) -> ProfilingClock:
     """A clock over so many steps, of which the third and the fourth are to be profiled; then the run may fail."""
-    assignment = Assignment(first=2, end=4, position=lambda: len(taken), folder=lambda _: Path(), report=done.append)
+    assignment = ProfileWindow(first=2, end=4, position=lambda: len(taken), folder=lambda _: Path(), report=done.append)
     clock, taken = ProfilingClock(build_step_clock("cpu"), tool, assignment), list[int]()
     clock.start()
     with closing(clock):
@@ -190,7 +192,7 @@ def watched_by(tool: Diary, steps: int, done: list[Profiled], *, fails: bool = F
 
 
 def test_a_tool_is_told_of_the_window_and_of_nothing_else() -> None:
-    tool, done = Diary(), list[Profiled]()
+    tool, done = Diary(), list[ProfileResult]()
     clock = watched_by(tool, 6, done)
     step = ["<forward>", "</forward>"]
     assert tool.lines == [
@@ -199,13 +201,13 @@ def test_a_tool_is_told_of_the_window_and_of_nothing_else() -> None:
         *("<step 4>", *step, "</step 4>"),
         *("end", "Steps 3 to 4"),
     ]
-    assert done == [Profiled(first=3, last=4)]
+    assert done == [ProfileResult(first=3, last=4)]
     assert clock.totals.steps == 6
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_a_run_that_ends_inside_ends_the_tool(steps: int) -> None:
-    tool, done = Diary(), list[Profiled]()
+    tool, done = Diary(), list[ProfileResult]()
     watched_by(tool, steps, done)
     assert tool.lines.count("begin") == tool.lines.count("end") == 1
     assert tool.lines[-1] == "end"
@@ -214,12 +216,12 @@ def test_a_run_that_ends_inside_ends_the_tool(steps: int) -> None:
 
 
 def test_a_device_that_fails_does_not_hide_what_it_ended_the_run_with() -> None:
-    done = list[Profiled]()
+    done = list[ProfileResult]()
     with pytest.raises(ZeroDivisionError):
         watched_by(Diary(device_fails=True), 3, done, fails=True)
-    [said] = done
-    assert said.problem is not None
-    assert said.problem.endswith("(an illegal memory access was encountered)")
+    [message] = done
+    assert message.problem is not None
+    assert message.problem.endswith("(an illegal memory access was encountered)")
 
 
 def test_the_time_of_the_tool_is_in_no_step(simulated_time: Any) -> None:

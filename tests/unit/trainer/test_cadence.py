@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from run_directories import saved_steps
 
-from paceline.checkpoint.background import Cadence, job_ends_at, young_interval
+from paceline.checkpoint.background import Cadence, job_end_time, young_interval
 from paceline.recipe.running import Checkpoint
 from paceline.units import Duration, TimeSpan
 
@@ -44,7 +44,7 @@ def test_a_time_is_counted_from_the_save_before(clock: Clock) -> None:
     assert due_after(cadence, clock) == 120
     clock.now += 500
     assert cadence.is_due()
-    assert cadence.saved(3.0) is None
+    assert cadence.record_save(3.0) is None
     assert due_after(cadence, clock) == 120
 
 
@@ -56,12 +56,12 @@ def test_steps_and_off_are_never_due_by_the_clock(clock: Clock, every: Duration 
 def test_auto_is_youngs_optimum_of_what_the_save_before_cost(clock: Clock) -> None:
     cadence = Cadence(Checkpoint(every="auto", mtbf=TimeSpan(2, "hours")), clock=clock)
     assert due_after(cadence, clock) == 60
-    news = cadence.saved(0.5)
+    news = cadence.record_save(0.5)
     assert news is not None
     assert "0.50 s" in news
     assert "1 min 25 s" in news
     assert due_after(cadence, clock) == math.ceil(math.sqrt(2 * 0.5 * 7200))
-    assert cadence.saved(2.0) is None
+    assert cadence.record_save(2.0) is None
     assert due_after(cadence, clock) == math.ceil(math.sqrt(2 * 2.0 * 7200))
 
 
@@ -79,8 +79,8 @@ def test_youngs_interval_loses_least(cost: float) -> None:
 
 def test_auto_leaves_the_disk_as_much_time_as_it_takes(clock: Clock) -> None:
     cadence = Cadence(Checkpoint(every="auto", mtbf=TimeSpan(1, "minutes")), clock=clock)
-    cadence.wrote(300.0)
-    cadence.saved(0.001)
+    cadence.record_write(300.0)
+    cadence.record_save(0.001)
     assert due_after(cadence, clock) == 600
 
 
@@ -88,26 +88,26 @@ def test_auto_leaves_the_disk_as_much_time_as_it_takes(clock: Clock) -> None:
 def test_a_job_that_is_ended_at_a_known_time_saves_once_before(clock: Clock, every: Any) -> None:
     cadence = Cadence(
         Checkpoint(every=every, **({"mtbf": TimeSpan(9000, "hours")} if every == "auto" else {})),
-        ends_at=time.time() + 3600,
+        end_time=time.time() + 3600,
         clock=clock,
     )
-    cadence.wrote(20.0)
-    cadence.saved(50.0)
+    cadence.record_write(20.0)
+    cadence.record_save(50.0)
     assert due_after(cadence, clock) == pytest.approx(3600 - 60 - 3 * 20, abs=2)
     clock.now += 3600 - 60
-    cadence.saved(50.0)
+    cadence.record_save(50.0)
     assert not cadence.is_due()
 
 
 def test_a_job_that_is_ended_saves_nothing_if_that_is_off(clock: Clock) -> None:
-    cadence = Cadence(Checkpoint(every=None), ends_at=time.time() + 100, clock=clock)
+    cadence = Cadence(Checkpoint(every=None), end_time=time.time() + 100, clock=clock)
     assert due_after(cadence, clock, 500) == 500
 
 
 def test_slurm_says_when_a_job_ends() -> None:
-    assert job_ends_at({"SLURM_JOB_END_TIME": "1767225600"}) == 1767225600
-    assert job_ends_at({"SLURM_JOB_END_TIME": "0"}) is None
-    assert job_ends_at({}) is None
+    assert job_end_time({"SLURM_JOB_END_TIME": "1767225600"}) == 1767225600
+    assert job_end_time({"SLURM_JOB_END_TIME": "0"}) is None
+    assert job_end_time({}) is None
 
 
 def test_saving_by_the_clock_changes_nothing_else(train_tiny: Callable[..., Any]) -> None:

@@ -16,7 +16,7 @@ import paceline
 from paceline.data.image.datasets import open_dataset
 from paceline.errors import PacelineError
 from paceline.recipe.data import Data
-from paceline.records.ledger import ledger_files, read_ledger
+from paceline.report.audit import used_samples
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.evaluate_target import (
     EvaluationReport,
@@ -66,8 +66,7 @@ def test_what_is_held_out_is_never_trained_on(trained: Trained, photos: Path) ->
     run_dir = trained(0.2)
     plan = json.loads((run_dir / "plan.json").read_text())
     assert (plan["train_samples"], plan["evaluation_samples"], plan["data"]["holdout_samples"]) == (16, 6, 4)
-    entries = [entry for path in ledger_files(run_dir / "ledger") for entry in read_ledger(path)]
-    assert {sample for entry in entries for sample in entry.ids.tolist()} == set(range(16))
+    assert {sample for entry in used_samples(run_dir, 0) for sample in entry.ids.tolist()} == set(range(16))
 
     def scored(on: Any) -> list[str]:
         file = run_dir / f"{on}.jsonl"

@@ -18,7 +18,7 @@ import paceline
 from paceline.devices import find_device
 from paceline.errors import ModelError
 from paceline.recipe.load import load_recipe, shipped_recipes
-from paceline.trainer.fake_batch import with_stand_in_data
+from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with
 
 QUICK = ("digits", "cifar10_fast")
@@ -50,7 +50,7 @@ def own_code(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("name", _ONCE_UNLESS_THOROUGH)
 def test_every_shipped_recipe_makes_a_step(name: str) -> None:
-    recipe, _ = with_stand_in_data(load_recipe(name).recipe)
+    recipe, _ = with_placeholder_data(load_recipe(name).recipe)
     with fake_step(recipe, machine=H100) as step:
         one_step(step)
         assert step.plan.device == "cuda"
@@ -146,7 +146,7 @@ def test_a_backward_operation_is_of_the_layer_that_was_at_work(own_code: Any) ->
 def test_a_micro_batch_of_any_size_can_be_shown() -> None:
     with fake_step(load_recipe("digits").recipe, micro_batch=7) as step:
         assert step.micro_batch == 7
-        step.show(3)
+        step.set_micro_batch(3)
         one_step(step)
         assert step.batch.inputs.shape == (3, 1, 8, 8)
         assert step.plan.micro_batch_size == 64
@@ -287,12 +287,12 @@ def test_a_task_of_one_s_own_shows_what_its_pipeline_gives(own_code: Any) -> Non
 
 
 def test_data_are_assumed_only_where_their_place_is_unknown(tmp_path: Path) -> None:
-    recipe, said = with_stand_in_data(load_recipe("resnet50").recipe)
+    recipe, said = with_placeholder_data(load_recipe("resnet50").recipe)
     assert recipe.data.dataset == "synthetic"
     assert said == "data.path is not set: as for ImageNet, 1,000 classes and images of 224 pixels are assumed"
     asked = load_recipe("resnet50", {"data.path": str(tmp_path)}).recipe
-    assert with_stand_in_data(asked) == (asked, None)
+    assert with_placeholder_data(asked) == (asked, None)
     digits = load_recipe("digits").recipe
-    assert with_stand_in_data(digits) == (digits, None)
+    assert with_placeholder_data(digits) == (digits, None)
     numbers = load_recipe("discs", {"data.dataset": "csv", "data.target_columns": ["age"]}).recipe
-    assert with_stand_in_data(numbers) == (numbers, None)
+    assert with_placeholder_data(numbers) == (numbers, None)

@@ -22,7 +22,7 @@ from paceline.distributed.collectives import Collectives
 from paceline.metrics.answers import Answers, Confusion
 from paceline.metrics.confusion import confusion_document
 from paceline.records.run_directory import RunDirectory
-from paceline.trainer.evaluate import Keep, KeptAnswers, write_kept
+from paceline.trainer.evaluate import AnswerCollector, KeepOptions, write_artifacts
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.world import World
 
@@ -34,9 +34,9 @@ CPU = torch.device("cpu")
 def test_the_matrix_counts_what_was_scored(opened: Make, evaluator: Make) -> None:
     task, pipeline = opened(evaluation_images=101, classes=7)
     model = Linear(7)
-    found = evaluator(task, pipeline, keep=Keep(weights="model", examples=24))({"model": model})
+    found = evaluator(task, pipeline, keep=KeepOptions(weights="model", examples=24))({"model": model})
     assert model.passes == 7  # batches of 16: what is kept takes no pass of its own
-    confusion = found.kept.confusion
+    confusion = found.artifacts.confusion
     assert confusion is not None
     matrix = np.array(confusion["matrix"])
     assert matrix.sum() == confusion["samples"] == found.samples == 101
@@ -68,11 +68,11 @@ def test_any_number_of_processes_keeps_the_same(
     samples: int, world_size: int, network: Callable[[], nn.Module], count: int, opened: Make, evaluator: Make
 ) -> None:
     task, pipeline = opened(evaluation_images=samples, classes=7)
-    model, keep = network().eval(), Keep(weights="model", examples=count)
-    alone = evaluator(task, pipeline, keep=keep)({"model": model}).kept
+    model, keep = network().eval(), KeepOptions(weights="model", examples=count)
+    alone = evaluator(task, pipeline, keep=keep)({"model": model}).artifacts
     passing = []
     for rank in range(world_size):
-        passing.append(KeptAnswers(task, keep))
+        passing.append(AnswerCollector(task, keep))
         for batch in pipeline.evaluation_batches(16, World(rank=rank, world_size=world_size)):
             with torch.no_grad():
                 passing[-1].add(model, batch)
@@ -81,14 +81,14 @@ def test_any_number_of_processes_keeps_the_same(
     class AllInOne(Collectives):
         """Gathers what each rank, asked in turn, would have brought."""
 
-        def gather_on_first(self, value: Any) -> list[Any]:
+        def gather_on_rank_zero(self, value: Any) -> list[Any]:
             brought.append(value)
             return brought
 
     brought: list[Any] = []
     for rank in reversed(range(world_size)):
         world = World(rank=rank, world_size=world_size)
-        kept = passing[rank].together(parts, AllInOne(world), pipeline)
+        kept = passing[rank].combine(parts, AllInOne(world), pipeline)
     assert kept == alone
     assert kept.examples is not None
     assert len(kept.examples["examples"]) == min(count, samples)
@@ -97,7 +97,9 @@ def test_any_number_of_processes_keeps_the_same(
 def test_examples_are_the_most_confident_mistakes_and_a_few_right_answers(opened: Make, evaluator: Make) -> None:
     task, pipeline = opened(evaluation_images=300, classes=3)
     model = Linear(3)
-    found = evaluator(task, pipeline, keep=Keep(weights="model", examples=12))({"model": model}).kept.examples
+    found = evaluator(task, pipeline, keep=KeepOptions(weights="model", examples=12))(
+        {"model": model}
+    ).artifacts.examples
     assert found is not None
     images, labels = task.dataset.validation.images, task.dataset.validation.labels
     with torch.no_grad():
@@ -275,9 +277,9 @@ def test_what_is_odd_is_scored_as_ever_and_told_once(
 def test_names_that_are_no_text_are_kept_as_text(opened: Make, tmp_path: Path, evaluator: Make) -> None:
     task, pipeline = opened()
     pipeline.sample_name = lambda sample, *, training: f"caf\udce9-{sample}.png"
-    kept = evaluator(task, pipeline, keep=Keep(weights="model", examples=2))({"model": Linear(3)}).kept
+    kept = evaluator(task, pipeline, keep=KeepOptions(weights="model", examples=2))({"model": Linear(3)}).artifacts
     assert kept.failure == ""
-    write_kept(RunDirectory(tmp_path), kept, {"step": 1})
+    write_artifacts(RunDirectory(tmp_path), kept, {"step": 1})
     assert {each["name"].split("-")[0] for each in told(tmp_path, "examples")["examples"]} == {"caf\\udce9"}
 
 

@@ -341,7 +341,7 @@ def test_a_disk_that_does_not_answer_ends_no_run_at_a_record(tmp_path: Path, mon
 
     for name in ("checkpoints", "ledger"):
         (tmp_path / name).mkdir()
-    with RunDirectory(tmp_path).held() as directory:
+    with RunDirectory(tmp_path).hold_open() as directory:
         with monkeypatch.context() as broken:
             broken.setattr("paceline.records.run_directory.os.stat", refuse)
             directory.check_in_place(before_saving=False)

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.mirror import Found, read_commits
-from paceline.checkpoint.store import Choice
+from paceline.checkpoint.mirror import CommitListing, list_commits
+from paceline.checkpoint.store import ResumePoint
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError
 from paceline.recipe.load import load_recipe
@@ -45,7 +45,7 @@ def mirrored(train_tiny: Make, address: str) -> Make:
 
 
 def steps_at(address: str) -> list[int]:
-    return [each.step for each in read_commits(Remote(address)).commits]
+    return [each.step for each in list_commits(Remote(address)).commits]
 
 
 def incidents(events: Make, run_dir: Path) -> list[str]:
@@ -60,7 +60,7 @@ class OneOfTwo(Collectives):
         self.seconds: list[float] = []
         self.parts = threading.Semaphore(0)
 
-    def on_first(self, action: Callable[[], Any]) -> Any:
+    def on_rank_zero(self, action: Callable[[], Any]) -> Any:
         begun = time.perf_counter()
         try:
             return action()
@@ -152,7 +152,7 @@ def test_what_is_damaged_is_no_reason_to_begin_anew_over_it(
 
 
 def test_without_initial_weights_nothing_is_begun() -> None:
-    begins = ResumeDecision(choice=Choice(None, 0))
+    begins = ResumeDecision(choice=ResumePoint(None, 0))
     recipe = load_recipe("digits", {"model.initialize_from": "x.safetensors"}).recipe
     with pytest.raises(CheckpointError, match="initial weights were not loaded"):
         mirroring.check_resumed(True, recipe, begins)
@@ -168,13 +168,13 @@ def test_a_host_that_comes_back_late_deletes_no_later_copy(
     mirrored("run")
     there, asked = steps_at(address), list[Remote]()
 
-    def away_at_first(remote: Remote) -> Found:
+    def away_at_first(remote: Remote) -> CommitListing:
         asked.append(remote)
         if len(asked) == 1:
             raise StorageError("cannot list: away")
-        return read_commits(remote)
+        return list_commits(remote)
 
-    monkeypatch.setattr(mirroring, "read_commits", away_at_first)
+    monkeypatch.setattr(mirroring, "list_commits", away_at_first)
     late = mirrored("late")
     assert late.summary.step == 8
     assert steps_at(address) == there
@@ -200,10 +200,10 @@ def test_another_recipe_is_refused_before_anything_is_fetched(mirrored: Make, ad
 
 
 def test_of_several_processes_only_the_first_needs_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(remote: Remote) -> Found:
+    def unreachable(remote: Remote) -> CommitListing:
         raise StorageError("no route")
 
-    monkeypatch.setattr(mirroring, "read_commits", unreachable)
+    monkeypatch.setattr(mirroring, "list_commits", unreachable)
     plain = load_recipe("digits", {"checkpoint.mirror": "file:///nowhere/x"}).recipe
     initial = load_recipe("digits", {"checkpoint.mirror": "file:///x", "model.initialize_from": "x"}).recipe
     two = World(world_size=2, local_world_size=2)

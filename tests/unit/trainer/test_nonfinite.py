@@ -18,9 +18,7 @@ from paceline.data.batch import Batch
 from paceline.distributed.strategy import FlagReader
 from paceline.errors import RecipeError, TrainingError
 from paceline.optim.build import build_optimizer
-from paceline.records.ledger import ledger_path, read_ledger
-from paceline.records.run_directory import RunDirectory
-from paceline.report.audit import audit_run
+from paceline.report.audit import audit_run, used_samples
 from paceline.trainer import build
 from paceline.trainer.nonfinite import NonFiniteGuard
 
@@ -71,7 +69,7 @@ def steep(positions: set[int]) -> Callable[[Batch, torch.Tensor], torch.Tensor |
 
 
 def used_at(run_dir: Path, position: int) -> list[int]:
-    entries = read_ledger(ledger_path(RunDirectory(run_dir).ledger, 0))
+    entries = used_samples(run_dir, 0)
     return sorted(sample for entry in entries if entry.step == position for sample in entry.ids.tolist())
 
 
@@ -319,7 +317,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = functools.partial(FlagReader, CPU, make_slot=lambda: (torch.zeros(1), Arrived()))
 
     def guard(train: Any, optimizer: Any, network: Any, _: torch.device, **more: Any) -> NonFiniteGuard:
-        return NonFiniteGuard(train, optimizer, network, torch.device("cuda"), late=reader(), **more)
+        return NonFiniteGuard(train, optimizer, network, torch.device("cuda"), reader=reader(), **more)
 
     monkeypatch.setattr(build, "NonFiniteGuard", guard)
 

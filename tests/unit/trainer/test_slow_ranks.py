@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.telemetry.meter import PHASES
-from paceline.trainer.recorder import Slowest, SlowRanks, find_slowest, over_ranks
+from paceline.trainer.recorder import Slowest, SlowRanks, find_slowest, summarize_ranks
 
 
 def seconds(**phases: float) -> list[float]:
@@ -38,17 +38,17 @@ IN_DATA = [
     ],
 )
 def test_the_slowest_is_found(measured: list[list[float]], waits_in: tuple[str, ...], expected: Slowest | None) -> None:
-    assert find_slowest(measured, waits_in=waits_in) == expected
+    assert find_slowest(measured, blocking=waits_in) == expected
 
 
 @pytest.mark.parametrize("phase", ["h2d", "optimizer", "ema", "host"])
 def test_in_any_part_that_is_its_own(phase: str) -> None:
     quick = seconds(forward=1.0, communication=1.0, logging=2.0)
-    assert find_slowest([quick, seconds(forward=1.0, **{phase: 1.0})], waits_in=()) == Slowest(1, phase, 2.0)
+    assert find_slowest([quick, seconds(forward=1.0, **{phase: 1.0})], blocking=()) == Slowest(1, phase, 2.0)
 
 
 def test_how_much_they_differ() -> None:
-    found = over_ranks(IN_FORWARD, untold=("h2d",))
+    found = summarize_ranks(IN_FORWARD, excluded=("h2d",))
     assert list(found) == [phase for phase in PHASES if phase != "h2d"]
     assert found["forward"] == {"minimum": 1.0, "median": 1.0, "maximum": 3.0, "least_rank": 0, "most_rank": 1}
     assert found["communication"] == {"minimum": 1.0, "median": 3.0, "maximum": 3.0, "least_rank": 1, "most_rank": 0}
@@ -58,8 +58,8 @@ def test_told_once_when_it_stays_so() -> None:
     slow, fast = Slowest(1, "forward", 1.6), Slowest(1, "forward", 1.4)
     other = Slowest(2, "forward", 1.6)
     ranks = SlowRanks()
-    heard = [ranks.is_news(each) for each in (slow, slow, fast, slow, slow, slow, slow, fast, slow, slow, slow)]
+    heard = [ranks.is_new(each) for each in (slow, slow, fast, slow, slow, slow, slow, fast, slow, slow, slow)]
     assert heard == [False] * 5 + [True] + [False] * 5
-    assert [ranks.is_news(each) for each in (other, slow, other, other, None, other, other, other)] == [False] * 7 + [
+    assert [ranks.is_new(each) for each in (other, slow, other, other, None, other, other, other)] == [False] * 7 + [
         True
     ]

@@ -23,7 +23,7 @@ EIGHT_PARTS = load_recipe("digits", ["parallel.exact=true"]).recipe
 
 def launch(rank: int, size: int, *, per_node: int = 1, comes_again: str | None = "--nnodes=1:9") -> Launch:
     world = World(rank=rank, world_size=size, local_rank=rank % per_node, local_world_size=per_node)
-    return Launch(world, "env://", "torchrun", comes_again=comes_again)
+    return Launch(world, "env://", "torchrun", restart_setting=comes_again)
 
 
 @pytest.mark.parametrize(("size", "trains"), [(1, 1), (2, 2), (3, 2), (4, 4), (5, 4), (7, 4), (8, 8), (9, 8)])

@@ -22,7 +22,7 @@ from paceline.data.image.decode import decode
 from paceline.data.image.source import Image
 from paceline.errors import DataError
 from paceline.escaping import utf8
-from paceline.files import LeftOut, files_below, refuse_odd_kinds
+from paceline.files import SkippedItems, list_files, refuse_special_inputs
 from paceline.plain_json import load_json
 
 _OFFSET, _CONTINUES, _NEGATIVE = 48, 32, 16  # to characters of a compressed string, which hold 5 bits each
@@ -38,7 +38,7 @@ def outline_fault(outline: Any, height: int, width: int) -> str | None:
         width: The picture's width.
     """
     if isinstance(outline, dict):
-        return _runs_fault(outline, height, width)
+        return _rle_fault(outline, height, width)
     if not isinstance(outline, list) or not outline:
         return "it must be a list of polygons, or run lengths (a mapping of counts and size)"
     return next((fault for each in outline if (fault := _polygon_fault(each, height, width))), None)
@@ -49,8 +49,8 @@ def mask_of(outline: Any, height: int, width: int) -> NDArray[np.uint8]:
     if isinstance(outline, dict):
         counts = _counts(outline["counts"])
         assert counts is not None
-        drawn = np.repeat((np.arange(len(counts)) % 2).astype(np.uint8), counts)
-        return drawn.reshape(width, height).T  # runs are in column order
+        pixels = np.repeat((np.arange(len(counts)) % 2).astype(np.uint8), counts)
+        return pixels.reshape(width, height).T  # runs are in column order
     from pycocotools import mask
 
     polygons: NDArray[np.uint8] = mask.decode(mask.merge(mask.frPyObjects(outline, height, width)))
@@ -79,7 +79,7 @@ def _polygon_fault(polygon: Any, height: int, width: int) -> str | None:
     return None
 
 
-def _runs_fault(runs: dict[str, Any], height: int, width: int) -> str | None:
+def _rle_fault(runs: dict[str, Any], height: int, width: int) -> str | None:
     if runs.get("size") != [height, width]:
         return f"its run lengths have the size {runs.get('size')}, but the picture has {[height, width]}"
     counts = _counts(runs.get("counts"))
@@ -153,7 +153,7 @@ class CocoSource:
     def __init__(self, folder: Path, annotations: Annotations, samples: NDArray[np.int64] | None = None) -> None:
         """Use the pictures in ``folder`` at positions ``samples``, or all."""
         self._folder = os.fspath(folder)
-        self._found = annotations
+        self._annotations = annotations
         self._samples = np.arange(len(annotations.names)) if samples is None else samples
         self.sizes: NDArray[np.int64] = annotations.sizes[self._samples]
 
@@ -166,20 +166,22 @@ class CocoSource:
 
     def objects(self, sample: int, *, masks: bool) -> Objects:
         """Return its annotations."""
-        found, at = self._found, int(self._samples[sample])
-        rows = slice(int(found.bounds[at]), int(found.bounds[at + 1]))
-        drawn = None
+        annotations, row = self._annotations, int(self._samples[sample])
+        rows = slice(int(annotations.bounds[row]), int(annotations.bounds[row + 1]))
+        pixels = None
         if masks:
-            assert found.outlines is not None
-            height, width = map(int, found.sizes[at])
-            drawn = np.zeros((rows.stop - rows.start, height, width), dtype=np.uint8)
-            for index, outline in enumerate(found.outlines[rows]):
-                drawn[index] = mask_of(outline, height, width)
-        return Objects(boxes=found.boxes[rows], labels=found.labels[rows], crowd=found.crowd[rows], masks=drawn)
+            assert annotations.outlines is not None
+            height, width = map(int, annotations.sizes[row])
+            pixels = np.zeros((rows.stop - rows.start, height, width), dtype=np.uint8)
+            for index, outline in enumerate(annotations.outlines[rows]):
+                pixels[index] = mask_of(outline, height, width)
+        return Objects(
+            boxes=annotations.boxes[rows], labels=annotations.labels[rows], crowd=annotations.crowd[rows], masks=pixels
+        )
 
     def path(self, sample: int) -> str:
         """Return the picture's path."""
-        return os.path.join(self._folder, self._found.names[int(self._samples[sample])])
+        return os.path.join(self._folder, self._annotations.names[int(self._samples[sample])])
 
 
 def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
@@ -207,18 +209,18 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
                 "COCO's masks are drawn by pycocotools, which is not installed: pip install 'paceline[detection]', or "
                 "set data.detection.masks=false."
             ) from None
-    digest, left_out, found = hashlib.sha256(), LeftOut(), []
+    digest, left_out, splits_read = hashlib.sha256(), SkippedItems(), []
     for split in ("train", "val"):
         folder, file = _split(root, split)
-        found.append((folder, file, *read_annotations(file, masks=masks, note=digest.update)))
-    (train_folder, train_file, train, classes), (held_folder, held_file, held_out, held_classes) = found
+        splits_read.append((folder, file, *read_annotations(file, masks=masks, note=digest.update)))
+    (train_folder, train_file, train, classes), (held_folder, held_file, held_out, held_classes) = splits_read
     if classes != held_classes:
         raise DataError(
             f"{held_file}: its categories are not those of {train_file.name}; both splits must have the same."
         )
-    samples, counts = _to_learn_from(train_file, train, keep_empty=keep_empty)
-    for folder, _, said, _ in found:
-        _tell_unnamed(folder, said, left_out)
+    samples, counts = _trainable(train_file, train, keep_empty=keep_empty)
+    for folder, _, said, _ in splits_read:
+        _report_unnamed(folder, said, left_out)
     return BoxDataset(
         name="coco",
         train=CocoSource(train_folder, train, samples),
@@ -231,7 +233,7 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
                 f"{key.removesuffix('_left_out').replace('_', ' ')}: {n:,} left out of training"
                 for key, n in counts.items()
             ),
-            *left_out.told(),
+            *left_out.summaries(),
         ),
     )
 
@@ -255,7 +257,7 @@ def read_annotations(
     Raises:
         DataError: If it is malformed; names the first faults and says how many there are.
     """
-    refuse_odd_kinds(file)
+    refuse_special_inputs(file)
     try:
         content = file.read_bytes()
         tree = load_json(content, parse_constant=str)  # NaN and Infinity become text, and so are not numbers
@@ -282,7 +284,7 @@ def _refuse(file: Path, faults: list[str]) -> None:
 
 def _images(entries: list[Any], faults: list[str]) -> dict[int, tuple[str, int, int]]:
     """Return file name, height and width by image id, ascending."""
-    found: dict[int, tuple[str, int, int]] = {}
+    images: dict[int, tuple[str, int, int]] = {}
     names: set[str] = set()
     for position, each in enumerate(entries):
         tree: dict[str, Any] = each if isinstance(each, dict) else {}
@@ -291,17 +293,17 @@ def _images(entries: list[Any], faults: list[str]) -> dict[int, tuple[str, int, 
         sides: list[Any] = [tree.get("height"), tree.get("width")]
         have_sides = all(type(side) is int and 1 <= side <= _MOST for side in sides)
         if type(number) is not int or not _is_file_name(name) or not have_sides:
-            faults.append(f"images[{position}] must have id, file_name, height and width, and is {_shown(each)}")
+            faults.append(f"images[{position}] must have id, file_name, height and width, and is {_abbreviate(each)}")
             continue
-        if number in found:
-            faults.append(f"images[{position}] has the id {_shown(number)}, which another one has")
+        if number in images:
+            faults.append(f"images[{position}] has the id {_abbreviate(number)}, which another one has")
         elif os.path.normpath(name) in names:
             faults.append(f"images[{position}] (id {number}) has the file_name {name!r}, which another one has")
         elif Path(name).is_absolute() or ".." in Path(name).parts:
             faults.append(f"images[{position}] is outside the folder of pictures: {name!r}")
-        found[number] = (name, sides[0], sides[1])
+        images[number] = (name, sides[0], sides[1])
         names.add(os.path.normpath(name))
-    return dict(sorted(found.items()))
+    return dict(sorted(images.items()))
 
 
 def _is_file_name(name: object) -> bool:
@@ -312,18 +314,18 @@ def _is_file_name(name: object) -> bool:
 
 
 def _classes(entries: list[Any], faults: list[str]) -> dict[int, str]:
-    found: dict[int, str] = {}
+    classes: dict[int, str] = {}
     for position, each in enumerate(entries):
         number, name = (each.get("id"), each.get("name")) if isinstance(each, dict) else (None, None)
         if type(number) is not int or not isinstance(name, str) or utf8(name) != name:
-            faults.append(f"categories[{position}] must have id and name, and is {_shown(each)}")
+            faults.append(f"categories[{position}] must have id and name, and is {_abbreviate(each)}")
             continue
-        if number in found:
-            faults.append(f"categories[{position}] has the id {_shown(number)}, which another one has")
-        elif name in found.values():
+        if number in classes:
+            faults.append(f"categories[{position}] has the id {_abbreviate(number)}, which another one has")
+        elif name in classes.values():
             faults.append(f"categories[{position}] has the name {name!r}, which another one has")
-        found[number] = name
-    return dict(sorted(found.items()))
+        classes[number] = name
+    return dict(sorted(classes.items()))
 
 
 def _rows(
@@ -331,10 +333,10 @@ def _rows(
 ) -> Iterator[tuple[int, int, list[float], bool, Any]]:
     """Return image, class, box, crowd flag and outline of each valid annotation."""
     for position, each in enumerate(entries):
-        said = _annotation_fault(each, images, classes, masks=masks)
-        if said is not None:
+        fault = _annotation_fault(each, images, classes, masks=masks)
+        if fault is not None:
             number = each.get("id") if isinstance(each, dict) else None
-            faults.append(f"annotations[{position}]{'' if number is None else f' (id {_shown(number)})'} {said}")
+            faults.append(f"annotations[{position}]{'' if number is None else f' (id {_abbreviate(number)})'} {fault}")
             continue
         yield each["image_id"], each["category_id"], each["bbox"], bool(each.get("iscrowd")), each.get("segmentation")
 
@@ -342,24 +344,24 @@ def _rows(
 def _annotation_fault(each: Any, images: dict[int, Any], classes: dict[int, str], *, masks: bool) -> str | None:
     """Explain what is wrong with an annotation; None if it is valid."""
     if not isinstance(each, dict):
-        return f"must be a mapping, found {_shown(each)}"
+        return f"must be a mapping, found {_abbreviate(each)}"
     image, kind, crowd = each.get("image_id"), each.get("category_id"), each.get("iscrowd", 0)
     if type(image) is not int or image not in images:
-        return f"has the image_id {_shown(image)}, which no image has"
+        return f"has the image_id {_abbreviate(image)}, which no image has"
     if type(kind) is not int or kind not in classes:
-        return f"has the category_id {_shown(kind)}, which no category has"
+        return f"has the category_id {_abbreviate(kind)}, which no category has"
     box: Any = each.get("bbox")
     # Comparisons with NaN are false.
     is_box = isinstance(box, list) and len(box) == 4 and all(type(n) in (int, float) and abs(n) <= _MOST for n in box)
     if not is_box or min(box[2:]) < 0:
-        return f"has the bbox {_shown(box)}, which must be left, top, width and height; the last two not negative"
+        return f"has the bbox {_abbreviate(box)}, which must be left, top, width and height; the last two not negative"
     if crowd not in (0, 1):
-        return f"has the iscrowd {_shown(crowd)}, which must be 0 or 1"
+        return f"has the iscrowd {_abbreviate(crowd)}, which must be 0 or 1"
     outline = each.get("segmentation")
     _, height, width = images[image]
-    said = outline_fault(outline, height, width) if masks else None
-    if said is not None:
-        return f"has the segmentation {_shown(outline)}: {said} (data.detection.masks=false reads no masks)"
+    fault = outline_fault(outline, height, width) if masks else None
+    if fault is not None:
+        return f"has the segmentation {_abbreviate(outline)}: {fault} (data.detection.masks=false reads no masks)"
     return None
 
 
@@ -384,26 +386,26 @@ def _arranged(images: dict[int, Any], classes: dict[int, str], rows: list[Any], 
     )
 
 
-def _to_learn_from(file: Path, found: Annotations, *, keep_empty: bool) -> tuple[NDArray[np.int64], dict[str, int]]:
+def _trainable(file: Path, annotations: Annotations, *, keep_empty: bool) -> tuple[NDArray[np.int64], dict[str, int]]:
     """Return the positions of training pictures, and a report of those left out, if any.
 
     Raises:
         DataError: If there are none.
     """
-    owner = np.repeat(np.arange(len(found.names)), np.diff(found.bounds))
-    within = np.clip(found.boxes, 0, found.sizes[owner][:, [1, 0, 1, 0]])
+    owner = np.repeat(np.arange(len(annotations.names)), np.diff(annotations.bounds))
+    within = np.clip(annotations.boxes, 0, annotations.sizes[owner][:, [1, 0, 1, 0]])
     has_extent = (within[:, 2:] > within[:, :2]).all(axis=1)
-    outlined = zip(found.outlines or [None] * len(owner), found.sizes[owner].tolist(), strict=True)
+    outlined = zip(annotations.outlines or [None] * len(owner), annotations.sizes[owner].tolist(), strict=True)
     is_drawn = np.array([each is None or _has_pixels(each, *size) for each, size in outlined], dtype=bool) & has_extent
-    every = np.arange(len(found.names))
-    samples = every if keep_empty else np.unique(owner[is_drawn & ~found.crowd])
+    every = np.arange(len(annotations.names))
+    samples = every if keep_empty else np.unique(owner[is_drawn & ~annotations.crowd])
     if not len(samples):
-        kept = "; data.detection.keep_empty=true trains on pictures without one" * (len(every) > 0)
-        raise DataError(f"{file}: none of its {len(every):,} pictures has an object to learn from{kept}.")
+        hint = "; data.detection.keep_empty=true trains on pictures without one" * (len(every) > 0)
+        raise DataError(f"{file}: none of its {len(every):,} pictures has an object to learn from{hint}.")
     left_out = {
         "pictures_without_objects_left_out": len(every) - len(samples),
-        "boxes_without_extent_left_out": int((~has_extent & ~found.crowd).sum()),
-        "masks_without_pixels_left_out": int((has_extent & ~is_drawn & ~found.crowd).sum()),
+        "boxes_without_extent_left_out": int((~has_extent & ~annotations.crowd).sum()),
+        "masks_without_pixels_left_out": int((has_extent & ~is_drawn & ~annotations.crowd).sum()),
     }
     return samples, {name: count for name, count in left_out.items() if count}
 
@@ -424,14 +426,14 @@ def _split(root: Path, split: str) -> tuple[Path, Path]:
     )
 
 
-def _tell_unnamed(folder: Path, found: Annotations, left_out: LeftOut) -> None:
+def _report_unnamed(folder: Path, annotations: Annotations, left_out: SkippedItems) -> None:
     """Report files in a split's folder that its annotations do not mention."""
-    named = {os.path.normpath(name) for name in found.names} | {"annotations.json"}
-    for name in files_below(folder, left_out) if folder.is_dir() else ():
-        if name not in named:
+    known = {os.path.normpath(name) for name in annotations.names} | {"annotations.json"}
+    for name in list_files(folder, left_out) if folder.is_dir() else ():
+        if name not in known:
             left_out.add("files that the annotations do not name", f"{folder.name}/{name}")
 
 
-def _shown(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

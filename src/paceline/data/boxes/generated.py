@@ -40,13 +40,13 @@ class ShapeSource:
     """One split of the synthetic pictures.
 
     Attributes:
-        asked: The recipe's settings for them.
+        config: The recipe's settings for them.
         first: Number of the first picture.
         count: Number of pictures.
         split: Name of the split.
     """
 
-    asked: GeneratedBoxes
+    config: GeneratedBoxes
     first: int
     count: int
     split: str
@@ -57,15 +57,15 @@ class ShapeSource:
     @cached_property
     def _drawn(self) -> Callable[[int], Drawn]:
         """Draws pictures and caches the most recent ones for the next epoch."""
-        largest = self.asked.largest_side**2 * (3 + self.asked.objects)  # bytes
-        return lru_cache(max(_LEAST_KEPT, _IN_MEMORY // largest))(partial(_draw, self.asked))
+        largest = self.config.largest_side**2 * (3 + self.config.objects)  # bytes
+        return lru_cache(max(_LEAST_KEPT, _IN_MEMORY // largest))(partial(_draw, self.config))
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
         """Height and width of each picture, [len, 2]."""
         sides = uniforms(_KEY, 0, self.first + np.arange(self.count), 2)
-        span = self.asked.largest_side - self.asked.smallest_side + 1
-        return (self.asked.smallest_side + np.floor(sides * span)).astype(np.int64)
+        span = self.config.largest_side - self.config.smallest_side + 1
+        return (self.config.smallest_side + np.floor(sides * span)).astype(np.int64)
 
     def image(self, sample: int) -> Image:
         """Draw the picture, uint8 [H, W, 3]; read-only."""
@@ -73,12 +73,12 @@ class ShapeSource:
 
     def objects(self, sample: int, *, masks: bool) -> Objects:
         """Return the drawn objects; boxes enclose their visible pixels."""
-        _, labels, seen = self._drawn(self.first + sample)
+        _, labels, masks_visible = self._drawn(self.first + sample)
         return Objects(
-            boxes=np.array([_box(each) for each in seen]).reshape(-1, 4),
+            boxes=np.array([_box(each) for each in masks_visible]).reshape(-1, 4),
             labels=labels,
             crowd=np.zeros(len(labels), dtype=bool),
-            masks=seen.astype(np.uint8) if masks else None,
+            masks=masks_visible.astype(np.uint8) if masks else None,
         )
 
     def path(self, sample: int) -> str:
@@ -86,48 +86,48 @@ class ShapeSource:
         return f"shapes {self.split}[{sample}]"
 
 
-def open_shapes(asked: GeneratedBoxes) -> BoxDataset:
+def open_shapes(config: GeneratedBoxes) -> BoxDataset:
     """Open the synthetic data set."""
     return BoxDataset(
         name="shapes",
-        train=ShapeSource(asked, 0, asked.samples, "train"),
-        validation=ShapeSource(asked, _HELD_OUT, asked.evaluation_samples, "validation"),
+        train=ShapeSource(config, 0, config.samples, "train"),
+        validation=ShapeSource(config, _HELD_OUT, config.evaluation_samples, "validation"),
         classes=CLASSES,
-        digest=f"shapes 1 {asked.smallest_side} {asked.largest_side} {asked.objects}",
+        digest=f"shapes 1 {config.smallest_side} {config.largest_side} {config.objects}",
     )
 
 
-def _draw(asked: GeneratedBoxes, number: int) -> Drawn:
+def _draw(config: GeneratedBoxes, number: int) -> Drawn:
     """Draw a picture; return it with the classes and visible pixels of its objects, bool [M, H, W]."""
-    draws = uniforms(_KEY, 0, np.array([number]), _OF_PICTURE + asked.objects * _OF_OBJECT)[0]
-    span = asked.largest_side - asked.smallest_side + 1
-    height, width = (int(asked.smallest_side + each * span) for each in draws[:2])
+    draws = uniforms(_KEY, 0, np.array([number]), _OF_PICTURE + config.objects * _OF_OBJECT)[0]
+    span = config.largest_side - config.smallest_side + 1
+    height, width = (int(config.smallest_side + each * span) for each in draws[:2])
     canvas = _pattern(height, width, draws[3:_OF_PICTURE])
     labels: list[int] = []
     pixels: list[int] = []
-    seen = np.zeros((0, height, width), dtype=bool)
-    for index in range(1 + int(draws[2] * asked.objects)):
-        drawn = draws[_OF_PICTURE + index * _OF_OBJECT :][:_OF_OBJECT]
-        inside = _inside(drawn, height, width)
-        left = seen & ~inside
+    visible = np.zeros((0, height, width), dtype=bool)
+    for index in range(1 + int(draws[2] * config.objects)):
+        object_draws = draws[_OF_PICTURE + index * _OF_OBJECT :][:_OF_OBJECT]
+        inside = _inside(object_draws, height, width)
+        left = visible & ~inside
         if (left.sum(axis=(1, 2)) < _LEAST_SEEN * np.array(pixels)).any():
             continue
-        labels.append(int(drawn[0] * len(CLASSES)))
+        labels.append(int(object_draws[0] * len(CLASSES)))
         pixels.append(int(inside.sum()))
-        seen = np.concatenate([left, inside[None]])
-        canvas[inside] = 255 * drawn[7:10]
+        visible = np.concatenate([left, inside[None]])
+        canvas[inside] = 255 * object_draws[7:10]
     noise = np.random.Philox(key=[_KEY, number]).random_raw(-(-canvas.size // 8)).view(np.uint8)[: canvas.size]
     canvas += (noise.reshape(canvas.shape) / 255.0 - 0.5) * _NOISE
     picture = np.clip(canvas, 0, 255).astype(np.uint8)
     picture.flags.writeable = False
-    return picture, np.array(labels, dtype=np.int64), seen
+    return picture, np.array(labels, dtype=np.int64), visible
 
 
 def _pattern(height: int, width: int, draws: Grid) -> Grid:
     """Blend two colours in waves, float64 [H, W, 3]."""
-    turn, waves, first, second = 2 * np.pi * draws[0], 1 + 3 * draws[1], draws[2:5], draws[5:8]
+    angle, waves, first, second = 2 * np.pi * draws[0], 1 + 3 * draws[1], draws[2:5], draws[5:8]
     rows, columns = _grid(height, width)
-    along = (rows * np.sin(turn) + columns * np.cos(turn)) / max(height, width)
+    along = (rows * np.sin(angle) + columns * np.cos(angle)) / max(height, width)
     share = 0.5 + 0.5 * np.sin(2 * np.pi * (waves * along + draws[8]))
     pattern: Grid = 255 * (share[:, :, None] * first + (1 - share[:, :, None]) * second)
     return pattern
@@ -165,11 +165,11 @@ def _box(mask: Mask) -> tuple[int, int, int, int]:
     return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
-REFERENCE = f"{__name__}:stand_in"
+REFERENCE = f"{__name__}:placeholder"
 """Value of ``data.dataset`` in this case."""
 COCO_CLASSES, LONG, SHORT, OBJECTS = 80, 640, 480, 7
 """COCO's classes, typical picture size, and average number of objects per picture."""
-SAID = (
+NOTICE = (
     f"data.path is not set: as for COCO, {COCO_CLASSES} classes and pictures of {LONG} by {SHORT} pixels, portrait or "
     f"landscape, with {OBJECTS} objects each are assumed"
 )
@@ -211,7 +211,7 @@ class _Blank:
         return f"stand-in {sample}"
 
 
-def stand_in(data: Data) -> BoxDataset:
+def placeholder(data: Data) -> BoxDataset:
     """Return as many pictures as COCO 2017 has, of its typical size."""
     return BoxDataset(
         name="stand-in",

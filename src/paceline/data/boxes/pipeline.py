@@ -25,7 +25,7 @@ from torch.nn import functional
 from paceline.data.batch import Batch, BrokenSample
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.source import Image
-from paceline.data.pipeline import Placement, SimplePipeline, made_ahead, to_device
+from paceline.data.pipeline import Placement, SimplePipeline, prefetch_map, to_device
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Boxes
@@ -35,21 +35,21 @@ Target = dict[str, Tensor]
 _BLANK = 64
 
 
-def shown_size(height: int, width: int, short_side: int, long_side: int) -> tuple[int, int]:
+def scaled_size(height: int, width: int, short_side: int, long_side: int) -> tuple[int, int]:
     """Return height and width with shorter side ``short_side``, reduced if the longer would exceed ``long_side``."""
     scale = min(short_side / min(height, width), long_side / max(height, width))
     return max(1, round(height * scale)), max(1, round(width * scale))
 
 
-def shown_sizes(sizes: NDArray[np.int64], boxes: Boxes, seed: int) -> NDArray[np.int64]:
+def scaled_sizes(sizes: NDArray[np.int64], boxes: Boxes, seed: int) -> NDArray[np.int64]:
     """Return each picture's height and width in the first epoch, [N, 2]; ``sizes`` are the stored ones."""
     if boxes.short_sides is None:
         return sizes
     draws = uniforms(seed, 0, np.arange(len(sizes)), 2)[:, 1]
     short_sides = np.array(boxes.short_sides)[(draws * len(boxes.short_sides)).astype(np.int64)]
     scales = np.minimum(short_sides / sizes.min(axis=1), boxes.long_side / sizes.max(axis=1))
-    shown: NDArray[np.int64] = np.maximum(1, np.rint(sizes * scales[:, None])).astype(np.int64)
-    return shown
+    scaled: NDArray[np.int64] = np.maximum(1, np.rint(sizes * scales[:, None])).astype(np.int64)
+    return scaled
 
 
 def flipped(image: Tensor, target: Target) -> tuple[Tensor, Target]:
@@ -81,7 +81,7 @@ def resized(image: Tensor, target: Target, size: tuple[int, int]) -> tuple[Tenso
     return larger, {**target, **changed}
 
 
-def with_something(batch: Batch, device: torch.device) -> Batch:
+def with_blank(batch: Batch, device: torch.device) -> Batch:
     """Replace a batch whose samples are all broken by a picture without objects and with zero weight."""
     if len(batch.ids):
         return batch
@@ -129,27 +129,27 @@ class BoxPipeline(SimplePipeline):
 
     def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
         read = partial(self._batch, training=training)
-        batches = made_ahead(read, slices, threads=self._threads, prefetch=self._prefetch)
+        batches = prefetch_map(read, slices, threads=self._threads, prefetch=self._prefetch)
 
         def finish(batch: Batch) -> Batch:
-            return with_something(self._varied(batch) if training else batch, self._placement.device)
+            return with_blank(self._augmented(batch) if training else batch, self._placement.device)
 
         return to_device(batches, as_floats, self._placement, finish, self._moving if training else nullcontext)
 
-    def _varied(self, batch: Batch) -> Batch:
+    def _augmented(self, batch: Batch) -> Batch:
         """Flip and resize the pictures of a batch, with their boxes and masks, by their random draws."""
-        sides, shown = self._boxes.short_sides, []
+        sides, samples = self._boxes.short_sides, []
         draws = uniforms(self._seed, batch.slice.epoch, batch.ids, 2).tolist()
         for image, target, (flip, scale) in zip(batch.inputs, batch.targets, draws, strict=True):
             if flip < self._boxes.flip:
                 image, target = flipped(image, target)  # noqa: PLW2901
             if sides is not None:
                 height, width = image.shape[1:]
-                size = shown_size(height, width, sides[int(scale * len(sides))], self._boxes.long_side)
+                size = scaled_size(height, width, sides[int(scale * len(sides))], self._boxes.long_side)
                 if size != (height, width):
                     image, target = resized(image, target, size)  # noqa: PLW2901
-            shown.append((image, target))
-        return replace(batch, inputs=[image for image, _ in shown], targets=[target for _, target in shown])
+            samples.append((image, target))
+        return replace(batch, inputs=[image for image, _ in samples], targets=[target for _, target in samples])
 
     def _pictures(self, part: SampleSlice, training: bool) -> Batch:
         source = self._sources[training]
@@ -159,18 +159,18 @@ class BoxPipeline(SimplePipeline):
             pixels = source.image(sample)
             height, width = pixels.shape[:2]
             if (height, width) != tuple(source.sizes[sample]):
-                said = "x".join(map(str, source.sizes[sample][::-1]))
+                expected = "x".join(map(str, source.sizes[sample][::-1]))
                 raise BrokenImageError(
-                    source.path(sample), f"it has {width}x{height} pixels, its annotations say {said}"
+                    source.path(sample), f"it has {width}x{height} pixels, its annotations say {expected}"
                 )
             objects = source.objects(sample, masks=self._masks)
-            return as_tensor(pixels), target_of(objects.learnable(height, width) if training else objects)
+            return as_tensor(pixels), target_of(objects.trainable(height, width) if training else objects)
 
-        found, ids, broken = read_whole(part, read)
-        return Batch([image for image, _ in found], [target for _, target in found], ids, part, broken)
+        samples, ids, broken = read_intact(part, read)
+        return Batch([image for image, _ in samples], [target for _, target in samples], ids, part, broken)
 
 
-def read_whole(
+def read_intact(
     part: SampleSlice, read: Callable[[int], tuple[Tensor, Any]]
 ) -> tuple[list[tuple[Tensor, Any]], SampleIds, tuple[BrokenSample, ...]]:
     """Read the samples of a slice; return the intact ones by position, their ids, and the broken ones.
@@ -179,14 +179,14 @@ def read_whole(
         part: The slice.
         read: Reads one sample; raises BrokenImageError.
     """
-    found, ids, broken = list[tuple[Tensor, Any]](), list[int](), list[BrokenSample]()
+    intact, ids, broken = list[tuple[Tensor, Any]](), list[int](), list[BrokenSample]()
     for row, sample in enumerate(part.ids.tolist()):
         try:
-            found.append(read(row))
+            intact.append(read(row))
             ids.append(sample)
         except BrokenImageError as error:
             broken.append(BrokenSample(sample, error.path, error.reason))
-    return found, np.array(ids, dtype=np.int64), tuple(broken)
+    return intact, np.array(ids, dtype=np.int64), tuple(broken)
 
 
 def as_tensor(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> Tensor:
@@ -226,7 +226,7 @@ class Objects:
     crowd: NDArray[np.bool_]
     masks: NDArray[np.uint8] | None = None
 
-    def learnable(self, height: int, width: int) -> Objects:
+    def trainable(self, height: int, width: int) -> Objects:
         """Return which objects a network can learn from: not crowds, empty boxes or empty masks."""
         edges = np.array([width, height, width, height], dtype=np.float64)
         boxes = np.clip(self.boxes, 0, edges)

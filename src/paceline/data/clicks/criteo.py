@@ -36,13 +36,13 @@ from paceline.data.batch import Batch, Progress
 from paceline.data.pipeline import Placement, SimplePipeline
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.errors import DataError
-from paceline.files import LeftOut, files_below, has_ending, refuse_odd_kinds
+from paceline.files import SkippedItems, has_extension, list_files, refuse_special_inputs
 from paceline.machine import cache_folder
 from paceline.plain_json import load_json
 
 DENSE, CATEGORIES = 13, 26
 _FIELDS = 1 + DENSE + CATEGORIES
-ENDINGS = ("tsv", "txt", "gz")
+SUFFIXES = ("tsv", "txt", "gz")
 _LINES_AT_ONCE = 16_384
 # Python's parser would also accept spaces, underscores and a plus sign.
 _NUMBER, _CATEGORY = rb"(?:-?0*[0-9]{1,18})?", rb"[0-9a-fA-F]{0,8}"
@@ -58,7 +58,7 @@ UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 @dataclass(frozen=True)
-class WrongLine:
+class LineFault:
     """A line that violates Criteo's format.
 
     Attributes:
@@ -75,7 +75,7 @@ class WrongLine:
         return f"{self.path}, line {self.number}: {self.reason}"
 
 
-def click_files(path: Path, left_out: LeftOut) -> list[Path]:
+def click_files(path: Path, left_out: SkippedItems) -> list[Path]:
     """Return the files of a split, in order: a single file, or those below a folder.
 
     Raises:
@@ -83,18 +83,18 @@ def click_files(path: Path, left_out: LeftOut) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    found = []
-    for name in files_below(path, left_out):
-        if has_ending(name, ENDINGS):
-            found.append(path / name)
+    files = []
+    for name in list_files(path, left_out):
+        if has_extension(name, SUFFIXES):
+            files.append(path / name)
         else:
-            left_out.add(f"files that do not end in .{', .'.join(ENDINGS)}", str(path / name))
-    if not found:
-        raise DataError(f"'{path}' holds no file in Criteo's format; its name ends in .{', .'.join(ENDINGS)}.")
-    return found
+            left_out.add(f"files that do not end in .{', .'.join(SUFFIXES)}", str(path / name))
+    if not files:
+        raise DataError(f"'{path}' holds no file in Criteo's format; its name ends in .{', .'.join(SUFFIXES)}.")
+    return files
 
 
-def read_blocks(path: Path) -> Iterator[tuple[Rows, list[WrongLine]]]:
+def read_blocks(path: Path) -> Iterator[tuple[Rows, list[LineFault]]]:
     """Yield the samples of a file, some thousand at a time, and its invalid lines.
 
     Raises:
@@ -110,7 +110,7 @@ def read_blocks(path: Path) -> Iterator[tuple[Rows, list[WrongLine]]]:
         raise DataError(f"'{path}' cannot be read after line {first - 1}: {error}; restore it.") from error
 
 
-def parse(lines: list[bytes], path: str, first: int = 1, *, has_label: bool = True) -> tuple[Rows, list[WrongLine]]:
+def parse(lines: list[bytes], path: str, first: int = 1, *, has_label: bool = True) -> tuple[Rows, list[LineFault]]:
     """Parse samples from lines; invalid lines are returned separately.
 
     Args:
@@ -121,13 +121,13 @@ def parse(lines: list[bytes], path: str, first: int = 1, *, has_label: bool = Tr
     """
     if first == 1 and lines:
         lines = [lines[0].removeprefix(codecs.BOM_UTF8), *lines[1:]]
-    good, wrong = [], []
+    good, faults = [], []
     for number, line in enumerate(lines, start=first):
-        whole = line.rstrip(b"\r\n") if has_label else b"0\t" + line.rstrip(b"\r\n")
-        if _LINE.fullmatch(whole):
-            good.append(whole.split(b"\t"))
+        full_line = line.rstrip(b"\r\n") if has_label else b"0\t" + line.rstrip(b"\r\n")
+        if _LINE.fullmatch(full_line):
+            good.append(full_line.split(b"\t"))
         else:
-            wrong.append(WrongLine(path, number, _fault(whole.split(b"\t"))))
+            faults.append(LineFault(path, number, _fault(full_line.split(b"\t"))))
     rows = np.zeros(len(good), dtype=ROW)
     rows["label"] = [fields[0] == b"1" for fields in good]
     numbers = [[int(field or b"0") for field in fields[1 : 1 + DENSE]] for fields in good]
@@ -138,7 +138,7 @@ def parse(lines: list[bytes], path: str, first: int = 1, *, has_label: bool = Tr
     rows["categories"] = np.array(categories, dtype=np.uint32).reshape(-1, CATEGORIES)
     bits = np.array(missing, dtype=np.uint32).reshape(-1, CATEGORIES) << np.arange(CATEGORIES, dtype=np.uint32)
     rows["missing"] = bits.sum(axis=1, dtype=np.uint32)
-    return rows, wrong
+    return rows, faults
 
 
 def _fault(fields: list[bytes]) -> str:
@@ -146,12 +146,12 @@ def _fault(fields: list[bytes]) -> str:
     if len(fields) != _FIELDS:
         return f"found {len(fields)} fields between tabs, but there must be {_FIELDS}"
     if fields[0] not in (b"0", b"1"):
-        return f"found the label {_shown(fields[0])}, but it must be 0 or 1"
+        return f"found the label {_short(fields[0])}, but it must be 0 or 1"
     for each in fields[1 : 1 + DENSE]:
         if not re.fullmatch(_NUMBER, each):
-            return f"found {_shown(each)} among the {DENSE} numbers, but each must be a whole number of up to 18 digits"
+            return f"found {_short(each)} among the {DENSE} numbers, but each must be a whole number of up to 18 digits"
     field = next(field for field in fields[1 + DENSE :] if not re.fullmatch(_CATEGORY, field))
-    return f"found {_shown(field)} among the {CATEGORIES} categories, but each must be up to 8 hexadecimal digits"
+    return f"found {_short(field)} among the {CATEGORIES} categories, but each must be up to 8 hexadecimal digits"
 
 
 def table_rows_of(rows: Rows, tables: tuple[int, ...]) -> NDArray[np.int64]:
@@ -161,13 +161,13 @@ def table_rows_of(rows: Rows, tables: tuple[int, ...]) -> NDArray[np.int64]:
     values = rows["categories"].astype(np.uint64)
     features = np.arange(1, CATEGORIES + 1, dtype=np.uint64)
     # SplitMix64's finaliser (Steele, Lea and Flood 2014): maps 64 bits to 64 bits, identically on every machine.
-    words = (values + (features << np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    words = words ^ (words >> np.uint64(31))
-    found = (1 + words % (np.asarray(tables, dtype=np.uint64) - np.uint64(1))).astype(np.int64)
-    found[missing_of(rows)] = 0
-    return found
+    hashes = (values + (features << np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
+    hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    hashes = hashes ^ (hashes >> np.uint64(31))
+    hashed = (1 + hashes % (np.asarray(tables, dtype=np.uint64) - np.uint64(1))).astype(np.int64)
+    hashed[missing_of(rows)] = 0
+    return hashed
 
 
 def missing_of(rows: Rows) -> NDArray[np.bool_]:
@@ -177,11 +177,11 @@ def missing_of(rows: Rows) -> NDArray[np.bool_]:
 
 def opened(path: Path) -> gzip.GzipFile | BinaryIO:
     """Open a line file, compressed or not; raises DataError for a pipe or a device."""
-    refuse_odd_kinds(path)
-    return gzip.open(path) if has_ending(path.name, ("gz",)) else open(path, "rb")
+    refuse_special_inputs(path)
+    return gzip.open(path) if has_extension(path.name, ("gz",)) else open(path, "rb")
 
 
-def _shown(field: bytes) -> str:
+def _short(field: bytes) -> str:
     text = field.decode("utf-8", "backslashreplace")
     return repr(text if len(text) <= 20 else f"{text[:20]}…")
 
@@ -199,14 +199,14 @@ class StoredClicks:
         rows: Rows, memory-mapped.
         distinct: Distinct values of each categorical feature.
         digest: SHA-256 of the rows.
-        wrong: Skipped invalid lines.
+        faults: Skipped invalid lines.
         files: Source files, with the number of samples from each.
     """
 
     rows: Rows
     distinct: tuple[int, ...]
     digest: str
-    wrong: tuple[WrongLine, ...]
+    faults: tuple[LineFault, ...]
     files: tuple[tuple[str, int], ...]
 
 
@@ -241,7 +241,7 @@ def as_click_rows(rows: Rows, tables: tuple[int, ...]) -> ClickRows:
     return ClickRows(rows["dense"].copy(), table_rows_of(rows, tables), rows["label"].astype(np.uint8))
 
 
-def stored(path: Path, cache: str, left_out: LeftOut, *, max_broken: int) -> StoredClicks:
+def load_clicks(path: Path, cache: str, left_out: SkippedItems, *, max_broken: int) -> StoredClicks:
     """Return the binary copy of a split's text, creating it if missing.
 
     Args:
@@ -255,8 +255,8 @@ def stored(path: Path, cache: str, left_out: LeftOut, *, max_broken: int) -> Sto
     """
     files = click_files(path, left_out)
     sources = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    made_of = {"version": _VERSION, "sources": sources}
-    key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
+    key_facts = {"version": _VERSION, "sources": sources}
+    key = hashlib.sha256(json.dumps(key_facts, sort_keys=True).encode()).hexdigest()[:16]
     folder = _cache_folder(path, cache) / f"clicks-{key}"
     with open(folder.parent / f"lock-{key}", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until no other process is creating the same copy
@@ -265,9 +265,9 @@ def stored(path: Path, cache: str, left_out: LeftOut, *, max_broken: int) -> Sto
     found = _opened(folder)
     if found is None:
         raise DataError(f"the copy of the data in '{folder}' cannot be read back; delete that folder and start again.")
-    if len(found.wrong) > max_broken:
-        raise _too_many(found.wrong, max_broken)
-    for each in found.wrong:
+    if len(found.faults) > max_broken:
+        raise _too_many(found.faults, max_broken)
+    for each in found.faults:
         left_out.add("wrong lines", f"line {each.number} of {each.path}")
     return found
 
@@ -282,7 +282,7 @@ def _opened(folder: Path) -> StoredClicks | None:
             rows=rows,
             distinct=tuple(facts["distinct"]),
             digest=facts["digest"],
-            wrong=tuple(WrongLine(**each) for each in facts["wrong"]),
+            faults=tuple(LineFault(**each) for each in facts["wrong"]),
             files=tuple((path, count) for path, count in facts["files"]),
         )
     except (OSError, ValueError, KeyError, TypeError):
@@ -297,7 +297,7 @@ def _mapped(path: Path, samples: int) -> Rows:
 def _convert(files: list[Path], folder: Path, max_broken: int) -> None:
     partial = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".tmp"))
     try:
-        facts = _written(files, partial / _ROWS, max_broken)
+        facts = _convert_lines(files, partial / _ROWS, max_broken)
         (partial / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)  # a damaged copy
         os.replace(partial, folder)
@@ -311,17 +311,17 @@ def _convert(files: list[Path], folder: Path, max_broken: int) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _written(files: list[Path], target: Path, max_broken: int) -> dict[str, Any]:
+def _convert_lines(files: list[Path], target: Path, max_broken: int) -> dict[str, Any]:
     digest = hashlib.sha256()
-    wrong: list[WrongLine] = []
+    line_faults: list[LineFault] = []
     counts: list[tuple[str, int]] = []
     with open(target, "wb") as output:
         for file in files:
             count = 0
             for rows, faults in read_blocks(file):
-                wrong += faults
-                if len(wrong) > max_broken:
-                    raise _too_many(wrong, max_broken)
+                line_faults += faults
+                if len(line_faults) > max_broken:
+                    raise _too_many(line_faults, max_broken)
                 content = rows.tobytes()
                 output.write(content)
                 digest.update(content)
@@ -334,24 +334,24 @@ def _written(files: list[Path], target: Path, max_broken: int) -> dict[str, Any]
         "samples": samples,
         "distinct": _distinct(_mapped(target, samples)),
         "digest": digest.hexdigest(),
-        "wrong": [asdict(each) for each in wrong],
+        "wrong": [asdict(each) for each in line_faults],
         "files": counts,
     }
 
 
 def _distinct(rows: Rows) -> list[int]:
     """Count the distinct values of each categorical feature."""
-    known = [np.empty(0, dtype=np.uint32)] * CATEGORIES
+    distinct = [np.empty(0, dtype=np.uint32)] * CATEGORIES
     for begin in range(0, len(rows), _AT_ONCE):
         part = rows[begin : begin + _AT_ONCE]
         present, values = ~missing_of(part), part["categories"]
-        known = [np.union1d(each, values[present[:, at], at]) for at, each in enumerate(known)]
-    return [len(each) for each in known]
+        distinct = [np.union1d(each, values[present[:, column], column]) for column, each in enumerate(distinct)]
+    return [len(each) for each in distinct]
 
 
-def _too_many(wrong: tuple[WrongLine, ...] | list[WrongLine], max_broken: int) -> DataError:
-    first, *others = wrong
-    more = f", and {len(others)} more" if others else ""
+def _too_many(faults: tuple[LineFault, ...] | list[LineFault], max_broken: int) -> DataError:
+    first, *rest = faults
+    more = f", and {len(rest)} more" if rest else ""
     return DataError(
         f"{first}{more}; data.max_broken={max_broken} lets {max_broken or 'no'} line(s) be left out: correct the file, "
         "or raise it."
@@ -364,15 +364,15 @@ def _cache_folder(path: Path, cache: str) -> Path:
     Raises:
         DataError: If it cannot be written.
     """
-    beside = (path if path.is_dir() else path.parent) / ".paceline"
-    own = cache_folder()
-    for folder in (beside, own) if cache == "auto" else (Path(cache).expanduser(),):
+    local = (path if path.is_dir() else path.parent) / ".paceline"
+    shared = cache_folder()
+    for folder in (local, shared) if cache == "auto" else (Path(cache).expanduser(),):
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             if os.access(folder, os.W_OK):
                 return folder
     raise DataError(
-        f"a binary copy of '{path}' is needed, and neither '{beside}' nor '{own}' can be written; set "
+        f"a binary copy of '{path}' is needed, and neither '{local}' nor '{shared}' can be written; set "
         "data.recommendation.cache to a folder that can."
         if cache == "auto"
         else f"data.recommendation.cache={cache} cannot be written; give a folder that can."
@@ -441,7 +441,7 @@ class ClickDataset:
     left_out: tuple[str, ...] = ()
 
 
-class HeldRows:
+class InMemoryRows:
     """Samples in memory; implements :class:`ClickSource`."""
 
     def __init__(self, source: ClickSource) -> None:
@@ -468,12 +468,12 @@ class HeldRows:
         return self._source.name(sample)
 
 
-def held(source: ClickSource) -> ClickSource:
+def hold_in_memory(source: ClickSource) -> ClickSource:
     """Return the source itself, or its rows in memory if they take at most 1 GiB."""
-    if isinstance(source, HeldRows) or len(source) == 0:
+    if isinstance(source, InMemoryRows) or len(source) == 0:
         return source
-    one = source.read(np.zeros(1, dtype=np.int64))
-    return HeldRows(source) if sum(each.nbytes for each in one) * len(source) <= _HELD_BYTES else source
+    first_row = source.read(np.zeros(1, dtype=np.int64))
+    return InMemoryRows(source) if sum(each.nbytes for each in first_row) * len(source) <= _HELD_BYTES else source
 
 
 class ClickPipeline(SimplePipeline):
@@ -490,7 +490,7 @@ class ClickPipeline(SimplePipeline):
     def load(self, report: Progress) -> None:
         """Load both splits into memory, if they fit."""
         for training, source in self._sources.items():
-            self._sources[training] = held(source)
+            self._sources[training] = hold_in_memory(source)
             report(len(source), len(source))
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
@@ -498,9 +498,9 @@ class ClickPipeline(SimplePipeline):
         return self._sources[training].name(sample_id)
 
     def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
-        self._sources[training] = source = held(self._sources[training])
+        self._sources[training] = source = hold_in_memory(self._sources[training])
         # Pages of a mapped file may have to be read from disk.
-        self._threads = 0 if isinstance(source, HeldRows) else 1
+        self._threads = 0 if isinstance(source, InMemoryRows) else 1
         return super()._batches(slices, training=training)
 
     def _rows(self, part: SampleSlice, training: bool) -> tuple[dict[str, Tensor], Tensor]:

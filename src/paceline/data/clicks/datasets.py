@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.clicks.criteo import CATEGORIES, DENSE, ClickDataset, ClickRows, StoredSource, stored
+from paceline.data.clicks.criteo import CATEGORIES, DENSE, ClickDataset, ClickRows, StoredSource, load_clicks
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds
 from paceline.errors import DataError, RecipeError
-from paceline.files import LeftOut, visible
+from paceline.files import SkippedItems, visible_entries
 from paceline.recipe.data import Clicks, Data
 from paceline.registry import open_dataset
 
@@ -59,26 +59,26 @@ class SyntheticClicks:
 
     def read(self, ids: SampleIds) -> ClickRows:
         """Draw samples."""
-        dense, categories, wanted, drawn = self._all_drawn(ids)
-        return ClickRows(dense.astype(np.float32), categories, (drawn < wanted).astype(np.uint8))
+        dense, categories, probabilities, labels = self._draw_all(ids)
+        return ClickRows(dense.astype(np.float32), categories, (labels < probabilities).astype(np.uint8))
 
     def probabilities(self, ids: SampleIds) -> Numbers:
         """Return the true click probabilities of samples, [N]: the best possible prediction."""
-        wanted: Numbers = self._all_drawn(ids)[2]
-        return wanted
+        probabilities: Numbers = self._draw_all(ids)[2]
+        return probabilities
 
-    def _all_drawn(self, ids: SampleIds) -> list[NDArray[Any]]:
-        parts = [self._drawn(ids[at : at + _AT_ONCE]) for at in range(0, max(1, len(ids)), _AT_ONCE)]
+    def _draw_all(self, ids: SampleIds) -> list[NDArray[Any]]:
+        parts = [self._draw(ids[start : start + _AT_ONCE]) for start in range(0, max(1, len(ids)), _AT_ONCE)]
         return [np.concatenate(each) for each in zip(*parts, strict=True)]
 
-    def _drawn(self, ids: SampleIds) -> tuple[Numbers, NDArray[np.int64], Numbers, Numbers]:
+    def _draw(self, ids: SampleIds) -> tuple[Numbers, NDArray[np.int64], Numbers, Numbers]:
         """Return the features, the probability, and the random number that decides the label, of a few samples."""
         features, numbers = len(self._tables), self._clicks.dense_features
-        drawn = uniforms(_KEY, self._stream, ids, 1 + features + _PER_BELL * numbers)
-        dense = _bells(drawn[:, 1 + features :], numbers)
-        columns = zip(self._frequencies, drawn[:, 1 : 1 + features].T, strict=True)
+        draws = uniforms(_KEY, self._stream, ids, 1 + features + _PER_BELL * numbers)
+        dense = _normals(draws[:, 1 + features :], numbers)
+        columns = zip(self._frequencies, draws[:, 1 : 1 + features].T, strict=True)
         categories = np.stack([np.searchsorted(sums, column, side="right") for sums, column in columns], axis=1)
-        return dense, categories, self._probability(dense, categories), drawn[:, 0]
+        return dense, categories, self._probability(dense, categories), draws[:, 0]
 
     def _probability(self, dense: Numbers, categories: NDArray[np.int64]) -> Numbers:
         rank, features = self._clicks.rank, len(self._tables)
@@ -99,14 +99,14 @@ class SyntheticClicks:
         """Return a number and a vector for each value of each feature, [rows, 1 + rank]."""
         width = 1 + self._clicks.rank
         return [
-            _bells(uniforms(_KEY, _FIRST_TABLE + index, np.arange(rows), _PER_BELL * width), width)
+            _normals(uniforms(_KEY, _FIRST_TABLE + index, np.arange(rows), _PER_BELL * width), width)
             for index, rows in enumerate(self._tables)
         ]
 
     @cached_property
     def _hidden_of_dense(self) -> Numbers:
         width = 1 + self._clicks.rank
-        return _bells(uniforms(_KEY, _DENSE, np.arange(self._clicks.dense_features), _PER_BELL * width), width)
+        return _normals(uniforms(_KEY, _DENSE, np.arange(self._clicks.dense_features), _PER_BELL * width), width)
 
     @cached_property
     def _frequencies(self) -> list[Numbers]:
@@ -140,27 +140,27 @@ def table_sizes(clicks: Clicks) -> tuple[tuple[int, ...], dict[str, str]]:
     """Return the rows of each table, with the reason."""
     count = clicks.categories
     if clicks.tables != "auto":
-        return _as_asked(clicks.tables, count, f"there are data.recommendation.categories={count}"), {}
+        return _resize_tables(clicks.tables, count, f"there are data.recommendation.categories={count}"), {}
     smallest = min(_SMALLEST_DRAWN_TABLE, clicks.max_rows)
     factor = (clicks.max_rows / smallest) ** (1 / max(1, count - 1))
     sizes = tuple(round(smallest * factor**index) for index in range(count))
     return sizes, {"data.recommendation.tables": f"from {sizes[0]:,} to {sizes[-1]:,}, each larger by the same factor"}
 
 
-def _as_asked(tables: tuple[int, ...], count: int, said: str) -> tuple[int, ...]:
+def _resize_tables(tables: tuple[int, ...], count: int, key: str) -> tuple[int, ...]:
     if len(tables) != count:
         raise RecipeError(
-            f"data.recommendation.tables has {len(tables)} sizes, but {said} features; give one for each, or auto."
+            f"data.recommendation.tables has {len(tables)} sizes, but {key} features; give one for each, or auto."
         )
     return tables
 
 
-def _bells(drawn: Numbers, count: int) -> Numbers:
+def _normals(draws: Numbers, count: int) -> Numbers:
     """Return nearly normal numbers with mean 0 and variance 1, [N, count].
 
     They are sums of four uniform numbers, which are bit-identical for all libraries.
     """
-    sums = drawn.reshape(len(drawn), count, _PER_BELL).sum(axis=2)
+    sums = draws.reshape(len(draws), count, _PER_BELL).sum(axis=2)
     bells: Numbers = (sums - _PER_BELL / 2) * math.sqrt(12 / _PER_BELL)
     return bells
 
@@ -196,7 +196,7 @@ def open_criteo(data: Data) -> ClickDataset:
     root = Path(data.path)
     if not root.exists():
         raise DataError(f"data.path={data.path} does not exist.")
-    left_out = LeftOut()
+    left_out = SkippedItems()
     parts = [root / "train", root / "val"]
     missing = [each.name for each in parts if not each.is_dir()]
     if len(missing) == 1:
@@ -206,30 +206,30 @@ def open_criteo(data: Data) -> ClickDataset:
     if missing:
         parts = [root]
     else:
-        for entry in visible(root):
+        for entry in visible_entries(root):
             if entry.name not in ("train", "val"):
                 left_out.add("files and folders other than train/ and val/", entry.name)
-    splits = [stored(each, data.recommendation.cache, left_out, max_broken=data.most_broken) for each in parts]
+    splits = [load_clicks(each, data.recommendation.cache, left_out, max_broken=data.broken_limit) for each in parts]
     train, val = splits[0], splits[-1]
     tables, reasons = criteo_tables(data.recommendation, train.distinct)
-    kept, first = len(train.rows), 0
+    count, first = len(train.rows), 0
     if train is val:
-        kept = first = kept - round(kept * data.validation_fraction)
+        count = first = count - round(count * data.validation_fraction)
     else:
         reasons["data.validation_fraction"] = "the data have their own split"
-    if kept == 0:
+    if count == 0:
         raise DataError(f"'{parts[0]}' leaves no line to train on, of {len(train.rows)}.")
-    wrong = [each for split in splits for each in split.wrong]
+    faults = [each for split in splits for each in split.faults]
     return ClickDataset(
         name=data.dataset,
-        train=StoredSource(train, tables, 0, kept),
+        train=StoredSource(train, tables, 0, count),
         validation=StoredSource(val, tables, first, len(val.rows)),
         dense_features=DENSE,
         tables=tables,
         digest=" ".join(each.digest for each in splits),
-        facts={"lines_left_out": len(wrong), "first_left_out": str(wrong[0])} if wrong else {},
+        facts={"lines_left_out": len(faults), "first_left_out": str(faults[0])} if faults else {},
         reasons=reasons,
-        left_out=left_out.told(),
+        left_out=left_out.summaries(),
     )
 
 
@@ -241,18 +241,20 @@ def criteo_tables(clicks: Clicks, distinct: tuple[int, ...]) -> tuple[tuple[int,
         distinct: Distinct values of each feature.
     """
     if clicks.tables != "auto":
-        return _as_asked(clicks.tables, CATEGORIES, f"Criteo's format has {CATEGORIES}"), {}
+        return _resize_tables(clicks.tables, CATEGORIES, f"Criteo's format has {CATEGORIES}"), {}
     sizes = tuple(min(clicks.max_rows, max(_SMALLEST_TABLE, _ROWS_PER_VALUE * each)) for each in distinct)
-    why = f"{_ROWS_PER_VALUE} for each value, at least {_SMALLEST_TABLE:,}, at most data.recommendation.max_rows"
-    return sizes, {"data.recommendation.tables": why}
+    reason = f"{_ROWS_PER_VALUE} for each value, at least {_SMALLEST_TABLE:,}, at most data.recommendation.max_rows"
+    return sizes, {"data.recommendation.tables": reason}
 
 
-def stand_in(data: Data) -> tuple[Data, str]:
+def placeholder(data: Data) -> tuple[Data, str]:
     """Return synthetic data of that size if Criteo's path is not given, and a sentence that says so."""
     tables, _ = criteo_tables(data.recommendation, _KAGGLE_VALUES)
     clicks = Clicks(tables=tables, dense_features=DENSE, categories=CATEGORIES)
-    said = f"data.path is not set: as for Criteo's Kaggle challenge, tables of {sum(tables):,} rows in all are assumed"
-    return Data(dataset="synthetic_clicks", samples=_KAGGLE_SAMPLES, recommendation=clicks), said
+    notice = (
+        f"data.path is not set: as for Criteo's Kaggle challenge, tables of {sum(tables):,} rows in all are assumed"
+    )
+    return Data(dataset="synthetic_clicks", samples=_KAGGLE_SAMPLES, recommendation=clicks), notice
 
 
 _OPENERS: dict[str, Callable[[Data], ClickDataset]] = {"criteo": open_criteo, "synthetic_clicks": open_synthetic}

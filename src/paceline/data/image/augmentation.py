@@ -54,7 +54,7 @@ class Draws:
     offsets: Ids | None
     attempts: NDArray[np.float64] | None
 
-    def where(self, chosen: NDArray[np.bool_] | slice) -> Draws:
+    def select(self, chosen: NDArray[np.bool_] | slice) -> Draws:
         """Return the draws for the rows in a slice or boolean mask ``chosen``."""
         return Draws(
             self.flip[chosen],

@@ -24,14 +24,14 @@ from paceline.data.image.heads import broken_files
 from paceline.data.image.source import (
     ArraySource,
     FileSource,
-    HeadedSource,
+    ImageFiles,
     SampleSource,
     SubsetSource,
     array_digest,
     with_channels,
 )
 from paceline.errors import DataError
-from paceline.files import LeftOut
+from paceline.files import SkippedItems
 from paceline.recipe.data import Data
 from paceline.units import format_count
 
@@ -69,9 +69,9 @@ def stratified_split(labels: Ids, fraction: float, *, key: int = _KEY, hashes: H
         for label, members in zip(classes, np.split(by_class, starts[1:]), strict=True):
             # Ranked by raw words: numpy guarantees Philox's raw stream, but not the result of shuffle.
             generator = np.random.Philox(key=np.array([key, int(label)], dtype=np.uint64))
-            words = generator.random_raw(len(members)) if hashes is None else hashes[members]
-            wanted = min(max(round(fraction * len(members)), 1), len(members) - 1)
-            held_out[members[np.argsort(words, kind="stable")[:wanted]]] = True
+            keys = generator.random_raw(len(members)) if hashes is None else hashes[members]
+            count = min(max(round(fraction * len(members)), 1), len(members) - 1)
+            held_out[members[np.argsort(keys, kind="stable")[:count]]] = True
     return np.flatnonzero(~held_out), np.flatnonzero(held_out)
 
 
@@ -96,30 +96,30 @@ def stratified_order(labels: Ids, hashes: Hashes) -> Ids:
     starts = np.repeat(np.cumsum(counts) - counts, counts)
     rank = np.arange(len(labels)) - starts
     # Position of a sample: the middle of its share of the class, with the first sample of every class ahead.
-    place = np.where(rank == 0, -1.0, (rank + 0.5) / np.repeat(counts, counts))
-    ordered: Ids = by_class[np.lexsort((hashes[by_class], place))]
+    position = np.where(rank == 0, -1.0, (rank + 0.5) / np.repeat(counts, counts))
+    ordered: Ids = by_class[np.lexsort((hashes[by_class], position))]
     return ordered
 
 
-def alike_names(classes: Iterable[str]) -> list[tuple[str, str]]:
+def similar_names(classes: Iterable[str]) -> list[tuple[str, str]]:
     """Return pairs of classes whose names differ only by case or spaces."""
-    alike = defaultdict(list)
+    groups = defaultdict(list)
     for name in classes:
-        alike["".join(name.casefold().split())].append(name)
-    return [(names[0], names[1]) for names in alike.values() if len(names) > 1]
+        groups["".join(name.casefold().split())].append(name)
+    return [(names[0], names[1]) for names in groups.values() if len(names) > 1]
 
 
-def split_off(fraction: float) -> str:
+def describe_split(fraction: float) -> str:
     """Describe the origin of held-out images drawn by :func:`stratified_split`."""
     if fraction == 0:
         return "none (data.validation_fraction=0)"
     return f"{100 * fraction:.4g}% of each class, always the same (data.validation_fraction)"
 
 
-_NAMED = 3
-_PROBED = 256
+_MAX_NAMED = 3
+_PROBE_SIZE = 256
 
-BAD = {
+SKIP_REASONS = {
     "other_files": "files that are not images",
     "heic_images": "HEIC images, which need pip install 'paceline[heic]'",
     "special_files": "named pipes, sockets and devices",
@@ -131,7 +131,7 @@ BAD = {
 """Unusable but skippable data, by their name in plans."""
 
 
-class Bad(NamedTuple):
+class SkippedFile(NamedTuple):
     """A file or folder that is unusable but can be skipped.
 
     Attributes:
@@ -153,39 +153,39 @@ class Problems:
     """
 
     def __init__(self) -> None:
-        self.bad: list[Bad] = []
+        self.bad: list[SkippedFile] = []
         self.allows_one_class = False
-        self._stopping: dict[str, list[tuple[str, ...]]] = {}
+        self._fatal: dict[str, list[tuple[str, ...]]] = {}
         self._rows: dict[str, list[tuple[str, ...]]] = {}
 
     @property
     def count(self) -> int:
         """Number of problems found."""
-        return len(self.bad) + self.rows + sum(map(len, self._stopping.values()))
+        return len(self.bad) + self.rows + sum(map(len, self._fatal.values()))
 
-    def add(self, sentence: str, what: str, *more: str) -> None:
+    def add(self, sentence: str, subject: str, *details: str) -> None:
         """Add a problem that must be fixed: a sentence, the same for all of its kind, and its arguments."""
-        self._stopping.setdefault(sentence, []).append((what, *more))
+        self._fatal.setdefault(sentence, []).append((subject, *details))
 
     @property
     def rows(self) -> int:
         """Number of table rows that can be skipped."""
         return sum(map(len, self._rows.values()))
 
-    def add_row(self, sentence: str, what: str, *more: str) -> None:
+    def add_row(self, sentence: str, subject: str, *details: str) -> None:
         """Add, in the same form, a table row that can be skipped."""
-        self._rows.setdefault(sentence, []).append((what, *more))
+        self._rows.setdefault(sentence, []).append((subject, *details))
 
     def sentences(self) -> Iterator[str]:
         """Return a sentence for each problem that is not about a file or folder."""
-        for sentence, found in (*self._stopping.items(), *self._rows.items()):
-            yield from (sentence.format(*filled) for filled in found)
+        for sentence, arguments in (*self._fatal.items(), *self._rows.items()):
+            yield from (sentence.format(*filled) for filled in arguments)
 
     def left_out(self, root: Path, *, skips: bool) -> tuple[str, ...]:
         """Report skipped data, one sentence per kind; broken images only if they are skipped."""
-        rows = starmap(_all_of_a_kind, self._rows.items())
+        rows = starmap(_summarise_kind, self._rows.items())
         bad = [each for each in self.bad if skips or each.kind != "broken_images"]
-        return (*_counted(bad, root).told(), *(f"left out: {each}" for each in rows))
+        return (*_count_skipped(bad, root).summaries(), *(f"left out: {each}" for each in rows))
 
     def refuse(self, request: DatasetRequest) -> None:
         """Raise an error for problems that the recipe does not allow to skip.
@@ -197,14 +197,14 @@ class Problems:
         skips = data.on_bad == "skip"
         broken = [each for each in self.bad if each.kind == "broken_images"]
         bad = [] if skips else [each for each in self.bad if each.kind != "broken_images"]
-        if len(broken) > data.most_broken:
+        if len(broken) > data.broken_limit:
             bad += broken
-        sentences = {**self._stopping, **({} if skips else self._rows)}
-        lines = [" ".join(starmap(_all_of_a_kind, sentences.items()))] if sentences else []
+        sentences = {**self._fatal, **({} if skips else self._rows)}
+        lines = [" ".join(starmap(_summarise_kind, sentences.items()))] if sentences else []
         if bad:
             lines.append(f"{str(request.path)!r} has {format_count(len(bad))} files or folders that a run cannot use:")
-            lines += [f"  {line}" for line in _counted(bad, request.path).listed()]
-        if bad or (sentences and not self._stopping):
+            lines += [f"  {line}" for line in _count_skipped(bad, request.path).counts()]
+        if bad or (sentences and not self._fatal):
             lines.append("To train without them, add data.on_bad=skip.")
         if bad and data.dataset == "image_folder":
             command = f"paceline check-data {shlex.quote(str(request.path))} --quarantine DIR"
@@ -213,20 +213,20 @@ class Problems:
             raise DataError(*lines)
 
 
-def _counted(bad: Sequence[Bad], root: Path) -> LeftOut:
-    counted = LeftOut()
-    order = list(BAD)
+def _count_skipped(bad: Sequence[SkippedFile], root: Path) -> SkippedItems:
+    left_out = SkippedItems()
+    order = list(SKIP_REASONS)
     for kind, path, detail in sorted(bad, key=lambda each: order.index(each.kind)):
-        counted.add(BAD[kind], os.path.relpath(path, root if root.is_dir() else root.parent), detail)
-    return counted
+        left_out.add(SKIP_REASONS[kind], os.path.relpath(path, root if root.is_dir() else root.parent), detail)
+    return left_out
 
 
-def _all_of_a_kind(sentence: str, found: Sequence[tuple[str, ...]]) -> str:
-    first = sentence.format(*found[0])
-    if len(found) == 1:
+def _summarise_kind(sentence: str, arguments: Sequence[tuple[str, ...]]) -> str:
+    first = sentence.format(*arguments[0])
+    if len(arguments) == 1:
         return first
-    named = ", ".join(what for what, *_ in found[1 : 1 + _NAMED]) + ", …" * (len(found) > 1 + _NAMED)
-    return f"{first.removesuffix('.')} (and {len(found) - 1:,} more: {named})."
+    named = ", ".join(what for what, *_ in arguments[1 : 1 + _MAX_NAMED]) + ", …" * (len(arguments) > 1 + _MAX_NAMED)
+    return f"{first.removesuffix('.')} (and {len(arguments) - 1:,} more: {named})."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +298,7 @@ class Statistics(NamedTuple):
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    told: str
+    origin: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,10 +334,10 @@ class StoredImages:
     left_out_counts: Mapping[str, int] = field(default_factory=dict)
 
 
-def probe(source: HeadedSource, samples: Sequence[int] | None = None) -> Probe:
+def probe(source: ImageFiles, samples: Sequence[int] | None = None) -> Probe:
     """Read the headers of at most 256 images, spread evenly over a source or some of its samples."""
     samples = range(len(source)) if samples is None else samples
-    chosen = samples[:: max(1, -(-len(samples) // _PROBED))]
+    chosen = samples[:: max(1, -(-len(samples) // _PROBE_SIZE))]
     heads = [head for head in map(source.head, chosen) if head is not None]
     sizes = {size for size, _ in heads}
     return Probe(
@@ -347,7 +347,7 @@ def probe(source: HeadedSource, samples: Sequence[int] | None = None) -> Probe:
     )
 
 
-def file_splits(request: DatasetRequest, sources: Sequence[HeadedSource], held_out: str, **facts: Any) -> StoredImages:
+def file_splits(request: DatasetRequest, sources: Sequence[ImageFiles], held_out: str, **facts: Any) -> StoredImages:
     """The same as :func:`in_splits`, for image files; greyscale if all probed training images are.
 
     Args:
@@ -360,14 +360,16 @@ def file_splits(request: DatasetRequest, sources: Sequence[HeadedSource], held_o
         DataError: If they have problems that the recipe does not allow to skip.
     """
     if request.tries_files:
-        first, *others = sources
+        first, *rest = sources
         tried = _openable(request, first)
-        sources = [tried, *(tried if each is first else _openable(request, each) for each in others)]
+        sources = [tried, *(tried if each is first else _openable(request, each) for each in rest)]
     request.refuse_problems()
     if request.data.on_bad == "skip":
         bad = request.problems.bad
         counts = Counter(each.kind for each in bad) + Counter(rows=request.problems.rows)
-        facts["left_out_counts"] = {f"{kind}_left_out": counts[kind] for kind in (*BAD, "rows") if kind in counts}
+        facts["left_out_counts"] = {
+            f"{kind}_left_out": counts[kind] for kind in (*SKIP_REASONS, "rows") if kind in counts
+        }
         broken = [os.path.relpath(each.path, request.path) for each in bad if each.kind == "broken_images"]
         if broken:
             facts["digest"] = hashlib.sha256(repr([facts["digest"], *broken]).encode()).hexdigest()
@@ -376,20 +378,20 @@ def file_splits(request: DatasetRequest, sources: Sequence[HeadedSource], held_o
             *facts.get("left_out", ()),
             *request.problems.left_out(request.path, skips=request.data.on_bad == "skip"),
         )
-    found = probe(sources[0])
-    channels = request.channels or (1 if found.greyscale else 3)
+    probed = probe(sources[0])
+    channels = request.channels or (1 if probed.greyscale else 3)
     for source in sources:
         source.channels = channels
-    return in_splits(sources, held_out, request.validation_fraction, channels=channels, probe=found, **facts)
+    return in_splits(sources, held_out, request.validation_fraction, channels=channels, probe=probed, **facts)
 
 
-def _openable(request: DatasetRequest, source: HeadedSource) -> HeadedSource:
+def _openable(request: DatasetRequest, source: ImageFiles) -> ImageFiles:
     """Check a source of files; return it without unreadable ones if the recipe skips them."""
     if not isinstance(source, FileSource):
         return source
     broken = broken_files(source)
-    request.problems.bad += [Bad("broken_images", source.path(each), reason) for each, reason in broken.items()]
-    return source.without(list(broken)) if broken and request.data.on_bad == "skip" else source
+    request.problems.bad += [SkippedFile("broken_images", source.path(each), reason) for each, reason in broken.items()]
+    return source.exclude(list(broken)) if broken and request.data.on_bad == "skip" else source
 
 
 def in_splits(
@@ -408,9 +410,9 @@ def in_splits(
     """
     is_split_off = len(sources) == 1
     if is_split_off:
-        (whole,) = sources
-        sources = [SubsetSource(whole, ids) for ids in stratified_split(whole.labels, validation_fraction)]
-        held_out = "; ".join(each for each in (split_off(validation_fraction), held_out) if each)
+        (source,) = sources
+        sources = [SubsetSource(source, ids) for ids in stratified_split(source.labels, validation_fraction)]
+        held_out = "; ".join(each for each in (describe_split(validation_fraction), held_out) if each)
     train, validation = sources
     return StoredImages(train=train, validation=validation, split=held_out, is_split_off=is_split_off, **facts)
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.data.disk_cache import found_once, stamp_of
-from paceline.data.image.dataset import DatasetRequest, ImageDataset, Problems, StoredImages, alike_names
+from paceline.data.disk_cache import cached, stamp_of
+from paceline.data.image.dataset import DatasetRequest, ImageDataset, Problems, StoredImages, similar_names
 from paceline.data.image.decode import read_file
 from paceline.data.image.selection import select
 from paceline.data.image.source import BrokenImageError, Content, encoded_source, files_of
@@ -47,22 +47,22 @@ def content_of(dataset: ImageDataset) -> tuple[str | None, str]:
     paths = {path for each in splits for path in files_of(each, np.arange(len(each))) or ()}
     samples = [(source, sample) for source in sources for sample in range(len(source))]
 
-    def read(at: int) -> Content:
-        source, sample = samples[at]
+    def read(index: int) -> Content:
+        source, sample = samples[index]
         return source.encoded(sample)
 
     return content_digest(sorted(paths), len(samples), read, dataset.digest)
 
 
-def content_of_files(files: Sequence[str], which: str, *, most: int = MOST_IMAGES) -> tuple[str | None, str]:
+def content_of_files(files: Sequence[str], description: str, *, limit: int = MOST_IMAGES) -> tuple[str | None, str]:
     """Digest single-image files with :func:`content_digest`; None without files."""
-    if len(files) > most:
+    if len(files) > limit:
         return None, TOO_LARGE
-    return content_digest(files, len(files), lambda at: read_file(files[at]), which) if files else (None, "")
+    return content_digest(files, len(files), lambda at: read_file(files[at]), description) if files else (None, "")
 
 
 def content_digest(
-    paths: Sequence[str], count: int, read: Callable[[int], Content], which: str
+    paths: Sequence[str], count: int, read: Callable[[int], Content], description: str
 ) -> tuple[str | None, str]:
     """Digest images in order, or return the cached digest if no file has changed.
 
@@ -70,7 +70,7 @@ def content_digest(
         paths: Files that contain them.
         count: Number of images.
         read: Returns an image's content, or raises BrokenImageError.
-        which: Identifies the selection of images in these files.
+        description: Identifies the selection of images in these files.
 
     Returns:
         The hexadecimal digest and a description of its scope; None and the reason, if the files are too large or one
@@ -86,7 +86,7 @@ def content_digest(
         return None, TOO_LARGE
     changes = ((max(times), path) for (_, _, *times), path in zip(stamps, paths, strict=True))
     _, last = max(changes, default=(0, ""))
-    told = f"of {count:,} images; {last!r} changed last"
+    detail = f"of {count:,} images; {last!r} changed last"
 
     def hashes(first: int) -> bytes:
         return b"".join(_hashed(read(at)) for at in range(first, min(first + _AT_ONCE, count)))
@@ -96,7 +96,7 @@ def content_digest(
             return _hashed(b"".join(pool.map(hashes, range(0, count, _AT_ONCE)))).hex()
 
     try:
-        return found_once("contents", (which, *paths), stamps, find, now=now), told
+        return cached("contents", (description, *paths), stamps, find, now=now), detail
     except BrokenImageError as error:
         return None, _UNREADABLE.format(error.path)
 
@@ -161,13 +161,13 @@ def open_stored(request: DatasetRequest) -> StoredImages:
     data = request.data
     entry = find_dataset(data.dataset)
     if entry is None:
-        known = dataset_names()
+        names = dataset_names()
         raise DataError(
-            f"data.dataset is {data.dataset!r}; known are {', '.join(sorted(known))} and "
-            f"'package.module:factory'.{did_you_mean(data.dataset, known)}"
+            f"data.dataset is {data.dataset!r}; known are {', '.join(sorted(names))} and "
+            f"'package.module:factory'.{did_you_mean(data.dataset, names)}"
         )
     try:
-        found = entry.open(request)
+        opened = entry.open(request)
     except (OSError, ValueError, LookupError, RecursionError) as error:
         if data.path is None:
             raise
@@ -175,12 +175,12 @@ def open_stored(request: DatasetRequest) -> StoredImages:
             f"data.path={data.path} cannot be read as data.dataset={data.dataset}: {type(error).__name__}: {error}; "
             "restore it, or correct the path."
         ) from error
-    if not isinstance(found, StoredImages):
+    if not isinstance(opened, StoredImages):
         raise DataError(
-            f"data.dataset={data.dataset}: its opener returned {type(found).__name__}; it must return a "
+            f"data.dataset={data.dataset}: its opener returned {type(opened).__name__}; it must return a "
             "paceline.data.image.dataset.StoredImages."
         )
-    return found
+    return opened
 
 
 def _described(data: Data, stored: StoredImages) -> ImageDataset:
@@ -196,7 +196,7 @@ def _described(data: Data, stored: StoredImages) -> ImageDataset:
     else:
         image_size = _PHOTOGRAPH_SIZE
         reasons["image_size"] = "the usual size for photographs; not all images are small squares of one size"
-    why = "ImageNet's, which pretrained models expect" if statistics is None else statistics.told
+    why = "ImageNet's, which pretrained models expect" if statistics is None else statistics.origin
     reasons |= dict.fromkeys(("mean", "std"), why)
     if stored.listing:
         reasons["path"] = stored.listing
@@ -204,7 +204,7 @@ def _described(data: Data, stored: StoredImages) -> ImageDataset:
         reasons["validation"] = stored.split
     if stored.split and not stored.is_split_off:
         reasons["validation_fraction"] = f"the data has its own split, {stored.split}"
-    if stored.train.labels.ndim == 1 and (notes := _odd_names(stored.classes)):
+    if stored.train.labels.ndim == 1 and (notes := _odd_class_names(stored.classes)):
         reasons["classes"] = "; ".join(notes)
     return ImageDataset(
         name=data.dataset,
@@ -224,18 +224,18 @@ def _described(data: Data, stored: StoredImages) -> ImageDataset:
     )
 
 
-def _odd_names(classes: Sequence[str]) -> list[str]:
+def _odd_class_names(classes: Sequence[str]) -> list[str]:
     """Return warnings about suspicious names of single-label classes."""
-    listed, alike = [name for name in classes if ";" in name], alike_names(classes)
+    listed, similar = [name for name in classes if ";" in name], similar_names(classes)
     notes = []
     if listed:
         notes.append(
             f"each name like {listed[0]!r} ({len(listed):,} of {len(classes):,}) is taken for one class: if an image "
             "has several labels, set task=image_multilabel, with data.dataset=csv or parquet"
         )
-    if alike:
-        more = f", and {len(alike) - 1:,} more pairs" if len(alike) > 1 else ""
-        notes.append(f"the classes {' and '.join(map(repr, alike[0]))} differ by case or space only{more}")
+    if similar:
+        more = f", and {len(similar) - 1:,} more pairs" if len(similar) > 1 else ""
+        notes.append(f"the classes {' and '.join(map(repr, similar[0]))} differ by case or space only{more}")
     return notes
 
 

@@ -129,15 +129,17 @@ def _resizes_as_torch() -> bool:
     import torch
     from torch.nn.functional import interpolate
 
-    words = np.random.Philox(key=0).random_raw(30 * 41 * 3 // 8 + 1)
-    image = words.view(np.uint8)[: 30 * 41 * 3].reshape(30, 41, 3)
+    random_words = np.random.Philox(key=0).random_raw(30 * 41 * 3 // 8 + 1)
+    image = random_words.view(np.uint8)[: 30 * 41 * 3].reshape(30, 41, 3)
     pixels = torch.from_numpy(image)[None].permute(0, 3, 1, 2)
     for bicubic in (False, True):
         for side in (24, 48):
-            ours = np.empty((side, side, 3), dtype=np.uint8)
-            done = _REGION.resize(image, *image.shape, ours, side, side, bicubic)
-            theirs = interpolate(pixels, size=(side, side), mode="bicubic" if bicubic else "bilinear", antialias=True)
-            if not done or not np.array_equal(ours, theirs[0].permute(1, 2, 0).numpy()):
+            decoded = np.empty((side, side, 3), dtype=np.uint8)
+            done = _REGION.resize(image, *image.shape, decoded, side, side, bicubic)
+            reference = interpolate(
+                pixels, size=(side, side), mode="bicubic" if bicubic else "bilinear", antialias=True
+            )
+            if not done or not np.array_equal(decoded, reference[0].permute(1, 2, 0).numpy()):
                 return False
     return True
 
@@ -192,7 +194,7 @@ class BrokenImageError(Exception):
         return f"{self.path}: {self.reason}"
 
 
-class Picture:
+class LazyImage:
     """An image file: its size is known at once, its pixels are decoded on request.
 
     Attributes:
@@ -232,7 +234,7 @@ class Picture:
             self.size = (width, height) if self._orientation in _LYING else (height, width)
             self.shrinks = self._orientation == 1
         else:
-            _explained(name, self._ask_pillow)
+            _explain(name, self._configure_pillow)
 
     def part(self, box: Box | None = None, shrink: int = 1) -> Pixels:
         """Decode a rectangle, or everything, to uint8 [H, W, channels]; the array may be read-only.
@@ -246,14 +248,14 @@ class Picture:
         """
         smaller = self._smaller(box, shrink)
         if self._is_plain:
-            pixels = read_part(self._content, self._channels, self._as_it_lies(smaller), shrink)
+            pixels = read_part(self._content, self._channels, self._in_stored_orientation(smaller), shrink)
             if pixels is not None:
                 return _turned(pixels, self._orientation)
         whole = self._decoded
         if whole is None and self._is_simple and self._channels == 3:
             whole = read_whole(self._content, self.size, shrink)
         if whole is None:
-            whole = _explained(self._name, lambda: self._with_pillow(shrink))
+            whole = _explain(self._name, lambda: self._with_pillow(shrink))
         top, left, rows, columns = smaller
         return whole[top : top + rows, left : left + columns]
 
@@ -279,7 +281,7 @@ class Picture:
             return Box(0, 0, -(-self.size[0] // shrink), -(-self.size[1] // shrink))
         return box if shrink == 1 else Box(*(each // shrink for each in box))
 
-    def _as_it_lies(self, box: Box) -> Box:
+    def _in_stored_orientation(self, box: Box) -> Box:
         """Return a region's position in the stored picture, before rotation."""
         if self._orientation == 1:
             return box
@@ -290,7 +292,7 @@ class Picture:
             left = self.size[1] - left - width
         return Box(left, top, width, height) if self._orientation in _LYING else Box(top, left, height, width)
 
-    def _ask_pillow(self) -> None:
+    def _configure_pillow(self) -> None:
         image = self._image = _opened(io.BytesIO(self._content))
         self.shrinks = _is_plain_jpeg(image)
         if self.shrinks:
@@ -312,8 +314,8 @@ class Picture:
             return _pixels(_upright(image) if self._is_turned else image, self._channels, grey_depth)
 
 
-class DecodedPicture:
-    """Pixels in memory, with the interface of a :class:`Picture`."""
+class DecodedImage:
+    """Pixels in memory, with the interface of a :class:`LazyImage`."""
 
     shrinks = False
 
@@ -343,8 +345,8 @@ def decode(source: Content | str | Path, channels: int, *, turned: bool = True) 
             without a fixed range (32-bit integers or floats).
     """
     if isinstance(source, str | Path):
-        return Picture(read_file(source), channels, str(source), turned=turned).part()
-    return Picture(source, channels, "<bytes>", turned=turned).part()
+        return LazyImage(read_file(source), channels, str(source), turned=turned).part()
+    return LazyImage(source, channels, "<bytes>", turned=turned).part()
 
 
 def read_file(path: str | Path) -> bytes:
@@ -366,7 +368,7 @@ def image_header(
         path: The file, or its content.
         formats: Pillow's names of the formats to try; None for all.
     """
-    _silence_pillow()
+    _mute_pillow()
     try:
         with Image.open(io.BytesIO(path) if isinstance(path, bytes) else path, formats=formats) as image:
             return (image.height, image.width), image.mode in ("1", "L") or _grey_depth(image)[0] > 0
@@ -379,7 +381,7 @@ def upright_size(path: str | Path | BinaryIO) -> tuple[int, int] | None:
 
     The orientation of a PNG is ignored if it is stored after the pixels, since finding it would require reading them.
     """
-    _silence_pillow()
+    _mute_pillow()
     try:
         with Image.open(path) as image:
             size = (image.height, image.width)
@@ -393,7 +395,7 @@ def upright_size(path: str | Path | BinaryIO) -> tuple[int, int] | None:
 def check_head(path: str) -> None:
     """Read the header of an image file; raises BrokenImageError if it shows that the file cannot be decoded."""
     with open(path, "rb") as file:
-        _explained(path, lambda: _opened(file))
+        _explain(path, lambda: _opened(file))
 
 
 _OTHERS = (
@@ -412,7 +414,7 @@ def _lacks_heif(head: bytes) -> bool:
     return not HEIF_ENDINGS and head[4:8] == b"ftyp" and head[8:12] in _HEIF_BRANDS
 
 
-def looks_like(head: bytes) -> str:
+def guess_format(head: bytes) -> str:
     """Describe what a file that is not an image looks like; empty if its first bytes do not tell."""
     for beginning, name in _OTHERS:
         if head.startswith(beginning):
@@ -427,7 +429,7 @@ def looks_like(head: bytes) -> str:
 
 
 def _opened(file: BinaryIO) -> Image.Image:
-    _silence_pillow()
+    _mute_pillow()
     start = file.read(len(LFS_START))
     if start == LFS_START:
         raise ValueError(LFS_POINTER)
@@ -449,8 +451,8 @@ def _opened(file: BinaryIO) -> Image.Image:
 
 def _tag(image: Image.Image, tag: int) -> tuple[int, ...]:
     """Return the values of a TIFF tag; empty if it is missing."""
-    found = getattr(image, "tag_v2", {}).get(tag, ())
-    return found if isinstance(found, tuple) else (found,)
+    values = getattr(image, "tag_v2", {}).get(tag, ())
+    return values if isinstance(values, tuple) else (values,)
 
 
 def _check_tiles(image: Image.Image) -> None:
@@ -482,7 +484,7 @@ def _is_simple(image: Image.Image) -> bool:
     return is_usual and "progressive" not in image.info
 
 
-def _explained(name: str, read: Callable[[], Result]) -> Result:
+def _explain(name: str, read: Callable[[], Result]) -> Result:
     """Run a block and turn any error of Pillow into BrokenImageError."""
     try:
         return read()
@@ -502,7 +504,7 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _silence_pillow() -> None:
+def _mute_pillow() -> None:
     """Suppress the warnings of Pillow's modules: each file is either read or reported as broken.
 
     Applies to the whole process permanently, because ``warnings.catch_warnings`` swaps global state and this runs in

@@ -29,7 +29,7 @@ _FAILURE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class Feeding:
+class FeedRates:
     """A measurement.
 
     Attributes:
@@ -51,16 +51,16 @@ class Feeding:
         return f"measured here in images per second: {table}; the model alone: {self.alone:,.0f}"
 
 
-def remembered(recipe: Recipe, world: World) -> Feeding | None:
+def remembered(recipe: Recipe, world: World) -> FeedRates | None:
     """Return the measurement for such runs; None if there is none, it failed, or several processes train."""
     return _read(_path(recipe))[0] if world.world_size == 1 else None
 
 
-def is_open(recipe: Recipe) -> bool:
+def needs_measuring(recipe: Recipe) -> bool:
     """Whether to measure: nothing is cached, no recent attempt failed, and the result could be stored."""
     path = _path(recipe)
-    found, failed_at = _read(path)
-    if found is not None or time.time() - failed_at <= _FAILURE_SECONDS:
+    cached, failed_at = _read(path)
+    if cached is not None or time.time() - failed_at <= _FAILURE_SECONDS:
         return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,11 +70,11 @@ def is_open(recipe: Recipe) -> bool:
         return False
 
 
-def remember(recipe: Recipe, found: Feeding | None, *, reason: str = "") -> None:
+def remember(recipe: Recipe, rates: FeedRates | None, *, reason: str = "") -> None:
     """Cache a measurement or the reason why it failed; does nothing if the cache is not writable."""
     path = _path(recipe)
-    told = {"rates": found.rates, "alone": found.alone} if found is not None else {"failed": reason}
-    write_down(path, json.dumps({**told, "time": time.time()}).encode())
+    tree = {"rates": rates.rates, "alone": rates.alone} if rates is not None else {"failed": reason}
+    write_down(path, json.dumps({**tree, "time": time.time()}).encode())
 
 
 def _path(recipe: Recipe) -> Path:
@@ -98,13 +98,13 @@ def _path(recipe: Recipe) -> Path:
     return cache_folder() / "feeding" / f"{digest[:32]}.json"
 
 
-def _read(path: Path) -> tuple[Feeding | None, float]:
+def _read(path: Path) -> tuple[FeedRates | None, float]:
     """Read a cached measurement and the time of a failure; None and 0 if the file is missing or damaged."""
     try:
-        found = load_json(path.read_text(encoding="utf-8"))
-        if "failed" in found:
-            return None, float(found["time"])
-        rates = {int(workers): float(rate) for workers, rate in found["rates"].items()}
-        return Feeding(rates, float(found["alone"])) if rates else None, 0.0
+        tree = load_json(path.read_text(encoding="utf-8"))
+        if "failed" in tree:
+            return None, float(tree["time"])
+        rates = {int(workers): float(rate) for workers, rate in tree["rates"].items()}
+        return FeedRates(rates, float(tree["alone"])) if rates else None, 0.0
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None, 0.0

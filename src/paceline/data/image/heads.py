@@ -1,6 +1,6 @@
 """Check image files before a run: find unreadable ones from each file's header and end.
 
-All files of a set of up to ``MOST_TRIED`` images are checked; of a larger set that many, evenly spread, so that the
+All files of a set of up to ``MAX_TRIED`` images are checked; of a larger set that many, evenly spread, so that the
 start is not delayed. A file that seems truncated is decoded to be sure. Damage inside a file is only found when it is
 read. Slow results are cached while all files keep their size, times and inode.
 """
@@ -14,21 +14,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from paceline.data.disk_cache import found_once, stamp_if_there
+from paceline.data.disk_cache import cached, stamp_or_none
 from paceline.data.image.decode import (
     HEIF_ENDINGS,
     LARGEST_PIXELS,
     BrokenImageError,
     check_head,
     decode,
+    guess_format,
     head_of,
-    looks_like,
 )
 from paceline.data.image.source import FileSource, Ids
 from paceline.errors import DataError
 
-MOST_TRIED = 20_000
-WORTH_SECONDS = 0.2  # quicker checks are repeated
+MAX_TRIED = 20_000
+MIN_CACHED_SECONDS = 0.2  # quicker checks are repeated
 _VERSION = 2  # limit of the cached result
 _UNREADABLE = "it cannot be read"  # perhaps a temporary failure
 
@@ -50,14 +50,14 @@ def broken_files(source: FileSource) -> dict[int, str]:
     Raises:
         DataError: If the disk or its server fails during the check.
     """
-    samples = spread(len(source), MOST_TRIED)
+    samples = spread(len(source), MAX_TRIED)
     paths = source.files(samples)
     begin, now = time.perf_counter(), time.time_ns()
 
     def find() -> list[tuple[int, str]]:
         pieces = (paths[first : first + _AT_ONCE] for first in range(0, len(paths), _AT_ONCE))
         try:
-            tried = itertools.chain.from_iterable(pool.map(lambda piece: list(map(why_broken, piece)), pieces))
+            tried = itertools.chain.from_iterable(pool.map(lambda piece: list(map(head_fault, piece)), pieces))
             return [(index, reason) for index, reason in enumerate(tried) if reason]
         except OSError as error:
             raise DataError(
@@ -65,18 +65,18 @@ def broken_files(source: FileSource) -> dict[int, str]:
                 "failed, not the file: run the same command again when it is back."
             ) from error
 
-    def is_kept(found: list[tuple[int, str]]) -> bool:
-        took_long = time.perf_counter() - begin >= WORTH_SECONDS
-        return took_long and not any(reason.startswith(_UNREADABLE) for _, reason in found)
+    def is_kept(faults: list[tuple[int, str]]) -> bool:
+        took_long = time.perf_counter() - begin >= MIN_CACHED_SECONDS
+        return took_long and not any(reason.startswith(_UNREADABLE) for _, reason in faults)
 
     with ThreadPoolExecutor(_READERS) as pool:
-        stamps = list(pool.map(stamp_if_there, paths))
+        stamps = list(pool.map(stamp_or_none, paths))
         key = (_VERSION, HEIF_ENDINGS, paths)
-        found = found_once("heads", key, stamps, find, now=now, is_kept=is_kept)
-    return {int(samples[index]): reason for index, reason in found}
+        faults = cached("heads", key, stamps, find, now=now, is_kept=is_kept)
+    return {int(samples[index]): reason for index, reason in faults}
 
 
-def why_broken(path: str) -> str:
+def head_fault(path: str) -> str:
     """Explain why an image file is unreadable, judging by its header and its end; empty if it seems intact.
 
     Raises:
@@ -90,18 +90,18 @@ def why_broken(path: str) -> str:
             end = file.read()
         if not head:
             return "an empty file"
-        if lacks_its_end(head, end, size):
+        if is_truncated(head, end, size):
             decode(path, 3)
-        elif (known := head_of(head)) is None or known[0] * known[1] > LARGEST_PIXELS:
+        elif (header_size := head_of(head)) is None or header_size[0] * header_size[1] > LARGEST_PIXELS:
             check_head(path)
     except (PermissionError, FileNotFoundError) as error:
         return f"{_UNREADABLE}: {error.strerror}"
     except BrokenImageError as error:
-        return looks_like(head) or error.reason
+        return guess_format(head) or error.reason
     return ""
 
 
-def lacks_its_end(head: bytes, end: bytes, size: int) -> bool:
+def is_truncated(head: bytes, end: bytes, size: int) -> bool:
     """Whether a file may be truncated, judging by its first and last bytes and its size."""
     if head.startswith(b"\xff\xd8"):
         return not end.endswith(b"\xff\xd9")

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from paceline.data.image.decode import BrokenImageError, decode, image_header, upright_size
 from paceline.data.image.source import Head, Ids, Image, Names
 from paceline.errors import DataError
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 
 # Each mapped file holds a file descriptor; the usual limit is 1024 per process.
 _MOST_MAPPED = 256
@@ -42,12 +42,12 @@ class MappedFile(NamedTuple):
     @classmethod
     def at(cls, path: Path | str) -> MappedFile:
         """Record the file at a path; raises OSError."""
-        found = os.stat(path)
-        return cls(os.fspath(path), found.st_size, (found.st_ino, found.st_mtime_ns))
+        status = os.stat(path)
+        return cls(os.fspath(path), status.st_size, (status.st_ino, status.st_mtime_ns))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class ByteRanges:
     """Positions of N images.
 
     Attributes:
@@ -60,37 +60,37 @@ class Places:
     begin: NDArray[Any]
     length: NDArray[Any]
 
-    def part(self, chosen: slice | Ids) -> Places:
+    def part(self, chosen: slice | Ids) -> ByteRanges:
         """Return the positions of some of the images."""
-        return Places(file=self.file[chosen], begin=self.begin[chosen], length=self.length[chosen])
+        return ByteRanges(file=self.file[chosen], begin=self.begin[chosen], length=self.length[chosen])
 
 
 class MappedBytes:
     """Parts of files, read without copying them."""
 
-    def __init__(self, files: Sequence[MappedFile], places: Places) -> None:
+    def __init__(self, files: Sequence[MappedFile], ranges: ByteRanges) -> None:
         self._files = tuple(files)
-        self._places = places
+        self._ranges = ranges
 
     def __len__(self) -> int:
-        return len(self._places.begin)
+        return len(self._ranges.begin)
 
     def __getitem__(self, index: int) -> memoryview:
         """Return part ``index``; raises OSError if its file is gone or has changed."""
-        places, begin = self._places, int(self._places.begin[index])
-        return memoryview(_mapped(self._files[places.file[index]]))[begin : begin + int(places.length[index])]
+        ranges, begin = self._ranges, int(self._ranges.begin[index])
+        return memoryview(_mapped(self._files[ranges.file[index]]))[begin : begin + int(ranges.length[index])]
 
     def will_read(self, indices: Ids) -> None:
         """Prefetch these parts from the disk in the background."""
         for index in indices.tolist():
-            begin, length = int(self._places.begin[index]), int(self._places.length[index])
+            begin, length = int(self._ranges.begin[index]), int(self._ranges.length[index])
             page = begin - begin % mmap.PAGESIZE
             with suppress(OSError):  # the error appears when it is read
-                _mapped(self._files[self._places.file[index]]).madvise(mmap.MADV_WILLNEED, page, begin - page + length)
+                _mapped(self._files[self._ranges.file[index]]).madvise(mmap.MADV_WILLNEED, page, begin - page + length)
 
     def part(self, begin: int, end: int) -> MappedBytes:
         """Return parts ``begin`` to ``end`` of the same files."""
-        return MappedBytes(self._files, self._places.part(slice(begin, end)))
+        return MappedBytes(self._files, self._ranges.part(slice(begin, end)))
 
     @property
     def paths(self) -> list[str]:
@@ -99,18 +99,18 @@ class MappedBytes:
 
     def file_of(self, index: int) -> str:
         """Return the path of the file that contains part ``index``."""
-        return self._files[int(self._places.file[index])].path
+        return self._files[int(self._ranges.file[index])].path
 
 
 # A file has one descriptor and mapping for all sources of the process; forks inherit them.
 @lru_cache(maxsize=_MOST_MAPPED)
 def _mapped(file: MappedFile) -> mmap.mmap:
-    with open(file.path, "rb") as opened:
-        found = os.fstat(opened.fileno())
-        if (found.st_size, (found.st_ino, found.st_mtime_ns)) != (file.size, file.changed):
+    with open(file.path, "rb") as stream:
+        status = os.fstat(stream.fileno())
+        if (status.st_size, (status.st_ino, status.st_mtime_ns)) != (file.size, file.changed):
             # Reading mapped memory beyond the end of a truncated file kills the process.
             raise OSError(0, "it has changed since the run started")
-        return mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class EncodedImages:
@@ -189,11 +189,11 @@ def mapped_files(paths: Iterable[Path]) -> list[MappedFile]:
     Raises:
         DataError: If one is missing or cannot be read.
     """
-    found = []
+    files = []
     for path in paths:
-        refuse_odd_kinds(path)
+        refuse_special_inputs(path)
         try:
-            found.append(MappedFile.at(path))
+            files.append(MappedFile.at(path))
         except OSError as error:
             raise DataError(f"{str(path)!r} cannot be read: {error.strerror}; correct the path.") from error
-    return found
+    return files

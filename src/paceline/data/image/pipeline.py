@@ -18,10 +18,10 @@ import torch
 
 from paceline.data.batch import Backend, Batch, Progress
 from paceline.data.image.datasets import LARGEST_SMALL_IMAGE, ImageDataset
-from paceline.data.image.feeding import Feeding
+from paceline.data.image.feeding import FeedRates
 from paceline.data.image.source import MeasuredSource, SampleSource, SubsetSource, encoded_source, repeated, unrepeated
 from paceline.data.image.store import StoreShape
-from paceline.data.image.transforms import Mixing, Shape, View, asks_for_variation, variations
+from paceline.data.image.transforms import Mixing, Shape, View, has_variation, variations
 from paceline.data.loaders.dali import DaliBackend, how_to_install, why_unavailable
 from paceline.data.loaders.memory import MemoryBackend, SyntheticBackend
 from paceline.data.loaders.pytorch import PytorchBackend
@@ -70,35 +70,35 @@ def measure(source: SampleSource, *, size: int, multiple: int) -> SampleShapes:
 
     def fill(begin: int) -> None:
         for sample in range(begin, min(begin + _MEASURED_AT_ONCE, len(source))):
-            found = source.size(sample)
-            if found is not None:
-                shapes[sample] = rectangle(*found, size=size, multiple=multiple)
+            shape = source.size(sample)
+            if shape is not None:
+                shapes[sample] = rectangle(*shape, size=size, multiple=multiple)
 
     with ThreadPoolExecutor(_READERS) as pool:
         list(pool.map(fill, range(0, len(source), _MEASURED_AT_ONCE)))
     return shapes
 
 
-def distinct(shapes: SampleShapes) -> dict[Shape, int]:
+def distinct_sizes(shapes: SampleShapes) -> dict[Shape, int]:
     """Return the number of images of each shape."""
-    found, counts = np.unique(shapes, axis=0, return_counts=True)
-    return {(int(height), int(width)): int(count) for (height, width), count in zip(found, counts, strict=True)}
+    sizes, counts = np.unique(shapes, axis=0, return_counts=True)
+    return {(int(height), int(width)): int(count) for (height, width), count in zip(sizes, counts, strict=True)}
 
 
-def common_size(source: SampleSource, *, most: int = 32) -> Shape | None:
+def common_size(source: SampleSource, *, limit: int = 32) -> Shape | None:
     """Return the common height and width of evenly spread images of a source, from file headers.
 
     Args:
         source: The images.
-        most: Number of images to check.
+        limit: Number of images to check.
 
     Returns:
         The size; None if they differ or are unknown.
     """
     if len(source) == 0 or not _is_measured(source):
         return None
-    found = {source.size(int(sample)) for sample in np.linspace(0, len(source) - 1, min(most, len(source)))}
-    return found.pop() if len(found) == 1 else None
+    sizes = {source.size(int(sample)) for sample in np.linspace(0, len(source) - 1, min(limit, len(source)))}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _is_measured(source: SampleSource) -> TypeGuard[MeasuredSource]:
@@ -141,7 +141,7 @@ def choose_backend(data: Data, dataset: ImageDataset, processes: int = 1) -> tup
         return "synthetic", "noise needs no reading"
     if data.workers not in ("auto", 0):
         return "pytorch", f"data.workers={data.workers} asks for loader processes"
-    if reason := _need_of_workers(data):
+    if reason := _no_workers_reason(data):
         return "pytorch", reason
     total, text = _decoded(dataset)
     if dataset.native_size is None or max(dataset.native_size) > LARGEST_SMALL_IMAGE:
@@ -153,13 +153,13 @@ def choose_backend(data: Data, dataset: ImageDataset, processes: int = 1) -> tup
     return "memory", text
 
 
-def _need_of_workers(data: Data) -> str:
+def _no_workers_reason(data: Data) -> str:
     """Return a setting of the recipe that requires per-image processing, if any."""
     if data.augment.crop == "random_resized":
         return "crop=random_resized needs each image at its full size"
     if data.evaluation_shape != "square":
         return f"data.evaluation_shape={data.evaluation_shape} shows images in several shapes"
-    if asks_for_variation(data.augment):
+    if has_variation(data.augment):
         return "data.augment asks for operations on single images, which loader processes run in parallel"
     return ""
 
@@ -169,7 +169,7 @@ def evaluation_size(data: Data, dataset: ImageDataset) -> int:
     return dataset.image_size if data.evaluation_size == "auto" else data.evaluation_size
 
 
-def choose_workers(data: Data, backend: str, world: World, measured: Feeding | None = None) -> tuple[int, str]:
+def choose_workers(data: Data, backend: str, world: World, measured: FeedRates | None = None) -> tuple[int, str]:
     """Return loader processes, or DALI threads, per rank, with the reason.
 
     Uses the measured number of loader processes if there is one; otherwise one core of each rank's share is left for
@@ -190,10 +190,10 @@ def choose_workers(data: Data, backend: str, world: World, measured: Feeding | N
         return measured.best, str(measured)
     cores = available_cores()
     gpu_decodes = backend == "dali" and _may_decode_on_gpu(data) and torch.cuda.is_available()
-    most = _MOST_BESIDE_A_GPU if gpu_decodes else _MOST_WORKERS
-    workers = max(1, min(cores // world.local_world_size - 1, most))
+    maximum = _MOST_BESIDE_A_GPU if gpu_decodes else _MOST_WORKERS
+    workers = max(1, min(cores // world.local_world_size - 1, maximum))
     processes = "one process" if world.local_world_size == 1 else f"{world.local_world_size} processes"
-    limit = f", and no more than {most}, as the GPU does most of the work" if gpu_decodes else ""
+    limit = f", and no more than {maximum}, as the GPU does most of the work" if gpu_decodes else ""
     return workers, f"{cores} cores for {processes}, one of each share reserved for training{limit}"
 
 
@@ -252,7 +252,7 @@ def open_backend(
 
 def _fits_on_device(source: SampleSource, view: View, device: torch.device) -> bool:
     """Whether a GPU has memory for the images next to the model, and all preprocessing can run there."""
-    if view.augment is not None and asks_for_variation(view.augment):
+    if view.augment is not None and has_variation(view.augment):
         return False
     shape = StoreShape.of(view.augment, count=len(unrepeated(source)), channels=view.channels, size=view.image_size)
     return shape.bytes <= LARGEST_SHARE_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory
@@ -334,7 +334,7 @@ def _refuse_dali(data: Data, dataset: ImageDataset) -> None:
 
 
 def _refuse_synthetic(data: Data) -> None:
-    if data.augment.crop != "none" or data.augment.flip > 0 or asks_for_variation(data.augment):
+    if data.augment.crop != "none" or data.augment.flip > 0 or has_variation(data.augment):
         raise RecipeError(
             f"data.augment (crop={data.augment.crop}, flip={data.augment.flip}, …) has no effect on noise, which the "
             "synthetic back-end never varies: remove it (data.augment=null), or use another data.backend."
@@ -350,16 +350,16 @@ def _too_large(data: Data, dataset: ImageDataset, processes: int) -> str:
     """Explain why images do not fit into memory; empty if they do."""
     sizes = (dataset.image_size, evaluation_size(data, dataset))
     splits = ((dataset.train, data.augment), (dataset.validation, None))
-    held = sum(
+    held_bytes = sum(
         StoreShape.of(augment, count=len(source), channels=dataset.channels, size=size).bytes
         for size, (source, augment) in zip(sizes, splits, strict=True)
     )
     memory = memory_bytes()
-    if memory is None or held * processes <= memory:
+    if memory is None or held_bytes * processes <= memory:
         return ""
     _, text = _decoded(dataset)
     each = "" if processes == 1 else f" in each of {processes} processes"
-    return f"{text}, {format_bytes(held)} in memory{each}, and this machine has {format_bytes(memory)}"
+    return f"{text}, {format_bytes(held_bytes)} in memory{each}, and this machine has {format_bytes(memory)}"
 
 
 def _decoded(dataset: ImageDataset) -> tuple[int, str]:
@@ -407,7 +407,7 @@ class ImagePipeline:
         self._placement = placement
         self._has_workers = has_workers
         self._moving: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._mixing = mixing if mixing is not None and mixing.is_asked_for else None
+        self._mixing = mixing if mixing is not None and mixing.is_active else None
 
     def start(self, *, training: bool, evaluation: bool) -> None:
         """Start the loader processes for these streams, if any."""

@@ -18,10 +18,10 @@ from torch.utils.data import get_worker_info
 
 from paceline.data.batch import Batch, BrokenSample
 from paceline.data.image.augmentation import Draws, draw, random_resized_box, shrinkage, snapped
-from paceline.data.image.decode import DecodedPicture, Picture, resizes
-from paceline.data.image.source import BrokenImageError, SampleSource, announce, encoded_source
+from paceline.data.image.decode import DecodedImage, LazyImage, resizes
+from paceline.data.image.source import BrokenImageError, SampleSource, encoded_source, prefetch
 from paceline.data.image.store import shrunk, vary
-from paceline.data.image.transforms import Shape, Variation, View, asks_for_variation, evaluation_image, resized_part
+from paceline.data.image.transforms import Shape, Variation, View, evaluation_image, has_variation, resized_part
 from paceline.data.preflight import SHARED_MEMORY
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.recipe.data import Augment
@@ -44,19 +44,19 @@ class ReadFailure(Exception):  # noqa: N818 (handed over as a value)
         self.message, self.trace = message, trace
 
 
-class _Reading:
+class _Sample:
     """One sample in progress, from the file to its row in the batch."""
 
-    __slots__ = ("image", "picture", "pixels", "row", "sample", "shown")
+    __slots__ = ("image", "picture", "pixels", "resized", "row", "sample")
 
-    picture: Picture | DecodedPicture
+    picture: LazyImage | DecodedImage
     pixels: NDArray[np.uint8]
     image: torch.Tensor
 
     def __init__(self, row: int, sample: int) -> None:
         self.row = row
         self.sample = sample
-        self.shown: NDArray[np.uint8] | None = None
+        self.resized: NDArray[np.uint8] | None = None
 
 
 class SliceReader:
@@ -74,7 +74,7 @@ class SliceReader:
 
     def __getitem__(self, piece: SampleSlice) -> Batch | ReadFailure:
         view = self._view
-        announce(self._source, piece.ids)
+        prefetch(self._source, piece.ids)
         draws = None if view.augment is None else draw(view.augment, view.seed, piece.epoch, piece.variation_keys)
         size = view.read_size_at(piece.epoch)
         shape = piece.shape or (size, size)
@@ -85,9 +85,9 @@ class SliceReader:
             return failure
         ids, keys = piece.ids, piece.variation_keys
         if broken:
-            whole = ~np.isin(np.arange(len(ids)), list(broken))
-            inputs, ids, keys = inputs[: len(ids) - len(broken)], ids[whole], keys[whole]
-            draws = None if draws is None else draws.where(whole)
+            intact = ~np.isin(np.arange(len(ids)), list(broken))
+            inputs, ids, keys = inputs[: len(ids) - len(broken)], ids[intact], keys[intact]
+            draws = None if draws is None else draws.select(intact)
         if draws is not None:
             if self._shifts:
                 inputs = vary(inputs, self._augment, draws)
@@ -107,64 +107,64 @@ class SliceReader:
         at_once = max(1, _PIXELS_AT_ONCE // (shape[0] * shape[1]))
         samples = list(enumerate(ids.tolist()))
         for begin in range(0, len(samples), at_once):
-            group = [_Reading(row, sample) for row, sample in samples[begin : begin + at_once]]
-            for step in (self._open, partial(self._decode, shape, draws), partial(self._show, shape, draws)):
-                group = [each for each in group if self._has_worked(step, each, broken)]
+            group = [_Sample(row, sample) for row, sample in samples[begin : begin + at_once]]
+            for step in (self._open, partial(self._decode, shape, draws), partial(self._resize, shape, draws)):
+                group = [each for each in group if self._run_step(step, each, broken)]
             for each in group:
-                if each.shown is None:
+                if each.resized is None:
                     rows[filled].copy_(each.image)
                 else:
-                    pixels[filled] = each.shown
+                    pixels[filled] = each.resized
                 filled += 1
         return broken
 
-    def _has_worked(self, step: Callable[[_Reading], None], reading: _Reading, broken: dict[int, BrokenSample]) -> bool:
-        sample = reading.sample
+    def _run_step(self, step: Callable[[_Sample], None], state: _Sample, broken: dict[int, BrokenSample]) -> bool:
+        sample = state.sample
         if self._note is not None:
             self._note(sample)
         try:
-            step(reading)
+            step(state)
         except BrokenImageError as error:
-            broken[reading.row] = BrokenSample(sample, error.path or self._source.path(sample), error.reason)
+            broken[state.row] = BrokenSample(sample, error.path or self._source.path(sample), error.reason)
             return False
         except Exception as error:  # noqa: BLE001 (raised by the training process, which knows what to stop)
-            where = f"Reading sample {sample} ({self._source.path(sample)})"
-            message = f"{where} failed: {type(error).__name__}: {error}"
+            sample_text = f"Reading sample {sample} ({self._source.path(sample)})"
+            message = f"{sample_text} failed: {type(error).__name__}: {error}"
             raise ReadFailure(message, traceback.format_exc()) from None
         return True
 
-    def _open(self, reading: _Reading) -> None:
+    def _open(self, state: _Sample) -> None:
         if self._files is None:
-            reading.picture = DecodedPicture(self._source.read(reading.sample))
+            state.picture = DecodedImage(self._source.read(state.sample))
         else:
-            reading.picture = Picture(self._files.encoded(reading.sample), self._view.channels)
+            state.picture = LazyImage(self._files.encoded(state.sample), self._view.channels)
 
-    def _decode(self, shape: Shape, draws: Draws | None, reading: _Reading) -> None:
+    def _decode(self, shape: Shape, draws: Draws | None, state: _Sample) -> None:
         """Decode the region of a picture that the model sees, or all of it."""
-        picture, augment = reading.picture, self._augment
+        picture, augment = state.picture, self._augment
         if draws is None or draws.attempts is None:
-            reading.pixels = picture.part()
+            state.pixels = picture.part()
             return
-        box = random_resized_box(draws.attempts[reading.row], picture.size, augment.scale, augment.ratio)
+        box = random_resized_box(draws.attempts[state.row], picture.size, augment.scale, augment.ratio)
         shrink = shrinkage(box, shape[0]) if augment.shrink_on_load and picture.shrinks else 1
         box = snapped(box, shrink) if shrink > 1 else box
-        if resizes(*shape) and isinstance(picture, Picture):
-            bicubic, flip = self._view.interpolation == "bicubic", bool(draws.flip[reading.row])
-            reading.shown = picture.resized_part(box, shrink, shape, bicubic=bicubic, flip=flip)
-        if reading.shown is None:
-            reading.pixels = picture.part(box, shrink)
+        if resizes(*shape) and isinstance(picture, LazyImage):
+            bicubic, flip = self._view.interpolation == "bicubic", bool(draws.flip[state.row])
+            state.resized = picture.resized_part(box, shrink, shape, bicubic=bicubic, flip=flip)
+        if state.resized is None:
+            state.pixels = picture.part(box, shrink)
 
-    def _show(self, shape: Shape, draws: Draws | None, reading: _Reading) -> None:
+    def _resize(self, shape: Shape, draws: Draws | None, state: _Sample) -> None:
         """Resize to the model's input and flip as drawn, unless already done."""
-        if reading.shown is not None:
+        if state.resized is not None:
             return
         view = self._view
         if draws is None or draws.attempts is None:
-            image = evaluation_image(reading.pixels, shape, view.evaluation_crop, view.interpolation)
+            image = evaluation_image(state.pixels, shape, view.evaluation_crop, view.interpolation)
         else:
-            image = resized_part(reading.pixels, shape[0], view.interpolation)
-        flips = draws is not None and bool(draws.flip[reading.row]) and not self._shifts
-        reading.image = image.flip(-1) if flips else image
+            image = resized_part(state.pixels, shape[0], view.interpolation)
+        flips = draws is not None and bool(draws.flip[state.row]) and not self._shifts
+        state.image = image.flip(-1) if flips else image
 
     def _empty(self, count: int, shape: Shape) -> torch.Tensor:
         """Allocate a batch, uint8 [N, C, H, W]; in a worker, in memory shared with the main process."""
@@ -176,13 +176,13 @@ class SliceReader:
             # As in torch's collation: a batch in other memory would be copied on transfer.
             storage = _new_shared(size)
             flat = torch.empty(0, dtype=torch.uint8).set_(storage)
-        if self._shifts or asks_for_variation(self._augment):
+        if self._shifts or has_variation(self._augment):
             # Shifts use rows of one channel, and torchvision's operations may round differently with channels last.
             return flat.view(count, channels, height, width)
         return flat.view(count, height, width, channels).permute(0, 3, 1, 2)
 
 
-def forget_shared_memory_of(pid: int) -> None:
+def unlink_shared_memory(pid: int) -> None:
     """Unlink shared memory that a loader process left behind when it failed or was killed; torch does not.
 
     Transferred memory is not affected, since its name is unlinked at once.
@@ -203,7 +203,7 @@ def _new_shared(size: int) -> torch.UntypedStorage:
     except RuntimeError as error:
         if "shared memory" not in str(error) and "No space" not in str(error):
             raise
-        forget_shared_memory_of(os.getpid())
+        unlink_shared_memory(os.getpid())
         message = (
             f"a loader process found too little shared memory ({SHARED_MEMORY}) for a batch of {format_bytes(size)}: "
             "give it more (docker run --shm-size=…; in Kubernetes an emptyDir of medium Memory), or lower "

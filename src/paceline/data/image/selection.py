@@ -24,23 +24,23 @@ from numpy.typing import NDArray
 
 from paceline.data.image.dataset import (
     ImageDataset,
+    describe_split,
     hold_out,
-    split_off,
     strata,
     stratified_order,
     stratified_split,
 )
 from paceline.data.image.source import Hashes, Ids, SampleSource, SubsetSource, hashed_names, sample_names
 from paceline.errors import DataError, RecipeError, did_you_mean
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 from paceline.plain_json import load_json
 from paceline.recipe.data import Data
 
 _HEAD = "paceline split 1"
 
 
-def _kept_split(
-    path: Path, names: Sequence[bytes], hashes: Hashes, drawn: NDArray[np.bool_], fraction: float
+def _saved_split(
+    path: Path, names: Sequence[bytes], hashes: Hashes, initial: NDArray[np.bool_], fraction: float
 ) -> tuple[NDArray[np.bool_], str, str]:
     """Read a split file, or create it from the drawn split if it does not exist; return the held-out samples.
 
@@ -57,22 +57,22 @@ def _kept_split(
     """
     is_new = not path.exists()
     if is_new:
-        _write(path, names, drawn, fraction)
+        _write(path, names, initial, fraction)
     sides, written_for, sha256 = _read(path)
     if written_for != fraction:
         raise RecipeError(
             f"data.validation_fraction={fraction}, but the split file {str(path)!r} was written with {written_for}: "
             f"set data.validation_fraction={written_for}, or name another file in data.saved_split."
         )
-    known = [sides.get(name) for name in names]
-    new = np.array([each is None for each in known], dtype=bool)
+    saved_sides = [sides.get(name) for name in names]
+    new = np.array([each is None for each in saved_sides], dtype=bool)
     if len(names) and new.all():
         raise DataError(
             f"the split file {str(path)!r} lists none of the {len(names):,} images, such as "
             f"{names[0].decode()!r}: it belongs to another data set; name a new file in data.saved_split, which will "
             "be written."
         )
-    held_out = np.array([bool(each) for each in known], dtype=bool)
+    held_out = np.array([bool(each) for each in saved_sides], dtype=bool)
     held_out[new] = hashes[new] < np.uint64(min(fraction * 2.0**64, 2.0**64 - 2048))
     for side, is_empty in (("training", held_out.all()), ("held-out", any(sides.values()) and not held_out.any())):
         if is_empty:
@@ -80,45 +80,45 @@ def _kept_split(
                 f"none of the remaining images is a {side} one in the split file {str(path)!r} (data.saved_split): "
                 "restore the images, or name a new file, which will be written."
             )
-    gone = len(sides) - int((~new).sum())
-    keeps = "keeps it from now on, written now" if is_new else "keeps it"
-    parts = [f"as {str(path)!r} {keeps}: {int(held_out.sum()):,} of {len(names):,} images are held out"]
+    removed = len(sides) - int((~new).sum())
+    note = "keeps it from now on, written now" if is_new else "keeps it"
+    parts = [f"as {str(path)!r} {note}: {int(held_out.sum()):,} of {len(names):,} images are held out"]
     parts += [f"{int(new.sum()):,} that it does not list are placed by their names"] if new.any() else []
-    parts += [f"{gone:,} that it lists are gone"] if gone else []
+    parts += [f"{removed:,} that it lists are gone"] if removed else []
     return held_out, "; ".join(parts), sha256
 
 
 def _read(path: Path) -> tuple[dict[bytes, bool], float, str]:
     """Return the held-out flag of each image in a split file, the fraction, and the digest of its lines."""
-    refuse_odd_kinds(path)
+    refuse_special_inputs(path)
     try:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"the split file {str(path)!r} cannot be read: {error.strerror}.") from None
-    first, _, rest = content.partition(b"\n")
+    first, _, body = content.partition(b"\n")
     try:
         head = load_json(first)
-        fraction, said = float(head["fraction"]), str(head["sha256"])
+        fraction, expected = float(head["fraction"]), str(head["sha256"])
         is_ours = head["file"] == _HEAD
     except (ValueError, LookupError, TypeError):
         is_ours = False
     if not is_ours:
         raise DataError(f"{str(path)!r} is not a Paceline split file: name another file in data.saved_split.")
-    found = hashlib.sha256(rest).hexdigest()
-    if found != said:
+    actual = hashlib.sha256(body).hexdigest()
+    if actual != expected:
         raise DataError(
             f"the split file {str(path)!r} has been changed since it was written (its lines' digest is "
-            f"{found[:12]}…, but its first line has {said[:12]}…): restore it, or name another file in "
+            f"{actual[:12]}…, but its first line has {expected[:12]}…): restore it, or name another file in "
             "data.saved_split."
         )
-    sides = (line.partition(b"\t") for line in rest.splitlines())
-    return {_unescaped(name): side == b"validation" for side, _, name in sides}, fraction, said
+    sides = (line.partition(b"\t") for line in body.splitlines())
+    return {_unescaped(name): side == b"validation" for side, _, name in sides}, fraction, expected
 
 
 def _write(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], fraction: float) -> None:
     pairs = zip(held_out.tolist(), names, strict=True)
     escaped = (
-        (held, name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n").replace(b"\r", b"\\r")) for held, name in pairs
+        (side, name.replace(b"\\", b"\\\\").replace(b"\n", b"\\n").replace(b"\r", b"\\r")) for side, name in pairs
     )
     lines = b"".join(b"%s\t%s\n" % (b"validation" if held else b"train", name) for held, name in escaped)
     head = {
@@ -156,8 +156,8 @@ def _write(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], frac
 def _unescaped(name: bytes) -> bytes:
     if b"\\" not in name:
         return name
-    pieces = (piece.replace(b"\\n", b"\n").replace(b"\\r", b"\r") for piece in name.split(b"\\\\"))
-    return b"\\".join(pieces)
+    parts = (part.replace(b"\\n", b"\n").replace(b"\\r", b"\r") for part in name.split(b"\\\\"))
+    return b"\\".join(parts)
 
 
 # Arbitrary and fixed: another salt gives another draw.
@@ -176,7 +176,7 @@ def select(data: Data, dataset: ImageDataset) -> ImageDataset:
         RecipeError: If nothing, or no image of a class, would be left.
         DataError: If the file that keeps the split cannot be used.
     """
-    dataset = _split_anew(data, dataset)
+    dataset = _resplit(data, dataset)
     if data.holdout_fraction > 0:
         whole = dataset.train
         hashes = hashed_names(sample_names(whole), _HOLDOUT) if data.split_by == "name" else None
@@ -192,14 +192,14 @@ def select(data: Data, dataset: ImageDataset) -> ImageDataset:
             raise RecipeError("data.only_classes has no effect where images do not have one class each; leave it out.")
         dataset = _with_classes(data.only_classes, dataset)
     if data.subset is not None:
-        train = first_of_all(dataset.train, data.subset)
-        taken = f"{len(train):,} of {len(dataset.train):,} training images, of each class alike, always the same"
+        train = stratified_subset(dataset.train, data.subset)
+        description = f"{len(train):,} of {len(dataset.train):,} training images, of each class alike, always the same"
         dataset = replace(
             dataset,
             train=train,
             digest=digest_of(dataset.digest, "subset", train.ids),
             selection={**dataset.selection, "subset": len(train)},
-            reasons={**dataset.reasons, "subset": taken},
+            reasons={**dataset.reasons, "subset": description},
         )
     return dataset
 
@@ -222,7 +222,7 @@ def relabelled(dataset: ImageDataset, labels: Callable[[Ids], NDArray[Any]]) -> 
     return replace(dataset, train=part(dataset.train), validation=part(dataset.validation), holdout=holdout)
 
 
-def choose_classes(asked: Sequence[int | str], classes: Sequence[str], key: str = "data.only_classes") -> list[int]:
+def choose_classes(requested: Sequence[int | str], classes: Sequence[str], key: str = "data.only_classes") -> list[int]:
     """Return the indices of the classes requested by name or number, in the data's order.
 
     A number means the class of that name, if there is one, or else the class at that index, from 0. If names look like
@@ -234,7 +234,7 @@ def choose_classes(asked: Sequence[int | str], classes: Sequence[str], key: str 
     numbers = {name: number for number, name in enumerate(classes)}
     numeric = next((name for name in classes if _LIKE_A_NUMBER.fullmatch(name)), None)
     chosen: list[int] = []
-    for each in asked:
+    for each in requested:
         number = numbers.get(str(each), each)
         if numeric is not None and isinstance(each, int) and str(each) not in numbers:
             raise RecipeError(
@@ -258,33 +258,33 @@ def choose_classes(asked: Sequence[int | str], classes: Sequence[str], key: str 
     return sorted(chosen)
 
 
-def first_of_all(source: SampleSource, part: int | str, key: str = "data.subset") -> SubsetSource:
+def stratified_subset(source: SampleSource, part: int | str, key: str = "data.subset") -> SubsetSource:
     """Return a number or share of the images, stratified by class, in source order.
 
     Raises:
         RecipeError: If there are fewer images, or a class would be left empty.
     """
     total = len(source)
-    wanted = round(total * float(part[:-1]) / 100) if isinstance(part, str) else part
-    present = len(np.unique(strata(source.labels)))
-    if wanted > total:
+    count = round(total * float(part[:-1]) / 100) if isinstance(part, str) else part
+    nonempty = len(np.unique(strata(source.labels)))
+    if count > total:
         raise RecipeError(f"{key}={part}, but there are {total:,} images: ask for fewer, or for all with off.")
-    if wanted < present:
+    if count < nonempty:
         raise RecipeError(
-            f"{key}={part} is {wanted:,} of {total:,} images, which leaves some of the {present:,} classes empty: take "
-            f"at least {present:,}."
+            f"{key}={part} is {count:,} of {total:,} images, which leaves some of the {nonempty:,} classes empty: take "
+            f"at least {nonempty:,}."
         )
     order = stratified_order(source.labels, hashed_names(sample_names(source), _SUBSET))
-    return part_of(source, np.sort(order[:wanted]))
+    return part_of(source, np.sort(order[:count]))
 
 
 def digest_of(base: str, *parts: object) -> str:
     """Return the digest of a subset of a data set."""
-    told = [hashlib.sha256(each.tobytes()).hexdigest() if isinstance(each, np.ndarray) else each for each in parts]
-    return hashlib.sha256(json.dumps([base, *told]).encode()).hexdigest()
+    hashed = [hashlib.sha256(each.tobytes()).hexdigest() if isinstance(each, np.ndarray) else each for each in parts]
+    return hashlib.sha256(json.dumps([base, *hashed]).encode()).hexdigest()
 
 
-def _split_anew(data: Data, dataset: ImageDataset) -> ImageDataset:
+def _resplit(data: Data, dataset: ImageDataset) -> ImageDataset:
     """Redo the split if the recipe uses more than the default split by order."""
     if not dataset.is_split_off:
         why = dataset.reasons.get("validation_fraction", "the data has its own split")
@@ -292,30 +292,32 @@ def _split_anew(data: Data, dataset: ImageDataset) -> ImageDataset:
     if data.split_by == "order" and data.saved_split is None:
         return dataset
     assert isinstance(dataset.train, SubsetSource)  # a split-off data set consists of two parts of one source
-    whole, fraction = dataset.train.base, data.validation_fraction
-    names = sample_names(whole)
+    source, fraction = dataset.train.base, data.validation_fraction
+    names = sample_names(source)
     hashes = hashed_names(names, _VALIDATION)
-    ids = stratified_split(whole.labels, fraction, hashes=hashes if data.split_by == "name" else None)
-    told = split_off(fraction) + (", drawn by the images' names (data.split_by)" if data.split_by == "name" else "")
-    kept: dict[str, object] = {}
+    ids = stratified_split(source.labels, fraction, hashes=hashes if data.split_by == "name" else None)
+    description = describe_split(fraction) + (
+        ", drawn by the images' names (data.split_by)" if data.split_by == "name" else ""
+    )
+    facts: dict[str, object] = {}
     if data.saved_split is not None:
-        held_out = np.zeros(len(whole), dtype=bool)
+        held_out = np.zeros(len(source), dtype=bool)
         held_out[ids[1]] = True
-        held_out, told, sha256 = _kept_split(Path(data.saved_split), names, hashes, held_out, fraction)
+        held_out, description, sha256 = _saved_split(Path(data.saved_split), names, hashes, held_out, fraction)
         ids = np.flatnonzero(~held_out), np.flatnonzero(held_out)
-        kept = {"split_file_sha256": sha256}
+        facts = {"split_file_sha256": sha256}
     return replace(
         dataset,
-        train=part_of(whole, ids[0]),
-        validation=part_of(whole, ids[1]),
+        train=part_of(source, ids[0]),
+        validation=part_of(source, ids[1]),
         digest=digest_of(dataset.digest, "held out", ids[1]),
-        selection={**dataset.selection, **kept},
-        reasons={**dataset.reasons, "validation": told},
+        selection={**dataset.selection, **facts},
+        reasons={**dataset.reasons, "validation": description},
     )
 
 
 def take_classes(
-    asked: Sequence[int | str],
+    requested: Sequence[int | str],
     classes: Sequence[str],
     splits: Mapping[str, SampleSource],
     key: str = "data.only_classes",
@@ -323,7 +325,7 @@ def take_classes(
     """Select the images of some classes in every split; return the class names and the subsets.
 
     Args:
-        asked: Names or numbers of the classes.
+        requested: Names or numbers of the classes.
         classes: All classes of the data.
         splits: The images by display name of the split, training images first.
         key: The recipe key, for the message.
@@ -331,7 +333,7 @@ def take_classes(
     Raises:
         RecipeError: If a class does not exist, or a non-empty split or a training class would become empty.
     """
-    chosen = choose_classes(asked, classes, key)
+    chosen = choose_classes(requested, classes, key)
     names = tuple(classes[number] for number in chosen)
     numbers = np.full(len(classes), -1, dtype=np.int64)
     numbers[chosen] = np.arange(len(chosen))
@@ -341,20 +343,22 @@ def take_classes(
         ids = np.flatnonzero(labels >= 0)
         parts[name] = part_of(source, ids, labels[ids])
         if len(ids) == 0 < len(source):
-            raise RecipeError(f"{key}={list(asked)} leaves no {name} images: none is of these classes; take others.")
+            raise RecipeError(
+                f"{key}={list(requested)} leaves no {name} images: none is of these classes; take others."
+            )
     train = next(iter(parts.values()))
     if empty := sorted(set(range(len(chosen))) - set(train.labels.tolist())):
         raise RecipeError(f"{key} names {names[empty[0]]!r}, which has no training image: leave it out.")
     return names, parts
 
 
-def _with_classes(asked: Sequence[int | str], dataset: ImageDataset) -> ImageDataset:
+def _with_classes(requested: Sequence[int | str], dataset: ImageDataset) -> ImageDataset:
     splits = {"training": dataset.train, "held-out": dataset.validation}
     if dataset.holdout is not None:
         splits["holdout"] = dataset.holdout
-    names, parts = take_classes(asked, dataset.classes, splits)
+    names, parts = take_classes(requested, dataset.classes, splits)
     train = parts["training"]
-    taken = f"{len(names):,} of {len(dataset.classes):,} classes: {', '.join(names[:_NAMED])}"
+    description = f"{len(names):,} of {len(dataset.classes):,} classes: {', '.join(names[:_NAMED])}"
     return replace(
         dataset,
         train=train,
@@ -363,15 +367,15 @@ def _with_classes(asked: Sequence[int | str], dataset: ImageDataset) -> ImageDat
         classes=names,
         digest=digest_of(dataset.digest, "only classes", names, train.ids),
         selection={**dataset.selection, "only_classes": list(names)},
-        reasons={**dataset.reasons, "only_classes": taken + (", …" if len(names) > _NAMED else "")},
+        reasons={**dataset.reasons, "only_classes": description + (", …" if len(names) > _NAMED else "")},
     )
 
 
-def among_classes(dataset: ImageDataset, known: Sequence[str]) -> ImageDataset:
+def keep_known_classes(dataset: ImageDataset, known_classes: Sequence[str]) -> ImageDataset:
     """Return the same images with the class numbers of the weights, of which the data set has only some."""
-    numbers = np.array([known.index(name) for name in dataset.classes])
-    missing = [name for name in known if name not in dataset.classes]
+    numbers = np.array([known_classes.index(name) for name in dataset.classes])
+    missing = [name for name in known_classes if name not in dataset.classes]
     named = ", ".join(missing[:_NAMED]) + (", …" if len(missing) > _NAMED else "")
-    note = f"{len(missing)} of the {len(known)} classes of the weights have no images: {named}"
-    found = relabelled(dataset, lambda labels: numbers[labels])
-    return replace(found, classes=tuple(known), left_out=(*dataset.left_out, note))
+    note = f"{len(missing)} of the {len(known_classes)} classes of the weights have no images: {named}"
+    result = relabelled(dataset, lambda labels: numbers[labels])
+    return replace(result, classes=tuple(known_classes), left_out=(*dataset.left_out, note))

@@ -50,10 +50,10 @@ class Names:
     @classmethod
     def of(cls, names: Iterable[bytes | str]) -> Self:
         """Join names: bytes from the system, or text, with non-UTF-8 bytes escaped (``\\udcff``)."""
-        listed = [each.encode("utf-8", "backslashreplace") if isinstance(each, str) else each for each in names]
-        ends = np.zeros(len(listed) + 1, dtype=np.int64)
-        np.cumsum([len(name) for name in listed], out=ends[1:])
-        return cls(np.frombuffer(b"".join(listed), dtype=np.uint8), ends)
+        encoded = [each.encode("utf-8", "backslashreplace") if isinstance(each, str) else each for each in names]
+        ends = np.zeros(len(encoded) + 1, dtype=np.int64)
+        np.cumsum([len(name) for name in encoded], out=ends[1:])
+        return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), ends)
 
     def __len__(self) -> int:
         return len(self.ends) - 1
@@ -111,7 +111,7 @@ class EncodedSource(SampleSource, Protocol):
         ...
 
 
-class HeadedSource(SampleSource, Protocol):
+class ImageFiles(SampleSource, Protocol):
     """A source of image files whose headers can be read separately."""
 
     channels: int
@@ -121,7 +121,7 @@ class HeadedSource(SampleSource, Protocol):
         ...
 
 
-def leaves_of(source: SampleSource, samples: Ids) -> list[tuple[Any, Ids]]:
+def leaf_sources(source: SampleSource, samples: Ids) -> list[tuple[Any, Ids]]:
     """Return the innermost sources of a source's samples, with their indices there.
 
     Such a source may have methods ``files(samples)``, which returns the paths of the files that contain the samples,
@@ -129,24 +129,24 @@ def leaves_of(source: SampleSource, samples: Ids) -> list[tuple[Any, Ids]]:
     all images if they are in memory with one size, uint8 [N, H, W, C].
     """
     if isinstance(source, SubsetSource):
-        return leaves_of(source.base, source.ids[samples])
+        return leaf_sources(source.base, source.ids[samples])
     if isinstance(source, JoinedSource):
         numbers = source.part_numbers[samples]
-        parts = ((each, samples[numbers == at] - source.starts[at]) for at, each in enumerate(source.parts.values()))
-        return [found for each, ids in parts for found in leaves_of(each, ids)]
+        parts = ((each, samples[numbers == i] - source.starts[i]) for i, each in enumerate(source.parts.values()))
+        return [pair for each, ids in parts for pair in leaf_sources(each, ids)]
     return [(source, samples)]
 
 
-def announce(source: SampleSource, samples: Ids) -> None:
+def prefetch(source: SampleSource, samples: Ids) -> None:
     """Tell a source which samples will be read, if it supports prefetching."""
-    for part, ids in leaves_of(source, samples):
+    for part, ids in leaf_sources(source, samples):
         if hasattr(part, "will_read"):
             part.will_read(np.unique(ids))
 
 
 def files_of(source: SampleSource, samples: Ids) -> list[str] | None:
     """Return the paths of the files that contain samples; None if the source does not know them."""
-    parts = leaves_of(source, samples)
+    parts = leaf_sources(source, samples)
     if not all(hasattr(part, "files") for part, _ in parts):
         return None
     return [path for part, ids in parts for path in part.files(ids)]
@@ -219,7 +219,7 @@ class FileSource:
         """Return the files' paths."""
         return [self.path(sample) for sample in samples.tolist()]
 
-    def without(self, samples: Sequence[int]) -> FileSource:
+    def exclude(self, samples: Sequence[int]) -> FileSource:
         """Return the source without some of its files; the others are renumbered."""
         kept = np.delete(np.arange(len(self)), samples)
         names = [self._names[sample] for sample in kept.tolist()]

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages, file_splits
 from paceline.data.image.source import FileSource, Ids
-from paceline.data.splits import TRAIN, WORDS, split_of
+from paceline.data.splits import SPLIT_NAMES, TRAIN, split_of
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
-from paceline.files import LeftOut, files_below, has_ending, odd_kind
+from paceline.files import SkippedItems, has_extension, list_files, special_kind
 from paceline.recipe.data import Data
 
 
@@ -57,7 +57,7 @@ def mapped(path: str | Path) -> Any:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
+def explain_errors(path: Path) -> Iterator[None]:
     """Raise DataError for any error from a damaged file, non-UTF-8 text, or a missing or duplicate column."""
     try:
         yield
@@ -99,11 +99,11 @@ def number_classes(parts: list[list[int | str]], path: str) -> tuple[tuple[str, 
     Raises:
         DataError: If numbers and names are mixed, a held-out label is not a training class, or there is only one class.
     """
-    written = {label for labels in parts for label in labels}
+    distinct = {label for labels in parts for label in labels}
     number: dict[int | str, int]
-    if _are_numbers(written, path):
+    if _are_numbers(distinct, path):
         number = {}
-        for label in written:
+        for label in distinct:
             if len(str(label)) > len(str(_LARGEST_LABEL)) or int(label) >= _LARGEST_LABEL:
                 raise DataError(
                     f"{path!r} has the label {str(label)[:40]}, but labels that are numbers go up to "
@@ -114,21 +114,21 @@ def number_classes(parts: list[list[int | str]], path: str) -> tuple[tuple[str, 
     else:
         classes = tuple(sorted(map(str, set(parts[0]))))
         number = {name: index for index, name in enumerate(classes)}
-        if unknown := sorted(map(str, written - number.keys())):
+        if unknown := sorted(map(str, distinct - number.keys())):
             raise DataError(f"{path!r} has held-out samples of the class {unknown[0]!r}, but none to train on.")
     if len(classes) < 2:
         raise DataError(f"{path!r} has one class, {classes[0]!r}, but a classifier needs at least two.")
     return classes, [np.array([number[label] for label in labels], dtype=np.int64) for labels in parts]
 
 
-def _are_numbers(written: set[int | str], path: str) -> bool:
+def _are_numbers(labels: set[int | str], path: str) -> bool:
     """Whether labels are class numbers; otherwise all are class names."""
-    texts = sorted(label for label in written if isinstance(label, str))
+    texts = sorted(label for label in labels if isinstance(label, str))
     names = [text for text in texts if not _CANONICAL.fullmatch(text)]
     if not names:
         return True
-    if len(texts) < len(written):
-        one = next(label for label in written if isinstance(label, int))
+    if len(texts) < len(labels):
+        one = next(label for label in labels if isinstance(label, int))
         raise DataError(
             f"{path!r} has labels that are numbers ({one}) and labels that are names ({names[0]!r}): use one kind for "
             "all."
@@ -272,7 +272,7 @@ _TYPES = {"image": "Image", "label": "ClassLabel"}  # Hugging Face's names
 _OF_THE_HUB = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?\.parquet")
 
 
-class Found(NamedTuple):
+class ColumnMatch(NamedTuple):
     """The names of the columns in use; several label columns for numeric targets."""
 
     image: str
@@ -307,20 +307,20 @@ def find_column(
             f"{did_you_mean(name, columns)}"
         )
     lowered = {name.strip().lower(): name for name in reversed(columns)}
-    kinds = {name: said.get("_type") for name, said in features.items() if isinstance(said, dict)}
+    kinds = {name: feature.get("_type") for name, feature in features.items() if isinstance(feature, dict)}
     typed = [each for each in columns if kinds.get(each) == _TYPES.get(what, "")]
     if len(typed) == 1:
         return typed[0]
-    usual = next((lowered[usual] for usual in _USUAL[what] if usual in lowered), None)
-    if typed and (usual is None or what == "image"):
+    default = next((lowered[usual] for usual in _USUAL[what] if usual in lowered), None)
+    if typed and (default is None or what == "image"):
         names = ", ".join(typed)
         raise DataError(f"{where} has {len(typed)} columns of {what}s ({names}): name one in data.{what}_column.")
-    return usual
+    return default
 
 
 def find_columns(
     data: Data, columns: Sequence[str], where: str, features: Mapping[str, Any] = MappingProxyType({})
-) -> Found:
+) -> ColumnMatch:
     """Find the columns that the recipe names, or else those of the right type, or of a usual name in any case.
 
     Args:
@@ -352,7 +352,7 @@ def find_columns(
     if image in labels:
         key = "target_columns" if data.target_columns else "label_column"
         raise DataError(f"{where}: data.image_column and data.{key} are both {image!r}: name two columns.")
-    return Found(image, labels, find_column("split", data.split_column, columns, where, features))
+    return ColumnMatch(image, labels, find_column("split", data.split_column, columns, where, features))
 
 
 class Parts(NamedTuple):
@@ -361,12 +361,12 @@ class Parts(NamedTuple):
     Attributes:
         train: Rows of the training images, int64.
         held_out: Rows of the held-out images, or None if they are to be split off.
-        told: Origin of held-out images, for people; empty if they are split off.
+        description: Origin of held-out images, for people; empty if they are split off.
     """
 
     train: Ids
     held_out: Ids | None
-    told: str
+    description: str
 
     @property
     def splits(self) -> list[Ids]:
@@ -387,16 +387,16 @@ def parts_of(splits: Sequence[str] | None, count: int, where: str) -> Parts:
     """
     if splits is None:
         return Parts(np.arange(count), None, "")
-    words = np.array([each.strip().lower() for each in splits])
-    known = [word for names in WORDS.values() for word in names]
-    for word in np.unique(words).tolist():
-        if word not in known:
-            row = int(np.flatnonzero(words == word)[0])
+    normalised = np.array([each.strip().lower() for each in splits])
+    known_words = [word for names in SPLIT_NAMES.values() for word in names]
+    for word in np.unique(normalised).tolist():
+        if word not in known_words:
+            row = int(np.flatnonzero(normalised == word)[0])
             raise DataError(
                 f"{where} has the split {word!r} in row {row + 1:,}, but a split is train, val or test: correct it, "
-                f"or set data.split_column=off.{did_you_mean(word, known)}"
+                f"or set data.split_column=off.{did_you_mean(word, known_words)}"
             )
-    train, validation, test = (np.flatnonzero(np.isin(words, names)) for names in WORDS.values())
+    train, validation, test = (np.flatnonzero(np.isin(normalised, names)) for names in SPLIT_NAMES.values())
     if len(train) == 0:
         raise DataError(f"{where} has no row whose split is train: correct it, or set data.split_column=off.")
     if len(validation):
@@ -405,11 +405,11 @@ def parts_of(splits: Sequence[str] | None, count: int, where: str) -> Parts:
     return Parts(train, test, "the rows whose split is test") if len(test) else Parts(train, None, "")
 
 
-def files_ending_in(ending: str, root: Path, left_out: LeftOut) -> list[Path]:
+def files_ending_in(ending: str, root: Path, left_out: SkippedItems) -> list[Path]:
     """Return the files below a folder with these endings, in order; all others are counted in ``left_out``."""
     found = []
-    for name in files_below(root, left_out):
-        if has_ending(name, (ending,)):
+    for name in list_files(root, left_out):
+        if has_extension(name, (ending,)):
             found.append(root / name)
         else:
             left_out.add(f"files that do not end in .{ending}", name)
@@ -495,7 +495,7 @@ def open_paths(
             digest.update(b"%s\0%d\0%s\n" % (name, sizes[row], str(label).encode()))
         digest.update(b"\0")
     digest.update("\0".join(classes).encode())
-    return file_splits(request, sources, parts.told, classes=classes, digest=digest.hexdigest())
+    return file_splits(request, sources, parts.description, classes=classes, digest=digest.hexdigest())
 
 
 def _sizes(
@@ -511,33 +511,33 @@ def _sizes(
     seen: dict[str, int] = {}
     for row in np.sort(wanted).tolist():
         path = paths[row]
-        whole = os.path.normpath(os.path.join(root, path))
+        full_path = os.path.normpath(os.path.join(root, path))
         try:
-            found = os.stat(whole)
-            size = found.st_size if stat.S_ISREG(found.st_mode) else None
+            status = os.stat(full_path)
+            size = status.st_size if stat.S_ISREG(status.st_mode) else None
         except (OSError, ValueError):  # a name with a null byte
             size = None
-        more: tuple[str, ...] = (repr(path),)
+        details: tuple[str, ...] = (repr(path),)
         if not path:
-            sentence, more = "{} names no image: give its path, or remove the line.", ()
+            sentence, details = "{} names no image: give its path, or remove the line.", ()
         elif _ADDRESS.match(path):
             # Not repeated: an address may contain a password.
             sentence = (
                 "{} names a URL, but a table names files: copy the images here, and give paths relative to the table."
             )
-            more = ()
-        elif whole in seen:
-            one, other = labels[seen[whole]], labels[row]
-            otherwise = "" if one == other else f", with the label {one!r} there and {other!r} here"
+            details = ()
+        elif full_path in seen:
+            first, second = labels[seen[full_path]], labels[row]
+            otherwise = "" if first == second else f", with the label {first!r} there and {second!r} here"
             sentence = "{} names {}, which {} names too{}: keep one of them."
-            more = (repr(path), where(seen[whole]), otherwise)
+            details = (repr(path), where(seen[full_path]), otherwise)
         elif size is not None:
-            sizes[row], seen[whole] = size, row
+            sizes[row], seen[full_path] = size, row
             continue
-        elif kind := odd_kind(whole):
-            sentence, more = "{} names {}, which is {}: correct it, or remove the line.", (repr(path), kind)
+        elif kind := special_kind(full_path):
+            sentence, details = "{} names {}, which is {}: correct it, or remove the line.", (repr(path), kind)
         else:
             sentence = "{} names {}, but there is no file {}: correct it, or remove the line."
-            more = (repr(path), repr(whole))
-        problems.add_row(sentence, where(row), *more)
+            details = (repr(path), repr(full_path))
+        problems.add_row(sentence, where(row), *details)
     return sizes

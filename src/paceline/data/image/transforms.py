@@ -27,7 +27,7 @@ from torch.nn.functional import interpolate
 
 from paceline.data.batch import Batch
 from paceline.data.image.source import BrokenImageError, SampleSource
-from paceline.data.random_draws import seed_of, uniforms
+from paceline.data.random_draws import derive_seed, uniforms
 from paceline.data.slices import SampleIds
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.recipe.data import Augment, Mix, Progressive
@@ -111,7 +111,7 @@ def evaluation_image(
     if (height, width) == shape and not (always and evaluation_crop < 1):
         return _channels_first(np.array(image))
     scaled, corner = evaluation_geometry((height, width), shape, evaluation_crop, always=always)
-    if grows_too_large((height, width), scaled):
+    if is_too_large((height, width), scaled):
         image, scaled, corner = _around_crop(image, scaled, corner, shape)
     resized = _resize(image, *scaled, interpolation)
     top, left = corner
@@ -121,7 +121,7 @@ def evaluation_image(
     return kept.permute(1, 2, 0).contiguous().permute(2, 0, 1) if is_small else kept
 
 
-def grows_too_large(size: Shape, scaled: Shape) -> bool:
+def is_too_large(size: Shape, scaled: Shape) -> bool:
     """Whether resizing the whole image would take much more memory than the image: for extreme aspect ratios."""
     return scaled[0] * scaled[1] > max(_LARGEST_GROWN, size[0] * size[1])
 
@@ -218,9 +218,9 @@ class Variation:
         """Augment a batch, uint8 [N, C, H, W], in place; row *n* is sample ``ids[n]``."""
         if not self._transforms:
             return images
-        with _generators_restored():
+        with restore_generators():
             for row, sample in enumerate(ids.tolist()):
-                seed = seed_of(self._seed, _PURPOSE, epoch, sample)
+                seed = derive_seed(self._seed, _PURPOSE, epoch, sample)
                 torch.default_generator.manual_seed(seed)
                 if self._draws_elsewhere:
                     random.seed(seed)
@@ -233,18 +233,18 @@ class Variation:
 
 
 @contextmanager
-def _generators_restored() -> Iterator[None]:
+def restore_generators() -> Iterator[None]:
     """Restore the states of torch's, Python's and NumPy's global generators on exit."""
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002  # other code draws from it
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002  # other code draws from it
     try:
         yield
     finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])  # noqa: NPY002  # as above
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])  # noqa: NPY002  # as above
 
 
-def asks_for_variation(augment: Augment) -> bool:
+def has_variation(augment: Augment) -> bool:
     """Whether a recipe uses any of these augmentations."""
     return bool(variations(augment))
 
@@ -281,17 +281,17 @@ def _transforms(augment: Augment, fill: list[int]) -> list[Callable[[Tensor], Te
 
 
 def _policy(v2: Any, augment: Augment, fill: list[int]) -> Any:
-    shared: dict[str, Any] = {"interpolation": v2.InterpolationMode.BILINEAR, "fill": fill}
+    options: dict[str, Any] = {"interpolation": v2.InterpolationMode.BILINEAR, "fill": fill}
     match augment.policy:
         case "randaugment":
-            return v2.RandAugment(augment.operations, augment.magnitude, **shared)
+            return v2.RandAugment(augment.operations, augment.magnitude, **options)
         case "trivialaugment":
-            return v2.TrivialAugmentWide(**shared)
+            return v2.TrivialAugmentWide(**options)
         case "autoaugment":
             name = {"imagenet": "IMAGENET", "cifar10": "CIFAR10", "svhn": "SVHN"}[augment.policy_dataset]
-            return v2.AutoAugment(v2.AutoAugmentPolicy[name], **shared)
+            return v2.AutoAugment(v2.AutoAugmentPolicy[name], **options)
         case "augmix":
-            return v2.AugMix(augment.severity, **shared)
+            return v2.AugMix(augment.severity, **options)
     return _own_policy(augment, fill)
 
 
@@ -302,13 +302,13 @@ def timm_policy(config: str, mean: Sequence[int]) -> Callable[[Tensor], Tensor]:
 
     if not isinstance(config, str):
         raise TypeError(f"config is {config!r}, not text")
-    shared: dict[str, Any] = {"img_mean": tuple(mean) * (3 // len(mean))}
+    options: dict[str, Any] = {"img_mean": tuple(mean) * (3 // len(mean))}
     if config.startswith("rand"):
-        vary = rand_augment_transform(config, shared)
+        vary = rand_augment_transform(config, options)
     elif config.startswith("augmix"):
-        vary = augment_and_mix_transform(config, shared | {"translate_pct": 0.3})
+        vary = augment_and_mix_transform(config, options | {"translate_pct": 0.3})
     else:
-        vary = auto_augment_transform(config, shared)
+        vary = auto_augment_transform(config, options)
 
     def varied(image: Tensor) -> Tensor:
         # timm fills with a colour, which Pillow does not accept for grey images.
@@ -366,15 +366,15 @@ def _own_policy(augment: Augment, fill: list[int]) -> Callable[[Tensor], Tensor]
         varied: Any = vary(image)
         if not isinstance(varied, Tensor) or (varied.shape, varied.dtype) != (image.shape, image.dtype):
             is_tensor = isinstance(varied, Tensor)
-            found = f"{varied.dtype} {list(varied.shape)}" if is_tensor else type(varied).__name__
+            description = f"{varied.dtype} {list(varied.shape)}" if is_tensor else type(varied).__name__
             raise RecipeError(
-                f"{name} gave {found} for an image, torch.uint8 {list(image.shape)}: return a tensor of the same type "
-                "and shape."
+                f"{name} gave {description} for an image, torch.uint8 {list(image.shape)}: return a tensor of the same "
+                "type and shape."
             )
         return varied
 
     try:
-        with _generators_restored():
+        with restore_generators():
             checked(torch.zeros((len(fill), 32, 32), dtype=torch.uint8))
     except PacelineError:
         raise
@@ -418,7 +418,7 @@ class Mixing:
         self._seed = seed
 
     @property
-    def is_asked_for(self) -> bool:
+    def is_active(self) -> bool:
         """Whether any step is mixed."""
         return (self._mix.mixup > 0 or self._mix.cutmix > 0) and self._mix.probability > 0
 
@@ -444,7 +444,7 @@ class Mixing:
 
         mix = self._mix
         happens, kind, share, down, across = uniforms(
-            seed_of(self._seed, _MIXING_PURPOSE), 0, np.array([step], dtype=np.int64), 5
+            derive_seed(self._seed, _MIXING_PURPOSE), 0, np.array([step], dtype=np.int64), 5
         )[0].tolist()
         if happens >= mix.probability:
             return None
@@ -491,11 +491,11 @@ def first_images(source: SampleSource, view: View, count: int) -> torch.Tensor:
         DataError: If none of them can be read.
     """
     ids = np.unique(np.linspace(0, len(source) - 1, min(count, len(source))).round().astype(np.int64))
-    found = []
+    groups = []
     for sample in ids.tolist():
         with suppress(BrokenImageError):  # reported and counted when training reads it
             image = source.read(sample)
-            found.append(evaluation_image(image, view.image_size, view.evaluation_crop, view.interpolation))
-    if not found:
+            groups.append(evaluation_image(image, view.image_size, view.evaluation_crop, view.interpolation))
+    if not groups:
         raise DataError(f"none of {len(ids)} training images from which to initialise the network could be read.")
-    return torch.stack(found)
+    return torch.stack(groups)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.image.dataset import strata
-from paceline.data.image.source import ArraySource, JoinedSource, encoded_source, leaves_of
+from paceline.data.image.source import ArraySource, JoinedSource, encoded_source, leaf_sources
 from paceline.data.inspect.findings import (
     Finding,
     class_figures,
@@ -167,7 +167,7 @@ def check_data(
                 unusable = next(open_subject(source, overrides).problems.sentences(), "")
             except PacelineError as error:
                 unusable = str(error)
-    leaves = [leaf for leaf, _ in leaves_of(samples, np.arange(0))]
+    leaves = [leaf for leaf, _ in leaf_sources(samples, np.arange(0))]
     is_in_memory = all(isinstance(each, ArraySource) or hasattr(each, "pixels") for each in leaves)
     return DataReport(
         source=source,

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.dataset import alike_names
+from paceline.data.image.dataset import similar_names
 from paceline.data.image.source import Ids
-from paceline.data.inspect.gather import MOST_NAMED, Gathered, Progress, Subject, similar
+from paceline.data.inspect.gather import MAX_NAMED, Progress, SampleFacts, Subject, similar
 from paceline.data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, SEVERITIES, Kind
 
 Hashes = NDArray[np.uint64]
@@ -42,39 +42,39 @@ def first_of(content: Hashes, present: NDArray[np.bool_]) -> Ids:
     return first
 
 
-def look_alikes(hashes: Hashes, split_of: Ids, first: Ids) -> Ids:
+def near_duplicates(hashes: Hashes, split_of: Ids, first: Ids) -> Ids:
     """Return pairs of a sample and the most similar one in an earlier split, int64 [pairs, 2].
 
     Identical files and samples with hash 0 are left out.
     """
     nearest = np.full(len(hashes), MOST_BITS + 1, dtype=np.uint8)
-    other = np.full(len(hashes), -1, dtype=np.int64)
+    nearest_match = np.full(len(hashes), -1, dtype=np.int64)
     seen = np.flatnonzero(hashes)
     for split in np.unique(split_of[seen])[1:]:
-        asked, known = seen[split_of[seen] == split], seen[split_of[seen] < split]
-        for one, two in _candidates(hashes, asked, known):
-            apart = first[one] != first[two]
-            _keep_nearest(hashes, one[apart], two[apart], nearest, other)
-    found = np.flatnonzero(other >= 0)
-    return np.stack([found, other[found]], axis=1)
+        queries, candidates = seen[split_of[seen] == split], seen[split_of[seen] < split]
+        for first_ids, second_ids in _candidates(hashes, queries, candidates):
+            apart = first[first_ids] != first[second_ids]
+            _keep_nearest(hashes, first_ids[apart], second_ids[apart], nearest, nearest_match)
+    matched = np.flatnonzero(nearest_match >= 0)
+    return np.stack([matched, nearest_match[matched]], axis=1)
 
 
-def _candidates(hashes: Hashes, asked: Ids, known: Ids) -> Iterator[tuple[Ids, Ids]]:
+def _candidates(hashes: Hashes, queries: Ids, known_ids: Ids) -> Iterator[tuple[Ids, Ids]]:
     """Yield pairs that agree in a band, some million at a time."""
     for shift, width in _BANDS:
         band = (hashes >> np.uint64(shift)) & np.uint64((1 << width) - 1)
-        order = known[np.argsort(band[known], kind="stable")]
-        begins = np.searchsorted(band[order], band[asked], side="left")
-        ends = np.searchsorted(band[order], band[asked], side="right")
+        order = known_ids[np.argsort(band[known_ids], kind="stable")]
+        begins = np.searchsorted(band[order], band[queries], side="left")
+        ends = np.searchsorted(band[order], band[queries], side="right")
         counts = np.minimum(ends - begins, _MOST_IN_BAND)
         totals = np.cumsum(counts)
         start = 0
-        while start < len(asked):
+        while start < len(queries):
             before = totals[start - 1] if start else 0
             stop = max(int(np.searchsorted(totals, before + _AT_ONCE, side="right")), start + 1)
             part = counts[start:stop]
             within = np.arange(part.sum()) - np.repeat(np.cumsum(part) - part, part)
-            yield np.repeat(asked[start:stop], part), order[np.repeat(begins[start:stop], part) + within]
+            yield np.repeat(queries[start:stop], part), order[np.repeat(begins[start:stop], part) + within]
             start = stop
 
 
@@ -89,7 +89,7 @@ def _keep_nearest(hashes: Hashes, one: Ids, two: Ids, nearest: NDArray[np.uint8]
 
 
 # Bin edges of the histogram of CPU time per decoded image, in milliseconds.
-EDGES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+_HISTOGRAM_EDGES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 _SLOWEST = 5
 
 
@@ -119,7 +119,7 @@ def class_figures(subject: Subject) -> dict[str, Any]:
     }
 
 
-def size_figures(gathered: Gathered, read: Ids) -> dict[str, Any]:
+def size_figures(gathered: SampleFacts, read: Ids) -> dict[str, Any]:
     """Return heights, widths, pixels and bytes of the readable images."""
     rows = gathered.rows[read]
     pixels = rows["height"].astype(np.int64) * rows["width"]
@@ -127,19 +127,19 @@ def size_figures(gathered: Gathered, read: Ids) -> dict[str, Any]:
     return {name: _quantiles(values) for name, values in measured.items()} if len(rows) else {}
 
 
-def cost_figures(gathered: Gathered, read: Ids) -> dict[str, Any]:
+def cost_figures(gathered: SampleFacts, read: Ids) -> dict[str, Any]:
     """Return the decoding cost: CPU time per image, its histogram, the slowest files, and images/s on one core."""
     milliseconds = 1000.0 * gathered.rows["seconds"][read].astype(np.float64)
     if len(read) == 0:
         return {}
-    counts = np.histogram(milliseconds, bins=[0.0, *EDGES, np.inf])[0]
+    counts = np.histogram(milliseconds, bins=[0.0, *_HISTOGRAM_EDGES, np.inf])[0]
     slowest = read[np.argsort(-milliseconds, kind="stable")[:_SLOWEST]]
     return {
         "cpu_ms_per_image": _quantiles(milliseconds),
         "images_per_second_per_core": 1000.0 / float(milliseconds.mean()),
         "histogram": [
             {"from_ms": low, "to_ms": high, "images": int(count)}
-            for low, high, count in zip((0.0, *EDGES), (*EDGES, None), counts, strict=True)
+            for low, high, count in zip((0.0, *_HISTOGRAM_EDGES), (*_HISTOGRAM_EDGES, None), counts, strict=True)
         ],
         "slowest": [
             {
@@ -152,7 +152,7 @@ def cost_figures(gathered: Gathered, read: Ids) -> dict[str, Any]:
     }
 
 
-def pixel_figures(subject: Subject, gathered: Gathered, read: Ids) -> dict[str, Any]:
+def pixel_figures(subject: Subject, gathered: SampleFacts, read: Ids) -> dict[str, Any]:
     """Return mean and standard deviation per channel, in [0, 1], of the training images, and those that a run uses."""
     in_train = gathered.samples.part_numbers[gathered.numbers[read]] == 0
     rows = gathered.rows[read[in_train]]
@@ -216,7 +216,7 @@ class Finding:
     entries: tuple[Entry, ...]
 
 
-def find_all(subject: Subject, gathered: Gathered, *, workers: int, progress: Progress) -> tuple[Finding, ...]:
+def find_all(subject: Subject, gathered: SampleFacts, *, workers: int, progress: Progress) -> tuple[Finding, ...]:
     """Return all findings, worst first."""
     found = [
         *_of_folder(subject),
@@ -229,33 +229,33 @@ def find_all(subject: Subject, gathered: Gathered, *, workers: int, progress: Pr
 
 
 def _of_folder(subject: Subject) -> Iterator[Finding]:
-    told = {"layout": list(subject.problems.sentences()), "unread": list(subject.unread)}
+    messages = {"layout": list(subject.problems.sentences()), "unread": list(subject.unread)}
     for kind, path, _ in subject.problems.bad:
-        told.setdefault(kind.removesuffix("s"), []).append(path)
-    for name, found in told.items():
-        if found:
-            yield Finding(KINDS[name], len(found), tuple(map(Entry, sorted(found)[:MOST_NAMED])))
+        messages.setdefault(kind.removesuffix("s"), []).append(path)
+    for name, entries in messages.items():
+        if entries:
+            yield Finding(KINDS[name], len(entries), tuple(map(Entry, sorted(entries)[:MAX_NAMED])))
 
 
-def _of_samples(gathered: Gathered) -> Iterator[Finding]:
+def _of_samples(gathered: SampleFacts) -> Iterator[Finding]:
     for kind in OF_SAMPLES:
         positions = gathered.has(kind.name)
         if kind.name == "grey_among_colour" and len(positions) == len(whole(gathered)):
             continue
         if len(positions):
-            said = gathered.said.get(kind.name, {})
+            details = gathered.details.get(kind.name, {})
             entries = (
-                _entry(gathered, position, said.get(position, "")) for position in positions[:MOST_NAMED].tolist()
+                _entry(gathered, position, details.get(position, "")) for position in positions[:MAX_NAMED].tolist()
             )
             yield Finding(kind, len(positions), tuple(entries))
 
 
-def whole(gathered: Gathered) -> Ids:
+def whole(gathered: SampleFacts) -> Ids:
     """Return the indices of the readable samples."""
     return np.flatnonzero((gathered.rows["traits"] & BROKEN) == 0)
 
 
-def _entry(gathered: Gathered, position: int, detail: str = "", other: int | None = None) -> Entry:
+def _entry(gathered: SampleFacts, position: int, detail: str = "", other: int | None = None) -> Entry:
     samples = gathered.samples
     number = int(gathered.numbers[position])
     return Entry(
@@ -266,7 +266,7 @@ def _entry(gathered: Gathered, position: int, detail: str = "", other: int | Non
     )
 
 
-def _of_copies(gathered: Gathered, *, workers: int, progress: Progress) -> Iterator[Finding]:
+def _of_copies(gathered: SampleFacts, *, workers: int, progress: Progress) -> Iterator[Finding]:
     present = np.zeros(len(gathered.numbers), dtype=bool)
     present[whole(gathered)] = True
     first = first_of(gathered.rows["content"], present)
@@ -281,14 +281,14 @@ def _of_copies(gathered: Gathered, *, workers: int, progress: Progress) -> Itera
         ("duplicate", ~elsewhere & ~contradicting),
     ):
         yield from _pairs(gathered, name, np.stack([copies[which], first[copies[which]]], axis=1))
-    pairs = look_alikes(gathered.rows["hash"], split_of, first)
-    alike = similar(gathered, pairs, workers=workers, progress=progress)
-    yield from _pairs(gathered, "near_leak", pairs[alike >= _LOOKS_THE_SAME])
+    pairs = near_duplicates(gathered.rows["hash"], split_of, first)
+    similarity = similar(gathered, pairs, workers=workers, progress=progress)
+    yield from _pairs(gathered, "near_leak", pairs[similarity >= _LOOKS_THE_SAME])
 
 
-def _pairs(gathered: Gathered, name: str, pairs: Ids) -> Iterator[Finding]:
+def _pairs(gathered: SampleFacts, name: str, pairs: Ids) -> Iterator[Finding]:
     if len(pairs):
-        named = pairs[:MOST_NAMED].tolist()
+        named = pairs[:MAX_NAMED].tolist()
         yield Finding(KINDS[name], len(pairs), tuple(_entry(gathered, one, other=two) for one, two in named))
 
 
@@ -301,12 +301,12 @@ def _of_classes(subject: Subject) -> Iterator[Finding]:
         count = int(train[number])
         return Entry(classes[number], detail=f"{count:,} image{'' if count == 1 else 's'}")
 
-    found = {"imbalance": list[Entry]()}
+    findings = {"imbalance": list[Entry]()}
     if len(train) and train.max() > IMBALANCED * max(int(train.min()), 1):
-        found["imbalance"] = [sized(int(train.argmax())), sized(int(train.argmin()))]
-    found["small_class"] = [sized(each) for each in np.flatnonzero(train < FEW).tolist()]
+        findings["imbalance"] = [sized(int(train.argmax())), sized(int(train.argmin()))]
+    findings["small_class"] = [sized(each) for each in np.flatnonzero(train < FEW).tolist()]
     lacking = np.flatnonzero(held_out == 0).tolist()
-    found["no_held_out"] = [Entry(classes[each]) for each in lacking] if held_out.sum() else []
-    found["listed_names"] = [Entry(name) for name in classes if ";" in name and subject.learned == "classes"]
-    found["alike_names"] = [Entry(other, other=one) for one, other in alike_names(classes)]
-    yield from (Finding(KINDS[name], len(entries), tuple(entries)) for name, entries in found.items() if entries)
+    findings["no_held_out"] = [Entry(classes[each]) for each in lacking] if held_out.sum() else []
+    findings["listed_names"] = [Entry(name) for name in classes if ";" in name and subject.learned == "classes"]
+    findings["alike_names"] = [Entry(other, other=one) for one, other in similar_names(classes)]
+    yield from (Finding(KINDS[name], len(entries), tuple(entries)) for name, entries in findings.items() if entries)

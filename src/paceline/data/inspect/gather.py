@@ -141,26 +141,26 @@ def _load(source: str, overrides: Sequence[str]) -> Recipe:
 Progress = Callable[[str, int, int], None]
 """Called with the current activity, the amount done, and the total."""
 
-MOST_NAMED = 10_000
+MAX_NAMED = 10_000
 _PARTS = 32
 _KILLED = "killed, as the system does when memory runs out"
 
 
 @dataclass(frozen=True)
-class Gathered:
+class SampleFacts:
     """Facts about the checked samples.
 
     Attributes:
         samples: All samples.
         numbers: Indices of checked samples, ascending.
         rows: Facts about each of these.
-        said: By kind, (position in ``numbers``, details) of the first ten thousand.
+        details: By kind, (position in ``numbers``, details) of the first ten thousand.
     """
 
     samples: JoinedSource
     numbers: Ids
     rows: Rows
-    said: dict[str, dict[int, str]] = field(default_factory=dict)
+    details: dict[str, dict[int, str]] = field(default_factory=dict)
 
     def has(self, kind: str) -> Ids:
         """Return the positions of the samples of a kind."""
@@ -170,53 +170,53 @@ class Gathered:
         """Record a sample's kind."""
         for kind, detail in defects:
             self.rows["traits"][position] |= BIT[kind]
-            named = self.said.setdefault(kind, {})
-            if detail and len(named) < MOST_NAMED:
-                named[position] = detail
+            by_position = self.details.setdefault(kind, {})
+            if detail and len(by_position) < MAX_NAMED:
+                by_position[position] = detail
 
 
 def gather(
     samples: JoinedSource, viewers: Sequence[Viewer], *, limit: int | None, workers: int, progress: Progress
-) -> Gathered:
+) -> SampleFacts:
     """Check every sample, or ``limit`` of them, with each split's viewer."""
     numbers = spread(len(samples), limit)
-    found = Gathered(samples, numbers, np.zeros(len(numbers), dtype=ROW))
+    facts = SampleFacts(samples, numbers, np.zeros(len(numbers), dtype=ROW))
 
     warm: list[int] = []
 
     def work(piece: range, note: Note) -> tuple[Rows, list[tuple[int, list[Defect]]]]:
         rows = np.zeros(len(piece), dtype=ROW)
         defects = []
-        for place, position in enumerate(piece):
+        for row, position in enumerate(piece):
             note(position)
             _, source, sample = samples.find(int(numbers[position]))
             viewer = viewers[samples.part_numbers[numbers[position]]]
             if not warm:  # a process's first image includes the time to load the decoder
                 warm.append(position)
-                look(source, sample, viewer, rows[place].copy())
-            if said := look(source, sample, viewer, rows[place]):
-                defects.append((position, said))
+                look(source, sample, viewer, rows[row].copy())
+            if faults := look(source, sample, viewer, rows[row]):
+                defects.append((position, faults))
         return rows, defects
 
     done = 0
     for result in in_parallel(work, len(numbers), workers=workers):
-        if isinstance(result, Died):
+        if isinstance(result, WorkerFailure):
             code = result.exit_code
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            found.add(result.item, [("reader_died", _KILLED if code == -signal.SIGKILL else how)])
+            facts.add(result.item, [("reader_died", _KILLED if code == -signal.SIGKILL else how)])
             done += 1
         else:
             rows, defects = result.result
-            found.rows[result.piece.start : result.piece.stop] = rows
+            facts.rows[result.piece.start : result.piece.stop] = rows
             for position, said in defects:
-                found.add(position, said)
+                facts.add(position, said)
             done += len(result.piece)
         progress("looking at images", done, len(numbers))
-    return found
+    return facts
 
 
 def similar(
-    gathered: Gathered, pairs: Ids, *, workers: int, progress: Progress
+    gathered: SampleFacts, pairs: Ids, *, workers: int, progress: Progress
 ) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
     """Return the similarity of each pair of images: correlation of 32x32 grey thumbnails, float32 [pairs]."""
     result = np.zeros(len(pairs), dtype=np.float32)
@@ -225,23 +225,23 @@ def similar(
         values = []
         for number in piece:
             note(number)
-            one, other = (_parts(gathered, int(position)) for position in pairs[number])
-            if one is None or other is None:
+            first, second = (_parts(gathered, int(position)) for position in pairs[number])
+            if first is None or second is None:
                 values.append(0.0)
             else:
-                values.append(float(np.corrcoef(one.reshape(-1), other.reshape(-1))[0, 1]))
+                values.append(float(np.corrcoef(first.reshape(-1), second.reshape(-1))[0, 1]))
         return values
 
     done = 0
     for each in in_parallel(work, len(pairs), workers=workers):
-        if not isinstance(each, Died):
+        if not isinstance(each, WorkerFailure):
             result[each.piece.start : each.piece.stop] = each.result
             done += len(each.piece)
         progress("comparing images that look the same", done, len(pairs))
     return result
 
 
-def _parts(gathered: Gathered, position: int) -> Image | None:
+def _parts(gathered: SampleFacts, position: int) -> Image | None:
     try:
         return grey_parts(gathered.samples.read(int(gathered.numbers[position])), _PARTS, _PARTS)
     except BrokenImageError:  # it was readable when it was checked
@@ -255,12 +255,12 @@ Work = Callable[[range, Note], T]
 # Per process: large enough to amortise process starts, small enough to show progress.
 _LEAST_ITEMS, _MOST_ITEMS = 32, 256
 _PIECES = 8  # work items per worker
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FORK = multiprocessing.get_context("fork")  # with fork, shared objects are neither pickled nor copied
 
 
 @dataclass(frozen=True)
-class Done(Generic[T]):
+class WorkerResult(Generic[T]):
     """A finished piece of work with its result."""
 
     piece: range
@@ -268,25 +268,25 @@ class Done(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Died:
+class WorkerFailure:
     """An item during which its process died, with the exit code."""
 
     item: int
     exit_code: int
 
 
-def _serve(work: Work[Any], piece: range, connection: Connection, at: Any) -> None:
+def _run_worker(work: Work[Any], piece: range, connection: Connection, current: Any) -> None:
     """Process a piece of work in a child process."""
     # A terminal sends SIGINT to all processes; the parent ends its children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
     warnings.simplefilter("ignore")
-    threading.Thread(target=_end_with_the_first, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
 
     def note(item: int) -> None:
-        at.value = item
+        current.value = item
 
     try:
         connection.send((False, work(piece, note)))
@@ -294,7 +294,7 @@ def _serve(work: Work[Any], piece: range, connection: Connection, at: Any) -> No
         connection.send((True, traceback.format_exc()))
 
 
-def _end_with_the_first() -> None:
+def _exit_with_parent() -> None:
     """Exit when the parent process is gone, even if it was killed or this process hangs in a read."""
     first = multiprocessing.parent_process()
     assert first is not None
@@ -302,10 +302,10 @@ def _end_with_the_first() -> None:
     os._exit(1)
 
 
-def in_parallel(work: Work[T], items: int, *, workers: int) -> Iterator[Done[T] | Died]:
+def in_parallel(work: Work[T], items: int, *, workers: int) -> Iterator[WorkerResult[T] | WorkerFailure]:
     """Run ``work`` on items 0 … ``items`` - 1 in several processes, and yield results as they arrive.
 
-    An item during which a process dies is yielded as :class:`Died`; another process handles the remaining items.
+    An item during which a process dies is yielded as :class:`WorkerFailure`; another process handles the rest.
 
     Args:
         work: Processes a range of items; calls its second argument with each item before starting it.
@@ -318,36 +318,36 @@ def in_parallel(work: Work[T], items: int, *, workers: int) -> Iterator[Done[T] 
     try:
         while waiting or running:
             while waiting and len(running) < workers:
-                piece, at = waiting.popleft(), _FORK.RawValue("q", -1)
-                at.value = piece.start
-                ours, theirs = _FORK.Pipe()
-                process = _FORK.Process(target=_serve, args=(work, piece, theirs, at), daemon=True)
+                piece, current = waiting.popleft(), _FORK.RawValue("q", -1)
+                current.value = piece.start
+                receiver, sender = _FORK.Pipe()
+                process = _FORK.Process(target=_run_worker, args=(work, piece, sender, current), daemon=True)
                 # Signals are blocked, or an interrupt could be lost: exceptions in Python's fork hooks are not
                 # propagated.
-                held = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+                signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
                 try:
                     process.start()
-                    running[ours] = piece, process, at
+                    running[receiver] = piece, process, current
                 finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, held)
-                theirs.close()
+                    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+                sender.close()
             for connection in wait(list(running)):
-                piece, process, at = running[connection]
-                answer: tuple[bool, Any] | None
+                piece, process, current = running[connection]
+                reply: tuple[bool, Any] | None
                 try:
-                    answer = cast(Connection, connection).recv()
+                    reply = cast(Connection, connection).recv()
                 except (EOFError, ConnectionResetError):
-                    answer = None
+                    reply = None
                 process.join()
                 del running[connection]
-                if answer is None:
-                    item = int(at.value)
+                if reply is None:
+                    item = int(current.value)
                     waiting.extendleft(each for each in (range(item + 1, piece.stop), range(piece.start, item)) if each)
-                    yield Died(item, process.exitcode or 0)
-                elif answer[0]:
-                    raise RuntimeError(f"a process that reads images failed:\n{answer[1]}")
+                    yield WorkerFailure(item, process.exitcode or 0)
+                elif reply[0]:
+                    raise RuntimeError(f"a process that reads images failed:\n{reply[1]}")
                 else:
-                    yield Done(piece, answer[1])
+                    yield WorkerResult(piece, reply[1])
     finally:
         for _, process, _ in running.values():
             process.kill()

@@ -18,7 +18,7 @@ from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from paceline.data.image import heads
-from paceline.data.image.decode import LARGEST_PIXELS, looks_like
+from paceline.data.image.decode import LARGEST_PIXELS, guess_format
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource, SampleSource, encoded_source
 
 Severity = Literal["breaks", "spoils", "costs", "notice"]
@@ -250,18 +250,18 @@ def _is_sixteen_bit(image: Image.Image, content: Content) -> bool:
     return image.mode.startswith("I")
 
 
-def lacks_its_end(content: Content) -> bool:
+def is_truncated(content: Content) -> bool:
     """Whether a JPEG lacks an end-of-image marker after its pixels."""
-    whole = bytes(content)
-    if whole.endswith(_JPEG_END):
+    data = bytes(content)
+    if data.endswith(_JPEG_END):
         return False
     position = len(_JPEG_START)
-    while (marker := _JPEG_MARKER.search(whole, position)) is not None:
+    while (marker := _JPEG_MARKER.search(data, position)) is not None:
         if marker[0] == _JPEG_END:
             return False
         # Every other marker starts a segment with a length; bytes inside it are not markers.
         begin = marker.end()
-        position = begin + max(int.from_bytes(whole[begin : begin + 2], "big"), 2)
+        position = begin + max(int.from_bytes(data[begin : begin + 2], "big"), 2)
     return True
 
 
@@ -281,11 +281,11 @@ def cause(content: Content, reason: str) -> tuple[str, str]:
         return "no_fixed_range", reason
     head = bytes(content[:512])
     if header is None and not head.startswith(_BEGINNINGS):
-        return "not_an_image", looks_like(head) or reason
+        return "not_an_image", guess_format(head) or reason
     if head.startswith(_JPEG_START):
-        is_cut_off = lacks_its_end(content)
+        is_cut_off = is_truncated(content)
     elif head.startswith((b"\x89PNG", b"RIFF")):
-        is_cut_off = heads.lacks_its_end(head, bytes(content[-64:]), len(content))
+        is_cut_off = heads.is_truncated(head, bytes(content[-64:]), len(content))
     else:
         is_cut_off = any(word in reason.lower() for word in ("truncat", "premature", "end of file", "not enough"))
     return ("truncated" if is_cut_off else "corrupt"), "" if header is None else reason
@@ -418,7 +418,7 @@ def _of_header(where: str, header: Header | None, content: Content | None) -> It
     is_known = any(extension in names for names in _EXTENSIONS.values())
     if is_known and extension not in _EXTENSIONS.get(header.file_format, ()):
         yield "wrong_extension", f"{header.file_format} content"
-    if header.file_format in ("JPEG", "MPO") and lacks_its_end(content):
+    if header.file_format in ("JPEG", "MPO") and is_truncated(content):
         yield "unfinished", ""
     facts = {**asdict(header), "cmyk": header.mode == "CMYK", "palette": header.mode in ("P", "PA")}
     for name in ("progressive", "cmyk", "sixteen_bit", "transparent", "palette", "several_frames", "turned"):
@@ -428,13 +428,13 @@ def _of_header(where: str, header: Header | None, content: Content | None) -> It
 
 def _of_pixels(image: Pixels, header: Header | None, viewer: Viewer) -> Iterator[Defect]:
     height, width = image.shape[:2]
-    said = f"{width}x{height}"
+    size_text = f"{width}x{height}"
     if height * width > LARGE * viewer.image_size**2:
-        yield "large", said
+        yield "large", size_text
     if min(height, width) * SMALL < viewer.image_size:
-        yield "tiny", said
+        yield "tiny", size_text
     if max(height, width) > LONG * min(height, width):
-        yield "extreme_ratio", said
+        yield "extreme_ratio", size_text
     if (rows := _flat_rows(image)) * _FLAT_PART >= height:
         yield "flat_end", f"the last {rows} of {height} rows"
     thin = _thinned(image)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.data.inspect.findings import Finding
 from paceline.errors import DataError
-from paceline.files import visible
+from paceline.files import visible_entries
 
 UNDO = "undo.sh"
 _BACK = b"""\
@@ -60,12 +60,12 @@ def check_place(root: Path, folder: Path) -> None:
             f"--quarantine {folder}: it and the data ({root}) must not contain each other; give a folder next to the "
             "data."
         )
-    there = inside
-    while not there.exists():
-        there = there.parent
-    if not there.is_dir():
-        raise DataError(f"--quarantine {folder}: {str(there)!r} is a file; give a folder, which need not exist.")
-    if there.stat().st_dev != outside.stat().st_dev:
+    inner = inside
+    while not inner.exists():
+        inner = inner.parent
+    if not inner.is_dir():
+        raise DataError(f"--quarantine {folder}: {str(inner)!r} is a file; give a folder, which need not exist.")
+    if inner.stat().st_dev != outside.stat().st_dev:
         raise DataError(
             f"--quarantine {folder}: it is on another file system than the data, and files are only moved by renaming, "
             "which cannot lose them; give a folder next to the data."
@@ -88,20 +88,20 @@ def move_away(findings: Iterable[Finding], root: Path, folder: Path) -> Quaranti
         for each in findings
         if (each.kind.severity == "breaks" and each.kind.name != "layout") or each.kind.name in copies
     ]
-    asked = {Path(entry.name) for each in moving for entry in each.entries}
+    to_move = {Path(entry.name) for each in moving for entry in each.entries}
     train = root / "train" if (root / "train").is_dir() else root
     for splits in ((train,), (root / "val", root / "test")):
-        for parent in {path.parent for path in asked if path.parent.parent in splits}:
+        for parent in {path.parent for path in to_move if path.parent.parent in splits}:
             is_still_trained_on = parent.parent != train and (train / parent.name).is_dir()
-            if is_still_trained_on and train / parent.name not in asked:
+            if is_still_trained_on and train / parent.name not in to_move:
                 continue
-            if all(Path(entry.path) in asked for entry in visible(parent)):
-                asked.add(parent)
-    paths = sorted(path for path in asked if not asked.intersection(path.parents))
+            if all(Path(entry.path) in to_move for entry in visible_entries(parent)):
+                to_move.add(parent)
+    paths = sorted(path for path in to_move if not to_move.intersection(path.parents))
     moves = [(path, folder / path.relative_to(root)) for path in paths]
-    if taken := [str(target) for _, target in moves if os.path.lexists(target)]:
+    if present := [str(target) for _, target in moves if os.path.lexists(target)]:
         raise DataError(
-            f"--quarantine {folder}: {taken[0]!r} is there already (and {len(taken) - 1:,} more of the names), and "
+            f"--quarantine {folder}: {present[0]!r} is there already (and {len(present) - 1:,} more of the names), and "
             "nothing is overwritten; nothing was moved: give another folder."
         )
     if moves:
@@ -115,14 +115,14 @@ def move_away(findings: Iterable[Finding], root: Path, folder: Path) -> Quaranti
                 f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; to undo the earlier moves, "
                 f"run: sh {shlex.quote(str(folder / UNDO))}"
             ) from None
-    gone = frozenset(path for path, _ in moves)
+    moved_paths = frozenset(path for path, _ in moves)
 
     def is_gone(finding: Finding) -> bool:
         names = [Path(entry.name) for entry in finding.entries]
-        return finding.count == len(names) and all(gone.intersection((name, *name.parents)) for name in names)
+        return finding.count == len(names) and all(moved_paths.intersection((name, *name.parents)) for name in names)
 
-    whole = frozenset(each.kind.name for each in findings if is_gone(each))
-    return Quarantine(folder=folder, moved=tuple((str(a), str(b)) for a, b in moves), kinds=whole)
+    resolved_kinds = frozenset(each.kind.name for each in findings if is_gone(each))
+    return Quarantine(folder=folder, moved=tuple((str(a), str(b)) for a, b in moves), kinds=resolved_kinds)
 
 
 def _write_undo(folder: Path, moves: Iterable[tuple[Path, Path]]) -> None:

@@ -27,7 +27,7 @@ from torch.utils.dlpack import from_dlpack
 
 from paceline.data.batch import Batch, BrokenSample
 from paceline.data.image.augmentation import Box, Draws, draw, random_resized_box, shrinkage, snapped
-from paceline.data.image.decode import LARGEST_PIXELS, ORIENTATION, DecodedPicture, Picture
+from paceline.data.image.decode import LARGEST_PIXELS, ORIENTATION, DecodedImage, LazyImage
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource
 from paceline.data.image.store import shrunk, vary
 from paceline.data.image.transforms import (
@@ -35,7 +35,7 @@ from paceline.data.image.transforms import (
     View,
     evaluation_geometry,
     evaluation_image,
-    grows_too_large,
+    is_too_large,
     resized_part,
 )
 from paceline.data.slices import SampleSlice
@@ -61,35 +61,35 @@ def plain_jpeg(content: Content) -> Shape | None:
     if len(content) < len(_BEGIN + _END) or content[:2] != _BEGIN or content[-2:] != _END:
         return None
     size = None
-    at = len(_BEGIN)
-    while at + 4 <= len(content) and content[at] == 0xFF:
-        marker = content[at + 1]
+    position = len(_BEGIN)
+    while position + 4 <= len(content) and content[position] == 0xFF:
+        marker = content[position + 1]
         if marker == 0xFF:  # fill bytes
-            at += 1
+            position += 1
             continue
         if marker == _SCAN:
-            return size if _only_scans_follow(content, at) else None
-        end = at + 2 + int.from_bytes(content[at + 2 : at + 4], "big")
-        segment = content[at + 4 : end]
+            return size if _only_scans_follow(content, position) else None
+        end = position + 2 + int.from_bytes(content[position + 2 : position + 4], "big")
+        segment = content[position + 4 : end]
         if marker in _FRAMES and size is None:
             size = _plain_size(segment)
         elif marker in _FRAMES + _OTHER_FRAMES or _may_change_the_picture(marker, bytes(segment)):
             return None
-        at = end
+        position = end
     return None
 
 
-def _only_scans_follow(content: Content, at: int) -> bool:
-    """Whether the rest of the file, from its first scan ``at``, has only scans and segments allowed between them.
+def _only_scans_follow(content: Content, position: int) -> bool:
+    """Whether the rest of the file, from its first scan ``position``, has only scans and segments allowed between them.
 
     In scan data, a byte of 255 is followed by a zero. An unexpected marker in it is damage, which only some decoders
     tolerate.
     """
-    while (found := _MARKER.search(content, at)) is not None:
-        at = found.start()
-        if content[at + 1] not in _BETWEEN_SCANS or at + 4 > len(content):
-            return at == len(content) - len(_END)
-        at += 2 + int.from_bytes(content[at + 2 : at + 4], "big")
+    while (match := _MARKER.search(content, position)) is not None:
+        position = match.start()
+        if content[position + 1] not in _BETWEEN_SCANS or position + 4 > len(content):
+            return position == len(content) - len(_END)
+        position += 2 + int.from_bytes(content[position + 2 : position + 4], "big")
     return False
 
 
@@ -148,7 +148,7 @@ def how_to_install() -> str:
     return "pip install 'paceline[dali]'" if int(cuda.partition(".")[0]) >= 13 else "pip install nvidia-dali-cuda120"
 
 
-class Asked(NamedTuple):
+class SampleRequest(NamedTuple):
     """A DALI request for one file.
 
     Attributes:
@@ -171,11 +171,11 @@ class Asked(NamedTuple):
 class Graph:
     """A DALI pipeline for batches of limited size, processed in request order."""
 
-    def __init__(self, most: int, *, threads: int, ahead: int, device: torch.device, view: View) -> None:
+    def __init__(self, batch_size: int, *, threads: int, ahead: int, device: torch.device, view: View) -> None:
         """Build the pipeline and run it on blank pictures.
 
         Args:
-            most: Maximum batch size.
+            batch_size: Maximum batch size.
             threads: Number of DALI threads.
             ahead: Maximum number of requested batches that are not taken yet.
             device: The CPU, or the GPU that decodes and holds the batches.
@@ -184,14 +184,14 @@ class Graph:
         Raises:
             DataError: If DALI cannot run.
         """
-        self.most = most
+        self.most = batch_size
         self._on_gpu = device.type == "cuda"
-        self._pipeline = define(most, threads=threads, ahead=ahead, device=device, view=view)
-        self._held: deque[list[np.ndarray[Any, Any]]] = deque()
+        self._pipeline = define(batch_size, threads=threads, ahead=ahead, device=device, view=view)
+        self._inputs: deque[list[np.ndarray[Any, Any]]] = deque()
         # On its first start DALI runs as many batches as its prefetch depth, whatever the input.
         file = io.BytesIO()
         Image.new("RGB", (8, 8)).save(file, format="JPEG")
-        blank = Asked(file.getvalue(), Box(0, 0, 8, 8), (8, 8), (0, 0), (8, 8), flip=False)
+        blank = SampleRequest(file.getvalue(), Box(0, 0, 8, 8), (8, 8), (0, 0), (8, 8), flip=False)
         try:
             for _ in range(ahead):
                 self._feed([blank])
@@ -204,7 +204,7 @@ class Graph:
                 "data.backend=pytorch."
             ) from error
 
-    def ask(self, batch: Sequence[Asked]) -> None:
+    def submit(self, batch: Sequence[SampleRequest]) -> None:
         """Request a batch; it is processed in the background."""
         self._feed(batch)
         self._pipeline.schedule_run()
@@ -220,38 +220,38 @@ class Graph:
         # The outputs belong to torch from here on: DALI allocates new ones for later batches.
         stream = torch.cuda.current_stream() if self._on_gpu else None
         (images,) = self._pipeline.outputs(cuda_stream=stream)
-        self._held.popleft()
+        self._inputs.popleft()
         return from_dlpack(images.as_tensor())
 
-    def _feed(self, batch: Sequence[Asked]) -> None:
+    def _feed(self, batch: Sequence[SampleRequest]) -> None:
         files = [np.frombuffer(each.content, dtype=np.uint8) for each in batch]
         boxes = np.array([each.box for each in batch], dtype=np.int32)
         # Crop offset in DALI's form: a share of the available room.
-        room = np.array([each.scaled for each in batch]) - np.array([each.shape for each in batch])
-        places = (np.array([each.corner for each in batch]) / np.maximum(room, 1)).astype(np.float32)
+        free = np.array([each.scaled for each in batch]) - np.array([each.shape for each in batch])
+        offsets = (np.array([each.corner for each in batch]) / np.maximum(free, 1)).astype(np.float32)
         numbers = {
             "start": boxes[:, :2].copy(),
             "extent": boxes[:, 2:].copy(),
             "scaled": np.array([each.scaled for each in batch], dtype=np.float32),
             "kept": np.array([each.shape for each in batch], dtype=np.float32),
-            "top": places[:, 0].copy(),
-            "left": places[:, 1].copy(),
+            "top": offsets[:, 0].copy(),
+            "left": offsets[:, 1].copy(),
             "mirror": np.array([each.flip for each in batch], dtype=np.int32),
         }
-        self._held.append(files)  # not copied, except to a GPU: DALI reads them in place
+        self._inputs.append(files)  # not copied, except to a GPU: DALI reads them in place
         self._pipeline.feed_input("files", files)
         for name, values in numbers.items():
             self._pipeline.feed_input(name, values)
 
 
-def define(most: int, *, threads: int, ahead: int, device: torch.device, view: View) -> Any:
-    """Define DALI's pipeline for batches of at most ``most`` images."""
+def define(batch_size: int, *, threads: int, ahead: int, device: torch.device, view: View) -> Any:
+    """Define DALI's pipeline for batches of at most ``batch_size`` images."""
     from nvidia.dali import fn, pipeline_def, types
 
     on_gpu = device.type == "cuda"
     # The GPU's JPEG units are used depending on the rest of the batch, so a deterministic run does not use them.
     share = 0.0 if torch.are_deterministic_algorithms_enabled() else _HARDWARE_SHARE
-    of_gpu: dict[str, Any] = {**_BUFFERS, "hw_decoder_load": share} if on_gpu else {}
+    gpu_options: dict[str, Any] = {**_BUFFERS, "hw_decoder_load": share} if on_gpu else {}
 
     def number(name: str, kind: Any, dimensions: int) -> Any:
         return fn.external_source(name=name, dtype=kind, ndim=dimensions)
@@ -267,7 +267,7 @@ def define(most: int, *, threads: int, ahead: int, device: torch.device, view: V
             output_type=types.RGB,
             adjust_orientation=False,  # plain files are upright
             jpeg_fancy_upsampling=True,  # as libjpeg does
-            **of_gpu,
+            **gpu_options,
         )
         images = fn.resize(
             images,
@@ -288,7 +288,7 @@ def define(most: int, *, threads: int, ahead: int, device: torch.device, view: V
         )
 
     defined = pipeline_def(
-        batch_size=most,
+        batch_size=batch_size,
         num_threads=threads,
         device_id=device.index if on_gpu else None,
         prefetch_queue_depth=ahead,
@@ -300,7 +300,7 @@ def define(most: int, *, threads: int, ahead: int, device: torch.device, view: V
 _READ_AT_ONCE = 8
 _LONGEST_WAIT_SECONDS = 600  # for one batch's files; storage that stalls for longer is unlikely to recover
 
-_Row = Asked | torch.Tensor | BrokenSample
+_Row = SampleRequest | torch.Tensor | BrokenSample
 """A sample: for DALI, already decoded (uint8 [C, H, W]), or broken."""
 
 
@@ -312,7 +312,7 @@ class _Work:
         piece: The slice.
         draws: Random draws of its augmentation; None in evaluation.
         shape: Height and width of the model's input.
-        reading: Futures of its rows while files are read.
+        futures: Futures of its rows while files are read.
         rows: Its rows, one per sample.
         images: Images from DALI, uint8 [N, C, H, W].
     """
@@ -320,14 +320,14 @@ class _Work:
     piece: SampleSlice
     draws: Draws | None
     shape: Shape
-    reading: list[Future[list[_Row]]]
+    futures: list[Future[list[_Row]]]
     rows: list[_Row] = field(default_factory=list)
     images: torch.Tensor | None = None
 
     @property
-    def asked(self) -> list[Asked]:
+    def requests(self) -> list[SampleRequest]:
         """The rows for DALI."""
-        return [row for row in self.rows if isinstance(row, Asked)]
+        return [row for row in self.rows if isinstance(row, SampleRequest)]
 
 
 class DaliBackend:
@@ -395,12 +395,12 @@ class DaliBackend:
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _serve(self, slices: Iterable[SampleSlice]) -> Generator[Batch, None, None]:
-        pieces = iter(slices)
+        remaining = iter(slices)
         reading: deque[_Work] = deque()
         running: deque[_Work] = deque()
         try:
             while True:
-                while len(reading) + len(running) < 2 * self._ahead and (piece := next(pieces, None)) is not None:
+                while len(reading) + len(running) < 2 * self._ahead and (piece := next(remaining, None)) is not None:
                     reading.append(self._begin(piece))
                 while reading and len(running) < self._ahead:
                     self._run(reading.popleft(), running)
@@ -410,7 +410,7 @@ class DaliBackend:
                 yield self._batch(running.popleft())
         finally:
             for work in reading:
-                for future in work.reading:
+                for future in work.futures:
                     future.cancel()
             if running:
                 self._graph = None  # discards its outstanding requests
@@ -423,38 +423,38 @@ class DaliBackend:
         work = _Work(piece, draws, piece.shape or (size, size), [])
         for at in range(0, len(ids), _READ_AT_ONCE):
             rows = range(at, min(at + _READ_AT_ONCE, len(ids)))
-            work.reading.append(self._readers.submit(lambda rows: [self._row(work, row) for row in rows], rows))
+            work.futures.append(self._readers.submit(lambda rows: [self._row(work, row) for row in rows], rows))
         return work
 
     def _run(self, work: _Work, running: deque[_Work]) -> None:
         """Wait for a slice's files and send them to DALI."""
-        for future in work.reading:
+        for future in work.futures:
             try:
                 work.rows += future.result(_LONGEST_WAIT_SECONDS)
             except TimeoutError:
                 raise OneProcessError(f"no batch came for {_LONGEST_WAIT_SECONDS} s: {self.reading()}.") from None
-        work.reading = []
-        if self._graph is not None and len(work.asked) > self._graph.most:
+        work.futures = []
+        if self._graph is not None and len(work.requests) > self._graph.most:
             for each in running:
                 self._finish(each, running)
             self._graph = None
         running.append(work)
         try:
-            self._ask(work)
+            self._submit(work)
         except RuntimeError as error:
             self._recover(running, error)
 
-    def _ask(self, work: _Work) -> None:
-        asked = work.asked
-        if not asked:
+    def _submit(self, work: _Work) -> None:
+        requests = work.requests
+        if not requests:
             return
         if self._graph is None:
-            self._graph = self._new_graph(len(asked))
-        self._graph.ask(asked)
+            self._graph = self._new_graph(len(requests))
+        self._graph.submit(requests)
 
     def _finish(self, work: _Work, running: deque[_Work]) -> None:
         """Wait for DALI's part of the oldest unfinished slice."""
-        while work.images is None and work.asked:
+        while work.images is None and work.requests:
             assert self._graph is not None
             try:
                 work.images = self._graph.take()
@@ -472,22 +472,22 @@ class DaliBackend:
         self._graph = None
         unfinished = [work for work in running if work.images is None]
         if not sum(map(self._read_refused, unfinished)):
-            what = str(error).splitlines()[0]
-            raise OneProcessError(f"DALI failed, though it can decode each image: {what}") from error
-        most = max(len(work.asked) for work in unfinished)
-        self._graph = self._new_graph(most) if most else None
+            reason = str(error).splitlines()[0]
+            raise OneProcessError(f"DALI failed, though it can decode each image: {reason}") from error
+        batch_size = max(len(work.requests) for work in unfinished)
+        self._graph = self._new_graph(batch_size) if batch_size else None
         for work in unfinished:
-            self._ask(work)
+            self._submit(work)
 
     def _read_refused(self, work: _Work) -> int:
         """Read a slice's files that DALI cannot decode; each is tested alone, so that intact files are unaffected."""
         graph = self._new_graph(1)
         refused = 0
-        for row, asked in enumerate(work.rows):
-            if not isinstance(asked, Asked):
+        for row, request in enumerate(work.rows):
+            if not isinstance(request, SampleRequest):
                 continue
             try:
-                graph.ask([asked])
+                graph.submit([request])
                 graph.take()
             except RuntimeError:
                 graph = self._new_graph(1)
@@ -507,26 +507,26 @@ class DaliBackend:
         except BrokenImageError as error:
             return BrokenSample(sample, error.path, error.reason)
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise OneProcessError(f"Reading sample {sample} ({self._source.path(sample)}) failed: {what}") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise OneProcessError(f"Reading sample {sample} ({self._source.path(sample)}) failed: {reason}") from error
         box, flip = self._box(work, row, size), self._flip(work, row)
         if box is not None:
             box = self._as_shrunk(box, size, work.shape[0])
-            return Asked(content, box, work.shape, (0, 0), work.shape, flip)
+            return SampleRequest(content, box, work.shape, (0, 0), work.shape, flip)
         scaled, corner = evaluation_geometry(size, work.shape, self._view.evaluation_crop)
-        if grows_too_large(size, scaled):
+        if is_too_large(size, scaled):
             return self._decoded(work, row)
-        return Asked(content, Box(0, 0, *size), scaled, corner, work.shape, flip)
+        return SampleRequest(content, Box(0, 0, *size), scaled, corner, work.shape, flip)
 
     def _decoded(self, work: _Work, row: int) -> torch.Tensor | BrokenSample:
         """Read a sample without DALI, as in the other back-ends."""
         view, sample = self._view, int(work.piece.ids[row])
         try:
-            picture: Picture | DecodedPicture
+            picture: LazyImage | DecodedImage
             if sample in self._refused:
-                picture = DecodedPicture(self._source.read(sample))
+                picture = DecodedImage(self._source.read(sample))
             else:
-                picture = Picture(self._source.encoded(sample), view.channels, self._source.path(sample))
+                picture = LazyImage(self._source.encoded(sample), view.channels, self._source.path(sample))
             box = self._box(work, row, picture.size)
             shrink = 1
             if box is not None and view.augment is not None and view.augment.shrink_on_load and picture.shrinks:
@@ -536,10 +536,10 @@ class DaliBackend:
         except BrokenImageError as error:
             return BrokenSample(sample, error.path, error.reason)
         if box is None:
-            shown = evaluation_image(pixels, work.shape, view.evaluation_crop, view.interpolation)
+            image = evaluation_image(pixels, work.shape, view.evaluation_crop, view.interpolation)
         else:
-            shown = resized_part(pixels, work.shape[0], view.interpolation)
-        return shown.flip(-1) if self._flip(work, row) else shown
+            image = resized_part(pixels, work.shape[0], view.interpolation)
+        return image.flip(-1) if self._flip(work, row) else image
 
     def _box(self, work: _Work, row: int, size: Shape) -> Box | None:
         """Return the region of an image that is shown; None for the whole image up to rounding."""
@@ -552,11 +552,9 @@ class DaliBackend:
         """Move a box's edges as the other back-ends do to decode its file at reduced size."""
         if self._view.augment is None or not self._view.augment.shrink_on_load:
             return box
-        moved = snapped(box, shrinkage(box, target))
+        rect = snapped(box, shrinkage(box, target))
         # In a reduced picture, the last row and column may represent less than a full step.
-        return Box(
-            moved.top, moved.left, min(moved.height, size[0] - moved.top), min(moved.width, size[1] - moved.left)
-        )
+        return Box(rect.top, rect.left, min(rect.height, size[0] - rect.top), min(rect.width, size[1] - rect.left))
 
     def _flip(self, work: _Work, row: int) -> bool:
         return work.draws is not None and not self._flips_later and bool(work.draws.flip[row])
@@ -564,11 +562,11 @@ class DaliBackend:
     def _batch(self, work: _Work) -> Batch:
         """Combine DALI's images, separately decoded ones, and broken samples."""
         broken = tuple(row for row in work.rows if isinstance(row, BrokenSample))
-        whole = np.array([not isinstance(row, BrokenSample) for row in work.rows], dtype=bool)
-        ids = work.piece.ids[whole] if broken else work.piece.ids
+        intact = np.array([not isinstance(row, BrokenSample) for row in work.rows], dtype=bool)
+        ids = work.piece.ids[intact] if broken else work.piece.ids
         inputs = self._inputs(work)
         if self._flips_later and self._view.augment is not None and work.draws is not None:
-            inputs = vary(inputs, self._view.augment, work.draws.where(whole))
+            inputs = vary(inputs, self._view.augment, work.draws.select(intact))
         if work.draws is not None:
             inputs = shrunk(inputs, self._view.size_at(work.piece.epoch), self._view.interpolation)
         targets = torch.from_numpy(self._source.labels[ids])
@@ -579,19 +577,19 @@ class DaliBackend:
 
     def _inputs(self, work: _Work) -> torch.Tensor:
         rows = [row for row in work.rows if not isinstance(row, BrokenSample)]
-        made = [row for row in rows if isinstance(row, torch.Tensor)]
-        if work.images is not None and not made:
+        decoded = [row for row in rows if isinstance(row, torch.Tensor)]
+        if work.images is not None and not decoded:
             return work.images
         shape = (len(rows), self._view.channels, *work.shape)
         inputs = torch.empty(shape, dtype=torch.uint8, device=self._device)
-        is_made = torch.tensor([isinstance(row, torch.Tensor) for row in rows], dtype=torch.bool)
+        is_decoded = torch.tensor([isinstance(row, torch.Tensor) for row in rows], dtype=torch.bool)
         if work.images is not None:
-            inputs[self._there((~is_made).nonzero()[:, 0])] = work.images
-        if made:
-            inputs[self._there(is_made.nonzero()[:, 0])] = self._there(torch.stack(made))
+            inputs[self._to_device((~is_decoded).nonzero()[:, 0])] = work.images
+        if decoded:
+            inputs[self._to_device(is_decoded.nonzero()[:, 0])] = self._to_device(torch.stack(decoded))
         return inputs
 
-    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Move a host tensor to the batch's device; from pageable memory, the copy would block the host."""
         device = self._device
         on_gpu = self._pin_memory and device.type != "cpu"

@@ -19,7 +19,7 @@ from paceline.data.batch import Batch, BrokenSample, Progress
 from paceline.data.image.augmentation import Draws, draw
 from paceline.data.image.source import BrokenImageError, SampleSource, as_array, unrepeated
 from paceline.data.image.store import ImageStore, StoreShape, dense, shrunk
-from paceline.data.image.transforms import Variation, View, asks_for_variation, evaluation_image
+from paceline.data.image.transforms import Variation, View, evaluation_image, has_variation
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.errors import RecipeError
 from paceline.recipe.data import Augment
@@ -61,7 +61,7 @@ class MemoryBackend:
                 "images at the model's input size: use data.backend=pytorch, or crop=pad."
             )
         self._view = view
-        self._one_by_one = augment is not None and asks_for_variation(augment)
+        self._one_by_one = augment is not None and has_variation(augment)
         self._variation = Variation(augment or Augment(), view.mean, view.seed)
         self._device = torch.device(device)
         self._pin_memory = pin_memory
@@ -81,7 +81,7 @@ class MemoryBackend:
         for group in _grouped(slices):
             parts = [self._broken_of(piece) for piece in group]
             ids, keys = (
-                np.concatenate([each[whole] for each, (whole, _) in zip(of, parts, strict=True)])
+                np.concatenate([each[intact] for each, (intact, _) in zip(of, parts, strict=True)])
                 for of in ([piece.ids for piece in group], [piece.variation_keys for piece in group])
             )
             draws = draw(augment, self._view.seed, group[0].epoch, keys) if augment is not None and moves else None
@@ -125,9 +125,9 @@ class MemoryBackend:
         """Return the mask of intact samples of a slice, [N], and the broken ones."""
         if not self._broken:
             return np.ones(len(piece.ids), dtype=bool), ()
-        found = [(sample, self._broken.get(sample % self._images)) for sample in piece.ids.tolist()]
-        broken = tuple(replace(each, id=sample) for sample, each in found if each is not None)
-        return np.array([each is None for _, each in found], dtype=bool), broken
+        faults = [(sample, self._broken.get(sample % self._images)) for sample in piece.ids.tolist()]
+        broken = tuple(replace(each, id=sample) for sample, each in faults if each is not None)
+        return np.array([each is None for _, each in faults], dtype=bool), broken
 
 
 def hold_images(
@@ -136,8 +136,8 @@ def hold_images(
     """Decode a whole source into a store, or wrap its array; broken images stay black and are reported by id."""
     size, count = view.image_size, len(source)
     array = as_array(source) if device.type == "cpu" else None
-    if array is not None and (held := ImageStore.over(shape, device, array)) is not None:
-        return held, {}
+    if array is not None and (existing := ImageStore.over(shape, device, array)) is not None:
+        return existing, {}
     store = ImageStore(shape, device)
     broken: dict[int, BrokenSample] = {}
 
@@ -148,8 +148,8 @@ def hold_images(
             try:
                 image = source.read(sample)
                 if image.shape[:2] != (size, size):
-                    seen = evaluation_image(image, size, view.evaluation_crop, view.interpolation)
-                    image = seen.permute(1, 2, 0).numpy()
+                    resized = evaluation_image(image, size, view.evaluation_crop, view.interpolation)
+                    image = resized.permute(1, 2, 0).numpy()
                 images[sample - start] = image
             except BrokenImageError as error:
                 broken[sample] = BrokenSample(sample, error.path, error.reason)

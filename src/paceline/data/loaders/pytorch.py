@@ -40,7 +40,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.batch import Batch, joined_along_samples, tensors_in
-from paceline.data.image.reading import ReadFailure, SliceReader, forget_shared_memory_of
+from paceline.data.image.reading import ReadFailure, SliceReader, unlink_shared_memory
 from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import View
 from paceline.data.slices import SampleIds, SampleSlice
@@ -48,7 +48,7 @@ from paceline.errors import DataError, LostWorkerError, OneProcessError
 from paceline.world import STOP_SIGNALS
 
 
-def in_parts(piece: SampleSlice, parts: int) -> list[SampleSlice]:
+def split_slice(piece: SampleSlice, parts: int) -> list[SampleSlice]:
     """Split a slice into at most ``parts`` non-empty parts."""
     count = min(parts, len(piece.ids))
     if count < 2:
@@ -58,7 +58,7 @@ def in_parts(piece: SampleSlice, parts: int) -> list[SampleSlice]:
     return [replace(piece, ids=ids[part], keys=keys[part]) for part in range(count)]
 
 
-def joined(parts: Sequence[Batch], whole: SampleSlice) -> Batch:
+def join_parts(parts: Sequence[Batch], full_slice: SampleSlice) -> Batch:
     """Join the parts of one slice: bit-identical to reading it whole."""
     if len(parts) == 1:
         return parts[0]
@@ -67,7 +67,7 @@ def joined(parts: Sequence[Batch], whole: SampleSlice) -> Batch:
         inputs=joined_along_samples([part.inputs for part in parts]),
         targets=joined_along_samples([part.targets for part in parts]),
         ids=np.concatenate([part.ids for part in parts]),
-        slice=whole,
+        slice=full_slice,
         broken=tuple(broken for part in parts for broken in part.broken),
     )
     is_pinned = any(tensor.is_pinned() for tensor in tensors_in(parts[0].inputs))
@@ -162,7 +162,7 @@ class PytorchBackend:
                 batch_size=None,
                 sampler=self._order,
                 num_workers=workers,
-                collate_fn=_as_it_is,
+                collate_fn=_identity,
                 pin_memory=self._pin_memory,
                 worker_init_fn=self._worker_state.enter,
                 # Spawned workers would import torch again, taking seconds and hundreds of MiB each.
@@ -185,7 +185,7 @@ class PytorchBackend:
         first = next(coming, None)
         if first is None:
             return
-        parts = in_parts(first, self._loader.num_workers)
+        parts = split_slice(first, self._loader.num_workers)
         self._order.slices = itertools.chain(parts, coming)
         with self._explained():
             results = iter(self._loader)
@@ -197,7 +197,7 @@ class PytorchBackend:
                 return
             waiting.append(_batch_of(result))
             if len(waiting) == len(parts):
-                yield joined(waiting, first)
+                yield join_parts(waiting, first)
                 waiting, parts = [], parts[:1]
 
     @contextmanager
@@ -277,13 +277,13 @@ class _WorkerState:
         samples = [self._reading[k] for k in self._dead() if self._reading[k] >= 0]
         names = " and ".join(f"{sample} ({self._source.path(sample)})" for sample in samples)
         where = f", while it read sample {names}" if names else ""
-        said = re.split(r"\. |\.$", reason.strip(), maxsplit=1)[0]
-        why = ""
-        if said.endswith("Bus error"):
-            why = " It ran out of shared memory: give it more, or lower data.workers or data.prefetch."
-        elif said.endswith(("Killed", "exited unexpectedly")):
-            why = " If it was killed because memory ran out, lower data.workers or data.prefetch."
-        return f"{said}{where}.{why}"
+        sentence = re.split(r"\. |\.$", reason.strip(), maxsplit=1)[0]
+        cause = ""
+        if sentence.endswith("Bus error"):
+            cause = " It ran out of shared memory: give it more, or lower data.workers or data.prefetch."
+        elif sentence.endswith(("Killed", "exited unexpectedly")):
+            cause = " If it was killed because memory ran out, lower data.workers or data.prefetch."
+        return f"{sentence}{where}.{cause}"
 
     def explain_place(self) -> str:
         """Report the sample that each worker, or this process without workers, was last reading."""
@@ -310,7 +310,7 @@ class _WorkerState:
                 child.kill()
                 child.join()
         for pid in pids:
-            forget_shared_memory_of(pid)
+            unlink_shared_memory(pid)
 
     def _tell_unless_orphaned(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -330,7 +330,7 @@ class _WorkerState:
         if os.getppid() != self._run_process:
             shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)
         # The other thread may be allocating a batch.
-        forget_shared_memory_of(os.getpid())
+        unlink_shared_memory(os.getpid())
         os._exit(0)
 
 
@@ -351,7 +351,7 @@ _OPEN: weakref.WeakSet[PytorchBackend] = weakref.WeakSet()
 
 
 @contextmanager
-def worker_deaths_told() -> Iterator[None]:
+def explain_worker_deaths() -> Iterator[None]:
     """Turn torch's error about a dead worker into a sentence on that worker, wherever the main thread is.
 
     Raises:
@@ -362,8 +362,8 @@ def worker_deaths_told() -> Iterator[None]:
     except RuntimeError as error:
         if not str(error).startswith(_DEATH):
             raise
-        told = (each.explain_death(str(error)) for each in list(_OPEN))
-        raise LostWorkerError(next(filter(None, told), str(error))) from error
+        explanations = (each.explain_death(str(error)) for each in list(_OPEN))
+        raise LostWorkerError(next(filter(None, explanations), str(error))) from error
 
 
 @atexit.register
@@ -376,12 +376,12 @@ def _close_all() -> None:
 @contextmanager
 def _forking() -> Iterator[None]:
     """Block signals while starting workers, until they ignore them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         with _quiet():
             yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
 @contextmanager
@@ -395,7 +395,7 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _as_it_is(result: Any) -> Any:
+def _identity(result: Any) -> Any:
     return result
 
 

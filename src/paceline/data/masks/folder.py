@@ -20,13 +20,13 @@ import numpy as np
 from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 
-from paceline.data.disk_cache import found_once, stamp_if_there
+from paceline.data.disk_cache import cached, stamp_or_none
 from paceline.data.image.dataset import stratified_split
 from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, decode, read_file, upright_size
 from paceline.data.image.source import EXTENSIONS, Image
 from paceline.data.masks.pipeline import IGNORED, LabelMap, MaskDataset
 from paceline.errors import DataError, did_you_mean
-from paceline.files import LeftOut, files_below, has_ending, is_folder, visible
+from paceline.files import SkippedItems, has_extension, is_folder, list_files, visible_entries
 from paceline.recipe.data import Data
 
 _SPLITS = ("train", "val", "test")
@@ -107,15 +107,15 @@ def open_masks(data: Data) -> MaskDataset:
     Raises:
         DataError: If its layout differs, or masks do not match their images or classes; names the files.
     """
-    root, left_out = _existing(data), LeftOut()
+    root, left_out = _existing_folder(data), SkippedItems()
     folders = [root / name for name in _SPLITS if (root / name / "images").is_dir()][:2]
     if folders and folders[0].name != "train":
         raise DataError(f"{str(root)!r} has {folders[0].name}/images but no train/images: add it.")
     found = [_paired(folder, left_out) for folder in (folders or [root])]
-    _tell_unread(root, folders, left_out)
+    _report_unread(root, folders, left_out)
     images, masks = (tuple(path for pairs in found for path in pairs[side]) for side in (0, 1))
-    held, sizes, unreadable = _contents(masks)
-    classes_held = held[:, :IGNORED]
+    present, sizes, unreadable = _contents(masks)
+    classes_held = present[:, :IGNORED]
     highest = np.where(classes_held.any(axis=1), IGNORED - 1 - classes_held[:, ::-1].argmax(axis=1), 0)
     names = _class_names(root, highest)
     faults = {}
@@ -125,10 +125,10 @@ def open_masks(data: Data) -> MaskDataset:
             faults[at] = f"{masks[at]!r}: {fault}"
             left_out.add("images whose mask does not fit", os.path.relpath(image, root), faults[at])
     if faults and data.on_bad == "refuse":
-        listed = "; ".join(list(faults.values())[:_SHOWN])
+        fault_text = "; ".join(list(faults.values())[:_SHOWN])
         more = f"{len(faults):,} masks do not fit, first {_SHOWN}: " if len(faults) > _SHOWN else ""
-        raise DataError(f"{more}{listed}. Correct or remove them, or leave them out with data.on_bad=skip.")
-    whole = FolderSource(images, masks, len(names))
+        raise DataError(f"{more}{fault_text}. Correct or remove them, or leave them out with data.on_bad=skip.")
+    source = FolderSource(images, masks, len(names))
     count = len(found[0][0])
     kept = [[at for at in part if at not in faults] for part in (range(count), range(count, len(images)))]
     if len(folders) > 1:
@@ -140,11 +140,11 @@ def open_masks(data: Data) -> MaskDataset:
         split = f"{100 * data.validation_fraction:.4g}% of the images, always the same (data.validation_fraction)"
     if not kept[0]:
         raise DataError(f"{str(root)!r} has no image with a mask to train on: put NAME.png into masks/ for each image.")
-    missing = [name for number, name in enumerate(names) if not held[kept[0], number].any()]
+    missing = [name for number, name in enumerate(names) if not present[kept[0], number].any()]
     if len(names) - len(missing) < 2:
         why = f", and {IGNORED}, which means 'ignored': store each pixel's class index, from 0"
         raise DataError(
-            f"the training masks of {str(root)!r} hold fewer than two classes{why * bool(held[:, IGNORED].any())}."
+            f"the training masks of {str(root)!r} hold fewer than two classes{why * bool(present[:, IGNORED].any())}."
         )
     empty = f"{len(missing)} of {len(names)} classes have no pixel in any training mask: {', '.join(missing[:_SHOWN])}"
     digest = hashlib.sha256(repr(names).encode())
@@ -153,18 +153,18 @@ def open_masks(data: Data) -> MaskDataset:
             digest.update(os.fsencode(f"{os.path.relpath(path, root)}\0{os.stat(path).st_size}\n"))
     return MaskDataset(
         name="masks",
-        train=whole.chosen(kept[0]),
-        validation=whole.chosen(kept[1]),
+        train=source.chosen(kept[0]),
+        validation=source.chosen(kept[1]),
         classes=names,
         digest=digest.hexdigest(),
         files=tuple(path for part in kept for at in part for path in (images[at], masks[at])),
         split=split,
         is_split_off=len(folders) < 2,
-        left_out=(*left_out.told(), *([empty] if missing else [])),
+        left_out=(*left_out.summaries(), *([empty] if missing else [])),
     )
 
 
-def _existing(data: Data) -> Path:
+def _existing_folder(data: Data) -> Path:
     if data.path is None:
         raise DataError("data.dataset=masks needs data.path: the folder that holds images/ and masks/.")
     root = Path(data.path).expanduser()
@@ -173,16 +173,16 @@ def _existing(data: Data) -> Path:
     return root
 
 
-def _paired(folder: Path, left_out: LeftOut) -> tuple[list[str], list[str]]:
+def _paired(folder: Path, left_out: SkippedItems) -> tuple[list[str], list[str]]:
     """Return the images and masks of one split with the same path up to the extension; others are left out."""
     by_stem: dict[str, dict[str, str]] = {"images": {}, "masks": {}}
     for kind, endings in (("images", EXTENSIONS), ("masks", ("png",))):
         if not (folder / kind).is_dir():
-            near = did_you_mean(kind, [each.name for each in visible(folder)])
+            near = did_you_mean(kind, [each.name for each in visible_entries(folder)])
             raise DataError(f"{str(folder)!r} has no folder {kind}/, which task=segmentation reads.{near}")
-        for name in files_below(folder / kind, left_out):
+        for name in list_files(folder / kind, left_out):
             stem, path = os.path.splitext(name)[0], os.path.join(folder, kind, name)
-            if not has_ending(name, endings):
+            if not has_extension(name, endings):
                 left_out.add(f"files in {kind}/ with other extensions", path)
             elif stem in by_stem[kind]:
                 left_out.add(f"{kind} with the same name as another one", path)
@@ -196,11 +196,11 @@ def _paired(folder: Path, left_out: LeftOut) -> tuple[list[str], list[str]]:
     return [images[stem] for stem in both], [masks[stem] for stem in both]
 
 
-def _tell_unread(root: Path, folders: Sequence[Path], left_out: LeftOut) -> None:
+def _report_unread(root: Path, folders: Sequence[Path], left_out: SkippedItems) -> None:
     """Report other files and folders in the folder of images and masks."""
     read = {"classes.txt", *(each.name for each in folders or [root / "images", root / "masks"])}
     for folder, known in [(root, read), *((each, {"images", "masks"}) for each in folders)]:
-        for entry in visible(folder):
+        for entry in visible_entries(folder):
             if entry.name not in known:
                 kind = "folders" if is_folder(entry) else "files"
                 left_out.add(f"{kind} that are not read", os.path.relpath(entry.path, root))
@@ -221,16 +221,16 @@ def _contents(masks: Sequence[str]) -> tuple[np.ndarray, np.ndarray, dict[int, s
 
     now = time.time_ns()
     with ThreadPoolExecutor(_READERS) as pool:
-        stamps = list(pool.map(stamp_if_there, masks))
-        looks = found_once("masks", masks, stamps, lambda: list(pool.map(look, masks)), now=now, is_kept=are_masks)
-    held, sizes = np.zeros((len(masks), 256), dtype=bool), np.zeros((len(masks), 2), dtype=np.int64)
+        stamps = list(pool.map(stamp_or_none, masks))
+        looks = cached("masks", masks, stamps, lambda: list(pool.map(look, masks)), now=now, is_kept=are_masks)
+    present, sizes = np.zeros((len(masks), 256), dtype=bool), np.zeros((len(masks), 2), dtype=np.int64)
     reasons = {}
     for at, each in enumerate(looks):
         if isinstance(each, str):
             reasons[at] = each
         else:
-            held[at, each[0]], sizes[at] = True, each[1:]
-    return held, sizes, reasons
+            present[at, each[0]], sizes[at] = True, each[1:]
+    return present, sizes, reasons
 
 
 def _fault(image: str, size: tuple[int, ...] | None, mask: tuple[int, ...], highest: int, classes: int) -> str | None:

@@ -18,7 +18,7 @@ from torch.nn.functional import interpolate
 
 from paceline.data.batch import Batch
 from paceline.data.boxes.coco import files_of_pictures
-from paceline.data.boxes.pipeline import BoxDataset, BoxSource, read_whole
+from paceline.data.boxes.pipeline import BoxDataset, BoxSource, read_intact
 from paceline.data.image.augmentation import Draws, draw, random_resized_box
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.source import Image
@@ -87,7 +87,7 @@ class MaskDataset:
 
 
 @dataclass(frozen=True)
-class _FromObjects:
+class _ObjectMasks:
     """Label maps from pictures with object masks: background is 0, overlaps of two classes are ``IGNORED``."""
 
     source: BoxSource
@@ -96,12 +96,12 @@ class _FromObjects:
         return len(self.source)
 
     def read(self, sample: int) -> tuple[Image, LabelMap]:
-        image, found = self.source.image(sample), self.source.objects(sample, masks=True)
-        assert found.masks is not None
+        image, objects = self.source.image(sample), self.source.objects(sample, masks=True)
+        assert objects.masks is not None
         if image.shape[:2] != tuple(self.source.sizes[sample]):
             raise BrokenImageError(self.path(sample), "its annotations are of another size")
         labels = np.zeros(image.shape[:2], dtype=np.uint8)
-        for label, mask in zip(found.labels, found.masks != 0, strict=True):
+        for label, mask in zip(objects.labels, objects.masks != 0, strict=True):
             labels[mask] = np.where((labels[mask] == 0) | (labels[mask] == label + 1), label + 1, IGNORED)
         return image, labels
 
@@ -119,8 +119,8 @@ def from_objects(boxes: BoxDataset) -> MaskDataset:
         raise DataError(f"it has {len(boxes.classes)} classes, but task=segmentation learns {IGNORED - 1} at most.")
     return MaskDataset(
         name=boxes.name,
-        train=_FromObjects(boxes.train),
-        validation=_FromObjects(boxes.validation),
+        train=_ObjectMasks(boxes.train),
+        validation=_ObjectMasks(boxes.validation),
         classes=("background", *boxes.classes),
         digest=boxes.digest,
         files=files_of_pictures(boxes),
@@ -180,18 +180,18 @@ class MaskView:
         """Return the random draws for the samples of a slice."""
         return None if self.augment is None else draw(self.augment, self.seed, part.epoch, part.variation_keys)
 
-    def __call__(self, image: Image, labels: LabelMap, drawn: Draws | None) -> tuple[Tensor, Tensor]:
-        """Return uint8 [C, S, S] and [S, S]; ``drawn`` holds the sample's row."""
+    def __call__(self, image: Image, labels: LabelMap, draws: Draws | None) -> tuple[Tensor, Tensor]:
+        """Return uint8 [C, S, S] and [S, S]; ``draws`` holds the sample's row."""
         pixels = torch.from_numpy(np.array(image.transpose(2, 0, 1), order="C"))
         classes = torch.from_numpy(np.array(labels))[None]
         both = ((pixels, fill_of(self.mean), self.interpolation), (classes, [IGNORED], "nearest-exact"))
-        if drawn is None or drawn.attempts is None or self.augment is None:
+        if draws is None or draws.attempts is None or self.augment is None:
             pixels, classes = (fitted(each, self.size, fill, mode) for each, fill, mode in both)
         else:
-            box = random_resized_box(drawn.attempts[0], labels.shape, self.augment.scale, self.augment.ratio)
+            box = random_resized_box(draws.attempts[0], labels.shape, self.augment.scale, self.augment.ratio)
             rows, columns = slice(box.top, box.top + box.height), slice(box.left, box.left + box.width)
             pixels, classes = (_resized(each[:, rows, columns], (self.size,) * 2, mode) for each, _, mode in both)
-        if drawn is not None and drawn.flip[0]:
+        if draws is not None and draws.flip[0]:
             pixels, classes = pixels.flip(2), classes.flip(2)
         return pixels, classes[0]
 
@@ -221,7 +221,7 @@ class MaskPipeline(SimplePipeline):
         self._sources: dict[bool, MaskSource] = {True: dataset.train, False: dataset.validation}
         self._views = views
         super().__init__(
-            self._shown,
+            self._prepare,
             evaluation_samples=len(dataset.validation),
             placement=placement,
             threads=threads,
@@ -233,17 +233,17 @@ class MaskPipeline(SimplePipeline):
         """Return the sample's file, or its set and number."""
         return self._sources[training].path(sample_id)
 
-    def _shown(self, part: SampleSlice, training: bool) -> Batch:
+    def _prepare(self, part: SampleSlice, training: bool) -> Batch:
         view, source = self._views[training], self._sources[training]
-        drawn, size = view.draws(part), view.size
+        draws, size = view.draws(part), view.size
 
         def read(row: int) -> tuple[Tensor, Tensor]:
             image, labels = source.read(int(part.ids[row]))
-            return view(image, labels, None if drawn is None else drawn.where(slice(row, row + 1)))
+            return view(image, labels, None if draws is None else draws.select(slice(row, row + 1)))
 
-        found, ids, broken = read_whole(part, read)
-        if not found:
+        samples, ids, broken = read_intact(part, read)
+        if not samples:
             nothing = torch.empty((0, len(view.mean) + 1, size, size), dtype=torch.uint8)
             return Batch(nothing[:, :-1], nothing[:, -1], ids, part, broken)
-        inputs, targets = (torch.stack(each) for each in zip(*found, strict=True))
+        inputs, targets = (torch.stack(each) for each in zip(*samples, strict=True))
         return Batch(inputs, targets, ids, part, broken)

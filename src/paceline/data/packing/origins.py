@@ -13,7 +13,7 @@ from typing import Literal
 from paceline.data.image.dataset import DatasetRequest
 from paceline.data.image.datasets import open_stored
 from paceline.data.image.mapped import MappedSource
-from paceline.data.image.selection import digest_of, first_of_all, take_classes
+from paceline.data.image.selection import digest_of, stratified_subset, take_classes
 from paceline.data.image.sets.archives import find_archive, find_mnist, mnist_kind
 from paceline.data.image.sets.huggingface import find_files
 from paceline.data.image.sets.packed import MANIFEST, UNFINISHED, Origin, PackedPixels, read_manifest
@@ -22,7 +22,7 @@ from paceline.data.image.source import FileSource, SampleSource, SubsetSource, e
 from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
 from paceline.escaping import utf8
-from paceline.files import is_ignored, refuse_odd_kinds
+from paceline.files import is_ignored, refuse_special_inputs
 from paceline.recipe.data import Data
 
 _COMPRESSED = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst"})
@@ -118,13 +118,13 @@ def open_origin(path: str, kind: str | None = None, part: Data | None = None) ->
         origin = replace(read_manifest(root).origin, digest=stored.digest)
     classes = tuple(map(utf8, stored.classes))
     if part.only_classes is not None:
-        told = {_TOLD[name]: source for name, source in sources.items()}
-        classes, taken = take_classes(part.only_classes, classes, told, "--only-classes")
-        sources = {name: taken[_TOLD[name]] for name in sources}
-        ids = [each.ids for each in taken.values()]
+        named_sources = {_TOLD[name]: source for name, source in sources.items()}
+        classes, description = take_classes(part.only_classes, classes, named_sources, "--only-classes")
+        sources = {name: description[_TOLD[name]] for name in sources}
+        ids = [each.ids for each in description.values()]
         origin = replace(origin, digest=digest_of(origin.digest, "only classes", classes, *ids))
     if part.subset is not None:
-        first = first_of_all(sources["train"], part.subset, "--subset")
+        first = stratified_subset(sources["train"], part.subset, "--subset")
         sources["train"] = first
         origin = replace(origin, digest=digest_of(origin.digest, "subset", first.ids))
     return OpenedOrigin(
@@ -150,7 +150,7 @@ def detect(path: str) -> str:
                 return "parquet" if path.endswith(".parquet") else "webdataset"
             raise DataError(f"there is no {str(root)!r}: correct the path.")
         if not root.is_dir():
-            refuse_odd_kinds(root)
+            refuse_special_inputs(root)
             return _kind_of_file(root)
         return _kind_of_folder(root)
     except PermissionError as error:
@@ -200,20 +200,20 @@ def _kind_of_tables(path: Path) -> str | None:
     found = find_files(path)
     if found is None:
         return None
-    kinds = [said.get("_type") for said in found.features.values() if isinstance(said, dict)]
+    kinds = [feature.get("_type") for feature in found.features.values() if isinstance(feature, dict)]
     return "huggingface" if not found.is_parquet or {"Image", "ClassLabel"} <= set(kinds) else "parquet"
 
 
 def _suffixes(root: Path) -> set[str]:
     """Return the extensions of files in a folder, and of the first few in each subfolder, without listing millions."""
-    found = set()
+    suffixes = set()
     for entry in root.iterdir():
         if is_ignored(entry.name):
             continue
         if not entry.is_dir():
-            found.add(entry.suffix.lower())
+            suffixes.add(entry.suffix.lower())
             continue
         with os.scandir(entry) as inside:
             seen = (each.name for each in inside if not is_ignored(each.name))
-            found |= {Path(name).suffix.lower() for name in islice(seen, _LOOKED_AT)}
-    return found
+            suffixes |= {Path(name).suffix.lower() for name in islice(seen, _LOOKED_AT)}
+    return suffixes

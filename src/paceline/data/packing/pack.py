@@ -45,12 +45,12 @@ from paceline.data.image.tables import require_pyarrow
 from paceline.data.packing.origins import OpenedOrigin, open_origin
 from paceline.data.packing.shards import (
     Progress,
+    encode_sample,
     file_digest,
     is_made,
     make_shards,
     read_part,
     reporting_disk_errors,
-    stored,
     whole_file,
 )
 from paceline.errors import DataError
@@ -92,13 +92,13 @@ def _assemble(root: Path, opened: OpenedOrigin, form: Form, shards: Sequence[Sha
     index, columns = _write_index(root, tables, shards)
     rows = _index_arrays(root / INDEX, columns)
     heights, widths = rows["height"], rows["width"]
-    alike = bool((heights == heights[0]).all() and (widths == widths[0]).all())
+    is_uniform = bool((heights == heights[0]).all() and (widths == widths[0]).all())
     manifest = Manifest(
         origin=opened.origin,
         form=form,
         classes=opened.classes,
         samples=samples,
-        native_size=(int(heights[0]), int(widths[0])) if alike else None,
+        native_size=(int(heights[0]), int(widths[0])) if is_uniform else None,
         digest=_content_digest(rows, opened.classes, form, samples),
         left_out=broken,
         index=index,
@@ -196,16 +196,16 @@ def verify(root: Path, workers: int, progress: Progress) -> list[str]:
         # Without it the images cannot be located.
         return [f"{root / manifest.files[number + 1].name} is damaged" for number in damaged]
     rows = _index_arrays(root / INDEX, manifest.columns)
-    found = [_damage(packed, number) for number in damaged]
+    damages = [_damage(packed, number) for number in damaged]
     if _content_digest(rows, manifest.classes, manifest.form, manifest.samples) != manifest.digest:
-        found.insert(0, f"{root / INDEX} does not belong to this packed dataset")
-    return found
+        damages.insert(0, f"{root / INDEX} does not belong to this packed dataset")
+    return damages
 
 
 def _damage(packed: PackedDataset, shard: int) -> str:
     """Return which images of a shard are damaged."""
     index = packed.index
-    rows = np.flatnonzero(index.places.file == shard).tolist()
+    rows = np.flatnonzero(index.ranges.file == shard).tolist()
     broken = [row for row in rows if hashlib.sha256(packed.content[row]).digest() != index.sha256[row].tobytes()]
     where = f"{packed.root / packed.manifest.shards[shard].name} is damaged"
     if not broken:
@@ -319,8 +319,10 @@ def _choose_form(request: Request, opened: OpenedOrigin) -> Form:
         ("--size", request.size, ("raw",)),
     ):
         if value is not None and mode not in modes:
-            said = " or ".join(modes)
-            raise DataError(f"{option} {value} has no effect with --mode {mode}: leave it out, or use --mode {said}.")
+            mode_names = " or ".join(modes)
+            raise DataError(
+                f"{option} {value} has no effect with --mode {mode}: leave it out, or use --mode {mode_names}."
+            )
     if request.size is not None and request.max_side is not None:
         raise DataError("--size makes squares and --max-side keeps the shape of each image: give one of them.")
     return Form(
@@ -357,7 +359,7 @@ def _stored_bytes(opened: OpenedOrigin, form: Form) -> float:
     for sample in range(0, len(source), max(1, -(-len(source) // (_TRIED if is_decoded else _WEIGHED)))):
         with suppress(OSError, BrokenImageError):
             if is_decoded:
-                lengths.append(len(stored(source, sample, form)[0]))
+                lengths.append(len(encode_sample(source, sample, form)[0]))
             else:
                 lengths.append(source.read(sample).nbytes if files is None else len(files.encoded(sample)))
     return max(1.0, float(np.mean(lengths or [1])))

@@ -34,7 +34,7 @@ from paceline.plain_json import load_json
 from paceline.records.run_directory import sync_directory
 
 
-def stored(source: SampleSource, sample: int, form: Form) -> tuple[Content, int, int]:
+def encode_sample(source: SampleSource, sample: int, form: Form) -> tuple[Content, int, int]:
     """Convert one image to a storage form; return its bytes and the height and width of its pixels.
 
     The image is decoded once, as a check.
@@ -215,11 +215,11 @@ def _write(
         waiting.clear()
 
     size = 0
-    for done, sample in enumerate(range(shard.begin, shard.end), start=1):
+    for count_written, sample in enumerate(range(shard.begin, shard.end), start=1):
         # Names are text; invalid bytes in file names are escaped.
         name = opened.name(source, sample).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         try:
-            content, height, width = stored(source, sample, form)
+            content, height, width = encode_sample(source, sample, form)
         except BrokenImageError as error:
             left_out.append(LeftOut(split=shard.split, name=name, reason=error.reason))
         else:
@@ -232,7 +232,7 @@ def _write(
             row = (int(source.labels[sample]), name, height, width, len(content), digest)
             for column, value in zip(rows.values(), row, strict=True):
                 column.append(value)
-        note(done)
+        note(count_written)
     if waiting:
         flush()
     return rows, counts, left_out

@@ -12,10 +12,10 @@ from paceline.data.text.corpus import StoredCorpus, TextDataset, stored
 from paceline.data.text.tables import Row, read_table
 from paceline.data.text.tokenizer import HuggingFaceTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError
-from paceline.files import LeftOut
+from paceline.files import SkippedItems
 from paceline.recipe.data import Data
 
-Asked = NDArray[np.bool_]
+BoolArray = NDArray[np.bool_]
 _PAIRS = (("prompt", "answer"), ("prompt", "completion"))
 
 
@@ -29,7 +29,7 @@ def open_chat(data: Data) -> TextDataset:
     Raises:
         DataError: If the table cannot be read, or a row has no such cells.
     """
-    tokenizer, left_out, context = open_tokenizer(data.text.tokenizer), LeftOut(), data.text.context
+    tokenizer, left_out, context = open_tokenizer(data.text.tokenizer), SkippedItems(), data.text.context
     if data.text.rows == "chunked":
         raise DataError(
             f"data.dataset={data.dataset} keeps samples apart: set data.text.rows to single or packed (found chunked)."
@@ -37,23 +37,23 @@ def open_chat(data: Data) -> TextDataset:
     table = read_table(data, _columns, left_out)
     corpora = list[StoredCorpus]()
     for rows in (table.train, table.held_out):
-        names, documents = list[str](), list[tuple[TokenIds, Asked]]()
+        names, documents = list[str](), list[tuple[TokenIds, BoolArray]]()
         for row in rows:
-            ids, asked = _encoded(row, tokenizer)
-            if not asked[1 : context + 1].any():
-                why = "without an answer" if not asked[1:].any() else "whose answer begins beyond data.text.context"
+            ids, is_target = _encoded(row, tokenizer)
+            if not is_target[1 : context + 1].any():
+                why = "without an answer" if not is_target[1:].any() else "whose answer begins beyond data.text.context"
                 left_out.add(f"rows {why}", row.name)
                 continue
             if len(ids) > context + 1:
                 left_out.add("ends of rows beyond data.text.context", row.name)
             names.append(row.name)
-            documents.append((ids[: context + 1], asked[: context + 1]))
+            documents.append((ids[: context + 1], is_target[: context + 1]))
         corpus = stored(zip(names, (ids for ids, _ in documents), strict=True), tokenizer)
         corpus.asked = np.concatenate([np.empty(0, bool), *(asked for _, asked in documents)])
         corpora.append(corpus)
     train, validation = corpora
     if not len(train.lengths):
-        raise DataError("; ".join([f"data.path={data.path} has no answer to learn from", *left_out.told()]) + ".")
+        raise DataError("; ".join([f"data.path={data.path} has no answer to learn from", *left_out.summaries()]) + ".")
     return TextDataset(
         name=data.dataset,
         train=train,
@@ -61,7 +61,7 @@ def open_chat(data: Data) -> TextDataset:
         tokenizer=tokenizer,
         digest=text_digest(tokenizer.digest.encode(), train.digest().encode(), validation.digest().encode()),
         reason=table.reason,
-        left_out=left_out.told(),
+        left_out=left_out.summaries(),
         is_chat=len(table.train[0].cells) == 1,
     )
 
@@ -77,7 +77,7 @@ def _columns(columns: Sequence[str], _: Mapping[str, Any], where: str) -> Sequen
     )
 
 
-def _encoded(row: Row, tokenizer: Tokenizer) -> tuple[TokenIds, Asked]:
+def _encoded(row: Row, tokenizer: Tokenizer) -> tuple[TokenIds, BoolArray]:
     """Return a row's tokens, and whether each belongs to an answer."""
     if len(row.cells) == 1:
         return _encoded_chat(row, tokenizer)
@@ -90,7 +90,7 @@ def _encoded(row: Row, tokenizer: Tokenizer) -> tuple[TokenIds, Asked]:
     return np.concatenate([before, after]), np.arange(len(before) + len(after)) >= len(before)
 
 
-def _encoded_chat(row: Row, tokenizer: Tokenizer) -> tuple[TokenIds, Asked]:
+def _encoded_chat(row: Row, tokenizer: Tokenizer) -> tuple[TokenIds, BoolArray]:
     (messages,) = row.cells
     is_chat = isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)
     if not (is_chat and all("role" in each for each in messages)):
@@ -104,7 +104,7 @@ def _encoded_chat(row: Row, tokenizer: Tokenizer) -> tuple[TokenIds, Asked]:
     try:
         text = tokenizer.chat(messages)
         ids, characters = tokenizer.encode_chat(text)
-        asked = np.zeros(len(ids), dtype=bool)
+        is_target = np.zeros(len(ids), dtype=bool)
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -113,7 +113,7 @@ def _encoded_chat(row: Row, tokenizer: Tokenizer) -> tuple[TokenIds, Asked]:
                 raise DataError(
                     "the chat template writes earlier messages differently once others follow; give one answer per row"
                 )
-            asked |= (characters[:, 0] >= len(before)) & (characters[:, 0] < len(after))
+            is_target |= (characters[:, 0] >= len(before)) & (characters[:, 0] < len(after))
     except DataError as error:
         raise DataError(f"{row.name}: {error}.") from error
-    return ids, asked
+    return ids, is_target

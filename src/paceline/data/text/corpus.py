@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from paceline.data.text.tokenizer import TokenIds, Tokenizer, text_digest, tokenizer_from
 from paceline.errors import DataError
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 from paceline.plain_json import load_json
 
 Documents = list[tuple[str, str]]
@@ -32,8 +32,8 @@ Named = TypeVar("Named", bound=tuple[Any, ...])
 
 def held_out(name: str, fraction: float) -> bool:
     """Whether a document is held out: depends on its name alone, so that added or removed documents have no effect."""
-    drawn = int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:8], "big")
-    return drawn < fraction * 2**64
+    hash_value = int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:8], "big")
+    return hash_value < fraction * 2**64
 
 
 def split_by_name(documents: Sequence[Named], fraction: float) -> tuple[list[Named], list[Named]]:
@@ -50,6 +50,9 @@ class StoredCorpus:
         lengths: Tokens of each document, int64 [documents].
         names: Name of each document.
         asked: Whether each token is to be predicted from those before it, bool [tokens]; None: all are.
+
+    Attributes:
+        begins: First token of each document, and the end of the last, int64 [documents + 1].
     """
 
     def __init__(
@@ -57,22 +60,22 @@ class StoredCorpus:
         tokens: NDArray[Any],
         lengths: NDArray[np.int64],
         names: Sequence[str],
-        asked: NDArray[np.bool_] | None = None,
+        is_target: NDArray[np.bool_] | None = None,
     ) -> None:
         self.lengths = lengths
         self.tokens = tokens
         self.names = names
-        self.asked = asked
-        self._begins = np.concatenate([[0], np.cumsum(lengths)])
+        self.asked = is_target
+        self.begins = np.concatenate([[0], np.cumsum(lengths)])
 
     def read(self, document: int, begin: int, end: int) -> TokenIds:
         """Return a copy of some of a document's tokens."""
-        first = self._begins[document]
+        first = self.begins[document]
         return self.tokens[first + begin : first + end].astype(np.int64)
 
-    def is_asked(self, document: int, begin: int, end: int) -> NDArray[np.bool_]:
+    def target_mask(self, document: int, begin: int, end: int) -> NDArray[np.bool_]:
         """Return whether some of a document's tokens are to be predicted."""
-        first = self._begins[document]
+        first = self.begins[document]
         return np.ones(end - begin, bool) if self.asked is None else self.asked[first + begin : first + end]
 
     def digest(self) -> str:
@@ -218,7 +221,7 @@ def open_tokens(root: Path) -> TextDataset:
         DataError: If it is not such a folder, or a file has the wrong length.
     """
     path = root / MANIFEST
-    refuse_odd_kinds(path)
+    refuse_special_inputs(path)
     try:
         tree = load_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -244,14 +247,14 @@ def _open_split(root: Path, split: str, count: int, kind: np.dtype[Any]) -> Stor
     try:
         lengths = np.load(root / f"{split}.lengths.npy", allow_pickle=False)
         names = (root / f"{split}.names.txt").read_text(encoding="utf-8").split("\n")
-        held = path.stat().st_size
+        size = path.stat().st_size
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
             f"{root}: the files of the split '{split}' cannot be read ({error}); write it again."
         ) from error
-    if held != count * kind.itemsize or int(lengths.sum()) != count:
+    if size != count * kind.itemsize or int(lengths.sum()) != count:
         raise DataError(
-            f"{path} has {held:,} bytes, and {count:,} tokens of {kind.itemsize} bytes were written; restore the file, "
+            f"{path} has {size:,} bytes, and {count:,} tokens of {kind.itemsize} bytes were written; restore the file, "
             "or write the folder again."
         )
     # An empty file cannot be mapped.

@@ -32,12 +32,14 @@ from paceline.data.text.tables import cells_of
 from paceline.data.text.tokenizer import ByteTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
-from paceline.files import LeftOut, files_below, has_ending, is_folder, refuse_odd_kinds, visible
+from paceline.files import SkippedItems, has_extension, is_folder, list_files, refuse_special_inputs, visible_entries
 from paceline.recipe.data import Data, Text
 from paceline.registry import open_dataset
 
 
-def read_huggingface_text(path: str | Path, column: str, left_out: LeftOut) -> tuple[Documents, Documents | None, str]:
+def read_huggingface_text(
+    path: str | Path, column: str, left_out: SkippedItems
+) -> tuple[Documents, Documents | None, str]:
     """Return a dataset's training documents, the held-out ones if it has such a split, and that split's name.
 
     Args:
@@ -119,7 +121,7 @@ def from_documents(
     validation: Documents,
     tokenizer: Tokenizer,
     reason: str | None = None,
-    left_out: LeftOut | None = None,
+    left_out: SkippedItems | None = None,
 ) -> TextDataset:
     """Build a dataset from texts in memory; its digest covers names, texts and tokenizer.
 
@@ -136,7 +138,7 @@ def from_documents(
         tokenizer=tokenizer,
         digest=digest,
         reason=reason,
-        left_out=() if left_out is None else left_out.told(),
+        left_out=() if left_out is None else left_out.summaries(),
     )
 
 
@@ -171,7 +173,7 @@ def _open_docs(data: Data) -> TextDataset:
 def _open_folder(data: Data) -> TextDataset:
     if data.path is None:
         raise DataError("data.dataset=text_folder needs data.path: PATH/{train,val}/*.txt, or a folder of .txt files.")
-    left_out = LeftOut()
+    left_out = SkippedItems()
     train, validation, reason = folder_splits(Path(data.path), data.validation_fraction, left_out)
     return from_documents("text_folder", train, validation, open_tokenizer(data.text.tokenizer), reason, left_out)
 
@@ -179,7 +181,7 @@ def _open_folder(data: Data) -> TextDataset:
 def _open_huggingface(data: Data) -> TextDataset:
     if data.path is None:
         raise DataError("data.dataset=huggingface_text needs data.path: a folder that save_to_disk wrote, or parquet.")
-    left_out = LeftOut()
+    left_out = SkippedItems()
     train, validation, reason = read_huggingface_text(data.path, data.text.column, left_out)
     if validation is None:
         train, validation = split_by_name(train, data.validation_fraction)
@@ -187,7 +189,7 @@ def _open_huggingface(data: Data) -> TextDataset:
     return from_documents("huggingface_text", train, validation, tokenizer, reason or None, left_out)
 
 
-def folder_splits(root: Path, fraction: float, left_out: LeftOut) -> tuple[Documents, Documents, str | None]:
+def folder_splits(root: Path, fraction: float, left_out: SkippedItems) -> tuple[Documents, Documents, str | None]:
     """Return the .txt files of a folder in two splits, and why ``fraction`` has no effect, if so.
 
     Args:
@@ -204,7 +206,7 @@ def folder_splits(root: Path, fraction: float, left_out: LeftOut) -> tuple[Docum
         raise DataError(f"{root} holds tokens that `paceline pack` wrote; train on them with data.dataset=tokens.")
     if not (root / "train").is_dir():
         return (*split_by_name(_texts(root, left_out), fraction), None)
-    entries = visible(root)
+    entries = visible_entries(root)
     found = held_out_among([entry.name for entry in entries if is_folder(entry)])
     for entry in entries:
         if entry.name not in ("train", found):
@@ -215,21 +217,21 @@ def folder_splits(root: Path, fraction: float, left_out: LeftOut) -> tuple[Docum
     return train, _texts(root / found, left_out), f"the folder has its own split: {found}"
 
 
-def _texts(root: Path, left_out: LeftOut) -> Documents:
+def _texts(root: Path, left_out: SkippedItems) -> Documents:
     """Yield every .txt file below a folder by relative path, sorted."""
     texts = []
-    for path in files_below(root, left_out):
-        if has_ending(path, ("txt",)):
+    for path in list_files(root, left_out):
+        if has_extension(path, ("txt",)):
             texts.append((utf8(path), _text_of(root / path)))
         else:
             left_out.add("files that do not end in .txt", path)
     if not texts:
-        raise DataError("; ".join([f"there is no .txt file in {root}", *left_out.told()]) + "; check data.path.")
+        raise DataError("; ".join([f"there is no .txt file in {root}", *left_out.summaries()]) + "; check data.path.")
     return texts
 
 
 def _text_of(path: Path) -> str:
-    refuse_odd_kinds(path)
+    refuse_special_inputs(path)
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -266,14 +268,14 @@ OPENERS: dict[str, Callable[[Data], TextDataset]] = {
 }
 
 
-REFERENCE = f"{__name__}:stand_in"
+REFERENCE = f"{__name__}:placeholder"
 """Value of ``data.dataset`` in this case."""
 VOCABULARY = 50_257
 """Vocabulary size of GPT-2."""
 _TRAIN_DOCUMENTS, _VALIDATION_DOCUMENTS, _TOKENS = 10_000, 100, 1_000
 
 
-class _NoWords(ByteTokenizer):
+class _PlaceholderText(ByteTokenizer):
     """A placeholder tokenizer with GPT-2's vocabulary size, for plans without training."""
 
     vocabulary = VOCABULARY
@@ -287,9 +289,9 @@ class _NoWords(ByteTokenizer):
         return 4 * len(ids)
 
 
-def stand_in(data: Data) -> TextDataset:
+def placeholder(data: Data) -> TextDataset:
     """Return ten million tokens for the recipe's tokenizer if it names a file, or else for GPT-2's vocabulary size."""
-    tokenizer: Tokenizer = _NoWords() if data.text.tokenizer == "bytes" else open_tokenizer(data.text.tokenizer)
+    tokenizer: Tokenizer = _PlaceholderText() if data.text.tokenizer == "bytes" else open_tokenizer(data.text.tokenizer)
     zeros = [
         StoredCorpus(
             np.broadcast_to(np.uint16(0), count * _TOKENS),

@@ -1,9 +1,10 @@
-"""Texts with a class each: tables, and paragraphs of Python's documentation."""
+"""Texts with a class, or words with a tag each: tables, and paragraphs of Python's documentation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,12 @@ from numpy.typing import NDArray
 from paceline.data.image.tables import find_column, number_rows
 from paceline.data.text.corpus import StoredCorpus, TextDataset, split_by_name, stored
 from paceline.data.text.datasets import python_documentation
+from paceline.data.text.pipeline import IGNORED_TARGET
 from paceline.data.text.tables import Row, TextTable, read_table
-from paceline.data.text.tokenizer import open_tokenizer, text_digest
-from paceline.errors import DataError
-from paceline.files import LeftOut
+from paceline.data.text.tokenizer import TokenIds, Tokenizer, open_tokenizer, text_digest
+from paceline.errors import DataError, did_you_mean
+from paceline.files import SkippedItems
+from paceline.plain_json import load_json
 from paceline.recipe.data import Data
 from paceline.registry import open_dataset
 
@@ -38,10 +41,11 @@ _FEWEST_WORDS = 8  # in a paragraph
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledTexts(TextDataset):
-    """Texts in two splits, as tokens, each with a class.
+    """Texts in two splits, as tokens, each text or word with a class.
 
     Attributes:
-        labels: Class of each training text and of each held-out one, int64 [texts].
+        labels: Class of each training text and of each held-out one, int64 [texts]. For token classification that of
+            each token, int64 [tokens]: a word's first token has the word's tag, and others -100.
         classes: Class names.
     """
 
@@ -49,51 +53,62 @@ class LabelledTexts(TextDataset):
     classes: tuple[str, ...]
 
 
-def open_labelled(data: Data) -> LabelledTexts:
+def open_labelled(data: Data, *, per_word: bool = False) -> LabelledTexts:
     """Open the labelled texts named in the recipe's `data` section.
+
+    Args:
+        data: The section.
+        per_word: Whether each word has a class, its tag.
 
     Raises:
         DataError: If they do not exist or cannot be read.
     """
-    return open_dataset(data.dataset, _OPENERS, LabelledTexts, data)
+    openers = {"text_table": partial(_open_table, per_word=True)} if per_word else _OPENERS
+    return open_dataset(data.dataset, openers, LabelledTexts, data)
 
 
-def from_rows(data: Data, table: TextTable, left_out: LeftOut, label: str = "") -> LabelledTexts:
+Encoded = tuple[TokenIds, list[Any], TokenIds]
+"""A text's tokens, its labels, and the label of each token or of the text: its place among them, or -1."""
+
+
+def from_rows(
+    data: Data, table: TextTable, left_out: SkippedItems, feature: object = None, *, per_word: bool = False
+) -> LabelledTexts:
     """Build a data set from rows of (text, label); texts are cut to ``data.text.context`` tokens.
 
     Args:
         data: The recipe's section.
         table: The rows.
         left_out: Receives rows without text, and the ends of texts.
-        label: The label column's name in the table's metadata.
+        feature: Metadata of the labels in the table.
+        per_word: Whether rows are (words, tags).
 
     Raises:
         DataError: If a cell is not a text or a label, or there is only one class.
     """
-    tokenizer, context = open_tokenizer(data.text.tokenizer), data.text.context
+    tokenizer, encode = open_tokenizer(data.text.tokenizer), _encode_words if per_word else _encode_text
     splits = list[StoredCorpus]()
-    names, values = list[str](), list[Any]()
+    names, values, places, counts = list[str](), list[Any](), list[TokenIds](), list[int]()
     for rows in (table.train, table.held_out):
         documents = []
-        for name, (text, value) in rows:
-            if not isinstance(text, str | None):
-                raise DataError(f"{name} has the text {text!r:.80}; name a column of text (data.text.column).")
-            ids = tokenizer.encode_whole(text or "", context)
-            if not text or not len(ids):
-                left_out.add("rows without text", name)
+        for row in rows:
+            if (found := encode(row, tokenizer, data.text.context, left_out)) is None:
+                left_out.add("rows without text", row.name)
                 continue
-            if len(ids) == context < len(tokenizer.encode_whole(text, context + 1)):
-                left_out.add("ends of texts beyond data.text.context", name)
-            documents.append((name, ids))
-            names.append(name)
-            values.append(value)
+            ids, labelled, at = found
+            documents.append((row.name, ids))
+            places.append(np.where(at < 0, -1, at + len(values)))
+            names += [row.name] * len(labelled)
+            values += labelled
         splits.append(stored(documents, tokenizer))
-    begins = len(splits[0].lengths)
-    if not begins:
-        raise DataError("; ".join([f"data.path={data.path} has no text to learn from", *left_out.told()]) + ".")
-    parts = [np.arange(begins), np.arange(begins, len(names))]
-    where = str(data.path or data.dataset)
-    classes, labels = number_rows(values, parts, names.__getitem__, where, table.features.get(label))
+        counts.append(len(values))
+    if not (begins := len(splits[0].lengths)):
+        raise DataError("; ".join([f"data.path={data.path} has no text to learn from", *left_out.summaries()]) + ".")
+    # A rare tag may be among held-out words alone.
+    parts = [np.arange(counts[1])] if per_word else [np.arange(counts[0]), np.arange(*counts)]
+    classes, numbers = number_rows(values, parts, names.__getitem__, str(data.path or data.dataset), feature)
+    found_labels = np.append(np.concatenate(numbers), IGNORED_TARGET)[np.concatenate(places)]
+    labels = tuple(np.split(found_labels, [sum(map(len, places[:begins]))]))
     content = (tokenizer.digest, *(each.digest() for each in splits), *classes)
     return LabelledTexts(
         name=data.dataset,
@@ -104,32 +119,65 @@ def from_rows(data: Data, table: TextTable, left_out: LeftOut, label: str = "") 
         tokenizer=tokenizer,
         digest=text_digest(*map(str.encode, content), *(each.tobytes() for each in labels)),
         reason=table.reason,
-        left_out=left_out.told(),
+        left_out=left_out.summaries(),
     )
 
 
-def _open_table(data: Data) -> LabelledTexts:
-    found = ""
+def _encode_text(row: Row, tokenizer: Tokenizer, context: int, left_out: SkippedItems) -> Encoded | None:
+    text, value = row.cells
+    if not isinstance(text, str | None):
+        raise DataError(f"{row.name} has the text {text!r:.80}; name a column of text (data.text.column).")
+    ids = tokenizer.encode_whole(text or "", context)
+    if not text or not len(ids):
+        return None
+    if len(ids) == context < len(tokenizer.encode_whole(text, context + 1)):
+        left_out.add("ends of texts beyond data.text.context", row.name)
+    return ids, [value], np.zeros(1, dtype=np.int64)
+
+
+def _encode_words(row: Row, tokenizer: Tokenizer, context: int, left_out: SkippedItems) -> Encoded | None:
+    try:  # in CSV, cells are JSON lists
+        words, tags = (load_json(cell) if isinstance(cell, str) else cell for cell in row.cells)
+    except ValueError:
+        words, tags = row.cells
+    if not (isinstance(words, list) and isinstance(tags, list) and all(isinstance(word, str) for word in words)):
+        raise DataError(f"{row.name} needs a list of words and a list of tags, found {words!r:.60} and {tags!r:.60}.")
+    if len(words) != len(tags):
+        raise DataError(f"{row.name} has {len(words)} words and {len(tags)} tags: give each word one tag.")
+    ids, starts = tokenizer.encode_words(words, context)
+    if 0 < (known := np.count_nonzero(starts >= 0)) < len(words):
+        left_out.add("texts with words beyond data.text.context, or without a token", row.name)
+    return (ids, tags, starts) if known else None
+
+
+def _open_table(data: Data, *, per_word: bool = False) -> LabelledTexts:
+    text, wanted, found = data.text.column, data.label_column, ""
+    if per_word:  # the defaults are those of whole texts
+        text, wanted = "tokens" if text == "text" else text, "tags" if wanted == "auto" else wanted
 
     def choose(columns: Sequence[str], features: Mapping[str, Any], where: str) -> Sequence[str]:
         nonlocal found
-        label = find_column("label", data.label_column, columns, where, features)
-        if data.text.column not in columns or label is None:
-            key = f"data.text.column={data.text.column}" if label else f"data.label_column={data.label_column}"
-            raise DataError(f"{where} has no column for {key}: it has {', '.join(columns)}.")
+        label = find_column("label", wanted, columns, where, features)
+        if text not in columns or label is None:
+            key = f"data.text.column={text}" if label else f"data.label_column={wanted}"
+            close = did_you_mean(text, columns) if label else ""
+            raise DataError(f"{where} has no column for {key}: it has {', '.join(columns)}.{close}")
         found = label
-        return [data.text.column, label]
+        return [text, label]
 
-    left_out = LeftOut()
+    left_out = SkippedItems()
     table = read_table(data, choose, left_out)
-    return from_rows(data, table, left_out, found)
+    feature = table.features.get(found)
+    if per_word and isinstance(feature, Mapping):
+        feature = feature.get("feature")
+    return from_rows(data, table, left_out, feature, per_word=per_word)
 
 
 def _open_docs(data: Data) -> LabelledTexts:
     """Return paragraphs of Python's documentation, each with the kind of its topic; of equal ones the first."""
     kinds = {topic: kind for kind, topics in _KINDS.items() for topic in topics.split()}
     rows: dict[str, Row] = {}
-    left_out = LeftOut()
+    left_out = SkippedItems()
     for topic, text in python_documentation():
         if topic not in kinds:
             left_out.add("topics of other kinds", topic)

@@ -64,14 +64,14 @@ class Masking:
         count = int(masked_count(np.array([len(tokens)]), self.fraction)[0])
         # Numbers for positions come first, for the maximum length: so later numbers have the same keys in all samples.
         drawn = uniforms(self.seed, epoch, np.array([sample]), self.context + 2 * count)[0]
-        places = np.argsort(drawn[: len(tokens)], kind="stable")[:count]
-        kinds, others = drawn[self.context :].reshape(2, count)
-        seen, asked = tokens.copy(), np.full_like(tokens, NOTHING)
-        asked[places] = tokens[places]
-        seen[places[kinds < _HIDDEN]] = self.mask
+        positions = np.argsort(drawn[: len(tokens)], kind="stable")[:count]
+        kinds, replacements = drawn[self.context :].reshape(2, count)
+        inputs, targets = tokens.copy(), np.full_like(tokens, IGNORED_TARGET)
+        targets[positions] = tokens[positions]
+        inputs[positions[kinds < _HIDDEN]] = self.mask
         replaced = (kinds >= _HIDDEN) & (kinds < _REPLACED)
-        seen[places[replaced]] = (others[replaced] * self.vocabulary).astype(np.int64)
-        return seen, asked
+        inputs[positions[replaced]] = (replacements[replaced] * self.vocabulary).astype(np.int64)
+        return inputs, targets
 
 
 _PADDING = -1  # as a document index
@@ -124,26 +124,26 @@ class TextPipeline(SimplePipeline):
         split = self._splits[training]
         shape = (len(part.ids), int(split.lengths.padded(part.ids).max()))
         pad = self._tokenizer.end if self._tokenizer.pad is None else self._tokenizer.pad
-        tokens, targets = np.full(shape, pad, dtype=np.int64), np.full(shape, NOTHING, dtype=np.int64)
+        tokens, targets = np.full(shape, pad, dtype=np.int64), np.full(shape, IGNORED_TARGET, dtype=np.int64)
         positions, documents = np.zeros(shape, dtype=np.int64), np.full(shape, _PADDING, dtype=np.int64)
         for index, sample in enumerate(part.ids.tolist()):
             row = read_row(split.corpus, split.table, sample)
             size = len(row.tokens)
-            seen, asked = row.tokens, row.following
+            row_inputs, row_targets = row.tokens, row.following
             if split.masking is not None:
-                seen, asked = split.masking(row.tokens, epoch=part.epoch, sample=sample)
-            tokens[index, :size], targets[index, :size] = seen, asked
+                row_inputs, row_targets = split.masking(row.tokens, epoch=part.epoch, sample=sample)
+            tokens[index, :size], targets[index, :size] = row_inputs, row_targets
             positions[index, :size], documents[index, :size] = row.positions, row.documents
         inputs = {"tokens": torch.from_numpy(tokens)}
         if split.needs_documents:
             inputs |= {"positions": torch.from_numpy(positions), "documents": torch.from_numpy(documents)}
         if not training:
-            counts = [self._tokenizer.bytes_of(row[row != NOTHING]) for row in targets]
+            counts = [self._tokenizer.bytes_of(row[row != IGNORED_TARGET]) for row in targets]
             inputs["bytes"] = torch.tensor(counts, dtype=torch.int64)
         return inputs, torch.from_numpy(targets)
 
 
-Whole = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -161,24 +161,24 @@ class RowTable:
             first token follows a row's last token.
     """
 
-    documents: Whole
-    begins: Whole
-    ends: Whole
-    starts: Whole
-    lengths: Whole
+    documents: IntArray
+    begins: IntArray
+    ends: IntArray
+    starts: IntArray
+    lengths: IntArray
     context: int
     separate: bool = True
 
     @cached_property
-    def tokens(self) -> Whole:
+    def tokens(self) -> IntArray:
         """Number of tokens in each row, int64 [rows]."""
-        return _summed(self.ends - self.begins, self.starts)
+        return _segment_sums(self.ends - self.begins, self.starts)
 
     @cached_property
-    def targets(self) -> Whole:
+    def targets(self) -> IntArray:
         """Number of tokens in each row with a successor to predict, int64 [rows]."""
         if self.separate:
-            lasts = _summed(self.ends == self.lengths[self.documents], self.starts)
+            lasts = _segment_sums(self.ends == self.lengths[self.documents], self.starts)
         else:
             lasts = self.starts[1:] == len(self.documents)
         return self.tokens - lasts
@@ -199,7 +199,7 @@ class RowTable:
         return None if index == len(self.documents) else (int(self.documents[index]), int(self.begins[index]))
 
 
-def chunked_rows(lengths: Whole, context: int) -> RowTable:
+def chunked_rows(lengths: IntArray, context: int) -> RowTable:
     """Concatenate documents into one stream, cut every ``context`` tokens; a single token at its end is left out.
 
     Args:
@@ -225,7 +225,7 @@ def chunked_rows(lengths: Whole, context: int) -> RowTable:
     )
 
 
-def single_rows(lengths: Whole, context: int) -> RowTable:
+def single_rows(lengths: IntArray, context: int) -> RowTable:
     """Put each document in a separate row, or several if it is longer; a single token at its end is left out.
 
     Args:
@@ -237,13 +237,13 @@ def single_rows(lengths: Whole, context: int) -> RowTable:
     return RowTable(documents=documents, begins=begins, ends=ends, starts=starts, lengths=lengths, context=context)
 
 
-def asked_count(corpus: StoredCorpus, table: RowTable) -> Whole:
+def target_count(corpus: StoredCorpus, table: RowTable) -> IntArray:
     """Return how many tokens each row predicts, int64 [rows], if the corpus says which; documents are isolated."""
     assert corpus.asked is not None
-    before = np.concatenate([[0], np.cumsum(corpus.asked)])
+    cumulative = np.concatenate([[0], np.cumsum(corpus.asked)])
     first = (np.cumsum(corpus.lengths) - corpus.lengths)[table.documents]
     stops = np.minimum(table.ends + 1, corpus.lengths[table.documents])
-    return _summed(before[first + stops] - before[first + table.begins + 1], table.starts)
+    return _segment_sums(cumulative[first + stops] - cumulative[first + table.begins + 1], table.starts)
 
 
 class Row(NamedTuple):
@@ -258,11 +258,11 @@ class Row(NamedTuple):
 
     tokens: TokenIds
     following: TokenIds
-    positions: Whole
-    documents: Whole
+    positions: IntArray
+    documents: IntArray
 
 
-NOTHING = -100
+IGNORED_TARGET = -100
 """Target value that torch's cross-entropy ignores."""
 
 
@@ -274,30 +274,32 @@ def read_row(corpus: StoredCorpus, table: RowTable, row: int) -> Row:
         sizes = [end - begin for _, begin, end in pieces]
         spans = [(document, begin, stop) for (document, begin, _), stop in zip(pieces, stops, strict=True)]
         read = [corpus.read(*span) for span in spans]
-        wanted = [np.where(corpus.is_asked(*span), ids, NOTHING)[1:] for ids, span in zip(read, spans, strict=True)]
-        after = [np.append(ids, [NOTHING] * (n - len(ids))) for ids, n in zip(wanted, sizes, strict=True)]
+        targets = [
+            np.where(corpus.target_mask(*span), ids, IGNORED_TARGET)[1:] for ids, span in zip(read, spans, strict=True)
+        ]
+        after = [np.append(ids, [IGNORED_TARGET] * (n - len(ids))) for ids, n in zip(targets, sizes, strict=True)]
         tokens = np.concatenate([ids[:n] for ids, n in zip(read, sizes, strict=True)])
         positions = np.concatenate([np.arange(n, dtype=np.int64) for n in sizes])
         documents = np.repeat(np.arange(len(sizes), dtype=np.int64), sizes)
         return Row(tokens, np.concatenate(after).astype(np.int64), positions, documents)
     parts, following = [corpus.read(*piece) for piece in pieces], table.next_piece(row)
-    parts.append(np.array([NOTHING]) if following is None else corpus.read(*following, following[1] + 1))
+    parts.append(np.array([IGNORED_TARGET]) if following is None else corpus.read(*following, following[1] + 1))
     stream = np.concatenate(parts)
     size = len(stream) - 1
     return Row(stream[:-1], stream[1:], np.arange(size, dtype=np.int64), np.zeros(size, dtype=np.int64))
 
 
-def _summed(values: Whole, starts: Whole) -> Whole:
+def _segment_sums(values: IntArray, starts: IntArray) -> IntArray:
     """Return sums of consecutive values, from each start to the next."""
-    before = np.concatenate([[0], np.cumsum(values)])
-    return np.diff(before[starts])
+    cumulative = np.concatenate([[0], np.cumsum(values)])
+    return np.diff(cumulative[starts])
 
 
 # Separates these draws from those of an epoch's order, which start at epoch 0.
 _PACKING = 2**63 + 0x9AC4
 
 
-def packed_rows(lengths: Whole, context: int, seed: int) -> RowTable:
+def packed_rows(lengths: IntArray, context: int, seed: int) -> RowTable:
     """Pack whole documents into rows by best-fit decreasing; documents in a row are isolated.
 
     A document of more than ``context`` tokens is cut into pieces of ``context`` tokens and a rest; no other is cut. A
@@ -313,7 +315,7 @@ def packed_rows(lengths: Whole, context: int, seed: int) -> RowTable:
     drawn = np.random.Philox(key=[seed, _PACKING]).random_raw(2 * len(document))
     sizes = end - begin
     by_length = np.lexsort((drawn[: len(document)], -sizes))
-    counts, shelves = np.bincount(sizes, minlength=context + 1), _Shelves(context)
+    counts, shelves = np.bincount(sizes, minlength=context + 1), _OpenRows(context)
     for length in np.flatnonzero(counts)[::-1].tolist():
         shelves.put(length, int(counts[length]))
     row = np.empty(len(document), dtype=np.int64)
@@ -330,7 +332,7 @@ def packed_rows(lengths: Whole, context: int, seed: int) -> RowTable:
     )
 
 
-def _cut(lengths: Whole, context: int) -> tuple[Whole, Whole, Whole]:
+def _cut(lengths: IntArray, context: int) -> tuple[IntArray, IntArray, IntArray]:
     """Cut documents into pieces of at most ``context`` tokens: (document, start, end), each int64 [pieces].
 
     A last piece of a single token is left out.
@@ -342,7 +344,7 @@ def _cut(lengths: Whole, context: int) -> tuple[Whole, Whole, Whole]:
     return document, begin, np.minimum(begin + context, lengths[document])
 
 
-class _Shelves:
+class _OpenRows:
     """Rows by remaining room, and the assignment of pieces.
 
     Rows are numbered in order of creation. Rows with the same room form ranges (first, end), of which there are few.
@@ -352,7 +354,7 @@ class _Shelves:
     """
 
     def __init__(self, context: int) -> None:
-        self.placed: list[Whole] = []
+        self.placed: list[IntArray] = []
         self._context = context
         self._rows = 0
         self._rooms: list[int] = []  # ascending
@@ -361,13 +363,13 @@ class _Shelves:
     def put(self, length: int, count: int) -> None:
         """Put ``count`` pieces of one length into the rows with the tightest fit, one by one; lengths must not grow."""
         while count:
-            at = bisect_left(self._rooms, length)
-            if at == len(self._rooms):
+            index = bisect_left(self._rooms, length)
+            if index == len(self._rooms):
                 rows = -(-count // (self._context // length))
-                self._give_back(self._context, (self._rows, self._rows + rows))
+                self._add_rows(self._context, (self._rows, self._rows + rows))
                 self._rows += rows
             else:
-                count -= self._fill(self._rooms[at], length, count)
+                count -= self._fill(self._rooms[index], length, count)
 
     def _fill(self, room: int, length: int, count: int) -> int:
         """Fill a range of rows with the same room, one row after the other; return the number of pieces placed."""
@@ -380,16 +382,16 @@ class _Shelves:
         rest = count - full * each if full < end - first else 0  # fewer than ``each``
         if full:
             self.placed.append(np.repeat(np.arange(first, first + full), each))
-            self._give_back(room - each * length, (first, first + full))
+            self._add_rows(room - each * length, (first, first + full))
         after = first + full
         if rest:
             self.placed.append(np.full(rest, after))
-            self._give_back(room - rest * length, (after, after + 1))
+            self._add_rows(room - rest * length, (after, after + 1))
             after += 1
-        self._give_back(room, (after, end))
+        self._add_rows(room, (after, end))
         return full * each + rest
 
-    def _give_back(self, room: int, rows: tuple[int, int]) -> None:
+    def _add_rows(self, room: int, rows: tuple[int, int]) -> None:
         if rows[0] == rows[1] or room == 0:
             return
         if room not in self._ranges:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.data.image.sets.huggingface import HuggingFaceFiles, choose_splits, find_files
-from paceline.data.image.tables import find_column, mapped, parts_of, reading, require_pyarrow, splits_of_files
+from paceline.data.image.tables import explain_errors, find_column, mapped, parts_of, require_pyarrow, splits_of_files
 from paceline.data.text.corpus import split_by_name
 from paceline.errors import DataError
-from paceline.files import LeftOut, has_ending, refuse_odd_kinds, visible
+from paceline.files import SkippedItems, has_extension, refuse_special_inputs, visible_entries
 from paceline.recipe.data import Data
 
 _LINES, _TSV = ("jsonl",), ("tsv", "tab")
@@ -45,7 +45,7 @@ class TextTable(NamedTuple):
     features: Mapping[str, Any]
 
 
-def read_table(data: Data, choose: Choose, left_out: LeftOut) -> TextTable:
+def read_table(data: Data, choose: Choose, left_out: SkippedItems) -> TextTable:
     """Read the chosen columns of the table at ``data.path``.
 
     Rows are held out if their file, folder or split column says so. Otherwise ``data.validation_fraction`` of them is
@@ -88,18 +88,18 @@ def read_table(data: Data, choose: Choose, left_out: LeftOut) -> TextTable:
     if parts.held_out is None:
         return TextTable(*split_by_name(rows, data.validation_fraction), None, files.features)
     of_split = [[rows[row] for row in part.tolist()] for part in parts.splits]
-    return TextTable(of_split[0], of_split[1], parts.told, files.features)
+    return TextTable(of_split[0], of_split[1], parts.description, files.features)
 
 
-def _plain_files(root: Path, left_out: LeftOut) -> HuggingFaceFiles | None:
+def _plain_files(root: Path, left_out: SkippedItems) -> HuggingFaceFiles | None:
     """Return a CSV or JSON lines file, or those in a folder by split; None if there are none."""
     if not root.is_dir():
-        splits = {"train": [root]} if has_ending(root.name, _ENDINGS) else {}
+        splits = {"train": [root]} if has_extension(root.name, _ENDINGS) else {}
         return HuggingFaceFiles(root=root, splits=splits, is_parquet=False, features={}) if splits else None
-    names = sorted(entry.name for entry in visible(root))
-    paths = [root / name for name in names if has_ending(name, _ENDINGS)]
+    names = sorted(entry.name for entry in visible_entries(root))
+    paths = [root / name for name in names if has_extension(name, _ENDINGS)]
     for name in names if paths else ():
-        if not has_ending(name, _ENDINGS):
+        if not has_extension(name, _ENDINGS):
             left_out.add("files that are not tables", name)
     splits = {}
     for path, split in zip(paths, splits_of_files(paths, root), strict=True):
@@ -119,14 +119,14 @@ def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bo
         DataError: If it cannot be read, or pyarrow is missing.
     """
     arrow = require_pyarrow()
-    refuse_odd_kinds(file)
-    with reading(file), mapped(file) as content:
-        if has_ending(file.name, _LINES):
+    refuse_special_inputs(file)
+    with explain_errors(file), mapped(file) as content:
+        if has_extension(file.name, _LINES):
             # A line must fit into a block.
             table = arrow.json.read_json(content, arrow.json.ReadOptions(block_size=max(2**20, content.size())))
-        elif has_ending(file.name, _ENDINGS):
+        elif has_extension(file.name, _ENDINGS):
             head = content.read_at(min(_LARGEST_HEAD, content.size()), 0).partition(b"\n")[0].decode("utf-8-sig")
-            delimiter = "\t" if has_ending(file.name, _TSV) else max(",;\t", key=head.count)
+            delimiter = "\t" if has_extension(file.name, _TSV) else max(",;\t", key=head.count)
             parse = arrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
             names = arrow.csv.open_csv(content, parse_options=parse).schema.names
             content.seek(0)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import DataError
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 from paceline.plain_json import load_json
 
 TokenIds = NDArray[np.int64]
@@ -50,14 +50,20 @@ class ByteTokenizer:
         """Return the token ids of a text, int64 [tokens], without an end token."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
-    def encode_whole(self, text: str, most: int) -> TokenIds:
-        """Return a text's token ids between two end tokens, cut to ``most`` in all, int64 [tokens]."""
-        return np.concatenate([[self.end], self.encode(text)[: most - 2], [self.end]]).astype(np.int64)
+    def encode_whole(self, text: str, max_length: int) -> TokenIds:
+        """Return a text's token ids between two end tokens, cut to ``max_length`` in all, int64 [tokens]."""
+        return np.concatenate([[self.end], self.encode(text)[: max_length - 2], [self.end]]).astype(np.int64)
+
+    def encode_words(self, words: Sequence[str], most: int) -> tuple[TokenIds, TokenIds]:
+        """Encode words, separated by spaces, as :meth:`encode_whole`; return the ids and :func:`word_starts`."""
+        ids = self.encode_whole(" ".join(words), most)
+        ends = np.concatenate([[0], np.arange(1, len(ids) - 1), [0]])
+        return ids, word_starts([len(word.encode("utf-8")) for word in words], ends)
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
         """Return the text of ids; special tokens are dropped; invalid bytes become replacement characters."""
-        known = np.asarray(ids, dtype=np.int64)
-        return known[known < self.end].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+        valid = np.asarray(ids, dtype=np.int64)
+        return valid[valid < self.end].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def bytes_of(self, ids: Sequence[int] | TokenIds) -> int:
         """Return the UTF-8 bytes that ids represent; 0 for special tokens."""
@@ -79,7 +85,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     path = Path(name)
     if path.is_dir():
         return _open_huggingface(path)
-    refuse_odd_kinds(path)
+    refuse_special_inputs(path)
     try:
         tree = load_json(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
@@ -180,18 +186,29 @@ class HuggingFaceTokenizer:
         """Return the token ids of a text, int64 [tokens], without an end token."""
         return np.array(self._library.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
-    def encode_whole(self, text: str, most: int) -> TokenIds:
-        """Return a text's ids with the special tokens around it, such as [CLS], cut to ``most`` in all; int64 [tokens].
+    def encode_whole(self, text: str, max_length: int) -> TokenIds:
+        """Return a text's ids with the special tokens around it, such as [CLS], cut to ``max_length``; int64 [tokens].
 
         Raises:
-            DataError: If ``most`` leaves no room for text.
+            DataError: If ``max_length`` leaves no room for text.
         """
-        room = most - self._library.num_special_tokens_to_add(is_pair=False)
-        if room < 1:
-            raise DataError(f"data.text.context={most} leaves no room for text after the tokenizer's special tokens.")
-        found = self._library.encode(text, add_special_tokens=False)
-        found.truncate(room)
-        return np.array(self._library.post_process(found).ids, dtype=np.int64)
+        return np.array(self._whole(text, max_length).ids, dtype=np.int64)
+
+    def encode_words(self, words: Sequence[str], max_length: int) -> tuple[TokenIds, TokenIds]:
+        """Encode words, separated by spaces, as :meth:`encode_whole`; return the ids and :func:`word_starts`."""
+        found = self._whole(" ".join(words), max_length)
+        ends = np.array([end for _, end in found.offsets], dtype=np.int64)
+        return np.array(found.ids, dtype=np.int64), word_starts(list(map(len, words)), ends)
+
+    def _whole(self, text: str, max_length: int) -> Any:
+        limit = max_length - self._library.num_special_tokens_to_add(is_pair=False)
+        if limit < 1:
+            raise DataError(
+                f"data.text.context={max_length} leaves no room for text after the tokenizer's special tokens."
+            )
+        encoding = self._library.encode(text, add_special_tokens=False)
+        encoding.truncate(limit)
+        return self._library.post_process(encoding)
 
     @property
     def has_chat_template(self) -> bool:
@@ -230,15 +247,15 @@ class HuggingFaceTokenizer:
         """Return the ids of a chat's text, in which special tokens count, and the characters of each, int64 [T, 2]."""
         self._library.encode_special_tokens = False
         try:
-            found = self._library.encode(text, add_special_tokens=False)
+            encoding = self._library.encode(text, add_special_tokens=False)
         finally:
             self._library.encode_special_tokens = True
-        return np.array(found.ids, dtype=np.int64), np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
+        return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
         """Return the text that ids represent; special tokens are dropped."""
-        known = [int(each) for each in np.asarray(ids, dtype=np.int64) if each not in self._unread]
-        return str(self._library.decode(known, skip_special_tokens=True))
+        valid = [int(each) for each in np.asarray(ids, dtype=np.int64) if each not in self._unread]
+        return str(self._library.decode(valid, skip_special_tokens=True))
 
     def bytes_of(self, ids: Sequence[int] | TokenIds) -> int:
         """Return the UTF-8 bytes that ids represent; 0 for special tokens.
@@ -254,12 +271,12 @@ class HuggingFaceTokenizer:
         packed = base64.b64encode(zlib.compress(self._content.encode(), 9)).decode()
         return {"kind": KIND, "tokenizer_json": packed, "special": self._special}
 
-    def write(self, folder: Path, most: int) -> None:
-        """Write the files from which Transformers' ``AutoTokenizer`` loads it; it can cut texts to ``most`` tokens."""
+    def write(self, folder: Path, max_length: int) -> None:
+        """Write the files that Transformers' ``AutoTokenizer`` loads, cutting texts to ``max_length`` tokens."""
         said = {_SAID[key]: token for key, token in self._special.items() if key in _SPOKEN}
         used = {"eos_token": self.end, "mask_token": self.mask, "pad_token": self.pad}
         said |= {key: str(self._library.id_to_token(number)) for key, number in used.items() if number is not None}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": most, **said}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length, **said}
         (folder / _FILE).write_text(self._content, encoding="utf-8")
         (folder / _BESIDE[0]).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if self.has_chat_template:
@@ -312,6 +329,19 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 """Text to token ids and back."""
 
 
+def word_starts(sizes: Sequence[int], ends: NDArray[np.int64]) -> TokenIds:
+    """Return which word begins at each token, int64 [tokens]: its number, or -1 if none does.
+
+    Args:
+        sizes: Length of each word; they are separated by one space.
+        ends: End of each token (excluded) in the text; 0 for tokens that represent no text.
+    """
+    # A token belongs to the word in which it ends, since some tokenizers put the space before a word into its token.
+    words = np.searchsorted(np.cumsum(np.asarray(sizes, dtype=np.int64) + 1), ends - 1, side="right")
+    words = np.where(ends > 0, words, -1)
+    return np.where(np.diff(words, prepend=-1) != 0, words, -1)
+
+
 def _open_huggingface(path: Path) -> HuggingFaceTokenizer:
     """Open the tokenizer of a file, or of a folder with a tokenizer.json.
 
@@ -319,17 +349,17 @@ def _open_huggingface(path: Path) -> HuggingFaceTokenizer:
         DataError: If it does not exist.
     """
     file = path / _FILE if path.is_dir() else path
-    refuse_odd_kinds(file)
+    refuse_special_inputs(file)
     try:
         content = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise DataError(f"data.text.tokenizer={path}: {file} cannot be read ({error}); correct it.") from error
-    return HuggingFaceTokenizer(content, _said_beside(file.parent), str(file))
+    return HuggingFaceTokenizer(content, _special_tokens_of(file.parent), str(file))
 
 
-def _said_beside(folder: Path) -> dict[str, str]:
+def _special_tokens_of(folder: Path) -> dict[str, str]:
     """Return the end, mask and padding tokens named in files next to a tokenizer."""
-    found: dict[str, str] = {}
+    special: dict[str, str] = {}
     for name in _BESIDE:
         try:
             tree = load_json((folder / name).read_bytes())
@@ -339,15 +369,15 @@ def _said_beside(folder: Path) -> dict[str, str]:
             value = tree.get(said) if isinstance(tree, Mapping) else None
             value = value.get("content") if isinstance(value, Mapping) else value
             if isinstance(value, str):
-                found.setdefault(key, value)
+                special.setdefault(key, value)
     with contextlib.suppress(OSError, ValueError):
-        found["chat_template"] = (folder / _TEMPLATE).read_text(encoding="utf-8")
-    return found
+        special["chat_template"] = (folder / _TEMPLATE).read_text(encoding="utf-8")
+    return special
 
 
-def _find(vocabulary: Mapping[str, int], said: str | None, usual: Sequence[str], where: str) -> int | None:
-    if said is not None:
-        if said not in vocabulary:
-            raise DataError(f"{where} has no token {said!r}, which the file next to it names; correct one of them.")
-        return vocabulary[said]
-    return next((vocabulary[each] for each in usual if each in vocabulary), None)
+def _find(vocabulary: Mapping[str, int], name: str | None, defaults: Sequence[str], where: str) -> int | None:
+    if name is not None:
+        if name not in vocabulary:
+            raise DataError(f"{where} has no token {name!r}, which the file next to it names; correct one of them.")
+        return vocabulary[name]
+    return next((vocabulary[each] for each in defaults if each in vocabulary), None)

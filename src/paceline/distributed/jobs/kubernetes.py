@@ -19,10 +19,10 @@ from paceline.errors import LaunchError
 _PORT = 29500
 # The first pod hosts torchrun's store. By default torchrun would detect that from the pod's own name, which the cluster
 # may not resolve yet when the pod starts. The others wait for it as long as its image takes to load.
-_MEETING = "is_host={},read_timeout=600"
-_FIRST_OR_NOT = (
-    f'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then PET_RDZV_CONF={_MEETING.format(1)}; '
-    f'else PET_RDZV_CONF={_MEETING.format(0)}; fi; export PET_RDZV_CONF; exec "$@"'
+_RENDEZVOUS_CONFIG = "is_host={},read_timeout=600"
+_HOST_SCRIPT = (
+    f'if [ "$JOB_COMPLETION_INDEX" = 0 ]; then PET_RDZV_CONF={_RENDEZVOUS_CONFIG.format(1)}; '
+    f'else PET_RDZV_CONF={_RENDEZVOUS_CONFIG.format(0)}; fi; export PET_RDZV_CONF; exec "$@"'
 )
 
 
@@ -97,7 +97,7 @@ def indexed_job(workload: Workload) -> str:
         processes = str(workload.processes_per_node)
         pod = _pod(workload, ["python", "-P", "-m", "paceline", *workload.arguments, "--processes", processes])
     else:
-        pod = _pod(workload, ["sh", "-c", _FIRST_OR_NOT, "sh", *_torchrun(workload, "{0}-0.{0}")])
+        pod = _pod(workload, ["sh", "-c", _HOST_SCRIPT, "sh", *_torchrun(workload, "{0}-0.{0}")])
         pod["subdomain"] = workload.name  # which gives pods the name NAME-INDEX.SUBDOMAIN
     failure_rules = [
         # A drained node is not a failure of the run.
@@ -139,7 +139,7 @@ def _replicas(workload: Workload, count: int, *, is_first: bool) -> dict[str, An
     (container,) = pod["containers"]
     container["name"] = "pytorch"
     if workload.nodes > 1:
-        container["env"] = [{"name": "PET_RDZV_CONF", "value": _MEETING.format(int(is_first))}]
+        container["env"] = [{"name": "PET_RDZV_CONF", "value": _RENDEZVOUS_CONFIG.format(int(is_first))}]
     return {"replicas": count, "restartPolicy": "OnFailure", "template": {"spec": pod}}
 
 

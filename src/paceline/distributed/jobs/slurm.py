@@ -23,7 +23,7 @@ from paceline.errors import LaunchError
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 # Slurm checks its clock once a minute, so its signal may come this much too early.
-_EARLIER_SECONDS = 60
+_EARLY_SIGNAL_SECONDS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +111,10 @@ def check_time(shape: Shape) -> None:
         LaunchError: If it does.
     """
     seconds = None if shape.time is None else time_limit_seconds(shape.time)
-    if seconds is not None and seconds <= shape.signal_before + _EARLIER_SECONDS:
+    if seconds is not None and seconds <= shape.signal_before + _EARLY_SIGNAL_SECONDS:
         raise LaunchError(
             f"--time {shape.time} is {seconds:.0f} s, but the run is asked to stop {shape.signal_before} s before its "
-            f"end (--signal-before), and Slurm may be {_EARLIER_SECONDS} s early; give it more time, or a shorter "
+            f"end (--signal-before), and Slurm may be {_EARLY_SIGNAL_SECONDS} s early; give it more time, or a shorter "
             "--signal-before."
         )
 
@@ -208,14 +208,14 @@ def submit(script: Path) -> str:
         LaunchError: If Slurm is not installed here, or rejects the script.
     """
     try:
-        done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
+        result = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise LaunchError(
             f"sbatch is not installed here; submit {script} where Slurm is, or view it with --dry-run."
         ) from None
-    if done.returncode:
-        raise LaunchError(f"Slurm refuses {script}: {' '.join(done.stderr.split())}")
-    return done.stdout.strip().partition(";")[0]  # JOB;CLUSTER if there are several clusters
+    if result.returncode:
+        raise LaunchError(f"Slurm refuses {script}: {' '.join(result.stderr.split())}")
+    return result.stdout.strip().partition(";")[0]  # JOB;CLUSTER if there are several clusters
 
 
 def _quoted(name: str, value: object) -> str:

@@ -30,6 +30,6 @@ def torchrun_command(
         )
     if endpoint is not None and not endpoint.rpartition(":")[2].isdigit():
         raise LaunchError(f"--rdzv-endpoint {endpoint} is not HOST:PORT; for example host1:29500.")
-    meeting = ["--standalone"] if endpoint is None else ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
+    rendezvous = ["--standalone"] if endpoint is None else ["--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
     size = [f"--nnodes={nodes}", f"--nproc-per-node={processes_per_node}", f"--max-restarts={restarts}"]
-    return [python, "-P", "-m", "torch.distributed.run", *size, *meeting, "-m", "paceline", *arguments]
+    return [python, "-P", "-m", "torch.distributed.run", *size, *rendezvous, "-m", "paceline", *arguments]

@@ -137,7 +137,7 @@ def _processes(words: Sequence[str]) -> int | None:
     return total
 
 
-def _count(said: object) -> int | None:
+def _count(value: object) -> int | None:
     """Parse a number of processes, or return None."""
-    text = str(said)
+    text = str(value)
     return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None

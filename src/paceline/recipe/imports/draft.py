@@ -13,7 +13,7 @@ from paceline.recipe.imports.command import Source
 from paceline.recipe.imports.table import NONE, Option, Table
 from paceline.recipe.load import stored_recipe
 
-Place = Literal["mapped", "listed", "refused"]
+Outcome = Literal["mapped", "listed", "refused"]
 """`mapped`: recipe keys say the same. `listed`: no effect here. `refused`: unsupported, and would change the result."""
 
 _SECTIONS = ("seed", "model", "data", "batch", "optimizer", "schedule", "train", "evaluate", "checkpoint", "parallel")
@@ -26,8 +26,8 @@ class Entry:
 
     option: str
     value: Any
-    place: Place
-    says: str
+    outcome: Outcome
+    reason: str
 
 
 class Conversion:
@@ -54,33 +54,35 @@ class Conversion:
     def __init__(
         self, table: Table, source: Source, given: Mapping[str, Any], skipped: Iterable[str], processes: int | None
     ) -> None:
-        known = processes or source.processes
-        self.title, self.processes, self.notices = source.title, known or 1, list[str]()
-        if known is None:
+        count = processes or source.processes
+        self.title, self.processes, self.notices = source.title, count or 1, list[str]()
+        if count is None:
             self.notices.append(
                 "the number of processes is not known; one is assumed. With more, the global batch is larger or each "
                 "process has fewer passes, and the learning rate may follow the batch: give --processes N."
             )
         self._options = table.options
-        left_out = set()
+        skipped_keys = set()
         for name in skipped:
             option = table.find(name)
             if option is None:
                 raise RecipeError(f"--skip {name}: {table.program} has no such option.")
-            left_out.add(option.key)
-        self.given = {key: value for key, value in given.items() if key not in left_out}
-        self.left_out = tuple(self._options[key].shown for key in given if key in left_out)
+            skipped_keys.add(option.key)
+        self.given = {key: value for key, value in given.items() if key not in skipped_keys}
+        self.left_out = tuple(self._options[key].display_name for key in given if key in skipped_keys)
         self._values = {key: option.default for key, option in self._options.items()} | self.given
         self.flat: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
-        self._became: dict[str, tuple[Place, str]] = {}
+        self._outcomes: dict[str, tuple[Outcome, str]] = {}
         self.differences: dict[tuple[str, str], None] = {}
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
 
     def convert(
-        self, conversions: Mapping[str, Callable[[Conversion, Any], Any]], own: Mapping[str, Any] | None = None
+        self,
+        conversions: Mapping[str, Callable[[Conversion, Any], Any]],
+        network_settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Convert every option whose row in the table specifies a conversion, in row order.
 
@@ -88,45 +90,45 @@ class Conversion:
             conversions: Functions named by the table's `conversion`. They take this draft and an option's value, and
                 return the recipe's value, or keys with values. They refuse a value with a ``ValueError`` that gives the
                 reason.
-            own: Values named by its `otherwise`: the network's own settings.
+            network_settings: Values named by its `network_default`: the network's own settings.
         """
         for option in self._options.values():
             value, note = self[option.key], option.note
             is_changed = value != option.default and value not in NONE
-            wanted = {"key": True, "if_changed": is_changed, "if_given": option.key in self.given}
-            if not wanted.get(option.fate) or self._why_unused(option):
+            converts = {"key": True, "if_changed": is_changed, "if_given": option.key in self.given}
+            if not converts.get(option.fate) or self._unused_reason(option):
                 continue
-            if option.otherwise and value in NONE:
-                value, note = (own or {})[option.otherwise], "of the network's own settings"
+            if option.network_default and value in NONE:
+                value, note = (network_settings or {})[option.network_default], "of the network's own settings"
             try:
-                value = option.ours(value)
+                value = option.map_value(value)
                 if option.conversion:
                     value = conversions[option.conversion](self, value)
             except ValueError as error:
                 self.refuse(option.key, str(error))
                 continue
-            several = value if isinstance(value, dict) else dict.fromkeys(option.target.split(), value)
-            for dotted, each in {**several, **option.also}.items():
-                self.put(dotted, each, *filter(self.given.get, option.beside.split()), option.key, note=note)
+            keys = value if isinstance(value, dict) else dict.fromkeys(option.target.split(), value)
+            for dotted, each in {**keys, **option.also}.items():
+                self.put(dotted, each, *filter(self.given.get, option.sources.split()), option.key, note=note)
             if option.differs:
                 self.differ(option.key, option.differs)
 
-    def _why_unused(self, option: Option) -> str:
+    def _unused_reason(self, option: Option) -> str:
         """Return why an option has no effect with the others, or an empty string."""
 
-        def holds(condition: str) -> bool:
+        def is_met(condition: str) -> bool:
             key, equals, value = condition.partition("=")
-            found = self.flat.get(key) if "." in key else self[key]
-            return str(found) == value if equals else bool(found)
+            current = self.flat.get(key) if "." in key else self[key]
+            return str(current) == value if equals else bool(current)
 
-        def typed(condition: str) -> str:
+        def format_condition(condition: str) -> str:
             key, _, value = condition.partition("=")
-            return f"{self._options[key].shown} {value}".strip() if key in self._options else condition
+            return f"{self._options[key].display_name} {value}".strip() if key in self._options else condition
 
         for conditions in option.needs.split():
-            if not any(map(holds, conditions.split("|"))):
-                return f"needs {' or '.join(map(typed, conditions.split('|')))}"
-        return next((f"with {typed(each)}" for each in option.unless.split() if holds(each)), "")
+            if not any(map(is_met, conditions.split("|"))):
+                return f"needs {' or '.join(map(format_condition, conditions.split('|')))}"
+        return next((f"with {format_condition(each)}" for each in option.unless.split() if is_met(each)), "")
 
     def put(self, dotted: str, value: Any, *sources: str, note: str = "") -> None:
         """Set a key of the recipe.
@@ -138,13 +140,13 @@ class Conversion:
             note: Comment to write in the file next to their values.
         """
         self.flat[dotted] = value
-        said = " ".join(dict.fromkeys(map(self._said, sources)))
+        origin = " ".join(dict.fromkeys(map(self._describe_option, sources)))
         # A comment ends at the end of its line.
-        self._origins[dotted] = " ".join("; ".join(filter(None, (said, note))).split())
+        self._origins[dotted] = " ".join("; ".join(filter(None, (origin, note))).split())
         for key in sources:
-            place, says = self._became.get(key, ("mapped", ""))
-            if place == "mapped" and dotted not in says.split(", "):
-                self._became[key] = ("mapped", f"{says}, {dotted}" if says else dotted)
+            outcome, reason = self._outcomes.get(key, ("mapped", ""))
+            if outcome == "mapped" and dotted not in reason.split(", "):
+                self._outcomes[key] = ("mapped", f"{reason}, {dotted}" if reason else dotted)
 
     def put_ending(self, end: str, warmup: str, source: str) -> None:
         """End a run that is still warming up: its duration is the warm-up, and `train.until` is its end."""
@@ -155,13 +157,13 @@ class Conversion:
         self.put("train.until", end, "epochs", note="the run ends during its warm-up")
         self.put("train.duration", warmup, source)
 
-    def differ(self, key: str, says: str) -> None:
+    def differ(self, key: str, difference: str) -> None:
         """Record a difference from an option's original effect."""
-        self.differences[self._options[key].shown, says] = None
+        self.differences[self._options[key].display_name, difference] = None
 
-    def refuse(self, key: str, says: str) -> None:
+    def refuse(self, key: str, reason: str) -> None:
         """Record that an option would change the result and is unsupported."""
-        self._became[key] = ("refused", says)
+        self._outcomes[key] = ("refused", reason)
 
     def finish(self) -> Conversion:
         """Add a notice if the data are still unspecified, and validate the result as a recipe.
@@ -179,12 +181,12 @@ class Conversion:
     def tree(self) -> dict[str, Any]:
         """Return the recipe's sections."""
 
-        def place(dotted: str) -> tuple[int, bool]:
+        def order(dotted: str) -> tuple[int, bool]:
             section = dotted.partition(".")[0]
             return _SECTIONS.index(section) if section in _SECTIONS else len(_SECTIONS), dotted not in _FIRST
 
         tree: dict[str, Any] = {}
-        for dotted in sorted(self.flat, key=place):
+        for dotted in sorted(self.flat, key=order):
             *path, name = dotted.split(".")
             inner = tree
             for part in path:
@@ -195,16 +197,18 @@ class Conversion:
     @property
     def entries(self) -> tuple[Entry, ...]:
         """Return every given option, once."""
-        return tuple(Entry(self._options[key].shown, self[key], *self._fate(self._options[key])) for key in self.given)
+        return tuple(
+            Entry(self._options[key].display_name, self[key], *self._fate(self._options[key])) for key in self.given
+        )
 
-    def _fate(self, option: Option) -> tuple[Place, str]:
-        if option.key in self._became:
-            return self._became[option.key]
+    def _fate(self, option: Option) -> tuple[Outcome, str]:
+        if option.key in self._outcomes:
+            return self._outcomes[option.key]
         if option.fate == "no_effect":
             return "listed", option.target
         if self[option.key] == option.default:
             return "listed", "its default value"
-        unused = self._why_unused(option)
+        unused = self._unused_reason(option)
         if option.fate == "unsupported" and not unused:
             return "refused", option.target
         return "listed", f"no effect: {unused}" if unused else "no effect with the others"
@@ -212,19 +216,19 @@ class Conversion:
     @property
     def refused(self) -> tuple[Entry, ...]:
         """Return the unsupported options that would change the result."""
-        return tuple(each for each in self.entries if each.place == "refused")
+        return tuple(each for each in self.entries if each.outcome == "refused")
 
-    def _said(self, key: str) -> str:
+    def _describe_option(self, key: str) -> str:
         option, value = self._options[key], self[key]
         if key in self.given:
-            return option.shown if value is True else f"{option.shown} {shown_value(value)}"
-        return "default" if value in NONE else f"{option.shown} {shown_value(value)} (default)"
+            return option.display_name if value is True else f"{option.display_name} {shown_value(value)}"
+        return "default" if value in NONE else f"{option.display_name} {shown_value(value)} (default)"
 
     def to_json(self) -> dict[str, Any]:
         """Return the complete report."""
-        entries: dict[str, list[dict[str, Any]]] = {place: [] for place in get_args(Place)}
+        entries: dict[str, list[dict[str, Any]]] = {outcome: [] for outcome in get_args(Outcome)}
         for each in self.entries:
-            entries[each.place].append({"option": each.option, "value": each.value, "says": each.says})
+            entries[each.outcome].append({"option": each.option, "value": each.value, "says": each.reason})
         return {
             "source": self.title,
             "processes": self.processes,
@@ -270,6 +274,6 @@ def refusal(conversion: Conversion) -> RecipeError:
     names = " ".join(f"--skip {each.option.lstrip('-')}" for each in conversion.refused)
     return RecipeError(
         "unsupported options that would change the result:",
-        *(f"  {each.option} {shown_value(each.value)}: {each.says}" for each in conversion.refused),
+        *(f"  {each.option} {shown_value(each.value)}: {each.reason}" for each in conversion.refused),
         f"Remove them, or convert without them: {names}",
     )

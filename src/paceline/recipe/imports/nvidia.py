@@ -20,16 +20,16 @@ from paceline.recipe.imports.table import Table
 from paceline.units import counted
 
 _PRESET_KEYS = ("model", "platform", "precision", "mode")
-MAIN = Table("NVIDIA's main.py", "nvidia.yaml", without=("cfg_file", *_PRESET_KEYS))
+MAIN = Table("NVIDIA's main.py", "nvidia.yaml", excluded=("cfg_file", *_PRESET_KEYS))
 LAUNCH = Table("NVIDIA's launch.py", "nvidia.yaml")
 PRESETS = yaml.safe_load(Path(__file__).with_name("nvidia_presets.yaml").read_text(encoding="utf-8"))
 _OF_PLATFORM = ("workers", "prefetch", "gpu_affinity", "save_checkpoints")
-_OTHERS = {
+_OTHER_SCRIPTS = {
     "classify.py": "labels images: use `paceline predict`",
     "quant_main.py": "trains for quantised numbers, which is unsupported",
 }
 _PADDING = 32  # pixels cropped by evaluation
-_FALLS = (30, 60, 80)  # epochs between steps of main.py's `step` schedule
+_DECAY_EPOCHS = (30, 60, 80)  # epochs between steps of main.py's `step` schedule
 
 
 def read_nvidia(words: Sequence[str]) -> tuple[Source, Table, dict[str, Any]]:
@@ -41,9 +41,9 @@ def read_nvidia(words: Sequence[str]) -> tuple[Source, Table, dict[str, Any]]:
     Raises:
         RecipeError: If it is neither, starts another of their programs, or has options that the program does not know.
     """
-    source = read_source(words, ("main.py", "launch.py", *_OTHERS))
-    if source.script in _OTHERS:
-        raise RecipeError(f"{source.script} {_OTHERS[source.script]}; main.py and launch.py train.")
+    source = read_source(words, ("main.py", "launch.py", *_OTHER_SCRIPTS))
+    if source.script in _OTHER_SCRIPTS:
+        raise RecipeError(f"{source.script} {_OTHER_SCRIPTS[source.script]}; main.py and launch.py train.")
     if source.tree is not None:
         raise RecipeError(f"{source.title} has no command; give one that starts main.py or launch.py.")
     if source.script != "launch.py" and not any(word.partition("=")[0] == "--platform" for word in source.words):
@@ -52,8 +52,8 @@ def read_nvidia(words: Sequence[str]) -> tuple[Source, Table, dict[str, Any]]:
     missing = [f"--{key}" for key in _PRESET_KEYS if key not in given]
     if missing:
         raise RecipeError(f"launch.py needs {' and '.join(missing)} too, to find its preset.")
-    found = preset(*(given[key] for key in _PRESET_KEYS))
-    return source, LAUNCH, MAIN.read_tree(found, _OF_PLATFORM) | given
+    preset_values = preset(*(given[key] for key in _PRESET_KEYS))
+    return source, LAUNCH, MAIN.read_tree(preset_values, _OF_PLATFORM) | given
 
 
 def preset(name: str, platform: str, precision: str, mode: str) -> dict[str, Any]:
@@ -118,34 +118,34 @@ def convert_nvidia(
     return draft.finish()
 
 
-def _passes(draft: Conversion) -> int:
+def _accumulation_steps(draft: Conversion) -> int:
     """Return a process's micro-batches per step."""
     return max(1, int(draft["optimizer_batch_size"] // (draft["batch_size"] * draft.processes)))
 
 
-def _batch(draft: Conversion, asked: int) -> Any:
+def _batch(draft: Conversion, batch_size: int) -> Any:
     micro, share = draft["batch_size"], counted(draft.processes, "process")
-    total = micro * draft.processes * _passes(draft)
-    if 0 <= asked < total:
+    total = micro * draft.processes * _accumulation_steps(draft)
+    if 0 <= batch_size < total:
         raise ValueError(f"smaller than {share} of {micro} samples")
-    if 0 < asked != total:
+    if 0 < batch_size != total:
         draft.differ("optimizer_batch_size", f"{share} of {micro} samples make {total} in whole passes, as in main.py")
     draft.put("batch.global_size", total, "optimizer_batch_size", "batch_size", note=share)
     return {}
 
 
 def _schedule(draft: Conversion, name: str) -> Any:
-    falls = [f"{fall} epochs" for fall in _FALLS if fall < draft["epochs"]]
+    milestones = [f"{milestone} epochs" for milestone in _DECAY_EPOCHS if milestone < draft["epochs"]]
     if name != "step":
         return name
-    if falls:
-        return {"schedule.name": name, "schedule.milestones": falls, "schedule.gamma": 0.1}
+    if milestones:
+        return {"schedule.name": name, "schedule.milestones": milestones, "schedule.gamma": 0.1}
     draft.put("schedule.name", "constant", "lr_schedule", note="the run ends before the first fall")
     return {}
 
 
 def _average(draft: Conversion, decay: float) -> Any:
-    passes = _passes(draft)
+    passes = _accumulation_steps(draft)
     note = f"per step: main.py averages after each of {passes} passes" if passes > 1 else ""
     draft.put("train.ema", float(f"{decay**passes:.12g}"), "use_ema", note=note)
     return {}
@@ -153,11 +153,11 @@ def _average(draft: Conversion, decay: float) -> Any:
 
 _CONVERSIONS: dict[str, Callable[[Conversion, Any], Any]] = {
     "epochs": lambda _, value: f"{value} epoch{'s' * (value != 1)}",
-    "steps": lambda draft, value: f"{max(1, round(value / _passes(draft)))} steps",
+    "steps": lambda draft, value: f"{max(1, round(value / _accumulation_steps(draft)))} steps",
     "complement": lambda _, value: float(f"{1 - value:.10g}"),
     "batch": _batch,
     "schedule": _schedule,
     "average": _average,
     "run_epochs": lambda _, value: f"{value} epochs" if value > 0 else {},
-    "profiled": lambda draft, value: f"{math.ceil(value / _passes(draft))} steps" if value > 0 else {},
+    "profiled": lambda draft, value: f"{math.ceil(value / _accumulation_steps(draft))} steps" if value > 0 else {},
 }

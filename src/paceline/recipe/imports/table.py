@@ -11,11 +11,11 @@ A table is a YAML file, `NAMES: {KIND: DEFAULT, ...}` for each option. One of th
 
 Further fields: `values` maps its values to Paceline's, to several keys with values, or to nothing; other values are
 unsupported, for the reason `instead`. `conversion` names a function of the importer that returns the same, and
-`otherwise` names the importer's value for an option without a value. `beside` lists other options that its keys also
-come from, if given; `also` lists additional keys that it sets; `note` is for the recipe's reader. `needs` and `unless`
-are conditions, without or with which it has no effect, on other options or on the keys of the rows above: `amp`,
-`schedule.name=step`, alternatives with `|`, several with blanks. `differs` describes what is not identical, `least` is
-the smallest allowed number, `bare` its value if given without one.
+`network_default` names the importer's value for an option without a value. `sources` lists other options that its keys
+also come from, if given; `also` lists additional keys that it sets; `note` is for the recipe's reader. `needs` and
+`unless` are conditions, without or with which it has no effect, on other options or on the keys of the rows above:
+`amp`, `schedule.name=step`, alternatives with `|`, several with blanks. `differs` describes what is not identical,
+`least` is the smallest allowed number, `bare` its value if given without one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any, Literal, NoReturn, get_args
 import yaml
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 from paceline.plain_yaml import BoundedLoader
 
 Fate = Literal["key", "if_changed", "if_given", "rule", "no_effect", "unsupported"]
@@ -59,10 +59,10 @@ class Option:
     target: str
     values: Mapping[Any, Any] | None = None
     instead: str = ""
-    beside: str = ""
+    sources: str = ""
     also: Mapping[str, Any] = field(default_factory=dict)
     conversion: str = ""
-    otherwise: str = ""
+    network_default: str = ""
     note: str = ""
     differs: str = ""
     needs: str = ""
@@ -71,21 +71,21 @@ class Option:
     bare: str | None = None
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """Its first long name."""
         return next((name for name in self.names if name.startswith("--")), self.names[0])
 
     @property
     def key(self) -> str:
         """Its name in a file of arguments."""
-        return _plain(self.shown)
+        return _plain(self.display_name)
 
     @property
     def is_positional(self) -> bool:
         """Whether it is positional, without a name."""
-        return not self.shown.startswith("-")
+        return not self.display_name.startswith("-")
 
-    def ours(self, value: Any) -> Any:
+    def map_value(self, value: Any) -> Any:
         """Return the entry of `values`, if there are any, for a value; case and underscores are ignored in texts.
 
         Raises:
@@ -93,8 +93,8 @@ class Option:
         """
         if self.values is None:
             return value
-        plain = value.lower().replace("_", "") if isinstance(value, str) else value
-        for key in (value, plain):
+        normalized = value.lower().replace("_", "") if isinstance(value, str) else value
+        for key in (value, normalized):
             if key in self.values:
                 return self.values[key]
         raise ValueError(self.instead or f"supported: {', '.join(str(each) for each in self.values if each)}")
@@ -137,14 +137,14 @@ class Table:
     Args:
         program: Its name, for messages.
         file: The table's file, in this folder unless it is an absolute path.
-        without: Keys of options to leave out.
+        excluded: Keys of options to leave out.
     """
 
-    def __init__(self, program: str, file: str | Path, without: Iterable[str] = ()) -> None:
+    def __init__(self, program: str, file: str | Path, excluded: Iterable[str] = ()) -> None:
         self.program = program
         rows = yaml.safe_load((Path(__file__).parent / file).read_text(encoding="utf-8"))
         options = (_option(names, row) for names, row in rows.items())
-        self.options = {option.key: option for option in options if option.key not in set(without)}
+        self.options = {option.key: option for option in options if option.key not in set(excluded)}
         self._keys = {_plain(name): option.key for option in self.options.values() for name in option.names}
 
     def find(self, name: str) -> Option | None:
@@ -170,9 +170,11 @@ class Table:
                 parser.add_argument(option.key, nargs="?", type=option.read)
             else:
                 parser.add_argument(*option.names, dest=option.key, **settings)
-        found, extra = parser.parse_known_intermixed_args(list(words))
+        namespace, extra = parser.parse_known_intermixed_args(list(words))
         self._refuse([word for word in extra if word.startswith("-")] or extra)
-        given = {key: dict(each) if self.options[key].kind == "pairs" else each for key, each in vars(found).items()}
+        given = {
+            key: dict(each) if self.options[key].kind == "pairs" else each for key, each in vars(namespace).items()
+        }
         return dict(sorted(given.items(), key=lambda item: not self.options[item[0]].is_positional))
 
     def read_tree(self, tree: Mapping[str, Any], ignored: Iterable[str] = ()) -> dict[str, Any]:
@@ -185,9 +187,9 @@ class Table:
         Raises:
             RecipeError: Naming every key that is not an option, or the first value that does not fit.
         """
-        known = {key: self.find(key) for key in map(str, tree) if key not in set(ignored)}
-        self._refuse([key for key, option in known.items() if option is None])
-        pairs = [(option, tree[key]) for key, option in known.items() if option is not None]
+        options = {key: self.find(key) for key in map(str, tree) if key not in set(ignored)}
+        self._refuse([key for key, option in options.items() if option is None])
+        pairs = [(option, tree[key]) for key, option in options.items() if option is not None]
         pairs.sort(key=lambda pair: pair[0].kind in _SEVERAL)  # otherwise it would consume a positional argument
         given = self.read_words([word for option, value in pairs for word in _as_words(option, value)])
         defaults = {key: self.options[key].default for key in given}
@@ -220,14 +222,14 @@ def read_yaml(path: Path, option: str = "") -> Mapping[str, Any]:
     Raises:
         RecipeError: If it is not such a file.
     """
-    refuse_odd_kinds(path)
-    said = f"{option} {path}".strip()
+    refuse_special_inputs(path)
+    source = f"{option} {path}".strip()
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=BoundedLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"{said}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
+        raise RecipeError(f"{source}: not readable as YAML: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(tree, dict):
-        raise RecipeError(f"{said}: found no NAME: VALUE lines, but a file of arguments has one per line.")
+        raise RecipeError(f"{source}: found no NAME: VALUE lines, but a file of arguments has one per line.")
     return tree
 
 
@@ -259,13 +261,13 @@ def _as_words(option: Option, value: Any) -> list[str]:
     if option.kind == "switch":
         if not isinstance(value, bool):
             raise RecipeError(f"found {option.key}: {value!r}, but it takes true or false.")
-        return [option.shown] if value else []
+        return [option.display_name] if value else []
     if option.kind in _SEVERAL:
         pairs = [f"{key}={each!r}" for key, each in value.items()] if isinstance(value, dict) else None
         several = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        return [option.shown, *(pairs if pairs is not None else map(str, several))]
+        return [option.display_name, *(pairs if pairs is not None else map(str, several))]
     if value is None and option.default not in NONE:
         raise RecipeError(f"found {option.key}: null, but it takes a value.")
     if isinstance(value, dict | list):
         raise RecipeError(f"found {option.key}: {value!r}, but it takes one value.")
-    return [] if value is None else [str(value) if option.is_positional else f"{option.shown}={value}"]
+    return [] if value is None else [str(value) if option.is_positional else f"{option.display_name}={value}"]

@@ -26,7 +26,7 @@ _DATASETS |= {"hfds": "huggingface", "wds": "webdataset"}
 _OPT_KWARGS = {"trust_coeff": "trust_coefficient"} | {name: name for name in ("alpha", "nesterov", "eps", "betas")}
 _CLIPS = {"norm": "clip_norm", "value": "clip_value", "agc": "clip_adaptive"}
 _OWN_CLIP = 1.0  # timm's LAMB clips the complete gradient to this norm by itself
-_LONGEST = 20  # cycles of a schedule, and the factor on each cycle's length
+_MAX_CYCLES = 20  # cycles of a schedule, and the factor on each cycle's length
 _MILESTONES = 1000  # decay steps of a schedule
 
 
@@ -107,14 +107,14 @@ def _epochs(draft: Conversion, count: float) -> str:
     return f"{number:.10g} epoch{'s' * (number != 1)}"
 
 
-def _dataset(draft: Conversion, asked: str) -> Any:
-    kind, _, name = asked.partition("/")
-    ours = _DATASETS.get((name if kind == "torch" else kind).lower())
-    if ours is None:
+def _dataset(draft: Conversion, value: str) -> Any:
+    kind, _, name = value.partition("/")
+    dataset = _DATASETS.get((name if kind == "torch" else kind).lower())
+    if dataset is None:
         raise ValueError("use image_folder, cifar10, webdataset, huggingface or your own data set")
-    if ours == "huggingface":
+    if dataset == "huggingface":
         draft.differ("dataset", "data.path must hold it, as `save_to_disk` writes it or as parquet")
-    return {"data.dataset": ours} | ({"data.path": name} if ours == "huggingface" and name else {})
+    return {"data.dataset": dataset} | ({"data.path": name} if dataset == "huggingface" and name else {})
 
 
 def _image(draft: Conversion, size: Sequence[int]) -> Any:
@@ -130,25 +130,25 @@ def _batch(draft: Conversion, passes: int) -> Any:
     return {}
 
 
-def _repeats(draft: Conversion, asked: float) -> Any:
-    if asked != int(asked):
+def _repeats(draft: Conversion, value: float) -> Any:
+    if value != int(value):
         raise ValueError("data.augment.repeats is a whole number")
-    return int(asked) if asked > 1 else {}
+    return int(value) if value > 1 else {}
 
 
 def _resizing(draft: Conversion, training: str) -> Any:
-    ours = draft.flat.get("data.interpolation")
-    if training not in ("", ours):
-        how = "drawn for each image" if training == "random" else training
-        draft.differ("train_interpolation", f"training images are resized {ours} too; in train.py, {how}")
+    interpolation = draft.flat.get("data.interpolation")
+    if training not in ("", interpolation):
+        method = "drawn for each image" if training == "random" else training
+        draft.differ("train_interpolation", f"training images are resized {interpolation} too; in train.py, {method}")
         return {}
-    return ours
+    return interpolation
 
 
-def _jitter(draft: Conversion, asked: Sequence[float]) -> Any:
-    if len(asked) not in (0, 1, 3, 4):
+def _jitter(draft: Conversion, value: Sequence[float]) -> Any:
+    if len(value) not in (0, 1, 3, 4):
         raise ValueError("it is one strength, or those of brightness, contrast, saturation and hue")
-    strengths = list(asked) * (3 if len(asked) == 1 else 1)
+    strengths = list(value) * (3 if len(value) == 1 else 1)
     names = [f"data.augment.jitter.{name}" for name in ("brightness", "contrast", "saturation", "hue")]
     return dict(zip(names, strengths, strict=False)) if any(strengths) else {}
 
@@ -160,10 +160,10 @@ def _mixed_epochs(draft: Conversion, last: int) -> Any:
     return last // repeats if last < draft["epochs"] else {}
 
 
-def _loss(draft: Conversion, is_asked: bool) -> str:
+def _loss(draft: Conversion, is_enabled: bool) -> str:
     # train.py applies --bce-loss only if targets are mixed or smoothed.
     is_soft = draft["mixup"] > 0 or draft["cutmix"] > 0 or draft["smoothing"]
-    return "bce" if is_asked and is_soft else "cross_entropy"
+    return "bce" if is_enabled and is_soft else "cross_entropy"
 
 
 def _optimizer(draft: Conversion, ours: dict[str, Any]) -> dict[str, Any]:
@@ -172,9 +172,9 @@ def _optimizer(draft: Conversion, ours: dict[str, Any]) -> dict[str, Any]:
     return ours
 
 
-def _rate(draft: Conversion, asked: float | None) -> Any:
-    if asked:
-        return asked
+def _rate(draft: Conversion, value: float | None) -> Any:
+    if value:
+        return value
     batch, scale = draft.flat["batch.global_size"], draft["lr_base_scale"]
     by_root = scale == "sqrt" or (not scale and any(part in str(draft["opt"]).lower() for part in ("ada", "lamb")))
     ratio = batch / draft["lr_base_size"]
@@ -184,12 +184,12 @@ def _rate(draft: Conversion, asked: float | None) -> Any:
     return {}
 
 
-def _eps(draft: Conversion, asked: float) -> float:
+def _eps(draft: Conversion, value: float) -> float:
     if "optimizer.eps" not in draft.flat:
         raise ValueError(
             f"optimizer.name={draft.flat.get('optimizer.name', draft['opt'])} has no other eps than its own"
         )
-    return asked
+    return value
 
 
 def _own_clip(draft: Conversion) -> float | None:
@@ -198,16 +198,16 @@ def _own_clip(draft: Conversion) -> float | None:
     return draft["opt_kwargs"].get("max_grad_norm", _OWN_CLIP) if is_lamb else None
 
 
-def _clip(draft: Conversion, asked: float | None) -> Any:
-    own, mode = _own_clip(draft), draft["clip_mode"]
-    if not asked:
-        if own:
-            sources = ["opt_kwargs"] if own != _OWN_CLIP else []
-            draft.put("optimizer.clip_norm", own, *sources, note="of timm's LAMB")
+def _clip(draft: Conversion, value: float | None) -> Any:
+    own_limit, mode = _own_clip(draft), draft["clip_mode"]
+    if not value:
+        if own_limit:
+            sources = ["opt_kwargs"] if own_limit != _OWN_CLIP else []
+            draft.put("optimizer.clip_norm", own_limit, *sources, note="of timm's LAMB")
         return {}
-    if own and mode != "norm":
-        draft.differ("clip_mode", f"timm's LAMB also clips the whole gradient to a norm of {own:g}")
-    limit = min(asked, own) if own and mode == "norm" else asked
+    if own_limit and mode != "norm":
+        draft.differ("clip_mode", f"timm's LAMB also clips the whole gradient to a norm of {own_limit:g}")
+    limit = min(value, own_limit) if own_limit and mode == "norm" else value
     return {f"optimizer.{_CLIPS.get(mode, 'clip_norm')}": limit}
 
 
@@ -216,8 +216,8 @@ def _first_rate(draft: Conversion, first: float) -> Any:
     if first <= peak:
         return float(f"{first / peak:.12g}")
     # Neither may be given.
-    blamed = next((key for key in ("warmup_lr", "warmup_epochs", "lr") if key in draft.given), "lr_base")
-    draft.refuse(blamed, f"the warm-up begins at {first:g}, above the peak {peak:g}")
+    option = next((key for key in ("warmup_lr", "warmup_epochs", "lr") if key in draft.given), "lr_base")
+    draft.refuse(option, f"the warm-up begins at {first:g}, above the peak {peak:g}")
     return {}
 
 
@@ -229,23 +229,23 @@ def _cycles(draft: Conversion, count: int) -> Any:
         raise ValueError(f"each cycle's peak falls by {decay:g} (--lr-cycle-decay)")
     if draft.flat["schedule.name"] == "polynomial":
         raise ValueError("a polynomial has no restarts")
-    if not (1 <= factor <= _LONGEST and count <= _LONGEST):
-        raise ValueError(f"cycles and the factor on their length are at most {_LONGEST}")
+    if not (1 <= factor <= _MAX_CYCLES and count <= _MAX_CYCLES):
+        raise ValueError(f"cycles and the factor on their length are at most {_MAX_CYCLES}")
     return {"schedule.period": _epochs(draft, draft["epochs"]), "schedule.period_factor": factor}
 
 
-def _noise(draft: Conversion, asked: Sequence[float] | None) -> Any:
-    begin, end, *more = [*(asked or [1.0]), 1.0]
-    if more[1:] or not 0 <= begin <= end:
+def _noise(draft: Conversion, value: Sequence[float] | None) -> Any:
+    start, end, *more = [*(value or [1.0]), 1.0]
+    if more[1:] or not 0 <= start <= end:
         raise ValueError("it is the fraction of the epochs where noise begins, and the fraction where it ends")
-    if begin >= 1:
+    if start >= 1:
         return {}
     if draft["sched_on_updates"]:
         draft.differ("lr_noise", "the noise changes with each epoch here; in train.py, with each update")
-    ends = {"schedule.noise.end": _epochs(draft, end * draft["epochs"])} if end < 1 else {}
+    end_keys = {"schedule.noise.end": _epochs(draft, end * draft["epochs"])} if end < 1 else {}
     return {
-        "schedule.noise.begin": _epochs(draft, begin * draft["epochs"]),
-        **ends,
+        "schedule.noise.begin": _epochs(draft, start * draft["epochs"]),
+        **end_keys,
         "schedule.noise.std": draft["lr_noise_std"],
         "schedule.noise.limit": draft["lr_noise_pct"],
     }
@@ -253,49 +253,49 @@ def _noise(draft: Conversion, asked: Sequence[float] | None) -> Any:
 
 def _duration(draft: Conversion, length: int) -> Any:
     """Return the run's length, with its cycles and a warm-up before them, and the milestones of step schedules."""
-    is_step, lasts = draft.flat.get("schedule.name") == "step", length
+    is_step, epochs = draft.flat.get("schedule.name") == "step", length
     warmup = draft["warmup_epochs"] if "schedule.warmup" in draft.flat else 0
     sources = ["epochs"]
     if factor := draft.flat.get("schedule.period_factor"):
         cycles = draft["lr_cycle_limit"]
-        lasts = int(length * cycles) if factor == 1 else int(length * (factor**cycles - 1) / (factor - 1))
+        epochs = int(length * cycles) if factor == 1 else int(length * (factor**cycles - 1) / (factor - 1))
         sources += ["lr_cycle_limit", "lr_cycle_mul", "lr_cycle_decay"]
-    begin = warmup if draft["warmup_prefix"] else 0
-    if begin:
+    start = warmup if draft["warmup_prefix"] else 0
+    if start:
         sources += ["warmup_prefix", "warmup_epochs"]
     elif warmup and not is_step:
-        done = min(warmup / length, 1.0)
-        draft.differ("warmup_prefix", f"the fall begins at the peak; in train.py, {done:.2%} of it is over by then")
-    draft.put("train.duration", _epochs(draft, lasts + begin), *sources)
+        progress = min(warmup / length, 1.0)
+        draft.differ("warmup_prefix", f"the fall begins at the peak; in train.py, {progress:.2%} of it is over by then")
+    draft.put("train.duration", _epochs(draft, epochs + start), *sources)
     if is_step:
-        _put_falls(draft, begin, lasts + begin)
+        _put_milestones(draft, start, epochs + start)
     if not draft["sched_on_updates"] and (warmup or draft.flat.get("schedule.name") in ("cosine", "polynomial")):
         draft.differ("sched_on_updates", "the rate moves with every step here; in train.py, at the end of each epoch")
-    if warmup > lasts + begin:
+    if warmup > epochs + start:
         draft.put_ending(draft.flat["train.duration"], draft.flat["schedule.warmup"], "warmup_epochs")
     return {}
 
 
-def _put_falls(draft: Conversion, begin: int, lasts: int) -> None:
-    """Return the decay milestones of `step`, one per period, or of `multistep`; all after ``begin`` epochs."""
-    every, by_step = draft["decay_epochs"], draft["sched_on_updates"]
+def _put_milestones(draft: Conversion, start: int, length: int) -> None:
+    """Return the decay milestones of `step`, one per period, or of `multistep`; all after ``start`` epochs."""
+    period, by_step = draft["decay_epochs"], draft["sched_on_updates"]
     if str(draft["sched"]).lower() == "multistep":
         # timm decays one epoch, or one update, before the milestone.
         source, note = "decay_milestones", "" if by_step else "timm falls an epoch before"
-        falls = [begin + end - (not by_step) for end in draft["decay_milestones"]]
-    elif every <= 0:
+        milestones = [start + end - (not by_step) for end in draft["decay_milestones"]]
+    elif period <= 0:
         draft.refuse("decay_epochs", "a period is above 0")
         return
-    elif (begin or "schedule.warmup" not in draft.flat) and (by_step or float(every).is_integer()):
-        draft.put("schedule.period", _epochs(draft, every), "decay_epochs")
+    elif (start or "schedule.warmup" not in draft.flat) and (by_step or float(period).is_integer()):
+        draft.put("schedule.period", _epochs(draft, period), "decay_epochs")
         return
     else:
         # train.py counts milestones from the start, and changes the rate at the end of an epoch.
         source, note = "decay_epochs", "where each fall is in effect, counted from the start"
-        ends = [begin + every * number for number in range(1, min(_MILESTONES, math.floor(lasts / every)) + 1)]
-        falls = ends if by_step else [math.ceil(end - 1e-9) for end in ends]
-    if within := [_epochs(draft, fall) for fall in falls if 0 < fall < lasts]:
-        draft.put("schedule.milestones", within, source, note=note)
+        ends = [start + period * number for number in range(1, min(_MILESTONES, math.floor(length / period)) + 1)]
+        milestones = ends if by_step else [math.ceil(end - 1e-9) for end in ends]
+    if inside := [_epochs(draft, milestone) for milestone in milestones if 0 < milestone < length]:
+        draft.put("schedule.milestones", inside, source, note=note)
         return
     draft.put("schedule.name", "constant", "sched", note="the run ends before the first fall")
     del draft.flat["schedule.gamma"]

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RunDirectoryError
-from paceline.files import refuse_odd_outputs
+from paceline.files import refuse_special_outputs
 from paceline.pages.page import Block, Marked, Page, Section, Table, Text, Tile, Tiles, write_page
 from paceline.pages.shown import Shown
 from paceline.records.reader import read_summary
-from paceline.records.run_directory import RunDirectory, cannot
+from paceline.records.run_directory import RunDirectory, file_error
 from paceline.report.html.predictions import predictions
 from paceline.report.html.runs import Event, RunRecord, flattened, read_runs
 from paceline.report.html.speed import memory, scaling, speed
-from paceline.report.html.timeline import findings, happened, proof, steps_in_words
+from paceline.report.html.timeline import findings, ledger_counts, steps_in_words, timeline
 from paceline.report.html.training import training
 from paceline.units import counted, format_bytes, format_count, format_seconds, metric_title, metric_unit
 
@@ -39,7 +39,7 @@ class Report:
         return {
             "report": str(self.path),
             "size_bytes": self.path.stat().st_size,
-            "runs": [facts_of(run) for run in self.runs],
+            "runs": [summary_of(run) for run in self.runs],
         }
 
     def __paceline__(self) -> Shown:
@@ -48,7 +48,7 @@ class Report:
 
 
 # Size of events that takes half a second to read. A signalled run may have little time left.
-_MOST_BYTES_IN_A_HURRY = 8_000_000
+_MOST_BYTES_AFTER_SIGNAL = 8_000_000
 
 _PAGE_START = b"<!doctype html>"
 
@@ -59,8 +59,8 @@ def report_at_the_end(directory: RunDirectory) -> None:
     Raises:
         RunDirectoryError: If it is not written; the message says what to do instead.
     """
-    is_hurried = directory.summary.is_file() and read_summary(directory).details.get("ending") == "signal"
-    if is_hurried and directory.events.stat().st_size > _MOST_BYTES_IN_A_HURRY:
+    was_signalled = directory.summary.is_file() and read_summary(directory).details.get("ending") == "signal"
+    if was_signalled and directory.events.stat().st_size > _MOST_BYTES_AFTER_SIGNAL:
         raise RunDirectoryError(
             f"a stopped run may have little time left, and its records are many; `paceline report "
             f"{directory.root}` writes it."
@@ -79,15 +79,15 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> Report
         RunDirectoryError: If one of them is not a run, or the file cannot be written.
     """
     if output is not None:
-        refuse_odd_outputs(output)
+        refuse_special_outputs(output)
         try:
             with output.open("rb") as file:
-                begins = file.read(len(_PAGE_START))
+                start = file.read(len(_PAGE_START))
         except FileNotFoundError:
-            begins = b""
+            start = b""
         except OSError as error:
-            raise cannot("read", output, error) from error
-        if begins and begins.lower() != _PAGE_START:
+            raise file_error("read", output, error) from error
+        if start and start.lower() != _PAGE_START:
             raise RunDirectoryError(f"'{output}' exists, is not an HTML page, and is not replaced: give another name.")
     runs = read_runs(run_dirs)
     if output is None:
@@ -121,8 +121,8 @@ def _blocks(make: _SectionMaker, runs: Sequence[RunRecord]) -> tuple[Block, ...]
     try:
         return tuple(make(runs))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        told = f"a file in the run directory holds something unexpected ({type(error).__name__}: {error})."
-        return (Text(told, kind="bad"),)
+        message = f"a file in the run directory holds something unexpected ({type(error).__name__}: {error})."
+        return (Text(message, kind="bad"),)
 
 
 def recipe(runs: Sequence[RunRecord]) -> Iterator[Block]:
@@ -135,18 +135,18 @@ def recipe(runs: Sequence[RunRecord]) -> Iterator[Block]:
 
 def environment(runs: Sequence[RunRecord]) -> Iterator[Block]:
     """Return machines and versions, differing ones first."""
-    trees = [{key: value for key, value in flattened(run.environment).items() if key != "time"} for run in runs]
-    for tree in trees:
-        tree |= {key: format_bytes(value) for key, value in tree.items() if key.endswith("memory_bytes") and value}
-    yield from _side_by_side(runs, trees, "environment", folded=True)
+    environments = [{key: value for key, value in flattened(run.environment).items() if key != "time"} for run in runs]
+    for each in environments:
+        each |= {key: format_bytes(value) for key, value in each.items() if key.endswith("memory_bytes") and value}
+    yield from _side_by_side(runs, environments, "environment", folded=True)
 
 
 def _side_by_side(
-    runs: Sequence[RunRecord], trees: Sequence[Mapping[str, Any]], what: str, *, folded: bool
+    runs: Sequence[RunRecord], trees: Sequence[Mapping[str, Any]], noun: str, *, folded: bool
 ) -> Iterator[Block]:
     keys = list(dict.fromkeys(key for tree in trees for key in tree))
     if not keys:
-        yield Text(f"No {what} is recorded.")
+        yield Text(f"No {noun} is recorded.")
         return
     columns = ("key", *(run.name if len(runs) > 1 else "value" for run in runs))
     differing = [key for key in keys if len({repr(tree.get(key)) for tree in trees}) > 1]
@@ -157,11 +157,11 @@ def _side_by_side(
         rows[key] = (key, *marked)
     if len(runs) > 1:
         if differing:
-            caption = f"Where the {what}s differ"
+            caption = f"Where the {noun}s differ"
             yield Table(columns=columns, rows=[rows[key] for key in differing], caption=caption)
         else:
-            yield Text(f"The {what}s are the same.")
-    yield Table(columns=columns, rows=[*rows.values()], caption=f"The whole {what}", folded=folded)
+            yield Text(f"The {noun}s are the same.")
+    yield Table(columns=columns, rows=[*rows.values()], caption=f"The whole {noun}", folded=folded)
 
 
 def _written(value: Any) -> str:
@@ -190,10 +190,10 @@ def outcome(runs: Sequence[RunRecord]) -> Iterator[Block]:
     for run in runs:
         yield from _status(run, len(runs) > 1)
     if len(runs) == 1:
-        told = ((label, *fact.partition(" · ")) for label, fact in _facts(runs[0]).items())
-        yield Tiles([Tile(label, value, note) for label, value, _, note in told])
+        tiles = ((label, *fact.partition(" · ")) for label, fact in _tiles(runs[0]).items())
+        yield Tiles([Tile(label, value, note) for label, value, _, note in tiles])
         return
-    facts = [_facts(run) for run in runs]
+    facts = [_tiles(run) for run in runs]
     names = dict.fromkeys(name for each in facts for name in each)
     yield Table(
         columns=("outcome", *(run.name for run in runs)),
@@ -202,7 +202,7 @@ def outcome(runs: Sequence[RunRecord]) -> Iterator[Block]:
     )
 
 
-def facts_of(run: RunRecord) -> dict[str, Any]:
+def summary_of(run: RunRecord) -> dict[str, Any]:
     """Return the outcome as JSON values."""
     return {
         "run_dir": str(run.path),
@@ -216,27 +216,27 @@ def facts_of(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def _status(run: RunRecord, is_one_of_many: bool) -> Iterator[Block]:
-    who = f"{run.name}: " if is_one_of_many else ""
+def _status(run: RunRecord, is_comparison: bool) -> Iterator[Block]:
+    prefix = f"{run.name}: " if is_comparison else ""
     if run.status == "failed":
         message = (run.finish or {}).get("message") or "the processes gave no reason; see their output."
-        yield Text(f"{who}{message}", kind="bad")
+        yield Text(f"{prefix}{message}", kind="bad")
     elif run.status == "stopped":
         stops = run.of("stop")
-        why = f" ({stops[-1]['reason']})" if stops else ""
-        yield Text(f"{who}The run was stopped{why}; the same command resumes it.", kind="warning")
+        reason = f" ({stops[-1]['reason']})" if stops else ""
+        yield Text(f"{prefix}The run was stopped{reason}; the same command resumes it.", kind="warning")
     elif run.status == "unfinished":
         yield Text(
-            f"{who}No end is recorded: the run is in progress, or was killed. The same command resumes it.",
+            f"{prefix}No end is recorded: the run is in progress, or was killed. The same command resumes it.",
             kind="warning",
         )
     elif run.status == "not begun":
-        yield Text(f"{who}The run has not begun to train.", kind="warning")
-    for complaint in run.complaints:
-        yield Text(f"{who}{complaint}", kind="warning")
+        yield Text(f"{prefix}The run has not begun to train.", kind="warning")
+    for problem in run.unreadable_files:
+        yield Text(f"{prefix}{problem}", kind="warning")
 
 
-def _facts(run: RunRecord) -> dict[str, str]:
+def _tiles(run: RunRecord) -> dict[str, str]:
     """Return a value by label; a dot separates a note."""
     resumes, total = len(run.of("resume")), run.total_steps
     facts = {
@@ -266,8 +266,8 @@ def _facts(run: RunRecord) -> dict[str, str]:
     if run.plan.get("parameters"):
         facts["parameters"] = f"{format_count(run.plan['parameters'])} · trainable"
     name = run.plan.get("device_name") or run.environment.get("device") or "unknown"
-    where = f"{counted(run.world_size, 'process')}, {run.plan.get('precision', 'unknown precision')}"
-    return {**facts, "hardware": f"{name} · {where}"}
+    setup = f"{counted(run.world_size, 'process')}, {run.plan.get('precision', 'unknown precision')}"
+    return {**facts, "hardware": f"{name} · {setup}"}
 
 
 def _headline(run: RunRecord) -> dict[str, str]:
@@ -276,15 +276,15 @@ def _headline(run: RunRecord) -> dict[str, str]:
     for metric in dict.fromkeys((run.headline, "loss")):
         label = "held-out loss" if metric == "loss" else metric_title(metric)
         unit, choose = f"\u00a0{metric_unit(metric)}".rstrip(), max if run.higher_is_better(metric) else min
-        known = [event for event in evaluations if event.get(metric) is not None]
-        if known:
-            last = [event for event in known if event["step"] == known[-1]["step"]]
-            best: Event = choose(known, key=itemgetter(metric))
-            where = f"{best['weights']} weights, after step {format_count(best['step'])}"
-            told = ", ".join(f"{event['weights']} {_figure(event[metric])}{unit}" for event in last)
+        evaluated = [event for event in evaluations if event.get(metric) is not None]
+        if evaluated:
+            last = [event for event in evaluated if event["step"] == evaluated[-1]["step"]]
+            best: Event = choose(evaluated, key=itemgetter(metric))
+            origin = f"{best['weights']} weights, after step {format_count(best['step'])}"
+            values = ", ".join(f"{event['weights']} {_figure(event[metric])}{unit}" for event in last)
             return {
-                f"best {label}": f"{_figure(best[metric])}{unit} · {where}",
-                f"last {label}": f"{_figure(last[-1][metric])}{unit} · {told}",
+                f"best {label}": f"{_figure(best[metric])}{unit} · {origin}",
+                f"last {label}": f"{_figure(last[-1][metric])}{unit} · {values}",
             }
     return {}
 
@@ -301,8 +301,8 @@ _SECTIONS: dict[str, _SectionMaker] = {
     "Speed": speed,
     "Memory": memory,
     "Scaling": scaling,
-    "Events": happened,
-    "Samples": proof,
+    "Events": timeline,
+    "Samples": ledger_counts,
     "Doctor": findings,
     "Recipe": recipe,
     "Environment": environment,

@@ -20,29 +20,29 @@ _MOST_CLASSES, _MOST_FIGURES, _MOST_PICTURES, _MOST_PAIRS, _MOST_BARS, _MOST_COL
 def predictions(runs: Sequence[RunRecord]) -> Iterator[Block]:
     """Return the section's blocks; none for runs that keep no predictions, such as language models."""
     for run in runs:
-        whose = f"{run.name}: " if len(runs) > 1 else ""
+        prefix = f"{run.name}: " if len(runs) > 1 else ""
         confusion, examples = run.extra("evaluation/confusion.json"), run.extra("evaluation/examples.json")
         if examples is not None:
-            yield from _examples(examples, whose)
+            yield from _examples(examples, prefix)
         if confusion is not None:
-            yield from _confusion(confusion, whose)
+            yield from _confusion(confusion, prefix)
         details = run.extra("evaluation/details.json")
         if details is not None and "points" in details:
-            yield from _numbers(details, whose)
+            yield from _numbers(details, prefix)
         if details is not None and "label_scores" in details:
-            yield _bars(details["label_scores"], whose)
-            yield _thresholds(details, whose)
+            yield _bars(details["label_scores"], prefix)
+            yield _thresholds(details, prefix)
         if details is not None and "class_iou" in details:
-            yield _overlaps(details, whose)
+            yield _overlaps(details, prefix)
         if figures := run.extra("evaluation/figures.json"):
-            yield _gallery(figures, f"{whose}Drawn by the task after the last evaluation")
+            yield _gallery(figures, f"{prefix}Drawn by the task after the last evaluation")
         if first := run.extra("first_batch.json"):
-            yield _gallery(first, f"{whose}The first training batch, as the network sees it")
+            yield _gallery(first, f"{prefix}The first training batch, as the network sees it")
         if run.recipe.get("evaluate.keep_examples") == 0:
-            yield Text(f"{whose}No predictions are kept: the recipe has `evaluate.keep_examples=0`.")
+            yield Text(f"{prefix}No predictions are kept: the recipe has `evaluate.keep_examples=0`.")
 
 
-def _examples(examples: Mapping[str, Any], whose: str) -> Iterator[Block]:
+def _examples(examples: Mapping[str, Any], prefix: str) -> Iterator[Block]:
     def name(number: int) -> str:
         return str(examples["classes"][number]) if number >= 0 else "no answer"
 
@@ -51,36 +51,36 @@ def _examples(examples: Mapping[str, Any], whose: str) -> Iterator[Block]:
     for each in examples["examples"][:_MOST_PICTURES]:
         actual, predicted = name(each["label"]), name(each["predicted"])
         is_wrong = each["label"] != each["predicted"]
-        sure = "" if each["probability"] is None else f", {each['probability']:.0%}"
+        confidence = "" if each["probability"] is None else f", {each['probability']:.0%}"
         picture = Picture(
             data=str(each.get("image", "")),
-            caption=f"{actual} → {predicted}{sure}" if is_wrong else f"{predicted}{sure}",
-            alternative=f"{each.get('name', each['sample'])}: actual {actual}, predicted {predicted}{sure}",
+            caption=f"{actual} → {predicted}{confidence}" if is_wrong else f"{predicted}{confidence}",
+            alternative=f"{each.get('name', each['sample'])}: actual {actual}, predicted {predicted}{confidence}",
         )
         (wrong if is_wrong else right).append(picture)
     if wrong:
-        caption = f"{whose}Most confident mistakes: actual → predicted, confidence ({_when(examples)})"
+        caption = f"{prefix}Most confident mistakes: actual → predicted, confidence ({_origin(examples)})"
         yield Gallery(pictures=wrong, caption=caption)
     if right:
-        yield Gallery(pictures=right, caption=f"{whose}{len(right)} right answers", folded=True)
+        yield Gallery(pictures=right, caption=f"{prefix}{len(right)} right answers", folded=True)
 
 
-def _gallery(kept: Mapping[str, Any], caption: str) -> Gallery:
+def _gallery(examples: Mapping[str, Any], caption: str) -> Gallery:
     pictures = [
         Picture(data=each["image"], caption=each["caption"], alternative=f"{each['name']}: {each['caption']}")
-        for each in kept["examples"]
+        for each in examples["examples"]
     ]
     return Gallery(pictures=pictures, caption=caption)
 
 
-def _confusion(confusion: Mapping[str, Any], whose: str) -> Iterator[Block]:
+def _confusion(confusion: Mapping[str, Any], prefix: str) -> Iterator[Block]:
     matrix, classes = matrix_of(confusion), [str(each) for each in confusion["classes"]]
     sums = [sum(row) for row in matrix]
     if len(classes) <= _MOST_CLASSES:
-        yield _heatmap(matrix, sums, classes, whose, _when(confusion))
-    yield _bars(scores_by_class(confusion), whose)
+        yield _heatmap(matrix, sums, classes, prefix, _origin(confusion))
+    yield _bars(scores_by_class(confusion), prefix)
     if confusion.get("reliability"):
-        yield _reliability(confusion["reliability"], whose)
+        yield _reliability(confusion["reliability"], prefix)
     pairs = sorted(
         (
             (count, actual, predicted)
@@ -94,21 +94,23 @@ def _confusion(confusion: Mapping[str, Any], whose: str) -> Iterator[Block]:
         yield Table(
             columns=("actual", "predicted", "samples", "of its class"),
             rows=[(classes[a], classes[b], count, f"{count / sums[a]:.1%}") for count, a, b in pairs[:_MOST_PAIRS]],
-            caption=f"{whose}Most frequent confusions",
+            caption=f"{prefix}Most frequent confusions",
         )
 
 
-def _numbers(details: Mapping[str, Any], whose: str) -> Iterator[Chart]:
+def _numbers(details: Mapping[str, Any], prefix: str) -> Iterator[Chart]:
     """Plot predicted against actual values, one chart per column."""
     points = details["points"]
-    for place, column in enumerate(details["columns"][:_MOST_COLUMNS]):
-        pairs = [(each["actual"][place], each["predicted"][place], each["sample"]) for each in points]
-        ends = [f(value for pair in pairs for value in pair[:2]) for f in (min, max)] if pairs else [0, 1]
-        furthest = sorted(pairs, key=lambda pair: -abs(pair[1] - pair[0]))
+    for index, column in enumerate(details["columns"][:_MOST_COLUMNS]):
+        pairs = [(each["actual"][index], each["predicted"][index], each["sample"]) for each in points]
+        diagonal = (
+            [extreme(value for pair in pairs for value in pair[:2]) for extreme in (min, max)] if pairs else [0, 1]
+        )
+        largest_errors = sorted(pairs, key=lambda pair: -abs(pair[1] - pair[0]))
         yield Chart(
-            title=f"{whose}{column}: predicted against actual",
+            title=f"{prefix}{column}: predicted against actual",
             traces=[
-                {"x": ends, "y": ends, "mode": "lines", "name": "exact", "hoverinfo": "skip"}
+                {"x": diagonal, "y": diagonal, "mode": "lines", "name": "exact", "hoverinfo": "skip"}
                 | {"line": {"color": "var(--muted)", "dash": "dot", "width": 1.5}},
                 {
                     "x": [actual for actual, *_ in pairs],
@@ -121,17 +123,17 @@ def _numbers(details: Mapping[str, Any], whose: str) -> Iterator[Chart]:
                 },
             ],
             layout={"height": 430, "xaxis": {"title": "actual"}, "yaxis": {"title": "predicted"}},
-            description=f"{len(points):,} held-out samples; {_when(details)}.",
+            description=f"{len(points):,} held-out samples; {_origin(details)}.",
             table=Table(
                 columns=("sample", "actual", "predicted"),
-                rows=[(sample, actual, predicted) for actual, predicted, sample in furthest[:_MOST_BARS]],
+                rows=[(sample, actual, predicted) for actual, predicted, sample in largest_errors[:_MOST_BARS]],
                 caption="Largest errors",
                 folded=True,
             ),
         )
 
 
-def _thresholds(details: Mapping[str, Any], whose: str) -> Table:
+def _thresholds(details: Mapping[str, Any], prefix: str) -> Table:
     """Plot average precision and the best threshold of each class; classes without samples have no threshold."""
     keys = ("average_precision", "f1", "threshold", "best_f1", "best_threshold")
     return Table(
@@ -140,11 +142,11 @@ def _thresholds(details: Mapping[str, Any], whose: str) -> Table:
             (each["class"], each["count"], *("" if each[key] is None else f"{each[key]:.4g}" for key in keys))
             for each in details["label_scores"]
         ],
-        caption=f"{whose}Thresholds: the best are fitted to these samples ({_when(details)})",
+        caption=f"{prefix}Thresholds: the best are fitted to these samples ({_origin(details)})",
     )
 
 
-def _when(document: Mapping[str, Any]) -> str:
+def _origin(document: Mapping[str, Any]) -> str:
     return f"{document.get('weights')} weights, after step {document.get('step')}"
 
 
@@ -155,7 +157,7 @@ def _class_axis(title: str, classes: Sequence[str]) -> dict[str, Any]:
     return {"title": title, "showgrid": False, "constrain": "domain", **(ticks if len(classes) <= 30 else {})}
 
 
-def _heatmap(matrix: Matrix, sums: Sequence[int], classes: Sequence[str], whose: str, when: str) -> Chart:
+def _heatmap(matrix: Matrix, sums: Sequence[int], classes: Sequence[str], prefix: str, origin: str) -> Chart:
     trace = {
         "type": "heatmap",
         "z": [[value / total if total else None for value in row] for row, total in zip(matrix, sums, strict=True)],
@@ -178,14 +180,14 @@ def _heatmap(matrix: Matrix, sums: Sequence[int], classes: Sequence[str], whose:
     if len(classes) <= _MOST_FIGURES:
         trace |= {"text": [[str(value) for value in row] for row in matrix], "texttemplate": "%{text}"}
     return Chart(
-        title=f"{whose}Confusion matrix",
+        title=f"{prefix}Confusion matrix",
         traces=[trace],
         layout={
             "height": min(760, 190 + 30 * len(classes)),
             "xaxis": _class_axis("predicted", classes),
             "yaxis": {**_class_axis("actual", classes), "autorange": "reversed"},
         },
-        description=f"Held-out samples, coloured by their share of the row; {when}.",
+        description=f"Held-out samples, coloured by their share of the row; {origin}.",
         wide=True,
         table=Table(
             columns=("actual \\ predicted", *classes),
@@ -196,26 +198,26 @@ def _heatmap(matrix: Matrix, sums: Sequence[int], classes: Sequence[str], whose:
     )
 
 
-def _bars(scores: Sequence[Mapping[str, Any]], whose: str) -> Chart:
+def _bars(scores: Sequence[Mapping[str, Any]], prefix: str) -> Chart:
     """Plot two bars per class, one filled and one outlined, lowest F1 first."""
-    some = f"The {_MOST_BARS} worst of {len(scores)} classes" if len(scores) > _MOST_BARS else "The worst class"
+    shown = f"The {_MOST_BARS} worst of {len(scores)} classes" if len(scores) > _MOST_BARS else "The worst class"
     return _by_class(
         scores,
-        title=f"{whose}Precision and recall by class",
+        title=f"{prefix}Precision and recall by class",
         bars={"precision": ("var(--series-1)", "var(--series-1)"), "recall": ("var(--series-2)", "var(--band-2)")},
         columns={"count": "samples", "precision": "precision, %", "recall": "recall, %", "f1": "F1, %"},
-        description=f"{some} first, by F1. Precision: right among those predicted; recall: found among the actual.",
+        description=f"{shown} first, by F1. Precision: right among those predicted; recall: found among the actual.",
     )
 
 
-def _overlaps(details: Mapping[str, Any], whose: str) -> Chart:
+def _overlaps(details: Mapping[str, Any], prefix: str) -> Chart:
     """Plot a bar per pixel class, lowest IoU first; absent classes are left out."""
     return _by_class(
         details["class_iou"],
-        title=f"{whose}Intersection over union by class",
+        title=f"{prefix}Intersection over union by class",
         bars={"iou": ("var(--series-1)", "var(--series-1)")},
         columns={"count": "pixels", "iou": "IoU, %"},
-        description=f"The lowest first; {_when(details)}.",
+        description=f"The lowest first; {_origin(details)}.",
     )
 
 
@@ -265,25 +267,25 @@ def _by_class(
     )
 
 
-def _reliability(bins: Sequence[Mapping[str, Any]], whose: str) -> Chart:
+def _reliability(bins: Sequence[Mapping[str, Any]], prefix: str) -> Chart:
     """Plot how often predictions are right by confidence; larger points hold more samples."""
-    found = [
+    points = [
         (100 * each["probability"], 100 * each["right"] / each["samples"], each["samples"])
         for each in bins
         if each["samples"]
     ]
-    total = sum(samples for *_, samples in found)
-    error = sum(samples * abs(confidence - right) for confidence, right, samples in found) / max(total, 1)
+    total = sum(samples for *_, samples in points)
+    error = sum(samples * abs(confidence - right) for confidence, right, samples in points) / max(total, 1)
     axis = {"range": [0, 100]}
     return Chart(
-        title=f"{whose}Reliability",
+        title=f"{prefix}Reliability",
         traces=[
             {"x": [0, 100], "y": [0, 100], "mode": "lines", "name": "perfectly calibrated", "hoverinfo": "skip"}
             | {"line": {"color": "var(--muted)", "dash": "dot", "width": 1.5}},
             {
-                "x": [confidence for confidence, *_ in found],
-                "y": [right for _, right, _ in found],
-                "customdata": [samples for *_, samples in found],
+                "x": [confidence for confidence, *_ in points],
+                "y": [right for _, right, _ in points],
+                "customdata": [samples for *_, samples in points],
                 "mode": "lines+markers",
                 "cliponaxis": False,
                 "name": "answers",
@@ -291,7 +293,7 @@ def _reliability(bins: Sequence[Mapping[str, Any]], whose: str) -> Chart:
                 "line": {"color": "var(--series-1)", "width": 1.5},
                 "marker": {
                     "color": "var(--series-1)",
-                    "size": [6 + 16 * (samples / total) ** 0.5 for *_, samples in found],
+                    "size": [6 + 16 * (samples / total) ** 0.5 for *_, samples in points],
                 },
             },
         ],
@@ -306,7 +308,7 @@ def _reliability(bins: Sequence[Mapping[str, Any]], whose: str) -> Chart:
         ),
         table=Table(
             columns=("mean confidence, %", "right, %", "samples"),
-            rows=[(f"{confidence:.1f}", f"{right:.1f}", samples) for confidence, right, samples in found],
+            rows=[(f"{confidence:.1f}", f"{right:.1f}", samples) for confidence, right, samples in points],
             caption="Figures of this chart",
             folded=True,
         ),

@@ -30,7 +30,7 @@ Event = Mapping[str, Any]
 _OF_OLD_RUNS = {"loss": False, "top1_accuracy": True, "top5_accuracy": True}
 
 
-class Happened:
+class RunHistory:
     """A run as recorded in its plan and events.
 
     Attributes:
@@ -81,12 +81,12 @@ class Happened:
 
     def higher_is_better(self, metric: str) -> bool | None:
         """Whether higher is better for a metric; None if unknown."""
-        told: Mapping[str, bool] = self.plan.get("higher_is_better") or _OF_OLD_RUNS
-        return told.get(metric)
+        directions: Mapping[str, bool] = self.plan.get("higher_is_better") or _OF_OLD_RUNS
+        return directions.get(metric)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunRecord(Happened):
+class RunRecord(RunHistory):
     """One run as recorded in its files.
 
     Attributes:
@@ -95,7 +95,7 @@ class RunRecord(Happened):
         recipe: By dotted key.
         environment: Empty if the file is missing.
         last_summary: Outcome of its last stop, possibly of an earlier launch.
-        complaints: Files that could not be read, one sentence each.
+        unreadable_files: Files that could not be read, one sentence each.
     """
 
     path: Path
@@ -105,13 +105,13 @@ class RunRecord(Happened):
     recipe: Mapping[str, Any]
     environment: Mapping[str, Any]
     last_summary: Summary | None
-    complaints: tuple[str, ...] = field(default=())
+    unreadable_files: tuple[str, ...] = field(default=())
 
     @cached_property
     def finish(self) -> Event | None:
         """End event of the last launch; None while it is running or if it was killed."""
-        ends = (event for event in reversed(self.events) if event["event"] in ("finish", "start"))
-        last = next(ends, None)
+        endings = (event for event in reversed(self.events) if event["event"] in ("finish", "start"))
+        last = next(endings, None)
         return last if last is not None and last["event"] == "finish" else None
 
     @property
@@ -161,31 +161,31 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     unique = {os.path.realpath(path): path for path in paths}
     parts = [Path(each).parts for each in unique]
     # The shortest path suffixes that distinguish them.
-    ends = (["/".join(each[-length:]) for each in parts] for length in range(1, max(map(len, parts), default=1)))
-    names = next((each for each in ends if len(set(each)) == len(each)), list(unique))
+    suffixes = (["/".join(each[-length:]) for each in parts] for length in range(1, max(map(len, parts), default=1)))
+    names = next((each for each in suffixes if len(set(each)) == len(each)), list(unique))
     return [_read(path, name) for path, name in zip(unique.values(), names, strict=True)]
 
 
 def _read(path: Path, name: str) -> RunRecord:
     directory = existing_run(path)
-    complaints: list[str] = []
+    unreadable_files: list[str] = []
 
-    def told(read: Any, otherwise: Any) -> Any:
+    def read_or(reader: Any, default: Any) -> Any:
         try:
-            return read(directory)
+            return reader(directory)
         except RunDirectoryError as error:
-            complaints.append(str(error))
-            return otherwise
+            unreadable_files.append(str(error))
+            return default
 
     return RunRecord(
         path=path,
         name=name,
         events=list(read_events(directory.events)) if directory.events.is_file() else [],
-        plan=told(read_plan, {}) if directory.plan.is_file() else {},
-        recipe=flattened(told(read_recipe, {})),
-        environment=told(read_environment, {}),
-        last_summary=told(read_summary, None) if directory.summary.is_file() else None,
-        complaints=tuple(complaints),
+        plan=read_or(read_plan, {}) if directory.plan.is_file() else {},
+        recipe=flattened(read_or(read_recipe, {})),
+        environment=read_or(read_environment, {}),
+        last_summary=read_or(read_summary, None) if directory.summary.is_file() else None,
+        unreadable_files=tuple(unreadable_files),
     )
 
 

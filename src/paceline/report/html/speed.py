@@ -12,7 +12,7 @@ import numpy as np
 from paceline.pages.charts import SERIES
 from paceline.pages.page import Block, Chart, Table, Text
 from paceline.report.html.runs import RunRecord
-from paceline.report.html.training import curves, look, of_runs
+from paceline.report.html.training import curves, of_runs, series_style
 from paceline.telemetry.meter import PHASES
 from paceline.units import format_bytes
 
@@ -25,9 +25,9 @@ def speed(runs: Sequence[RunRecord]) -> Iterator[Block]:
     """Return the section's blocks."""
     for run in runs:
         if run.attribution is not None and run.attribution.bottleneck:
-            yield Text(f"{_whose(run, runs)}Bound by {run.attribution.bottleneck}")
+            yield Text(f"{_prefix(run, runs)}Bound by {run.attribution.bottleneck}")
         elif run.attribution is not None:
-            yield Text(f"{_whose(run, runs)}No single bottleneck stands out.")
+            yield Text(f"{_prefix(run, runs)}No single bottleneck stands out.")
     for key in ("throughput_samples_per_second", "throughput_tokens_per_second", "padding_fraction"):
         yield from _over_steps(runs, key)
     yield from _attribution(runs)
@@ -35,7 +35,7 @@ def speed(runs: Sequence[RunRecord]) -> Iterator[Block]:
     yield from _step_times(runs)
     yield from curves("MFU", "share of the peak", of_runs(runs, "mfu", "MFU"), runs, tickformat="~%")
     for run in runs:
-        yield from (Text(f"{_whose(run, runs)}{note}") for note in (run.attribution.notes if run.attribution else ()))
+        yield from (Text(f"{_prefix(run, runs)}{note}") for note in (run.attribution.notes if run.attribution else ()))
 
 
 # Keys of step records, each with chart title, unit, description, and whether it is a share.
@@ -62,13 +62,15 @@ def _over_steps(runs: Sequence[RunRecord], key: str) -> Iterator[Block]:
 
 def _attribution(runs: Sequence[RunRecord]) -> Iterator[Block]:
     """Plot one stacked bar of step phases per run."""
-    told = [(run, run.attribution) for run in runs if run.attribution is not None and run.attribution.phases]
-    if not told:
+    attributed = [(run, run.attribution) for run in runs if run.attribution is not None and run.attribution.phases]
+    if not attributed:
         return
     traces = []
     for style, phase in enumerate(PHASES):
-        found = [next((each for each in one.phases if each.name == phase), None) for _, one in told]
-        if all(each is None or each.share < _LEAST_SHARE for each in found):
+        phases = [
+            next((each for each in attribution.phases if each.name == phase), None) for _, attribution in attributed
+        ]
+        if all(each is None or each.share < _LEAST_SHARE for each in phases):
             continue
         pattern = {"shape": _PATTERNS[style], "fillmode": "overlay", "fgcolor": "var(--surface)", "size": 8}
         traces.append(
@@ -76,9 +78,9 @@ def _attribution(runs: Sequence[RunRecord]) -> Iterator[Block]:
                 "type": "bar",
                 "orientation": "h",
                 "name": phase.replace("_", " "),
-                "y": [run.name for run, _ in told],
-                "x": [None if each is None else 1e3 * each.seconds for each in found],
-                "customdata": [None if each is None else each.share for each in found],
+                "y": [run.name for run, _ in attributed],
+                "x": [None if each is None else 1e3 * each.seconds for each in phases],
+                "customdata": [None if each is None else each.share for each in phases],
                 "hovertemplate": "%{fullData.name}: %{x:.3f} ms, %{customdata:.1%}<extra></extra>",
                 "marker": {
                     "color": f"var(--series-{style + 1})" if style < SERIES else "var(--muted)",
@@ -89,23 +91,25 @@ def _attribution(runs: Sequence[RunRecord]) -> Iterator[Block]:
         )
     rows = [
         (*[run.name] * (len(runs) > 1), each.name, round(1e3 * each.seconds, 6), f"{each.share:.1%}")
-        for run, one in told
-        for each in one.phases
+        for run, attribution in attributed
+        for each in attribution.phases
     ]
     columns = (*["run"] * (len(runs) > 1), "phase", "ms per step", "share")
-    steps = "; ".join(f"{one.steps:,} steps of {1e3 * one.step_seconds:.4g} ms" for _, one in told[:1])
+    steps = "; ".join(
+        f"{attribution.steps:,} steps of {1e3 * attribution.step_seconds:.4g} ms" for _, attribution in attributed[:1]
+    )
     yield Chart(
         title="Where the time of a step goes",
         traces=traces,
         layout={
             "barmode": "stack",
-            "height": max(320, 150 + 34 * len(told)),
+            "height": max(320, 150 + 34 * len(attributed)),
             "xaxis": {"title": "ms per step"},
             "yaxis": {"showticklabels": len(runs) > 1, "ticks": "", "type": "category", "autorange": "reversed"},
             "bargap": 0.35,
             "legend": {"traceorder": "normal"},
         },
-        description=(f"Means over {steps}." if len(told) == 1 else "Means per step, on the first process.")
+        description=(f"Means over {steps}." if len(attributed) == 1 else "Means per step, on the first process.")
         + " Phases below 1 % are in the table only.",
         table=Table(columns=columns, rows=rows, caption="Figures of this chart", folded=True),
     )
@@ -113,7 +117,7 @@ def _attribution(runs: Sequence[RunRecord]) -> Iterator[Block]:
 
 def _step_times(runs: Sequence[RunRecord]) -> Iterator[Block]:
     """Plot the distribution of mean step times over records."""
-    taken = [
+    times = [
         [
             1e3 * event["step_seconds"]
             for event in run.of("step")
@@ -121,23 +125,23 @@ def _step_times(runs: Sequence[RunRecord]) -> Iterator[Block]:
         ]
         for run in runs
     ]
-    known = [value for values in taken for value in values]
-    if len(known) < _LEAST_RECORDS:
+    flat = [value for values in times for value in values]
+    if len(flat) < _LEAST_RECORDS:
         return
-    edges = np.histogram_bin_edges(known, min(_MOST_BINS, math.isqrt(len(known))))
+    edges = np.histogram_bin_edges(flat, min(_MOST_BINS, math.isqrt(len(flat))))
     # Zero at both ends closes the shape.
-    middles = [float(each) for each in np.append(edges, 2 * edges[-1] - edges[-2]) - (edges[1] - edges[0]) / 2]
+    centres = [float(each) for each in np.append(edges, 2 * edges[-1] - edges[-2]) - (edges[1] - edges[0]) / 2]
     traces = [
         {
             "type": "scatter",
             "mode": "lines",
             "name": run.name,
-            "x": middles,
+            "x": centres,
             "y": [0, *np.histogram(values, edges)[0].tolist(), 0],
-            "line": {**look(style)["line"], "shape": "hvh"},
+            "line": {**series_style(style)["line"], "shape": "hvh"},
             **({"fill": "tozeroy", "fillcolor": "var(--band)"} if len(runs) == 1 else {}),
         }
-        for style, (run, values) in enumerate(zip(runs, taken, strict=True))
+        for style, (run, values) in enumerate(zip(runs, times, strict=True))
     ]
     yield Chart(
         title="How long steps took",
@@ -175,9 +179,9 @@ def memory(runs: Sequence[RunRecord]) -> Iterator[Block]:
         causes, outside = (estimate.get("peak") or {}).get("causes"), estimate.get("outside_bytes")
         if isinstance(causes, Mapping) and causes:
             libraries = {"libraries and runtime": outside} if isinstance(outside, int | float) and outside else {}
-            whole = {**causes, **libraries}
+            by_cause = {**causes, **libraries}
             bars = {"type": "bar", "orientation": "h", "name": "MiB", "marker": {"color": "var(--series-1)"}}
-            names, sizes = [name.replace("_", " ") for name in whole], [each / 2**20 for each in whole.values()]
+            names, sizes = [name.replace("_", " ") for name in by_cause], [each / 2**20 for each in by_cause.values()]
             yield Chart(
                 title=f"Estimated memory of a step by cause, {run.name}",
                 traces=[{**bars, "y": names, "x": sizes}],
@@ -195,7 +199,7 @@ def _size(count: Any) -> str | None:
     return format_bytes(count) if isinstance(count, (int, float)) else None
 
 
-def _whose(run: RunRecord, runs: Sequence[RunRecord]) -> str:
+def _prefix(run: RunRecord, runs: Sequence[RunRecord]) -> str:
     return f"{run.name}: " if len(runs) > 1 else ""
 
 
@@ -207,8 +211,8 @@ def scaling(runs: Sequence[RunRecord]) -> Iterator[Block]:
         rows = [each for each in (run.extra("scale.json") or {}).get("rows", ()) if isinstance(each, Mapping)]
         if rows:
             columns = ("devices", "strategy", "samples/s", "between", "efficiency")
-            told = [(each.get("devices"), each.get("strategy"), *_prediction(each)) for each in rows]
-            yield Table(columns=columns, rows=told, caption=f"Scaling of {run.name}, predicted by paceline scale")
+            predicted = [(each.get("devices"), each.get("strategy"), *_prediction(each)) for each in rows]
+            yield Table(columns=columns, rows=predicted, caption=f"Scaling of {run.name}, predicted by paceline scale")
 
 
 def _prediction(row: Mapping[str, Any]) -> tuple[float | None, str | None, str | None]:
@@ -224,11 +228,11 @@ def _prediction(row: Mapping[str, Any]) -> tuple[float | None, str | None, str |
 
 def _measured(runs: Sequence[RunRecord]) -> Iterator[Block]:
     rates = ((run.world_size, run.summary and run.summary.throughput_samples_per_second, run) for run in runs)
-    known = sorted(((size, rate, run) for size, rate, run in rates if rate), key=itemgetter(0))
-    sizes = {size for size, _, _ in known}
+    timed_runs = sorted(((size, rate, run) for size, rate, run in rates if rate), key=itemgetter(0))
+    sizes = {size for size, _, _ in timed_runs}
     if len(sizes) < 2:
         return
-    least, base = known[0][:2]
+    fewest, base = timed_runs[0][:2]
     rows = [
         (
             run.name,
@@ -236,15 +240,19 @@ def _measured(runs: Sequence[RunRecord]) -> Iterator[Block]:
             run.plan.get("global_batch_size"),
             round(rate, 1),
             f"{rate / base:.2f}",
-            f"{rate * least / (base * size):.1%}",
+            f"{rate * fewest / (base * size):.1%}",
         )
-        for size, rate, run in known
+        for size, rate, run in timed_runs
     ]
     yield Text(
-        f"Relative to {known[0][2].name}, the run with the fewest processes. Runs of other recipes differ in more."
+        f"Relative to {timed_runs[0][2].name}, the run with the fewest processes. Runs of other recipes differ in more."
     )
-    measured = {"x": [size for size, _, _ in known], "y": [rate for _, rate, _ in known], "name": "measured"}
-    ideal = {"x": sorted(sizes), "y": [base * size / least for size in sorted(sizes)], "name": "in proportion"}
+    measured = {
+        "x": [size for size, _, _ in timed_runs],
+        "y": [rate for _, rate, _ in timed_runs],
+        "name": "measured",
+    }
+    ideal = {"x": sorted(sizes), "y": [base * size / fewest for size in sorted(sizes)], "name": "in proportion"}
     axis = {"type": "log", "tickmode": "array", "tickvals": sorted(sizes)}
     yield Chart(
         title="Throughput by number of processes",

@@ -19,39 +19,39 @@ _ROWS = {
     "incident": ("x", "var(--bad)"),
     "stop": ("diamond", "var(--series-5)"),
 }
-_TOLD = ("resume", "incident", "stop", "finish", "start", "measurement")
+_IN_TABLE = ("resume", "incident", "stop", "finish", "start", "measurement")
 _YES = {True: "yes", False: "no"}
 _MOST_ROWS, _MOST_POINTS = 200, 1000
 
 
-def happened(runs: Sequence[RunRecord]) -> Iterator[Block]:
+def timeline(runs: Sequence[RunRecord]) -> Iterator[Block]:
     """Return the section's blocks."""
     if len(runs) == 1 and runs[0].events:
-        yield _timeline(runs[0])
-    rows = [(run, event) for run in runs for event in run.events if event["event"] in _TOLD]
-    who = len(runs) > 1
-    found = [
-        (*[run.name] * who, event["event"], _date(event["time"])[:-4], event["step"], _words(event))
+        yield _timeline_chart(runs[0])
+    rows = [(run, event) for run in runs for event in run.events if event["event"] in _IN_TABLE]
+    several = len(runs) > 1
+    entries = [
+        (*[run.name] * several, event["event"], _date(event["time"])[:-4], event["step"], _description(event))
         for run, event in rows
     ]
-    if not found:
+    if not entries:
         yield Text("Nothing is recorded yet.")
         return
-    shown = found
-    if len(found) > _MOST_ROWS:  # then rare events, and the last of the others
+    shown = entries
+    if len(entries) > _MOST_ROWS:  # then rare events, and the last of the others
         is_rare = [event["event"] not in ("incident", "measurement") for _, event in rows]
-        rare, many = ([at for at, which in enumerate(is_rare) if which is kind] for kind in (True, False))
-        shown = [found[place] for place in sorted([*rare[-_MOST_ROWS // 2 :], *many[-_MOST_ROWS // 2 :]])]
-    some = f" ({len(shown)} of {len(found):,})" if len(shown) < len(found) else ""
-    columns = (*["run"] * who, "event", "time (UTC)", "step", "what happened")
-    yield Table(columns=columns, rows=shown, caption=f"Launches, resumes, incidents and stops{some}")
+        rare, many = ([at for at, rare_event in enumerate(is_rare) if rare_event is kind] for kind in (True, False))
+        shown = [entries[index] for index in sorted([*rare[-_MOST_ROWS // 2 :], *many[-_MOST_ROWS // 2 :]])]
+    selection = f" ({len(shown)} of {len(entries):,})" if len(shown) < len(entries) else ""
+    columns = (*["run"] * several, "event", "time (UTC)", "step", "what happened")
+    yield Table(columns=columns, rows=shown, caption=f"Launches, resumes, incidents and stops{selection}")
     incidents = Counter((run.name, event["incident"]) for run, event in rows if event["event"] == "incident")
     if sum(incidents.values()) > len(incidents):
-        by_kind = [(*[name] * who, kind, count) for (name, kind), count in incidents.most_common()]
-        yield Table(columns=(*["run"] * who, "incident", "times"), rows=by_kind, caption="Incidents by kind")
+        by_kind = [(*[name] * several, kind, count) for (name, kind), count in incidents.most_common()]
+        yield Table(columns=(*["run"] * several, "incident", "times"), rows=by_kind, caption="Incidents by kind")
 
 
-def proof(runs: Sequence[RunRecord]) -> Iterator[Block]:
+def ledger_counts(runs: Sequence[RunRecord]) -> Iterator[Block]:
     """Show what the ledger proves for each run."""
     counts = [(run.name, None if run.summary is None else run.summary.ledger) for run in runs]
     rows = [
@@ -73,9 +73,9 @@ def proof(runs: Sequence[RunRecord]) -> Iterator[Block]:
     for name, each in counts:
         if each is None:
             yield Text(f"{name}: the ledger is counted when a run completes or is stopped, which it has not been.")
-    which = runs[0].path if len(runs) == 1 else "RUN"
+    target = runs[0].path if len(runs) == 1 else "RUN"
     yield Text(
-        f"`paceline audit {which}` counts it again, and compares each step's samples with those that the recipe "
+        f"`paceline audit {target}` counts it again, and compares each step's samples with those that the recipe "
         "determines."
     )
 
@@ -84,32 +84,32 @@ def findings(runs: Sequence[RunRecord]) -> Iterator[Block]:
     """Show the findings of `paceline doctor`, if its JSON is in the run directory."""
     for run in runs:
         diagnosis = run.extra("doctor.json")
-        whose = f"{run.name}: " if len(runs) > 1 else ""
+        prefix = f"{run.name}: " if len(runs) > 1 else ""
         if diagnosis is None:
             yield Text(
-                f"{whose}The doctor was not run: run `paceline doctor {run.path} --json > {run.path}/doctor.json`, and "
-                "the next report shows its findings."
+                f"{prefix}The doctor was not run: run `paceline doctor {run.path} --json > {run.path}/doctor.json`, "
+                "and the next report shows its findings."
             )
             continue
-        found = [each for each in diagnosis.get("findings", ()) if isinstance(each, Mapping)]
-        if not found:
-            yield Text(f"{whose}The doctor found nothing.", kind="good")
+        listed = [each for each in diagnosis.get("findings", ()) if isinstance(each, Mapping)]
+        if not listed:
+            yield Text(f"{prefix}The doctor found nothing.", kind="good")
             continue
-        rows = [_finding(each) for each in found]
+        rows = [_finding(each) for each in listed]
         columns = ("finding", "severity", "evidence", "what to change", "worth")
-        yield Table(columns=columns, rows=rows, caption=f"{whose}What the doctor found")
+        yield Table(columns=columns, rows=rows, caption=f"{prefix}What the doctor found")
 
 
-def _finding(found: Mapping[str, Any]) -> tuple[Any, ...]:
-    advice, gain = found.get("advice"), found.get("gain")
-    worth = found.get("expected")
+def _finding(finding: Mapping[str, Any]) -> tuple[Any, ...]:
+    advice, gain = finding.get("advice"), finding.get("gain")
+    gain_text = finding.get("expected")
     if isinstance(gain, Mapping) and isinstance(gain.get("middle"), (int, float)):
-        worth = f"{gain['middle']:.3f} times as fast, measured"
-    words = advice.get("words") if isinstance(advice, Mapping) else advice
-    return (found.get("name"), found.get("severity"), found.get("evidence"), words, worth)
+        gain_text = f"{gain['middle']:.3f} times as fast, measured"
+    change = advice.get("words") if isinstance(advice, Mapping) else advice
+    return (finding.get("name"), finding.get("severity"), finding.get("evidence"), change, gain_text)
 
 
-def _words(event: Event) -> str:
+def _description(event: Event) -> str:
     match event["event"]:
         case "start":
             count = event["world_size"]
@@ -125,13 +125,13 @@ def _words(event: Event) -> str:
         case "stop":
             return f"stopped: {event['reason']}"
         case "finish":
-            said = f": {event['message']}" if event.get("message") else ""
-            return f"{event['status']} after {format_seconds(event['train_seconds'])} of training{said}"
+            message = f": {event['message']}" if event.get("message") else ""
+            return f"{event['status']} after {format_seconds(event['train_seconds'])} of training{message}"
         case _:
             return str(event.get("message", ""))
 
 
-def _timeline(run: RunRecord) -> Chart:
+def _timeline_chart(run: RunRecord) -> Chart:
     """Plot launches as bars over wall-clock time, and all other events as marks."""
     launches = list(_launches(run.events))
     bars = {
@@ -157,7 +157,7 @@ def _timeline(run: RunRecord) -> Chart:
                 "name": kind,
                 "x": [_date(event["time"]) for event in shown],
                 "y": [kind] * len(shown),
-                "customdata": [[event["step"], _words(event)[:160]] for event in shown],
+                "customdata": [[event["step"], _description(event)[:160]] for event in shown],
                 "hovertemplate": "%{fullData.name} after step %{customdata[0]:,}: %{customdata[1]}<extra></extra>",
                 "marker": {"symbol": symbol, "color": colour, "size": 10},
             }

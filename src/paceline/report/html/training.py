@@ -38,11 +38,13 @@ def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
     weighted = " or ".join(dict.fromkeys(run.weight_unit for run in runs))
     is_usual = all(run.headline == "top1_accuracy" for run in runs)
     unit = "nats per sample" if is_usual else f"mean over {weighted}"
-    lines, told = of_runs(runs, "loss", "training"), "In training, mean since the previous record."
+    lines, description = of_runs(runs, "loss", "training"), "In training, mean since the previous record."
     if len(runs) == 1:
         lines += _evaluated(runs, "loss")
-        told = "Training: mean since the previous record, with label smoothing if there is any. Held-out: without."
-    yield from curves(title, unit, lines, runs, told)
+        description = (
+            "Training: mean since the previous record, with label smoothing if there is any. Held-out: without."
+        )
+    yield from curves(title, unit, lines, runs, description)
     for metric in dict.fromkeys(metric for run in runs for metric in run.metrics):
         if metric == "loss" and len(runs) == 1:
             continue
@@ -51,12 +53,12 @@ def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
         name = title if title[1:2].isupper() else title[:1].upper() + title[1:]
         yield from curves(name, unit, _evaluated(runs, metric), runs, "Of held-out samples, each counted once.")
     yield from curves("Learning rate", "learning rate", of_runs(runs, "lr", "learning rate"), runs)
-    for key, (title, unit, told) in _GRADIENT.items():
+    for key, (title, unit, description) in _GRADIENT.items():
         lines = of_runs(runs, key, title.lower())
         # A constant loss scale of 1 means that there is no scaler.
         if key == "grad_scale" and all(value in (1, None) for line in lines for value in line.y):
             continue
-        yield from curves(title, unit or weighted, lines, runs, told)
+        yield from curves(title, unit or weighted, lines, runs, description)
     yield from _best(runs)
 
 
@@ -68,10 +70,10 @@ def _evaluated(runs: Sequence[RunRecord], metric: str) -> list[Line]:
     """
     lines = []
     for at, run in enumerate(runs):
-        for which, weights in enumerate(_WEIGHTS):
+        for number, weights in enumerate(_WEIGHTS):
             events = [event for event in run.of("evaluation") if event["weights"] == weights]
             name = f"held-out, {weights}" if len(runs) == 1 else f"{run.name}, {weights}"
-            style = 1 + which if len(runs) == 1 else at + 3 * SERIES * which
+            style = 1 + number if len(runs) == 1 else at + 3 * SERIES * number
             line = of_events(name, events, metric, style)
             lines += [line] if line is not None else []
     return lines
@@ -82,15 +84,15 @@ def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
     for run, weights in product(runs, _WEIGHTS):
         events = [event for event in run.of("evaluation") if event["weights"] == weights]
         for metric in run.metrics:
-            known = [event for event in events if event.get(metric) is not None]
-            if not known:
+            evaluated = [event for event in events if event.get(metric) is not None]
+            if not evaluated:
                 continue
             is_higher = run.higher_is_better(metric)
             best: tuple[object, ...] = ("", "")  # if the records do not say whether higher is better
             if is_higher is not None:
-                best = itemgetter(metric, "step")((max if is_higher else min)(known, key=itemgetter(metric)))
-            who = [run.name] * (len(runs) > 1)
-            rows.append((*who, f"{metric_title(metric)}, {weights}", known[-1][metric], *best))
+                best = itemgetter(metric, "step")((max if is_higher else min)(evaluated, key=itemgetter(metric)))
+            name = [run.name] * (len(runs) > 1)
+            rows.append((*name, f"{metric_title(metric)}, {weights}", evaluated[-1][metric], *best))
     if rows:
         columns = (*["run"] * (len(runs) > 1), "metric, weights", "last", "best", "best after step")
         is_usual = all(run.headline == "top1_accuracy" for run in runs)
@@ -100,8 +102,8 @@ def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
         yield Table(columns=columns, rows=rows, caption=f"Evaluations, {units}")
     else:
         over = all(run.status in ("completed", "failed") for run in runs)
-        when = "was not evaluated" if over else "was not evaluated yet"
-        yield Text(f"The run {when}, or has no held-out samples: `evaluate.every` sets when it is.")
+        state = "was not evaluated" if over else "was not evaluated yet"
+        yield Text(f"The run {state}, or has no held-out samples: `evaluate.every` sets when it is.")
 
 
 # Over all lines of a chart.
@@ -131,10 +133,10 @@ class Line:
 
 def of_events(name: str, events: Iterable[Event], key: str, style: int) -> Line | None:
     """Return the curve of one key of the given events; None without numbers."""
-    found = [(event["step"], event[key]) for event in events if key in event]
-    if all(value is None for _, value in found):
+    points = [(event["step"], event[key]) for event in events if key in event]
+    if all(value is None for _, value in points):
         return None
-    return Line(name=name, x=[step for step, _ in found], y=[value for _, value in found], style=style)
+    return Line(name=name, x=[step for step, _ in points], y=[value for _, value in points], style=style)
 
 
 def of_runs(runs: Sequence[RunRecord], key: str, name: str) -> list[Line]:
@@ -150,7 +152,7 @@ def curves(
     """Plot curves over steps; None without curves."""
     if not lines:
         return
-    most = max(60, _MOST_POINTS // len(lines))
+    most_points = max(60, _MOST_POINTS // len(lines))
     layout = {
         "xaxis": {"title": "step", "rangemode": "tozero"},
         "yaxis": {"title": unit, **axis},
@@ -158,24 +160,24 @@ def curves(
         "showlegend": len(lines) > 1,
         "hovermode": "x unified" if len(lines) < SERIES else "closest",
     }
-    shown = []
+    traces = []
     for line in lines:
-        places, style = thinned(line.y, most), look(line.style)
-        if len(places) > _MANY_POINTS:
+        indices, style = downsample(line.y, most_points), series_style(line.style)
+        if len(indices) > _MANY_POINTS:
             style["line"]["width"] = 1.2
-        mode = "lines+markers" if len(places) <= _FEW_POINTS else "lines"
-        x, y = ([values[at] for at in places] for values in (line.x, line.y))
-        shown.append({"type": "scatter", "mode": mode, "name": line.name, "x": x, "y": y, **style})
+        mode = "lines+markers" if len(indices) <= _FEW_POINTS else "lines"
+        x, y = ([values[at] for at in indices] for values in (line.x, line.y))
+        traces.append({"type": "scatter", "mode": mode, "name": line.name, "x": x, "y": y, **style})
     count = sum(len(line.x) for line in lines)
-    if sum(len(trace["x"]) for trace in shown) < count:
+    if sum(len(trace["x"]) for trace in traces) < count:
         description += (
             f" Of {count:,} points, only the lowest, highest, first and last of each interval are drawn; events.jsonl "
             "has all."
         )
-    yield Chart(title=title, traces=shown, layout=layout, description=description.strip())
+    yield Chart(title=title, traces=traces, layout=layout, description=description.strip())
 
 
-def look(style: int) -> dict[str, Any]:
+def series_style(style: int) -> dict[str, Any]:
     """Return a series' line and markers; beyond eight, colours repeat with other dashes."""
     colour = f"var(--series-{style % SERIES + 1})"
     dash = _DASHES[(style % SERIES + style // SERIES) % len(_DASHES)]
@@ -192,30 +194,30 @@ def _marks(runs: Sequence[RunRecord]) -> Iterator[Mapping[str, Any]]:
     for kind, dash, colour in (("resume", "dash", "var(--muted)"), ("incident", "dot", "var(--bad)")):
         steps = sorted({event["step"] for event in runs[0].of(kind)})
         for step in steps[:: -(-len(steps) // _MOST_MARKS) or 1]:
-            place = {"xref": "x", "yref": "paper", "x0": step, "x1": step, "y0": 0, "y1": 1}
-            yield {"type": "line", **place, "line": {"color": colour, "width": 1.5, "dash": dash}}
+            position = {"xref": "x", "yref": "paper", "x0": step, "x1": step, "y0": 0, "y1": 1}
+            yield {"type": "line", **position, "line": {"color": colour, "width": 1.5, "dash": dash}}
 
 
-def thinned(values: Sequence[float | None], most: int) -> list[int]:
+def downsample(values: Sequence[float | None], most_points: int) -> list[int]:
     """Return the indices of points that preserve a curve's shape: minima, maxima and ends of each stretch, and gaps.
 
     Selects points of the curve; nothing is averaged.
 
     Args:
         values: The curve; None at gaps.
-        most: Approximate number of points; at least eight.
+        most_points: Approximate number of points; at least eight.
     """
     count = len(values)
-    if count <= most:
+    if count <= most_points:
         return list(range(count))
     numbers = np.array([math.nan if each is None else each for each in values], dtype=np.float64)
-    places = {0, count - 1}
+    indices = {0, count - 1}
     # A stretch yields at most five points, usually four.
-    for stretch in np.array_split(np.arange(count), max(2, most // 4)):
-        is_known = np.isfinite(numbers[stretch])
-        known, gaps = stretch[is_known], stretch[~is_known]
-        places.update(gaps[:1].tolist())
+    for interval in np.array_split(np.arange(count), max(2, most_points // 4)):
+        is_known = np.isfinite(numbers[interval])
+        known, gaps = interval[is_known], interval[~is_known]
+        indices.update(gaps[:1].tolist())
         if known.size:
             extremes = (known[numbers[known].argmin()], known[numbers[known].argmax()])
-            places.update(int(each) for each in (known[0], known[-1], *extremes))
-    return sorted(places)
+            indices.update(int(each) for each in (known[0], known[-1], *extremes))
+    return sorted(indices)

@@ -8,18 +8,18 @@ from typing import Any
 
 from paceline_advisor.doctor.behaviour import Loader
 from paceline_advisor.doctor.findings import CONVNETS, CUDA_MODES, OWN, TUNING, Place
-from paceline_advisor.doctor.subject import Found, Subject, check, named
+from paceline_advisor.doctor.subject import CheckResult, Subject, check, named
 
 _MANY_IN_A_ROW = 4
 
 
 @check(advice="remove it from the training code")
-def debugging(subject: Subject) -> Iterator[Found]:
+def debugging(subject: Subject) -> Iterator[CheckResult]:
     """Debugging aids that are enabled in training."""
     for kind, place in subject.calls.debugging.items():
-        found = _AIDS[kind]
-        at = f", set at {place}" if place is not None and kind == "anomaly" else ""
-        yield Found(**{**found, "evidence": f"{found['evidence']}{at}"}, places=() if place is None else (place,))
+        aid = _AIDS[kind]
+        where = f", set at {place}" if place is not None and kind == "anomaly" else ""
+        yield CheckResult(**{**aid, "evidence": f"{aid['evidence']}{where}"}, places=() if place is None else (place,))
 
 
 _AIDS: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ _AIDS: dict[str, dict[str, Any]] = {
     expected="1.05 to 2 times as fast on a GPU, most for small networks",
     speedup=(1.05, 2.0),
 )
-def synchronisation(subject: Subject) -> Found | None:
+def synchronisation(subject: Subject) -> CheckResult | None:
     """Values that the host reads from the device in each step."""
     on_cpu = (" On a CPU it costs little; on a GPU each one empties its queue.", (1.0, 1.02))
     return _counted(subject, "the host reads a value from the device", subject.calls.reads, *on_cpu)
@@ -68,23 +68,25 @@ def synchronisation(subject: Subject) -> Found | None:
     expected="1.02 to 1.5 times as fast on a GPU",
     speedup=(1.02, 1.5),
 )
-def host_tensors(subject: Subject) -> Found | None:
+def host_tensors(subject: Subject) -> CheckResult | None:
     """Tensors created on the host in each step."""
     on_cpu = (" On a CPU it costs nothing; the same code on a GPU copies, or stops.", (1.0, 1.01))
     return _counted(subject, "a tensor is created on the host", subject.calls.made, *on_cpu)
 
 
 def _counted(
-    subject: Subject, what: str, counts: Counter[tuple[str, int, str]], why_on_cpu: str, on_cpu: tuple[float, float]
-) -> Found | None:
+    subject: Subject, action: str, counts: Counter[tuple[str, int, str]], why_on_cpu: str, on_cpu: tuple[float, float]
+) -> CheckResult | None:
     """Return how often calls were observed and where, the most frequent first; on a CPU only as a notice."""
     if not counts:
         return None
     places = tuple(Place(file, line, kind, count) for (file, line, kind), count in counts.most_common())
     total = sum(counts.values())
     times = {1: "once", 2: "twice"}.get(total, f"{total} times")
-    found = Found(f"{times} in a micro-batch {what}: {named([str(place) for place in places], 3)}", places=places)
-    return found if subject.target.is_gpu else found.but(severity="notice", more_why=why_on_cpu, speedup=on_cpu)
+    found = CheckResult(
+        f"{times} in a micro-batch {action}: {named([str(place) for place in places], 3)}", places=places
+    )
+    return found if subject.target.is_gpu else found.updated(severity="notice", more_why=why_on_cpu, speedup=on_cpu)
 
 
 _SLOW_VARIABLES = {
@@ -95,12 +97,12 @@ _SLOW_VARIABLES = {
 
 
 @check(source=CUDA_MODES, expected="1.1 to 3 times as fast", speedup=(1.1, 3.0))
-def debug_environment(subject: Subject) -> Iterator[Found]:
+def debug_environment(subject: Subject) -> Iterator[CheckResult]:
     """Environment variables for debugging."""
     for name, (slow, why) in _SLOW_VARIABLES.items():
         value = subject.environment.get(name, "")
         if value.upper() == slow and subject.target.is_gpu:
-            yield Found(f"{name}={value} is set", why=f"With it, {why}.", advice=f"unset {name}")
+            yield CheckResult(f"{name}={value} is set", why=f"With it, {why}.", advice=f"unset {name}")
 
 
 @check(
@@ -110,7 +112,7 @@ def debug_environment(subject: Subject) -> Iterator[Found]:
     expected="these operations 2 to 4 times as fast",
     speedup=(1.02, 1.5),
 )
-def unfused_pointwise(subject: Subject) -> Found | None:
+def unfused_pointwise(subject: Subject) -> CheckResult | None:
     """Sequences of element-wise operations, each of which reads and writes whole tensors."""
     places = tuple(
         Place(file, line, f"{length} operations in a row, {function}")
@@ -119,11 +121,11 @@ def unfused_pointwise(subject: Subject) -> Found | None:
     )
     if not subject.target.is_gpu or subject.recipe.model.compile or not places:
         return None
-    found = Found(named([str(place) for place in places], 2), places=places)
+    found = CheckResult(named([str(place) for place in places], 2), places=places)
     if "model.compile" in subject.plan.unused:
         return found
     advice = "model.compile=true, or one of torch's own functions (such as F.gelu)"
-    return found.but(advice=advice, overrides={"model.compile": True})
+    return found.updated(advice=advice, overrides={"model.compile": True})
 
 
 @check(
@@ -132,11 +134,11 @@ def unfused_pointwise(subject: Subject) -> Found | None:
     expected="evaluation up to 1.5 times as fast, in a fraction of the memory",
     speedup=(1.0, 1.1),
 )
-def gradient_in_evaluation(subject: Subject) -> Found | None:
+def gradient_in_evaluation(subject: Subject) -> CheckResult | None:
     """Scores that keep an autograd graph."""
     if not subject.calls.has_gradient_in_evaluation:
         return None
-    return Found("what `score` returns has a gradient, although the trainer disables gradients")
+    return CheckResult("what `score` returns has a gradient, although the trainer disables gradients")
 
 
 @check(
@@ -145,15 +147,15 @@ def gradient_in_evaluation(subject: Subject) -> Found | None:
     expected="as much as the time that steps wait for data, up to all of it",
     speedup=(1.0, 3.0),
 )
-def no_workers(subject: Subject) -> Found | None:
+def no_workers(subject: Subject) -> CheckResult | None:
     """Samples are read by the training process, although other cores are free."""
     data, alone = subject.plan.data, [each for each in subject.loaders if each.workers == 0]
     reads_itself = data.get("backend") == "pytorch" and data.get("workers") == 0
     if subject.target.machine.cores < 2 or not (alone or reads_itself):
         return None
     setting = "data.workers=0" if reads_itself else "num_workers=0 in your own DataLoader"
-    found = Found(f"{setting}, and {subject.target.cores}", places=tuple(each.place for each in alone))
-    return found.but(advice="data.workers=auto", overrides={"data.workers": "auto"}) if reads_itself else found
+    found = CheckResult(f"{setting}, and {subject.target.cores}", places=tuple(each.place for each in alone))
+    return found.updated(advice="data.workers=auto", overrides={"data.workers": "auto"}) if reads_itself else found
 
 
 @check(
@@ -163,14 +165,14 @@ def no_workers(subject: Subject) -> Found | None:
     expected="little on a GPU; on a CPU, the time they take from training",
     speedup=(1.0, 1.1),
 )
-def too_many_workers(subject: Subject) -> Found | None:
+def too_many_workers(subject: Subject) -> CheckResult | None:
     """More loader processes than cores."""
     used, data = subject.plan.data.get("workers"), subject.plan.data
     if subject.recipe.data.workers == "auto" or data.get("backend") != "pytorch" or not isinstance(used, int):
         return None
     if used <= max(2, subject.target.machine.cores):
         return None
-    return Found(f"data.workers={used} loader processes for each rank, and {subject.target.cores}")
+    return CheckResult(f"data.workers={used} loader processes for each rank, and {subject.target.cores}")
 
 
 @check(
@@ -180,7 +182,7 @@ def too_many_workers(subject: Subject) -> Found | None:
     expected="the copy of a batch, about twice as fast and during the computation",
     speedup=(1.0, 1.2),
 )
-def unpinned(subject: Subject) -> Found | None:
+def unpinned(subject: Subject) -> CheckResult | None:
     """Batches of your own loader are copied to the GPU from pageable memory."""
     found = [each for each in subject.loaders if not each.pinned]
     return _of_loaders("pin_memory=False", found) if subject.target.is_gpu else None
@@ -193,7 +195,7 @@ def unpinned(subject: Subject) -> Found | None:
     expected="for each epoch about 2 s where processes are spawned (macOS), under 0.1 s where forked (Linux)",
     speedup=(1.0, 1.1),
 )
-def no_persistent_workers(subject: Subject) -> Found | None:
+def no_persistent_workers(subject: Subject) -> CheckResult | None:
     """Your own loader's processes are restarted in each epoch."""
     found = [each for each in subject.loaders if each.workers > 0 and not each.persistent]
     count = found[0].workers if found else 0
@@ -208,13 +210,13 @@ def no_persistent_workers(subject: Subject) -> Found | None:
     keeps="training",
     expected="each sample once per epoch",
 )
-def drop_last(subject: Subject) -> Found | None:
+def drop_last(subject: Subject) -> CheckResult | None:
     """Your own loader drops samples."""
     return _of_loaders("drop_last=True", [each for each in subject.loaders if each.drops_last])
 
 
-def _of_loaders(setting: str, loaders: list[Loader], more: str = "") -> Found | None:
+def _of_loaders(setting: str, loaders: list[Loader], more: str = "") -> CheckResult | None:
     if not loaders:
         return None
     which = "your own DataLoader" if len(loaders) == 1 else f"{len(loaders)} of your own DataLoaders"
-    return Found(f"{setting} in {which}{more}", places=tuple(each.place for each in loaders))
+    return CheckResult(f"{setting} in {which}{more}", places=tuple(each.place for each in loaders))

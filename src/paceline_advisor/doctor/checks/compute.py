@@ -18,7 +18,7 @@ from paceline_advisor.doctor.findings import (
     TUNING,
     Keeps,
 )
-from paceline_advisor.doctor.subject import Found, Subject, check, named
+from paceline_advisor.doctor.subject import CheckResult, Subject, check, named
 from paceline_advisor.formulas.parallel_step import KERNEL_SECONDS
 
 # On a CPU, converting its dtype or starting threads takes about as long as a layer with fewer FLOPs.
@@ -38,7 +38,7 @@ _COMPUTE_BOUND = {"batch": 128, "hidden": 256}
     expected="1.5 to 3 times as fast; sums and weights stay fp32",
     speedup=(1.5, 3.0),
 )
-def precision(subject: Subject) -> Found | None:
+def precision(subject: Subject) -> CheckResult | None:
     """Matrices are multiplied in fp32, although the device has matrix units for 16 bits."""
     plan, target = subject.plan, subject.target
     faster = next((each for each in ("bf16", "fp16") if target.has(each)), None)
@@ -46,24 +46,26 @@ def precision(subject: Subject) -> Found | None:
         return None
     if not target.is_gpu and any(layer.is_depthwise for layer in subject.layers):
         return None  # CPUs compute these faster in fp32, or train.precision=auto takes bf16
-    asked, figures = "auto" if faster == "bf16" else faster, ""
+    setting, rates = "auto" if faster == "bf16" else faster, ""
     if target.device is not None:
         fast, slow = target.device.peak(faster), target.device.peak(subject.products)
         if fast and slow:
-            figures = f": {target.device.title} has {fast / 1e12:g} TFLOP/s in {faster}, {slow / 1e12:g} in "
-            figures += subject.products
-    words = f"train.precision={asked} ({faster})"
+            rates = f": {target.device.title} has {fast / 1e12:g} TFLOP/s in {faster}, {slow / 1e12:g} in "
+            rates += subject.products
+    advice = f"train.precision={setting} ({faster})"
     if target.has("tf32") and plan.float32_matmul not in ("high", "medium"):
-        words += "; or, nearer to fp32, train.float32_matmul=high (TF32)"
-    evidence = f"train.precision={subject.recipe.train.precision} resolves to fp32{figures}"
-    found = Found(evidence, advice=words, overrides={"train.precision": asked})
-    most = _most_gained(subject, faster)
-    if most < _WORTH_IT:
-        found = found.but(severity="notice")
-    if most < 1.5:
-        said = f"predicted: at most {most:.2f} times as fast: layers end about as soon as the next can be launched"
-        found = found.but(expected=said, speedup=(1.0, most))
-    return found
+        advice += "; or, nearer to fp32, train.float32_matmul=high (TF32)"
+    evidence = f"train.precision={subject.recipe.train.precision} resolves to fp32{rates}"
+    result = CheckResult(evidence, advice=advice, overrides={"train.precision": setting})
+    best_speedup = _most_gained(subject, faster)
+    if best_speedup < _WORTH_IT:
+        result = result.updated(severity="notice")
+    if best_speedup < 1.5:
+        expectation = (
+            f"predicted: at most {best_speedup:.2f} times as fast: layers end about as soon as the next can be launched"
+        )
+        result = result.updated(expected=expectation, speedup=(1.0, best_speedup))
+    return result
 
 
 def _most_gained(subject: Subject, faster: str) -> float:
@@ -71,19 +73,19 @@ def _most_gained(subject: Subject, faster: str) -> float:
 
     A layer takes the longest of its compute time, its memory traffic and its launch.
     """
-    device, slower = subject.target.device, subject.products
+    device, current = subject.target.device, subject.products
     if device is None or not subject.layers:
         return math.inf
     samples = subject.plan.micro_batch_size
 
     def seconds(layer: Layer, precision: str) -> float:
         flops = layer.flops * samples
-        moved = flops / layer.intensity(samples, BYTES[precision]) if flops else 0.0
+        bytes_moved = flops / layer.intensity(samples, BYTES[precision]) if flops else 0.0
         peak = device.peak(precision) or math.inf
-        return max(flops / peak, moved / device.bytes_per_second, KERNEL_SECONDS * layer.calls)
+        return max(flops / peak, bytes_moved / device.bytes_per_second, KERNEL_SECONDS * layer.calls)
 
-    taken = {each: sum(seconds(layer, each) for layer in subject.layers) for each in (slower, faster)}
-    return taken[slower] / taken[faster]
+    times = {each: sum(seconds(layer, each) for layer in subject.layers) for each in (current, faster)}
+    return times[current] / times[faster]
 
 
 @check(
@@ -93,14 +95,14 @@ def _most_gained(subject: Subject, faster: str) -> float:
     expected="2 to 5 times as fast",
     speedup=(2.0, 5.0),
 )
-def slow_precision(subject: Subject) -> Found | None:
+def slow_precision(subject: Subject) -> CheckResult | None:
     """bf16 on a device without units for it."""
     machine = subject.target.machine
     if subject.plan.precision != "bf16" or machine.fast_bf16:
         return None
     better = "fp16" if subject.target.has("fp16") else "auto"
     evidence = f"train.precision=bf16, and {machine.reasons.get('fast_bf16', 'the device has no bf16 matrix products')}"
-    return Found(evidence, advice=f"train.precision={better}", overrides={"train.precision": better})
+    return CheckResult(evidence, advice=f"train.precision={better}", overrides={"train.precision": better})
 
 
 @check(
@@ -112,14 +114,14 @@ def slow_precision(subject: Subject) -> Found | None:
     expected="1.05 to 1.35 times as fast on a GPU, more on a CPU",
     speedup=(1.05, 1.5),
 )
-def channels_last(subject: Subject) -> Found | None:
+def channels_last(subject: Subject) -> CheckResult | None:
     """Convolutions in channels-first memory format."""
     if subject.plan.channels_last or subject.target.kind not in ("cpu", "cuda", "xpu"):
         return None
     share = subject.share(lambda layer: layer.kind == "convolution")
     count = sum(layer.kind == "convolution" for layer in subject.layers)
     evidence = f"model.channels_last=false, and {count} convolutions have {share:.0%} of the FLOPs"
-    return Found(evidence) if share > 0.5 else None
+    return CheckResult(evidence) if share > 0.5 else None
 
 
 @check(
@@ -130,17 +132,17 @@ def channels_last(subject: Subject) -> Found | None:
     expected="1.05 to 1.35 times as fast on a GPU, more on a CPU",
     speedup=(1.05, 1.4),
 )
-def layout_lost(subject: Subject) -> Found | None:
+def layout_lost(subject: Subject) -> CheckResult | None:
     """The batch is channels-last, and a part of the network changes its layout."""
-    lost = subject.anatomy.not_channels_last
+    converted = subject.anatomy.not_channels_last
     count = len({layer.name for layer in subject.layers if layer.kind == "convolution"})
-    share = subject.share(lambda layer: layer.name in lost)
+    share = subject.share(lambda layer: layer.name in converted)
     if not subject.plan.channels_last or not subject.convolutional or share < 0.1:
         return None
-    return Found(
-        f"{len(lost)} of {count} convolutions, {share:.0%} of the FLOPs, were given images that are not "
+    return CheckResult(
+        f"{len(converted)} of {count} convolutions, {share:.0%} of the FLOPs, were given images that are not "
         "channels-last, although the batch was",
-        layers=tuple(lost),
+        layers=tuple(converted),
     )
 
 
@@ -152,7 +154,7 @@ def layout_lost(subject: Subject) -> Found | None:
     expected="1.05 to 1.3 times as fast for convolutions",
     speedup=(1.05, 1.3),
 )
-def autotune_off(subject: Subject) -> Found | None:
+def autotune_off(subject: Subject) -> CheckResult | None:
     """cuDNN may not choose its fastest kernels."""
     recipe, states = subject.recipe, subject.calls.states
     if subject.target.kind != "cuda" or not subject.convolutional:
@@ -161,7 +163,7 @@ def autotune_off(subject: Subject) -> Found | None:
     key = "train.deterministic" if keeps == "rounding" else "parallel.exact"
     places = tuple(place for place in states.values() if place is not None)
     if recipe.train.deterministic or recipe.parallel.exact:
-        return Found(
+        return CheckResult(
             f"{key}=true",
             severity="notice",
             advice="leave it out, unless results must be bit-identical",
@@ -169,7 +171,7 @@ def autotune_off(subject: Subject) -> Found | None:
             keeps=keeps,
             places=places,
         )
-    return Found(", ".join(states), places=places) if states else None
+    return CheckResult(", ".join(states), places=places) if states else None
 
 
 @check(
@@ -179,14 +181,14 @@ def autotune_off(subject: Subject) -> Found | None:
     expected="the optimizer's part of the step, up to several times as fast",
     speedup=(1.0, 1.2),
 )
-def unfused_optimizer(subject: Subject) -> Found | None:
+def unfused_optimizer(subject: Subject) -> CheckResult | None:
     """The optimizer updates the weights one by one."""
     options = subject.recipe.optimizer.options
     if options.get("foreach") is not False:
         return None
-    left = {key: value for key, value in options.items() if key != "foreach"}
+    remaining = {key: value for key, value in options.items() if key != "foreach"}
     evidence = f"optimizer.options={{foreach: false}} with {subject.recipe.optimizer.name}"
-    return Found(evidence, overrides={"optimizer.options": left or None})
+    return CheckResult(evidence, overrides={"optimizer.options": remaining or None})
 
 
 @check(
@@ -194,24 +196,24 @@ def unfused_optimizer(subject: Subject) -> Found | None:
     advice="parallel.threads=auto",
     keeps="rounding",
 )
-def threads(subject: Subject) -> Found | None:
+def threads(subject: Subject) -> CheckResult | None:
     """A CPU uses fewer cores than it has."""
-    plan, asked, workers = subject.plan, subject.recipe.parallel.threads, subject.plan.data.get("workers")
-    cores, used = subject.target.machine.cores // plan.local_world_size, plan.threads_per_process
-    if subject.target.is_gpu or subject.recipe.parallel.exact or _too_small(subject) or used >= cores:
+    plan, setting, workers = subject.plan, subject.recipe.parallel.threads, subject.plan.data.get("workers")
+    cores, threads_used = subject.target.machine.cores // plan.local_world_size, plan.threads_per_process
+    if subject.target.is_gpu or subject.recipe.parallel.exact or _too_small(subject) or threads_used >= cores:
         return None
-    if isinstance(workers, int) and used + workers >= cores:
+    if isinstance(workers, int) and threads_used + workers >= cores:
         return None  # the others load data
-    found = Found(
-        f"parallel.threads={asked}: {used} of {cores} cores compute",
+    found = CheckResult(
+        f"parallel.threads={setting}: {threads_used} of {cores} cores compute",
         overrides={"parallel.threads": "auto"},
-        expected=f"up to {cores / used:.2g} times as fast",
-        speedup=(1.2, cores / used),
+        expected=f"up to {cores / threads_used:.2g} times as fast",
+        speedup=(1.2, cores / threads_used),
     )
-    if asked != "auto":
+    if setting != "auto":
         return found
-    return found.but(
-        evidence=f"OMP_NUM_THREADS: {used} of {cores} cores compute",
+    return found.updated(
+        evidence=f"OMP_NUM_THREADS: {threads_used} of {cores} cores compute",
         advice="unset OMP_NUM_THREADS, or give parallel.threads",
         overrides={"parallel.threads": cores},
     )
@@ -228,14 +230,14 @@ def _too_small(subject: Subject) -> bool:
     expected="up to 1.05 times as fast on a GPU: one sum fewer in each backward pass; on a CPU no gain was measured",
     speedup=(1.01, 1.05),
 )
-def bias_before_batchnorm(subject: Subject) -> Found | None:
+def bias_before_batchnorm(subject: Subject) -> CheckResult | None:
     """A bias that a following BatchNorm cancels."""
     biased = subject.anatomy.biased
     if not biased:
         return None
-    shown = named([f"{layer} before {norm}" for layer, norm in biased.items()])
-    evidence = f"{len(biased)} layer{'s' * (len(biased) > 1)} with a bias that a BatchNorm follows: {shown}"
-    return Found(evidence, places=subject.anatomy.holders, layers=tuple(biased))
+    pairs = named([f"{layer} before {norm}" for layer, norm in biased.items()])
+    evidence = f"{len(biased)} layer{'s' * (len(biased) > 1)} with a bias that a BatchNorm follows: {pairs}"
+    return CheckResult(evidence, places=subject.anatomy.class_counts, layers=tuple(biased))
 
 
 # ------------------------------------------------------------------------------------------------ sizes of layers
@@ -249,26 +251,25 @@ prediction = partial(check, keeps="training", predicted=True)
     expected="predicted: up to 2 times as fast where libraries do not pad, less where they do",
     speedup=(1.1, 2.0),
 )
-def dimension_alignment(subject: Subject) -> Found | None:
+def dimension_alignment(subject: Subject) -> CheckResult | None:
     """Sizes that matrix units cannot use without padding."""
     multiples = subject.target.multiples(subject.products)
     if multiples is None:
         return None
     unit, best = multiples
-    odd = [layer for layer in _inner(subject) if _divisor_fails(layer, unit)]
-    share = _share(subject, odd)
+    unaligned = [layer for layer in _inner(subject) if _divisor_fails(layer, unit)]
+    share = _share(subject, unaligned)
     if share < _MUCH:
         return None
-    sizes = [size for size in (odd[0].inputs, odd[0].outputs) if size % unit]
+    sizes = [size for size in (unaligned[0].inputs, unaligned[0].outputs) if size % unit]
     example = ", ".join(f"{size} to {-(-size // unit) * unit}" for size in dict.fromkeys(sizes)) or "groups too"
-    return Found(
-        f"{len(odd)} of {len(subject.layers)} layers, {share:.0%} of their FLOPs, have sizes that are not multiples "
-        f"of "
-        f"{unit} ({subject.products}): {_heaviest(odd)}",
+    return CheckResult(
+        f"{len(unaligned)} of {len(subject.layers)} layers, {share:.0%} of their FLOPs, have sizes that are not "
+        f"multiples of {unit} ({subject.products}): {_heaviest(unaligned)}",
         why=f"Matrix units take sizes that divide by {unit} for {subject.products}, on an A100 and later best by {best}"
         "; others are padded, or computed without them.",
         advice=f"round widths to a multiple of {best if best <= _TILE else unit}, or of {unit}; {example}",
-        layers=tuple(layer.name for layer in odd),
+        layers=tuple(layer.name for layer in unaligned),
     )
 
 
@@ -277,16 +278,16 @@ def dimension_alignment(subject: Subject) -> Found | None:
     expected="predicted: up to 2 times as fast where libraries do not pad, less where they do",
     speedup=(1.05, 2.0),
 )
-def batch_alignment(subject: Subject) -> Found | None:
+def batch_alignment(subject: Subject) -> CheckResult | None:
     """A batch size that matrix units cannot use without padding, where only the batch forms rows."""
     multiples, batch = subject.target.multiples(subject.products), subject.plan.micro_batch_size
-    flat = subject.share(lambda layer: layer.kind == "linear" and layer.rows == 1)
-    if multiples is None or batch % multiples[0] == 0 or flat < _MOST:
+    linear_share = subject.share(lambda layer: layer.kind == "linear" and layer.rows == 1)
+    if multiples is None or batch % multiples[0] == 0 or linear_share < _MOST:
         return None
     unit = multiples[0]
-    return Found(
+    return CheckResult(
         f"a micro-batch of {batch} is not a multiple of {unit} ({subject.products}), and linear layers, whose rows are "
-        f"samples, have {flat:.0%} of the FLOPs",
+        f"samples, have {linear_share:.0%} of the FLOPs",
         why=f"Matrix units take sizes that divide by {unit} for {subject.products}; others are padded.",
         advice=f"micro-batches in multiples of {unit}, ideally of {_TILE} to 256",
     )
@@ -300,19 +301,18 @@ def batch_alignment(subject: Subject) -> Found | None:
     expected="predicted: up to 1.3 times as fast",
     speedup=(1.0, 1.3),
 )
-def tile_alignment(subject: Subject) -> Found | None:
+def tile_alignment(subject: Subject) -> CheckResult | None:
     """Sizes that leave the best tiles partly empty."""
     if subject.target.multiples(subject.products) is None:
         return None
-    rough = [layer for layer in _inner(subject) if _divisor_fails(layer, _TILE) and not layer.is_depthwise]
-    share = _share(subject, rough)
+    unaligned = [layer for layer in _inner(subject) if _divisor_fails(layer, _TILE) and not layer.is_depthwise]
+    share = _share(subject, unaligned)
     if share < _MOST or dimension_alignment(subject):
         return None
-    return Found(
-        f"{len(rough)} of {len(subject.layers)} layers, {share:.0%} of their FLOPs, have sizes that are not multiples "
-        f"of "
-        f"{_TILE}: {_heaviest(rough)}",
-        layers=tuple(layer.name for layer in rough),
+    return CheckResult(
+        f"{len(unaligned)} of {len(subject.layers)} layers, {share:.0%} of their FLOPs, have sizes that are not "
+        f"multiples of {_TILE}: {_heaviest(unaligned)}",
+        layers=tuple(layer.name for layer in unaligned),
     )
 
 
@@ -323,7 +323,7 @@ def tile_alignment(subject: Subject) -> Found | None:
     expected="predicted: that layer's time, partly",
     speedup=(1.0, 1.1),
 )
-def first_layer_channels(subject: Subject) -> Found | None:
+def first_layer_channels(subject: Subject) -> CheckResult | None:
     """An expensive first convolution with few channels."""
     unit = subject.target.multiples(subject.products)
     first = next((layer for layer in subject.layers if layer.kind == "convolution"), None)
@@ -331,7 +331,7 @@ def first_layer_channels(subject: Subject) -> Found | None:
         return None
     if first.inputs in (3, 4) and first.stride == 2:
         return None  # padded to 4 channels, which is enough with this stride
-    return Found(
+    return CheckResult(
         f"{first.name} ({first.shape}, stride {first.stride}) has {first.inputs} input channels and "
         f"{_share(subject, [first]):.0%} of the FLOPs",
         why=f"It is padded to {unit[0]} channels, or to 4 with a stride of 2; the rest of each product is zeros.",
@@ -347,30 +347,30 @@ def first_layer_channels(subject: Subject) -> Found | None:
     expected="predicted: time depends on bytes, not FLOPs, until sizes grow",
     speedup=(1.0, 1.5),
 )
-def memory_bound_layers(subject: Subject) -> Found | None:
+def memory_bound_layers(subject: Subject) -> CheckResult | None:
     """Matrix products that are limited by memory traffic."""
     ridge, samples = subject.target.ridge(subject.products), subject.plan.micro_batch_size
     each = BYTES[subject.products]
     if ridge is None:
         return None
-    bound = [layer for layer in subject.layers if layer.intensity(samples, each) < ridge]
-    share, most = _share(subject, bound), _COMPUTE_BOUND["batch"]
+    memory_bound = [layer for layer in subject.layers if layer.intensity(samples, each) < ridge]
+    share, most = _share(subject, memory_bound), _COMPUTE_BOUND["batch"]
     if share < _MOST:
         return None
     small = [f"a micro-batch of {samples}"] if samples <= most else []
-    widths = [layer for layer in bound if min(layer.inputs, layer.outputs) <= most]
+    widths = [layer for layer in memory_bound if min(layer.inputs, layer.outputs) <= most]
     small += [f"{len(widths)} layers with {most} or fewer features on a side"] if widths else []
-    found = Found(
-        f"{len(bound)} of {len(subject.layers)} layers, {share:.0%} of their FLOPs, do fewer than the {ridge:.0f} "
-        f"FLOPs a byte that keep {subject.target.machine.device_name} busy ({subject.products}): "
-        + _heaviest(bound, lambda layer: f"{layer.intensity(samples, each):.0f}")
+    found = CheckResult(
+        f"{len(memory_bound)} of {len(subject.layers)} layers, {share:.0%} of their FLOPs, do fewer than the "
+        f"{ridge:.0f} FLOPs a byte that keep {subject.target.machine.device_name} busy ({subject.products}): "
+        + _heaviest(memory_bound, lambda layer: f"{layer.intensity(samples, each):.0f}")
         + (f"; {', '.join(small)}" if small else ""),
-        layers=tuple(layer.name for layer in bound),
+        layers=tuple(layer.name for layer in memory_bound),
     )
     if "model.compile" in subject.plan.unused:
         return found
     more = "; model.compile=true moves fewer bytes between them"
-    return found.but(advice=f"larger batch.micro_size or wider layers{more}")
+    return found.updated(advice=f"larger batch.micro_size or wider layers{more}")
 
 
 @prediction(
@@ -382,7 +382,7 @@ def memory_bound_layers(subject: Subject) -> Found | None:
     expected="predicted: far from the device's peak",
     speedup=(1.0, 1.5),
 )
-def depthwise_convolutions(subject: Subject) -> Found | None:
+def depthwise_convolutions(subject: Subject) -> CheckResult | None:
     """Convolutions that filter each channel separately, as in MobileNet and EfficientNet."""
     separate = [layer for layer in subject.layers if layer.is_depthwise]
     moved = sum((layer.read + layer.written) * layer.calls for layer in subject.layers)
@@ -390,7 +390,7 @@ def depthwise_convolutions(subject: Subject) -> Found | None:
     if not subject.target.is_gpu or share < 0.2:
         return None
     names = [layer.name for layer in separate]
-    return Found(
+    return CheckResult(
         f"{len(separate)} depthwise convolutions have {_share(subject, separate):.0%} of the FLOPs and {share:.0%} of "
         f"what layers read and write: {named(names)}",
         layers=tuple(names),
@@ -404,24 +404,24 @@ def depthwise_convolutions(subject: Subject) -> Found | None:
     expected="predicted: up to 2 times as fast for these layers",
     speedup=(1.0, 2.0),
 )
-def recurrent_sizes(subject: Subject) -> Found | None:
+def recurrent_sizes(subject: Subject) -> CheckResult | None:
     """Recurrent layers with sizes that matrix units do not support, or with little work."""
     multiples = subject.target.multiples(subject.products)
     found = [layer for layer in subject.layers if layer.kind == "recurrent"]
     if multiples is None or not found:
         return None
     unit, batch = multiples[0], subject.plan.micro_batch_size
-    odd = [layer for layer in found if layer.outputs % unit or layer.inputs % unit]
+    unaligned = [layer for layer in found if layer.outputs % unit or layer.inputs % unit]
     small = [layer for layer in found if layer.outputs <= _COMPUTE_BOUND["hidden"]]
-    objections = [f"{_heaviest(odd)} not a multiple of {unit}"] if odd else []
-    objections += [f"a micro-batch of {batch} is not a multiple of {unit}"] if batch % unit else []
-    objections += [f"a micro-batch of {batch}, 128 or fewer"] if batch <= _COMPUTE_BOUND["batch"] else []
-    objections += [f"{_heaviest(small)}, 256 or fewer"] if small else []
-    if not objections:
+    problems = [f"{_heaviest(unaligned)} not a multiple of {unit}"] if unaligned else []
+    problems += [f"a micro-batch of {batch} is not a multiple of {unit}"] if batch % unit else []
+    problems += [f"a micro-batch of {batch}, 128 or fewer"] if batch <= _COMPUTE_BOUND["batch"] else []
+    problems += [f"{_heaviest(small)}, 256 or fewer"] if small else []
+    if not problems:
         return None
-    return Found(
-        "; ".join(objections),
-        severity="slows" if odd or batch % unit else "notice",
+    return CheckResult(
+        "; ".join(problems),
+        severity="slows" if unaligned or batch % unit else "notice",
         advice=f"hidden sizes in multiples of {_TILE}, a batch above 128 in multiples of {unit}",
         layers=tuple(layer.name for layer in found),
     )
@@ -435,12 +435,12 @@ def recurrent_sizes(subject: Subject) -> Found | None:
     expected="2 to 10 times as fast for these layers",
     speedup=(1.5, 4.0),
 )
-def recurrent_cells(subject: Subject) -> Found | None:
+def recurrent_cells(subject: Subject) -> CheckResult | None:
     """Recurrences that are called step by step in Python."""
     cells = [layer for layer in subject.layers if layer.kind == "recurrent cell" and layer.calls > 1]
     shown = named([f"{layer.name} {layer.calls} times" for layer in cells])
     evidence = f"cells called one time step after the other: {shown}"
-    return Found(evidence, layers=tuple(layer.name for layer in cells)) if cells else None
+    return CheckResult(evidence, layers=tuple(layer.name for layer in cells)) if cells else None
 
 
 def _inner(subject: Subject) -> list[Layer]:

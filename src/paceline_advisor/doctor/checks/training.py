@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.units import format_bytes
 from paceline_advisor.doctor.findings import CONVNETS, DDP, GOYAL, KRIZHEVSKY, OWN, TUNING
-from paceline_advisor.doctor.subject import Found, Subject, check, named
+from paceline_advisor.doctor.subject import CheckResult, Subject, check, named
 
 _LARGE_BATCH = 1024
 _LARGEST_LINEAR = 8192
@@ -29,24 +29,24 @@ _ADAPTIVE = ("adamw", "lamb", "adafactor", "rmsprop", "lion")
     keeps="training",
     expected="the run completes its first step",
 )
-def does_not_fit(subject: Subject) -> Found | None:
+def does_not_fit(subject: Subject) -> CheckResult | None:
     """A micro-batch that needs more memory than the device has."""
-    lack = subject.lack
-    if lack is None:
+    shortage = subject.shortage
+    if shortage is None:
         return None
-    most = f"about {lack.largest:,} do" if lack.divisor else "not even one does"
-    found = Found(
-        f"a micro-batch of {subject.plan.micro_batch_size:,} samples does not fit into {format_bytes(lack.memory)}, "
-        f"{most}",
+    limit = f"about {shortage.largest:,} do" if shortage.divisor else "not even one does"
+    result = CheckResult(
+        f"a micro-batch of {subject.plan.micro_batch_size:,} samples does not fit into "
+        f"{format_bytes(shortage.memory)}, {limit}",
         predicted=not subject.target.is_here,
     )
-    if not lack.divisor:
-        return found
-    return found.but(
-        advice=f"batch.micro_size={lack.divisor}, which gives the same step by accumulation; paceline estimate says "
-        "what else saves memory",
-        overrides={"batch.micro_size": lack.divisor},
-        keeps="training" if lack.normalises else "rounding",
+    if not shortage.divisor:
+        return result
+    return result.updated(
+        advice=f"batch.micro_size={shortage.divisor}, which gives the same step by accumulation; paceline estimate "
+        "says what else saves memory",
+        overrides={"batch.micro_size": shortage.divisor},
+        keeps="training" if shortage.normalises else "rounding",
     )
 
 
@@ -58,23 +58,27 @@ def does_not_fit(subject: Subject) -> Found | None:
     expected="several processes can train, without a search in every step",
     speedup=(1.0, 1.1),
 )
-def unused_parameters(subject: Subject) -> Found | None:
+def unused_parameters(subject: Subject) -> CheckResult | None:
     """Trainable parameters that are not used in the loss."""
-    unused, all_of_them = subject.anatomy.unused, subject.anatomy.parameters
+    unused, parameters = subject.anatomy.unused, subject.anatomy.parameters
     if not unused:
         return None
-    asked = subject.recipe.parallel.unused_parameters
+    setting = subject.recipe.parallel.unused_parameters
     # Modules all of whose parameters are unused.
-    others = [name for name in all_of_them if name not in unused]
-    homes = dict.fromkeys(name.rpartition(".")[0] for name in unused)
-    frozen = [f"{home}.*" for home in homes if home and not any(name.startswith(f"{home}.") for name in others)]
+    others = [name for name in parameters if name not in unused]
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in unused)
+    frozen = [
+        f"{module}.*" for module in modules if module and not any(name.startswith(f"{module}.") for name in others)
+    ]
     patterns = frozen if len(frozen) <= 8 else []
-    then = "DDP looks for them in every step" if asked == "allow" else "a run of several processes refuses to start"
-    return Found(
-        f"{len(unused)} of {len(all_of_them)} parameters have no gradient after a backward pass: {named(list(unused))}",
-        severity="slows" if asked == "allow" else "breaks",
-        why=f"DDP waits for every parameter's gradient; with parallel.unused_parameters={asked}, {then}. They occupy "
-        "memory in any case.",
+    consequence = (
+        "DDP looks for them in every step" if setting == "allow" else "a run of several processes refuses to start"
+    )
+    return CheckResult(
+        f"{len(unused)} of {len(parameters)} parameters have no gradient after a backward pass: {named(list(unused))}",
+        severity="slows" if setting == "allow" else "breaks",
+        why=f"DDP waits for every parameter's gradient; with parallel.unused_parameters={setting}, {consequence}. "
+        "They occupy memory in any case.",
         advice="use them, remove them, or freeze them: model.frozen" + (f"={patterns}" if patterns else ""),
         overrides={"model.frozen": [*subject.recipe.model.frozen, *patterns]} if patterns else {},
         layers=unused,
@@ -90,14 +94,14 @@ def unused_parameters(subject: Subject) -> Found | None:
     expected="1.0 to 1.1 times as fast with several processes",
     speedup=(1.0, 1.1),
 )
-def unused_parameter_search(subject: Subject) -> Found | None:
+def unused_parameter_search(subject: Subject) -> CheckResult | None:
     """A search for unused parameters where all are used."""
-    seen, model = subject.anatomy, subject.recipe.model
-    if subject.recipe.parallel.unused_parameters != "allow" or not seen.parameters or seen.unused:
+    anatomy, model = subject.anatomy, subject.recipe.model
+    if subject.recipe.parallel.unused_parameters != "allow" or not anatomy.parameters or anatomy.unused:
         return None
     if model.unfreeze or model.freeze_after:
         return None
-    return Found("parallel.unused_parameters=allow, and every parameter had a gradient")
+    return CheckResult("parallel.unused_parameters=allow, and every parameter had a gradient")
 
 
 _DISORDER = 0.2
@@ -111,24 +115,24 @@ _DISORDER = 0.2
     expected="more overlap of the reduction with the backward pass, with several processes",
     speedup=(1.0, 1.1),
 )
-def construction_order(subject: Subject) -> Found | None:
+def construction_order(subject: Subject) -> CheckResult | None:
     """Layers that are created in another order than they are used, if that order determines DDP's buckets."""
     if subject.recipe.parallel.unused_parameters != "allow":
         return None  # DDP rebuilds its buckets after the first step
-    made = list(dict.fromkeys(name.rpartition(".")[0] for name in subject.anatomy.parameters))
-    used = [name for name in subject.anatomy.order if name in made]
-    seen: list[int] = []
-    wrong = 0
+    construction = list(dict.fromkeys(name.rpartition(".")[0] for name in subject.anatomy.parameters))
+    used = [name for name in subject.anatomy.order if name in construction]
+    used_so_far: list[int] = []
+    inversions = 0
     for name in used:
-        place = bisect_left(seen, made.index(name))
-        wrong += len(seen) - place
-        seen.insert(place, made.index(name))
-    disorder = wrong / max(1, len(used) * (len(used) - 1) // 2)
-    if disorder < _DISORDER:
+        position = bisect_left(used_so_far, construction.index(name))
+        inversions += len(used_so_far) - position
+        used_so_far.insert(position, construction.index(name))
+    inverted_share = inversions / max(1, len(used) * (len(used) - 1) // 2)
+    if inverted_share < _DISORDER:
         return None
-    return Found(
-        f"{disorder:.0%} of the pairs of layers are created in another order than they are used: created first "
-        f"{named(made, 2)}, used first {named(used, 2)}",
+    return CheckResult(
+        f"{inverted_share:.0%} of the pairs of layers are created in another order than they are used: created first "
+        f"{named(construction, 2)}, used first {named(used, 2)}",
         layers=tuple(used),
     )
 
@@ -139,11 +143,11 @@ def construction_order(subject: Subject) -> Found | None:
     expected="1.2 to 2 times as fast on several GPUs",
     speedup=(1.2, 2.0),
 )
-def data_parallel(subject: Subject) -> Found | None:
+def data_parallel(subject: Subject) -> CheckResult | None:
     """A network that distributes itself over devices in one process."""
     found = subject.anatomy.parallel
     names = named([name or "the network itself" for name in found])
-    return Found(f"torch.nn.DataParallel in the network: {names}", layers=found) if found else None
+    return CheckResult(f"torch.nn.DataParallel in the network: {names}", layers=found) if found else None
 
 
 @check(
@@ -155,12 +159,12 @@ def data_parallel(subject: Subject) -> Found | None:
     expected="1.0 to 1.15 times as fast",
     speedup=(1.0, 1.15),
 )
-def affinity(subject: Subject) -> Found | None:
+def affinity(subject: Subject) -> CheckResult | None:
     """Processes that may move between the sockets of a machine with GPUs."""
-    wanders = subject.recipe.parallel.affinity == "none" and subject.sockets > 1
-    if not wanders or not subject.target.is_gpu or not subject.target.is_here:
+    is_unpinned = subject.recipe.parallel.affinity == "none" and subject.sockets > 1
+    if not is_unpinned or not subject.target.is_gpu or not subject.target.is_here:
         return None
-    return Found(f"parallel.affinity=none, and this machine has {subject.sockets} NUMA nodes")
+    return CheckResult(f"parallel.affinity=none, and this machine has {subject.sockets} NUMA nodes")
 
 
 # ------------------------------------------------------------------------------------------ between steps
@@ -178,17 +182,17 @@ _STEP = 3.0  # a training step's work in forward passes: its backward pass is wo
     expected="1.02 to 1.3 times as fast, most for short steps",
     speedup=(1.02, 1.3),
 )
-def log_every_step(subject: Subject) -> Found | None:
+def log_every_step(subject: Subject) -> CheckResult | None:
     """A record for every step, or for every few steps on a GPU."""
     plan, is_gpu = subject.plan, subject.target.is_gpu
     if plan.log_every_steps > (_FEW_STEPS if is_gpu else 1) or plan.total_steps < _SHORT_RUN:
         return None
     which = "step" if plan.log_every_steps == 1 else f"{plan.log_every_steps} steps"
-    found = Found(
+    found = CheckResult(
         f"telemetry.log_every={subject.recipe.telemetry.log_every}: a record after every {which} of {plan.total_steps}"
     )
     waits = "For each record the host waits for the device to read the loss, and a line and the trackers' files are "
-    return found.but(why=f"{waits}written.") if is_gpu else found
+    return found.updated(why=f"{waits}written.") if is_gpu else found
 
 
 @check(
@@ -198,7 +202,7 @@ def log_every_step(subject: Subject) -> Found | None:
     overrides={"evaluate.every": "1 epoch"},
     keeps="training",  # the best checkpoint, and early stopping, are determined at evaluations
 )
-def evaluation_often(subject: Subject) -> Found | None:
+def evaluation_often(subject: Subject) -> CheckResult | None:
     """Evaluation with at least as much work as training."""
     plan, every = subject.plan, subject.plan.evaluate_every_steps
     if every is None or plan.evaluation_samples == 0 or plan.total_steps < _SHORT_RUN:
@@ -206,7 +210,7 @@ def evaluation_often(subject: Subject) -> Found | None:
     share = plan.evaluation_samples / (plan.evaluation_samples + every * plan.global_batch_size * _STEP)
     if share < 0.5:
         return None
-    return Found(
+    return CheckResult(
         f"evaluate.every={subject.recipe.evaluate.every} scores {plan.evaluation_samples} samples after each {every} "
         f"steps: about {share:.0%} of the forward and backward work",
         expected=f"up to {1 / (1 - share):.1f} times as fast",
@@ -225,15 +229,15 @@ def evaluation_often(subject: Subject) -> Found | None:
     overrides={"schedule.warmup": "5 epochs"},
     expected="no time; accuracy as with a small batch",
 )
-def no_warmup(subject: Subject) -> Found | None:
+def no_warmup(subject: Subject) -> CheckResult | None:
     """A large batch whose first step already uses the full learning rate."""
     largest = max(phase.global_batch_size for phase in subject.plan.batch_phases)
-    if largest < _LARGE_BATCH or subject.plan.warmup_steps > 0 or not _starts_anew(subject):
+    if largest < _LARGE_BATCH or subject.plan.warmup_steps > 0 or not _restarts(subject):
         return None
-    return Found(f"batch.global_size={largest} and schedule.warmup={subject.recipe.schedule.warmup}")
+    return CheckResult(f"batch.global_size={largest} and schedule.warmup={subject.recipe.schedule.warmup}")
 
 
-def _starts_anew(subject: Subject) -> bool:
+def _restarts(subject: Subject) -> bool:
     return not subject.recipe.model.pretrained and subject.recipe.model.initialize_from is None
 
 
@@ -243,29 +247,31 @@ def _starts_anew(subject: Subject) -> bool:
     source=f"{GOYAL}; {KRIZHEVSKY}",
     expected="no time; fewer epochs to the same accuracy",
 )
-def learning_rate_rule(subject: Subject) -> Found | None:
+def learning_rate_rule(subject: Subject) -> CheckResult | None:
     """A learning rate that does not match the batch."""
-    asked, batch = subject.recipe.optimizer, subject.recipe.batch.global_size
-    if asked.lr_scaling == "linear" and asked.name in _ADAPTIVE:
-        return Found(
-            f"optimizer.lr_scaling=linear with {asked.name}",
+    optimizer, batch = subject.recipe.optimizer, subject.recipe.batch.global_size
+    if optimizer.lr_scaling == "linear" and optimizer.name in _ADAPTIVE:
+        return CheckResult(
+            f"optimizer.lr_scaling=linear with {optimizer.name}",
             advice="optimizer.lr_scaling=sqrt: adaptive steps do not shrink with the gradient noise",
         )
-    if asked.lr_scaling == "linear" and batch > _LARGEST_LINEAR:
-        return Found(
+    if optimizer.lr_scaling == "linear" and batch > _LARGEST_LINEAR:
+        return CheckResult(
             f"optimizer.lr_scaling=linear with batch.global_size={batch}",
             advice=f"a smaller rate than the rule's: it held up to {_LARGEST_LINEAR} (ResNet-50), or "
             "optimizer.name=lars",
         )
     # A large batch with a small batch's learning rate, from random weights, with plain SGD.
-    fair = _REFERENCE_RATE * batch / _REFERENCE_BATCH
-    plain = asked.name == "sgd" and asked.lr_scaling == "none" and batch >= _LARGE_BATCH and _starts_anew(subject)
-    if not plain or asked.lr >= fair / 4:
+    scaled_rate = _REFERENCE_RATE * batch / _REFERENCE_BATCH
+    is_plain_sgd = (
+        optimizer.name == "sgd" and optimizer.lr_scaling == "none" and batch >= _LARGE_BATCH and _restarts(subject)
+    )
+    if not is_plain_sgd or optimizer.lr >= scaled_rate / 4:
         return None
-    return Found(
-        f"optimizer.lr={asked.lr:g} with batch.global_size={batch}",
-        advice=f"{fair:g} by the linear rule (0.1 for 256), or find it with a range test; optimizer.lr_scaling=linear "
-        "with optimizer.lr_reference_batch sets it for every batch",
+    return CheckResult(
+        f"optimizer.lr={optimizer.lr:g} with batch.global_size={batch}",
+        advice=f"{scaled_rate:g} by the linear rule (0.1 for 256), or find it with a range test; "
+        "optimizer.lr_scaling=linear with optimizer.lr_reference_batch sets it for every batch",
     )
 
 
@@ -279,14 +285,14 @@ def learning_rate_rule(subject: Subject) -> Found | None:
     expected="one step fewer per epoch",
     speedup=(1.0, 1.02),
 )
-def ragged_tail(subject: Subject) -> Found | None:
+def ragged_tail(subject: Subject) -> CheckResult | None:
     """An epoch's last step with very few samples in each micro-batch."""
     plan = subject.plan
     for phase in plan.epochs.finished_phases(plan.total_steps) if subject.anatomy.order else ():
-        left = plan.epochs.last_step_samples(phase)
-        if 0 < left // phase.logical_ranks < _FEW < plan.micro_batch_size:
-            return Found(
-                f"an epoch's last step has {left} of {phase.global_batch_size} samples, in {phase.logical_ranks} "
+        tail = plan.epochs.last_step_samples(phase)
+        if 0 < tail // phase.logical_ranks < _FEW < plan.micro_batch_size:
+            return CheckResult(
+                f"an epoch's last step has {tail} of {phase.global_batch_size} samples, in {phase.logical_ranks} "
                 "micro-batches"
             )
     return None
@@ -297,20 +303,20 @@ def ragged_tail(subject: Subject) -> Found | None:
     source=CONVNETS,
     expected="no time; fewer steps skipped",
 )
-def loss_scale(subject: Subject) -> Found | None:
+def loss_scale(subject: Subject) -> CheckResult | None:
     """fp16 where bf16 needs no loss scale, or a scale that cannot hold the gradients."""
-    asked = subject.recipe.train.grad_scaler
+    scaler = subject.recipe.train.grad_scaler
     if subject.plan.precision != "fp16":
         return None
-    if asked.growth_interval < 100:
-        return Found(
-            f"train.grad_scaler.growth_interval={asked.growth_interval} with train.precision=fp16",
+    if scaler.growth_interval < 100:
+        return CheckResult(
+            f"train.grad_scaler.growth_interval={scaler.growth_interval} with train.precision=fp16",
             advice="2000, torch's default: each excessive growth costs a step",
             overrides={"train.grad_scaler.growth_interval": 2000},
         )
-    if asked.init_scale < 2**7:
-        return Found(
-            f"train.grad_scaler.init_scale={asked.init_scale:g} with train.precision=fp16",
+    if scaler.init_scale < 2**7:
+        return CheckResult(
+            f"train.grad_scaler.init_scale={scaler.init_scale:g} with train.precision=fp16",
             advice="65536, torch's default: gradients below 6e-8 over the scale are lost",
             overrides={"train.grad_scaler.init_scale": 65536.0},
         )
@@ -329,25 +335,25 @@ _SKIPPED = 0.01
     advice="a lower optimizer.lr (paceline find-lr), a longer schedule.warmup, or optimizer.clip_norm",
     expected="a loss that falls",
 )
-def diverged(subject: Subject) -> Found | None:
+def diverged(subject: Subject) -> CheckResult | None:
     """Losses, weights or metrics that were not finite, or a loss that diverged."""
     return _incidents(subject, "nonfinite", "diverged")
 
 
 @check(why="The device is idle while it waits.", advice="data.workers=auto or more")
-def data_wait(subject: Subject) -> Found | None:
+def data_wait(subject: Subject) -> CheckResult | None:
     """Steps that waited for their batch."""
     found = [event["data_wait_fraction"] for event in _of(subject, "step") if event.get("data_wait_fraction")]
-    if not found or (middle := statistics.median(found)) < _WAITS:
+    if not found or (typical := statistics.median(found)) < _WAITS:
         return None
-    waits = Found(
-        f"half of the records spend {middle:.0%} or more of the step waiting for data",
-        expected=f"up to {1 / (1 - middle):.2f} times as fast, as measured in the run",
-        speedup=(1.0, 1 / (1 - middle)),
+    waits = CheckResult(
+        f"half of the records spend {typical:.0%} or more of the step waiting for data",
+        expected=f"up to {1 / (1 - typical):.2f} times as fast, as measured in the run",
+        speedup=(1.0, 1 / (1 - typical)),
     )
     if "data.backend" in subject.plan.unused:
         return waits
-    return waits.but(
+    return waits.updated(
         advice="data.workers=auto, packed data (paceline pack), or data.backend=dali; paceline check-data says what "
         "makes decoding slow"
     )
@@ -359,7 +365,7 @@ def data_wait(subject: Subject) -> Found | None:
     advice="train.precision=bf16 where the device has it, or a lower optimizer.lr, or optimizer.clip_norm",
     expected="no step lost",
 )
-def scaler_health(subject: Subject) -> Found | None:
+def scaler_health(subject: Subject) -> CheckResult | None:
     """More than 1 % of the steps skipped by fp16, or a final loss scale below 1."""
     steps = _of(subject, "step")
     scales = [event["grad_scale"] for event in steps if event.get("grad_scale")]
@@ -368,7 +374,7 @@ def scaler_health(subject: Subject) -> Found | None:
     share, scale = skipped / max(1, last.get("position", 1)), scales[-1] if scales else 1
     if subject.plan.precision != "fp16" or not (scale < 1 or share > _SKIPPED):
         return None
-    return Found(f"{skipped} steps were skipped ({share:.1%}), and the loss scale ended at {scale:g}")
+    return CheckResult(f"{skipped} steps were skipped ({share:.1%}), and the loss scale ended at {scale:g}")
 
 
 @check(
@@ -378,7 +384,7 @@ def scaler_health(subject: Subject) -> Found | None:
     expected="as fast as the median rank",
     speedup=(1.0, 1.5),
 )
-def slow_rank(subject: Subject) -> Found | None:
+def slow_rank(subject: Subject) -> CheckResult | None:
     """A process that the others waited for."""
     return _incidents(subject, "slow_rank")
 
@@ -390,7 +396,7 @@ def slow_rank(subject: Subject) -> Found | None:
     expected="the seconds in the records",
     speedup=(1.0, 1.2),
 )
-def recompilation(subject: Subject) -> Found | None:
+def recompilation(subject: Subject) -> CheckResult | None:
     """Graphs that were compiled again in the run."""
     return _incidents(subject, "recompile", "slow_compile")
 
@@ -399,8 +405,8 @@ def _of(subject: Subject, kind: str) -> list[dict[str, Any]]:
     return [event for event in subject.run if event["event"] == kind]
 
 
-def _incidents(subject: Subject, *kinds: str) -> Found | None:
+def _incidents(subject: Subject, *kinds: str) -> CheckResult | None:
     """Return how often a run reported incidents of these kinds, and the last message; None if never."""
     found = [event for event in _of(subject, "incident") if str(event.get("incident")).startswith(kinds)]
     times = f"{len(found)} time{'s' * (len(found) > 1)}"
-    return Found(f"{times}; the last: {found[-1].get('message', '')}") if found else None
+    return CheckResult(f"{times}; the last: {found[-1].get('message', '')}") if found else None

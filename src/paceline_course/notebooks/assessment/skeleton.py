@@ -10,19 +10,19 @@ classes. The grader marks what the program does with 1, 2 and 3 processes, not h
 from __future__ import annotations
 
 import argparse
-import json  # noqa: F401  # you will need it
-import os  # noqa: F401  # you will need it
+import json  # you will need it
+import os  # you will need it
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: F401  # you will need it
-from safetensors.torch import save_file  # noqa: F401  # you will need it
+import torch.nn.functional as F  # you will need it
+from safetensors.torch import save_file  # you will need it
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel  # noqa: F401  # you may want it
+from torch.nn.parallel import DistributedDataParallel  # you may want it
 from torch.utils.data import TensorDataset
 
-from paceline_course.assignment import build_model, training_set, validation_set  # noqa: F401  # you will need them
+from paceline_course.assignment import build_model, training_set, validation_set  # you will need them
 
 
 def read_arguments() -> argparse.Namespace:

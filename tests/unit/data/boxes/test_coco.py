@@ -81,8 +81,8 @@ def test_what_cannot_be_learned_is_left_out_of_training_alone(root: Path) -> Non
     assert len(found.validation) == 3
     crowd = found.validation.objects(1, masks=False)
     assert crowd.crowd.tolist() == [True]
-    assert not len(crowd.learnable(12, 16).labels)
-    learnable = found.train.objects(0, masks=False).learnable(12, 16)
+    assert not len(crowd.trainable(12, 16).labels)
+    learnable = found.train.objects(0, masks=False).trainable(12, 16)
     assert learnable.boxes.tolist() == [[1.5, 0, 16, 4]]  # cut at the edge; the one without width is gone
 
 
@@ -131,7 +131,7 @@ def test_a_mask_without_pixels_is_left_out_and_counted(root: Path, outline: Any)
     write(root, annotations=[BOX | {"segmentation": each} for each in (SQUARE, outline)])
     found = opened(root, masks=True, keep_empty=False)
     assert "masks without pixels: 1 left out of training" in found.left_out
-    assert len(found.train.objects(0, masks=True).learnable(12, 16).labels) == 1
+    assert len(found.train.objects(0, masks=True).trainable(12, 16).labels) == 1
 
 
 def test_the_published_folders_are_found_too(root: Path) -> None:

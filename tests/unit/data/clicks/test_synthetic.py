@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.data.clicks.criteo import ClickRows, held
+from paceline.data.clicks.criteo import ClickRows, hold_in_memory
 from paceline.data.clicks.datasets import SyntheticClicks, open_clicks
 from paceline.data.slices import SampleIds
 from paceline.errors import RecipeError
@@ -24,7 +24,7 @@ def made(clicks: Clicks = SMALL, samples: int = 20_000) -> SyntheticClicks:
 def test_samples_depend_on_nothing_but_their_ids() -> None:
     ids = np.array([19_999, 0, 8192, 5])
     source = made()
-    whole, some, one = held(source).read(ids), source.read(ids), source.read(ids[2:3])
+    whole, some, one = hold_in_memory(source).read(ids), source.read(ids), source.read(ids[2:3])
     for a, b in zip(whole, some, strict=True):
         assert (a == b).all()
     for a, b in zip(some, one, strict=True):
@@ -80,7 +80,7 @@ def test_what_is_held_is_read_in_pieces() -> None:
             return super().read(ids)
 
     source = Watched(SMALL, (50, 60, 70, 80), 70_000, training=True)
-    rows, ids = held(source), np.array([0, 65_535, 65_536, 69_999])
+    rows, ids = hold_in_memory(source), np.array([0, 65_535, 65_536, 69_999])
     assert 0 < source.most < 70_000
     assert len(rows) == 70_000
     for a, b in zip(rows.read(ids), source.read(ids), strict=True):

@@ -48,11 +48,11 @@ def test_crops_share_the_flip_column() -> None:
 
 def test_parts_and_choices() -> None:
     draws = draw(EVERYTHING[1], 0, 0, np.arange(10))
-    part = draws.where(slice(2, 5))
+    part = draws.select(slice(2, 5))
     assert np.array_equal(part.flip, draws.flip[2:5])
     assert part.offsets is not None
     assert draws.offsets is not None
-    chosen = draws.where(np.arange(10) % 2 == 0)
+    chosen = draws.select(np.arange(10) % 2 == 0)
     assert chosen.offsets is not None
     assert np.array_equal(chosen.offsets, draws.offsets[::2])
 

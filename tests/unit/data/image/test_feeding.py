@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from paceline.data.image import feeding
-from paceline.data.image.feeding import Feeding, is_open, remember, remembered
+from paceline.data.image.feeding import FeedRates, needs_measuring, remember, remembered
 from paceline.data.image.pipeline import choose_workers
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.world import World
 
-FOUND = Feeding({0: 210.0, 1: 341.0, 2: 339.0, 4: 343.0}, alone=360.0)
+FOUND = FeedRates({0: 210.0, 1: 341.0, 2: 339.0, 4: 343.0}, alone=360.0)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def recipe() -> Recipe:
 
 def test_the_fewest_that_are_as_good_as_any_are_chosen() -> None:
     assert FOUND.best == 1
-    assert Feeding({0: 210.0, 1: 300.0, 2: 341.0}, alone=360.0).best == 2
+    assert FeedRates({0: 210.0, 1: 300.0, 2: 341.0}, alone=360.0).best == 2
     count, reason = choose_workers(Data(), "pytorch", World(), FOUND)
     assert (count, reason) == (
         1,
@@ -43,10 +43,10 @@ def test_the_fewest_that_are_as_good_as_any_are_chosen() -> None:
 
 def test_what_was_measured_is_found_again(recipe: Recipe) -> None:
     assert remembered(recipe, World()) is None
-    assert is_open(recipe)
+    assert needs_measuring(recipe)
     remember(recipe, FOUND)
     assert remembered(recipe, World()) == FOUND
-    assert not is_open(recipe)
+    assert not needs_measuring(recipe)
 
 
 def test_only_runs_that_are_fed_alike_share_it(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,9 +76,9 @@ def test_only_runs_that_are_fed_alike_share_it(recipe: Recipe, monkeypatch: pyte
 def test_a_failure_is_tried_again_after_a_while(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     remember(recipe, None, reason="the model was away")
     assert remembered(recipe, World()) is None
-    assert not is_open(recipe)
+    assert not needs_measuring(recipe)
     monkeypatch.setattr(feeding, "_FAILURE_SECONDS", 0.0)
-    assert is_open(recipe)
+    assert needs_measuring(recipe)
 
 
 DAMAGED = (
@@ -99,13 +99,13 @@ def test_a_damaged_file_is_as_none(recipe: Recipe, cache: Path, content: str) ->
     (path,) = cache.glob("*.json")
     path.write_text(content)
     assert remembered(recipe, World()) is None
-    assert is_open(recipe)
+    assert needs_measuring(recipe)
 
 
 def test_where_nothing_can_be_written_nothing_is_remembered(recipe: Recipe, cache: Path) -> None:
     cache.parent.parent.mkdir()
     cache.parent.write_text("a file")
-    assert not is_open(recipe)
+    assert not needs_measuring(recipe)
     remember(recipe, FOUND)
     assert remembered(recipe, World()) is None
 

@@ -14,7 +14,7 @@ from image_sets import opened_set
 from PIL import Image
 
 from paceline.data.image import heads
-from paceline.data.image.dataset import BAD, Problems, StoredImages
+from paceline.data.image.dataset import SKIP_REASONS, Problems, StoredImages
 from paceline.data.image.sets import image_folder
 from paceline.data.image.source import EXTENSIONS
 from paceline.errors import DataError
@@ -203,7 +203,7 @@ def test_all_that_is_wrong_is_in_one_message(tmp_path: Path) -> None:
         opened(everything_wrong(tmp_path))
     first, *kinds, skip, quarantine = str(raised.value).split("\n")
     assert "has 12 files or folders" in first
-    counts = {BAD[kind]: len(names) for kind, names in WRONG.items()}
+    counts = {SKIP_REASONS[kind]: len(names) for kind, names in WRONG.items()}
     assert [line.strip().partition(" (")[0] for line in kinds] == [f"{kind}: {n}" for kind, n in counts.items()]
     assert "(2 .mp4, 1 .txt; 'train/cat/movie.mp4', 'train/cat/notes.txt', 'train/eel/clip.mp4')" in kinds[0]
     assert "'train/cat/empty.png' (an empty file), 'val/eel/page.png' (a web page)" in kinds[-1]
@@ -220,7 +220,7 @@ def test_asked_to_it_leaves_them_out_and_says_how_many(tmp_path: Path) -> None:
     before, found = opened(clean), opened(root, on_bad="skip")
     assert (found.classes, paths(found, root)) == (before.classes, paths(before, clean))
     assert found.left_out_counts == {f"{kind}_left_out": len(names) for kind, names in WRONG.items()}
-    assert sum(each.startswith(tuple(BAD.values())) for each in found.left_out) == len(BAD)
+    assert sum(each.startswith(tuple(SKIP_REASONS.values())) for each in found.left_out) == len(SKIP_REASONS)
     assert found.digest == opened(root, on_bad="skip").digest
     (root / "train/cat/cut.png").unlink()
     assert opened(root, on_bad="skip").digest != found.digest

@@ -13,7 +13,7 @@ from PIL import Image
 from paceline.data import disk_cache
 from paceline.data.image import heads
 from paceline.data.image.decode import BrokenImageError, decode
-from paceline.data.image.heads import broken_files, why_broken
+from paceline.data.image.heads import broken_files, head_fault
 from paceline.data.image.source import FileSource
 
 
@@ -50,13 +50,13 @@ BROKEN = {
 @pytest.mark.parametrize("content", WHOLE.values(), ids=WHOLE)
 def test_nothing_is_wrong_with_a_whole_file(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.jpg").write_bytes(content)
-    assert why_broken(str(tmp_path / "x.jpg")) == ""
+    assert head_fault(str(tmp_path / "x.jpg")) == ""
 
 
 @pytest.mark.parametrize(("content", "said"), BROKEN.values(), ids=BROKEN)
 def test_what_cannot_be_opened_is_found_and_cannot_be_read(content: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "x.jpg").write_bytes(content)
-    found = why_broken(str(tmp_path / "x.jpg"))
+    found = head_fault(str(tmp_path / "x.jpg"))
     assert found
     assert said in found
     with pytest.raises(BrokenImageError):
@@ -67,7 +67,7 @@ def test_what_cannot_be_opened_is_found_and_cannot_be_read(content: bytes, said:
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileSource:
     """Eight files, of which the third is broken, so old that what is found may be remembered."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(heads, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(heads, "MIN_CACHED_SECONDS", 0.0)
     monkeypatch.setattr(disk_cache, "TOO_FRESH_NS", -(10**12))
     (tmp_path / "set").mkdir()
     for number in range(8):
@@ -80,13 +80,13 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileSource:
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the files that are tried."""
     names: list[str] = []
-    real: Callable[[str], str] = heads.why_broken
+    real: Callable[[str], str] = heads.head_fault
 
     def noting(path: str) -> str:
         names.append(Path(path).name)
         return real(path)
 
-    monkeypatch.setattr(heads, "why_broken", noting)
+    monkeypatch.setattr(heads, "head_fault", noting)
     return names
 
 
@@ -121,6 +121,6 @@ def test_what_changed_just_now_or_cannot_be_read_is_not_remembered(
 
 
 def test_of_a_large_set_some_are_tried(source: FileSource, tried: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "MOST_TRIED", 4)
+    monkeypatch.setattr(heads, "MAX_TRIED", 4)
     assert broken_files(source) == {}
     assert sorted(tried) == ["1.png", "3.png", "5.png", "7.png"]

@@ -16,7 +16,7 @@ from torch.nn.functional import interpolate
 
 from paceline.data.image import decode as jpeg
 from paceline.data.image.augmentation import Box
-from paceline.data.image.decode import BrokenImageError, Picture, decode
+from paceline.data.image.decode import BrokenImageError, LazyImage, decode
 
 jpeg_region = pytest.importorskip("paceline.data.image.jpeg_region", reason="needs the compiled decoder")
 
@@ -115,7 +115,7 @@ def test_parts_of_turned_pictures(orientation: int, mode: str, monkeypatch: pyte
     exif = Image.Exif()
     exif[0x0112] = orientation
     content = encoded(picture(61, 90, mode), exif=exif, xmp=b'<x tiff:Orientation="3"/>')  # EXIF is heard first
-    read = Picture(content, 3)
+    read = LazyImage(content, 3)
     assert read._is_plain
     height, width = read.size
     assert (height, width) == ((61, 90) if orientation < 5 else (90, 61))
@@ -173,7 +173,7 @@ def test_pillow_judges_what_is_odd(name: str, box: Box, monkeypatch: pytest.Monk
 
     def outcome() -> object:
         try:
-            return Picture(content, 3, name).part(box).tolist()
+            return LazyImage(content, 3, name).part(box).tolist()
         except BrokenImageError as error:
             return error.reason
 
@@ -197,7 +197,7 @@ def test_simplejpeg_has_the_same_bits(kind: dict[str, Any], shrink: int) -> None
     for size in ((157, 211), (64, 48), (9, 17)):
         content = encoded(picture(*size), **kind)
         box = Box(0, 0, *(-(-side // shrink) * shrink for side in size))
-        assert np.array_equal(Picture(content, 3).part(box, shrink), by_pillow(content, "RGB", shrink))
+        assert np.array_equal(LazyImage(content, 3).part(box, shrink), by_pillow(content, "RGB", shrink))
         assert jpeg.read_whole(content, size, shrink) is not None
 
 
@@ -209,7 +209,7 @@ def test_simplejpeg_and_pillow_judge_alike(monkeypatch: pytest.MonkeyPatch) -> N
 
     def outcome(content: bytes) -> object:
         try:
-            return Picture(content, 3).part().tobytes()
+            return LazyImage(content, 3).part().tobytes()
         except BrokenImageError as error:
             return error.reason
 

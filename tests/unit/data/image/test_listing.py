@@ -19,7 +19,7 @@ from paceline.data.image.sets.image_folder import Names, cache_file
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(listing, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(listing, "MIN_CACHED_SECONDS", 0.0)
 
 
 def make(root: Path, *names: str) -> Path:
@@ -157,7 +157,7 @@ def test_what_changed_just_now_is_not_remembered(tmp_path: Path) -> None:
 def test_quick_listings_are_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = make(tmp_path / "data", "a/1.jpg", "b/1.jpg")
     age(root, monkeypatch)
-    monkeypatch.setattr(listing, "WORTH_SECONDS", 100.0)
+    monkeypatch.setattr(listing, "MIN_CACHED_SECONDS", 100.0)
     opened(root)
     assert not cache_file(root).exists()
 

@@ -14,9 +14,9 @@ from PIL import Image
 
 import paceline
 from paceline.checkpoint.weights import read_weights
-from paceline.data.class_balance import ClassDraws, counts_by_ratio, drawn_order
+from paceline.data.class_balance import ClassDraws, counts_by_ratio, sampled_order
 from paceline.data.image.datasets import content_of, open_dataset
-from paceline.data.image.source import announce, encoded_source, files_of, part_numbers, sample_names
+from paceline.data.image.source import encoded_source, files_of, part_numbers, prefetch, sample_names
 from paceline.data.inspect.check import check_data
 from paceline.data.order import StepGeometry
 from paceline.distributed.device import describe_machine
@@ -75,7 +75,7 @@ def data(sets: Path, mixture: dict[str, float], **keys: Any) -> Data:
 def test_every_epoch_holds_the_ratios_and_every_prefix_to_one_sample() -> None:
     assert DRAWS.counts == (160, 80, 37)  # 159.8, 79.9 and 37.3 of 277
     for seed, epoch in ((7, 0), (7, 1), (8, 40)):
-        chosen = SETS[drawn_order(seed, epoch, DRAWS) % len(SETS)]
+        chosen = SETS[sampled_order(seed, epoch, DRAWS) % len(SETS)]
         for number, count in enumerate(DRAWS.counts):
             so_far = np.cumsum(chosen == number)
             assert so_far[-1] == count
@@ -83,7 +83,7 @@ def test_every_epoch_holds_the_ratios_and_every_prefix_to_one_sample() -> None:
 
 
 def test_a_set_is_used_up_before_a_sample_comes_again() -> None:
-    epochs = [drawn_order(7, epoch, DRAWS) % len(SETS) for epoch in range(6)]
+    epochs = [sampled_order(7, epoch, DRAWS) % len(SETS) for epoch in range(6)]
     for number in range(3):
         turns = np.concatenate([ids[SETS[ids] == number] for ids in epochs])
         members = np.flatnonzero(number == SETS)
@@ -95,7 +95,7 @@ def test_a_set_is_used_up_before_a_sample_comes_again() -> None:
 
 def test_the_order_is_that_of_every_earlier_version() -> None:
     draws = ClassDraws(classes=np.array([0, 1, 0, 0, 1, 0, 0, 0]), counts=(4, 4))
-    assert [drawn_order(3, epoch, draws).tolist() for epoch in (0, 1)] == [
+    assert [sampled_order(3, epoch, draws).tolist() for epoch in (0, 1)] == [
         [7, 1, 0, 4, 2, 9, 3, 12],
         [5, 1, 6, 4, 2, 9, 3, 12],
     ]
@@ -133,7 +133,7 @@ def test_sets_are_joined_by_the_names_of_their_classes(sets: Path) -> None:
     assert files.encoded(10) == Path(found.train.path(10)).read_bytes()
     every = np.arange(len(found.train))
     assert sorted(files_of(found.train, every) or ()) == sorted(map(found.train.path, every))
-    announce(found.train, every)
+    prefetch(found.train, every)
     assert content_of(found)[0] is not None
 
 

@@ -13,7 +13,7 @@ from torch.nn.functional import interpolate
 from paceline.data.batch import Batch
 from paceline.data.image import decode as jpeg
 from paceline.data.image.augmentation import Box, draw, random_resized_box, shrinkage, snapped
-from paceline.data.image.decode import Picture
+from paceline.data.image.decode import LazyImage
 from paceline.data.image.reading import SliceReader
 from paceline.data.image.source import (
     ArraySource,
@@ -170,7 +170,7 @@ def test_edges_move_by_a_quarter_of_an_output_pixel_at_most() -> None:
 def test_shrinking_is_within_tolerance(tmp_path: Path, subsampling: str, channels: int) -> None:
     source = folder(tmp_path, [(700, 901), (1203, 800), (304, 296)], subsampling=subsampling)
     for sample, step in ((0, 2), (0, 8), (1, 4), (2, 2)):
-        picture = Picture(source.encoded(sample), channels)
+        picture = LazyImage(source.encoded(sample), channels)
         box = snapped(Box(3, 5, picture.size[0] - 40, picture.size[1] - 30), step)
         size = min(box.height, box.width) // (2 * step)
         assert shrinkage(box, size) == step
@@ -187,7 +187,7 @@ def test_what_is_shrunk_is_the_snapped_box(tmp_path: Path) -> None:
     assert draws.attempts is not None
     moved = 0
     for sample, image in enumerate(batch(source, CROP).inputs):
-        picture = Picture(source.encoded(sample), 3)
+        picture = LazyImage(source.encoded(sample), 3)
         box = random_resized_box(draws.attempts[sample], picture.size, CROP.scale, CROP.ratio)
         step = shrinkage(box, 32)
         assert step > 1

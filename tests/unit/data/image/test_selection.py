@@ -15,7 +15,7 @@ from PIL import Image
 
 from paceline.data.image.dataset import stratified_order
 from paceline.data.image.datasets import ImageDataset, open_dataset
-from paceline.data.image.mapped import MappedBytes, MappedSource, Places
+from paceline.data.image.mapped import ByteRanges, MappedBytes, MappedSource
 from paceline.data.image.source import Names, SampleSource, hashed_names, sample_names
 from paceline.data.packing.origins import open_origin
 from paceline.errors import DataError, RecipeError
@@ -275,7 +275,7 @@ def test_names_that_are_shared_are_told_apart(folder: Path) -> None:
 def test_names_within_files_do_not_depend_on_the_locale(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsdecode", lambda name: name.decode("latin-1"))
     zero = np.zeros(1, dtype=np.int64)
-    content = MappedBytes([], Places(file=zero, begin=zero, length=zero))
+    content = MappedBytes([], ByteRanges(file=zero, begin=zero, length=zero))
     source = MappedSource(content, zero, 3, Names.of(["é.jpg"]))
     assert sample_names(source) == ["é.jpg".encode()]
 

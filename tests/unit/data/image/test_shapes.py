@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from paceline.data.image.decode import decode, upright_size
-from paceline.data.image.pipeline import distinct, measure, rectangle
+from paceline.data.image.pipeline import distinct_sizes, measure, rectangle
 from paceline.data.image.sets.synthetic import SyntheticSource
 from paceline.data.image.source import ArraySource, FileSource, SubsetSource
 from paceline.data.image.transforms import evaluation_image
@@ -66,7 +66,7 @@ def test_what_cannot_be_read_is_square(tmp_path: Path) -> None:
     source = SubsetSource(FileSource(tmp_path, names, np.zeros(3, dtype=np.int64), 3), np.array([2, 1, 0, 1]))
     shapes = measure(source, size=8, multiple=4)
     assert shapes.tolist() == [[8, 8], [8, 16], [8, 8], [8, 16]]
-    assert distinct(shapes) == {(8, 8): 2, (8, 16): 2}
+    assert distinct_sizes(shapes) == {(8, 8): 2, (8, 16): 2}
 
 
 def test_many_images_are_measured_in_order() -> None:

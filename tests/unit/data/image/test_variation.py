@@ -12,8 +12,8 @@ import torch
 from scipy import stats
 from timm.data import auto_augment
 
-from paceline.data.image.transforms import Variation, asks_for_variation
-from paceline.data.random_draws import seed_of
+from paceline.data.image.transforms import Variation, has_variation
+from paceline.data.random_draws import derive_seed
 from paceline.recipe.data import Augment, Jitter
 
 v2 = pytest.importorskip("torchvision.transforms.v2")
@@ -76,7 +76,7 @@ def test_it_is_torchvisions_own(name: str) -> None:
     found = Variation(augment, MEAN, seed=3)(pictures(), IDS, epoch=2)
     changed = 0
     for sample, (image, plain) in enumerate(zip(found, pictures(), strict=True)):
-        torch.manual_seed(seed_of(3, 0x56415259, 2, sample))
+        torch.manual_seed(derive_seed(3, 0x56415259, 2, sample))
         assert torch.equal(image, theirs(plain))
         changed += not torch.equal(image, plain)
     assert changed >= 10
@@ -88,7 +88,7 @@ def test_it_is_timms_own(name: str) -> None:
     vary = make()
     found = Variation(augment, MEAN, seed=3)(pictures(), IDS, epoch=2)
     for sample, (image, plain) in enumerate(zip(found, pictures(), strict=True)):
-        seed = seed_of(3, 0x56415259, 2, sample)
+        seed = derive_seed(3, 0x56415259, 2, sample)
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002  # which timm draws from
         assert torch.equal(image, v2.functional.pil_to_tensor(vary(v2.functional.to_pil_image(plain))))
@@ -132,8 +132,8 @@ def test_grey_images_are_varied_too() -> None:
 def test_nothing_is_done_unless_asked() -> None:
     images = pictures()
     assert Variation(Augment(), MEAN, seed=0)(images, IDS, 0) is images
-    assert not asks_for_variation(Augment(flip=0.5, crop="pad"))
-    assert all(asks_for_variation(augment) for augment, _ in ASKED.values())
+    assert not has_variation(Augment(flip=0.5, crop="pad"))
+    assert all(has_variation(augment) for augment, _ in ASKED.values())
 
 
 def test_rectangles_are_erased_to_the_mean_as_often_as_asked() -> None:

@@ -17,7 +17,7 @@ from paceline.data.image.decode import NEEDS_HEIF
 from paceline.data.image.sets import image_folder
 from paceline.data.image.source import EXTENSIONS
 from paceline.data.inspect.check import DataReport, check_data
-from paceline.data.inspect.look import KINDS, lacks_its_end
+from paceline.data.inspect.look import KINDS, is_truncated
 from paceline.errors import DataError, RecipeError
 
 
@@ -333,8 +333,8 @@ def test_what_lies_behind_the_end_of_a_jpeg_is_no_defect(clean: Path) -> None:
     assert check(clean).findings == ()
     whole = (clean / "train" / "cat" / "05.jpg").read_bytes()
     with_thumbnail = b"\xff\xd8\xff\xe1\x00\x0aExif\xff\xd9\x00\x00" + whole[2:]
-    assert not lacks_its_end(with_thumbnail)
-    assert lacks_its_end(with_thumbnail[:-2] + bytes(100))
+    assert not is_truncated(with_thumbnail)
+    assert is_truncated(with_thumbnail[:-2] + bytes(100))
 
 
 @pytest.mark.parametrize("colour", [(0, 0, 0), (255, 255, 255), (250, 252, 249)])

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from paceline.data.inspect.findings import MOST_BITS, first_of, look_alikes
+from paceline.data.inspect.findings import MOST_BITS, first_of, near_duplicates
 from paceline.data.inspect.look import look_hash
 
 
@@ -47,7 +47,7 @@ def test_look_alikes_are_those_that_comparing_all_finds(seed: int) -> None:
     split_of = np.sort(draws.integers(0, 3, 300)).astype(np.int8)
     first = np.arange(300)
     first[299] = first[150]
-    found = look_alikes(hashes, split_of, first).tolist()
+    found = near_duplicates(hashes, split_of, first).tolist()
     assert found == compared_with_all(hashes, split_of, first)
     assert len(found) > 50
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.data.inspect.gather import Died, in_parallel
+from paceline.data.inspect.gather import WorkerFailure, in_parallel
 
 STUCK = """
 import os, time
@@ -36,7 +36,7 @@ def squares(piece: range, note: Callable[[int], None]) -> list[int]:
 def test_every_item_is_done_once(items: int, workers: int) -> None:
     found = {}
     for done in in_parallel(squares, items, workers=workers):
-        assert not isinstance(done, Died)
+        assert not isinstance(done, WorkerFailure)
         assert not found.keys() & set(done.piece)
         found |= dict(zip(done.piece, done.result, strict=True))
     assert found == {number: number**2 for number in range(items)}
@@ -52,10 +52,10 @@ def test_items_that_end_their_process_are_named_and_the_rest_is_done() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     results = list(in_parallel(work, 100, workers=2))
-    died = [each for each in results if isinstance(each, Died)]
+    died = [each for each in results if isinstance(each, WorkerFailure)]
     assert {each.item for each in died} == deadly
     assert {each.exit_code for each in died} == {-9}
-    done = [item for each in results if not isinstance(each, Died) for item in each.piece]
+    done = [item for each in results if not isinstance(each, WorkerFailure) for item in each.piece]
     assert sorted([*done, *deadly]) == list(range(100))
 
 

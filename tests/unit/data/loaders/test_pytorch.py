@@ -24,7 +24,7 @@ from paceline.data.batch import Batch
 from paceline.data.image.source import FileSource, repeated
 from paceline.data.image.transforms import View
 from paceline.data.loaders.memory import MemoryBackend
-from paceline.data.loaders.pytorch import PytorchBackend, worker_deaths_told
+from paceline.data.loaders.pytorch import PytorchBackend, explain_worker_deaths
 from paceline.data.slices import SampleSlice
 from paceline.errors import LostWorkerError, TrainingError
 from paceline.recipe.data import Augment, Progressive
@@ -247,9 +247,12 @@ def test_a_worker_that_dies_while_nothing_is_awaited_of_it(small: FileSource, sl
         next(iter(backend.batches(iter(slices([0, 1], [2, 3])))))
         worker = multiprocessing.active_children()[0]
         threading.Timer(0.3, worker.kill).start()
-        with pytest.raises(LostWorkerError, match=r"DataLoader worker .*memory ran out, lower"), worker_deaths_told():
+        with (
+            pytest.raises(LostWorkerError, match=r"DataLoader worker .*memory ran out, lower"),
+            explain_worker_deaths(),
+        ):
             time.sleep(20)
-    with pytest.raises(RuntimeError, match=r"^other$"), worker_deaths_told():
+    with pytest.raises(RuntimeError, match=r"^other$"), explain_worker_deaths():
         raise RuntimeError("other")
 
 

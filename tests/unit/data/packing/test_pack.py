@@ -255,8 +255,8 @@ def test_a_flipped_byte_is_named_wherever_it_is(photos: Path, tmp_path: Path) ->
                 hit = [
                     index.name.text(row)
                     for row in range(len(index))
-                    if index.places.file[row] == shard
-                    and 0 <= position - index.places.begin[row] < index.places.length[row]
+                    if index.ranges.file[row] == shard
+                    and 0 <= position - index.ranges.begin[row] < index.ranges.length[row]
                 ]
                 assert all(name in damage[0] for name in hit)
                 assert hit or "of its" not in damage[0] or "but none of its" in damage[0]
@@ -377,7 +377,7 @@ def test_the_command(photos: Path, tmp_path: Path, run_pack: Run, run_pack_here:
 
     shard = tmp_path / "dest" / "train-00000.arrow"
     content = bytearray(shard.read_bytes())
-    place = open_packed(tmp_path / "dest").index.places
+    place = open_packed(tmp_path / "dest").index.ranges
     content[int(place.begin[3]) + 5] ^= 1
     shard.write_bytes(bytes(content))
     done = run_pack_here(tmp_path / "dest", "--verify")

@@ -16,7 +16,7 @@ import pytest
 
 from paceline.data.image.reading import SliceReader
 from paceline.data.image.sets.packed import PackedDataset, open_packed
-from paceline.data.image.source import SampleSource, SubsetSource, announce, repeated
+from paceline.data.image.source import SampleSource, SubsetSource, prefetch, repeated
 from paceline.data.image.transforms import View
 from paceline.data.slices import SampleIds, SampleSlice
 
@@ -44,8 +44,8 @@ class Told:
 
 def is_in_memory(packed: PackedDataset, row: int) -> bool:
     """Ask the system whether it remembers the first page of an image; asking it to read would change the answer."""
-    begin = int(packed.index.places.begin[row])
-    shard = packed.manifest.shards[int(packed.index.places.file[row])]
+    begin = int(packed.index.ranges.begin[row])
+    shard = packed.manifest.shards[int(packed.index.ranges.file[row])]
     with open(packed.root / shard.name, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as content:
         first = ctypes.c_char.from_buffer(content, begin - begin % mmap.PAGESIZE)
         answer = ctypes.c_ubyte(0)
@@ -74,7 +74,7 @@ def test_the_disk_is_asked_for_all_at_once(packed: PackedDataset) -> None:
     if any(is_in_memory(packed, int(row)) for row in chosen):
         pytest.skip("this file system keeps everything in memory")
     train = image_sets.opened_set("packed", packed.root, channels=None, validation_fraction=0).train
-    announce(train, chosen)
+    prefetch(train, chosen)
     deadline = time.monotonic() + 10
     while not all(is_in_memory(packed, int(row)) for row in chosen) and time.monotonic() < deadline:
         time.sleep(0.01)

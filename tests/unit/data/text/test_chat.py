@@ -11,7 +11,7 @@ from tiny_text import chats, tokenizer_folder, write_lines
 
 from paceline.data.text.corpus import TextDataset
 from paceline.data.text.datasets import open_text
-from paceline.data.text.pipeline import NOTHING, asked_count, packed_rows, read_row, single_rows
+from paceline.data.text.pipeline import IGNORED_TARGET, packed_rows, read_row, single_rows, target_count
 from paceline.data.text.tokenizer import HuggingFaceTokenizer, open_tokenizer
 from paceline.errors import DataError
 from paceline.recipe.data import Data, Text
@@ -43,14 +43,14 @@ def test_masks_of_chats_are_those_of_transformers(tmp_path: Path, tokenizer: Pat
         expected = theirs.apply_chat_template(row["messages"], **given)
         size = int(found.train.lengths[number])
         assert found.train.read(number, 0, size).tolist() == expected["input_ids"]
-        assert found.train.is_asked(number, 0, size).astype(int).tolist() == expected["assistant_masks"]
+        assert found.train.target_mask(number, 0, size).astype(int).tolist() == expected["assistant_masks"]
 
 
 def test_only_answers_and_their_end_are_targets(tmp_path: Path) -> None:
     found = opened(write_lines(tmp_path / "a.jsonl", PAIRS[:1]), context=64)
     row = read_row(found.train, single_rows(found.train.lengths, 64), 0)
     assert bytes(row.tokens[:9].astype(np.uint8)) == b"2 + 2 = 4"
-    assert row.following.tolist() == [NOTHING] * 7 + [ord("4"), found.tokenizer.end, NOTHING]
+    assert row.following.tolist() == [IGNORED_TARGET] * 7 + [ord("4"), found.tokenizer.end, IGNORED_TARGET]
 
 
 @pytest.mark.parametrize("rows", [chats(40), [{"prompt": "", "answer": "first"}, *PAIRS[:1]] * 9])
@@ -60,10 +60,10 @@ def test_the_number_of_targets_is_known_before_a_row_is_read(
 ) -> None:
     found = opened(write_lines(tmp_path / "a.jsonl", rows), tokenizer=str(tokenizer), context=48)
     corpus, table = found.train, cut(found.train.lengths, 48)
-    targets = [(read_row(corpus, table, row).following != NOTHING).sum() for row in range(len(table))]
-    assert asked_count(corpus, table).tolist() == targets
+    targets = [(read_row(corpus, table, row).following != IGNORED_TARGET).sum() for row in range(len(table))]
+    assert target_count(corpus, table).tolist() == targets
     assert min(targets) > 0
-    assert sum(targets) == sum(int(corpus.is_asked(n, 1, int(size)).sum()) for n, size in enumerate(corpus.lengths))
+    assert sum(targets) == sum(int(corpus.target_mask(n, 1, int(size)).sum()) for n, size in enumerate(corpus.lengths))
 
 
 def test_what_does_not_fit_is_cut_or_left_out_and_told(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.data.text.pipeline import NOTHING, Masking, masked_count
+from paceline.data.text.pipeline import IGNORED_TARGET, Masking, masked_count
 
 MASKING = Masking(seed=3, fraction=0.15, mask=257, vocabulary=259, context=64)
 TOKENS = np.arange(64, dtype=np.int64)
@@ -21,7 +21,7 @@ def test_the_number_follows_from_the_length(tokens: int, count: int) -> None:
 def test_what_is_asked_for_is_what_stood_there() -> None:
     for sample in range(20):
         seen, asked = MASKING(TOKENS, epoch=1, sample=sample)
-        places = asked != NOTHING
+        places = asked != IGNORED_TARGET
         assert places.sum() == 10
         assert (asked[places] == TOKENS[places]).all()
         assert (seen[~places] == TOKENS[~places]).all()
@@ -31,7 +31,7 @@ def test_four_fifths_are_hidden_a_tenth_replaced_and_a_tenth_left() -> None:
     hidden = left = replaced = 0
     for sample in range(1000):
         seen, asked = MASKING(TOKENS, epoch=0, sample=sample)
-        places = asked != NOTHING
+        places = asked != IGNORED_TARGET
         hidden += (seen[places] == 257).sum()
         left += (seen[places] == asked[places]).sum()
         replaced += ((seen[places] != 257) & (seen[places] != asked[places])).sum()
@@ -42,7 +42,7 @@ def test_four_fifths_are_hidden_a_tenth_replaced_and_a_tenth_left() -> None:
 
 def test_places_are_keyed_by_seed_epoch_and_sample() -> None:
     def places(masking: Masking, epoch: int, sample: int) -> list[int]:
-        return np.flatnonzero(masking(TOKENS, epoch=epoch, sample=sample)[1] != NOTHING).tolist()
+        return np.flatnonzero(masking(TOKENS, epoch=epoch, sample=sample)[1] != IGNORED_TARGET).tolist()
 
     known = places(MASKING, 1, 5)
     assert known == places(MASKING, 1, 5)

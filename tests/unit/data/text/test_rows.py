@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.data.text.corpus import StoredCorpus
-from paceline.data.text.pipeline import NOTHING, RowTable, chunked_rows, read_row, single_rows
+from paceline.data.text.pipeline import IGNORED_TARGET, RowTable, chunked_rows, read_row, single_rows
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=0, max_size=8)
 
@@ -24,7 +24,7 @@ def pairs(corpus: StoredCorpus, table: RowTable) -> list[tuple[int, int]]:
     found = []
     for row in range(len(table)):
         read = read_row(corpus, table, row)
-        asked = read.following != NOTHING
+        asked = read.following != IGNORED_TARGET
         assert (len(read.tokens), asked.sum()) == (table.tokens[row], table.targets[row])
         assert 1 <= len(read.tokens) <= table.context
         assert len(read.positions) == len(read.documents) == len(read.following) == len(read.tokens)
@@ -54,7 +54,7 @@ def test_documents_of_a_separate_row_begin_anew() -> None:
     table = RowTable(**{name: np.array(each) for name, each in columns.items()}, lengths=corpus.lengths, context=8)
     first, second = read_row(corpus, table, 0), read_row(corpus, table, 1)
     assert first.tokens.tolist() == [0, 1, 2, 7, 8]
-    assert first.following.tolist() == [1, 2, NOTHING, 8, NOTHING]
+    assert first.following.tolist() == [1, 2, IGNORED_TARGET, 8, IGNORED_TARGET]
     assert first.positions.tolist() == [0, 1, 2, 0, 1]
     assert first.documents.tolist() == [0, 0, 0, 1, 1]
     assert (second.tokens.tolist(), second.following.tolist()) == ([4, 5], [5, 6])  # cut: its document goes on

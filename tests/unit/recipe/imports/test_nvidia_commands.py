@@ -33,8 +33,8 @@ def convert(command: str, processes: int | None = None) -> Conversion:
 
 
 def launch(model: str, platform: str, precision: str, mode: str = "convergence", more: str = "") -> str:
-    asked = f"--model {model} --precision {precision} --mode {mode} --platform {platform}"
-    return f"python ./multiproc.py --nproc_per_node 8 ./launch.py {asked} /imagenet --raport-file raport.json {more}"
+    options = f"--model {model} --precision {precision} --mode {mode} --platform {platform}"
+    return f"python ./multiproc.py --nproc_per_node 8 ./launch.py {options} /imagenet --raport-file raport.json {more}"
 
 
 @pytest.mark.parametrize(("model", "platform", "precision"), TRAINED_ON)
@@ -83,19 +83,22 @@ def test_a_preset_is_the_shipped_recipe_in_what_matters(
     ours: str, model: str, precision: str, more: str, tmp_path: Path
 ) -> None:
     theirs, shipped = load(convert(launch(model, "DGXA100", precision, more=more)), tmp_path), load_recipe(ours)
-    mine, wanted = theirs.recipe, shipped.recipe
-    assert mine.model.name == wanted.model.name
-    assert mine.batch.global_size == wanted.batch.global_size
+    mine, expected = theirs.recipe, shipped.recipe
+    assert mine.model.name == expected.model.name
+    assert mine.batch.global_size == expected.batch.global_size
     for key in ("data.image_size", "data.evaluation_crop", "data.interpolation", "data.augment", "data.mix.mixup"):
-        assert attrgetter(key)(mine) == attrgetter(key)(wanted), key
-    assert (mine.optimizer, mine.schedule) == (wanted.optimizer, wanted.schedule)
-    assert (mine.train.duration, mine.train.label_smoothing) == (wanted.train.duration, wanted.train.label_smoothing)
+        assert attrgetter(key)(mine) == attrgetter(key)(expected), key
+    assert (mine.optimizer, mine.schedule) == (expected.optimizer, expected.schedule)
+    assert (mine.train.duration, mine.train.label_smoothing) == (
+        expected.train.duration,
+        expected.train.label_smoothing,
+    )
     assert plan_of(theirs, 8).learning_rates == plan_of(shipped, 8).learning_rates
 
 
 def test_a_command_of_main_py_with_its_defaults(tmp_path: Path) -> None:
-    asked = "--arch resnet50 -c fanin --label-smoothing 0.1 --amp --static-loss-scale 256 /imagenet"
-    conversion = convert(f"python ./main.py {asked}")
+    options = "--arch resnet50 -c fanin --label-smoothing 0.1 --amp --static-loss-scale 256 /imagenet"
+    conversion = convert(f"python ./main.py {options}")
     recipe = load(conversion, tmp_path).recipe
     assert (recipe.batch.global_size, recipe.optimizer.lr, recipe.optimizer.weight_decay) == (256, 0.1, 1e-4)
     assert recipe.schedule.name == "step"
@@ -170,8 +173,8 @@ def guide_rows() -> list[tuple[str, str, str]]:
         if re.match(r"\| (option|file) \|", line):
             columns = 1 if cells[0] == "option" else 2
         elif line.startswith("| "):
-            file, option, said = ["main.py", *cells[:2]] if columns == 1 else cells[:3]
-            rows.append((file, option.strip("`"), said))
+            file, option, message = ["main.py", *cells[:2]] if columns == 1 else cells[:3]
+            rows.append((file, option.strip("`"), message))
     return rows
 
 
@@ -181,17 +184,19 @@ OLDER = "--model-config"
 
 def test_the_guide_names_what_the_code_maps() -> None:
     """The guide has a row for every option, and the keys that the table sets are in it."""
-    told: dict[str, str] = {}
+    documented: dict[str, str] = {}
     for file, names, here in guide_rows():
         if file in READ:
             option = LAUNCH.find(names.split()[-1])
             assert option is not None, names
-            told[option.key] = told.get(option.key, "") + here
-    assert told.keys() == LAUNCH.options.keys() - {OLDER.lstrip("-").replace("-", "_")}
+            documented[option.key] = documented.get(option.key, "") + here
+    assert documented.keys() == LAUNCH.options.keys() - {OLDER.lstrip("-").replace("-", "_")}
     for option in LAUNCH.options.values():
-        if option.fate in ("key", "if_changed", "if_given") and option.shown != OLDER:
+        if option.fate in ("key", "if_changed", "if_given") and option.display_name != OLDER:
             key = option.target.removeprefix("model.options.").removesuffix(".init_scale")
-            assert key in told[option.key] or key.rpartition(".")[2] in told[option.key], option.shown
+            assert key in documented[option.key] or key.rpartition(".")[2] in documented[option.key], (
+                option.display_name
+            )
 
 
 @pytest.mark.skipif(not THEIR_TABLE.is_file(), reason="the table of their options is not on this machine")

@@ -158,10 +158,10 @@ def test_the_strikes_back_recipes_are_ours_in_what_matters(name: str, tmp_path: 
     for section, keys in THE_SAME.items():
         for key in keys.split():
             assert attrgetter(key)(getattr(theirs, section)) == attrgetter(key)(getattr(ours, section)), key
-    wanted = plan_of(load_recipe(f"resnet50_{name}"), 4)
+    expected = plan_of(load_recipe(f"resnet50_{name}"), 4)
     plan = plan_of(load(convert(PUBLISHED[f"rsb_{name}"]), tmp_path), 4)
-    assert (plan.total_steps, plan.peak_lr) == (wanted.total_steps, ours.optimizer.lr)
-    assert abs(plan.warmup_steps - wanted.warmup_steps) <= 1
+    assert (plan.total_steps, plan.peak_lr) == (expected.total_steps, ours.optimizer.lr)
+    assert abs(plan.warmup_steps - expected.warmup_steps) <= 1
 
 
 def test_what_train_py_does_by_default_is_written_out(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_an_arguments_file_says_what_differs_from_the_defaults(tmp_path: Path) -
     conversion = convert(str(path))
     recipe = load(conversion, tmp_path).recipe
     assert (recipe.train.precision, recipe.optimizer.betas, recipe.batch.global_size) == ("bf16", (0.9, 0.95), 128)
-    assert [each.option for each in conversion.entries if each.place == "listed"] == ["--pin-mem"]
+    assert [each.option for each in conversion.entries if each.outcome == "listed"] == ["--pin-mem"]
     assert "--color-jitter" not in {each.option for each in conversion.entries}
     assert conversion.notices == []
 
@@ -222,8 +222,8 @@ def test_how_many_processes_is_assumed_only_with_a_word(tmp_path: Path) -> None:
     path = tmp_path / "args.yaml"
     path.write_text("data_dir: /images\nlr_base: 0.1\n")
     assert "one is assumed" in convert(str(path)).notices[0]
-    told = convert(str(path), processes=8)
-    assert (told.notices, told.tree["batch"]["global_size"]) == ([], 1024)
+    message = convert(str(path), processes=8)
+    assert (message.notices, message.tree["batch"]["global_size"]) == ([], 1024)
 
 
 def test_a_config_lies_below_the_command(tmp_path: Path) -> None:
@@ -268,8 +268,8 @@ def test_every_refused_option_is_refused_where_it_is_given_and_is_none_at_its_de
     samples = {"switch": "", "int": "7", "float": "0.7", "text": "x", "ints": "7 8", "floats": "0.1 0.9"}
     for option in TIMM.options.values():
         if option.fate == "unsupported":
-            conversion = convert(f"train.py /d --reprob 0.5 {option.shown} {samples[option.kind]}")
-            assert option.shown in {each.option for each in conversion.refused}, option.shown
+            conversion = convert(f"train.py /d --reprob 0.5 {option.display_name} {samples[option.kind]}")
+            assert option.display_name in {each.option for each in conversion.refused}, option.display_name
     conversion = convert("train.py /d --reprob 0.5 --recount 1 --aug-splits 0 --tta 0 --lr-k-decay 1")
     assert conversion.refused == ()
     assert len(conversion.entries) == 6
@@ -283,12 +283,12 @@ def test_whatever_is_given_ends_in_a_recipe_or_in_a_sentence(tmp_path: Path) -> 
         "text": ("x", "", "cosine", "none", "adamw"),
         "pair": ("a=1", "eps=3", "betas=(0.8,0.9)", "max_grad_norm=None"),
     }
-    converted, said = 0, list[str]()
+    converted, messages = 0, list[str]()
     for _ in range(60):
         words = ["train.py"]
         for option in draws.sample([each for each in TIMM.options.values() if each.key not in ("config", "data")], 3):
             kind = option.kind.partition("_")[0].removesuffix("s")
-            words += [option.shown] + ([] if option.kind == "switch" else [draws.choice(values[kind])])
+            words += [option.display_name] + ([] if option.kind == "switch" else [draws.choice(values[kind])])
         try:
             source, given = read_timm(words)
             conversion = convert_timm(source, given, InputSettings())
@@ -297,15 +297,15 @@ def test_whatever_is_given_ends_in_a_recipe_or_in_a_sentence(tmp_path: Path) -> 
                 load(conversion, tmp_path)
                 converted += 1
         except RecipeError as error:
-            said.append(str(error))
+            messages.append(str(error))
     assert converted > 10
-    assert all("found" in each for each in said), said
+    assert all("found" in each for each in messages), messages
 
 
 def test_a_run_that_ends_in_its_warm_up_is_told() -> None:
     conversion = convert("train.py /d --epochs 2 --warmup-epochs 5")
-    told = "the run ends after 2 epochs, while it warms up for 5 epochs, and never reaches its peak rate"
-    assert told in " ".join(conversion.notices)
+    message = "the run ends after 2 epochs, while it warms up for 5 epochs, and never reaches its peak rate"
+    assert message in " ".join(conversion.notices)
     assert not any("peak rate" in each for each in convert("train.py /d --epochs 9 --warmup-epochs 5").notices)
 
 

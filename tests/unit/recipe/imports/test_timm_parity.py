@@ -33,10 +33,12 @@ def both(words: str) -> tuple[Namespace, Recipe]:
     return Namespace(**{**defaults, **given, "lr": recipe.optimizer.lr}), recipe
 
 
-def rates_of_timm(asked: Namespace) -> list[float]:
+def rates_of_timm(arguments: Namespace) -> list[float]:
     """The rate of every step of train.py's loop."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=asked.lr)
-    scheduler, epochs = create_scheduler_v2(optimizer, **scheduler_kwargs(asked), updates_per_epoch=_STEPS_PER_EPOCH)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=arguments.lr)
+    scheduler, epochs = create_scheduler_v2(
+        optimizer, **scheduler_kwargs(arguments), updates_per_epoch=_STEPS_PER_EPOCH
+    )
     rates = []
     for epoch in range(epochs):
         for update in range(_STEPS_PER_EPOCH):
@@ -70,8 +72,8 @@ def rates_here(recipe: Recipe) -> list[float]:
     ],
 )
 def test_the_rate_of_every_step_is_timms(words: str) -> None:
-    asked, recipe = both(words)
-    theirs, ours = rates_of_timm(asked), rates_here(recipe)
+    arguments, recipe = both(words)
+    theirs, ours = rates_of_timm(arguments), rates_here(recipe)
     assert len(ours) == len(theirs)
     assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-9)
 
@@ -85,9 +87,9 @@ def test_the_rate_of_every_step_is_timms(words: str) -> None:
     ],
 )
 def test_after_a_warm_up_by_epochs_every_step_is_timms(words: str) -> None:
-    asked, recipe = both(words)
-    theirs, ours = rates_of_timm(asked), rates_here(recipe)
-    begin = asked.warmup_epochs * _STEPS_PER_EPOCH
+    arguments, recipe = both(words)
+    theirs, ours = rates_of_timm(arguments), rates_here(recipe)
+    begin = arguments.warmup_epochs * _STEPS_PER_EPOCH
     assert len(ours) == len(theirs)
     assert ours[begin:] == pytest.approx(theirs[begin:], rel=1e-6)
     # And in the warm-up where an epoch begins, which is where timm moves it.
@@ -140,8 +142,10 @@ def moved(optimizer_of: Any, clip: float | None) -> list[torch.Tensor]:
     ],
 )
 def test_weights_move_as_with_timms_optimizer(words: str) -> None:
-    asked, recipe = both(words)
-    theirs = moved(lambda network: create_optimizer_v2(network, **optimizer_kwargs(asked), **asked.opt_kwargs), None)
+    arguments, recipe = both(words)
+    theirs = moved(
+        lambda network: create_optimizer_v2(network, **optimizer_kwargs(arguments), **arguments.opt_kwargs), None
+    )
     mine = recipe.optimizer
     ours = moved(lambda network: build_optimizer(network, mine, torch.device("cpu")), mine.clip_norm)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -171,8 +171,8 @@ def open_archive(request: DatasetRequest) -> StoredImages:
                 import torchvision.datasets
 
                 getattr(torchvision.datasets, archive.torchvision)(str(root), download=True)
-    found = find_archive(root, kind)
-    if found is None:
+    location = find_archive(root, kind)
+    if location is None:
         other = None if isinstance(archive, Cifar) else find_mnist(root)
         but = "" if other is None else f", by its name, for {str(other)!r} is the other MNIST's"
         raise DataError(
@@ -180,9 +180,9 @@ def open_archive(request: DatasetRequest) -> StoredImages:
             "set data.download=true."
         )
     if isinstance(archive, Cifar):
-        train, test, classes = _read_cifar(found, kind, archive)
+        train, test, classes = _read_cifar(location, kind, archive)
     else:
-        train, test = (_read_mnist(found, split, prefix) for split, prefix in (("train", "train"), ("test", "t10k")))
+        train, test = (_read_mnist(location, split, prefix) for split, prefix in (("train", "train"), ("test", "t10k")))
         classes = archive.classes
     known = archive.statistics(request.channels or train.images.shape[-1], train.images)
     return pixel_images(request, [train, test], "the archive's test images", classes=classes, statistics=known)
@@ -192,11 +192,11 @@ def open_archive(request: DatasetRequest) -> StoredImages:
 
 
 def _read_cifar(path: Path, kind: str, archive: Cifar) -> tuple[ArraySource, ArraySource, tuple[str, ...]]:
-    wanted = {*archive.files(""), *archive.files(".bin")}
+    members = {*archive.files(""), *archive.files(".bin")}
     if path.is_dir():
-        files = {each.name: each.read_bytes() for each in path.iterdir() if each.name in wanted and each.is_file()}
+        files = {each.name: each.read_bytes() for each in path.iterdir() if each.name in members and each.is_file()}
     else:
-        files = _files_in_tar(path, wanted)
+        files = _files_in_tar(path, members)
     suffix = ".bin" if f"{archive.train[0]}.bin" in files else ""
     needed = archive.files(suffix)
     missing = [name for name in needed if name not in files]
@@ -214,25 +214,25 @@ def _read_cifar(path: Path, kind: str, archive: Cifar) -> tuple[ArraySource, Arr
     classes = archive.classes
     if archive.names is not None:
         content, name = files[needed[-1]], f"{path}/{needed[-1]}"
-        said = (
+        message = (
             content.decode("utf-8", "replace").split()
             if suffix
             else _unpickled(archive, content, name)["fine_label_names"]
         )
-        classes = tuple(said)
+        classes = tuple(message)
         if len(set(classes)) != archive.count:
             raise _damaged(archive, name, f"it names {len(set(classes))} classes")
     return read(archive.train, "train"), read((archive.test,), "test"), classes
 
 
-def _files_in_tar(path: Path, wanted: set[str]) -> dict[str, bytes]:
+def _files_in_tar(path: Path, names: set[str]) -> dict[str, bytes]:
     """Read the given members of an archive, if present, into memory; nothing is extracted to disk."""
     files = {}
     try:
         with tarfile.open(path, "r:*") as archive:
             for member in archive:
                 name = Path(member.name).name
-                content = archive.extractfile(member) if name in wanted and member.isfile() else None
+                content = archive.extractfile(member) if name in names and member.isfile() else None
                 if content is not None and member.size <= _LARGEST_FILE:
                     files[name] = content.read()
     except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
@@ -285,8 +285,10 @@ def find_mnist(path: Path, kind: str | None = None) -> Path | None:
     if not path.is_dir():
         return None
     inside = sorted(entry / "raw" for entry in path.iterdir() if entry.is_dir())
-    found = [folder for folder in (path, path / "raw", *inside) if _idx_file(folder, "train", "images", 3) is not None]
-    fitting = [each for each in found if kind is None or each not in inside or _named_for(each) in (kind, None)]
+    folders = [
+        folder for folder in (path, path / "raw", *inside) if _idx_file(folder, "train", "images", 3) is not None
+    ]
+    fitting = [each for each in folders if kind is None or each not in inside or _named_for(each) in (kind, None)]
     # A folder with a matching name comes before unnamed candidates.
     fitting.sort(key=lambda folder: kind is not None and _named_for(folder) != kind)
     return fitting[0] if fitting else None
@@ -317,16 +319,16 @@ def _read_mnist(folder: Path, split: str, prefix: str) -> ArraySource:
     return ArraySource(images[..., None], labels, f"mnist {split}")
 
 
-def _idx_file(folder: Path, prefix: str, what: str, dimensions: int) -> Path | None:
-    names = [f"{prefix}-{what}{dot}idx{dimensions}-ubyte{end}" for dot in "-." for end in ("", ".gz")]
+def _idx_file(folder: Path, prefix: str, kind: str, dimensions: int) -> Path | None:
+    names = [f"{prefix}-{kind}{dot}idx{dimensions}-ubyte{end}" for dot in "-." for end in ("", ".gz")]
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def _read_idx(folder: Path, prefix: str, what: str, dimensions: int) -> np.ndarray[Any, Any]:
+def _read_idx(folder: Path, prefix: str, kind: str, dimensions: int) -> np.ndarray[Any, Any]:
     """Read a file in idx format, optionally gzipped, as uint8 of any number of dimensions."""
-    path = _idx_file(folder, prefix, what, dimensions)
+    path = _idx_file(folder, prefix, kind, dimensions)
     if path is None:
-        raise DataError(f"{str(folder)!r} lacks {prefix}-{what}-idx{dimensions}-ubyte(.gz): download it again.")
+        raise DataError(f"{str(folder)!r} lacks {prefix}-{kind}-idx{dimensions}-ubyte(.gz): download it again.")
 
     def damaged(reason: object) -> DataError:
         return DataError(f"{str(path)!r} is not an MNIST file ({reason}): download it again.")

@@ -11,7 +11,7 @@ from paceline.data.image.tables import find_columns, open_paths, parts_of
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 from paceline.escaping import text_of_cell
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 
 _LARGEST_HEAD = 2**16
 
@@ -49,7 +49,7 @@ def open_csv(request: DatasetRequest) -> StoredImages:
 
 def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
     """Return the header, the rows, and each row's line number."""
-    refuse_odd_kinds(file)
+    refuse_special_inputs(file)
     try:
         with open(file, encoding="utf-8-sig", newline="") as opened:
             first = opened.readline(_LARGEST_HEAD)

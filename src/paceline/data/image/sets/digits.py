@@ -51,5 +51,5 @@ def read_digits() -> ArraySource:
 def open_digits(request: DatasetRequest) -> StoredImages:
     """Open scikit-learn's digits, with a share of each class held out."""
     channels = request.channels or 1
-    known = Statistics(MEAN * channels, STD * channels, "of the digits")
-    return pixel_images(request, [read_digits()], classes=CLASSES, statistics=known)
+    statistics = Statistics(MEAN * channels, STD * channels, "of the digits")
+    return pixel_images(request, [read_digits()], classes=CLASSES, statistics=statistics)

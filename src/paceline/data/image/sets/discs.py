@@ -27,15 +27,15 @@ def draw_discs(first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[np.fl
     grid = np.arange(_SIZE) + 0.5
     images = np.empty((count, _SIZE, _SIZE, 1), dtype=np.uint8)
     numbers = np.empty((count, 3))
-    for place in range(count):
-        words = np.random.Philox(key=np.array([_KEY, first + place], dtype=np.uint64)).random_raw(3 + _SIZE**2 // 8)
-        across, down, size = (words[:3] >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    for index in range(count):
+        raw = np.random.Philox(key=np.array([_KEY, first + index], dtype=np.uint64)).random_raw(3 + _SIZE**2 // 8)
+        across, down, size = (raw[:3] >> np.uint64(11)).astype(np.float64) * 2.0**-53
         x, y = (_LARGEST + each * (_SIZE - 2 * _LARGEST) for each in (across, down))
         radius = _SMALLEST + size * (_LARGEST - _SMALLEST)
-        numbers[place] = x, y, radius
+        numbers[index] = x, y, radius
         covered = np.clip(radius + 0.5 - np.sqrt((grid - x) ** 2 + (grid[:, None] - y) ** 2), 0, 1)
-        noise = words[3:].view(np.uint8).reshape(_SIZE, _SIZE) // 4
-        images[place, :, :, 0] = noise + np.round(192 * covered).astype(np.uint8)
+        noise = raw[3:].view(np.uint8).reshape(_SIZE, _SIZE) // 4
+        images[index, :, :, 0] = noise + np.round(192 * covered).astype(np.uint8)
     return images, numbers
 
 
@@ -60,5 +60,5 @@ def open_discs(request: DatasetRequest) -> StoredImages:
         return ArraySource(with_channels(images, channels), targets, "discs")
 
     splits = [source(0, data.samples), source(data.samples, max(1, data.samples // 10))]
-    known = Statistics((0.2,) * channels, (0.23,) * channels, "of the discs")
-    return pixel_images(request, splits, classes=names, statistics=known)
+    statistics = Statistics((0.2,) * channels, (0.23,) * channels, "of the discs")
+    return pixel_images(request, splits, classes=names, statistics=statistics)

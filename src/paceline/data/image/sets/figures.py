@@ -27,23 +27,23 @@ def draw_figures(first: int, count: int) -> tuple[NDArray[np.uint8], NDArray[Any
     grid = np.arange(_SIZE) + 0.5
     images = np.empty((count, _SIZE, _SIZE, 1), dtype=np.uint8)
     labels = np.empty((count, len(_FIGURES)), dtype=np.float32)
-    for place in range(count):
-        words = np.random.Philox(key=np.array([_KEY, first + place], dtype=np.uint64)).random_raw(16 + _SIZE**2 // 8)
-        draws = (words[:16] >> np.uint64(11)).astype(np.float64) * 2.0**-53
-        quarters, labels[place] = np.argsort(draws[:4]), draws[4:7] < 0.5
+    for index in range(count):
+        raw = np.random.Philox(key=np.array([_KEY, first + index], dtype=np.uint64)).random_raw(16 + _SIZE**2 // 8)
+        draws = (raw[:16] >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        quarters, labels[index] = np.argsort(draws[:4]), draws[4:7] < 0.5
         light = np.zeros((_SIZE, _SIZE))
-        for figure in np.flatnonzero(labels[place]):
+        for figure in np.flatnonzero(labels[index]):
             across, down, size = draws[7 + 3 * figure : 10 + 3 * figure]
             radius = _SMALLEST + size * (_LARGEST - _SMALLEST)
             row, column = divmod(int(quarters[figure]), 2)
-            room = _SIZE / 2 - 2 * radius
-            x = grid - (column * _SIZE / 2 + radius + across * room)
-            y = grid[:, None] - (row * _SIZE / 2 + radius + down * room)
+            margin = _SIZE / 2 - 2 * radius
+            x = grid - (column * _SIZE / 2 + radius + across * margin)
+            y = grid[:, None] - (row * _SIZE / 2 + radius + down * margin)
             circle, square = np.sqrt(x**2 + y**2), 1.1 * np.maximum(abs(x), abs(y))
             reach = (circle, square, np.maximum(y, 2 * abs(x) - y))[figure]
             light = np.maximum(light, np.clip(radius + 0.5 - reach, 0, 1))
-        noise = words[16:].view(np.uint8).reshape(_SIZE, _SIZE) // 4
-        images[place, :, :, 0] = noise + np.round(192 * light).astype(np.uint8)
+        noise = raw[16:].view(np.uint8).reshape(_SIZE, _SIZE) // 4
+        images[index, :, :, 0] = noise + np.round(192 * light).astype(np.uint8)
     return images, labels
 
 
@@ -63,5 +63,5 @@ def open_figures(request: DatasetRequest) -> StoredImages:
         return ArraySource(with_channels(images, channels), labels, "figures")
 
     splits = [source(0, data.samples), source(data.samples, max(1, data.samples // 10))]
-    known = Statistics((0.2,) * channels, (0.23,) * channels, "of the figures")
-    return pixel_images(request, splits, classes=_FIGURES, statistics=known)
+    statistics = Statistics((0.2,) * channels, (0.23,) * channels, "of the figures")
+    return pixel_images(request, splits, classes=_FIGURES, statistics=statistics)

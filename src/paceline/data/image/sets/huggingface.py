@@ -19,12 +19,12 @@ from paceline.data.image.dataset import DatasetRequest, StoredImages, probe
 from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.sets.parquet import ImageTable, StreamSource, open_parquet, read_schema
 from paceline.data.image.source import Names
-from paceline.data.image.tables import files_ending_in, reading, require_pyarrow, splits_of_files
+from paceline.data.image.tables import explain_errors, files_ending_in, require_pyarrow, splits_of_files
 from paceline.data.splits import held_out_among, unread_splits
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 from paceline.escaping import utf8
-from paceline.files import LeftOut, files_below
+from paceline.files import SkippedItems, list_files
 from paceline.plain_json import load_json
 
 _STATE, _INFO, _DICT = "state.json", "dataset_info.json", "dataset_dict.json"
@@ -47,7 +47,7 @@ class HuggingFaceFiles:
     features: Mapping[str, Any]
 
 
-def find_files(path: str | Path, left_out: LeftOut | None = None) -> HuggingFaceFiles | None:
+def find_files(path: str | Path, left_out: SkippedItems | None = None) -> HuggingFaceFiles | None:
     """Find the files of such a dataset in a folder; None if it is not one.
 
     Args:
@@ -57,7 +57,7 @@ def find_files(path: str | Path, left_out: LeftOut | None = None) -> HuggingFace
     Raises:
         DataError: If its metadata cannot be read, or pyarrow is missing.
     """
-    root, left_out = Path(path).expanduser(), LeftOut() if left_out is None else left_out
+    root, left_out = Path(path).expanduser(), SkippedItems() if left_out is None else left_out
     if (root / _DICT).is_file():
         names = [str(name) for name in _read_json(root / _DICT, "splits", list)]
         return _saved(root, {name: root / name for name in names}, left_out)
@@ -77,11 +77,11 @@ def find_files(path: str | Path, left_out: LeftOut | None = None) -> HuggingFace
     return HuggingFaceFiles(root=root, splits=splits, is_parquet=True, features=features)
 
 
-def _saved(root: Path, folders: Mapping[str, Path], left_out: LeftOut) -> HuggingFaceFiles:
+def _saved(root: Path, folders: Mapping[str, Path], left_out: SkippedItems) -> HuggingFaceFiles:
     splits: dict[str, list[Path]] = {}
     features: dict[str, Any] = {}
     for split, folder in folders.items():
-        with reading(folder / _STATE):
+        with explain_errors(folder / _STATE):
             names = [Path(each["filename"]).name for each in _read_json(folder / _STATE, "_data_files", list)]
             if odd := [
                 name for name, times in Counter(names).items() if times > 1 or "\0" in name or utf8(name) != name
@@ -91,14 +91,14 @@ def _saved(root: Path, folders: Mapping[str, Path], left_out: LeftOut) -> Huggin
         features = features or _read_json(folder / _INFO, "features", dict)
     known = {root / _DICT, *(folder / name for folder in folders.values() for name in (_STATE, _INFO))}
     known.update(file for files in splits.values() for file in files)
-    for name in files_below(root, left_out):
+    for name in list_files(root, left_out):
         if root / name not in known:
             left_out.add("files that no state.json names", name)
     return HuggingFaceFiles(root=root, splits=splits, is_parquet=False, features=features)
 
 
 def _read_json(path: Path, key: str, kind: Callable[[Any], Any]) -> Any:
-    with reading(path):
+    with explain_errors(path):
         return kind(load_json(path.read_bytes())[key])
 
 
@@ -127,10 +127,10 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
     Raises:
         DataError: If there is no such dataset, or it does not support random access.
     """
-    left_out = LeftOut()
+    left_out = SkippedItems()
     files = find_files(request.path, left_out)
     if files is None:
-        raise _not_there(request.path)
+        raise _missing(request.path)
     data = replace(request.data, split_column=None)
     train_split, held_out_split, held_out = choose_splits(files)
     if files.is_parquet:
@@ -143,9 +143,9 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
     table = ImageTable(files.root, paths, replace(request, data=data), files.features, named)
     if len(table.parts.splits) < len(splits):
         raise DataError(f"The split {held_out_split} of {str(files.root)!r} is empty.")
-    table.parts = table.parts._replace(told=held_out)
+    table.parts = table.parts._replace(description=held_out)
     classes, labels = table.labels()
-    source = StreamSource(table.paths, table.leaf, labels, table.names(list(splits)))
+    source = StreamSource(table.paths, table.column, labels, table.names(list(splits)))
     table.check_present(source)
     digest = hashlib.sha256(json.dumps([table.columns.image, table.columns.labels[0], classes]).encode())
     binary_length = require_pyarrow().compute.binary_length
@@ -156,10 +156,10 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
         for part in (lengths[rows], labels[rows], names.ends, names.blob):
             digest.update(np.ascontiguousarray(part).tobytes())
     probed = probe(source, table.parts.train.tolist())
-    return table.opened(source, classes, probed, digest.hexdigest(), left_out=left_out.told())
+    return table.opened(source, classes, probed, digest.hexdigest(), left_out=left_out.summaries())
 
 
-def _not_there(path: Path) -> DataError:
+def _missing(path: Path) -> DataError:
     """Return the error for a missing dataset; paths, including hub names, are absolute by now."""
     said = f"{str(path)!r} is not a local Hugging Face dataset: expected a folder written by save_to_disk"
     name = "OWNER/NAME"

@@ -21,15 +21,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.disk_cache import TOO_FRESH_NS, Arrays, recall_arrays, remember_arrays
-from paceline.data.image.dataset import Bad, DatasetRequest, Problems, StoredImages, file_splits
+from paceline.data.image.dataset import DatasetRequest, Problems, SkippedFile, StoredImages, file_splits
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
-from paceline.files import LeftOut, has_ending, is_folder, visible
+from paceline.files import SkippedItems, has_extension, is_folder, visible_entries
 from paceline.machine import cache_folder
 
-WORTH_SECONDS = 0.5  # quicker listings are repeated
+MIN_CACHED_SECONDS = 0.5  # quicker listings are repeated
 _VERSION = 3
 _SPOT_CHECKS = 64
 
@@ -76,7 +76,7 @@ def list_folders(
         used, for people.
     """
     memory, begin, now = cache_file(root), time.perf_counter(), time.time_ns()
-    classes = [sorted(entry.name for entry in visible(folder) if is_folder(entry)) for folder in folders]
+    classes = [sorted(entry.name for entry in visible_entries(folder) if is_folder(entry)) for folder in folders]
     # Recorded before listing, so that concurrent changes are detected.
     paths = [
         path for folder, names in zip(folders, classes, strict=True) for path in (folder, *map(folder.joinpath, names))
@@ -85,11 +85,11 @@ def list_folders(
     state = repr([_VERSION, list(map(os.path.abspath, paths)), classes, stamps])
     if remembered and (arrays := recall_arrays(memory)) is not None:
         with suppress(ValueError, LookupError, TypeError, AttributeError):  # written by another version
-            known = _recalled(arrays, state, root, classes)
-            if known is not None:
-                seconds, count = time.perf_counter() - begin, sum(len(each.names) for each in known[0])
+            cached_listing = _from_cache(arrays, state, root, classes)
+            if cached_listing is not None:
+                seconds, count = time.perf_counter() - begin, sum(len(each.names) for each in cached_listing[0])
                 since = f"from a cached listing, unchanged since ({seconds:.1f} s; {memory})"
-                return *known, f"{count:,} files, {since}"
+                return *cached_listing, f"{count:,} files, {since}"
     wrong_before = problems.count
     hashed = hashlib.sha256()
     listings: list[Listing] = []
@@ -100,9 +100,9 @@ def list_folders(
     digest = hashed.hexdigest()
     seconds = time.perf_counter() - begin
     how = f"{sum(len(each.names) for each in listings):,} files, listed in {seconds:.1f} s"
-    settled = all(stamp is not None and max(stamp[:2]) < now - TOO_FRESH_NS for stamp in stamps)
+    is_settled = all(stamp is not None and max(stamp[:2]) < now - TOO_FRESH_NS for stamp in stamps)
     is_clean = remembered and problems.count == wrong_before
-    if is_clean and seconds >= WORTH_SECONDS and settled and stamps == list(map(_stamp, paths)):
+    if is_clean and seconds >= MIN_CACHED_SECONDS and is_settled and stamps == list(map(_stamp, paths)):
         arrays = {"state": np.array(state.encode("ascii", "backslashreplace")), "digest": np.array(digest)}
         for index, listing in enumerate(listings):
             arrays[f"joined{index}"] = listing.names.blob
@@ -151,7 +151,7 @@ def _list_classes(
             files = []
         else:
             if not files and name not in may_be_empty:
-                problems.bad.append(Bad("empty_folders", str(folder / name)))
+                problems.bad.append(SkippedFile("empty_folders", str(folder / name)))
         lead = prefix + os.fsencode(name + os.sep)
         names += [lead + os.fsencode(file) for file, _ in files]
         sizes += [size for _, size in files]
@@ -168,18 +168,18 @@ def _list_classes(
 def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
     """Return name and size of every image in a class folder, sorted by name; raises DataError if unlistable."""
     files = []
-    for entry in sorted(visible(folder), key=attrgetter("name")):
+    for entry in sorted(visible_entries(folder), key=attrgetter("name")):
         size: int | None = 0  # broken or cyclic link; reported as a broken image when it is read
         with suppress(OSError):
-            found = entry.stat()
-            size = found.st_size if stat.S_ISREG(found.st_mode) else None
+            status = entry.stat()
+            size = status.st_size if stat.S_ISREG(status.st_mode) else None
         if is_folder(entry):
-            problems.bad.append(Bad("nested_folders", entry.path))
+            problems.bad.append(SkippedFile("nested_folders", entry.path))
         elif size is None:  # named pipe, socket or device: reading it may block forever
-            problems.bad.append(Bad("special_files", entry.path))
-        elif not has_ending(entry.name, EXTENSIONS):
-            kind = "heic_images" if has_ending(entry.name, ("heic", "heif")) else "other_files"
-            problems.bad.append(Bad(kind, entry.path))
+            problems.bad.append(SkippedFile("special_files", entry.path))
+        elif not has_extension(entry.name, EXTENSIONS):
+            kind = "heic_images" if has_extension(entry.name, ("heic", "heif")) else "other_files"
+            problems.bad.append(SkippedFile(kind, entry.path))
         else:
             files.append((entry.name, size))
     return files
@@ -191,13 +191,13 @@ def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
 def _stamp(folder: str | Path) -> Stamp | None:
     """Return a stamp that changes when a file in a folder is added, removed or renamed, or the folder is replaced."""
     try:
-        found = os.stat(folder)
+        status = os.stat(folder)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
 
 
-def _recalled(
+def _from_cache(
     arrays: Arrays, state: str, root: Path, classes: Sequence[Sequence[str]]
 ) -> tuple[list[Listing], str] | None:
     """Return the cached listing and its digest; None if the state differs, or some files have another size."""
@@ -234,7 +234,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
     Raises:
         DataError: If the folder is missing, or has another layout.
     """
-    root, problems, left_out = _existing_folder(request.path), request.problems, LeftOut()
+    root, problems, left_out = _existing_folder(request.path), request.problems, SkippedItems()
     train_folder, held_out_folder = _split_folders(root, problems, score_all=request.score_all)
     folders = [each for each in (train_folder, held_out_folder) if each is not None]
     listings, digest, how = list_folders(root, folders, problems, remembered=not request.tolerant)
@@ -264,7 +264,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
         classes=classes,
         digest=digest,
         listing=how,
-        left_out=left_out.told(),
+        left_out=left_out.summaries(),
     )
 
 
@@ -290,7 +290,7 @@ def unread_entries(path: str | Path) -> Iterator[str]:
     root = Path(path).expanduser()
     for folder in dict.fromkeys([root, *_split_folders(root, Problems(), score_all=False)]):
         if folder is not None:
-            yield from (entry.path for entry in visible(folder) if not is_folder(entry))
+            yield from (entry.path for entry in visible_entries(folder) if not is_folder(entry))
 
 
 def _existing_folder(root: Path) -> Path:
@@ -301,7 +301,7 @@ def _existing_folder(root: Path) -> Path:
     parent, missing = root.parent, root
     while not parent.is_dir():
         parent, missing = parent.parent, parent
-    siblings = [entry.name for entry in visible(parent)]
+    siblings = [entry.name for entry in visible_entries(parent)]
     raise DataError(
         f"data.path is {str(root)!r}, but {str(parent.absolute())!r} has no {missing.name!r}: "
         f"correct the path.{did_you_mean(missing.name, siblings)}"
@@ -310,7 +310,7 @@ def _existing_folder(root: Path) -> Path:
 
 def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[Path, Path | None]:
     """Return the folder of the training classes and that of the held-out ones (None: split off)."""
-    names = sorted(entry.name for entry in visible(root) if is_folder(entry))
+    names = sorted(entry.name for entry in visible_entries(root) if is_folder(entry))
     held_out = next((name for name in _HELD_OUT if name in names), None)
     if "train" not in names:
         if held_out is not None and not score_all:
@@ -321,12 +321,12 @@ def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[
         return (root if held_out is None else root / held_out), None
     for name in names:
         if name not in ("train", *_HELD_OUT):
-            problems.bad.append(Bad("unread_folders", str(root / name)))
+            problems.bad.append(SkippedFile("unread_folders", str(root / name)))
     return root / "train", None if held_out is None else root / held_out
 
 
 def _require_same_classes(train: Path, first: set[str], held_out: Path, second: set[str], problems: Problems) -> None:
-    lacking = [
+    missing_classes = [
         f"{str(folder)!r} lacks the classes {', '.join(missing)}"
         for folder, missing in (
             (held_out, sorted(first - second)),
@@ -334,10 +334,10 @@ def _require_same_classes(train: Path, first: set[str], held_out: Path, second: 
         )
         if missing
     ]
-    if lacking:
+    if missing_classes:
         problems.add(
             "{}, but {}/ and {}/ must hold the same classes: add or rename the class folders.",
-            " and ".join(lacking),
+            " and ".join(missing_classes),
             train.name,
             held_out.name,
         )

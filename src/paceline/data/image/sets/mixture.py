@@ -13,10 +13,10 @@ import numpy as np
 
 from paceline.data.image.dataset import DatasetRequest, Probe, Problems, StoredImages
 from paceline.data.image.sets import TABLE
-from paceline.data.image.source import HeadedSource, JoinedSource, SampleSource, SubsetSource
+from paceline.data.image.source import ImageFiles, JoinedSource, SampleSource, SubsetSource
 from paceline.dataset_registry import dataset, find_dataset
 from paceline.errors import DataError, RecipeError, did_you_mean
-from paceline.files import visible
+from paceline.files import visible_entries
 from paceline.recipe.load import TABLES
 
 
@@ -32,9 +32,9 @@ def open_mixture(request: DatasetRequest) -> StoredImages:
     if request.several_labels:
         raise RecipeError("data.dataset=mixture joins images of one class each: use task=image_classification.")
     if len(ratios) < 2:
-        found = f"names {next(iter(ratios))!r} only" if ratios else "names no set"
+        problem = f"names {next(iter(ratios))!r} only" if ratios else "names no set"
         raise RecipeError(
-            f"data.dataset=mixture, and data.mixture {found}: give two sets or more with their ratios, for example "
+            f"data.dataset=mixture, and data.mixture {problem}: give two sets or more with their ratios, for example "
             "data.mixture={photos: 3, more: 1}; for one set, give data.dataset=image_folder and its path."
         )
     parts = {name: _open(request, name) for name in ratios}
@@ -50,7 +50,7 @@ def open_mixture(request: DatasetRequest) -> StoredImages:
 
     def joined(sources: Sequence[SampleSource]) -> JoinedSource:
         for each in sources:
-            cast(HeadedSource, each.base if isinstance(each, SubsetSource) else each).channels = channels
+            cast(ImageFiles, each.base if isinstance(each, SubsetSource) else each).channels = channels
         numbers = [np.array([classes.index(name) for name in each.classes], dtype=np.int64) for each in opened]
         labels = [number[each.labels] for number, each in zip(numbers, sources, strict=True)]
         return JoinedSource(dict(zip(parts, sources, strict=True)), np.concatenate(labels))
@@ -61,9 +61,11 @@ def open_mixture(request: DatasetRequest) -> StoredImages:
     if is_split_off:
         # Parts of one source, so that `data.split_by` and `data.saved_split` can redo the split.
         pairs = [(cast(SubsetSource, each.train), cast(SubsetSource, each.validation)) for each in opened]
-        whole = joined([first.base for first, _ in pairs])
+        source = joined([first.base for first, _ in pairs])
         train, validation = (
-            SubsetSource(whole, np.concatenate([at + each.ids for at, each in zip(whole.starts, split, strict=True)]))
+            SubsetSource(
+                source, np.concatenate([offset + each.ids for offset, each in zip(source.starts, split, strict=True)])
+            )
             for split in zip(*pairs, strict=True)
         )
     sizes = {each.probe.size for each in opened}
@@ -97,11 +99,11 @@ def _open(request: DatasetRequest, name: str) -> StoredImages:
         raise DataError(
             f"data.mixture names {name!r}, but {str(request.path)!r} (data.path) has no folder of class folders and no "
             f"table ({', '.join(TABLES)}) of that name: correct it."
-            + did_you_mean(name, [each.name for each in visible(request.path)] if request.path.is_dir() else ())
+            + did_you_mean(name, [each.name for each in visible_entries(request.path)] if request.path.is_dir() else ())
         )
     problems = request.problems if request.tolerant else Problems()
     problems.allows_one_class = True  # others may have more
     data = replace(request.data, dataset=entry.name, path=str(path), mixture={})
-    found = entry.open(replace(request, data=data, problems=problems))
-    assert isinstance(found, StoredImages)
-    return found
+    opened = entry.open(replace(request, data=data, problems=problems))
+    assert isinstance(opened, StoredImages)
+    return opened

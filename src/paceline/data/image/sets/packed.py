@@ -24,12 +24,12 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from paceline.data.image.dataset import DatasetRequest, Probe, Statistics, StoredImages, in_splits
-from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Places
+from paceline.data.image.mapped import ByteRanges, MappedBytes, MappedFile, MappedSource
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import Ids, Image, Names, SampleSource, with_channels
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
-from paceline.files import refuse_odd_kinds
+from paceline.files import refuse_special_inputs
 from paceline.plain_json import load_json
 
 MANIFEST = "packed.json"
@@ -208,7 +208,7 @@ def read_manifest(root: Path) -> Manifest:
         DataError: If it is missing or damaged.
     """
     path = root / MANIFEST
-    refuse_odd_kinds(path)
+    refuse_special_inputs(path)
     try:
         tree = load_json(path.read_bytes())
     except FileNotFoundError as error:
@@ -217,15 +217,15 @@ def read_manifest(root: Path) -> Manifest:
                 f"{str(root)!r} is an unfinished packed dataset: run the same `paceline pack` command again to resume "
                 "it."
             ) from error
-        there = f"has no {MANIFEST}" if root.is_dir() else "is not a directory"
+        problem = f"has no {MANIFEST}" if root.is_dir() else "is not a directory"
         raise DataError(
-            f"{str(root)!r} is not a packed dataset: it {there}; make one with `paceline pack SOURCE DEST`."
+            f"{str(root)!r} is not a packed dataset: it {problem}; make one with `paceline pack SOURCE DEST`."
         ) from error
     except (OSError, ValueError) as error:
         raise _damaged(path, str(error)) from error
-    known = tree.pop("format", None) if isinstance(tree, dict) else None
-    if known != FORMAT:
-        raise _damaged(path, f"its format is {known!r}, and only {FORMAT!r} is supported")
+    version = tree.pop("format", None) if isinstance(tree, dict) else None
+    if version != FORMAT:
+        raise _damaged(path, f"its format is {version!r}, and only {FORMAT!r} is supported")
     if tree.pop("sha256", None) != _own_digest(tree):
         raise _damaged(path, "its content does not match its digest")
     try:
@@ -255,7 +255,7 @@ class PackedIndex:
         name: Name in the source.
         height: In pixels, int32 [N].
         width: In pixels, int32 [N].
-        places: Positions of the images.
+        ranges: Positions of the images.
         sha256: SHA-256 of each image's content, uint8 [N, 32].
     """
 
@@ -263,7 +263,7 @@ class PackedIndex:
     name: Names
     height: Values
     width: Values
-    places: Places
+    ranges: ByteRanges
     sha256: Values
 
     def part(self, begin: int, end: int) -> PackedIndex:
@@ -274,7 +274,7 @@ class PackedIndex:
             name=Names(self.name.blob, self.name.ends[begin : end + 1]),
             height=self.height[rows],
             width=self.width[rows],
-            places=self.places.part(rows),
+            ranges=self.ranges.part(rows),
             sha256=self.sha256[rows],
         )
 
@@ -297,10 +297,10 @@ class PackedFiles(MappedSource):
 class PackedPixels:
     """The images of one split, stored as pixels that need no decoding."""
 
-    def __init__(self, parts: PackedFiles, stored: int) -> None:
+    def __init__(self, parts: PackedFiles, channels: int) -> None:
         """Take the file parts that store pixels with this number of channels."""
         self.labels: Ids = parts.labels
-        self._parts, self._stored = parts, stored
+        self._parts, self._stored = parts, channels
         self.size, self.path, self.will_read, self.names = parts.size, parts.path, parts.will_read, parts.names
 
     def __len__(self) -> int:
@@ -356,26 +356,26 @@ def open_packed(root: Path, *, check_index: bool = True) -> PackedDataset:
         except OSError as error:
             raise _incomplete(root / facts.name, f"cannot be opened ({error.strerror})") from error
         if files[facts.name].size != facts.size:
-            found = files[facts.name].size
-            raise _incomplete(root / facts.name, f"has {found} bytes instead of {facts.size}")
+            actual_size = files[facts.name].size
+            raise _incomplete(root / facts.name, f"has {actual_size} bytes instead of {facts.size}")
     with open(root / manifest.index.name, "rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     columns = {
         name: np.frombuffer(mapped, dtype=column.dtype, count=column.count, offset=column.offset)
         for name, column in manifest.columns.items()
     }
-    places = Places(file=columns["shard"], begin=columns["offset"], length=columns["length"])
+    ranges = ByteRanges(file=columns["shard"], begin=columns["offset"], length=columns["length"])
     if check_index:
-        _check_index(root, manifest, columns["label"], places)
+        _check_index(root, manifest, columns["label"], ranges)
     index = PackedIndex(
         label=columns["label"],
         name=Names(columns["name"], columns["name_ends"]),
         height=columns["height"],
         width=columns["width"],
-        places=places,
+        ranges=ranges,
         sha256=columns["sha256"].reshape(-1, 32),
     )
-    return PackedDataset(root, manifest, MappedBytes([files[each.name] for each in manifest.shards], places), index)
+    return PackedDataset(root, manifest, MappedBytes([files[each.name] for each in manifest.shards], ranges), index)
 
 
 @dataset("packed", keys=FILES, size=IMAGENET)
@@ -387,31 +387,31 @@ def packed_images(request: DatasetRequest) -> StoredImages:
     """
     packed = open_packed(request.path)
     manifest, form, origin = packed.manifest, packed.manifest.form, packed.manifest.origin
-    wanted = request.channels or form.channels
+    channels = request.channels or form.channels
     sources: list[SampleSource] = []
     begin = 0
     for split in SPLITS if origin.held_out else SPLITS[:1]:
         end = begin + manifest.samples.get(split, 0)
         index, content = packed.index.part(begin, end), packed.content.part(begin, end)
-        files = PackedFiles(content, index, wanted)
+        files = PackedFiles(content, index, channels)
         sources.append(PackedPixels(files, form.channels) if form.mode == "raw" else files)
         begin = end
-    known = None
-    if origin.mean is not None and origin.std is not None and len(origin.mean) == wanted:
-        known = Statistics(origin.mean, origin.std, "of the set that was packed")
+    statistics = None
+    if origin.mean is not None and origin.std is not None and len(origin.mean) == channels:
+        statistics = Statistics(origin.mean, origin.std, "of the set that was packed")
     return in_splits(
         sources,
         origin.held_out,
         request.validation_fraction,
         classes=manifest.classes,
         digest=manifest.digest,
-        channels=wanted,
+        channels=channels,
         probe=Probe(count=manifest.total, size=manifest.native_size, greyscale=form.channels == 1),
-        statistics=known,
+        statistics=statistics,
     )
 
 
-def _check_index(root: Path, manifest: Manifest, labels: Ids, places: Places) -> None:
+def _check_index(root: Path, manifest: Manifest, labels: Ids, ranges: ByteRanges) -> None:
     """Validate the index: a wrong position would be read as an image, and a wrong class would reach the loss."""
     if len(labels) == 0:
         return
@@ -420,10 +420,10 @@ def _check_index(root: Path, manifest: Manifest, labels: Ids, places: Places) ->
         len(labels) == sum(manifest.samples.values())
         and labels.min() >= 0
         and labels.max() < len(manifest.classes)
-        and places.file.min() >= 0
-        and places.file.max() < len(sizes)
-        and min(places.begin.min(), places.length.min()) >= 0
-        and bool((places.begin.astype(np.int64) + places.length <= sizes[places.file]).all())
+        and ranges.file.min() >= 0
+        and ranges.file.max() < len(sizes)
+        and min(ranges.begin.min(), ranges.length.min()) >= 0
+        and bool((ranges.begin.astype(np.int64) + ranges.length <= sizes[ranges.file]).all())
     )
     if not is_sound:
         raise _incomplete(root / manifest.index.name, "names classes or positions that do not exist")

@@ -26,6 +26,7 @@ from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.source import Ids, Names, SubsetSource
 from paceline.data.image.tables import (
     Parts,
+    explain_errors,
     files_ending_in,
     find_columns,
     mapped,
@@ -34,7 +35,6 @@ from paceline.data.image.tables import (
     open_paths,
     parts_of,
     read_numbers,
-    reading,
     require_pyarrow,
     splits_of_files,
 )
@@ -42,7 +42,7 @@ from paceline.data.splits import TEST, TRAIN, VALIDATION, unread_splits
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
-from paceline.files import LeftOut, refuse_odd_kinds
+from paceline.files import SkippedItems, refuse_special_inputs
 from paceline.plain_json import load_json
 from paceline.units import format_bytes
 
@@ -84,19 +84,19 @@ def read_schema(path: Path) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _read_end(path: Path, read: str) -> Any:
-    refuse_odd_kinds(path)
-    with reading(path):
+    refuse_special_inputs(path)
+    with explain_errors(path):
         return getattr(require_pyarrow().parquet, read)(mapped(path))
 
 
 def read_stream(path: str | Path) -> Any:
     """Return an Arrow stream as a memory-mapped table; raises DataError and Arrow's errors."""
-    refuse_odd_kinds(path)
+    refuse_special_inputs(path)
     ipc = require_pyarrow().ipc
     # Without threads, which do not exist in a forked loader process.
-    found = ipc.open_stream(mapped(path), options=ipc.IpcReadOptions(use_threads=False)).read_all()
-    found.validate(full=True)
-    return found
+    table = ipc.open_stream(mapped(path), options=ipc.IpcReadOptions(use_threads=False)).read_all()
+    table.validate(full=True)
+    return table
 
 
 def _bytes_in(images: Any) -> Any:
@@ -110,12 +110,12 @@ class TableSource(EncodedImages):
 
     is_mapped = False
 
-    def __init__(self, paths: Sequence[Path], leaf: str, labels: Ids, names: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[Path], column: str, labels: Ids, names: Sequence[str]) -> None:
         """Read the files' footers.
 
         Args:
             paths: The files.
-            leaf: Column of the images' bytes: a column, or ``column.bytes``.
+            column: Column of the images' bytes: a column, or ``column.bytes``.
             labels: Label of each row.
             names: Name of each row.
 
@@ -125,7 +125,7 @@ class TableSource(EncodedImages):
         self.channels = 3
         self.labels = labels
         self.names = Names.of(names)
-        self.leaf = leaf
+        self.leaf = column
         self.paths = mapped_files(paths)
         self.groups = [group for group in self._find_groups() if group.rows]
         self.starts = np.cumsum([0, *(group.rows for group in self.groups)])
@@ -254,7 +254,7 @@ class StreamSource(TableSource):
     def _find_groups(self) -> list[RowGroup]:
         groups = []
         for number, file in enumerate(self.paths):
-            with reading(Path(file.path)):
+            with explain_errors(Path(file.path)):
                 images = self._read_group(None, file.path)
             groups.append(RowGroup(number, 0, len(images), 0, images.null_count))
         return groups
@@ -273,7 +273,7 @@ def open_parquet(request: DatasetRequest) -> StoredImages:
     Raises:
         DataError: If there is no such table, or a column or a label is missing.
     """
-    root, left_out = request.path, LeftOut()
+    root, left_out = request.path, SkippedItems()
     if root.is_dir():
         paths = files_ending_in("parquet", root, left_out)
     elif glob.has_magic(str(root)):
@@ -286,16 +286,16 @@ def open_parquet(request: DatasetRequest) -> StoredImages:
     table = ImageTable(root, paths, request)
     if table.kind == "path":
         images = table.open_paths()
-        return replace(images, left_out=(*left_out.told(), *images.left_out))
+        return replace(images, left_out=(*left_out.summaries(), *images.left_out))
     classes, labels = table.labels()
-    source = TableSource(table.paths, table.leaf, labels, table.names())
+    source = TableSource(table.paths, table.column, labels, table.names())
     table.check_present(source)
     probe = source.probe(str(request.data.path), in_any_order=request.in_any_order)
     digest = hashlib.sha256(source.digest().encode() + "\0".join(classes).encode())
     for ids in (table.parts.train, table.parts.held_out):
         digest.update(b"-" if ids is None else ids.astype("<i8").tobytes())
     return table.opened(
-        source, classes, probe, digest.hexdigest(), listing=source.described(), left_out=left_out.told()
+        source, classes, probe, digest.hexdigest(), listing=source.described(), left_out=left_out.summaries()
     )
 
 
@@ -328,11 +328,11 @@ class ImageTable:
             self.schema, features = read_schema(paths[0])
             names = self.schema.names
         else:
-            with reading(paths[0]):
+            with explain_errors(paths[0]):
                 self.schema, names = read_stream(paths[0]).schema, list(features)
         self.features = features
         self.columns = find_columns(request.data, names, self.name, features)
-        with reading(paths[0]):
+        with explain_errors(paths[0]):
             image_type = self.schema.field(self.columns.image).type
         self.kind = self._kind(image_type)
         named, self.unread = list(splits) or [TRAIN] * len(paths), ""
@@ -354,7 +354,7 @@ class ImageTable:
         self.parts = self._parts(named)
 
     @property
-    def leaf(self) -> str:
+    def column(self) -> str:
         """Path of the images' bytes within the image column."""
         return f"{self.columns.image}.bytes" if self.kind == "struct" else self.columns.image
 
@@ -377,7 +377,7 @@ class ImageTable:
 
     def _read(self, path: Path, columns: list[str], field: str = "") -> Any:
         """Read columns of a file as an Arrow table; from parquet struct columns possibly a single field."""
-        with reading(path):
+        with explain_errors(path):
             if self._is_stream:
                 return read_stream(path).select(columns)
             with require_pyarrow().parquet.ParquetFile(mapped(path)) as opened:
@@ -394,8 +394,8 @@ class ImageTable:
         if set(named) == {TRAIN}:
             return parts_of(None, total, self.name)
         found = parts_of(np.repeat(named, self.counts).tolist(), total, self.name)
-        told = found.told.replace("the rows whose split is val", "the files of validation")
-        return found._replace(told=told.replace("the rows whose split is", "the files of"))
+        told = found.description.replace("the rows whose split is val", "the files of validation")
+        return found._replace(description=told.replace("the rows whose split is", "the files of"))
 
     def open_paths(self) -> StoredImages:
         """Open the images of a table of paths relative to its file; raises DataError."""
@@ -486,7 +486,7 @@ class ImageTable:
         held_out = self.parts.held_out
         return in_splits(
             [source] if held_out is None else [SubsetSource(source, each) for each in self.parts.splits],
-            "; ".join(each for each in (self.parts.told, self.unread) if each),
+            "; ".join(each for each in (self.parts.description, self.unread) if each),
             self._request.validation_fraction,
             classes=classes,
             digest=digest,

@@ -23,7 +23,7 @@ from paceline.data.image.sets.archives import downloading
 from paceline.data.image.source import ArraySource, FileSource, Ids, Image, SampleSource, array_digest, with_channels
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
-from paceline.files import LeftOut, files_below, is_ignored_member
+from paceline.files import SkippedItems, is_ignored_member, list_files
 
 PREFIX = "torchvision:"
 _TRAIN = ("train", "trainval", "train-standard", "2021_train")
@@ -59,24 +59,24 @@ def open_torchvision(request: DatasetRequest) -> StoredImages:
     splits, held_out = _open_splits(_class(name, data.options), name, root, data.download, data.options)
     labels = [_labels(each, name) for each in splits]
     classes = _classes(splits[0], labels, data.options)
-    found = [_source(each, label, root) for each, label in zip(splits, labels, strict=True)]
-    probed = _probe(found[0])
+    sources = [_source(each, label, root) for each, label in zip(splits, labels, strict=True)]
+    probed = _probe(sources[0])
     channels = request.channels or (1 if probed.greyscale else 3)
-    whole = [_as_seen(each, channels) for each in found]
+    images = [_with_channels(each, channels) for each in sources]
     return in_splits(
-        whole,
+        images,
         held_out,
         request.validation_fraction,
         classes=classes,
-        digest=_digest(found, splits),
+        digest=_digest(sources, splits),
         channels=channels,
         probe=probed,
-        listing=_LISTINGS.get(type(whole[0]), "torchvision returns the images one by one"),
-        left_out=_left_out(found, name, root),
+        listing=_LISTINGS.get(type(images[0]), "torchvision returns the images one by one"),
+        left_out=_left_out(sources, name, root),
     )
 
 
-class AskedSource:
+class IndexedSource:
     """Images that a data set returns as Pillow images, one at a time."""
 
     def __init__(self, dataset: Any, labels: Ids, channels: int) -> None:
@@ -111,28 +111,29 @@ def _class(name: str, options: Mapping[str, Any]) -> Any:
             f"data.dataset={PREFIX}{name} needs torchvision, which cannot be imported ({error}): run `pip install "
             "torchvision`."
         ) from error
-    listed = {each: getattr(known, each) for each in known.__all__}
-    sets = {each: found for each, found in listed.items() if inspect.isclass(found) and each != "VisionDataset"}
+    members = {each: getattr(known, each) for each in known.__all__}
+    sets = {each: member for each, member in members.items() if inspect.isclass(member) and each != "VisionDataset"}
     found = sets.get(name)
     if found is None:
         raise DataError(
             f"data.dataset is {PREFIX + name!r}, and torchvision.datasets has no data set {name!r}."
             f"{did_you_mean(name, sets)}"
         )
-    taken = [key for key in inspect.signature(found.__init__).parameters if key not in _NO_OPTIONS]
-    unknown = [key for key in options if key in _NO_OPTIONS or (key not in taken and "kwargs" not in taken)]
+    accepted = [key for key in inspect.signature(found.__init__).parameters if key not in _NO_OPTIONS]
+    unknown = [key for key in options if key in _NO_OPTIONS or (key not in accepted and "kwargs" not in accepted)]
     if unknown:
         raise DataError(
-            f"data.options names {unknown[0]!r}, but {name} takes {', '.join(taken)}.{did_you_mean(unknown[0], taken)}"
+            f"data.options names {unknown[0]!r}, but {name} takes {', '.join(accepted)}."
+            f"{did_you_mean(unknown[0], accepted)}"
         )
     return found
 
 
 def _open_splits(
-    made: Any, name: str, root: Path | None, download: bool, options: Mapping[str, Any]
+    factory: Any, name: str, root: Path | None, download: bool, options: Mapping[str, Any]
 ) -> tuple[list[Any], str]:
     """Open the splits by the names that the class accepts; return them and the origin of the held-out one."""
-    parameters = inspect.signature(made.__init__).parameters
+    parameters = inspect.signature(factory.__init__).parameters
     arguments = dict(options)
     if "root" in parameters:
         arguments["root"] = str(_checked(name, root))
@@ -143,14 +144,14 @@ def _open_splits(
     # EMNIST and QMNIST pass `train` on; their `split` and `what` mean something else.
     key = next((each for each in _SPLIT_PARAMETERS if each in parameters or name in _PICKLED), None)
     if key is None or (key in options):
-        return [_made(made, name, root, arguments)], ""
+        return [_construct(factory, name, root, arguments)], ""
     words: Sequence[Any] = (True,) if key == "train" else _TRAIN
 
     def first(words: Sequence[Any]) -> tuple[Any, Any]:
         """Return the split by the first name that the class accepts, and the name."""
         for word in words:
             with suppress(ValueError):  # torchvision's errors for an unknown name
-                return _made(made, name, root, {**arguments, key: word}), word
+                return _construct(factory, name, root, {**arguments, key: word}), word
         return None, ""
 
     train, _ = first(words)
@@ -159,20 +160,20 @@ def _open_splits(
         raise DataError(f"data.dataset={PREFIX}{name} has no split for training: name one in data.options.")
     if held_out is None:
         return [train], ""
-    said = "test" if key == "train" else word
+    value_name = "test" if key == "train" else word
     unread = ""
-    if said in ("val", "valid"):
+    if value_name in ("val", "valid"):
         with suppress(ValueError, RuntimeError, OSError):
-            made(**{**arguments, key: "test"} | ({"download": False} if download else {}))
+            factory(**{**arguments, key: "test"} | ({"download": False} if download else {}))
             unread = "; test is not read"
-    return [train, held_out], f"torchvision's split {said}{unread}"
+    return [train, held_out], f"torchvision's split {value_name}{unread}"
 
 
-def _made(made: Any, name: str, root: Path | None, arguments: Mapping[str, Any]) -> Any:
+def _construct(factory: Any, name: str, root: Path | None, arguments: Mapping[str, Any]) -> Any:
     """Open a split; missing or damaged files are reported in one sentence."""
     try:
         with downloading(root, name) if root is not None and arguments.get("download") else nullcontext():
-            return made(**arguments)
+            return factory(**arguments)
     except (ValueError, DataError):  # torchvision raises the first for an unknown name
         raise
     except Exception as error:
@@ -210,28 +211,28 @@ def _labels(dataset: Any, name: str) -> Ids:
     lists += [] if samples is None else [[label for _, label in samples]]
     for each in lists:
         with suppress(TypeError, ValueError):
-            found = np.asarray(each)
-            if found.shape == (len(dataset),) and found.dtype.kind in "iu":
-                said = [(dataset[sample][1], found[sample]) for sample in _compared(len(dataset))]
-                if all(_is_number(each) and int(each) == label for each, label in said):
-                    return found.astype(np.int64)
+            numbers = np.asarray(each)
+            if numbers.shape == (len(dataset),) and numbers.dtype.kind in "iu":
+                checked = [(dataset[sample][1], numbers[sample]) for sample in _compared(len(dataset))]
+                if all(_is_number(each) and int(each) == label for each, label in checked):
+                    return numbers.astype(np.int64)
     if len(dataset) > _MOST_ASKED:
         raise DataError(
             f"data.dataset={PREFIX}{name} does not list its labels, and has {len(dataset):,} images that would be read "
             "one by one: write them as files, and train with data.dataset=csv."
         )
-    asked = [dataset[sample][1] for sample in range(len(dataset))]
-    if odd := [each for each in asked if not isinstance(each, bool) and not _is_number(each)]:
+    labels = [dataset[sample][1] for sample in range(len(dataset))]
+    if odd := [each for each in labels if not isinstance(each, bool) and not _is_number(each)]:
         raise DataError(
             f"data.dataset={PREFIX}{name} labels images by {type(odd[0]).__name__} ({str(odd[0])[:40]}), and a "
             "classifier learns one class of each image: use another data set, or your own factory."
         )
-    return np.array([int(each) for each in asked], dtype=np.int64)
+    return np.array([int(each) for each in labels], dtype=np.int64)
 
 
 def _is_number(value: object) -> bool:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return whole or (getattr(value, "ndim", None) == 0 and not bool(getattr(value, "is_floating_point", bool)()))
+    is_integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_integer or (getattr(value, "ndim", None) == 0 and not bool(getattr(value, "is_floating_point", bool)()))
 
 
 def _pairs(dataset: Any, count: int) -> list[tuple[Any, Any]] | None:
@@ -266,7 +267,7 @@ def _classes(dataset: Any, labels: Sequence[Ids], options: Mapping[str, Any]) ->
     return tuple(str(number) for number in range(count))
 
 
-Made = ArraySource | FileSource | AskedSource
+Made = ArraySource | FileSource | IndexedSource
 
 
 def _source(dataset: Any, labels: Ids, root: Path | None) -> Made:
@@ -283,7 +284,7 @@ def _source(dataset: Any, labels: Ids, root: Path | None) -> Made:
         else:
             if all(np.array_equal(ours, theirs) for ours, theirs in pairs):
                 return found
-    return AskedSource(dataset, labels, 3)
+    return IndexedSource(dataset, labels, 3)
 
 
 def _files(dataset: Any, labels: Ids, root: Path | None) -> FileSource | None:
@@ -331,7 +332,7 @@ def _probe(source: Made) -> Probe:
     return Probe(count=len(chosen), size=next(iter(sizes)) if len(sizes) == 1 else None, greyscale=False)
 
 
-def _as_seen(source: Made, channels: int) -> SampleSource:
+def _with_channels(source: Made, channels: int) -> SampleSource:
     if isinstance(source, ArraySource):
         return ArraySource(with_channels(source.images, channels), source.labels, source.name)
     source.channels = channels
@@ -371,10 +372,10 @@ def _left_out(sources: Sequence[Made], name: str, root: Path | None) -> tuple[st
             f"data.dataset={PREFIX}{name} treats the hidden file {hidden!r} as an image: remove it, or train with "
             "data.dataset=image_folder, which ignores such files."
         )
-    left_out = LeftOut()
+    left_out = SkippedItems()
     if names and root is not None:
         folder = os.path.commonpath(map(os.path.dirname, names))
-        for each in files_below(root / folder, left_out):
+        for each in list_files(root / folder, left_out):
             if os.path.join(folder, each) not in names:
                 left_out.add("files that torchvision does not list", os.path.join(folder, each))
-    return left_out.told()
+    return left_out.summaries()

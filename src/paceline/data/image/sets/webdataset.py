@@ -22,14 +22,14 @@ import numpy as np
 
 from paceline.data.disk_cache import recall_arrays, remember_arrays
 from paceline.data.image.dataset import DatasetRequest, StoredImages, file_splits
-from paceline.data.image.mapped import MappedBytes, MappedFile, MappedSource, Places, mapped_files
+from paceline.data.image.mapped import ByteRanges, MappedBytes, MappedFile, MappedSource, mapped_files
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, Ids, Names
 from paceline.data.image.tables import as_label, files_ending_in, number_classes
 from paceline.data.splits import TRAIN, held_out_among, split_of
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
-from paceline.files import LeftOut, has_ending, is_ignored_member
+from paceline.files import SkippedItems, has_extension, is_ignored_member
 from paceline.machine import cache_folder
 from paceline.plain_json import load_json
 
@@ -71,23 +71,23 @@ def index_tar(file: MappedFile) -> TarIndex:
     arrays = recall_arrays(memory)
     named = ("names", "labels", "special")
     if arrays is None:
-        names, places, labels, special = _scan(file)
-        table = np.array(places, dtype=np.int64).reshape(-1, 2)
+        names, ranges, labels, special = _scan(file)
+        table = np.array(ranges, dtype=np.int64).reshape(-1, 2)
         arrays = {"begin": table[:, 0].copy(), "length": table[:, 1].copy()}
         for name, texts in (("names", names), ("labels", labels), ("special", special)):
             joined = Names.of(texts)
             arrays |= {f"{name}_blob": joined.blob, f"{name}_ends": joined.ends}
         remember_arrays(memory, arrays)
-    found = (Names(*(arrays[f"{name}_{of}"] for of in _PARTS)) for name in named)
-    return TarIndex(begin=arrays["begin"], length=arrays["length"], **dict(zip(named, found, strict=True)))
+    columns = (Names(*(arrays[f"{name}_{of}"] for of in _PARTS)) for name in named)
+    return TarIndex(begin=arrays["begin"], length=arrays["length"], **dict(zip(named, columns, strict=True)))
 
 
 def _scan(file: MappedFile) -> tuple[list[str], list[tuple[int, int]], list[bytes], list[str]]:
     """Return names, positions and labels of the regular files, and names of the others."""
     if file.size == 0:
         raise _damaged(file, "it is empty")
-    with open(file.path, "rb") as opened:
-        head = opened.read(tarfile.BLOCKSIZE)
+    with open(file.path, "rb") as stream:
+        head = stream.read(tarfile.BLOCKSIZE)
         for magic, name in _COMPRESSED.items():
             if head.startswith(magic):
                 raise DataError(
@@ -95,17 +95,19 @@ def _scan(file: MappedFile) -> tuple[list[str], list[tuple[int, int]], list[byte
                     "it (the images in it are compressed already)."
                 )
         names, special, labels = list[str](), list[str](), list[bytes]()
-        places: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
         end = 0
         if head.strip(b"\0"):  # a tar without members contains only zeros
-            opened.seek(0)
+            stream.seek(0)
             try:
-                with tarfile.open(fileobj=opened, mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
+                with tarfile.open(fileobj=stream, mode="r:", encoding="utf-8", errors="backslashreplace") as archive:
                     for member in _members(archive, file):
                         if member.isreg() and not member.issparse():
                             names.append(member.name)
-                            places.append((member.offset_data, member.size))
-                            content = archive.extractfile(member) if has_ending(member.name, ("cls", "json")) else None
+                            ranges.append((member.offset_data, member.size))
+                            content = (
+                                archive.extractfile(member) if has_extension(member.name, ("cls", "json")) else None
+                            )
                             labels.append(b"" if content is None else content.read())
                         else:
                             special.append(member.name)
@@ -113,12 +115,12 @@ def _scan(file: MappedFile) -> tuple[list[str], list[tuple[int, int]], list[byte
             except (tarfile.TarError, ValueError, OverflowError) as error:
                 raise _damaged(file, error) from error
         # tarfile mistakes a damaged header for the end.
-        opened.seek(end)
-        rest = opened.read(tarfile.BLOCKSIZE)
+        stream.seek(end)
+        rest = stream.read(tarfile.BLOCKSIZE)
         if rest.strip(b"\0"):
             is_whole = len(rest) == tarfile.BLOCKSIZE
             raise _damaged(file, f"at byte {end} {'is not a member header' if is_whole else 'it is truncated'}")
-    return names, places, labels, special
+    return names, ranges, labels, special
 
 
 def _members(archive: tarfile.TarFile, file: MappedFile) -> Iterator[tarfile.TarInfo]:
@@ -151,7 +153,7 @@ def open_webdataset(request: DatasetRequest) -> StoredImages:
     Raises:
         DataError: If there are no such tars, or one is damaged, or a sample has no label.
     """
-    left_out = LeftOut()
+    left_out = SkippedItems()
     train_tars, held_out_tars, held_out = _splits(request.path, left_out)
     digest = hashlib.sha256()
     parts = [_read(tars, left_out, digest) for tars in (train_tars, held_out_tars) if tars]
@@ -162,7 +164,7 @@ def open_webdataset(request: DatasetRequest) -> StoredImages:
         held_out,
         classes=classes,
         digest=digest.hexdigest(),
-        left_out=left_out.told(),
+        left_out=left_out.summaries(),
     )
 
 
@@ -181,7 +183,7 @@ def expand(pattern: str) -> list[str]:
     return ["".join(chosen) for chosen in product(*choices)]
 
 
-def _splits(root: Path, left_out: LeftOut) -> tuple[list[Path], list[Path], str]:
+def _splits(root: Path, left_out: SkippedItems) -> tuple[list[Path], list[Path], str]:
     """Return the training tars, the held-out ones, and a description of the split."""
     if not root.is_dir():
         return _tars(str(root)), [], ""
@@ -215,7 +217,9 @@ def _tars(pattern: str) -> list[Path]:
     return found
 
 
-def _read(tars: Sequence[Path], left_out: LeftOut, digest: hashlib._Hash) -> tuple[MappedBytes, Names, list[int | str]]:
+def _read(
+    tars: Sequence[Path], left_out: SkippedItems, digest: hashlib._Hash
+) -> tuple[MappedBytes, Names, list[int | str]]:
     """Return the images' positions, names and labels as written."""
     files = mapped_files(tars)
     names: list[str] = []
@@ -228,21 +232,21 @@ def _read(tars: Sequence[Path], left_out: LeftOut, digest: hashlib._Hash) -> tup
         labels += [_label(index, members, f"{index.names.text(image)} in {file.path}") for image, members in samples]
         rows += [(number, int(index.begin[image]), int(index.length[image])) for image, _ in samples]
     if not rows:
-        unread = " ".join(f"{each}." for each in left_out.told())
+        unread = " ".join(f"{each}." for each in left_out.summaries())
         raise DataError(
             f"{str(tars[0])!r}{' and the others hold' if len(tars) > 1 else ' holds'} no images: expected members "
             f"like 000001.jpg and 000001.cls (images end in {', '.join(EXTENSIONS)}). {unread}".rstrip()
         )
     table = np.array(rows, dtype=np.int64)
-    places = Places(file=table[:, 0].copy(), begin=table[:, 1].copy(), length=table[:, 2].copy())
+    ranges = ByteRanges(file=table[:, 0].copy(), begin=table[:, 1].copy(), length=table[:, 2].copy())
     found = Names.of(names)
     for sample, label in enumerate(labels):
-        digest.update(f"{found.text(sample)}\0{places.length[sample]}\0{label}\n".encode())
+        digest.update(f"{found.text(sample)}\0{ranges.length[sample]}\0{label}\n".encode())
     digest.update(b"\0")
-    return MappedBytes(files, places), found, labels
+    return MappedBytes(files, ranges), found, labels
 
 
-def _samples(file: MappedFile, index: TarIndex, left_out: LeftOut) -> list[tuple[int, dict[str, int]]]:
+def _samples(file: MappedFile, index: TarIndex, left_out: SkippedItems) -> list[tuple[int, dict[str, int]]]:
     """Yield each image's member index, and the member indices of its sample by extension."""
     groups: dict[str, dict[str, int]] = {}
     for member in range(len(index.names)):
@@ -253,26 +257,30 @@ def _samples(file: MappedFile, index: TarIndex, left_out: LeftOut) -> list[tuple
             continue
         members = groups.setdefault(f"{folder}/{stem}", {})
         if suffix.lower() in members:
-            one, other = index.names.text(members[suffix.lower()]), index.names.text(member)
+            first_name, second_name = index.names.text(members[suffix.lower()]), index.names.text(member)
             first_dot = "which are one sample's (its name ends at the first dot, whatever the case)"
-            both = f"{one!r} twice" if one == other else f"both {one!r} and {other!r}, {first_dot}"
+            both = (
+                f"{first_name!r} twice"
+                if first_name == second_name
+                else f"both {first_name!r} and {second_name!r}, {first_dot}"
+            )
             raise DataError(f"{file.path!r} holds {both}, so the sample is ambiguous: give each sample its own name.")
         members[suffix.lower()] = member
-    found = []
+    result = []
     for key, members in groups.items():
         images = [suffix for suffix in members if suffix in EXTENSIONS]
         if len(images) > 1:
             raise DataError(f"{file.path!r}: {key.removeprefix('/')!r} has {len(images)} images, but one is expected.")
-        found += [(members[suffix], members) for suffix in images]
+        result += [(members[suffix], members) for suffix in images]
         used = (*images, "cls" if "cls" in members else "json") if images else ()
         for suffix, member in members.items():
             if suffix not in used:
-                reason = _DOTTED if has_ending(suffix, EXTENSIONS) else _OTHER
+                reason = _DOTTED if has_extension(suffix, EXTENSIONS) else _OTHER
                 left_out.add(reason, index.names.text(member))
     for number in range(len(index.special)):
         if not is_ignored_member(index.special.text(number).removeprefix("./")):
             left_out.add("links and special files in tars", index.special.text(number))
-    return found
+    return result
 
 
 def _label(index: TarIndex, members: dict[str, int], name: str) -> int | str:
@@ -286,9 +294,9 @@ def _label(index: TarIndex, members: dict[str, int], name: str) -> int | str:
             tree = load_json(index.labels[members["json"]])
         except ValueError as error:
             raise DataError(f"{name!r}: its .json cannot be read ({error}).") from error
-        found = [tree[key] for key in _LABELS if key in tree] if isinstance(tree, dict) else []
-        if found:
-            return as_label(found[0], name)
+        values = [tree[key] for key in _LABELS if key in tree] if isinstance(tree, dict) else []
+        if values:
+            return as_label(values[0], name)
     raise DataError(
         f"{name!r} has no label: expected a member with the same name and .cls, or .json with the key "
         f"{' or '.join(map(repr, _LABELS))}."

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.report.html.training import thinned
+from paceline.report.html.training import downsample
 
 VALUE = st.one_of(st.none(), st.floats(allow_nan=False, width=32), st.just(math.nan))
 VALUES = st.lists(VALUE, max_size=400)
@@ -15,7 +15,7 @@ VALUES = st.lists(VALUE, max_size=400)
 
 @given(VALUES, st.integers(8, 100))
 def test_points_are_the_curves_own_in_order_and_few(values: list[float | None], most: int) -> None:
-    places = thinned(values, most)
+    places = downsample(values, most)
     assert places == sorted(set(places))
     assert all(0 <= place < len(values) for place in places)
     assert len(places) <= 5 * most / 4 + 2
@@ -25,7 +25,7 @@ def test_points_are_the_curves_own_in_order_and_few(values: list[float | None], 
 
 @given(st.lists(VALUE, min_size=40, max_size=200), st.integers(8, 12))
 def test_the_ends_and_extremes_are_among_them(values: list[float | None], most: int) -> None:
-    places = thinned(values, most)
+    places = downsample(values, most)
     known = [value for value in values if value is not None and math.isfinite(value)]
     shown = [values[place] for place in places]
     if values:
@@ -41,6 +41,6 @@ def test_every_lone_spike_survives() -> None:
     spikes = range(123, 100_000, 1009)
     for place in spikes:
         values[place] = 50.0
-    places = thinned(values, 4000)
+    places = downsample(values, 4000)
     assert set(spikes) <= set(places)
     assert len(places) <= 4000

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError, TrainingError
-from paceline.records.reader import read_events, read_json, without_clock
+from paceline.records.reader import read_events, read_json, strip_timings
 from paceline.records.run_directory import RunDirectory
 from paceline_advisor.launches import Launch, OverdueError, last_step, said
 
@@ -29,7 +29,7 @@ class SkippedError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Again:
+class RestartOptions:
     """How the run is started again; by default as before."""
 
     processes: int | None = None
@@ -38,7 +38,7 @@ class Again:
 
 
 @dataclass(kw_only=True)
-class Disturbed:
+class FaultedRun:
     """What a fault did to a run.
 
     Attributes:
@@ -61,7 +61,7 @@ class Disturbed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ground:
+class DrillContext:
     """Settings for disturbed runs of one recipe.
 
     Attributes:
@@ -87,14 +87,14 @@ class Ground:
         """The undisturbed run."""
         return self.scratch / "undisturbed"
 
-    def begin(self, run_dir: Path, again: Again | None = None) -> Launch:
+    def begin(self, run_dir: Path, restart: RestartOptions | None = None) -> Launch:
         """Start the command; in the same directory, it is identical each time."""
-        again = again or Again()
-        processes = again.processes or self.processes
-        arguments = ["train", self.recipe, *self.overrides, *again.overrides, "--run-dir", str(run_dir)]
+        restart = restart or RestartOptions()
+        processes = restart.processes or self.processes
+        arguments = ["train", self.recipe, *self.overrides, *restart.overrides, "--run-dir", str(run_dir)]
         arguments += ["--processes", str(processes)]
         log = run_dir.with_name(f"{run_dir.name}-{time.monotonic_ns()}")
-        return Launch(arguments, log, limit_seconds=self.limit_seconds, variables=again.variables)
+        return Launch(arguments, log, limit_seconds=self.limit_seconds, variables=restart.variables)
 
     def check(self) -> None:
         """Plan the run, so that a mistake in the recipe or its data is reported before anything is trained.
@@ -133,22 +133,22 @@ class Ground:
     def disturb(
         self,
         name: str,
-        strike: Callable[[Launch, Path], None],
+        inject: Callable[[Launch, Path], None],
         *,
         at: float = 1 / 3,
         make: Callable[[Path], None] = Path.mkdir,
         survives: bool = False,
-        again: Again | None = None,
-    ) -> Disturbed:
+        restart: RestartOptions | None = None,
+    ) -> FaultedRun:
         """Start a run, inject the fault at a given progress, and wait for all its processes to end.
 
         Args:
             name: Name of the run.
-            strike: Injects the fault; it may wait for another condition.
+            inject: Injects the fault; it may wait for another condition.
             at: Time of the fault, as a fraction of the steps.
             make: Creates the run directory.
             survives: Whether the run continues to its end, so that its end does not show when the fault occurred.
-            again: How it is started, if not as usual.
+            restart: How it is started, if not as usual.
 
         Raises:
             SkippedError: If the run ended too early several times.
@@ -156,64 +156,64 @@ class Ground:
         for attempt in range(_ATTEMPTS):
             run_dir = self.scratch / (name if not attempt else f"{name}-{attempt + 1}")
             make(run_dir)
-            with self.begin(run_dir, again) as launch:
-                there = launch.wait_until(lambda: last_step(run_dir) >= at * self.steps)  # noqa: B023
-                there = there and launch.process.poll() is None
-                if there:
-                    strike(launch, run_dir)
-                struck_at = last_step(run_dir)
+            with self.begin(run_dir, restart) as launch:
+                was_reached = launch.wait_until(lambda: last_step(run_dir) >= at * self.steps)  # noqa: B023
+                was_reached = was_reached and launch.process.poll() is None
+                if was_reached:
+                    inject(launch, run_dir)
+                injected_at = last_step(run_dir)
                 code = launch.wait()
-                left = launch.wait_alone(_ALONE_SECONDS)
+                left_running = launch.wait_alone(_ALONE_SECONDS)
                 # A signal takes effect a few steps later; one too close to the end shows nothing.
-                if there and (code or survives or struck_at <= self.steps - max(4, self.every)):
-                    found = Disturbed(run_dir=run_dir, step=last_step(run_dir), exit_code=code, message=said(launch))
-                    if left:
-                        found.objections.append(f"{left} processes were left running")
-                    return found
+                if was_reached and (code or survives or injected_at <= self.steps - max(4, self.every)):
+                    newest = FaultedRun(run_dir=run_dir, step=last_step(run_dir), exit_code=code, message=said(launch))
+                    if left_running:
+                        newest.objections.append(f"{left_running} processes were left running")
+                    return newest
                 if code:
                     raise TrainingError(f"the run failed before the fault (exit code {code}): {said(launch)}")
         raise SkippedError(f"the run ended before the fault, {_ATTEMPTS} times; give more --steps")
 
-    def killed(self, name: str) -> Disturbed:
+    def killed(self, name: str) -> FaultedRun:
         """Return a copy of a run that was killed after two thirds of its steps, to be corrupted."""
         source = self.scratch / "killed"
         if not source.exists():
             self.disturb("killed-first", lambda launch, _: launch.kill(), at=2 / 3)
-            found = max(self.scratch.glob("killed-first*/events.jsonl"), key=lambda path: path.stat().st_mtime)
-            shutil.copytree(found.parent, source, symlinks=True)
+            newest = max(self.scratch.glob("killed-first*/events.jsonl"), key=lambda path: path.stat().st_mtime)
+            shutil.copytree(newest.parent, source, symlinks=True)
         run_dir = self.scratch / name
         shutil.copytree(source, run_dir, symlinks=True)
-        return Disturbed(
+        return FaultedRun(
             run_dir=run_dir, step=last_step(run_dir), exit_code=-signal.SIGKILL, message="ended by SIGKILL"
         )
 
-    def recover(self, found: Disturbed, again: Again | None = None) -> None:
+    def recover(self, newest: FaultedRun, restart: RestartOptions | None = None) -> None:
         """Run the same command again, to the end; record how long it took and what was repeated."""
-        before = resumes(found.run_dir)
-        with self.begin(found.run_dir, again) as launch:
-            launch.wait_until(lambda: len(resumes(found.run_dir)) > len(before))
-            launch.wait_until(lambda: last_step(found.run_dir) >= found.step)
-            found.seconds_to_recover = time.monotonic() - launch.begun
+        before = resumes(newest.run_dir)
+        with self.begin(newest.run_dir, restart) as launch:
+            launch.wait_until(lambda: len(resumes(newest.run_dir)) > len(before))
+            launch.wait_until(lambda: last_step(newest.run_dir) >= newest.step)
+            newest.seconds_to_recover = time.monotonic() - launch.begun
             code = launch.wait()
             if code:
-                found.objections.append(f"the same command again ended with exit code {code}: {said(launch)}")
-        after = resumes(found.run_dir)
-        found.steps_again = max(0, found.step - (after[-1] if len(after) > len(before) else 0))
+                newest.objections.append(f"the same command again ended with exit code {code}: {said(launch)}")
+        after = resumes(newest.run_dir)
+        newest.steps_again = max(0, newest.step - (after[-1] if len(after) > len(before) else 0))
 
     def lost(self, run_dir: Path) -> list[str]:
         """Return differences of a recovered run from the undisturbed one; empty if there are none."""
-        wanted = RunDirectory(self.undisturbed)
-        found = RunDirectory(run_dir)
-        if not found.summary.is_file():
+        expected = RunDirectory(self.undisturbed)
+        newest = RunDirectory(run_dir)
+        if not newest.summary.is_file():
             return ["summary.json"]
-        theirs, mine = read_json(wanted.summary), read_json(found.summary)
-        lost = [key for key in _COMPARED if mine[key] != theirs[key]]
+        expected_summary, summary = read_json(expected.summary), read_json(newest.summary)
+        lost = [key for key in _COMPARED if summary[key] != expected_summary[key]]
         lost += [
             f"{kind} records"
             for kind in ("step", "evaluation")
-            if _records(found.events, kind) != _records(wanted.events, kind)
+            if _records(newest.events, kind) != _records(expected.events, kind)
         ]
-        return lost + audit_objections(run_dir)
+        return lost + audit_problems(run_dir)
 
 
 def resumes(run_dir: Path) -> list[int]:
@@ -225,13 +225,13 @@ def resumes(run_dir: Path) -> list[int]:
 
 
 def _records(events: Path, kind: str) -> list[dict[str, Any]]:
-    return [without_clock(event) for event in read_events(events, kinds={kind})]
+    return [strip_timings(event) for event in read_events(events, kinds={kind})]
 
 
-def audit_objections(run_dir: Path) -> list[str]:
+def audit_problems(run_dir: Path) -> list[str]:
     """Return the audit's objections, from the command that a user would run."""
     command = [sys.executable, "-P", "-m", "paceline", "audit", str(run_dir), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode not in (0, 1) or not done.stdout:
-        return [f"audit: {done.stderr.strip()}"]
-    return [f"audit: {objection}" for objection in json.loads(done.stdout)["objections"]]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode not in (0, 1) or not process.stdout:
+        return [f"audit: {process.stderr.strip()}"]
+    return [f"audit: {objection}" for objection in json.loads(process.stdout)["objections"]]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.data.balance import SampleLengths
-from paceline.data.batch import Batch, Progress, chosen, copied, mapped, tensors_in
+from paceline.data.batch import Batch, Progress, copied, mapped, select_rows, tensors_in
 from paceline.data.boxes.pipeline import BoxSubset
 from paceline.data.image.source import SubsetSource
 from paceline.data.order import StepGeometry
@@ -29,10 +29,10 @@ from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Model, Task, build_task
 from paceline.world import World
 from paceline_advisor.prove.notes import (
-    ORDERS_VARIABLE,
+    CONFIG_VARIABLE,
     MicroBatchNote,
     Notes,
-    Orders,
+    RecorderConfig,
     ScoreNote,
     StepNote,
     content_of,
@@ -42,17 +42,17 @@ from paceline_advisor.prove.notes import (
     tensors_of,
 )
 
-REFERENCE = "paceline_advisor.prove.witness:witness"
+REFERENCE = "paceline_advisor.prove.recorder:recorder"
 
 
-def witness(recipe: Recipe) -> Witness:
-    """Return the witness of a run that was started as a command; its settings are in the environment."""
-    tree = json.loads(os.environ[ORDERS_VARIABLE])
-    orders = Orders(**{**tree, "kept_steps": tuple(tree["kept_steps"])})
-    return Witness(build_task(replace(recipe, task=orders.task)), orders)
+def recorder(recipe: Recipe) -> Recorder:
+    """Return the recorder of a run that was started as a command; its settings are in the environment."""
+    settings = json.loads(os.environ[CONFIG_VARIABLE])
+    config = RecorderConfig(**{**settings, "kept_steps": tuple(settings["kept_steps"])})
+    return Recorder(build_task(replace(recipe, task=config.task)), config)
 
 
-class Witness(Task):
+class Recorder(Task):
     """A task that forwards everything to another one, and records its calls.
 
     Only three things differ from the task itself: there are fewer samples, the network computes in float64 if
@@ -60,19 +60,19 @@ class Witness(Task):
 
     Attributes:
         task: The task itself.
-        orders: Settings of the witness.
+        config: Settings of the recorder.
         notes: What it has recorded.
         batches: Copies of the training batches, by step and logical rank.
     """
 
-    def __init__(self, task: Task, orders: Orders, alter: Callable[[nn.Module], None] | None = None) -> None:
+    def __init__(self, task: Task, config: RecorderConfig, alter: Callable[[nn.Module], None] | None = None) -> None:
         super().__init__(task.recipe)
         self.task = task
         self.metrics, self.headline, self.unit = task.metrics, task.headline, task.unit
         self.gives_scores = task.gives_scores
         self.notes = Notes()
         self.batches: dict[tuple[int, int], Batch] = {}
-        self.orders = orders
+        self.config = config
         self._alter = alter
         self._world = read_launch(os.environ).world
         self._network: nn.Module | None = None
@@ -84,21 +84,21 @@ class Witness(Task):
 
     def data_facts(self, world: World) -> DataFacts:
         """Delegate to the task, with fewer samples."""
-        _shorten(self.task, self.orders)
+        _shorten(self.task, self.config)
         facts = self.task.data_facts(world)
         self.metrics = self.task.metrics
-        orders = self.orders
-        return replace(facts, train_samples=orders.samples, evaluation_samples=orders.evaluation_samples)
+        config = self.config
+        return replace(facts, train_samples=config.samples, evaluation_samples=config.evaluation_samples)
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """Delegate to the task, with fewer samples to score."""
-        return _FewerSamples(self.task.open_pipeline(placement), self.orders.evaluation_samples, self.finish)
+        return _ShortPipeline(self.task.open_pipeline(placement), self.config.evaluation_samples, self.finish)
 
     def build_model(self) -> nn.Module:
         """Return the task's network, with hooks that observe it."""
         network = self.task.build_model()
         self.task.check_network(network)  # as the task knows it, before its dtype changes
-        if self.orders.double:
+        if self.config.double:
             network.double()
         if self._alter is not None:
             self._alter(network)
@@ -107,7 +107,7 @@ class Witness(Task):
         def on_forward(module: nn.Module, arguments: Any, options: Any) -> tuple[Any, Any]:
             if module is self._network and torch.is_grad_enabled() and self.notes.micro_batches:
                 self._note_modes(module)
-            return (_double(arguments), _double(options)) if self.orders.double else (arguments, options)
+            return (_double(arguments), _double(options)) if self.config.double else (arguments, options)
 
         network.register_forward_pre_hook(on_forward, with_kwargs=True)
         self._network = network
@@ -129,9 +129,9 @@ class Witness(Task):
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         """Delegate to the task, and record the call."""
-        answering, network = self._evaluated
+        evaluated_model, network = self._evaluated
         # The network or its average, which are not compiled here.
-        network = network if model is answering else model
+        network = network if model is evaluated_model else model
         assert isinstance(network, nn.Module)
         name = "model" if network is self._network else "ema"
         position, scores = len(self.notes.steps), self.notes.scores
@@ -147,7 +147,7 @@ class Witness(Task):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        folder = Path(self.orders.folder)
+        folder = Path(self.config.folder)
         if self._network is not None:
             self.notes.final_buffers = digest_of(self._network.buffers())
         if self._average and self._world.is_first:
@@ -166,7 +166,7 @@ class Witness(Task):
                 step=part.step,
                 logical_rank=part.logical_rank,
                 ids=batch.ids.tolist(),
-                contents=[content_of(tensors_in(chosen(both, [row], of=count))) for row in range(count)],
+                contents=[content_of(tensors_in(select_rows(both, [row], size=count))) for row in range(count)],
                 phantom=part.phantom,
                 generator=hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
                 evaluating=_evaluating(self._network),
@@ -188,21 +188,21 @@ class Witness(Task):
 
     @property
     def _keeps(self) -> bool:
-        return self._world.is_first and self.notes.micro_batches[-1].step in self.orders.kept_steps
+        return self._world.is_first and self.notes.micro_batches[-1].step in self.config.kept_steps
 
     def _begin(self, network: nn.Module) -> None:
         """Observe the optimizer that updates the network."""
-        ours = {id(each) for each in network.parameters()}
+        own = {id(each) for each in network.parameters()}
 
-        def is_ours(optimizer: torch.optim.Optimizer) -> bool:
-            return any(id(each) in ours for group in optimizer.param_groups for each in group["params"])
+        def is_own(optimizer: torch.optim.Optimizer) -> bool:
+            return any(id(each) in own for group in optimizer.param_groups for each in group["params"])
 
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if is_ours(optimizer):
+            if is_own(optimizer):
                 self._before_step(network, optimizer)
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if is_ours(optimizer) and self._average:
+            if is_own(optimizer) and self._average:
                 self._update_average(network)
 
         if self.recipe.train.ema is not None:
@@ -213,15 +213,15 @@ class Witness(Task):
         if not self.notes.steps:
             # Drop the passes of the warm-up, which changed nothing: of the largest micro-batch, and of the first one.
             notes = self.notes.micro_batches
-            begin = len(notes) - 1
-            while begin and notes[begin - 1].step == notes[-1].step:
-                if notes[begin - 1].logical_rank >= notes[begin].logical_rank:
+            first = len(notes) - 1
+            while first and notes[first - 1].step == notes[-1].step:
+                if notes[first - 1].logical_rank >= notes[first].logical_rank:
                     break
-                begin -= 1
-            self.notes.micro_batches = notes[begin:]
+                first -= 1
+            self.notes.micro_batches = notes[first:]
         gradients = {name: each.grad for name, each in network.named_parameters() if each.requires_grad}
         if self._keeps:
-            path = Path(self.orders.folder) / f"step-{self.notes.micro_batches[-1].step}.pt"
+            path = Path(self.config.folder) / f"step-{self.notes.micro_batches[-1].step}.pt"
             torch.save({"weights": self._before, "gradients": gradients}, path)
         self._before = {}
         self.notes.steps.append(
@@ -245,33 +245,33 @@ class Witness(Task):
                 self._average[name] = current.clone()
 
 
-def _passed_on(name: str) -> Callable[..., Any]:
-    def ask(witness: Witness, *arguments: Any, **options: Any) -> Any:
-        return getattr(witness.task, name)(*arguments, **options)
+def _forwarded(name: str) -> Callable[..., Any]:
+    def forward(recorder: Recorder, *arguments: Any, **options: Any) -> Any:
+        return getattr(recorder.task, name)(*arguments, **options)
 
-    return ask
+    return forward
 
 
-def _of_the_first(name: str, which: str) -> Callable[..., Any]:
-    def ask(witness: Witness) -> Any:
-        found, count = getattr(witness.task, name)(), getattr(witness.orders, which)
-        if isinstance(found, SampleLengths):
-            return replace(found, tokens=found.tokens[:count])
-        return None if found is None else found[:count]
+def _first_samples(name: str, limit: str) -> Callable[..., Any]:
+    def first(recorder: Recorder) -> Any:
+        values, count = getattr(recorder.task, name)(), getattr(recorder.config, limit)
+        if isinstance(values, SampleLengths):
+            return replace(values, tokens=values.tokens[:count])
+        return None if values is None else values[:count]
 
-    return ask
+    return first
 
 
 # Properties of samples are cut to the first samples; all other calls go to the task.
 for _name in ("weights", "classes", "sets", "lengths", "keys", "costs", "sizes"):
-    setattr(Witness, f"sample_{_name}", _of_the_first(f"sample_{_name}", "samples"))
-Witness.evaluation_lengths = _of_the_first("evaluation_lengths", "evaluation_samples")  # type: ignore[method-assign]
-for _name in vars(Task).keys() - vars(Witness).keys():
+    setattr(Recorder, f"sample_{_name}", _first_samples(f"sample_{_name}", "samples"))
+Recorder.evaluation_lengths = _first_samples("evaluation_lengths", "evaluation_samples")  # type: ignore[method-assign]
+for _name in vars(Task).keys() - vars(Recorder).keys():
     if callable(getattr(Task, _name)):
-        setattr(Witness, _name, _passed_on(_name))
+        setattr(Recorder, _name, _forwarded(_name))
 
 
-class _FewerSamples:
+class _ShortPipeline:
     """A pipeline that scores only the first samples, and calls back when it is closed."""
 
     def __init__(self, pipeline: Pipeline, evaluation_samples: int, closed: Callable[[], None]) -> None:
@@ -308,19 +308,19 @@ def can_shorten(task: Task) -> bool:
     return isinstance(task, ImageTask | Detection)
 
 
-def _shorten(task: Task, orders: Orders) -> None:
+def _shorten(task: Task, config: RecorderConfig) -> None:
     """Reduce an image task to a few samples, evenly spaced over its data and including the last one."""
 
-    def some(source: Any, count: int) -> Any:
+    def subset(source: Any, count: int) -> Any:
         chosen_ids = np.linspace(0, max(0, len(source) - 1), min(count, len(source))).astype(np.int64)
         return BoxSubset(source, chosen_ids) if isinstance(task, Detection) else SubsetSource(source, chosen_ids)
 
     if isinstance(task, ImageTask | Detection):
-        whole: Any = task.dataset
-        few = {"train": some(whole.train, orders.samples)}
-        few["validation"] = some(whole.validation, orders.evaluation_samples)
+        dataset: Any = task.dataset
+        shortened = {"train": subset(dataset.train, config.samples)}
+        shortened["validation"] = subset(dataset.validation, config.evaluation_samples)
         # Where the task itself stores its open data.
-        vars(task)["dataset"] = replace(whole, **few)
+        vars(task)["dataset"] = replace(dataset, **shortened)
 
 
 def _evaluating(network: nn.Module) -> list[str]:

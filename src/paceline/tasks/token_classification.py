@@ -1,0 +1,135 @@
+"""Token classification: a tag for each word of a text, such as its part of speech, or named entities in IOB2 tags.
+
+In IOB2, ``B-PER`` begins an entity of the type PER, ``I-PER`` continues it, and ``O`` is outside. As in conlleval, and
+by default in seqeval, an ``I-`` tag that continues nothing begins an entity.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from paceline.data.batch import Batch, Nested
+from paceline.data.slices import SampleWeights
+from paceline.data.text.corpus import StoredCorpus
+from paceline.data.text.pipeline import IGNORED_TARGET
+from paceline.data.text.tokenizer import TokenIds
+from paceline.metrics.accumulator import Metric
+from paceline.plan import DataFacts
+from paceline.tasks.task import Model, Task
+from paceline.tasks.text_classification import TextClassification
+from paceline.world import World
+
+_ACCURACY = Metric(name="token_accuracy", scale=100.0, higher_is_better=True, of="right", per="words")
+_METRICS: tuple[Metric, ...] = (Metric(name="loss", per="words"), _ACCURACY)
+_F1 = Metric(name="entity_f1", scale=100.0, higher_is_better=True, of="hits_twice", per="entities")
+
+
+class TokenClassification(TextClassification):
+    """Assigns one of several tags to each word of a text; a word's first token predicts its tag."""
+
+    unit = "words"
+    headline = "token_accuracy"
+    gives_scores = False
+    per_word = True
+    metrics = _METRICS
+    sample_classes = Task.sample_classes
+    answers = Task.answers
+
+    def data_facts(self, world: World) -> DataFacts:
+        """Open the texts."""
+        found, why = super().data_facts(world), "the loss is the cross-entropy of each word's tag"
+        self._types = entity_types(self.dataset.classes)
+        if self._types is not None:
+            self.metrics, self.headline = (*_METRICS, _F1), _F1.name
+        unused = dict.fromkeys(("train.loss", "train.loss_options", "train.target_threshold"), why)
+        return replace(found, unused={**found.unused, **unused})
+
+    def sample_weights(self) -> SampleWeights:
+        """Return the tagged words of each training text."""
+        return np.add.reduceat(self.dataset.labels[0] != IGNORED_TARGET, self.dataset.train.begins[:-1], dtype=np.int64)
+
+    def targets(self, corpus: StoredCorpus, labels: TokenIds, ids: TokenIds, width: int) -> torch.Tensor:
+        """Return the tags of some texts, int64 [N, width]; -100 where no word begins."""
+        found = np.full((len(ids), width), IGNORED_TARGET, dtype=np.int64)
+        for row, text in enumerate(ids.tolist()):
+            found[row, : corpus.lengths[text]] = labels[corpus.begins[text] : corpus.begins[text + 1]]
+        return torch.from_numpy(found)
+
+    def loss(self, model: Model, batch: Batch) -> torch.Tensor:
+        """Return the mean cross-entropy in nats over the micro-batch's words."""
+        total = _losses(model, batch, self.recipe.train.label_smoothing)[1].sum()
+        mean: torch.Tensor = total / (batch.targets != IGNORED_TARGET).sum().clamp(min=1)
+        return mean
+
+    def score(self, model: Model, batch: Batch) -> dict[str, Any]:
+        """Return each text's cross-entropy without smoothing, its words, right tags and entities."""
+        logits, losses = _losses(model, batch)
+        found = logits.argmax(dim=2)
+        # Sums must not depend on the width, which is of the batch.
+        losses = losses.double() if losses.device.type != "mps" else losses
+        values = {"loss": losses.sum(dim=1), "words": (batch.targets != IGNORED_TARGET).sum(dim=1)}
+        values["right"] = (found == batch.targets).sum(dim=1)
+        return values if self._types is None else values | entity_counts(found, batch.targets, self._types)
+
+    def predict(self, model: Model, batch: Batch) -> dict[str, Nested]:
+        """Return the most probable tag of each word, and the true one."""
+        rows = zip(_losses(model, batch)[0].argmax(dim=2), batch.targets, batch.targets != IGNORED_TARGET, strict=True)
+        pairs = [(found[is_word], true[is_word]) for found, true, is_word in rows]
+        return {"prediction": [found for found, _ in pairs], "target": [true for _, true in pairs]}
+
+
+def _losses(model: Model, batch: Batch, smoothing: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits of at least 32 bits, [N, T, tags], and the cross-entropy of each token, [N, T]; 0 without a tag."""
+    logits: torch.Tensor = model(batch.inputs["tokens"], batch.inputs["mask"])
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    asked: dict[str, Any] = {"ignore_index": IGNORED_TARGET, "reduction": "none", "label_smoothing": smoothing}
+    return logits, F.cross_entropy(logits.mT, batch.targets, **asked)
+
+
+def entity_types(tags: Sequence[str]) -> torch.Tensor | None:
+    """Return the type of entity of each tag, int64 [tags + 1]; None unless all tags are IOB2's.
+
+    Types are numbered from 1, and negative for ``B-``; 0 is for ``O``, and for no tag, which comes last.
+    """
+    if set(tags) == {"O"} or not all(re.fullmatch("O|[BI](-.*)?", tag) for tag in tags):
+        return None
+    kinds = sorted({tag[2:] for tag in tags if tag != "O"})
+    signs = {"O": 0, "B": -1, "I": 1}
+    return torch.tensor([signs[tag[0]] * (1 + kinds.index(tag[2:])) if tag != "O" else 0 for tag in tags] + [0])
+
+
+def entities_in(tags: torch.Tensor, types: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Find entities in tags, int64 [N, T], -1 for none; nothing waits for the device.
+
+    Returns:
+        Whether an entity begins at a position, its type, and where it ends (excluded), all [N, T].
+    """
+    signed = types.to(tags.device, non_blocking=True)[tags]
+    kinds, width = signed.abs(), tags.shape[1]
+    begins = (signed < 0) | ((kinds > 0) & (kinds != F.pad(kinds, (1, -1))))
+    # Positions at which no entity goes on; the next one is the end.
+    stops = torch.where((kinds > 0) & ~begins, width, torch.arange(width, device=tags.device))
+    return begins, kinds, F.pad(stops, (-1, 1), value=width).flip(1).cummin(dim=1).values.flip(1)
+
+
+def entity_counts(found: torch.Tensor, true: torch.Tensor, types: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return twice the entities found with the right words and type, and all found and all true ones, int64 [N].
+
+    Args:
+        found: Predicted tags, int64 [N, T].
+        true: True tags, int64 [N, T]; positions with -100 count as absent.
+        types: What :func:`entity_types` returned.
+    """
+    order = (true < 0).byte().argsort(dim=1, stable=True)
+    true = true.gather(1, order).clamp(min=-1)
+    found = found.gather(1, order).masked_fill(true < 0, -1)
+    (begins, kinds, ends), (wanted, right_kinds, right_ends) = (entities_in(each, types) for each in (found, true))
+    hits = begins & wanted & (kinds == right_kinds) & (ends == right_ends)
+    return {"hits_twice": 2 * hits.sum(dim=1), "entities": begins.sum(dim=1) + wanted.sum(dim=1)}

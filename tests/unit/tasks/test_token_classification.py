@@ -1,0 +1,350 @@
+"""Token classification in the real loop: alignment, figures, entities as by seqeval, prediction, and bad tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+from click.testing import CliRunner
+from tiny_text import tagged, tokenizer_folder, write_lines
+
+from paceline.checkpoint.weights import read_weights
+from paceline.cli.derive import click_command
+from paceline.cli.main import run as run_command_line
+from paceline.cli.predict import Predict
+from paceline.data.order import StepGeometry
+from paceline.data.pipeline import Placement
+from paceline.data.text.labelled import open_labelled
+from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer
+from paceline.errors import DataError, PacelineError
+from paceline.inference.export import ExportRequest, export
+from paceline.inference.text import open_labeller
+from paceline.recipe.data import Data, Text
+from paceline.recipe.load import load_recipe
+from paceline.report.audit import audit_run
+from paceline.tasks.token_classification import TokenClassification, entity_counts, entity_types
+from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+from paceline.trainer.train import plan_only
+from paceline.world import World
+from paceline_advisor.memory.estimate import estimate_memory
+
+Make = Callable[..., Any]
+
+RECIPE = """
+task: token_classification
+model: {name: bert, options: {depth: 1, width: 16, heads: 2}}
+data: {dataset: text_table, path: %s, validation_fraction: 0.3, text: {context: 48, rows: single}}
+batch: {global_size: 8}
+optimizer: {name: adamw, lr: 0.01}
+schedule: {name: constant}
+train: {duration: 40 steps, precision: fp32}
+evaluate: {every: 20 steps, batch_size: 4}
+checkpoint: {every: 20 steps}
+parallel: {device: cpu, threads: 1}
+telemetry: {log_every: 2 steps, trackers: []}
+"""
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tagged")
+    path = root / "recipe.yaml"
+    path.write_text(RECIPE % write_lines(root / "tagged.jsonl", tagged(90)))
+    return path
+
+
+def task_of(recipe: Path, overrides: dict[str, Any] | None = None) -> TokenClassification:
+    task = TokenClassification(load_recipe(recipe, overrides or {}).recipe)
+    task.data_facts(World())
+    return task
+
+
+def predict(*words: object, code: int = 0) -> Any:
+    done = CliRunner().invoke(click_command(Predict), [str(each) for each in words])
+    assert done.exit_code == code, (done.output, done.exception)
+    return done.output
+
+
+# True and predicted tags; precision, recall and F1 of seqeval 1.2.2 in percent, mode=None.
+BY_HAND = [
+    ("B-PER I-PER O B-LOC", "B-PER I-PER O B-LOC", 100),
+    ("B-PER I-PER O B-LOC", "B-PER O O B-LOC", 50),
+    ("B-PER I-PER O", "I-PER I-PER O", 100),
+    ("B-PER B-PER O", "B-PER I-PER O", 0),
+    ("B-PER I-PER I-LOC", "B-PER I-PER I-PER", 0),
+    ("O I-PER I-LOC I-LOC", "O I-PER I-LOC I-LOC", 100),
+    ("O O O", "O B-LOC O", 0),
+    ("B-LOC O O", "O O O", 0),
+    ("B-PER I-PER", "B-LOC I-LOC", 0),
+    ("B-PER I-PER B-PER I-PER", "B-PER I-PER I-PER I-PER", 0),
+    ("B-LOC", "I-LOC", 100),
+    ("B I I O B", "B I O O I", 50),
+]
+DRAWN = [69.33333333333334, 73.00613496932515, 68.65671641791045, 77.94561933534744, 64.90066225165563]
+DRAWN += [73.37278106508876]
+
+
+def f1(true: list[list[str]], found: list[list[str]]) -> float:
+    """As the task computes it: padded, with tokens that no word begins at among the others."""
+    classes = sorted({tag for row in (*true, *found) for tag in row})
+    width = 2 * max(map(len, true)) + 3
+    wanted, given = torch.full((len(true), width), -100), torch.zeros(len(true), width, dtype=torch.int64)
+    for row, (tags, others) in enumerate(zip(true, found, strict=True)):
+        wanted[row, 1 : 2 * len(tags) + 1 : 2] = torch.tensor([classes.index(tag) for tag in tags])
+        given[row, 1 : 2 * len(tags) + 1 : 2] = torch.tensor([classes.index(tag) for tag in others])
+    types = entity_types(classes)
+    assert types is not None
+    counts = entity_counts(given, wanted, types)
+    return 100 * int(counts["hits_twice"].sum()) / int(counts["entities"].sum())
+
+
+@pytest.mark.parametrize(("true", "found", "expected"), BY_HAND)
+def test_entities_are_those_of_seqeval(true: str, found: str, expected: float) -> None:
+    assert f1([true.split()], [found.split()]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(len(DRAWN)))
+def test_entities_in_drawn_tags_are_those_of_seqeval(seed: int) -> None:
+    tags, draws = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"], random.Random(seed)
+    true = [[draws.choice(tags) for _ in range(draws.randrange(1, 12))] for _ in range(40)]
+    found = [[tag if draws.random() < 0.7 else draws.choice(tags) for tag in row] for row in true]
+    assert f1(true, found) == pytest.approx(DRAWN[seed])
+
+
+@pytest.mark.parametrize(
+    ("tags", "expected"),
+    [(["NOUN", "VERB"], False), (["O", "O"], False), (["O", "B-X", "E-X"], False), (["B-X-Y", "I-X-Y", "O"], True)],
+)
+def test_entities_need_iob2_tags(tags: list[str], expected: bool) -> None:
+    assert (entity_types(tags) is not None) == expected
+
+
+def test_a_word_s_first_token_has_its_label(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install 'paceline[transformers]'")
+    words = ["the", "cat-", "sat", "", "on\u200b", "dog"]
+    for classifies in (False, True):
+        folder = tokenizer_folder(tmp_path / str(classifies), classifies=classifies)
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        for most in (20, 6):
+            ids, starts = open_tokenizer(str(folder)).encode_words(words, most)
+            assert len(ids) <= most
+            begun = [number for number in starts.tolist() if number >= 0]
+            assert begun == [0, 1, 2, 4, 5][: len(begun)]
+            for place, number in enumerate(starts.tolist()):
+                if number >= 0:  # the token begins the word, perhaps with the space before it
+                    assert words[number].startswith(theirs.decode([ids[place]]).strip()) or ids[place] == 1
+    ids, starts = ByteTokenizer().encode_words(["Ada", "é", "b"], 20)
+    assert starts.tolist() == [-1, 0, -1, -1, -1, 1, -1, -1, 2, -1]
+
+
+def test_loss_accuracy_and_entities_are_of_all_held_out_words(train: Make, recipe: Path) -> None:
+    result, task = train("run"), task_of(recipe)
+    network = task.build_model()
+    network.load_state_dict(read_weights(result.run_dir).state)
+    corpus, labels = task.dataset.validation, torch.from_numpy(task.dataset.labels[1])
+    texts = [torch.from_numpy(corpus.read(n, 0, int(size)))[None] for n, size in enumerate(corpus.lengths)]
+    with torch.no_grad():
+        logits = torch.cat([network.eval()(each, torch.ones_like(each))[0] for each in texts])
+    is_word = labels >= 0
+    assert is_word.sum() < len(labels)
+    assert result.metrics["loss"] == pytest.approx(F.cross_entropy(logits[is_word], labels[is_word]).item(), rel=1e-5)
+    right = (logits.argmax(dim=1) == labels)[is_word]
+    assert result.metrics["token_accuracy"] == pytest.approx(100 * right.double().mean().item())
+    assert result.metrics["entity_f1"] > 60
+    assert audit_run(result.run_dir).passed
+    assert (result.run_dir / "report.html").is_file()
+
+
+def test_a_run_goes_on_where_it_was_cut_off(train: Make) -> None:
+    whole = train("whole", {"model.options.dropout": 0.1})
+    train("cut", {"model.options.dropout": 0.1, "train.until": "20 steps"})
+    resumed = train("cut", {"model.options.dropout": 0.1})
+    assert resumed.summary.weights_sha256 == whole.summary.weights_sha256
+    assert resumed.metrics == whole.metrics
+
+
+def test_micro_batches_hold_texts_of_similar_length(recipe: Path) -> None:
+    task = task_of(recipe)
+    lengths, pipeline = task.sample_lengths(), task.open_pipeline(Placement(device=torch.device("cpu")))
+    sizes = {"samples": len(lengths.tokens), "global_batch_size": 16, "logical_ranks": 4}
+    waste, weights = {True: 0, False: 0}, task.sample_weights()
+    for balanced in waste:
+        geometry = StepGeometry(seed=0, lengths=lengths, balanced=balanced, **sizes)
+        for batch in pipeline.train_batches(geometry, 0, geometry.epochs.first_step(1), World()):
+            waste[balanced] += int((batch.inputs["mask"] == 0).sum())
+            assert (batch.targets >= 0).sum(dim=1).tolist() == weights[batch.ids].tolist()
+            assert not ((batch.targets >= 0) & (batch.inputs["mask"] == 0)).any()
+    assert waste[True] < 0.6 * waste[False]
+
+
+def test_weights_alone_tag_prompts_and_lines(train: Make, tmp_path: Path) -> None:
+    run_dir = train("run").run_dir
+    said = predict(run_dir, "--prompt", "the cat sat")
+    assert [each.rpartition("/")[0] for each in said.split()] == ["the", "cat", "sat"]
+    row = json.loads(predict(run_dir, "--prompt", "on cat under", "--json"))
+    assert row["labels"] == [each.rpartition("/")[2] for each in predict(run_dir, "--prompt", "on cat under").split()]
+    for entity in row["entities"]:
+        assert entity["text"] == " ".join(row["words"][entity["begin"] : entity["end"]])
+        assert row["labels"][entity["begin"]].endswith(entity["type"])
+    assert row["entities"]
+    (tmp_path / "new.txt").write_text("the cat sat\n" + 20 * "very " + "\n\non a mat\n")
+    assert run_command_line(["predict", str(run_dir), str(tmp_path / "new.txt")]) == 1
+    lines = predict(run_dir, tmp_path / "new.txt").splitlines()
+    assert "unreadable" in lines[1]
+    assert "of its 20 words are beyond the network's 48 tokens" in lines[1]
+    assert "it is empty" in lines[2]
+    assert len(lines[3].split()) == 4
+    write_lines(tmp_path / "new.jsonl", [{"text": "the cat sat"}, {"text": "dog"}])
+    for ending in ("jsonl", "csv", "parquet"):
+        predict(run_dir, tmp_path / "new.jsonl", "--output", tmp_path / f"found.{ending}")
+    rows = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+    assert [each["words"] for each in rows] == [["the", "cat", "sat"], ["dog"]]
+    table = pq.read_table(tmp_path / "found.parquet").to_pylist()
+    assert [(each["words"], each["labels"]) for each in table] == [(each["words"], each["labels"]) for each in rows]
+    with (tmp_path / "found.csv").open(newline="") as file:
+        cells = [(each["word"], each["label"]) for each in csv.DictReader(file)]
+    assert cells == [pair for each in rows for pair in zip(each["words"], each["labels"], strict=True)]
+    assert "one tag for each word" in predict(run_dir, "--prompt", "a", "--top-k", "2", code=2)
+
+
+def test_a_batch_changes_no_text_s_tags(train: Make) -> None:
+    tagger = open_labeller(read_weights(train("run").run_dir), torch.device("cpu"))
+    texts = [tagger.prepare(" ".join(row["tokens"]).encode()) for row in tagged(12) if len(row["tokens"]) < 9]
+    for text, answer in zip(texts, tagger.answer(texts, 1), strict=True):
+        alone = tagger.answer([text], 1)[0]
+        assert alone.labels == answer.labels
+        assert alone.probabilities == pytest.approx(answer.probabilities, abs=1e-5)
+
+
+def test_predictions_and_memory_and_exports(train: Make, recipe: Path, tmp_path: Path) -> None:
+    run_dir = train("run").run_dir
+    again = evaluate_target(EvaluationRequest(target=run_dir, predictions=tmp_path / "p.jsonl"))
+    rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    pairs = [pair for row in rows for pair in zip(row["prediction"], row["target"], strict=True)]
+    right = sum(one == other for one, other in pairs)
+    assert again.metrics["token_accuracy"] == pytest.approx(100 * right / len(pairs))
+    found = estimate_memory(load_recipe(recipe, {}), device="cpu")
+    assert found.needed > found.peak.allocated > 0
+    written = export(ExportRequest(target=run_dir, output=tmp_path / "a.pt2", form="torch-export"))
+    assert written.largest_difference is not None
+    assert written.largest_difference < 1e-4
+
+
+@pytest.mark.needs("peft", "transformers")
+def test_a_checkpoint_is_fine_tuned_with_adapters_and_exported(train: Make, tmp_path: Path) -> None:
+    import transformers
+
+    folder = tokenizer_folder(tmp_path / "bert", classifies=True)
+    config = transformers.BertConfig(vocab_size=24, max_position_embeddings=48, **TINY)
+    transformers.BertForMaskedLM(config).save_pretrained(folder)
+    asked = {"model.name": f"transformers:{folder}", "model.options": {}, "model.pretrained": True}
+    asked |= {"data.text.tokenizer": str(folder), "model.adapters": {"rank": 2}}
+    result = train("adapted", asked)
+    assert result.metrics["entity_f1"] > 60
+    for form in ("peft", "transformers"):
+        written = export(ExportRequest(target=result.run_dir, output=tmp_path / form, form=form))
+        assert written.largest_difference is not None
+        assert written.largest_difference < 1e-5
+    said = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (said["task_type"], said["modules_to_save"]) == ("TOKEN_CLS", ["classifier"])
+    again = evaluate_target(EvaluationRequest(target=tmp_path / "transformers"))
+    assert again.metrics["entity_f1"] == pytest.approx(result.metrics["entity_f1"])
+
+
+def opened(path: Path, **keys: Any) -> Any:
+    return open_labelled(Data(dataset="text_table", path=str(path), **keys), per_word=True)
+
+
+def test_rows_are_the_same_in_every_kind_of_file(tmp_path: Path) -> None:
+    rows = tagged(20)
+    jsonl = opened(write_lines(tmp_path / "a.jsonl", rows))
+    assert jsonl.classes == ("B-ANIMAL", "B-PLACE", "I-ANIMAL", "O")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["tokens", "tags"])
+        writer.writeheader()
+        writer.writerows({key: json.dumps(cell) for key, cell in row.items()} for row in rows)
+    numbered = [{**row, "tags": [jsonl.classes.index(tag) for tag in row["tags"]]} for row in rows]
+    write_lines(tmp_path / "b.jsonl", numbered)
+    feature = {"feature": {"names": list(jsonl.classes), "_type": "ClassLabel"}, "_type": "Sequence"}
+    metadata = {"huggingface": json.dumps({"info": {"features": {"tags": feature}}})}
+    pq.write_table(pa.Table.from_pylist(numbered).replace_schema_metadata(metadata), tmp_path / "b.parquet")
+    tags = [tag for row in rows for tag in row["tags"]]
+    for name in ("a.jsonl", "a.parquet", "a.csv", "b.jsonl", "b.parquet"):
+        found = opened(tmp_path / name, validation_fraction=0.0)
+        assert len(found.labels[0]) == len(found.train.tokens)
+        assert [jsonl.classes[label] for label in found.labels[0] if label >= 0] == tags
+        assert found.classes == (("0", "1", "2", "3") if name == "b.jsonl" else jsonl.classes)
+
+
+def test_a_rare_tag_may_be_held_out_and_long_texts_are_reported(tmp_path: Path) -> None:
+    rows = [
+        {"tokens": ["a", "b"], "tags": ["O", "B-X"]},
+        {"tokens": [], "tags": []},
+        *[{"tokens": ["c"], "tags": ["O"]}],
+    ]
+    folder = tmp_path / "both"
+    folder.mkdir()
+    write_lines(folder / "train.jsonl", rows)
+    write_lines(folder / "validation.jsonl", [{"tokens": ["cc", "dddddd"], "tags": ["I-X", "B-X"]}])
+    found = opened(folder, text=Text(context=5))
+    assert found.classes == ("B-X", "I-X", "O")
+    assert found.labels[0].tolist() == [-100, 2, -100, 0, -100, -100, 2, -100]
+    assert found.labels[1].tolist() == [-100, 1, -100, -100, -100]
+    assert any("rows without text: 1 left out" in each for each in found.left_out)
+    assert any("words beyond data.text.context, or without a token: 1 left out" in each for each in found.left_out)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "said"),
+    [
+        ([{"tokens": ["a", "b"], "tags": ["O"]}], {}, "row 1 of 'a.jsonl' has 2 words and 1 tags: give each word one"),
+        ([{"tokens": ["a"], "tags": "O"}], {}, r"row 1 of 'a.jsonl' needs a list of words .*found \['a'\] and 'O'"),
+        ([{"tokens": [1], "tags": ["O"]}], {}, "needs a list of words and a list of tags"),
+        ([{"tokens": ["a"], "ner_tags": ["O"]}], {}, "no column 'tags' .* Did you mean 'ner_tags'"),
+        ([{"tokens": ["a"], "tags": ["O"]}], {"label_column": "tag"}, "no column 'tag' .* Did you mean 'tags'"),
+        ([{"token": ["a"], "tags": ["O"]}], {}, "data.text.column=tokens: it has token, tags.* Did you mean 'token'"),
+        ([{"tokens": ["a"], "tags": ["O"]}, {"tokens": ["a"], "tags": [None]}], {}, "row 2 of 'a.jsonl' has no label"),
+        ([{"tokens": ["a"], "tags": ["O"]}], {}, "one class, 'O'"),
+        ([{"tokens": [], "tags": []}], {}, "has no text to learn from; rows without text: 1 left out"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, rows: list[dict[str, Any]], keys: dict[str, str], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        opened(write_lines(tmp_path / "a.jsonl", rows), validation_fraction=0.0, **keys)
+
+
+def test_a_bad_table_ends_the_command_with_one_sentence(recipe: Path, tmp_path: Path, capfd: Any) -> None:
+    path = write_lines(tmp_path / "bad.jsonl", [{"tokens": ["a", "b"], "tags": ["O"]}])
+    assert run_command_line(["train", str(recipe), f"data.path={path}", "--plan-only"]) == 2
+    said = capfd.readouterr().err
+    assert "row 1 of 'bad.jsonl' has 2 words and 1 tags: give each word one tag." in said
+    assert "Traceback" not in said
+    assert run_command_line(["train", str(recipe), "--plan-only"]) == 0
+    assert "token_classification" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ({"data.image_size": 32}, r"data.image_size=32' has no effect"),
+        ({"train.loss": "focal"}, "train.loss=focal' has no effect: the loss is the cross-entropy of each word's tag"),
+        ({"model.name": "resnet18", "model.options": {}}, "unknown token classifier 'resnet18'"),
+        ({"model.name": "transformers:vit", "model.options": {}}, "'vit' is not a token classifier in Transformers"),
+        ({"data.dataset": "docs", "data.path": None}, "data.dataset is 'docs', which is not a LabelledTexts"),
+    ],
+)
+def test_what_has_no_effect_or_does_not_exist_is_refused(recipe: Path, overrides: dict[str, Any], said: str) -> None:
+    loaded = load_recipe(recipe, overrides)
+    with pytest.raises(PacelineError, match=said):
+        loaded.checked(plan_only(loaded).unused)
