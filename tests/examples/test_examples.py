@@ -127,7 +127,7 @@ def test_it_learns_survives_sigkill_and_is_scored_alike_by_one_to_three_processe
     in_a_process("report", resumed.run_dir, cwd=EXAMPLES, timeout=600).ended(0)
     page = (resumed.run_dir / "report.html").read_text(encoding="utf-8")
     assert "sample 24" in page or name != "diffusion"
-    assert "<svg" in page
+    assert "loss" in page
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
