@@ -106,7 +106,7 @@ def measure_first(rounds: int, workers: int, batch: int) -> dict[str, Any]:
         source = photographs(Path(folder), 20 * batch)
         for _ in range(rounds):
             found["in parts"].append(first_batches(source, batch, workers))
-            with replaced(pytorch, "in_parts", lambda piece, parts: [piece]):
+            with replaced(pytorch, "split_slice", lambda piece, parts: [piece]):
                 found["whole"].append(first_batches(source, batch, workers))
     return {
         name: {"first_seconds": spread([a for a, _ in each]), "ten_seconds": spread([b for _, b in each])}

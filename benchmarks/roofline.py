@@ -64,7 +64,7 @@ class Step:
             with counter.phase("optimizer"):
                 self.optimizer.step()
         self.optimizer.zero_grad()
-        return counter.found
+        return counter.work
 
     def seconds(self) -> float:
         """Time of one step, after all that went before."""

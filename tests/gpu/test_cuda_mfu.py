@@ -54,6 +54,6 @@ def test_a_real_step_counts_as_a_fake_one_does() -> None:
                 network, images = timm.create_model(name), torch.zeros(2, 3, 224, 224)
             with WorkCounter(network) as counter:
                 network(images).sum().backward()
-            found.append(counter.found)
+            found.append(counter.work)
         assert found[0].uncounted == ()
         assert found[0].model_flops == found[1].model_flops

@@ -44,6 +44,7 @@ def test_libraries_are_pinned_and_the_command_runs_as_a_user() -> None:
     text = instructions()
     installs = [argument for name, argument in text if name == "RUN" and "pip install" in argument]
     assert all("-c constraints.txt" in argument or "--no-deps" in argument for argument in installs)
+    assert installs[0].endswith("rm -rf build src"), "a later build would take the empty package from there"
     assert [argument for name, argument in text if name == "USER"][-1].isdigit()
     assert ("ENTRYPOINT", '["paceline"]') in text, "as a list: a shell between would keep signals to itself"
     assert sum(name == "FROM" for name, _ in text) == 2, "what compiles is not in what runs"

@@ -228,7 +228,7 @@ def _answer_images(options: Predict, device: torch.device, *, as_json: bool) -> 
     with loading():
         from paceline.files import SkippedItems
         from paceline.inference.answer_files import answer_file, check_output
-        from paceline.inference.answers import BATCH, answers_ahead
+        from paceline.inference.answers import BATCH, predict_ahead
         from paceline.inference.predict import open_predictor
         from paceline.inference.sources import STANDARD_INPUT, picture_from_standard_input, pictures_of
         from paceline.inference.text import TextLabeller, texts_of
@@ -255,12 +255,12 @@ def _answer_images(options: Predict, device: torch.device, *, as_json: bool) -> 
             f"--batch-size={batch_size} has no effect: a detector takes one picture at a time, since larger ones in a "
             "batch would change its predictions. Leave it out."
         )
-    answers = answers_ahead(
+    answers = predict_ahead(
         predictor,
         pictures,
         top_k=options.top_k or predictor.usual_top_k,
         batch_size=batch_size or BATCH,
-        seen=None if options.draw is None else _drawer(options.draw, predictor.classes),
+        on_prediction=None if options.draw is None else _drawer(options.draw, predictor.classes),
     )
     with contextlib.closing(answers):
         if output is not None:

@@ -79,8 +79,8 @@ class _Csv(AnswerWriter):
                 continue
             more = row.get("boxes") or [(csv_cell(word),) for word in row.get("words", ())]
             boxes = more or [()] * len(row["labels"])
-            for rank, found in enumerate(zip(row["labels"], row[self._measures], boxes, strict=True), start=1):
-                self._csv.writerow([path, rank, csv_cell(found[0]), found[1], *found[2], ""])
+            for rank, entry in enumerate(zip(row["labels"], row[self._measures], boxes, strict=True), start=1):
+                self._csv.writerow([path, rank, csv_cell(entry[0]), entry[1], *entry[2], ""])
             if not row["labels"]:
                 self._csv.writerow([path, "", "", "", *("" for _ in self._sides), csv_cell(row["error"] or "")])
         self._file.flush()

@@ -130,7 +130,7 @@ class ImagePredictor(ABC):
     def answer(self, prepared: Sequence[Prepared], top_k: int) -> Sequence[Answer]:
         """Return one prediction per image, in order, without paths."""
 
-    def set_thresholds(self, asked: float | Mapping[str, float]) -> None:
+    def set_thresholds(self, thresholds: float | Mapping[str, float]) -> None:
         """Override the run's thresholds: one probability for all classes, or one for each named class.
 
         Raises:
@@ -149,13 +149,13 @@ BATCH = 64
 Seen = Callable[[Prepared, Answer], None]
 
 
-def answers_ahead(
+def predict_ahead(
     predictor: ImagePredictor,
     pictures: Iterable[PictureFile],
     *,
     top_k: int,
     batch_size: int = BATCH,
-    seen: Seen | None = None,
+    on_prediction: Seen | None = None,
 ) -> Generator[Answer, None, None]:
     """Yield one prediction per picture, in order; an unreadable one gets an error entry.
 
@@ -168,7 +168,7 @@ def answers_ahead(
         pictures: The files; read on demand.
         top_k: Maximum number of labels per picture.
         batch_size: Images per batch; limited by the predictor's ``largest_batch``.
-        seen: Called with each readable image and its prediction.
+        on_prediction: Called with each readable image and its prediction.
     """
     batch_size = min(batch_size, predictor.largest_batch or batch_size)
     threads = available_cores()
@@ -182,17 +182,17 @@ def answers_ahead(
             if not waiting:
                 return
             batch = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
-            yield from _answered(predictor, batch, top_k, seen)
+            yield from _predict_batch(predictor, batch, top_k, on_prediction)
             batch.clear()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _answered(
+def _predict_batch(
     predictor: ImagePredictor,
     batch: Iterable[tuple[PictureFile, Future[Prepared]]],
     top_k: int,
-    seen: Seen | None,
+    on_prediction: Seen | None,
 ) -> Iterator[Answer]:
     prepared: list[Prepared] = []
     outcomes: list[tuple[PictureFile, str | None]] = []
@@ -209,6 +209,6 @@ def _answered(
             continue
         image, answer = next(answers)
         answer = replace(answer, path=picture.path)
-        if seen is not None:
-            seen(image, answer)
+        if on_prediction is not None:
+            on_prediction(image, answer)
         yield answer

@@ -62,7 +62,7 @@ class ClickPredictor:
     """
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
-        data, where = saved.description("data"), str(saved.path)
+        data, source = saved.description("data"), str(saved.path)
         self._device = device
         self._dense_features: int = data["dense_features"]
         self._tables: tuple[int, ...] = tuple(data["table_rows"])
@@ -71,7 +71,7 @@ class ClickPredictor:
         task = trained_task(saved, trust_code=trust_code)(recipe)
         if not isinstance(task, Recommendation):
             raise RecipeError(
-                f"the weights in {where} were trained with the task {recipe.task}, not a recommendation task."
+                f"the weights in {source} were trained with the task {recipe.task}, not a recommendation task."
             )
         nothing: Any = ()  # no sample is requested
         task.dataset = ClickDataset(
@@ -125,30 +125,30 @@ class ClickPredictor:
             dense = torch.from_numpy(np.concatenate([each.dense for each in rows])).to(self._device)
             categories = torch.from_numpy(np.concatenate([each.categories for each in rows])).to(self._device)
             logits = self.network(dense, categories).float()
-            found = zip(good, logits.isfinite().tolist(), logits.sigmoid().tolist(), strict=True)
+            scored = zip(good, logits.isfinite().tolist(), logits.sigmoid().tolist(), strict=True)
             answers |= {
                 number: ClickAnswer(path, number, each if is_finite else None, None if is_finite else NOT_FINITE)
-                for number, is_finite, each in found
+                for number, is_finite, each in scored
             }
         return iter([answers[number] for number, _ in lines])
 
     def _from_criteo(self, line: bytes) -> ClickRows:
         has_label = line.count(b"\t") != DENSE + CATEGORIES - 1
-        rows, wrong = parse([line], "", has_label=has_label)
-        if wrong:
-            raise ValueError(wrong[0].reason)
+        rows, faults = parse([line], "", has_label=has_label)
+        if faults:
+            raise ValueError(faults[0].reason)
         return as_click_rows(rows, self._tables)
 
     def _from_json(self, line: bytes) -> ClickRows:
         try:
-            found: Any = load_json(line)
-            dense = np.array([found["dense"]], dtype=np.float32)
-            categories = np.array([found["categories"]])
+            values: Any = load_json(line)
+            dense = np.array([values["dense"]], dtype=np.float32)
+            categories = np.array([values["categories"]])
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise ValueError(f'it must be {{"dense": [numbers], "categories": [rows]}} ({error})') from None
-        wanted = (self._dense_features, len(self._tables))
-        if dense.shape != (1, wanted[0]) or categories.shape != (1, wanted[1]):
-            raise ValueError(f"it must have {wanted[0]} numbers and {wanted[1]} categories")
+        expected = (self._dense_features, len(self._tables))
+        if dense.shape != (1, expected[0]) or categories.shape != (1, expected[1]):
+            raise ValueError(f"it must have {expected[0]} numbers and {expected[1]} categories")
         if not np.isfinite(dense).all():
             raise ValueError("its numbers must be finite")
         if categories.dtype.kind != "i" or (categories < 0).any() or (categories >= np.array(self._tables)).any():

@@ -18,7 +18,7 @@ from paceline.inference.answers import NOT_FINITE, Answer, Box, ImagePredictor
 from paceline.inference.trained import trusted_recipe
 from paceline.models.detectors import build_detector
 
-_SURE = 0.5
+_MIN_SCORE = 0.5
 # Bright colours, far apart on the colour circle; classes cycle through them.
 _COLOURS = ("#ff4b4b", "#3fd0ff", "#ffd23f", "#7dff6a", "#ff7bf0", "#ffa04b", "#8ea2ff", "#ffffff")
 
@@ -39,7 +39,7 @@ class Detections(Answer):
     def _found(self) -> str:
         rows = zip(self.labels, self.probabilities, self.boxes, strict=True)
         said = (f"{label} {100 * sure:.1f} % ({', '.join(f'{edge:.0f}' for edge in box)})" for label, sure, box in rows)
-        return "  ".join(said) or f"nothing of {100 * _SURE:.0f} % or more"
+        return "  ".join(said) or f"nothing of {100 * _MIN_SCORE:.0f} % or more"
 
     def _columns(self) -> dict[str, Any]:
         return {**super()._columns(), "boxes": self.boxes}
@@ -49,8 +49,8 @@ class Detections(Answer):
         picture = Image.fromarray(prepared)
         colours = [_COLOURS[classes.index(label) % len(_COLOURS)] for label in self.labels]
         for number, colour in enumerate(colours if self.masks is not None else ()):
-            seen = Image.fromarray(self._mask(number, (picture.height, picture.width)).numpy(), mode="L")
-            picture.paste(Image.new("RGB", picture.size, colour), mask=seen)
+            mask = Image.fromarray(self._mask(number, (picture.height, picture.width)).numpy(), mode="L")
+            picture.paste(Image.new("RGB", picture.size, colour), mask=mask)
         pen = ImageDraw.Draw(picture)
         for colour, box, label in zip(colours, self.boxes, self.labels, strict=True):
             pen.rectangle(box, outline=colour)
@@ -62,9 +62,9 @@ class Detections(Answer):
         from torchvision.models.detection.roi_heads import paste_masks_in_image
 
         assert self.masks is not None
-        one = slice(number, number + 1)
-        pasted: torch.Tensor = paste_masks_in_image(self.masks[one], torch.tensor(self.boxes[one]), size)
-        return (pasted[0, 0] >= _SURE).to(torch.uint8) * 110
+        index = slice(number, number + 1)
+        pasted: torch.Tensor = paste_masks_in_image(self.masks[index], torch.tensor(self.boxes[index]), size)
+        return (pasted[0, 0] >= _MIN_SCORE).to(torch.uint8) * 110
 
 
 class DetectionPredictor(ImagePredictor):
@@ -84,14 +84,14 @@ class DetectionPredictor(ImagePredictor):
     kind = Detections
 
     def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
-        from paceline.models.shown_pictures import ShownPictures
+        from paceline.models.shown_pictures import FixedSizeTransform
 
         self.classes = tuple(saved.description("data")["class_names"])
         recipe = trusted_recipe(saved, trust_code=trust_code)
         network = build_detector(recipe.model, recipe.data.detection, num_classes=len(self.classes))
         load_trained(network, saved)
         # Most detections have low scores, and few masks are drawn, so masks are pasted only when drawn.
-        if isinstance(network.transform, ShownPictures):
+        if isinstance(network.transform, FixedSizeTransform):
             network.transform.pastes_masks = False
         self._network = network.to(device).eval()
         self._is_finite: list[torch.Tensor] = []
@@ -125,20 +125,20 @@ class DetectionPredictor(ImagePredictor):
     @torch.inference_mode()
     def _answer(self, pixels: Pixels, top_k: int) -> Answer:
         self._is_finite.clear()
-        found: dict[str, torch.Tensor] = self._network(as_floats([as_tensor(pixels).to(self._device)]))[0]
+        output: dict[str, torch.Tensor] = self._network(as_floats([as_tensor(pixels).to(self._device)]))[0]
         if not bool(torch.stack(self._is_finite).all()):
             return self.unreadable(Path(), NOT_FINITE)
         # Detections more likely than not, by descending score.
-        sure = found["scores"].sort(descending=True, stable=True).indices
-        kept = sure[found["scores"][sure] >= _SURE][:top_k]
-        found = {name: each[kept].cpu() for name, each in found.items()}
-        boxes: list[Any] = [tuple(round(edge, 2) for edge in box) for box in found["boxes"].tolist()]
+        order = output["scores"].sort(descending=True, stable=True).indices
+        selected = order[output["scores"][order] >= _MIN_SCORE][:top_k]
+        output = {name: each[selected].cpu() for name, each in output.items()}
+        boxes: list[Any] = [tuple(round(edge, 2) for edge in box) for box in output["boxes"].tolist()]
         return Detections(
             Path(),
-            tuple(self.classes[label - 1] for label in found["labels"].tolist()),
-            tuple(found["scores"].tolist()),
+            tuple(self.classes[label - 1] for label in output["labels"].tolist()),
+            tuple(output["scores"].tolist()),
             boxes=tuple(boxes),
-            masks=found.get("masks"),
+            masks=output.get("masks"),
         )
 
     def _note(self, _: nn.Module, __: Any, scores: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from paceline.checkpoint.state import WRAPPERS, strip_wrapper_prefix
 from paceline.checkpoint.weights import ROUNDED, SavedWeights, check_finite, check_target, check_tensors, read_weights
 from paceline.errors import CheckpointError, PacelineError, RecipeError
 from paceline.inference.atomic_output import check_output, put_in_place
-from paceline.inference.export_onnx import Trial, calibration_images, need_onnx, quantised, write_onnx
+from paceline.inference.export_onnx import QuantizationResult, calibration_images, need_onnx, quantised, write_onnx
 from paceline.inference.exportable import Exportable, InBfloat16, open_exportable, preprocessing, write_program
 from paceline.inference.hub_export import write_hub_folder
 from paceline.inference.transformers_export import write_peft_folder, write_transformers_folder
@@ -76,7 +76,7 @@ class Exported:
     saved: SavedWeights
     size_bytes: int
     largest_difference: float | None = None
-    trial: Trial | None = None
+    trial: QuantizationResult | None = None
 
 
 def export(request: ExportRequest) -> Exported:
@@ -92,7 +92,7 @@ def export(request: ExportRequest) -> Exported:
     _check(request)
     saved = read_weights(request.target, request.weights, best=request.best)
     check_finite(saved)
-    writers: Mapping[str, Callable[[ExportRequest, SavedWeights, Path], float | Trial | None]] = {
+    writers: Mapping[str, Callable[[ExportRequest, SavedWeights, Path], float | QuantizationResult | None]] = {
         "safetensors": _safetensors,
         "timm": _timm,
         "transformers": _transformers,
@@ -103,7 +103,7 @@ def export(request: ExportRequest) -> Exported:
     with put_in_place(request.output) as path:
         compared = writers[request.form](request, saved, path)
         size = size_of(path) if path.is_dir() else path.stat().st_size
-    if isinstance(compared, Trial):
+    if isinstance(compared, QuantizationResult):
         return Exported(saved=saved, size_bytes=size, trial=compared)
     return Exported(saved=saved, size_bytes=size, largest_difference=compared)
 
@@ -135,9 +135,9 @@ def _check(request: ExportRequest) -> None:
 
 def _metadata(saved: SavedWeights, request: ExportRequest) -> dict[str, str]:
     """Build a file's metadata: the metadata of the weights file, and which weights these are."""
-    kept = {key: value for key, value in saved.metadata.items() if key != ROUNDED}
+    metadata = {key: value for key, value in saved.metadata.items() if key != ROUNDED}
     rounded = {ROUNDED: request.quantize} if request.quantize is not None else {}
-    return {**kept, "weights": saved.weights, **rounded}
+    return {**metadata, "weights": saved.weights, **rounded}
 
 
 def _safetensors(request: ExportRequest, saved: SavedWeights, path: Path) -> None:
@@ -145,7 +145,7 @@ def _safetensors(request: ExportRequest, saved: SavedWeights, path: Path) -> Non
     # Without a wrapper's prefix; unchanged if the network cannot be built.
     if any(all(name.startswith(each) for name in state) for each in WRAPPERS):
         with contextlib.suppress(PacelineError):
-            network = open_exportable(saved, trust_code=request.trust_code, wanted="safetensors").network
+            network = open_exportable(saved, trust_code=request.trust_code, target="safetensors").network
             state = strip_wrapper_prefix(network.state_dict(), state)[0]
     _write_tensors(path, state, _metadata(saved, request))
 
@@ -174,41 +174,41 @@ def _timm(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
         # timm loads fp32, so its outputs are those of the rounded weights.
         read = {key: each.float() if each.dtype == torch.bfloat16 else each for key, each in state.items()}
         shown = replace(saved, state=read, metadata={**saved.metadata, ROUNDED: "bf16"})
-    exportable = open_exportable(shown, trust_code=request.trust_code, wanted="timm")
+    exportable = open_exportable(shown, trust_code=request.trust_code, target="timm")
     # Under the names that timm expects.
-    named = strip_wrapper_prefix(exportable.network.state_dict(), state)[0]
-    write_weights = partial(_write_tensors, state=named, metadata=_metadata(saved, request))
+    renamed = strip_wrapper_prefix(exportable.network.state_dict(), state)[0]
+    write_weights = partial(_write_tensors, state=renamed, metadata=_metadata(saved, request))
     return write_hub_folder(exportable, path, run=request.target, write_weights=write_weights)
 
 
 def _transformers(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
-    exportable = open_exportable(saved, trust_code=request.trust_code, wanted="transformers")
+    exportable = open_exportable(saved, trust_code=request.trust_code, target="transformers")
     write_weights = partial(_write_tensors, state=saved.plain, metadata=_metadata(saved, request))
     return write_transformers_folder(exportable, path, write_weights)
 
 
 def _peft(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
-    return write_peft_folder(open_exportable(saved, trust_code=request.trust_code, wanted="peft"), path)
+    return write_peft_folder(open_exportable(saved, trust_code=request.trust_code, target="peft"), path)
 
 
-def _onnx(request: ExportRequest, saved: SavedWeights, path: Path) -> float | Trial:
-    exportable = open_exportable(saved, trust_code=request.trust_code, wanted="onnx")
+def _onnx(request: ExportRequest, saved: SavedWeights, path: Path) -> float | QuantizationResult:
+    exportable = open_exportable(saved, trust_code=request.trust_code, target="onnx")
     metadata = _described(exportable, request)
     if request.quantize is None:
         return write_onnx(exportable.in_units, path, metadata)
     images = calibration_images(saved, request.overrides, trust_code=request.trust_code)
     if exportable.kind != "images":
         raise RecipeError("--quantize int8 is for networks that classify images.")
-    whole = path.with_name(f"{path.stem}-fp32{path.suffix}")
+    float_path = path.with_name(f"{path.stem}-fp32{path.suffix}")
     try:
-        write_onnx(exportable, whole, metadata)
-        return quantised(whole, path, images, metadata)
+        write_onnx(exportable, float_path, metadata)
+        return quantised(float_path, path, images, metadata)
     finally:
-        whole.unlink(missing_ok=True)
+        float_path.unlink(missing_ok=True)
 
 
 def _program(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
-    exportable = open_exportable(saved, trust_code=request.trust_code, wanted="torch-export")
+    exportable = open_exportable(saved, trust_code=request.trust_code, target="torch-export")
     if request.quantize is not None:
         exportable = replace(exportable, network=InBfloat16(exportable.network).eval())
     return write_program(exportable.in_units, path, _described(exportable, request))
@@ -216,5 +216,5 @@ def _program(request: ExportRequest, saved: SavedWeights, path: Path) -> float:
 
 def _described(exportable: Exportable, request: ExportRequest) -> dict[str, str]:
     """Describe an exported model in its metadata, including the preprocessing in words."""
-    said = preprocessing(exportable.saved, exportable.inputs)
-    return {**_metadata(exportable.saved, request), "preprocessing": said}
+    description = preprocessing(exportable.saved, exportable.inputs)
+    return {**_metadata(exportable.saved, request), "preprocessing": description}

@@ -114,21 +114,21 @@ class OnnxSession:
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Return float32 logits."""
-        given = {name: each.numpy() for name, each in zip(self._names, inputs, strict=True)}
-        return torch.from_numpy(self._session.run([OUTPUT], given)[0])
+        feeds = {name: each.numpy() for name, each in zip(self._names, inputs, strict=True)}
+        return torch.from_numpy(self._session.run([OUTPUT], feeds)[0])
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the exporter and the quantiser: they warn about their own deprecations, and the result is verified."""
-    before = logging.root.manager.disable
+    previous = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(before)
+        logging.disable(previous)
 
 
 CALIBRATION_IMAGES = 512
@@ -137,7 +137,7 @@ _BATCH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class QuantizationResult:
     """The accuracy cost of quantisation.
 
     Attributes:
@@ -191,38 +191,38 @@ def calibration_images(saved: SavedWeights, overrides: Overrides, *, trust_code:
         raise RecipeError(f"override '{other[0]}' has no effect: only data.* selects the images.")
     recipe = stored_recipe(saved.description("recipe"), where, overrides)
     refuse_foreign_code(saved.description("recipe"), recipe, where, trusted=trust_code)
-    seen: dict[str, Any] = {key: tuple(data[key]) for key in ("mean", "std") if key in data}
-    seen |= {key: data[key] for key in ("image_size", "channels") if key in data}
-    task = trained_task(saved, trust_code=trust_code)(replace(recipe, data=replace(recipe.data, **seen)))
+    statistics: dict[str, Any] = {key: tuple(data[key]) for key in ("mean", "std") if key in data}
+    statistics |= {key: data[key] for key in ("image_size", "channels") if key in data}
+    task = trained_task(saved, trust_code=trust_code)(replace(recipe, data=replace(recipe.data, **statistics)))
     if not isinstance(task, ImageClassification):
         raise RecipeError(f"--quantize int8 is for image classification; {where} has task={recipe.task}.")
     try:
-        found = task.dataset
+        dataset = task.dataset
     except PacelineError as error:
         raise DataError(f"--quantize int8 needs images of the run: {error} Set data.path=FOLDER.") from error
-    if list(found.classes) != data["class_names"]:
+    if list(dataset.classes) != data["class_names"]:
         raise DataError(f"--quantize int8: the data's classes differ from those of {where}; use the run's data.")
     size, crop = int(data.get("evaluation_size", data["image_size"])), float(data["evaluation_crop"])
 
-    def shown(source: SampleSource, most: int) -> tuple[Tensor, list[int]]:
-        ids = np.unique(np.linspace(0, max(0, len(source) - 1), min(most, len(source))).astype(int)).tolist()
+    def shown(source: SampleSource, limit: int) -> tuple[Tensor, list[int]]:
+        ids = np.unique(np.linspace(0, max(0, len(source) - 1), min(limit, len(source))).astype(int)).tolist()
         images = [evaluation_image(source.read(each), size, crop, recipe.data.interpolation) for each in ids]
-        return torch.stack(images) if images else torch.empty((0, found.channels, size, size), dtype=torch.uint8), ids
+        return torch.stack(images) if images else torch.empty((0, dataset.channels, size, size), dtype=torch.uint8), ids
 
-    held_out, ids = shown(found.validation, HELD_OUT_IMAGES)
+    held_out, ids = shown(dataset.validation, HELD_OUT_IMAGES)
     return SampleImages(
-        calibration=shown(found.train, CALIBRATION_IMAGES)[0],
+        calibration=shown(dataset.train, CALIBRATION_IMAGES)[0],
         held_out=held_out,
-        labels=torch.as_tensor(found.validation.labels[ids]),
-        normalize=Normalize(found.mean, found.std, Placement(device=torch.device("cpu"))),
+        labels=torch.as_tensor(dataset.validation.labels[ids]),
+        normalize=Normalize(dataset.mean, dataset.std, Placement(device=torch.device("cpu"))),
     )
 
 
-def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[str, str]) -> Trial:
+def quantised(float_path: Path, path: Path, images: SampleImages, metadata: Mapping[str, str]) -> QuantizationResult:
     """Write an ONNX network in int8, and compare it with the fp32 network on held-out images.
 
     Args:
-        whole: The network in fp32; a second file is written next to it meanwhile.
+        float_path: The network in fp32; a second file is written next to it meanwhile.
         path: The new file.
         images: Images for calibration and comparison.
         metadata: Stored in the file.
@@ -232,10 +232,10 @@ def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[s
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
     batches = ({"images": each.numpy()} for each in images.batches(images.calibration))
-    prepared = whole.with_name(f"{whole.stem}-prepared{whole.suffix}")
+    prepared = float_path.with_name(f"{float_path.stem}-prepared{float_path.suffix}")
     try:
         with quiet():
-            quant_pre_process(whole, prepared, skip_symbolic_shape=True)
+            quant_pre_process(float_path, prepared, skip_symbolic_shape=True)
             # Its other defaults are QDQ format and min-max ranges: see decision 56.
             quantize_static(
                 prepared,
@@ -251,9 +251,9 @@ def quantised(whole: Path, path: Path, images: SampleImages, metadata: Mapping[s
 
     def accuracy(file: Path) -> float:
         network = OnnxSession(file)
-        answers = torch.cat([network(batch).argmax(dim=1) for batch in images.batches(images.held_out)])
-        return 100 * float((answers == images.labels).double().mean())
+        predictions = torch.cat([network(batch).argmax(dim=1) for batch in images.batches(images.held_out)])
+        return 100 * float((predictions == images.labels).double().mean())
 
     count = len(images.labels)
-    before, after = (accuracy(whole), accuracy(path)) if count else (None, None)
-    return Trial(images=count, before=before, after=after, calibration_images=len(images.calibration))
+    before, after = (accuracy(float_path), accuracy(path)) if count else (None, None)
+    return QuantizationResult(images=count, before=before, after=after, calibration_images=len(images.calibration))

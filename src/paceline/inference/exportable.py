@@ -43,13 +43,13 @@ class Input:
         name: Its name.
         sizes: Its dimensions: a number, or the name of a dynamic dimension. The first is ``batch``.
         below: Exclusive upper bound of integers (of each column, if there are several); None for floats.
-        says: A description for people.
+        description: A description for people.
     """
 
     name: str
     sizes: tuple[int | str, ...]
     below: tuple[int, ...] | None
-    says: str
+    description: str
 
     def example(self, changing: dict[str, int], seed: int = 0) -> Tensor:
         """Return random values, float32 or int64, with these sizes for the dynamic dimensions."""
@@ -134,22 +134,22 @@ class Exportable:
         for batch in _TRIED:
             inputs = self.examples(batch, seed=batch)
             with torch.inference_mode():
-                expected, found = self.network(*inputs).float(), other(*inputs)
+                expected, outputs = self.network(*inputs).float(), other(*inputs)
             if not bool(expected.isfinite().all()):
                 raise NotFiniteError(
                     f"the network's outputs for a batch of {batch} are not finite numbers, though its weights are; "
                     "nothing was written."
                 )
-            if found.shape != expected.shape or not bool(torch.isfinite(found).all()):
+            if outputs.shape != expected.shape or not bool(torch.isfinite(outputs).all()):
                 raise ModelError(
-                    f"for a batch of {batch}, {what} returns the shape {tuple(found.shape)} or NaN, and the network "
+                    f"for a batch of {batch}, {what} returns the shape {tuple(outputs.shape)} or NaN, and the network "
                     f"{tuple(expected.shape)}; nothing was written."
                 )
             rounding = 0.0
             if units is not None:  # so that neither a small unit hides a difference nor a large mean creates one
                 rounding = float((torch.finfo(torch.float32).eps * expected.abs() / units.scale).max())
-                expected, found = ((each - units.shift) / units.scale for each in (expected, found))
-            difference = float((found - expected).abs().max())
+                expected, outputs = ((each - units.shift) / units.scale for each in (expected, outputs))
+            difference = float((outputs - expected).abs().max())
             if difference > tolerance * max(1.0, float(expected.abs().max())) + rounding:
                 raise ModelError(
                     f"{what} differs from the network by up to {difference:.2g} (largest output "
@@ -177,13 +177,13 @@ class _InUnits(nn.Module):
         return numbers * self.scale + self.shift
 
 
-def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Exportable:
+def open_exportable(saved: SavedWeights, *, trust_code: bool, target: str) -> Exportable:
     """Build the network of saved weights, and describe its inputs.
 
     Args:
         saved: The weights.
         trust_code: Whether to import code named in their recipe.
-        wanted: Requested format, for the message.
+        target: Requested format, for the message.
 
     Raises:
         PacelineError: If the network's inputs are unknown.
@@ -192,9 +192,9 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
     if "detects" in data:
         raise RecipeError(
             f"{saved.path} holds a detector: it takes pictures of any size and returns any number of boxes, which "
-            f"--format {wanted} cannot express; use --format safetensors."
+            f"--format {target} cannot express; use --format safetensors."
         )
-    if wanted == "timm" and (what := next((said for key, said in _NOT_ONE_LABEL.items() if key in data), None)):
+    if target == "timm" and (what := next((said for key, said in _NOT_ONE_LABEL.items() if key in data), None)):
         raise RecipeError(
             f"{saved.path} {what}, and timm's folders are for one label; use --format safetensors, onnx or "
             "torch-export."
@@ -204,18 +204,18 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
     if "labels_pixels" in data:
         pixels = SegmentationPredictor(saved, _CPU, trust_code=trust_code)
         kind, network = "pixels", pixels.network
-        says = (
+        description = (
             f"{'RGB' if pixels.channels == 3 else 'all channels'}, float32: resize the longer side to {pixels.size} "
             f"pixels ({data['interpolation']}, antialiased) and pad at the right and below; {_normalised(data)}"
         )
-        inputs = [Input("images", ("batch", pixels.channels, pixels.size, pixels.size), None, says)]
+        inputs = [Input("images", ("batch", pixels.channels, pixels.size, pixels.size), None, description)]
     elif "tokenizer" in data:
         is_classifier = "class_names" in data
         open_network = TextLabeller if is_classifier else TextPredictor
         kind, network = "tokens", open_network(saved, _CPU, trust_code=trust_code).network
         vocabulary, longest["length"] = int(data["vocabulary"]), int(data["context"])
-        says = f"token ids in [0, {vocabulary}), int64, at most {longest['length']} in a row"
-        inputs = [Input("tokens", ("batch", "length"), (vocabulary,), says)]
+        description = f"token ids in [0, {vocabulary}), int64, at most {longest['length']} in a row"
+        inputs = [Input("tokens", ("batch", "length"), (vocabulary,), description)]
         inputs += [Input("mask", ("batch", "length"), (2,), "1 for tokens, 0 for padding, int64")] * is_classifier
     elif "table_rows" in data:
         kind, network = "clicks", ClickPredictor(saved, _CPU, trust_code=trust_code).network
@@ -232,7 +232,7 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, wanted: str) -> Ex
         inputs = [Input("images", ("batch", int(data["channels"]), side, side), None, "normalised images, float32")]
     else:
         raise RecipeError(
-            f"{saved.path} does not say what its network's inputs are (task {data.get('task')}); --format {wanted} "
+            f"{saved.path} does not say what its network's inputs are (task {data.get('task')}); --format {target} "
             f"is for "
             "images, text and clicks; use --format safetensors."
         )
@@ -251,7 +251,7 @@ def _normalised(data: Mapping[str, Any]) -> str:
 def preprocessing(saved: SavedWeights, inputs: Sequence[Input]) -> str:
     """Describe in words how to preprocess a sample for a network."""
     data = saved.description("data")
-    taken = "; ".join(f"{each.name}: {each.says}, [{', '.join(map(str, each.sizes))}]" for each in inputs)
+    taken = "; ".join(f"{each.name}: {each.description}, [{', '.join(map(str, each.sizes))}]" for each in inputs)
     if "evaluation_crop" not in data:
         return taken
     size, crop = int(data.get("evaluation_size", data["image_size"])), float(data["evaluation_crop"])
@@ -309,9 +309,9 @@ def write_program(exportable: Exportable, path: Path, metadata: Mapping[str, str
                 exportable.network, exportable.examples(2), dynamic_shapes=shapes, strict=False
             )
             torch.export.save(program, path, extra_files={DESCRIPTION: json.dumps(dict(metadata))})
-            kept = {DESCRIPTION: ""}
+            extra_files = {DESCRIPTION: ""}
             # Safe to load: this function has just written the file.
-            read_back = torch.export.load(path, extra_files=kept).module()
+            read_back = torch.export.load(path, extra_files=extra_files).module()
     except OSError:
         raise
     except Exception as error:  # tracing an arbitrary network may raise anything
@@ -319,7 +319,7 @@ def write_program(exportable: Exportable, path: Path, metadata: Mapping[str, str
             f"{type(exportable.network).__name__} cannot be traced by torch.export: {first_line(error)}; use --format "
             "safetensors."
         ) from error
-    assert json.loads(kept[DESCRIPTION]) == dict(metadata)
+    assert json.loads(extra_files[DESCRIPTION]) == dict(metadata)
     return exportable.compare(read_back, what="the program")
 
 

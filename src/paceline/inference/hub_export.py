@@ -47,15 +47,15 @@ def write_hub_folder(
     import timm
 
     model = exportable.saved.description("recipe").get("model", {})
-    asked, options = str(model.get("name", "small_resnet")), dict(model.get("options", {}))
-    name = asked.partition(".")[0]
-    if asked.startswith(HUB):
-        _, name, from_hub = hub_network(Model(name=asked))
+    requested, options = str(model.get("name", "small_resnet")), dict(model.get("options", {}))
+    name = requested.partition(".")[0]
+    if requested.startswith(HUB):
+        _, name, from_hub = hub_network(Model(name=requested))
         options = from_hub | options
     is_timms = type(exportable.network).__module__.startswith("timm.") and timm.is_model(name)
     if exportable.kind != "images" or not is_timms:
         raise ModelError(
-            f"model.name={asked} is not a timm network, so timm.create_model could not open its hub folder; use "
+            f"model.name={requested} is not a timm network, so timm.create_model could not open its hub folder; use "
             f"--format safetensors, onnx or torch-export."
         )
     folder.mkdir()
@@ -75,10 +75,10 @@ def hub_config(exportable: Exportable, name: str, options: dict[str, Any]) -> di
     """Build ``config.json`` in timm's format: the network's name and options, its classes and the preprocessing."""
     network: Any = exportable.network
     data = exportable.saved.description("data")
-    known = dict(network.pretrained_cfg)
+    pretrained = dict(network.pretrained_cfg)
     side, channels = int(data["image_size"]), int(data["channels"])
     shown_side = int(data.get("evaluation_size", side))
-    config = {key: known[key] for key in _KEPT if known.get(key) is not None}
+    config = {key: pretrained[key] for key in _KEPT if pretrained.get(key) is not None}
     config |= {
         "input_size": [channels, side, side],
         "crop_pct": crop_share(data, side),
@@ -92,7 +92,7 @@ def hub_config(exportable: Exportable, name: str, options: dict[str, Any]) -> di
     }
     if shown_side != side:
         config |= {"test_input_size": [channels, shown_side, shown_side], "test_crop_pct": crop_share(data, shown_side)}
-    if known.get("fixed_input_size") and "img_size" not in options:
+    if pretrained.get("fixed_input_size") and "img_size" not in options:
         # Otherwise timm would build the network for the image size.
         options["img_size"] = list(network.patch_embed.img_size) if hasattr(network, "patch_embed") else side
     return {
@@ -177,7 +177,7 @@ def model_card(saved: SavedWeights, architecture: str, *, weights_file: Path, ru
         f"# {architecture} for {len(data['class_names'])} classes",
         f"{made}. Unknown facts are marked as not known.",
         "## What it is\n\n" + _table(_about(saved, architecture, data, origin)),
-        _how_good(saved, origin),
+        _results(saved, origin),
         _how_to_load(data),
         "## Hashes\n\n" + _table(hashes),
         f"## Recipe\n\nThe whole recipe, as resolved for the run:\n\n```yaml\n{recipe}```",
@@ -197,7 +197,7 @@ def _origin(saved: SavedWeights, target: Path) -> _Origin:
     if folder is None or step is None:
         return _Origin(step=step)
     try:
-        found = [
+        facts = [
             event
             for event in read_events(RunDirectory(folder).events, kinds=("evaluation",))
             if event.get("step") == step and event.get("weights") == saved.weights
@@ -205,7 +205,7 @@ def _origin(saved: SavedWeights, target: Path) -> _Origin:
         environment = read_environment(RunDirectory(folder))
     except RunDirectoryError:
         return _Origin(folder.resolve().name, step)
-    return _Origin(folder.resolve().name, step, found[-1] if found else {}, environment)
+    return _Origin(folder.resolve().name, step, facts[-1] if facts else {}, environment)
 
 
 def _front_matter(architecture: str, data: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
@@ -228,8 +228,8 @@ def _front_matter(architecture: str, data: Mapping[str, Any], metrics: Mapping[s
 
 
 def _versions(origin: _Origin) -> dict[str, str]:
-    found = origin.environment.get("versions", origin.environment)
-    return {key: str(found[key]) for key in _VERSIONS if isinstance(found, Mapping) and key in found}
+    versions = origin.environment.get("versions", origin.environment)
+    return {key: str(versions[key]) for key in _VERSIONS if isinstance(versions, Mapping) and key in versions}
 
 
 def _about(saved: SavedWeights, architecture: str, data: Mapping[str, Any], origin: _Origin) -> dict[str, str]:
@@ -251,7 +251,7 @@ def _about(saved: SavedWeights, architecture: str, data: Mapping[str, Any], orig
     }
 
 
-def _how_good(saved: SavedWeights, origin: _Origin) -> str:
+def _results(saved: SavedWeights, origin: _Origin) -> str:
     if not origin.metrics:
         return (
             "## How good it is\n\nNot known: no evaluation of these weights at this step was found. "

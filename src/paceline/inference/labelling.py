@@ -22,7 +22,7 @@ from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import CheckpointError, DataError
 from paceline.files import refuse_special_inputs
-from paceline.inference.answers import BATCH, NOT_FINITE, Answer, ImagePredictor, answers_ahead
+from paceline.inference.answers import BATCH, NOT_FINITE, Answer, ImagePredictor, predict_ahead
 from paceline.inference.sources import PictureFile
 from paceline.tasks.image_classification import CROPS, AveragedViews
 from paceline.tasks.image_multilabel import label_probabilities, thresholds_of
@@ -53,7 +53,7 @@ class Prediction(Answer):
 
 
 @dataclass(frozen=True)
-class Shown:
+class Preprocessing:
     """A network's image preprocessing, as in evaluation.
 
     Attributes:
@@ -77,7 +77,7 @@ class Shown:
     always_resized: bool = False
 
     @classmethod
-    def description(cls, data: Mapping[str, Any], where: str) -> Shown:
+    def description(cls, data: Mapping[str, Any], where: str) -> Preprocessing:
         """Read the preprocessing from the description of the weights file ``where``.
 
         Raises:
@@ -153,7 +153,7 @@ class ImageLabeller(ImagePredictor):
         shown: Preprocessing of images.
     """
 
-    def __init__(self, outputs: Outputs, shown: Shown) -> None:
+    def __init__(self, outputs: Outputs, shown: Preprocessing) -> None:
         self.outputs = outputs
         self.shown = shown
         self.classes = () if outputs.mean else outputs.names
@@ -167,16 +167,16 @@ class ImageLabeller(ImagePredictor):
             images: Decoded and resized images, uint8 [N, C, H, W], on any device.
         """
 
-    def set_thresholds(self, asked: float | Mapping[str, float]) -> None:
+    def set_thresholds(self, thresholds: float | Mapping[str, float]) -> None:
         """Override the run's thresholds: one probability for all classes, or one for each named class.
 
         Raises:
             RecipeError: If a name is not a class, or the task is not multi-label.
         """
         if not self.outputs.thresholds:
-            super().set_thresholds(asked)
-        usual = dict(zip(self.classes, self.outputs.thresholds, strict=True))
-        self.outputs = replace(self.outputs, thresholds=thresholds_of(asked, usual, key="--thresholds"))
+            super().set_thresholds(thresholds)
+        defaults = dict(zip(self.classes, self.outputs.thresholds, strict=True))
+        self.outputs = replace(self.outputs, thresholds=thresholds_of(thresholds, defaults, key="--thresholds"))
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -186,7 +186,7 @@ class ImageLabeller(ImagePredictor):
     def predict(self, paths: Sequence[Path], *, top_k: int = 5, batch_size: int = BATCH) -> Iterator[Answer]:
         """Yield one prediction per file, in order; an unreadable file gets an error entry."""
         pictures = (PictureFile.at(path) for path in paths)
-        return answers_ahead(self, pictures, top_k=top_k, batch_size=batch_size)
+        return predict_ahead(self, pictures, top_k=top_k, batch_size=batch_size)
 
     def prepare(self, content: bytes) -> torch.Tensor:
         """Decode one image file and resize it for the network, uint8 [C, H, W].
@@ -201,22 +201,22 @@ class ImageLabeller(ImagePredictor):
         """Return one prediction per image, in order, without paths; images of one shape form a batch."""
         answers: list[Prediction | None] = [None] * len(prepared)
         for shape in dict.fromkeys(image.shape for image in prepared):
-            alike = [number for number, image in enumerate(prepared) if image.shape == shape]
-            scores = self.probabilities(torch.stack([prepared[number] for number in alike]))
+            same_shape = [number for number, image in enumerate(prepared) if image.shape == shape]
+            scores = self.probabilities(torch.stack([prepared[number] for number in same_shape]))
             if self.number_names:
-                for number, row in zip(alike, scores.tolist(), strict=True):
+                for number, row in zip(same_shape, scores.tolist(), strict=True):
                     is_finite = all(map(math.isfinite, row))
-                    answers[number] = self._all_of(row) if is_finite else self.unreadable(Path(), NOT_FINITE)
+                    answers[number] = self._above_threshold(row) if is_finite else self.unreadable(Path(), NOT_FINITE)
                 continue
             values, labels = scores.topk(min(top_k, len(self.classes)), dim=1)
-            for number, sure, best in zip(alike, values.tolist(), labels.tolist(), strict=True):
-                if not math.isfinite(sure[0]):  # one overflowing logit makes every probability NaN
+            for number, probabilities, best in zip(same_shape, values.tolist(), labels.tolist(), strict=True):
+                if not math.isfinite(probabilities[0]):  # one overflowing logit makes every probability NaN
                     answers[number] = self.unreadable(Path(), NOT_FINITE)
                     continue
-                answers[number] = Prediction(Path(), tuple(self.classes[label] for label in best), tuple(sure))
+                answers[number] = Prediction(Path(), tuple(self.classes[label] for label in best), tuple(probabilities))
         return [each for each in answers if each is not None]
 
-    def _all_of(self, row: Sequence[float]) -> Prediction:
+    def _above_threshold(self, row: Sequence[float]) -> Prediction:
         """Return the prediction with all numbers, and the labels whose probabilities exceed their thresholds."""
         names, thresholds = self.outputs.names, self.outputs.thresholds
         given = [at for at, threshold in enumerate(thresholds) if row[at] > threshold]
@@ -267,7 +267,7 @@ class OnnxPredictor(ImageLabeller):
         outputs = Outputs.description(data)
         if outputs is None or "detects" in data or "labels_pixels" in data:
             raise DataError(f"'{path}' is not an image classifier, so it cannot label images.")
-        super().__init__(replace(outputs, is_in_units=True), Shown.description(data, str(path)))
+        super().__init__(replace(outputs, is_in_units=True), Preprocessing.description(data, str(path)))
         self._check()
         self._answers = self._views()
         # Normalised on the CPU, where ONNX Runtime expects its inputs.
@@ -306,12 +306,12 @@ class OnnxPredictor(ImageLabeller):
         outputs = [each.name for each in self._session.get_outputs()]
         kind, shape = inputs.get(_INPUT, ("", []))
         fits = kind == "tensor(float)" and len(shape) == 4 and len(inputs) == 1 and not isinstance(shape[0], int)
-        own = " in their own shapes" if self.shown.multiple is not None else ""
+        suffix = " in their own shapes" if self.shown.multiple is not None else ""
         squares = [self.shown.size if isinstance(side, int) else side for side in shape[2:]]
-        if fits and (squares != shape[2:] or (isinstance(shape[2], int) and own)):
+        if fits and (squares != shape[2:] or (isinstance(shape[2], int) and suffix)):
             raise CheckpointError(
                 f"'{self._path}' takes images of {shape[2]}x{shape[3]} pixels only, and they are to be shown at "
-                f"{self.shown.size} pixels{own}; predict with the run."
+                f"{self.shown.size} pixels{suffix}; predict with the run."
             )
         if not fits or _OUTPUT not in outputs:
             raise CheckpointError(
@@ -336,8 +336,8 @@ def onnx_session(path: Path, device: torch.device) -> Any:
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3  # its warnings are not actionable
     usable = onnxruntime.get_available_providers()
-    wanted = ["CUDAExecutionProvider"] if device.type == "cuda" else []
-    providers = [*(each for each in wanted if each in usable), "CPUExecutionProvider"]
+    requested = ["CUDAExecutionProvider"] if device.type == "cuda" else []
+    providers = [*(each for each in requested if each in usable), "CPUExecutionProvider"]
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=providers)
     except Exception as error:  # its errors share no base class

@@ -17,12 +17,12 @@ from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import CheckpointError, DataError
 from paceline.inference.answers import ImagePredictor
 from paceline.inference.detection import DetectionPredictor
-from paceline.inference.labelling import ImageLabeller, OnnxPredictor, Outputs, Shown
+from paceline.inference.labelling import ImageLabeller, OnnxPredictor, Outputs, Preprocessing
 from paceline.inference.segmentation import SegmentationPredictor
 from paceline.inference.text import open_labeller
 from paceline.inference.trained import TaskMaker, trained_recipe, trained_task
-from paceline.models.build import check_takes
-from paceline.tasks.image_classification import CROPS, ImageTask, shown_for_crops
+from paceline.models.build import check_accepts
+from paceline.tasks.image_classification import CROPS, ImageTask, scale_for_crops
 from paceline.world import World
 
 
@@ -50,7 +50,7 @@ class Predictor(ImageLabeller):
             raise DataError(
                 f"{saved.path} holds no class names: its task does not classify images, so it cannot predict classes."
             )
-        super().__init__(outputs, Shown.description(data, str(saved.path)))
+        super().__init__(outputs, Preprocessing.description(data, str(saved.path)))
         self._normalize = Normalize(self.shown.mean, self.shown.std, Placement(device=device))
         task = make_task(trained_recipe(saved))
         # The size that the network was built for; inputs may have another.
@@ -75,13 +75,13 @@ class Predictor(ImageLabeller):
         task.check_network(network)
         if saved.metadata.get("shown_by") == "timm":
             # The file is from others: it may hold invalid values for building a network.
-            check_takes(network, size, channels=channels, name=task.recipe.model.name)
+            check_accepts(network, size, channels=channels, name=task.recipe.model.name)
         load_trained(network, saved)
         self.network: nn.Module = network.to(device).eval()
         self._answers = task.evaluated(self.network)
         if (kind := task.recipe.evaluate.augment) in CROPS:
-            whole = shown_for_crops(task.recipe.data, self.shown.size, kind)
-            self.shown = replace(self.shown, size=int(whole.evaluation_size), crop=whole.evaluation_crop)
+            scaled = scale_for_crops(task.recipe.data, self.shown.size, kind)
+            self.shown = replace(self.shown, size=int(scaled.evaluation_size), crop=scaled.evaluation_crop)
 
     def probabilities(self, images: torch.Tensor) -> torch.Tensor:
         """Return class probabilities, float32 [N, classes] on the device; or the numbers, float64 [N, numbers].
@@ -116,9 +116,9 @@ def load_predictor(
     """
     saved = read_weights(target, weights, best=best)
     described: dict[str, Any] = saved.description("data")
-    others = {"detects": "a detector", "labels_pixels": "a segmentation network", "tokenizer": "a network of text"}
-    if found := next((what for key, what in others.items() if key in described), None):
-        raise DataError(f"{saved.path} holds {found} and does not classify images; use paceline predict.")
+    other_tasks = {"detects": "a detector", "labels_pixels": "a segmentation network", "tokenizer": "a network of text"}
+    if refused := next((what for key, what in other_tasks.items() if key in described), None):
+        raise DataError(f"{saved.path} holds {refused} and does not classify images; use paceline predict.")
     return Predictor(saved, device or torch.device("cpu"), task or trained_task(saved, trust_code=trust_code))
 
 

@@ -41,9 +41,9 @@ class Segments(Answer):
         """Return the label map in the format of data.dataset=masks: class indices with a colour palette."""
         assert self.classes is not None
         colours = (colorsys.hsv_to_rgb(_TURN * each % 1, 0.75, 0.95) for each in range(1, len(classes)))
-        found = Image.fromarray(self.classes, mode="P")
-        found.putpalette([0, 0, 0, *(round(255 * each) for each in itertools.chain.from_iterable(colours))])
-        return found
+        image = Image.fromarray(self.classes, mode="P")
+        image.putpalette([0, 0, 0, *(round(255 * each) for each in itertools.chain.from_iterable(colours))])
+        return image
 
 
 class SegmentationPredictor(ImagePredictor):
@@ -87,8 +87,8 @@ class SegmentationPredictor(ImagePredictor):
     @torch.inference_mode()
     def answer(self, prepared: Sequence[Pixels], top_k: int) -> list[Answer]:
         """Return one prediction per image, in order, without paths; preprocessed as in evaluation."""
-        shown = [fitted(as_tensor(each), self.size, self._fill, self._interpolation) for each in prepared]
-        logits = self.network(self._normalize(torch.stack(shown).to(self._device))).float()
+        inputs = [fitted(as_tensor(each), self.size, self._fill, self._interpolation) for each in prepared]
+        logits = self.network(self._normalize(torch.stack(inputs).to(self._device))).float()
         return [
             self._read(each, (pixels.shape[0], pixels.shape[1]), top_k)
             for each, pixels in zip(logits, prepared, strict=True)
@@ -100,13 +100,13 @@ class SegmentationPredictor(ImagePredictor):
         if not bool(logits.isfinite().all()):
             return self.unreadable(Path(), NOT_FINITE)
         best = torch.full((height, width), -torch.inf, device=logits.device)
-        found = torch.zeros((height, width), dtype=torch.uint8, device=logits.device)
+        best_labels = torch.zeros((height, width), dtype=torch.uint8, device=logits.device)
         # One class at a time: the scores of all classes at a photograph's size would take gigabytes.
         for label, scores in enumerate(logits):
             larger = functional.interpolate(scores[None, None], (height, width), mode="bilinear")[0, 0]
             is_better = larger > best
-            found[is_better], best = label, torch.maximum(best, larger)
-        classes: LabelMap = found.cpu().numpy()
+            best_labels[is_better], best = label, torch.maximum(best, larger)
+        classes: LabelMap = best_labels.cpu().numpy()
         shares = np.bincount(classes.ravel(), minlength=len(self.classes)) / classes.size
         order = [int(each) for each in np.argsort(-shares, kind="stable") if shares[each] > 0][:top_k]
         names = tuple(self.classes[each] for each in order)

@@ -98,8 +98,8 @@ def pictures_of(sources: Sequence[Path], left_out: SkippedItems) -> Iterator[Pic
     Raises:
         DataError: If a source does not exist, contains no image, or is a pipe or a device.
     """
-    found = [_opened(source, left_out) for source in sources]
-    return itertools.chain.from_iterable(found)
+    pictures = [_opened(source, left_out) for source in sources]
+    return itertools.chain.from_iterable(pictures)
 
 
 def picture_from_standard_input() -> PictureFile:
@@ -117,11 +117,11 @@ def picture_from_standard_input() -> PictureFile:
 def _opened(source: Path, left_out: SkippedItems) -> Iterable[PictureFile]:
     if str(source) == STANDARD_INPUT:
         names = (line.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n") for line in sys.stdin.buffer)
-        found = (PictureFile.at(Path(os.fsdecode(name))) for name in names if name)
-        first = next(found, None)
+        files = (PictureFile.at(Path(os.fsdecode(name))) for name in names if name)
+        first = next(files, None)
         if first is None:
             raise DataError("standard input (-) has no path; give one image path per line.")
-        return itertools.chain([first], found)
+        return itertools.chain([first], files)
     if is_archive(source) and source.is_file():
         return members(source, left_out)
     if source.is_dir():
@@ -239,11 +239,11 @@ def _zipped(archive: Path, left_out: SkippedItems) -> Iterator[PictureFile]:
         file = zipfile.ZipFile(archive)
     except _DAMAGES as error:
         raise DataError(f"'{archive}' cannot be read as a zip archive: {error}.") from error
-    reading = threading.Lock()
+    lock = threading.Lock()
 
     def read(entry: zipfile.ZipInfo, path: Path) -> bytes:
         try:
-            with reading, file.open(entry) as member:
+            with lock, file.open(entry) as member:
                 content = member.read(LARGEST_FILE_BYTES + 1)
         except _DAMAGES as error:
             raise BrokenImageError(str(path), f"cannot be read from its archive: {error}") from error

@@ -117,8 +117,8 @@ class TextPredictor:
     def _prompt(self, prompt: str) -> TokenIds:
         """Return a prompt's tokens; one to a network trained on chats is a message of the user."""
         if self.answers_chats and isinstance(self.tokenizer, HuggingFaceTokenizer):
-            asked = self.tokenizer.chat([{"role": "user", "content": prompt}], asks=True)
-            return self.tokenizer.encode_chat(asked)[0]
+            encoded = self.tokenizer.chat([{"role": "user", "content": prompt}], asks=True)
+            return self.tokenizer.encode_chat(encoded)[0]
         return self.tokenizer.encode(prompt)
 
     def fill(self, prompt: str, *, top_k: int = 3) -> Filled:
@@ -132,34 +132,34 @@ class TextPredictor:
             raise RecipeError(
                 f"this model continues text and does not fill in masked tokens: leave out {' and '.join(MASK_WORDS)}."
             )
-        ids, places = self._hidden_in(prompt)
+        ids, positions = self._find_masks(prompt)
         if len(ids) > self._context:
             raise DataError(f"the prompt has {len(ids)} tokens, but the model takes at most {self._context}.")
         guesses = []
-        probabilities = self._scores(ids, places).double().softmax(dim=1)
+        probabilities = self._scores(ids, positions).double().softmax(dim=1)
         values, best = probabilities.topk(min(top_k, probabilities.shape[1]), dim=1)
-        for place, row, chosen in zip(places, values.tolist(), best.tolist(), strict=True):
+        for position, row, chosen in zip(positions, values.tolist(), best.tolist(), strict=True):
             guesses.append(Guess(tuple(self.tokenizer.decode([each]) for each in chosen), tuple(row)))
-            ids[place] = chosen[0]
+            ids[position] = chosen[0]
         return Filled(self.tokenizer.decode(ids), tuple(guesses))
 
-    def _hidden_in(self, prompt: str) -> tuple[list[int], list[int]]:
+    def _find_masks(self, prompt: str) -> tuple[list[int], list[int]]:
         """Return the prompt's tokens and the positions of the masked ones."""
         first, other = MASK_WORDS
         parts = prompt.replace(other, first).split(first)
         if len(parts) == 1:
             raise DataError(f"the prompt has no mask: write {first} or {other} where a token is to be predicted.")
         assert self.tokenizer.mask is not None
-        ids, places = self.tokenizer.encode(parts[0]).tolist(), []
+        ids, positions = self.tokenizer.encode(parts[0]).tolist(), []
         for part in parts[1:]:
-            places.append(len(ids))
+            positions.append(len(ids))
             ids += [self.tokenizer.mask, *self.tokenizer.encode(part).tolist()]
-        return ids, places
+        return ids, positions
 
     @torch.inference_mode()
-    def _scores(self, ids: list[int], places: list[int]) -> Tensor:
+    def _scores(self, ids: list[int], positions: list[int]) -> Tensor:
         """Return logits at some positions, float32 [positions, vocabulary] on the CPU; NotFiniteError on overflow."""
-        logits: Tensor = self.network(torch.tensor([ids], device=self._device))[0][places].float().cpu()
+        logits: Tensor = self.network(torch.tensor([ids], device=self._device))[0][positions].float().cpu()
         if not bool(logits.softmax(dim=1).isfinite().all()):
             raise NotFiniteError(f"{NOT_FINITE}.")
         return logits
@@ -215,10 +215,10 @@ class TextLabeller(ImagePredictor):
         """Return the most probable classes of each text, in order, without paths."""
         values, best = self._scores(prepared).softmax(dim=1).topk(min(top_k, len(self.classes)), dim=1)
         return [
-            Answer(Path(), tuple(self.classes[label] for label in labels), tuple(sure))
-            if math.isfinite(sure[0])
+            Answer(Path(), tuple(self.classes[label] for label in labels), tuple(scores))
+            if math.isfinite(scores[0])
             else self.unreadable(Path(), NOT_FINITE)
-            for sure, labels in zip(values.tolist(), best.tolist(), strict=True)
+            for scores, labels in zip(values.tolist(), best.tolist(), strict=True)
         ]
 
     def _scores(self, texts: Sequence[TokenIds]) -> Tensor:

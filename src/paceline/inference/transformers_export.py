@@ -74,19 +74,19 @@ def write_peft_folder(exportable: Exportable, folder: Path) -> float:
     from peft import LoraConfig, PeftModel
 
     model, heads = saved.description("recipe")["model"], trained_layers(exportable.network)
-    asked = model["adapters"]
-    mine = (*(f"{layer}.lora_" for layer in layers), *(f"{head}." for head in heads))
+    config = model["adapters"]
+    prefixes = (*(f"{layer}.lora_" for layer in layers), *(f"{head}." for head in heads))
     tensors = {
         f"base_model.model.{name.replace('.default.', '.')}": each.contiguous()
         for name, each in saved.state.items()
-        if name.startswith(mine) and not name.endswith(ADAPTER_PARTS[2])
+        if name.startswith(prefixes) and not name.endswith(ADAPTER_PARTS[2])
     }
     folder.mkdir()
     LoraConfig(
-        r=asked["rank"],
-        lora_alpha=asked["alpha"],
+        r=config["rank"],
+        lora_alpha=config["alpha"],
         target_modules=layers,
-        lora_dropout=asked.get("dropout", 0.0),
+        lora_dropout=config.get("dropout", 0.0),
         fan_in_fan_out=any(f"{layer}{ADAPTER_PARTS[2]}" in saved.state for layer in layers),
         modules_to_save=heads or None,
         task_type={"classes": "SEQ_CLS", "tags": "TOKEN_CLS"}.get(str(exportable.network.objective), "CAUSAL_LM"),
@@ -110,9 +110,9 @@ def _plain(exportable: Exportable) -> Any:
         raise ModelError(
             f"model.name={name} is not a network of Transformers; use --format safetensors, onnx or torch-export."
         )
-    plain = copy.deepcopy(network)
-    plain.__class__ = type(network).__bases__[1]
-    return plain
+    copied = copy.deepcopy(network)
+    copied.__class__ = type(network).__bases__[1]
+    return copied
 
 
 def _called_with_names(network: Any) -> Callable[..., Tensor]:

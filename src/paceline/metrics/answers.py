@@ -71,9 +71,9 @@ class Confusion:
         """Return counts by label and prediction, and by probability; waits for the device."""
         if not self._answers:
             return [], [[0] * 3] * BINS
-        counted = torch.cat(self._answers, dim=1).cpu().numpy().astype(np.int64)
-        pairs, counts = np.unique(counted[:2], axis=1, return_counts=True)
-        label, predicted, millionths = counted[:, counted[1] >= 0]
+        cells = torch.cat(self._answers, dim=1).cpu().numpy().astype(np.int64)
+        pairs, counts = np.unique(cells[:2], axis=1, return_counts=True)
+        label, predicted, millionths = cells[:, cells[1] >= 0]
         bins = np.minimum(millionths * BINS // 1_000_000, BINS - 1)
         sums = [np.bincount(bins, each, BINS) for each in (np.ones_like(bins), label == predicted, millionths)]
         triples = [(int(a), int(b), int(n)) for a, b, n in zip(*pairs, counts, strict=True)]
@@ -117,10 +117,10 @@ class Candidate:
 
 def choose(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
     """Choose from the candidates of all processes, mistakes first."""
-    found = sorted(candidates, key=lambda each: each.rank)
-    wrong, right = [each for each in found if each.is_mistake], [each for each in found if not each.is_mistake]
-    mistakes = min(len(wrong), max(count - count // 3, count - len(right)))
-    return [*wrong[:mistakes], *right[: count - mistakes]]
+    ranked = sorted(candidates, key=lambda each: each.rank)
+    errors, correct = [each for each in ranked if each.is_mistake], [each for each in ranked if not each.is_mistake]
+    mistakes = min(len(errors), max(count - count // 3, count - len(correct)))
+    return [*errors[:mistakes], *correct[: count - mistakes]]
 
 
 class Examples:
@@ -133,7 +133,7 @@ class Examples:
 
     def __init__(self, count: int, pictures: Pictures) -> None:
         self._pictures = pictures
-        self._kinds = {True: _Best(count), False: _Best(count)}
+        self._kinds = {True: _TopCandidates(count), False: _TopCandidates(count)}
 
     def add(self, ids: NDArray[np.int64], draws: NDArray[np.float64], inputs: object, answers: Answers) -> None:
         """Add one batch. No host-device synchronisation.
@@ -146,9 +146,9 @@ class Examples:
         """
         device = answers.label.device
         samples = torch.tensor(ids).to(device, non_blocking=True)
-        drawn = torch.tensor(draws, dtype=torch.float32).to(device, non_blocking=True)
+        random_keys = torch.tensor(draws, dtype=torch.float32).to(device, non_blocking=True)
         is_wrong = answers.predicted != answers.label
-        nobody = torch.full_like(drawn, -1.0)
+        nobody = torch.full_like(random_keys, -1.0)
         columns = {
             "sample": samples,
             "label": answers.label,
@@ -162,7 +162,7 @@ class Examples:
             return None if pictures is None else thumbnails(pictures)
 
         for is_mistake, best in self._kinds.items():
-            goodness = answers.probability.nan_to_num(0.0) if is_mistake else drawn
+            goodness = answers.probability.nan_to_num(0.0) if is_mistake else random_keys
             score = torch.where(is_wrong == is_mistake, goodness, nobody)
             best.add({"score": score, **columns}, shown)
 
@@ -181,7 +181,7 @@ class Examples:
         return self._kinds[candidate.is_mistake].picture(candidate.sample)
 
 
-class _Best:
+class _TopCandidates:
     """The samples with the highest scores."""
 
     def __init__(self, count: int) -> None:
@@ -190,36 +190,36 @@ class _Best:
         self._pictures: Tensor | None = None
 
     def add(self, columns: dict[str, Tensor], pictures: Callable[[Tensor], Tensor | None]) -> None:
-        chosen = self._worth_a_look(columns["score"], _order(columns)[: self._count])
+        chosen = self._may_qualify(columns["score"], _order(columns)[: self._count])
         if chosen.numel() == 0 and self.columns:
             return
-        taken = {name: column[chosen] for name, column in columns.items()}
-        shown = pictures(chosen)
-        if shown is not None:
-            taken |= {
-                "height": torch.full_like(taken["sample"], shown.shape[2]),
-                "width": torch.full_like(taken["sample"], shown.shape[3]),
+        selected = {name: column[chosen] for name, column in columns.items()}
+        thumbnails = pictures(chosen)
+        if thumbnails is not None:
+            selected |= {
+                "height": torch.full_like(selected["sample"], thumbnails.shape[2]),
+                "width": torch.full_like(selected["sample"], thumbnails.shape[3]),
             }
         if self.columns:
-            taken = {name: torch.cat([self.columns[name], column]) for name, column in taken.items()}
-            if shown is None or self._pictures is None:
-                shown = None
+            selected = {name: torch.cat([self.columns[name], column]) for name, column in selected.items()}
+            if thumbnails is None or self._pictures is None:
+                thumbnails = None
             else:  # of varying sizes; smaller ones are aligned at the upper left
-                both = (self._pictures, shown)
-                height, width = (max(each.shape[axis] for each in both) for axis in (2, 3))
-                padded = [F.pad(each, (0, width - each.shape[3], 0, height - each.shape[2])) for each in both]
-                shown = torch.cat(padded)
-        chosen = _order(taken)[: self._count]
-        self.columns = {name: column[chosen] for name, column in taken.items()}
-        self._pictures = None if shown is None else shown[chosen]
+                pair = (self._pictures, thumbnails)
+                height, width = (max(each.shape[axis] for each in pair) for axis in (2, 3))
+                padded = [F.pad(each, (0, width - each.shape[3], 0, height - each.shape[2])) for each in pair]
+                thumbnails = torch.cat(padded)
+        chosen = _order(selected)[: self._count]
+        self.columns = {name: column[chosen] for name, column in selected.items()}
+        self._pictures = None if thumbnails is None else thumbnails[chosen]
 
-    def _worth_a_look(self, score: Tensor, chosen: Tensor) -> Tensor:
+    def _may_qualify(self, score: Tensor, chosen: Tensor) -> Tensor:
         """Select samples that may be among the best, if that needs no device wait; so it filters only on a CPU."""
         if score.device.type != "cpu" or not self.columns:
             return chosen
-        kept = self.columns["score"]
-        least = float(kept[-1]) if len(kept) == self._count else 0.0
-        return chosen[score[chosen] >= max(least, 0.0)]
+        scores = self.columns["score"]
+        threshold = float(scores[-1]) if len(scores) == self._count else 0.0
+        return chosen[score[chosen] >= max(threshold, 0.0)]
 
     def picture(self, sample: int) -> NDArray[np.uint8] | None:
         if self._pictures is None:
@@ -249,6 +249,6 @@ def thumbnails(pictures: Tensor) -> Tensor:
 
 def as_png(pixels: NDArray[np.uint8]) -> str:
     """Encode a picture [H, W, C] as a data URL; uses the first 3 channels, or the first one if there are fewer."""
-    shown, file = pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0], io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(shown)).save(file, format="PNG")
+    image, file = pixels[:, :, :3] if pixels.shape[2] >= 3 else pixels[:, :, 0], io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(image)).save(file, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

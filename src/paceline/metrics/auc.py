@@ -63,9 +63,9 @@ def area_under_curve(scores: NDArray[np.floating[Any]], labels: NDArray[np.bool_
     negatives = len(labels) - positives
     if positives == 0 or negatives == 0 or np.isnan(scores).any():
         return math.nan
-    distinct, which = np.unique(scores, return_inverse=True)
-    of_each = np.bincount(which, minlength=len(distinct))
-    positive = np.bincount(which[labels], minlength=len(distinct))
+    distinct, inverse = np.unique(scores, return_inverse=True)
+    of_each = np.bincount(inverse, minlength=len(distinct))
+    positive = np.bincount(inverse[labels], minlength=len(distinct))
     negative = of_each - positive
     below = np.cumsum(negative) - negative
     # Twice the number of correctly ordered pairs, with ties counted once: integers up to half of N squared.
@@ -84,7 +84,7 @@ def normalized_entropy(scores: NDArray[np.floating[Any]], labels: NDArray[np.boo
     if share in (0.0, 1.0):
         return math.nan
     # Sorted, since a vectorised function may round a value differently by its position; summed exactly.
-    wrong = np.sort(np.where(labels, -scores, scores).astype(np.float64))
-    total = math.fsum(np.logaddexp(0.0, wrong).tolist()) if np.isfinite(wrong).all() else math.nan
+    losses = np.sort(np.where(labels, -scores, scores).astype(np.float64))
+    total = math.fsum(np.logaddexp(0.0, losses).tolist()) if np.isfinite(losses).all() else math.nan
     entropy = -(share * math.log(share) + (1 - share) * math.log1p(-share))
     return total / len(labels) / entropy

@@ -28,14 +28,14 @@ _ALMOST_ONE = 1 - 1e-10
 
 
 @dataclass(frozen=True, kw_only=True)
-class PictureAnswers:
+class ImageDetections:
     """Detections in one picture, with its ground truth.
 
     Attributes:
         sample: Its number.
         scores: Score of each of D detections, float64 [D].
         labels: Their classes, int64 [D].
-        wanted: The classes of the G objects, int64 [G].
+        true_labels: The classes of the G objects, int64 [G].
         crowd: Which objects are crowds, bool [G].
         overlaps: Intersection over union by kind, ``box`` or ``mask``; for a crowd, the share of the detection inside
             it.
@@ -44,7 +44,7 @@ class PictureAnswers:
     sample: int
     scores: NDArray[np.float64]
     labels: NDArray[np.int64]
-    wanted: NDArray[np.int64]
+    true_labels: NDArray[np.int64]
     crowd: NDArray[np.bool_]
     overlaps: dict[str, Overlaps]
 
@@ -58,7 +58,7 @@ class AveragePrecision:
 
     def __init__(self, kinds: Sequence[str] = ("box",)) -> None:
         self._kinds = tuple(kinds)
-        self._pictures: list[PictureAnswers] = []
+        self._pictures: list[ImageDetections] = []
 
     def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
         """Compare a batch's detections with its objects.
@@ -67,66 +67,66 @@ class AveragePrecision:
         would fill its memory.
 
         Args:
-            values: ``found`` and ``truth``, each with a dict per picture: ``boxes`` [·, 4], ``labels``, ``scores`` for
-                detections, ``crowd`` for objects, and bool ``masks`` [·, H, W] if they are compared.
+            values: ``detections`` and ``truth``, each with a dict per picture: ``boxes`` [·, 4], ``labels``, ``scores``
+                for detections, ``crowd`` for objects, and bool ``masks`` [·, H, W] if they are compared.
             ids: The pictures' numbers.
         """
-        for sample, found, truth in zip(ids.tolist(), values["found"], values["truth"], strict=True):
+        for sample, detections, truth in zip(ids.tolist(), values["found"], values["truth"], strict=True):
             crowd = truth["crowd"].cpu().numpy()
-            overlaps = {"box": box_overlaps(_array(found["boxes"]), _array(truth["boxes"]), crowd)}
+            overlaps = {"box": box_overlaps(_array(detections["boxes"]), _array(truth["boxes"]), crowd)}
             if "mask" in self._kinds:
-                overlaps["mask"] = mask_overlaps(found["masks"], truth["masks"], crowd)
-            picture = PictureAnswers(
+                overlaps["mask"] = mask_overlaps(detections["masks"], truth["masks"], crowd)
+            picture = ImageDetections(
                 sample=sample,
-                scores=_array(found["scores"]),
-                labels=found["labels"].cpu().numpy(),
-                wanted=truth["labels"].cpu().numpy(),
+                scores=_array(detections["scores"]),
+                labels=detections["labels"].cpu().numpy(),
+                true_labels=truth["labels"].cpu().numpy(),
                 crowd=crowd,
                 overlaps=overlaps,
             )
             self._pictures.append(picture)
 
-    def part(self) -> list[PictureAnswers]:
+    def part(self) -> list[ImageDetections]:
         """Return this process's data."""
         return self._pictures
 
-    def results(self, parts: Sequence[list[PictureAnswers]]) -> dict[str, float]:
+    def results(self, parts: Sequence[list[ImageDetections]]) -> dict[str, float]:
         """Compute mean average precision of each kind in percent, overall and at threshold 0.5; NaN without objects."""
         pictures = sorted((each for part in parts for each in part), key=lambda each: each.sample)
-        found = {}
+        results = {}
         for kind in self._kinds:
             by_threshold = 100 * mean_average_precisions(pictures, kind)
-            found[f"{kind}_map"] = float(by_threshold.mean())
-            found[f"{kind}_map50"] = float(by_threshold[0])
-        return found
+            results[f"{kind}_map"] = float(by_threshold.mean())
+            results[f"{kind}_map50"] = float(by_threshold[0])
+        return results
 
 
-def mean_average_precisions(pictures: Sequence[PictureAnswers], kind: str) -> NDArray[np.float64]:
+def mean_average_precisions(pictures: Sequence[ImageDetections], kind: str) -> NDArray[np.float64]:
     """Return the mean over classes at each threshold, [10]; pictures must be in the order of their numbers."""
-    classes = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(each.wanted for each in pictures)]))
+    classes = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *(each.true_labels for each in pictures)]))
     by_class = [_average_precisions(pictures, kind, int(label)) for label in classes]
-    known = [each for each in by_class if each is not None]
-    return np.mean(known, axis=0) if known else np.full(len(THRESHOLDS), np.nan)
+    valid = [each for each in by_class if each is not None]
+    return np.mean(valid, axis=0) if valid else np.full(len(THRESHOLDS), np.nan)
 
 
-def _average_precisions(pictures: Sequence[PictureAnswers], kind: str, label: int) -> NDArray[np.float64] | None:
+def _average_precisions(pictures: Sequence[ImageDetections], kind: str, label: int) -> NDArray[np.float64] | None:
     """Return a class's average precision at each threshold, [10]; None if all its objects are crowds."""
-    scores, right, wrong, objects = [], [], [], 0
+    scores, true_positives, false_positives, objects = [], [], [], 0
     for each in pictures:
-        theirs, own = np.flatnonzero(each.labels == label), np.flatnonzero(each.wanted == label)
-        if not len(theirs) and not len(own):
+        detections, truths = np.flatnonzero(each.labels == label), np.flatnonzero(each.true_labels == label)
+        if not len(detections) and not len(truths):
             continue
-        objects += int((~each.crowd[own]).sum())
-        surest = theirs[np.argsort(-each.scores[theirs], kind="stable")][:_MOST_DETECTIONS]
-        matched, ignored = _matched(each.overlaps[kind][np.ix_(surest, own)], each.crowd[own])
-        scores.append(each.scores[surest])
-        right.append(matched & ~ignored)
-        wrong.append(~matched)
+        objects += int((~each.crowd[truths]).sum())
+        top = detections[np.argsort(-each.scores[detections], kind="stable")][:_MOST_DETECTIONS]
+        matched, ignored = _matched(each.overlaps[kind][np.ix_(top, truths)], each.crowd[truths])
+        scores.append(each.scores[top])
+        true_positives.append(matched & ~ignored)
+        false_positives.append(~matched)
     if not objects:
         return None
     order = np.argsort(-np.concatenate(scores), kind="stable")
-    hits = np.cumsum(np.concatenate(right, axis=1)[:, order], axis=1, dtype=np.float64)
-    alarms = np.cumsum(np.concatenate(wrong, axis=1)[:, order], axis=1, dtype=np.float64)
+    hits = np.cumsum(np.concatenate(true_positives, axis=1)[:, order], axis=1, dtype=np.float64)
+    alarms = np.cumsum(np.concatenate(false_positives, axis=1)[:, order], axis=1, dtype=np.float64)
     return np.array([_area(*rows, objects) for rows in zip(hits, alarms, strict=True)])
 
 
@@ -164,26 +164,26 @@ def _area(hits: NDArray[np.float64], alarms: NDArray[np.float64], objects: int) 
     return float(np.concatenate([best, [0.0]])[np.minimum(reached, len(best))].mean())
 
 
-def box_overlaps(found: NDArray[np.float64], wanted: NDArray[np.float64], crowd: NDArray[np.bool_]) -> Overlaps:
+def box_overlaps(detections: NDArray[np.float64], truths: NDArray[np.float64], crowd: NDArray[np.bool_]) -> Overlaps:
     """Return the overlaps of boxes [D, 4] and [G, 4], given by their edges."""
-    least = np.maximum(found[:, None, :2], wanted[None, :, :2])
-    most = np.minimum(found[:, None, 2:], wanted[None, :, 2:])
-    common = np.prod(np.clip(most - least, 0, None), axis=2)
-    ours, theirs = (np.prod(each[:, 2:] - each[:, :2], axis=1) for each in (found, wanted))
-    return _over_union(common, ours, theirs, crowd)
+    top_left = np.maximum(detections[:, None, :2], truths[None, :, :2])
+    bottom_right = np.minimum(detections[:, None, 2:], truths[None, :, 2:])
+    common = np.prod(np.clip(bottom_right - top_left, 0, None), axis=2)
+    detection_areas, truth_areas = (np.prod(each[:, 2:] - each[:, :2], axis=1) for each in (detections, truths))
+    return _over_union(common, detection_areas, truth_areas, crowd)
 
 
-def mask_overlaps(found: Tensor, wanted: Tensor, crowd: NDArray[np.bool_]) -> Overlaps:
+def mask_overlaps(detections: Tensor, truths: Tensor, crowd: NDArray[np.bool_]) -> Overlaps:
     """Return the overlaps of masks [D, H, W] and [G, H, W], nonzero inside objects; exact below 2^24 pixels."""
     # Zeros and ones are exact in every dtype, and so are their sums in fp32.
-    with torch.autocast(found.device.type, enabled=False):
-        ours, theirs = ((each != 0).flatten(1).float() for each in (found, wanted))
-        common = ours @ theirs.T
-    return _over_union(_array(common), _array(ours.sum(dim=1)), _array(theirs.sum(dim=1)), crowd)
+    with torch.autocast(detections.device.type, enabled=False):
+        detection_masks, truth_masks = ((each != 0).flatten(1).float() for each in (detections, truths))
+        common = detection_masks @ truth_masks.T
+    return _over_union(_array(common), _array(detection_masks.sum(dim=1)), _array(truth_masks.sum(dim=1)), crowd)
 
 
-def _over_union(common: Overlaps, found: Any, wanted: Any, crowd: NDArray[np.bool_]) -> Overlaps:
-    union = np.where(crowd, found[:, None], found[:, None] + wanted - common)
+def _over_union(common: Overlaps, detection_areas: Any, truth_areas: Any, crowd: NDArray[np.bool_]) -> Overlaps:
+    union = np.where(crowd, detection_areas[:, None], detection_areas[:, None] + truth_areas - common)
     shares: Overlaps = np.divide(common, union, out=np.zeros_like(common), where=union > 0)
     return shares
 

@@ -21,7 +21,7 @@ Reliability = list[list[int]]
 probabilities in millionths. Integers, so that the sum does not depend on how samples were distributed."""
 
 
-def merged(parts: Iterable[Triples]) -> Triples:
+def merge_counts(parts: Iterable[Triples]) -> Triples:
     """Return the counts of all processes combined."""
     total: Counter[tuple[int, int]] = Counter()
     for part in parts:
@@ -43,7 +43,7 @@ def confusion_document(triples: Triples, parts: Iterable[Reliability], names: Se
     """
     answered = [each for each in triples if each[1] >= 0]
     bins = [[sum(column) for column in zip(*rows, strict=True)] for rows in zip(*parts, strict=True)]
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         "classes": list(names),
         "samples": sum(count for *_, count in triples),
         "unanswered": sum(count for _, predicted, count in triples if predicted < 0),
@@ -53,11 +53,11 @@ def confusion_document(triples: Triples, parts: Iterable[Reliability], names: Se
         ],
     }
     if len(names) > _DENSE_CLASSES:
-        return {**found, "triples": [list(each) for each in answered]}
+        return {**document, "triples": [list(each) for each in answered]}
     matrix = [[0] * len(names) for _ in names]
     for label, predicted, count in answered:
         matrix[label][predicted] = count
-    return {**found, "matrix": matrix}
+    return {**document, "matrix": matrix}
 
 
 def matrix_of(confusion: Mapping[str, Any]) -> list[list[int]]:
@@ -84,11 +84,13 @@ def scores_by_class(confusion: Mapping[str, Any]) -> list[dict[str, Any]]:
         confusion: A document from :func:`confusion_document`.
     """
     matrix = matrix_of(confusion)
-    found = []
-    for at, (name, row, column) in enumerate(zip(confusion["classes"], matrix, zip(*matrix, strict=True), strict=True)):
-        right, samples, answers = row[at], sum(row), sum(column)
-        if samples or answers:
-            precision, recall = 100 * right / max(answers, 1), 100 * right / max(samples, 1)
-            f1 = 200 * right / (answers + samples)
-            found.append({"class": name, "count": samples, "precision": precision, "recall": recall, "f1": f1})
-    return sorted(found, key=lambda each: (each["f1"], each["recall"]))
+    scores = []
+    for index, (name, row, column) in enumerate(
+        zip(confusion["classes"], matrix, zip(*matrix, strict=True), strict=True)
+    ):
+        right, samples, predicted = row[index], sum(row), sum(column)
+        if samples or predicted:
+            precision, recall = 100 * right / max(predicted, 1), 100 * right / max(samples, 1)
+            f1 = 200 * right / (predicted + samples)
+            scores.append({"class": name, "count": samples, "precision": precision, "recall": recall, "f1": f1})
+    return sorted(scores, key=lambda each: (each["f1"], each["recall"]))

@@ -25,8 +25,8 @@ def accumulation_steps(global_batch_size: int, micro_batch_size: int, processes:
     Source:
         NVIDIA, DeepLearningExamples, PyTorch/Classification/ConvNets/main.py, ``--optimizer-batch-size``.
     """
-    steps, rest = divmod(global_batch_size, micro_batch_size * processes)
-    if rest or not steps:
+    steps, remainder = divmod(global_batch_size, micro_batch_size * processes)
+    if remainder or not steps:
         raise ValueError(f"{processes} × {micro_batch_size} samples do not divide {global_batch_size}")
     return steps
 

@@ -75,17 +75,17 @@ class NoiseAverages:
             averages.add(each)
         return averages
 
-    def add(self, found: Estimate) -> None:
+    def add(self, estimated: Estimate) -> None:
         """Add one estimate."""
-        keeps = 0.5 ** (1 / self.half_life)
-        v, s = found.variance, found.square
-        self.weight = keeps * self.weight + 1
-        self.weight_square = keeps**2 * self.weight_square + 1
-        self.variance = keeps * self.variance + v
-        self.square = keeps * self.square + s
-        self.variance_variance = keeps * self.variance_variance + v * v
-        self.square_square = keeps * self.square_square + s * s
-        self.variance_square = keeps * self.variance_square + v * s
+        decay = 0.5 ** (1 / self.half_life)
+        v, s = estimated.variance, estimated.square
+        self.weight = decay * self.weight + 1
+        self.weight_square = decay**2 * self.weight_square + 1
+        self.variance = decay * self.variance + v
+        self.square = decay * self.square + s
+        self.variance_variance = decay * self.variance_variance + v * v
+        self.square_square = decay * self.square_square + s * s
+        self.variance_square = decay * self.variance_square + v * s
 
     @property
     def count(self) -> float:

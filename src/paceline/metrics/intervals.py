@@ -87,9 +87,11 @@ def rate_interval(seconds: Sequence[float] | Floats, *, confidence: float = 0.95
         ValueError: If there is no measurement, or one is not positive.
     """
     _logarithms(seconds)
-    found = mean_interval(seconds, confidence=confidence)
-    low = 0.0 if math.isinf(found.high) else 1 / found.high
-    return Interval(1 / found.middle, low, 1 / found.low if found.low > 0 else math.inf, found.count, confidence)
+    interval = mean_interval(seconds, confidence=confidence)
+    low = 0.0 if math.isinf(interval.high) else 1 / interval.high
+    return Interval(
+        1 / interval.middle, low, 1 / interval.low if interval.low > 0 else math.inf, interval.count, confidence
+    )
 
 
 def paired_ratio(candidate: Sequence[float], baseline: Sequence[float], *, confidence: float = 0.95) -> Interval:
@@ -132,15 +134,15 @@ def unpaired_ratio(candidate: Sequence[float], baseline: Sequence[float], *, con
     """
     from scipy.special import stdtrit
 
-    one, other = _checked(_logarithms(candidate), confidence), _checked(_logarithms(baseline), confidence)
-    count, middle = min(len(one), len(other)), float(one.mean() - other.mean())
+    first, second = _checked(_logarithms(candidate), confidence), _checked(_logarithms(baseline), confidence)
+    count, middle = min(len(first), len(second)), float(first.mean() - second.mean())
     if count < 2:
         return _exponential(Interval(middle, -math.inf, math.inf, count, confidence))
-    parts = [float(each.var(ddof=1)) / len(each) for each in (one, other)]
+    parts = [float(each.var(ddof=1)) / len(each) for each in (first, second)]
     variance = sum(parts)
     if variance == 0:
         return _exponential(Interval(middle, middle, middle, count, confidence))
-    freedom = variance**2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, (one, other), strict=True))
+    freedom = variance**2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, (first, second), strict=True))
     half = float(stdtrit(freedom, (1 + confidence) / 2)) * math.sqrt(variance)
     return _exponential(Interval(middle, middle - half, middle + half, count, confidence))
 
@@ -246,26 +248,26 @@ def time_to_event(times: Sequence[float], reached: Sequence[bool], *, confidence
     numbers = _checked(times, confidence)
     if numbers.min() <= 0:
         raise ValueError(f"found the time {numbers.min()}, but times are positive")
-    there = np.asarray(reached, dtype=bool)
-    estimate = ecdf(CensoredData.right_censored(numbers, ~there)).sf
+    observed = np.asarray(reached, dtype=bool)
+    estimate = ecdf(CensoredData.right_censored(numbers, ~observed)).sf
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # if all reached the event, the variance is undefined
         band = estimate.confidence_interval(confidence, method="log-log")
     # Event times only: after the last one the variance is unknown, so it bounds nothing.
-    at = np.isin(estimate.quantiles, numbers[there])
-    events, shares = estimate.quantiles[at], estimate.probabilities[at]
+    is_event = np.isin(estimate.quantiles, numbers[observed])
+    events, shares = estimate.quantiles[is_event], estimate.probabilities[is_event]
 
     def first(where: NDArray[np.bool_], otherwise: float) -> float:
         return float(events[where.argmax()]) if where.any() else otherwise
 
     median = Interval(
         first(shares <= 0.5, math.inf),
-        first(~(band.low.probabilities[at] > 0.5), 0.0),
-        first(band.high.probabilities[at] < 0.5, math.inf),
+        first(~(band.low.probabilities[is_event] > 0.5), 0.0),
+        first(band.high.probabilities[is_event] < 0.5, math.inf),
         len(numbers),
         confidence,
     )
-    successes = int(there.sum())
+    successes = int(observed.sum())
     return TimeToEvent(
         median=median,
         reached=share_interval(successes, len(numbers), confidence=confidence),
@@ -274,9 +276,9 @@ def time_to_event(times: Sequence[float], reached: Sequence[bool], *, confidence
     )
 
 
-def _exponential(found: Interval) -> Interval:
-    high = math.inf if found.high > _LARGEST_LOGARITHM else math.exp(found.high)
-    return Interval(math.exp(found.middle), math.exp(found.low), high, found.count, found.confidence)
+def _exponential(interval: Interval) -> Interval:
+    high = math.inf if interval.high > _LARGEST_LOGARITHM else math.exp(interval.high)
+    return Interval(math.exp(interval.middle), math.exp(interval.low), high, interval.count, interval.confidence)
 
 
 def _logarithms(values: Sequence[float] | Floats) -> Floats:

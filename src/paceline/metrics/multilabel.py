@@ -39,40 +39,42 @@ class LabelScores(GatheredScores):
 
         Means over classes exclude classes without samples; ``micro_f1`` counts their false positives.
         """
-        found = self._of_classes(parts)
-        known = [each for each in found if each["count"]]
-        if not known or any(math.isnan(each["average_precision"]) for each in known):
+        scores = self._of_classes(parts)
+        valid = [each for each in scores if each["count"]]
+        if not valid or any(math.isnan(each["average_precision"]) for each in valid):
             return dict.fromkeys((each.name for each in MULTILABEL_METRICS), math.nan)
-        means = (math.fsum(each[key] for each in known) / len(known) for key in ("average_precision", "f1"))
-        right, given, wanted = (sum(each[key] for each in found) for key in ("right", "given", "count"))
-        return dict(zip(("map", "macro_f1"), means, strict=True)) | {"micro_f1": 100 * _f1(right, given, wanted)}
+        means = (math.fsum(each[key] for each in valid) / len(valid) for key in ("average_precision", "f1"))
+        correct, predicted, positive = (sum(each[key] for each in scores) for key in ("right", "given", "count"))
+        return dict(zip(("map", "macro_f1"), means, strict=True)) | {
+            "micro_f1": 100 * _f1(correct, predicted, positive)
+        }
 
     def details(self, parts: Sequence[ScoredPart]) -> dict[str, Any]:
         """Return the scores of each class in percent, lowest F1 first, classes without samples last.
 
         ``best_threshold`` maximises F1 on these samples; like ``best_f1`` it is fitted to them.
         """
-        found = self._of_classes(parts)
-        return {"label_scores": sorted(found, key=lambda each: (not each["count"], each["f1"], each["class"]))}
+        scores = self._of_classes(parts)
+        return {"label_scores": sorted(scores, key=lambda each: (not each["count"], each["f1"], each["class"]))}
 
     def _of_classes(self, parts: Sequence[ScoredPart]) -> list[dict[str, Any]]:
         scores = np.concatenate([scores for scores, _ in parts])
         labels = np.concatenate([labels for _, labels in parts])
-        found = []
-        for at, (name, threshold) in enumerate(zip(self._classes, self._thresholds, strict=True)):
-            is_given = scores[:, at].astype(np.float64) > math.log(threshold / (1 - threshold))
-            has_label = labels[:, at] == 1
-            right, given, count = (int(each.sum()) for each in (is_given & has_label, is_given, has_label))
-            average, best_f1, best = precision_and_best_f1(scores[:, at], has_label)
-            of_class: dict[str, Any] = {"class": name, "count": count, "given": given, "right": right}
+        rows = []
+        for index, (name, threshold) in enumerate(zip(self._classes, self._thresholds, strict=True)):
+            is_given = scores[:, index].astype(np.float64) > math.log(threshold / (1 - threshold))
+            has_label = labels[:, index] == 1
+            correct, predicted, count = (int(each.sum()) for each in (is_given & has_label, is_given, has_label))
+            average, best_f1, best = precision_and_best_f1(scores[:, index], has_label)
+            of_class: dict[str, Any] = {"class": name, "count": count, "given": predicted, "right": correct}
             of_class |= {
-                "precision": 100 * right / given if given else 0.0,
-                "recall": 100 * right / count if count else 0.0,
-                "f1": 100 * _f1(right, given, count),
+                "precision": 100 * correct / predicted if predicted else 0.0,
+                "recall": 100 * correct / count if count else 0.0,
+                "f1": 100 * _f1(correct, predicted, count),
                 "average_precision": 100 * average,
             }
-            found.append(of_class | {"threshold": threshold, "best_f1": 100 * best_f1, "best_threshold": best})
-        return found
+            rows.append(of_class | {"threshold": threshold, "best_f1": 100 * best_f1, "best_threshold": best})
+        return rows
 
 
 def precision_and_best_f1(scores: NDArray[np.float32], labels: NDArray[np.bool_]) -> tuple[float, float, float]:
@@ -89,12 +91,12 @@ def precision_and_best_f1(scores: NDArray[np.float32], labels: NDArray[np.bool_]
     if positives == 0 or np.isnan(scores).any():
         return math.nan, math.nan, math.nan
     # Replace infinities by the largest finite numbers, so that midpoints exist.
-    distinct, which = np.unique(np.nan_to_num(-scores), return_inverse=True)
-    given = np.cumsum(np.bincount(which))
-    added = np.bincount(which[labels], minlength=len(distinct))
+    distinct, inverse = np.unique(np.nan_to_num(-scores), return_inverse=True)
+    predicted = np.cumsum(np.bincount(inverse))
+    added = np.bincount(inverse[labels], minlength=len(distinct))
     right = np.cumsum(added)
-    average = math.fsum((added * (right / given)).tolist()) / positives
-    f1 = 2 * right / (given + positives)
+    average = math.fsum((added * (right / predicted)).tolist()) / positives
+    f1 = 2 * right / (predicted + positives)
     best = int(f1.argmax())
     lower = -distinct[best + 1] if best + 1 < len(distinct) else -distinct[best] - 1
     middle = (float(lower) - float(distinct[best])) / 2
@@ -102,5 +104,5 @@ def precision_and_best_f1(scores: NDArray[np.float32], labels: NDArray[np.bool_]
     return average, float(f1[best]), min(max(probability, _LEAST), 1 - _LEAST)
 
 
-def _f1(right: int, given: int, wanted: int) -> float:
-    return 2 * right / (given + wanted) if given + wanted else 0.0
+def _f1(correct: int, predicted: int, positive: int) -> float:
+    return 2 * correct / (predicted + positive) if predicted + positive else 0.0

@@ -24,19 +24,19 @@ def named_metric(name: str, options: Mapping[str, Any]) -> Any:
     Raises:
         RecipeError: If its factory cannot be imported, or does not accept the options.
     """
-    key, given = f"evaluate.metrics.{name}", dict(options)
-    reference = given.pop("name", None)
+    key, arguments = f"evaluate.metrics.{name}", dict(options)
+    reference = arguments.pop("name", None)
     if not isinstance(reference, str) or not is_reference(reference):
         raise RecipeError(
             f"{key} has name={reference!r}, but it must name a factory: package.module:factory, torchmetrics' or yours."
         )
     factory = load_reference(reference, RecipeError)
     try:
-        return factory(**given)
+        return factory(**arguments)
     except (TypeError, ValueError) as error:
         raise RecipeError(
-            f"{key}: {reference} does not take {given}: {error}. Name a factory: called with the options, it gives a "
-            "function of scores and targets."
+            f"{key}: {reference} does not take {arguments}: {error}. Name a factory: called with the options, it gives "
+            "a function of scores and targets."
         ) from error
 
 
@@ -46,8 +46,8 @@ class NamedMetrics:
     A metric is called once, with samples sorted by number, so the result does not depend on the number of processes.
     """
 
-    def __init__(self, asked: Mapping[str, Mapping[str, Any]]) -> None:
-        self._made = {name: named_metric(name, options) for name, options in asked.items()}
+    def __init__(self, config: Mapping[str, Mapping[str, Any]]) -> None:
+        self._made = {name: named_metric(name, options) for name, options in config.items()}
         self._batches: list[tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]] = []
 
     @property
@@ -89,14 +89,14 @@ class NamedMetrics:
         ids, scores, targets = (np.concatenate(each) for each in zip(*present, strict=True))
         order = np.argsort(ids, kind="stable")
         in_order = torch.from_numpy(scores[order]), torch.from_numpy(targets[order])
-        found = {}
+        results = {}
         for name, made in self._made.items():
             try:
-                found[name] = float(made(*in_order))
+                results[name] = float(made(*in_order))
             except Exception as error:
-                told = f"scores {list(scores.shape)} and targets {list(targets.shape)}"
+                shapes = f"scores {list(scores.shape)} and targets {list(targets.shape)}"
                 raise RecipeError(
-                    f"evaluate.metrics.{name} gave no number for {told} ({type(error).__name__}: {error}): correct its "
-                    "options."
+                    f"evaluate.metrics.{name} gave no number for {shapes} ({type(error).__name__}: {error}): correct "
+                    "its options."
                 ) from error
-        return found
+        return results

@@ -25,15 +25,15 @@ NumberPart = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Sums of each batch, [batches, 5, columns]; and numbers, targets and predictions of some samples."""
 
 
-def plain_names(columns: Sequence[str]) -> tuple[str, ...]:
+def identifier_names(columns: Sequence[str]) -> tuple[str, ...]:
     """Convert column names to metric names (letters, digits, underscores); numbered if that creates duplicates."""
     names = tuple(re.sub(r"\W+", "_", column) for column in columns)
-    return names if len(set(names)) == len(names) else tuple(f"column{place}" for place, _ in enumerate(names))
+    return names if len(set(names)) == len(names) else tuple(f"column{index}" for index, _ in enumerate(names))
 
 
 def error_metrics(columns: Sequence[str]) -> tuple[Metric, ...]:
     """Return each metric's mean over columns and, with several columns, its value per column."""
-    ends = ("", *(f"_{column}" for column in plain_names(columns))) if len(columns) > 1 else ("",)
+    ends = ("", *(f"_{column}" for column in identifier_names(columns))) if len(columns) > 1 else ("",)
     return tuple(
         Metric(name=f"{name}{end}", higher_is_better=is_higher, is_collected=True)
         for end in ends
@@ -96,18 +96,18 @@ class NumberErrors:
     def results(self, parts: Sequence[NumberPart]) -> dict[str, float]:
         """Compute the metrics over all processes; NaN without samples or if an error is not finite."""
         sums = np.concatenate([sums for sums, _ in parts])
-        found = []
-        for place, scale in enumerate(self._scale):
-            count, absolute, squared, total, squares = (_total(sums[:, each, place]) for each in range(5))
+        errors = []
+        for index, scale in enumerate(self._scale):
+            count, absolute, squared, total, squares = (_total(sums[:, each, index]) for each in range(5))
             spread = squares - total * total / count if count else math.nan
             # As in scikit-learn if all targets are the same.
             of_equals = math.nan if math.isnan(squared) else float(squared == 0)
             r2 = of_equals if spread <= 1e-14 * squares else 1 - squared / spread
             mean, mean_square = (each / count if count else math.nan for each in (absolute, squared))
-            found.append((scale * mean, scale * math.sqrt(mean_square), r2))
-        results = {name: sum(each) / len(found) for name, each in zip(_NAMES, zip(*found, strict=True), strict=True)}
-        if len(found) > 1:
-            for column, numbers in zip(plain_names(self._columns), found, strict=True):
+            errors.append((scale * mean, scale * math.sqrt(mean_square), r2))
+        results = {name: sum(each) / len(errors) for name, each in zip(_NAMES, zip(*errors, strict=True), strict=True)}
+        if len(errors) > 1:
+            for column, numbers in zip(identifier_names(self._columns), errors, strict=True):
                 results |= {f"{name}_{column}": number for name, number in zip(_NAMES, numbers, strict=True)}
         return results
 

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.metrics.accumulator import Metric
-from paceline.metrics.regression import plain_names
+from paceline.metrics.regression import identifier_names
 
 _MOST_CLASSES = 20  # up to this number, each class has a metric
 
 
 def pixel_metrics(classes: Sequence[str]) -> tuple[Metric, ...]:
     """Return mean IoU and pixel accuracy in percent, and the IoU of each class if there are at most 20."""
-    each = plain_names(classes) if len(classes) <= _MOST_CLASSES else ()
+    each = identifier_names(classes) if len(classes) <= _MOST_CLASSES else ()
     names = ("miou", "pixel_accuracy", *(f"iou_{name}" for name in each))
     return tuple(Metric(name=name, higher_is_better=True, is_collected=True) for name in names)
 
@@ -38,8 +38,8 @@ class PixelConfusion:
 
     def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
         """Add ``target`` and ``predicted``, integers [N, H, W]."""
-        wanted, size = values["target"].flatten().long(), len(self._classes)
-        cells = torch.where(wanted == self._ignored, size**2, wanted * size + values["predicted"].flatten())
+        labels, size = values["target"].flatten().long(), len(self._classes)
+        cells = torch.where(labels == self._ignored, size**2, labels * size + values["predicted"].flatten())
         if self._counts is None:
             self._counts = torch.zeros(size**2 + 1, dtype=torch.int64, device=cells.device)
         self._counts.index_add_(0, cells, torch.ones_like(cells))
@@ -55,10 +55,10 @@ class PixelConfusion:
         """Compute the metrics in percent. A class in neither masks nor predictions is NaN and not in the mean."""
         counts = sum(parts[1:], start=parts[0])
         ious = _ious(counts)
-        known = [each for each in ious if not math.isnan(each)]
+        valid = [each for each in ious if not math.isnan(each)]
         pixels = int(counts.sum())
         means = {
-            "miou": math.fsum(known) / len(known) if known else math.nan,
+            "miou": math.fsum(valid) / len(valid) if valid else math.nan,
             "pixel_accuracy": 100 * int(np.trace(counts)) / pixels if pixels else math.nan,
         }
         names = [each.name for each in pixel_metrics(self._classes)[len(means) :]]
@@ -74,6 +74,9 @@ class PixelConfusion:
 
 def _ious(counts: NDArray[np.int64]) -> list[float]:
     """Intersection over union of each class, in percent; NaN if the union is empty."""
-    both = np.diag(counts)
-    either = counts.sum(axis=0) + counts.sum(axis=1) - both
-    return [100 * one / all_ if all_ else math.nan for one, all_ in zip(both.tolist(), either.tolist(), strict=True)]
+    intersection = np.diag(counts)
+    union = counts.sum(axis=0) + counts.sum(axis=1) - intersection
+    return [
+        100 * overlap / total if total else math.nan
+        for overlap, total in zip(intersection.tolist(), union.tolist(), strict=True)
+    ]

@@ -59,15 +59,17 @@ def add_adapters(network: nn.Module, adapters: Adapters) -> None:
         parameter.requires_grad = True
 
 
-def trained_beside(network: nn.Module) -> tuple[str, ...]:
+def trained_with_adapters(network: nn.Module) -> tuple[str, ...]:
     """Return the patterns of ``model.frozen`` for the untrained part of a network with adapters.
 
     A weight shared with the classifier, such as token embeddings, is frozen too.
     """
     heads = tuple(f"{each}." for each in head_names(network))
     uses = Counter(id(each) for _, each in network.named_parameters(remove_duplicate=False))
-    own = [f"!{name}" for name, each in network.named_parameters() if name.startswith(heads) and uses[id(each)] == 1]
-    return ("*", "!*.lora_A.*", "!*.lora_B.*", *own)
+    unshared = [
+        f"!{name}" for name, each in network.named_parameters() if name.startswith(heads) and uses[id(each)] == 1
+    ]
+    return ("*", "!*.lora_A.*", "!*.lora_B.*", *unshared)
 
 
 def trained_layers(network: nn.Module) -> list[str]:
@@ -108,17 +110,17 @@ def _is_transposed(module: nn.Module) -> bool:
     return library is not None and isinstance(module, library.Conv1D)
 
 
-def described(network: nn.Module) -> str:
+def describe_adapters(network: nn.Module) -> str:
     """Describe the trained share of a network with adapters in one sentence."""
     parameters = list(network.named_parameters())
     layers = sum(".lora_A." in name for name, _ in parameters)
     trained = sum(each.numel() for _, each in parameters if each.requires_grad)
-    whole = sum(each.numel() for name, each in parameters if ".lora_" not in name)
+    total = sum(each.numel() for name, each in parameters if ".lora_" not in name)
     has_own = any(each.requires_grad and ".lora_" not in name for name, each in parameters)
-    beside = "with the classifier" if has_own else "with the tied output layer frozen,"
+    extra = "with the classifier" if has_own else "with the tied output layer frozen,"
     return (
-        f"model.adapters: {layers} layers have adapters; {beside} {trained:,} numbers are trained, "
-        f"{100 * trained / whole:.1f} % of the network's {whole:,}"
+        f"model.adapters: {layers} layers have adapters; {extra} {trained:,} numbers are trained, "
+        f"{100 * trained / total:.1f} % of the network's {total:,}"
     )
 
 
@@ -138,7 +140,7 @@ def _targets(network: nn.Module, adapters: Adapters) -> list[str]:
             or _is_transposed(module)
         )
     ]
-    found: dict[str, None] = {}
+    targets: dict[str, None] = {}
     for pattern in adapters.targets:
         matched = fnmatch.filter(able, pattern)
         if not matched:
@@ -147,5 +149,5 @@ def _targets(network: nn.Module, adapters: Adapters) -> list[str]:
                 f"{', '.join(able[-_NAMED:]) or 'none'}; the classifier is trained in full, and neither grouped "
                 "convolutions nor layers inside torch's MultiheadAttention can have them."
             )
-        found |= dict.fromkeys(matched)
-    return list(found)
+        targets |= dict.fromkeys(matched)
+    return list(targets)

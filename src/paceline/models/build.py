@@ -21,7 +21,7 @@ from paceline.models.language import OWN_LANGUAGE_MODELS
 from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
 from paceline.models.speed_net import speed_net
-from paceline.models.transfer import calm_classifier
+from paceline.models.transfer import zero_classifier
 from paceline.plain_json import load_json
 from paceline.recipe.imports.timm import InputSettings
 from paceline.recipe.model import OPENING_OPTIONS, Model
@@ -64,7 +64,7 @@ def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Modul
 
 
 @torch.no_grad()
-def check_takes(network: nn.Module, size: int | tuple[int, int], *, channels: int, name: str) -> Any:
+def check_accepts(network: nn.Module, size: int | tuple[int, int], *, channels: int, name: str) -> Any:
     """Check that a network accepts images of a size, or of a height and width; return its output for a blank one.
 
     Raises:
@@ -77,9 +77,9 @@ def check_takes(network: nn.Module, size: int | tuple[int, int], *, channels: in
     except Exception as error:  # a custom network may raise anything
         if torch.are_deterministic_algorithms_enabled() and "deterministic implementation" in str(error):
             raise ModelError(f"train.deterministic=true: {' '.join(str(error).split())[:300]}") from error
-        shown = f"{height}" if height == width else f"{height}x{width}"
+        size_text = f"{height}" if height == width else f"{height}x{width}"
         raise ModelError(
-            f"the network {type(network).__name__} (model.name={name}) does not take images of {shown} pixels "
+            f"the network {type(network).__name__} (model.name={name}) does not take images of {size_text} pixels "
             f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); "
             f"{_how_to_take_any_size(network)}, or see data.image_size, data.evaluation_size, data.evaluation_shape "
             "and data.progressive."
@@ -121,8 +121,8 @@ def model_names(pattern: str = "*") -> list[str]:
         *timm.list_models(),
         *(f"{_TORCHVISION}{name}" for name in torchvision.models.list_models(module=torchvision.models)),
     ]
-    wanted = pattern if any(sign in pattern for sign in "*?[") else f"*{pattern}*"
-    return [name for name in names if fnmatch.fnmatch(name, wanted)]
+    glob = pattern if any(sign in pattern for sign in "*?[") else f"*{pattern}*"
+    return [name for name in names if fnmatch.fnmatch(name, glob)]
 
 
 def why_no_weights(name: str) -> str:
@@ -196,7 +196,7 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
             f"{' '.join(str(error).split())[:200]}."
         ) from error
     if model.pretrained and num_classes != getattr(network, "pretrained_cfg", {}).get("num_classes"):
-        calm_classifier(network)
+        zero_classifier(network)
     return network
 
 
@@ -281,7 +281,7 @@ def _replace_stem(network: nn.Module, in_channels: int, name: str) -> None:
     network.set_submodule(path, nn.Conv2d(in_channels, stem.out_channels, **options, bias=stem.bias is not None))
 
 
-def lay_out(network: nn.Module, *, channels_last: bool) -> nn.Module:
+def to_memory_format(network: nn.Module, *, channels_last: bool) -> nn.Module:
     """Convert the filters of images to the batches' memory format, in place.
 
     torch supports channels-last for four-dimensional tensors; others, such as those of Conv3d, stay unchanged. So do,
@@ -319,15 +319,17 @@ def published_settings(name: str) -> InputSettings | None:
     if not timm.is_model(name.partition(".")[0]):
         return None
     try:
-        found: Any = timm.get_pretrained_cfg(name, allow_unregistered=True)
+        pretrained_config: Any = timm.get_pretrained_cfg(name, allow_unregistered=True)
     except RuntimeError:  # no weights of that name
         return None
     data: Any = import_module("timm.data")  # its type stubs do not export what the module exports
-    said = data.resolve_data_config({}, pretrained_cfg={} if found is None else found.to_dict())
+    settings = data.resolve_data_config(
+        {}, pretrained_cfg={} if pretrained_config is None else pretrained_config.to_dict()
+    )
     return InputSettings(
-        image_size=int(said["input_size"][-1]),
-        interpolation=str(said["interpolation"]),
-        crop=float(said["crop_pct"]),
-        mean=tuple(map(float, said["mean"])),
-        std=tuple(map(float, said["std"])),
+        image_size=int(settings["input_size"][-1]),
+        interpolation=str(settings["interpolation"]),
+        crop=float(settings["crop_pct"]),
+        mean=tuple(map(float, settings["mean"])),
+        std=tuple(map(float, settings["std"])),
     )

@@ -75,15 +75,15 @@ class Ceilings:
         Raises:
             RecipeError: If the device does not support the precision.
         """
-        found = self.device.peak(precision)
-        if found is None and precision == "fp64":
-            found = self.peak("fp32") / 2
-        if found is None:
+        device_peak = self.device.peak(precision)
+        if device_peak is None and precision == "fp64":
+            device_peak = self.peak("fp32") / 2
+        if device_peak is None:
             raise RecipeError(
                 f"train.precision: {self.device.title} has no units for {precision}; choose one of: "
                 f"{', '.join(self.device.flops_per_second)}."
             )
-        return found
+        return device_peak
 
     def seconds(self, work: Work) -> float:
         """Return the minimum time of an operator."""
@@ -96,14 +96,14 @@ class Ceilings:
 
     def flops_by_precision(self, works: Iterable[Work]) -> dict[str, int]:
         """Return floating-point operations by the peak that applies, largest first."""
-        found: dict[str, int] = defaultdict(int)
+        flops: dict[str, int] = defaultdict(int)
         for work in works:
             if work.flops:
-                found[self.precision_of(work)] += work.flops
-        return dict(sorted(found.items(), key=lambda each: -each[1]))
+                flops[self.precision_of(work)] += work.flops
+        return dict(sorted(flops.items(), key=lambda each: -each[1]))
 
 
-def ceilings_of(plan: Plan, device: Device, found: StepWork) -> Ceilings:
+def ceilings_of(plan: Plan, device: Device, work: StepWork) -> Ceilings:
     """Return a device's ceilings for the counted work of a run's step."""
     ceilings = Ceilings(device, tf32_of(plan.float32_matmul), fp8_layers=frozenset(plan.fp8_layers))
-    return replace(ceilings, precision=next(iter(ceilings.flops_by_precision(found.works)), "fp32"))
+    return replace(ceilings, precision=next(iter(ceilings.flops_by_precision(work.works)), "fp32"))

@@ -75,13 +75,13 @@ class CompileLog:
         from torch._dynamo import config
 
         limits = {"recompile_limit": _MOST_GRAPHS, "accumulated_recompile_limit": _MOST_GRAPHS * 8}
-        self._is_planned, begun = True, time.perf_counter()
+        self._is_planned, start = True, time.perf_counter()
         try:
             with config.patch(limits):
                 yield
         finally:
             self._is_planned = False
-        self.graphs.append(Graph(shape=shape, training=training, seconds=time.perf_counter() - begun))
+        self.graphs.append(Graph(shape=shape, training=training, seconds=time.perf_counter() - start))
 
     def surprises(self) -> list[str]:
         """Return, since the last call, why anything was recompiled that was not planned."""
@@ -92,8 +92,8 @@ class CompileLog:
 
         reasons = {each.compile_id: each.recompile_reason for each in get_compilation_metrics()}
         # A first compilation outside this network is not a recompilation.
-        found = (reason for compiled in unplanned if (reason := reasons.get(compiled)))
-        return [" ".join(reason.splitlines()[0].split("  #")[0].split())[:300] for reason in found]
+        unplanned_reasons = (reason for compiled in unplanned if (reason := reasons.get(compiled)))
+        return [" ".join(reason.splitlines()[0].split("  #")[0].split())[:300] for reason in unplanned_reasons]
 
 
 class CompiledNetwork(nn.Module):
@@ -144,9 +144,9 @@ class CompiledNetwork(nn.Module):
         if key in self._seen:
             return self._call(*args, **kwargs)
         with self.log.first_call(shape, training=key[0]), self._explained():
-            answer = self._call(*args, **kwargs)
+            output = self._call(*args, **kwargs)
         self._seen.add(key)
-        return answer
+        return output
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ class NotDeferrableError(ModelError):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorView:
     """A tensor as a view of a storage.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Operation:
     operator: Any
     args: Any
     kwargs: Any
-    answer: Any
+    output: Any
     reads: frozenset[int]
     writes: frozenset[int]
     makes: frozenset[int]
@@ -77,7 +77,7 @@ class _Operation:
 
 
 @dataclass
-class FirstValues:
+class InitialValues:
     """The initial values of a network's tensors, computed on request.
 
     Args:
@@ -87,7 +87,7 @@ class FirstValues:
     """
 
     operations: list[_Operation]
-    places: dict[str, _Place]
+    places: dict[str, _TensorView]
     state: Tensor
     _by_storage: dict[int, list[int]] = field(default_factory=dict)
 
@@ -106,7 +106,7 @@ class FirstValues:
             for number in self._needed(place.storage):
                 if self.operations[number].draws:
                     torch.set_rng_state(self._states[number])
-                _do(self.operations[number], storages)
+                _replay(self.operations[number], storages)
         return place.of(storages[place.storage])
 
     def check(self) -> None:
@@ -117,30 +117,30 @@ class FirstValues:
         """
         for name, place in self.places.items():
             needed = [self.operations[number] for number in self._needed(place.storage)]
-            made = {storage for each in needed for storage in each.makes}
-            missing = {storage for each in needed for storage in each.reads | each.writes} - made
-            if missing or place.storage not in made:
+            created = {storage for each in needed for storage in each.makes}
+            missing = {storage for each in needed for storage in each.reads | each.writes} - created
+            if missing or place.storage not in created:
                 raise NotDeferrableError(f"{name} comes from a tensor whose creation was not recorded")
             if all(each.name in _EMPTY for each in needed) and place.size and 0 not in place.size:
                 raise NotDeferrableError(f"{name} gets no values from the constructor")
 
     def _needed(self, storage: int) -> list[int]:
         """Return the indices of the operations that a storage's content depends on, in order."""
-        taken: set[int] = set()
-        asked = [(storage, len(self.operations))]
-        seen: dict[int, int] = {}
-        while asked:
-            wanted, before = asked.pop()
-            if seen.get(wanted, -1) >= before:
+        needed: set[int] = set()
+        queue = [(storage, len(self.operations))]
+        visited: dict[int, int] = {}
+        while queue:
+            target, before = queue.pop()
+            if visited.get(target, -1) >= before:
                 continue
-            seen[wanted] = before
-            for number in self._origins(wanted, before):
-                if number not in taken:
-                    taken.add(number)
+            visited[target] = before
+            for number in self._origins(target, before):
+                if number not in needed:
+                    needed.add(number)
                     each = self.operations[number]
-                    asked += [(other, number) for other in each.reads if other != each.overwrites]
-                    asked += [(other, number + 1) for other in each.writes if other != wanted]
-        return sorted(taken)
+                    queue += [(other, number) for other in each.reads if other != each.overwrites]
+                    queue += [(other, number + 1) for other in each.writes if other != target]
+        return sorted(needed)
 
     def _origins(self, storage: int, before: int) -> Iterator[int]:
         """Return the operation that created a storage, and the writes since it was last overwritten."""
@@ -154,17 +154,17 @@ class FirstValues:
     @cached_property
     def _states(self) -> dict[int, Tensor]:
         """Return the generator's state before each random operation; runs all of them and discards the results."""
-        found: dict[int, Tensor] = {}
+        states: dict[int, Tensor] = {}
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self.state)
             for number, each in enumerate(self.operations):
                 if each.draws:
-                    found[number] = torch.get_rng_state()
-                    _do_to_no_end(each)
-        return found
+                    states[number] = torch.get_rng_state()
+                    _replay_without_effect(each)
+        return states
 
 
-def build_deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, FirstValues]:
+def build_deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, InitialValues]:
     """Build a network without data, and the function that computes its initial values.
 
     Args:
@@ -181,7 +181,7 @@ def build_deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, FirstValu
     recorder = _Recorder()
     state = torch.get_rng_state()
     try:
-        with torch.device("meta"), _Asking(recorder), _truncation_taken_down(recorder), recorder:
+        with torch.device("meta"), _DeviceQuery(recorder), _record_truncated_normal(recorder), recorder:
             network = build()
     except PacelineError:
         raise
@@ -190,7 +190,7 @@ def build_deferred(build: Callable[[], nn.Module]) -> tuple[nn.Module, FirstValu
     if recorder.why_not or not torch.equal(torch.get_rng_state(), state):
         raise NotDeferrableError(recorder.why_not or "its constructor uses its own random generator")
     places = {name: recorder.place(tensor) for name, tensor in tensors_of(network) if tensor.is_meta}
-    values = FirstValues(recorder.operations, places, state)
+    values = InitialValues(recorder.operations, places, state)
     values.check()
     return network, values
 
@@ -207,7 +207,7 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{path}.{name}" if path else name, tensor
 
 
-class _Asking(TorchFunctionMode):
+class _DeviceQuery(TorchFunctionMode):
     """Detects a constructor that checks for the meta device and may then behave differently."""
 
     def __init__(self, recorder: _Recorder) -> None:
@@ -221,23 +221,23 @@ class _Asking(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _truncation_taken_down(recorder: _Recorder) -> Iterator[None]:
+def _record_truncated_normal(recorder: _Recorder) -> Iterator[None]:
     """Record torch's truncated normal initialisation as one operation, since it redraws out-of-range values."""
     init: Any = torch.nn.init
-    drawn = init._no_grad_trunc_normal_  # every caller goes through this function
+    original = init._no_grad_trunc_normal_  # every caller goes through this function
 
     def taken_down(tensor: Tensor, *args: Any, generator: Any = None) -> Tensor:
         if tensor.device.type != "meta" or generator is not None:
-            drawn_as_usual: Tensor = drawn(tensor, *args, generator=generator)
+            drawn_as_usual: Tensor = original(tensor, *args, generator=generator)
             return drawn_as_usual
-        recorder.draw(drawn, tensor, args)
+        recorder.draw(original, tensor, args)
         return tensor
 
     init._no_grad_trunc_normal_ = taken_down  # during the construction only
     try:
         yield
     finally:
-        init._no_grad_trunc_normal_ = drawn  # restored
+        init._no_grad_trunc_normal_ = original  # restored
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gives its modes no types
@@ -251,7 +251,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
         # Keeps storages alive so that no address is reused; they take no memory.
         self._kept: list[torch.UntypedStorage] = []
 
-    def place(self, tensor: Tensor) -> _Place:
+    def place(self, tensor: Tensor) -> _TensorView:
         """Return a tensor's place in its storage."""
         storage = tensor.untyped_storage()
         key = int(storage._cdata)  # noqa: SLF001  # what torch's StorageWeakRef goes by
@@ -259,42 +259,44 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
             self._numbers[key] = len(self._kept)
             self._kept.append(storage)
         number = self._numbers[key]
-        return _Place(number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+        return _TensorView(number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run an operation, and record it if it touches these tensors."""
-        given = kwargs or {}
+        options = kwargs or {}
         known = len(self._kept)
-        before = tree_map(self._taken, (args, given))
-        answer = func(*args, **given)
-        tensors = [each for each in (*tree_leaves((args, given)), *tree_leaves(answer)) if isinstance(each, Tensor)]
+        recorded = tree_map(self._taken, (args, options))
+        output = func(*args, **options)
+        tensors = [each for each in (*tree_leaves((args, options)), *tree_leaves(output)) if isinstance(each, Tensor)]
         if not any(each.device.type == "meta" for each in tensors):
-            return answer
-        if given.get("generator") is not None:
+            return output
+        if options.get("generator") is not None:
             self.why_not = f"{func.__name__} draws from its own random generator"
-        after = tree_map(self._taken, answer)
-        reads = _storages(before)
+        after = tree_map(self._taken, output)
+        reads = _storages(recorded)
         self.operations.append(
             _Operation(
                 func,
-                before[0],
-                before[1],
+                recorded[0],
+                recorded[1],
                 after,
                 reads,
-                writes=_written(func, *before),
+                writes=_written(func, *recorded),
                 makes=frozenset(each for each in _storages(after) - reads if each >= known),
                 draws=torch.Tag.nondeterministic_seeded in func.tags,
-                overwrites=self._overwritten(func, args, before[0]),
+                overwrites=self._overwritten(func, args, recorded[0]),
             )
         )
-        return answer
+        return output
 
     def draw(self, function: Any, tensor: Tensor, args: tuple[Any, ...]) -> None:
         """Record that a function fills a tensor with random numbers."""
         place = self.place(tensor)
-        own, overwrites = frozenset({place.storage}), place.storage if _is_all(tensor) else None
+        storages, overwrites = frozenset({place.storage}), place.storage if _is_all(tensor) else None
         self.operations.append(
-            _Operation(function, (place, *args), {}, place, own, own, frozenset(), draws=True, overwrites=overwrites)
+            _Operation(
+                function, (place, *args), {}, place, storages, storages, frozenset(), draws=True, overwrites=overwrites
+            )
         )
 
     def _taken(self, value: Any) -> Any:
@@ -305,7 +307,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch gi
 
     def _overwritten(self, func: Any, args: tuple[Any, ...], places: Any) -> int | None:
         """Return the storage that an operation overwrites completely, if any."""
-        if str(func.__name__).partition(".")[0] not in _OVERWRITING or not isinstance(places[0], _Place):
+        if str(func.__name__).partition(".")[0] not in _OVERWRITING or not isinstance(places[0], _TensorView):
             return None
         others = _storages((places[1:],))
         return places[0].storage if _is_all(args[0]) and places[0].storage not in others else None
@@ -317,41 +319,41 @@ def _is_all(tensor: Tensor) -> bool:
 
 
 def _storages(tree: Any) -> frozenset[int]:
-    return frozenset(each.storage for each in tree_leaves(tree) if isinstance(each, _Place))
+    return frozenset(each.storage for each in tree_leaves(tree) if isinstance(each, _TensorView))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> frozenset[int]:
     """Return the storages that an operator writes to, by its schema."""
-    found: set[int] = set()
+    storages: set[int] = set()
     for index, argument in enumerate(func._schema.arguments):  # noqa: SLF001  # there is no other way to ask
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found |= _storages(args[index] if index < len(args) else kwargs.get(argument.name))
-    return frozenset(found)
+            storages |= _storages(args[index] if index < len(args) else kwargs.get(argument.name))
+    return frozenset(storages)
 
 
-def _do(operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> None:
+def _replay(operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> None:
     """Run an operation on real memory and store its results."""
     args, kwargs = tree_map(lambda each: _real(each, storages), (operation.args, operation.kwargs))
-    answer = operation.operator(*args, **kwargs)
-    places, real = tree_leaves(operation.answer), tree_leaves(answer)
+    output = operation.operator(*args, **kwargs)
+    places, real = tree_leaves(operation.output), tree_leaves(output)
     for place, tensor in zip(places, real, strict=True):
-        if isinstance(place, _Place) and place.storage in operation.makes:
+        if isinstance(place, _TensorView) and place.storage in operation.makes:
             storages.setdefault(place.storage, tensor.untyped_storage())
 
 
-def _do_to_no_end(operation: _Operation) -> None:
+def _replay_without_effect(operation: _Operation) -> None:
     """Advance the generator by as many numbers as the operation draws."""
     sizes: dict[int, torch.UntypedStorage] = {}
     for place in tree_leaves((operation.args, operation.kwargs)):
-        if isinstance(place, _Place):
+        if isinstance(place, _TensorView):
             reach = place.offset + 1 + sum((n - 1) * s for n, s in zip(place.size, place.stride, strict=True))
             size = max(reach * place.dtype.itemsize, 0 if place.storage not in sizes else sizes[place.storage].nbytes())
             sizes[place.storage] = torch.zeros(size, dtype=torch.uint8).untyped_storage()
-    _do(operation, sizes)
+    _replay(operation, sizes)
 
 
 def _real(value: Any, storages: Mapping[int, torch.UntypedStorage]) -> Any:
-    if isinstance(value, _Place):
+    if isinstance(value, _TensorView):
         return value.of(storages[value.storage])
     if isinstance(value, torch.device) and value.type == "meta":
         return torch.device("cpu")

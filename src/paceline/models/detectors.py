@@ -79,11 +79,11 @@ class SmallPyramid(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         """Map [N, 3, H, W] to levels [N, channels, H / 4, W / 4] and coarser, by name."""
-        found: OrderedDict[str, Tensor] = OrderedDict()
+        outputs: OrderedDict[str, Tensor] = OrderedDict()
         x = self.stem(x)
         for index, stage in enumerate(self.stages):
-            x = found[str(index)] = stage(x)
-        levels: dict[str, Tensor] = self.pyramid(found)
+            x = outputs[str(index)] = stage(x)
+        levels: dict[str, Tensor] = self.pyramid(outputs)
         return levels
 
 
@@ -121,8 +121,8 @@ def small_maskrcnn(
         "mask_head": MaskRCNNHeads(channels, (channels, channels), dilation=1),
         "mask_predictor": MaskRCNNPredictor(channels, channels, num_classes),
     }
-    both = _two_stages(num_classes, levels, channels, smallest) | masks
-    network: nn.Module = MaskRCNN(backbone, **(both | options))
+    arguments = _two_stages(num_classes, levels, channels, smallest) | masks
+    network: nn.Module = MaskRCNN(backbone, **(arguments | options))
     return network
 
 
@@ -137,8 +137,8 @@ def small_retinanet(
     # Three sizes per level, as in the paper: there is no second stage to refine a box.
     sizes = tuple(tuple(int(smallest * 2**level * 2 ** (k / 3)) for k in range(3)) for level in range(levels))
     anchors = AnchorGenerator(sizes, (_RATIOS,) * levels)
-    own = {"anchor_generator": anchors, "detections_per_img": 20}
-    network: nn.Module = RetinaNet(backbone, num_classes, **(own | options))
+    defaults = {"anchor_generator": anchors, "detections_per_img": 20}
+    network: nn.Module = RetinaNet(backbone, num_classes, **(defaults | options))
     return network
 
 
@@ -199,10 +199,10 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
         ModelError: If the name is unknown, the factory does not accept the options, the network does not have
             torchvision's detector interface, or requested pretrained weights are not available.
     """
-    taken = [name for name in _SIZES if name in model.options]
-    if taken:
+    sizes = [name for name in _SIZES if name in model.options]
+    if sizes:
         raise ModelError(
-            f"model.options.{taken[0]} has no effect: set data.detection.short_sides and "
+            f"model.options.{sizes[0]} has no effect: set data.detection.short_sides and "
             "data.detection.long_side, which set the picture size."
         )
     factory = named_factory(model, OWN_DETECTORS)
@@ -218,17 +218,17 @@ def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module
             f"(GeneralizedRCNN, RetinaNet, FCOS, SSD)."
         )
     _refuse_unknown(model, network)
-    own: Any = network.transform
-    if own.fixed_size is not None and boxes.short_sides is not None:
-        width, height = own.fixed_size
+    transform: Any = network.transform
+    if transform.fixed_size is not None and boxes.short_sides is not None:
+        width, height = transform.fixed_size
         raise ModelError(
             f"model.name={model.name} resizes each picture to {width}x{height} pixels, so data.detection.short_sides "
             "must be off."
         )
-    from paceline.models.shown_pictures import ShownPictures
+    from paceline.models.shown_pictures import FixedSizeTransform
 
-    network.transform = ShownPictures(own, boxes)
-    _settle_scales(network)
+    network.transform = FixedSizeTransform(transform, boxes)
+    _fix_scales(network)
     return network
 
 
@@ -237,7 +237,7 @@ def detector_names() -> list[str]:
     return [*OWN_DETECTORS, *(f"{TORCHVISION}{name}" for name in _published())]
 
 
-def says_masks(name: str) -> bool:
+def predicts_masks(name: str) -> bool:
     """Whether a model's name implies that it predicts masks."""
     return "mask" in name.lower()
 
@@ -281,16 +281,16 @@ def _refuse_unknown(model: Model, network: nn.Module) -> None:
     known = {"trainable_backbone_layers", "size_divisible"}
     for each in readers:
         known |= set(inspect.signature(each).parameters) - {"args", "kwargs", "options"}
-    wrong = [name for name in model.options if name not in known]
-    if wrong:
+    unknown = [name for name in model.options if name not in known]
+    if unknown:
         raise ModelError(
-            f"model.options.{wrong[0]} is unknown to {model.name}.{did_you_mean(wrong[0], known)} It has "
+            f"model.options.{unknown[0]} is unknown to {model.name}.{did_you_mean(unknown[0], known)} It has "
             f"{', '.join(sorted(known))}."
         )
 
 
 @torch.no_grad()
-def _settle_scales(network: nn.Module) -> None:
+def _fix_scales(network: nn.Module) -> None:
     """Set each region pooling's scales of the pyramid levels now.
 
     torchvision infers them once, from the first pictures, and rounds wrongly if these are small and padded. The output
@@ -302,8 +302,8 @@ def _settle_scales(network: nn.Module) -> None:
     if not pools:
         return
     backbone: Any = copy.deepcopy(network.backbone)
-    found = backbone.eval()(torch.zeros(1, 3, _WHOLE, _WHOLE))
-    levels = {"0": found} if isinstance(found, torch.Tensor) else found
+    features = backbone.eval()(torch.zeros(1, 3, _WHOLE, _WHOLE))
+    levels = {"0": features} if isinstance(features, torch.Tensor) else features
     # Only the levels' sizes matter, and a network on the meta device has no data to pool.
     with torch.device("cpu"):
         sizes = {name: torch.zeros(1, 1, *level.shape[-2:]) for name, level in levels.items()}

@@ -32,10 +32,10 @@ class ExponentialMovingAverage:
         weight = 1.0 - min(self.decay, (1 + step) / (10 + step))
         averaged, current = _floating(self.module), _floating(self._source)
         torch._foreach_lerp_(averaged, current, weight)
-        for mine, theirs in zip(_others(self.module), _others(self._source), strict=True):
+        for mean, value in zip(_others(self.module), _others(self._source), strict=True):
             # Keep -inf in masks: averaging it with itself would give NaN.
-            is_average = mine.is_floating_point()
-            mine.copy_(torch.where(mine == theirs, mine, torch.lerp(mine, theirs, weight)) if is_average else theirs)
+            is_average = mean.is_floating_point()
+            mean.copy_(torch.where(mean == value, mean, torch.lerp(mean, value, weight)) if is_average else value)
 
 
 def _floating(module: nn.Module) -> list[torch.Tensor]:

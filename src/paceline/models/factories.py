@@ -16,34 +16,34 @@ from paceline.references import is_reference, load_reference
 NO_WEIGHTS = "it has no published weights; model.initialize_from takes your own file"
 
 
-def named_factory(model: Model, ours: Mapping[str, Callable[..., Any]]) -> Callable[..., Any] | None:
+def named_factory(model: Model, own_models: Mapping[str, Callable[..., Any]]) -> Callable[..., Any] | None:
     """Return the factory of a built-in or user-defined name; None for any other name.
 
     Raises:
         ModelError: If a reference cannot be resolved, or pretrained weights are requested, which neither kind has.
     """
-    if model.name not in ours and not is_reference(model.name):
+    if model.name not in own_models and not is_reference(model.name):
         return None
     if model.pretrained:
-        own = "your own model loads its weights itself, or through model.initialize_from"
-        why = NO_WEIGHTS if model.name in ours else own
+        message = "your own model loads its weights itself, or through model.initialize_from"
+        why = NO_WEIGHTS if model.name in own_models else message
         raise ModelError(f"model.pretrained=true has no effect with model.name={model.name}: {why}.")
-    factory: Callable[..., Any] = ours.get(model.name) or load_reference(model.name, ModelError)
+    factory: Callable[..., Any] = own_models.get(model.name) or load_reference(model.name, ModelError)
     return factory
 
 
-def unknown_model(model: Model, what: str, known: Iterable[str], more: str = "") -> ModelError:
+def unknown_model(model: Model, kind: str, known: Iterable[str], hint: str = "") -> ModelError:
     """Return the error for an unknown network name, with the nearest names.
 
     Args:
         model: The recipe's section.
-        what: The kind of network.
+        kind: The kind of network.
         known: Names of that kind.
-        more: Text about the known names; by default all are listed.
+        hint: Text about the known names; by default all are listed.
     """
     known = list(known)
-    more = more or f"It is {', '.join(known)}, or your own package.module:factory."
-    return ModelError(f"unknown {what} '{model.name}'.{did_you_mean(model.name, known)} {more}")
+    hint = hint or f"It is {', '.join(known)}, or your own package.module:factory."
+    return ModelError(f"unknown {kind} '{model.name}'.{did_you_mean(model.name, known)} {hint}")
 
 
 def no_weights(model: Model, error: object, of: str = "") -> ModelError:
@@ -107,10 +107,10 @@ def call_factory(model: Model, factory: Callable[..., Any], **sizes: Any) -> nn.
         parameters = inspect.signature(factory).parameters
         takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         known = [name for name in parameters if name not in sizes]
-        wrong = [] if takes_all or is_reference(model.name) else [name for name in model.options if name not in known]
-        if wrong:
+        unknown = [] if takes_all or is_reference(model.name) else [name for name in model.options if name not in known]
+        if unknown:
             raise ModelError(
-                f"model.options {wrong} are unknown to {model.name}.{did_you_mean(wrong[0], known)} It has "
+                f"model.options {unknown} are unknown to {model.name}.{did_you_mean(unknown[0], known)} It has "
                 f"{', '.join(known)}."
             )
         if not is_reference(model.name):

@@ -120,14 +120,14 @@ def fake_detections(*networks: nn.Module) -> FakeDetections | None:
         return None
     fakes = FakeDetections()
     for network in networks:
-        _settle(network, fakes)
+        _patch(network, fakes)
     return fakes
 
 
-def _settle(network: Any, fakes: FakeDetections) -> None:
+def _patch(network: Any, fakes: FakeDetections) -> None:
     from torchvision.ops import MultiScaleRoIAlign
 
-    ask = partial(_ask, fakes)
+    ask = partial(_replace_count, fakes)
     for name, parts in _OWN_PARTS.items():
         owner = network if name == "network" else getattr(network, name, None)
         for part in (getattr(owner, each, None) for each in parts):
@@ -137,14 +137,14 @@ def _settle(network: Any, fakes: FakeDetections) -> None:
         if isinstance(module, MultiScaleRoIAlign):
             ask(module, "forward", lambda _, __, shapes, pool=module: _by_level(pool, shapes))
     if hasattr(network, "rpn"):
-        _settle_proposals(network.rpn, ask)
-        _settle_heads(network.roi_heads, ask)
+        _patch_proposals(network.rpn, ask)
+        _patch_heads(network.roi_heads, ask)
     else:
-        _settle_one_stage(network, ask)
+        _patch_one_stage(network, ask)
     network.transform.postprocess = partial(_answered, network.transform)
 
 
-def _ask(fakes: FakeDetections, owner: Any, name: str, rule: Callable[..., Count | None]) -> None:
+def _replace_count(fakes: FakeDetections, owner: Any, name: str, rule: Callable[..., Count | None]) -> None:
     """Run a method under the rule that its arguments define."""
     method = getattr(owner, name)
 
@@ -168,18 +168,18 @@ class _Sampler:
         with self._fakes.by(lambda _: next(counts)):
             return self._inner(labels)
 
-    def counts(self, there: int) -> tuple[int, int]:
+    def counts(self, total: int) -> tuple[int, int]:
         """Return how many of a number of candidates are on an object and how many are not."""
-        positives = min(self.positives, there // 2)
-        return positives, there - positives
+        positives = min(self.positives, total // 2)
+        return positives, total - positives
 
-    def chosen(self, there: int) -> tuple[int, int]:
+    def chosen(self, total: int) -> tuple[int, int]:
         """The same for the sampled ones."""
-        positives, others = self.counts(there)
-        return positives, min(others, self._inner.batch_size_per_image - positives)
+        positives, negatives = self.counts(total)
+        return positives, min(negatives, self._inner.batch_size_per_image - positives)
 
 
-def _settle_proposals(rpn: Any, ask: Any) -> None:
+def _patch_proposals(rpn: Any, ask: Any) -> None:
     sampler = rpn.fg_bg_sampler = _Sampler(ask.args[0], rpn.fg_bg_sampler)
 
     def in_loss(*args: Any) -> Count:
@@ -192,7 +192,7 @@ def _settle_proposals(rpn: Any, ask: Any) -> None:
     ask(rpn, "compute_loss", in_loss)
 
 
-def _settle_heads(heads: Any, ask: Any) -> None:
+def _patch_heads(heads: Any, ask: Any) -> None:
     sampler = heads.fg_bg_sampler = _Sampler(ask.args[0], heads.fg_bg_sampler)
 
     def positives(*_: Any) -> Count:
@@ -209,7 +209,7 @@ def _settle_heads(heads: Any, ask: Any) -> None:
     )
 
 
-def _settle_one_stage(network: Any, ask: Any) -> None:
+def _patch_one_stage(network: Any, ask: Any) -> None:
     """Losses and detections of RetinaNet, FCOS and SSD, whose loss is not its head's."""
     is_ssd = not hasattr(network.head, "compute_loss")
     ask(network, "compute_loss", lambda targets, *_: _foreground(targets) if is_ssd else all_of)

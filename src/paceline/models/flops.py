@@ -123,10 +123,10 @@ class StepWork:
 
     def by_layer(self) -> dict[tuple[str, str], tuple[Work, ...]]:
         """Operators by layer and phase, in order of execution."""
-        found: dict[tuple[str, str], list[Work]] = defaultdict(list)
+        groups: dict[tuple[str, str], list[Work]] = defaultdict(list)
         for each in self.works:
-            found[each.layer, each.phase].append(each)
-        return {key: tuple(each) for key, each in found.items()}
+            groups[each.layer, each.phase].append(each)
+        return {key: tuple(each) for key, each in groups.items()}
 
     @property
     def uncounted(self) -> tuple[Uncounted, ...]:
@@ -137,8 +137,8 @@ class StepWork:
             if not each.is_counted:
                 calls[each.operator] += each.calls
                 moved[each.operator] += each.bytes_moved
-        whole = max(1, self.bytes_moved)
-        return tuple(Uncounted(name, calls[name], count / whole) for name, count in moved.most_common())
+        total = max(1, self.bytes_moved)
+        return tuple(Uncounted(name, calls[name], count / total) for name, count in moved.most_common())
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ _NOWHERE = _Origin("", "loss", uses_weights=False)
 _WHERE_BRANCHES_PART = _Origin(SUM_OF_GRADIENTS, "forward", uses_weights=False)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+class _ModeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     """Calls each operator and reports it."""
 
     supports_higher_order_operators = True
@@ -208,18 +208,18 @@ class WorkCounter:
         self._failure: Exception | None = None
 
     @property
-    def found(self) -> StepWork:
+    def work(self) -> StepWork:
         """The work so far."""
         return StepWork(tuple(Work(*key, *sums) for key, sums in self._found.items()))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count all work in this context for this phase, and for no layer."""
-        before, self._phase = self._phase, name
+        previous, self._phase = self._phase, name
         try:
             yield
         finally:
-            self._phase = before
+            self._phase = previous
 
     def __enter__(self) -> WorkCounter:
         enters = register_module_forward_pre_hook(self._enter_module)
@@ -228,7 +228,7 @@ class WorkCounter:
         self._hooks.callback(self._within.clear)
         self._hooks.callback(enters.remove)
         self._hooks.callback(leaves.remove)
-        self._hooks.enter_context(_Watch(self._try_to_note))
+        self._hooks.enter_context(_ModeWatch(self._try_to_note))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -259,16 +259,16 @@ class WorkCounter:
                 self._failure = error
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        given = list(tensors_in((args, kwargs)))
-        from_weights = [(kept := _reference(each)) is not None and kept.cdata in self._weights for each in given]
-        if given and all(from_weights):
+        tensors = list(tensors_in((args, kwargs)))
+        from_weights = [(kept := _reference(each)) is not None and kept.cdata in self._weights for each in tensors]
+        if tensors and all(from_weights):
             # Values computed from weights alone, such as a cast copy, count as weights.
             for each in filter(None, map(_reference, tensors_in(out))):
                 self._weights.setdefault(each.cdata, each)
         node = torch._C._current_autograd_node()  # noqa: SLF001  # torch.utils.checkpoint asks so
         parts = list(operator_work(func, args, kwargs, out))
         if node is None or self._within or self._phase:
-            weights = any(from_weights), bool(given) and all(from_weights)
+            weights = any(from_weights), bool(tensors) and all(from_weights)
             origin = self._forward_origin(again=node is not None, weights=weights)
             phases = [origin.phase] * len(parts)
         else:
@@ -276,7 +276,7 @@ class WorkCounter:
             origin = _WHERE_BRANCHES_PART if is_sum else self._origin_of(node)
             adds_up = getattr(func, "overloadpacket", None) in _OVER_SAMPLES
             phases = [_backward_phase(each, origin, any(from_weights), adds_up) for each in parts]
-        dtype = next((str(each.dtype).removeprefix("torch.") for each in given if each.is_floating_point()), "")
+        dtype = next((str(each.dtype).removeprefix("torch.") for each in tensors if each.is_floating_point()), "")
         name = func.overloadpacket.__name__ if isinstance(func, OpOverload) else str(func)
         for part, phase in zip(parts, phases, strict=True):
             key = (origin.layer, phase, name, dtype, part.product, part.is_known)

@@ -16,7 +16,7 @@ from paceline.errors import ModelError
 from paceline.models.factories import mix_in
 
 
-class _Ghosts(nn.Module):
+class _GhostBatchNorm(nn.Module):
     """Mixed into a norm's class: parameters, buffers, names and copies stay unchanged."""
 
     _ghost_samples = 0
@@ -67,4 +67,4 @@ def normalise_in_groups(network: nn.Module, samples: int, *, name: str) -> None:
             f"over "
             "all processes; remove one of the two."
         )
-    mix_in((module for _, module in norms), _Ghosts, _ghost_samples=samples)
+    mix_in((module for _, module in norms), _GhostBatchNorm, _ghost_samples=samples)

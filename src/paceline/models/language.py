@@ -110,12 +110,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=shape.bias)
         self.out = nn.Linear(shape.width, shape.width, bias=shape.bias)
 
-    def forward(self, x: Tensor, mask: Tensor | None, turns: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
         """Map [N, T, width] to the same shape; ``mask`` [N, 1, T, T] gives visible tokens, None: all or all earlier."""
         n, t, width = x.shape
         query, key, value = self.qkv(x).view(n, t, 3, self.heads, width // self.heads).unbind(2)
-        if turns is not None:
-            query, key = _turned(query, *turns), _turned(key, *turns)
+        if rotations is not None:
+            query, key = _rotate(query, *rotations), _rotate(key, *rotations)
         y = F.scaled_dot_product_attention(
             query.transpose(1, 2),
             key.transpose(1, 2),
@@ -159,9 +159,9 @@ class Block(nn.Module):
         self.norm2, self.feed_forward = _norm(shape), FeedForward(shape)
         self.dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None, turns: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, rotations: tuple[Tensor, Tensor] | None) -> Tensor:
         """Map [N, T, width] to the same shape."""
-        x = x + self.dropout(self.attention(self.norm1(x), mask, turns))
+        x = x + self.dropout(self.attention(self.norm1(x), mask, rotations))
         out: Tensor = x + self.dropout(self.feed_forward(self.norm2(x)))
         return out
 
@@ -197,18 +197,18 @@ class Transformer(nn.Module):
         x = self.tokens(tokens)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        turns = None
+        rotations = None
         if self.positions is not None:
             x = x + self.positions(positions)
         else:
-            turns = _turns(positions, self.shape.width // self.shape.heads, x.dtype)
+            rotations = _rotations(positions, self.shape.width // self.shape.heads, x.dtype)
         x = self.dropout(x)
         mask = None
         if documents is not None:  # attention mask, [N, 1, T, T], within documents; padding attends to padding
             same = documents[:, None, :, None] == documents[:, None, None, :]
             mask = same.tril() if self.shape.causal else same
         for block in self.blocks:
-            x = block(x, mask, turns)
+            x = block(x, mask, rotations)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -238,14 +238,14 @@ def _norm(shape: Shape) -> nn.Module:
     return nn.LayerNorm(shape.width, eps=shape.norm_eps, bias=shape.bias)
 
 
-def _turns(positions: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _rotations(positions: Tensor, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of rotary positions, [T or N, T, 1, size / 2]; the slowest period is 10,000 * 2 pi."""
     rates = 10_000.0 ** (-torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size)
     angles = positions.to(torch.float32)[..., None, None] * rates
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def _turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate vectors [N, T, heads, size] by their position: component i pairs with i + size / 2."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1).to(x.dtype)

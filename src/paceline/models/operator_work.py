@@ -77,7 +77,7 @@ def operator_work(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out:
         flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
         yield OperatorWork(flops, nbytes((args, kwargs)), nbytes(out))
     elif not (func.is_view or packet in _FREE or func.namespace in ("prim", "profiler")):
-        yield _moving(func, args, kwargs, out)
+        yield _data_movement(func, args, kwargs, out)
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
@@ -87,8 +87,8 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 def nbytes(values: Any) -> int:
     """Return the bytes of all tensors in nested values, each once; expanded tensors count their stored data."""
-    found = {id(each): each for each in tensors_in(values)}
-    return sum(map(_tensor_bytes, found.values()))
+    unique = {id(each): each for each in tensors_in(values)}
+    return sum(map(_tensor_bytes, unique.values()))
 
 
 def _tensor_bytes(tensor: Tensor) -> int:
@@ -99,22 +99,22 @@ def _tensor_bytes(tensor: Tensor) -> int:
         return dense
 
 
-def _moving(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorWork:
+def _data_movement(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> OperatorWork:
     """Return the work of an operator that is counted by bytes."""
-    packet, written = func.overloadpacket, nbytes(out)
+    packet, bytes_written = func.overloadpacket, nbytes(out)
     if next(tensors_in(out), None) is None:
         known = func._schema.arguments  # noqa: SLF001  # there is no other way to ask
         changed = {each.name for each in known if each.alias_info and each.alias_info.is_write}
         named = zip((each.name for each in known), args, strict=False)
-        written = nbytes([value for name, value in (*named, *kwargs.items()) if name in changed])
+        bytes_written = nbytes([value for name, value in (*named, *kwargs.items()) if name in changed])
     if packet in _WRITING:
         read = nbytes(args[1:])
     elif packet in _PICKING:
-        read = written + nbytes([each for each in tensors_in((args[1:], kwargs)) if not each.is_floating_point()])
+        read = bytes_written + nbytes([each for each in tensors_in((args[1:], kwargs)) if not each.is_floating_point()])
     else:
         read = nbytes((args, kwargs))
     is_known = func.namespace == "aten" and not _MULTIPLYING.search(packet.__name__)
-    return OperatorWork(0, read, written, "weight" if packet in _OF_WEIGHTS else "", is_known=is_known)
+    return OperatorWork(0, read, bytes_written, "weight" if packet in _OF_WEIGHTS else "", is_known=is_known)
 
 
 def _matmul(first: int) -> Rule:

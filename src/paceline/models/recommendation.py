@@ -110,8 +110,8 @@ class Dlrm(nn.Module):
             products = torch.bmm(features, features.transpose(1, 2)).flatten(1)
             pairs: Tensor = self.pairs  # type: ignore[assignment]  # torch types a buffer as tensor or module
             combined = torch.cat([mixed, products.index_select(1, pairs)], dim=1)
-        answer: Tensor = self.top(combined)
-        return answer.squeeze(1)
+        logits: Tensor = self.top(combined)
+        return logits.squeeze(1)
 
     def no_weight_decay(self) -> tuple[str, ...]:
         """Exempt the tables from weight decay, which would shrink rows that no batch uses."""
@@ -168,11 +168,11 @@ def build_click_model(model: Model, *, dense_features: int, table_rows: Sequence
 def describe_tables(recipe: Recipe, rows: Sequence[int]) -> str:
     """Describe the size of the tables and of their optimizer state in one sentence."""
     embedding = recipe.model.options.get("embedding", inspect.signature(Dlrm).parameters["embedding"].default)
-    counted = f"{len(rows)} tables of {sum(rows):,} rows in all"
+    size_text = f"{len(rows)} tables of {sum(rows):,} rows in all"
     if recipe.model.name not in CLICK_MODELS or not isinstance(embedding, int):
-        return counted
+        return size_text
     size = sum(rows) * embedding * _FP32_BYTES
-    kept = table_state_numbers(recipe.optimizer, rows=sum(rows), embedding=embedding) * _FP32_BYTES
-    taken = f"{format_bytes(size)}, with {format_bytes(kept)} of optimizer state"
-    where = "" if recipe.parallel.strategy == "fsdp" else "; each process holds all of them"
-    return f"{counted} x {embedding} numbers x 4 bytes = {taken}{where}"
+    state_bytes = table_state_numbers(recipe.optimizer, rows=sum(rows), embedding=embedding) * _FP32_BYTES
+    memory_text = f"{format_bytes(size)}, with {format_bytes(state_bytes)} of optimizer state"
+    sharding = "" if recipe.parallel.strategy == "fsdp" else "; each process holds all of them"
+    return f"{size_text} x {embedding} numbers x 4 bytes = {memory_text}{sharding}"

@@ -47,7 +47,7 @@ class _Recomputed(nn.Module):
         return checkpoint(super().forward, *args, use_reentrant=False, **kwargs)
 
 
-def recompute_blocks(network: nn.Module, how: Recompute, *, name: str, compiled: bool = False) -> list[str]:
+def recompute_blocks(network: nn.Module, how: Recompute, *, compiled: bool = False) -> list[str]:
     """Make a network's blocks recompute their activations; return the blocks' names.
 
     Raises:
@@ -56,7 +56,7 @@ def recompute_blocks(network: nn.Module, how: Recompute, *, name: str, compiled:
     paths = blocks_of(network)
     if not paths:
         raise ModelError(
-            f"model.activation_checkpointing={how}: {name} has no repeated blocks (modules of several layers in a "
+            f"model.activation_checkpointing={how}: the network has no repeated blocks (modules of several layers in a "
             "Sequential, ModuleList or ModuleDict) that could be computed again; leave it out."
         )
     blocks = [network.get_submodule(path) for path in paths]
@@ -75,8 +75,8 @@ def blocks_of(network: nn.Module) -> list[str]:
     matcher = getattr(network, "group_matcher", None)
     if callable(matcher):
         patterns = matcher(coarse=False).get("blocks", ())
-        listed = [patterns] if isinstance(patterns, str) else [each[0] for each in patterns or ()]
-        numbered = [each for each in listed if r"\d" in each]
+        patterns_given = [patterns] if isinstance(patterns, str) else [each[0] for each in patterns or ()]
+        numbered = [each for each in patterns_given if r"\d" in each]
         named = [
             path
             for path, module in network.named_modules()
@@ -84,14 +84,14 @@ def blocks_of(network: nn.Module) -> list[str]:
         ]
         if named:
             return _outermost(named)
-    found = (
+    blocks = (
         f"{path}.{child}" if path else child
         for path, module in network.named_modules()
         if isinstance(module, _CONTAINERS)
         for child, block in module.named_children()
         if _is_block(block)
     )
-    return _outermost(sorted(found, key=lambda each: each.count(".")))
+    return _outermost(sorted(blocks, key=lambda each: each.count(".")))
 
 
 def _is_block(module: nn.Module) -> bool:
@@ -100,21 +100,21 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    kept: list[str] = []
+    outermost: list[str] = []
     for path in paths:
-        if not any(path.startswith(f"{each}.") for each in kept):
-            kept.append(path)
-    return kept
+        if not any(path.startswith(f"{each}.") for each in outermost):
+            outermost.append(path)
+    return outermost
 
 
 def _check(block: nn.Module, path: str, how: Recompute, *, compiled: bool) -> None:
     norms = [each for each in block.modules() if isinstance(each, _NormBase) and each.track_running_stats]
-    said = f"model.activation_checkpointing={how}: {path} has {type(norms[0]).__name__ if norms else ''}, "
+    message = f"model.activation_checkpointing={how}: {path} has {type(norms[0]).__name__ if norms else ''}, "
     if any(not isinstance(each, _BatchNorm) for each in norms):
-        raise ModelError(f"{said}whose running statistics would count each batch twice; leave it out.")
+        raise ModelError(f"{message}whose running statistics would count each batch twice; leave it out.")
     if norms and compiled:
         raise ModelError(
-            f"{said}whose running statistics a compiled block would update twice; set model.compile=false, or leave "
+            f"{message}whose running statistics a compiled block would update twice; set model.compile=false, or leave "
             "it out: a compiled network already stores fewer activations."
         )
 

@@ -13,7 +13,7 @@ from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from paceline.recipe.data import Boxes
 
 
-class ShownPictures(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvision has no types
+class FixedSizeTransform(GeneralizedRCNNTransform):  # type: ignore[misc]  # torchvision has no types
     """torchvision's transform with the recipe's sizes: normalises; in evaluation also resizes and maps back.
 
     Training pictures arrive at their final size, drawn by (seed, epoch, sample). Only a network of one fixed size, such

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.classifier import classifier_layers
 from paceline.errors import ModelError
-from paceline.models.adapters import add_adapters, trained_beside
+from paceline.models.adapters import add_adapters, trained_with_adapters
 from paceline.models.ghost_batch_norm import normalise_in_groups
 from paceline.models.recompute import recompute_blocks
 from paceline.recipe.model import Model
@@ -32,27 +32,27 @@ def load_fitting(network: nn.Module, state: Mapping[str, Tensor], *, source: str
     Raises:
         ModelError: If none matches.
     """
-    own = network.state_dict()
+    state_here = network.state_dict()
     fitting = {
         name: tensor
         for name, tensor in state.items()
-        if name in own and tensor.shape == own[name].shape and tensor.dtype == own[name].dtype
+        if name in state_here and tensor.shape == state_here[name].shape and tensor.dtype == state_here[name].dtype
     }
     if not any(name in fitting for name, _ in network.named_parameters()):
         raise ModelError(
             f"model.initialize_from: no parameter of {source} fits this network; its names are like "
-            f"{_some(list(state))}, and the network's like {_some(list(own))}."
+            f"{_some(list(state))}, and the network's like {_some(list(state_here))}."
         )
     network.load_state_dict(fitting, strict=False)
-    said = f"model.initialize_from: {len(fitting)} of {len(own)} tensors come from {source}"
-    if left := [name for name in own if name not in fitting]:
-        said += f"; {_some(left)} are newly initialised"
+    message = f"model.initialize_from: {len(fitting)} of {len(state_here)} tensors come from {source}"
+    if left := [name for name in state_here if name not in fitting]:
+        message += f"; {_some(left)} are newly initialised"
     if unused := [name for name in state if name not in fitting]:
-        said += f"; {_some(unused)} of the source are not used"
-    return said
+        message += f"; {_some(unused)} of the source are not used"
+    return message
 
 
-def calm_classifier(network: nn.Module) -> None:
+def zero_classifier(network: nn.Module) -> None:
     """Reinitialise a linear classifier as torch does if its initial scale is more than twice as large.
 
     timm initialises the classifiers of EfficientNets and MobileNets by the number of classes alone. With a pretrained
@@ -69,12 +69,12 @@ def with_shared(network: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     names: dict[int, list[str]] = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    found = dict(state)
+    filled = dict(state)
     for shared in names.values():
-        held = next((name for name in shared if name in state), None)
-        if held is not None:
-            found |= {name: state[held] for name in shared if name not in state}
-    return found
+        stored_name = next((name for name in shared if name in state), None)
+        if stored_name is not None:
+            filled |= {name: state[stored_name] for name in shared if name not in state}
+    return filled
 
 
 def adapt(network: nn.Module, model: Model) -> None:
@@ -89,7 +89,7 @@ def adapt(network: nn.Module, model: Model) -> None:
         normalise_in_groups(network, model.ghost_batch_norm, name=model.name)
     freeze(network, frozen_patterns(network, model), but=late_parameters(network, model))
     if model.activation_checkpointing is not None:
-        recompute_blocks(network, model.activation_checkpointing, name=model.name, compiled=model.compile)
+        recompute_blocks(network, model.activation_checkpointing, compiled=model.compile)
 
 
 def freeze(network: nn.Module, patterns: Sequence[str], but: Collection[str] = ()) -> None:
@@ -110,14 +110,14 @@ def freeze(network: nn.Module, patterns: Sequence[str], but: Collection[str] = (
         if name in frozen:
             parameter.requires_grad = False
     for module in network.modules():
-        own = list(module.parameters())
-        if isinstance(module, _NormBase) and own and not any(each.requires_grad for each in own):
+        parameters = list(module.parameters())
+        if isinstance(module, _NormBase) and parameters and not any(each.requires_grad for each in parameters):
             module.eval()
 
 
 def frozen_patterns(network: nn.Module, model: Model) -> tuple[str, ...]:
     """Return patterns of frozen parameters: with adapters, all others except the classifier; plus ``model.frozen``."""
-    return (*(trained_beside(network) if model.adapters.rank is not None else ()), *model.frozen)
+    return (*(trained_with_adapters(network) if model.adapters.rank is not None else ()), *model.frozen)
 
 
 def frozen_names(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
@@ -155,7 +155,7 @@ def late_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
     )
 
 
-def passing_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
+def temporary_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
     """Return the parameters that ``model.freeze_after`` trains only at first, each with its matching patterns.
 
     Raises:
@@ -169,16 +169,16 @@ def passing_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]
     return passing
 
 
-def _matched(said: str, names: Sequence[str], patterns: Iterable[str], hint: str) -> dict[str, list[str]]:
+def _matched(setting: str, names: Sequence[str], patterns: Iterable[str], hint: str) -> dict[str, list[str]]:
     """Return names with their matching patterns; raise an error for a pattern without matches."""
-    found: dict[str, list[str]] = {}
+    matches: dict[str, list[str]] = {}
     for pattern in patterns:
         matched = fnmatch.filter(names, pattern)
         if not matched:
-            raise ModelError(f"{said} parameter's name matches '{pattern}'; {hint}")
+            raise ModelError(f"{setting} parameter's name matches '{pattern}'; {hint}")
         for name in matched:
-            found.setdefault(name, []).append(pattern)
-    return found
+            matches.setdefault(name, []).append(pattern)
+    return matches
 
 
 def _some(names: Sequence[str]) -> str:
@@ -196,7 +196,7 @@ def trained_spans(
         unfreeze_steps: Step for each pattern of ``model.unfreeze``; the earliest matching pattern applies.
         freeze_after_steps: Step for each pattern of ``model.freeze_after``; the latest matching pattern applies.
     """
-    late, passing = late_parameters(network, model), passing_parameters(network, model)
+    late, passing = late_parameters(network, model), temporary_parameters(network, model)
     first = {name: min(unfreeze_steps[pattern] for pattern in patterns) for name, patterns in late.items()}
     last = {name: max(freeze_after_steps[pattern] for pattern in patterns) for name, patterns in passing.items()}
     return first, last

@@ -61,11 +61,11 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
     _require()
     kind, keys = _described(model)
     config = _configured(kind, keys, objective, name=model.name)
-    _fit_vocabulary(config, vocabulary, asked="vocab_size" in keys, name=model.name)
-    _fit_context(config, context, asked=set(keys), name=model.name)
+    _fit_vocabulary(config, vocabulary, is_requested="vocab_size" in keys, name=model.name)
+    _fit_context(config, context, requested=set(keys), name=model.name)
     # The recipe's settings may change which tokens are visible.
     switches = tuple(sorted((key, value) for key, value in keys.items() if isinstance(value, bool)))
-    if objective == "causal" and _tried(kind, objective, switches)[0]:
+    if objective == "causal" and _check_attention(kind, objective, switches)[0]:
         raise ModelError(
             f"model.name={model.name}: its outputs depend on later tokens, so it would see what it must predict; "
             "choose a decoder (gpt2, llama, …)."
@@ -93,8 +93,8 @@ def build_transformers_classifier(
     kind, keys = _described(model)
     config = _configured(kind, keys, objective, name=model.name)
     config.num_labels, config.pad_token_id = classes, pad
-    _fit_vocabulary(config, vocabulary, asked="vocab_size" in keys, name=model.name)
-    _fit_context(config, context, asked=set(keys), name=model.name)
+    _fit_vocabulary(config, vocabulary, is_requested="vocab_size" in keys, name=model.name)
+    _fit_context(config, context, requested=set(keys), name=model.name)
     network: Any = _built(config, objective, model)
     arguments = frozenset(inspect.signature(type(network).forward).parameters)
     mix_in([network], SequenceClassifier, arguments=arguments, objective=objective)
@@ -110,16 +110,16 @@ def takes_documents(network: nn.Module, context: int) -> bool:
     """
     if not isinstance(network, LanguageModel):
         return True
-    window = _window(network.config)
-    return (window is None or window >= context) and _tried(network.config.model_type, network.objective)[1]
+    window = _context_length(network.config)
+    return (window is None or window >= context) and _check_attention(network.config.model_type, network.objective)[1]
 
 
-def _window(config: Any) -> int | None:
+def _context_length(config: Any) -> int | None:
     """Return the attention span of some layers if it is shorter than the row."""
     if getattr(config, "use_sliding_window", True) is False:
         return None
-    found = [getattr(config, key, None) for key in _WINDOWS]
-    return min((each for each in found if isinstance(each, int) and each > 0), default=None)
+    lengths = [getattr(config, key, None) for key in _WINDOWS]
+    return min((each for each in lengths if isinstance(each, int) and each > 0), default=None)
 
 
 class LanguageModel(nn.Module):
@@ -149,30 +149,32 @@ class LanguageModel(nn.Module):
         Returns:
             [N, T, vocabulary].
         """
-        given: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if positions is None and self.positions_from is not None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         if positions is not None and "position_ids" in self.arguments:
-            given["position_ids"] = positions + (self.positions_from or 0)
+            options["position_ids"] = positions + (self.positions_from or 0)
         if documents is not None:
-            given["attention_mask"] = self._mask(documents)
+            options["attention_mask"] = self._mask(documents)
         if "use_cache" in self.arguments:
-            given["use_cache"] = False
-        answer: Any = super().forward(input_ids=tokens, return_dict=True, **given)
-        logits: Tensor = answer.logits
+            options["use_cache"] = False
+        output: Any = super().forward(input_ids=tokens, return_dict=True, **options)
+        logits: Tensor = output.logits
         return logits
 
     def _mask(self, documents: Tensor) -> Tensor:
         """Return the attention mask, [N, 1, T, T]. Padding attends to padding, since an empty row would give NaN."""
-        seen = documents[:, :, None] == documents[:, None, :]
+        visible = documents[:, :, None] == documents[:, None, :]
         if self.objective == "causal":
             length = documents.shape[1]
-            seen = seen & torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-        seen = seen[:, None]
+            visible = visible & torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+        visible = visible[:, None]
         if self.config._attn_implementation == "sdpa":  # noqa: SLF001  # where the library keeps its choice
-            return seen
+            return visible
         dtype = next(self.parameters()).dtype
-        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)
+        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
+            ~visible, torch.finfo(dtype).min
+        )
 
 
 class SequenceClassifier(nn.Module):
@@ -195,9 +197,9 @@ class SequenceClassifier(nn.Module):
             tokens: int64 [N, T].
             mask: 1 for tokens, 0 for padding, int64 [N, T].
         """
-        given = {"use_cache": False} if "use_cache" in self.arguments else {}
-        answer: Any = super().forward(input_ids=tokens, attention_mask=mask, return_dict=True, **given)
-        logits: Tensor = answer.logits
+        options = {"use_cache": False} if "use_cache" in self.arguments else {}
+        output: Any = super().forward(input_ids=tokens, attention_mask=mask, return_dict=True, **options)
+        logits: Tensor = output.logits
         return logits
 
 
@@ -229,8 +231,8 @@ def _described(model: Model) -> tuple[str, dict[str, Any]]:
         ) from error
     if not isinstance(tree, dict) or not isinstance(tree.get("model_type"), str):
         raise ModelError(f"model.name={model.name}: {folder / 'config.json'} names no model_type.")
-    held = {key: value for key, value in tree.items() if key not in _NOT_TAKEN | OPENING_OPTIONS}
-    return tree["model_type"], held | dict(model.options)
+    config_tree = {key: value for key, value in tree.items() if key not in _NOT_TAKEN | OPENING_OPTIONS}
+    return tree["model_type"], config_tree | dict(model.options)
 
 
 def _registry(objective: Objective) -> Mapping[str, Any]:
@@ -259,17 +261,17 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, *, nam
         raise ModelError(
             f"model.name={name}: '{kind}' is not a {WHAT[objective]} in Transformers.{did_you_mean(kind, known)}"
         )
-    usual = AutoConfig.for_model(kind)
-    names = {*usual.to_dict(), *usual.attribute_map, *inspect.signature(type(usual).__init__).parameters}
+    default = AutoConfig.for_model(kind)
+    names = {*default.to_dict(), *default.attribute_map, *inspect.signature(type(default).__init__).parameters}
     is_folder = Path(name.removeprefix(PREFIX)).expanduser().is_dir()
-    wrong = [] if is_folder else [key for key in keys if key not in names]
-    if wrong:
+    unknown = [] if is_folder else [key for key in keys if key not in names]
+    if unknown:
         raise ModelError(
-            f"model.options: {wrong[0]} is not a key of {kind}'s configuration.{did_you_mean(wrong[0], names)}"
+            f"model.options: {unknown[0]} is not a key of {kind}'s configuration.{did_you_mean(unknown[0], names)}"
         )
     # Token ids for the library's default vocabulary are meaningless here.
-    unset = {key: None for key in _SPECIAL if key not in keys and hasattr(usual, key)}
-    if objective == "causal" and hasattr(usual, "is_decoder"):
+    unset = {key: None for key in _SPECIAL if key not in keys and hasattr(default, key)}
+    if objective == "causal" and hasattr(default, "is_decoder"):
         unset["is_decoder"] = True  # type: ignore[assignment]  # a switch among numbers
     try:
         return AutoConfig.for_model(kind, **{**unset, **keys})
@@ -277,25 +279,25 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, *, nam
         raise ModelError(f"model.options do not fit {kind}: {' '.join(str(error).split())[:300]}") from error
 
 
-def _fit_vocabulary(config: Any, vocabulary: int, *, asked: bool, name: str) -> None:
+def _fit_vocabulary(config: Any, vocabulary: int, *, is_requested: bool, name: str) -> None:
     if not hasattr(config, "vocab_size"):
         raise ModelError(
             f"model.name={name}: {config.model_type} has no vocab_size, so it is not a plain language model."
         )
-    if asked and config.vocab_size < vocabulary:
+    if is_requested and config.vocab_size < vocabulary:
         raise ModelError(
             f"model.name={name}: it has a vocabulary of {config.vocab_size:,} tokens (vocab_size), and the tokenizer "
             f"has {vocabulary:,}; set model.options.vocab_size to that or more."
         )
-    if not asked:
+    if not is_requested:
         config.vocab_size = vocabulary
 
 
-def _fit_context(config: Any, context: int, *, asked: set[str], name: str) -> None:
+def _fit_context(config: Any, context: int, *, requested: set[str], name: str) -> None:
     if not hasattr(config, "max_position_embeddings"):
         return
     own = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
-    if asked & {own, "max_position_embeddings"}:
+    if requested & {own, "max_position_embeddings"}:
         if config.max_position_embeddings < context:
             raise ModelError(
                 f"model.name={name}: it has {config.max_position_embeddings} positions ({own}), and data.text.context "
@@ -330,8 +332,8 @@ def _built(config: Any, objective: Objective, model: Model) -> nn.Module:
     except ModelError:
         raise
     except Exception as error:  # incompatible sizes may raise anything
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise ModelError(f"model.name={model.name} cannot be built with these model.options ({said}).") from error
+        message = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ModelError(f"model.name={model.name} cannot be built with these model.options ({message}).") from error
     built: nn.Module = network.train()
     return built
 
@@ -348,13 +350,13 @@ def _loaded(factory: Any, config: Any, model: Model) -> nn.Module:
             f"model.pretrained=true has no effect with model.name={model.name}: nothing is downloaded. Set model.name "
             "to transformers:FOLDER, a folder with config.json and model.safetensors."
         )
-    asked = {"config": config, "dtype": torch.float32, "use_safetensors": True, "local_files_only": True}
-    asked |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+    options = {"config": config, "dtype": torch.float32, "use_safetensors": True, "local_files_only": True}
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     try:
-        network, found = factory.from_pretrained(folder, attn_implementation="sdpa", **asked)
+        network, report = factory.from_pretrained(folder, attn_implementation="sdpa", **options)
     except ValueError:  # not in every architecture
-        network, found = factory.from_pretrained(folder, attn_implementation="eager", **asked)
-    new = sorted({*found["missing_keys"], *(each[0] for each in found["mismatched_keys"])})
+        network, report = factory.from_pretrained(folder, attn_implementation="eager", **options)
+    new = sorted({*report["missing_keys"], *(each[0] for each in report["mismatched_keys"])})
     # A pooling layer is missing in weights of a language model.
     lost = [name for name in new if name.startswith(f"{network.base_model_prefix}.") and "pooler" not in name]
     if lost or (new and not factory.__name__.endswith("Classification")):
@@ -390,7 +392,7 @@ def _positions_from(network: nn.Module) -> int | None:
 
 @cache
 @torch.no_grad()
-def _tried(kind: str, objective: Objective, switches: tuple[tuple[str, bool], ...] = ()) -> tuple[bool, bool]:
+def _check_attention(kind: str, objective: Objective, switches: tuple[tuple[str, bool], ...] = ()) -> tuple[bool, bool]:
     """Test a tiny network of an architecture, since its name tells neither its masking nor its ignored arguments.
 
     Returns:
@@ -408,14 +410,14 @@ def _tried(kind: str, objective: Objective, switches: tuple[tuple[str, bool], ..
         documents = torch.tensor([[0] * 5 + [1] * 6])
         try:
             config = _configured(kind, {**dict(switches), **sizes, "vocab_size": 8}, objective, name=kind)
-            _fit_context(config, 16, asked=set(), name=kind)
+            _fit_context(config, 16, requested=set(), name=kind)
             network = _as_language_model(_built(config, objective, Model(name=kind)), objective).eval()
             first, second = network(tokens[:, :5]), network(tokens[:, 5:])
             sees_ahead = not torch.allclose(network(tokens[:, :4]), first[:, :4], atol=1e-5)
         except Exception:  # noqa: BLE001  # what cannot be tried is not promised
             return False, False
         try:
-            both = network(tokens, positions, documents)
+            packed = network(tokens, positions, documents)
         except Exception:  # noqa: BLE001  # it knows no such masks
             return sees_ahead, False
-        return sees_ahead, torch.allclose(both, torch.cat([first, second], dim=1), atol=1e-5)
+        return sees_ahead, torch.allclose(packed, torch.cat([first, second], dim=1), atol=1e-5)

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.errors import RecipeError
 from paceline.optim.eager import eager
-from paceline.optim.embedding_optim import has_sparse_gradients, paired
+from paceline.optim.embedding_optim import combine_optimizers, has_sparse_gradients
 from paceline.optim.muon import filters_and_rest
 from paceline.optim.parameter_groups import parameter_groups
 from paceline.optim.schedules import Schedules, Settings
@@ -47,7 +47,7 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device
         make = eager(make) if inspect.isclass(make) and issubclass(make, torch.optim.Optimizer) else make
     others = partial(make, lr=optimizer.lr, **options | optimizer.options)
     try:
-        built = others(groups) if optimizer.tables == "same" else paired(model, optimizer, groups, others)
+        built = others(groups) if optimizer.tables == "same" else combine_optimizers(model, optimizer, groups, others)
     except (TypeError, ValueError) as error:
         if not optimizer.options and optimizer.name in RULES:
             raise
@@ -67,16 +67,16 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device
     return built
 
 
-def _settings(asked: Optimizer) -> dict[str, Any]:
+def _settings(optimizer: Optimizer) -> dict[str, Any]:
     """Return the recipe's settings as keyword arguments of the class."""
-    if asked.uses_sgd_for_rest:
-        steps = {"steps": asked.newton_schulz_steps, "unit_filters": asked.unit_filters}
-        filters, rest = {"momentum": asked.momentum} | steps, {"momentum": asked.rest_momentum}
-        return {"nesterov": asked.nesterov, "filters": filters, "rest": rest}
-    settled = {"betas": asked.moment_decay, "eps": asked.denominator_eps}
+    if optimizer.uses_sgd_for_rest:
+        steps = {"steps": optimizer.newton_schulz_steps, "unit_filters": optimizer.unit_filters}
+        filters, rest_settings = {"momentum": optimizer.momentum} | steps, {"momentum": optimizer.rest_momentum}
+        return {"nesterov": optimizer.nesterov, "filters": filters, "rest": rest_settings}
+    standard = {"betas": optimizer.moment_decay, "eps": optimizer.denominator_eps}
     arguments = {"trust_coefficient": "trust_coeff"}
-    found = {arguments.get(key, key): settled.get(key, getattr(asked, key)) for key in asked.rule.keys}
-    return {**found, **asked.rule.fixed}
+    settings = {arguments.get(key, key): standard.get(key, getattr(optimizer, key)) for key in optimizer.rule.keys}
+    return {**settings, **optimizer.rule.fixed}
 
 
 def build_schedules(recipe: Recipe, plan: Plan) -> Schedules:
@@ -85,18 +85,19 @@ def build_schedules(recipe: Recipe, plan: Plan) -> Schedules:
     Raises:
         RecipeError: If the momentum of another package's optimizer is scheduled: its initial value is unknown.
     """
-    asked, schedule = recipe.optimizer, recipe.schedule
-    moves = schedule.momentum.name != "constant" and asked.name != "adafactor"
-    if moves and asked.name not in RULES:
+    optimizer, schedule = recipe.optimizer, recipe.schedule
+    moves = schedule.momentum.name != "constant" and optimizer.name != "adafactor"
+    if moves and optimizer.name not in RULES:
         raise RecipeError(
-            f"schedule.momentum.name={schedule.momentum.name} does not work with optimizer.name={asked.name}, which "
-            "takes momentum in its own options; leave it out."
+            f"schedule.momentum.name={schedule.momentum.name} does not work with optimizer.name={optimizer.name}, "
+            "which takes momentum in its own options; leave it out."
         )
-    start = asked.momentum if asked.has("momentum") else asked.moment_decay[0]
+    start = optimizer.momentum if optimizer.has("momentum") else optimizer.moment_decay[0]
+    decay = schedule.weight_decay
     return Schedules(
         learning_rate=LearningRate.of(schedule, plan),
         momentum=(schedule.momentum, start) if moves else None,
-        weight_decay=None if schedule.weight_decay.name == "constant" else (schedule.weight_decay, asked.weight_decay),
+        weight_decay=None if decay.name == "constant" else (decay, optimizer.weight_decay),
     )
 
 

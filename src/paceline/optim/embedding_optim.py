@@ -51,9 +51,9 @@ class RowwiseAdagrad(EagerOptimizer):
         for group in self.param_groups:
             for table in group["params"]:
                 if table.grad is not None:
-                    self._move(table, table.grad, group)
+                    self._update(table, table.grad, group)
 
-    def _move(self, table: nn.Parameter, gradient: Tensor, group: Mapping[str, Any]) -> None:
+    def _update(self, table: nn.Parameter, gradient: Tensor, group: Mapping[str, Any]) -> None:
         state = self.state[table]
         if not state:
             state["sum"] = torch.zeros(table.shape[0], dtype=table.dtype, device=table.device)
@@ -67,11 +67,11 @@ class RowwiseAdagrad(EagerOptimizer):
         of_rows = total.index_select(0, rows).add_(values.square().mean(dim=1))
         # After coalescing each row occurs once, so the order of additions cannot vary.
         total.index_copy_(0, rows, of_rows)
-        moved = table.index_select(0, rows).addcdiv_(values, (of_rows.sqrt() + eps).unsqueeze(1), value=-group["lr"])
-        table.index_copy_(0, rows, moved)
+        updated = table.index_select(0, rows).addcdiv_(values, (of_rows.sqrt() + eps).unsqueeze(1), value=-group["lr"])
+        table.index_copy_(0, rows, updated)
 
 
-class Paired(EagerOptimizer):
+class CombinedOptimizer(EagerOptimizer):
     """Two optimizers combined into one: for tables and for the rest. Groups and state are one list and one mapping."""
 
     def __init__(self, of_tables: torch.optim.Optimizer, others: torch.optim.Optimizer) -> None:
@@ -100,29 +100,29 @@ class Paired(EagerOptimizer):
             begin = end
 
 
-def paired(
-    network: nn.Module, asked: Optimizer, groups: Groups, make: Callable[[Groups], torch.optim.Optimizer]
+def combine_optimizers(
+    network: nn.Module, optimizer: Optimizer, groups: Groups, make: Callable[[Groups], torch.optim.Optimizer]
 ) -> torch.optim.Optimizer:
     """Combine the recipe's table optimizer with that of the other parameters.
 
     Args:
         network: The network with the tables.
-        asked: The recipe's section.
+        optimizer: The recipe's section.
         groups: Groups of all parameters (:func:`~paceline.optim.parameter_groups.parameter_groups`).
         make: Makes the optimizer of all other parameters.
     """
     numbers = {id(each) for each in tables_of(network).values()}
-    tables, others = split_groups(groups, lambda each: id(each) in numbers)
-    if asked.tables == "rowwise_adagrad":
-        of_tables: torch.optim.Optimizer = RowwiseAdagrad(tables, lr=asked.lr)
+    tables, rest = split_groups(groups, lambda each: id(each) in numbers)
+    if optimizer.tables == "rowwise_adagrad":
+        of_tables: torch.optim.Optimizer = RowwiseAdagrad(tables, lr=optimizer.lr)
     else:
-        kept = ("params", "lr_factor")
-        plain = [{key: value for key, value in group.items() if key in kept} for group in tables]
-        of_tables = eager(torch.optim.SparseAdam)(plain, lr=asked.lr)
+        shared_keys = ("params", "lr_factor")
+        table_groups = [{key: value for key, value in group.items() if key in shared_keys} for group in tables]
+        of_tables = eager(torch.optim.SparseAdam)(table_groups, lr=optimizer.lr)
     for group in of_tables.param_groups:
         # Neither optimizer applies weight decay.
         group |= {"weight_decay": 0.0, "decay_moves": False}
-    return Paired(of_tables, make(others)) if others else of_tables
+    return CombinedOptimizer(of_tables, make(rest)) if rest else of_tables
 
 
 def check_tables(network: nn.Module, recipe: Recipe, *, strategy: str, device: str) -> None:
@@ -132,13 +132,13 @@ def check_tables(network: nn.Module, recipe: Recipe, *, strategy: str, device: s
         ModelError: If the network has no tables.
         RecipeError: Naming the first unsupported setting.
     """
-    asked = recipe.optimizer
+    optimizer = recipe.optimizer
     is_sparse = has_sparse_gradients(network)
-    if asked.tables != "same":
+    if optimizer.tables != "same":
         _check_own_rule(network, recipe, strategy, is_sparse=is_sparse)
     if not is_sparse:
         return
-    for choice, remedy in _not_with_sparse(recipe, strategy, device).items():
+    for choice, remedy in _sparse_conflicts(recipe, strategy, device).items():
         raise RecipeError(
             f"{choice} does not support sparse gradients (model.options={{sparse: true}}); {remedy}, or use dense ones."
         )
@@ -160,30 +160,32 @@ def _check_own_rule(network: nn.Module, recipe: Recipe, strategy: str, *, is_spa
         )
 
 
-def _not_with_sparse(recipe: Recipe, strategy: str, device: str) -> dict[str, str]:
+def _sparse_conflicts(recipe: Recipe, strategy: str, device: str) -> dict[str, str]:
     """Return the settings that do not support sparse gradients, with a fix for each."""
-    asked, parallel, leave = recipe.optimizer, recipe.parallel, "leave it out"
-    found: dict[str, str] = {}
+    optimizer, parallel, leave = recipe.optimizer, recipe.parallel, "leave it out"
+    conflicts: dict[str, str] = {}
     if strategy in ("exact", "fsdp"):
         what = "parallel.exact=true" if strategy == "exact" else "parallel.strategy=fsdp"
-        found[what] = "use parallel.strategy=ddp"
+        conflicts[what] = "use parallel.strategy=ddp"
     elif strategy == "ddp" and device != "cpu":
-        found[f"parallel.strategy=ddp on {device}, whose collectives cannot add sparse tensors,"] = "use one process"
+        conflicts[f"parallel.strategy=ddp on {device}, whose collectives cannot add sparse tensors,"] = (
+            "use one process"
+        )
     # Rules that update every row in every step.
-    if asked.tables == "same" and (asked.name != "sgd" or asked.momentum):
-        name = f"optimizer.name={asked.name}" + f" with momentum {asked.momentum:g}" * (asked.name == "sgd")
-        found[name] = "set optimizer.tables to rowwise_adagrad or sparse_adam, use sgd with optimizer.momentum=0"
-    elif asked.tables == "same" and asked.weight_decay > 0 and asked.decay_norm_and_bias:
-        found["optimizer.decay_norm_and_bias=true"] = leave
+    if optimizer.tables == "same" and (optimizer.name != "sgd" or optimizer.momentum):
+        name = f"optimizer.name={optimizer.name}" + f" with momentum {optimizer.momentum:g}" * (optimizer.name == "sgd")
+        conflicts[name] = "set optimizer.tables to rowwise_adagrad or sparse_adam, use sgd with optimizer.momentum=0"
+    elif optimizer.tables == "same" and optimizer.weight_decay > 0 and optimizer.decay_norm_and_bias:
+        conflicts["optimizer.decay_norm_and_bias=true"] = leave
     clips = (f"clip_{kind}" for kind in ("norm", "value", "adaptive"))
-    found |= {f"optimizer.{clip}": leave for clip in clips if getattr(asked, clip) is not None}
+    conflicts |= {f"optimizer.{clip}": leave for clip in clips if getattr(optimizer, clip) is not None}
     switched = {
         f"parallel.gradient_compression={parallel.gradient_compression}": parallel.gradient_compression != "none",
         "parallel.static_graph=true": parallel.static_graph,
         "telemetry.noise_scale": recipe.telemetry.noise_scale is not None,
         "model.compile=true": recipe.model.compile,
     }
-    found |= {choice: leave for choice, is_on in switched.items() if is_on}
+    conflicts |= {choice: leave for choice, is_on in switched.items() if is_on}
     if recipe.train.precision in ("fp16", "fp8"):
-        found[f"train.precision={recipe.train.precision}"] = "use bf16 or fp32"
-    return found
+        conflicts[f"train.precision={recipe.train.precision}"] = "use bf16 or fp32"
+    return conflicts

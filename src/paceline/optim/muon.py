@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.errors import ModelError
 from paceline.optim.eager import EagerOptimizer, eager
-from paceline.optim.embedding_optim import Paired
+from paceline.optim.embedding_optim import CombinedOptimizer
 from paceline.optim.parameter_groups import Groups, is_filter, split_groups
 
 # Jordan et al. 2024: chosen so that small singular values grow fastest; they end between about 0.7 and 1.2.
@@ -35,15 +35,15 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
         steps: Number of iterations.
     """
     a, b, c = _COEFFICIENTS
-    found = matrix if matrix.device.type == "cpu" else matrix.bfloat16()
+    x = matrix if matrix.device.type == "cpu" else matrix.bfloat16()
     # Work on the smaller side to keep the products small; the largest singular value is at most the norm.
     is_tall = matrix.shape[0] > matrix.shape[1]
-    found = found.T if is_tall else found
-    found = found / (found.norm() + _EPS)
+    x = x.T if is_tall else x
+    x = x / (x.norm() + _EPS)
     for _ in range(steps):
-        square = found @ found.T
-        found = a * found + torch.addmm(square, square, square, beta=b, alpha=c) @ found
-    result: Tensor = (found.T if is_tall else found).to(matrix.dtype)
+        square = x @ x.T
+        x = a * x + torch.addmm(square, square, square, beta=b, alpha=c) @ x
+    result: Tensor = (x.T if is_tall else x).to(matrix.dtype)
     return result
 
 
@@ -71,9 +71,9 @@ class OrthogonalSteps(EagerOptimizer):
         for group in self.param_groups:
             for bank in group["params"]:
                 if bank.grad is not None:
-                    self._move(bank, bank.grad, group)
+                    self._update(bank, bank.grad, group)
 
-    def _move(self, bank: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, bank: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state, momentum = self.state[bank], group["momentum"]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(bank)
@@ -118,4 +118,4 @@ def filters_and_rest(
         return orthogonal
     for group in others:
         group["momentum_moves"] = False  # schedule.momentum applies to the orthogonalised updates
-    return Paired(orthogonal, eager(torch.optim.SGD)(others, lr=lr, nesterov=nesterov, **rest))
+    return CombinedOptimizer(orthogonal, eager(torch.optim.SGD)(others, lr=lr, nesterov=nesterov, **rest))

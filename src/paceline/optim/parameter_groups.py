@@ -61,9 +61,9 @@ def split_groups(groups: Groups, is_first: Callable[[Tensor], bool]) -> tuple[Gr
     """Split groups by a predicate on parameters; empty groups are dropped."""
     split: tuple[Groups, Groups] = ([], [])
     for group in groups:
-        for found, wanted in zip(split, (True, False), strict=True):
-            if params := [each for each in group["params"] if is_first(each) == wanted]:
-                found.append({**group, "params": params})
+        for group_list, is_match in zip(split, (True, False), strict=True):
+            if params := [each for each in group["params"] if is_first(each) == is_match]:
+                group_list.append({**group, "params": params})
     return split
 
 
@@ -75,7 +75,7 @@ def is_filter(parameter: Tensor) -> bool:
 def describe_groups(
     model: nn.Module,
     optimizer: Optimizer,
-    late: Mapping[str, int] = MappingProxyType({}),
+    late_steps: Mapping[str, int] = MappingProxyType({}),
     passing: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[ParameterGroupFacts, ...]:
     """Count the parameters that are treated alike, for the plan.
@@ -83,13 +83,13 @@ def describe_groups(
     Args:
         model: The network.
         optimizer: The recipe's section.
-        late: Parameters that are frozen for the given number of first steps.
+        late_steps: Parameters that are frozen for the given number of first steps.
         passing: Parameters that are trained only for the given number of first steps.
     """
     named = dict(model.named_parameters())
     numbers: dict[tuple[Treatment, int, int | None], list[int]] = defaultdict(list)
     for name, treatment in treatments(model, optimizer).items():
-        numbers[treatment, late.get(name, 0), passing.get(name)].append(named[name].numel())
+        numbers[treatment, late_steps.get(name, 0), passing.get(name)].append(named[name].numel())
     return tuple(
         ParameterGroupFacts(
             parameters=each.source,
@@ -126,7 +126,7 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
             )
     exempt = list(exempt_from_decay(model))
     factors = _layer_factors(model, optimizer.layer_decay)
-    found = {}
+    result = {}
     for name, parameter in trainable.items():
         is_free = not optimizer.decay_norm_and_bias and (
             parameter.ndim <= 1 or any(fnmatch.fnmatchcase(name, pattern) for pattern in exempt)
@@ -134,25 +134,25 @@ def treatments(model: nn.Module, optimizer: Optimizer) -> Mapping[str, Treatment
         is_rest = optimizer.uses_sgd_for_rest and not is_filter(parameter)
         is_scaled = optimizer.unit_filters and not is_rest  # scaled before every step, which undoes any decay
         decays = not is_free and not is_scaled and optimizer.weight_decay > 0
-        usual = Treatment(
+        default = Treatment(
             source=_source(optimizer, decays=decays, is_rest=is_rest),
             lr_factor=factors.get(name, 1.0) * (optimizer.rest_lr_factor if is_rest else 1.0),
             weight_decay=optimizer.weight_decay if decays else 0.0,
             decay_moves=decays,
         )
-        asked = next((each for each, names in matched.items() if name in names), None)
-        found[name] = usual
-        if asked is not None:
-            group = optimizer.groups[asked]
-            found[name] = replace(usual, source=source[asked], lr_factor=usual.lr_factor * group.lr_factor)
+        override = next((each for each, names in matched.items() if name in names), None)
+        result[name] = default
+        if override is not None:
+            group = optimizer.groups[override]
+            result[name] = replace(default, source=source[override], lr_factor=default.lr_factor * group.lr_factor)
             if group.weight_decay != "auto":
-                found[name] = replace(found[name], weight_decay=group.weight_decay, decay_moves=False)
-        if is_scaled and found[name].weight_decay > 0:
+                result[name] = replace(result[name], weight_decay=group.weight_decay, decay_moves=False)
+        if is_scaled and result[name].weight_decay > 0:
             raise ModelError(
-                f"optimizer.groups: '{asked}' gives the filter {name} weight decay, which "
+                f"optimizer.groups: '{override}' gives the filter {name} weight decay, which "
                 "optimizer.unit_filters=true undoes before every step; leave one of them out."
             )
-    return found
+    return result
 
 
 def _source(optimizer: Optimizer, *, decays: bool, is_rest: bool) -> str:

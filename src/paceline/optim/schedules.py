@@ -49,8 +49,8 @@ def step(rate: LearningRate, step: int) -> float:
 
 def trapezoid(rate: LearningRate, step: int) -> float:
     """Hold the peak, then decay in the last steps."""
-    done = max(step - (rate.total_steps - rate.decay_steps), 0) / max(rate.decay_steps, 1)
-    return rate.towards_end(anneal_factor(rate.anneal, min(done, 1.0)))
+    decayed = max(step - (rate.total_steps - rate.decay_steps), 0) / max(rate.decay_steps, 1)
+    return rate.towards_end(anneal_factor(rate.anneal, min(decayed, 1.0)))
 
 
 def one_cycle(rate: LearningRate, step: int) -> float:

@@ -23,13 +23,13 @@ from paceline.data.random_draws import derive_seed
 from paceline.errors import ModelError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.average_precision import AveragePrecision
-from paceline.models.detectors import build_detector, says_masks
+from paceline.models.detectors import build_detector, predicts_masks
 from paceline.plan import DataFacts
 from paceline.recipe.data import Data, GeneratedBoxes
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.registry import open_dataset
-from paceline.tasks.drawing import drawn
+from paceline.tasks.drawing import draw_objects
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
@@ -71,8 +71,8 @@ class Detection(Task):
     @property
     def has_masks(self) -> bool:
         """Whether masks are trained."""
-        asked, name = self.recipe.data.detection.masks, self.recipe.model.name
-        return says_masks(name) if asked == "auto" else asked
+        requested, name = self.recipe.data.detection.masks, self.recipe.model.name
+        return predicts_masks(name) if requested == "auto" else requested
 
     @cached_property
     def dataset(self) -> BoxDataset:
@@ -91,38 +91,38 @@ class Detection(Task):
         Raises:
             RecipeError: If the recipe uses a feature that detectors do not support.
         """
-        found = self.dataset
+        dataset = self.dataset
         if self.recipe.parallel.strategy == "fsdp":
             raise RecipeError(f"parallel.strategy=fsdp {_NOT_SHARDED}; use parallel.strategy=ddp.")
         if self.recipe.model.compile:
             raise RecipeError(
                 f"model.compile=true has no effect with task=detection: {_NOT_COMPILED}; set model.compile=false."
             )
-        is_generated, workers = found.name == "shapes", self.recipe.data.workers
-        self._threads, why = reading_threads(workers, world)
+        is_generated, workers = dataset.name == "shapes", self.recipe.data.workers
+        self._threads, reason = reading_threads(workers, world)
         if workers == "auto" and is_generated:
-            self._threads, why = 0, "nothing is read"
-        content, content_told = content_of_files(files_of_pictures(found), found.digest)
+            self._threads, reason = 0, "nothing is read"
+        content, content_told = content_of_files(files_of_pictures(dataset), dataset.digest)
         return DataFacts(
-            train_samples=len(found.train),
-            evaluation_samples=len(found.validation),
+            train_samples=len(dataset.train),
+            evaluation_samples=len(dataset.validation),
             description={
-                "dataset": found.name,
-                "digest": found.digest,
+                "dataset": dataset.name,
+                "digest": dataset.digest,
                 **({} if content is None else {"content_digest": content}),
-                "classes": len(found.classes),
+                "classes": len(dataset.classes),
                 "channels": 3,
                 "workers": self._threads,
                 "masks": self.has_masks,
-                **found.facts,
+                **dataset.facts,
             },
             reasons={
-                "data.workers": why,
+                "data.workers": reason,
                 "data.detection.masks": "as the model's name says",
                 **({"data.content_digest": content_told} if content_told else {}),
             },
             unused=self._unused(is_generated=is_generated),
-            left_out=found.left_out,
+            left_out=dataset.left_out,
         )
 
     def sample_keys(self) -> NDArray[np.float64] | None:
@@ -166,45 +166,45 @@ class Detection(Task):
     def check_network(self, network: nn.Module) -> None:
         """Check that the network predicts masks if and only if they are requested."""
         heads = getattr(network, "roi_heads", None)
-        says = heads is not None and bool(heads.has_mask())
-        if says != self.has_masks:
+        predicts_masks = heads is not None and bool(heads.has_mask())
+        if predicts_masks != self.has_masks:
             raise ModelError(
-                f"model.name={self.recipe.model.name} {'says' if says else 'does not say'} masks, and "
-                f"data.detection.masks={str(self.has_masks).lower()}; set it to {str(says).lower()}, or "
+                f"model.name={self.recipe.model.name} {'says' if predicts_masks else 'does not say'} masks, and "
+                f"data.detection.masks={str(self.has_masks).lower()}; set it to {str(predicts_masks).lower()}, or "
                 "use another model."
             )
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         """Return the sum of the network's losses, each a mean as torchvision defines it."""
-        return _total(model(batch.inputs, [learned_from(each) for each in batch.targets]))
+        return _total(model(batch.inputs, [trainable_boxes(each) for each in batch.targets]))
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         """Return each picture's loss, detections and objects."""
-        found = _found(model, batch)
-        for each in found:
+        detections = _detections(model, batch)
+        for each in detections:
             if "masks" in each:
                 each["masks"] = each["masks"][:, 0] >= _MASK
-        return {"loss": self._losses(model, batch), "found": found, "truth": batch.targets}
+        return {"loss": self._losses(model, batch), "found": detections, "truth": batch.targets}
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Any]:
         """Return each picture's detections: boxes in pixels (left, top, right, bottom), classes from 0, scores."""
-        found = _found(model, batch)
+        detections = _detections(model, batch)
         return {
-            "boxes": [each["boxes"] for each in found],
-            "labels": [each["labels"] - 1 for each in found],
-            "scores": [each["scores"] for each in found],
+            "boxes": [each["boxes"] for each in detections],
+            "labels": [each["labels"] - 1 for each in detections],
+            "scores": [each["scores"] for each in detections],
         }
 
     def shown(self, batch: Batch) -> list[tuple[Tensor, str]]:
         """Return the pictures with boxes and masks drawn in, each with its class names."""
-        names, found = self.dataset.classes, []
+        names, pictures = self.dataset.classes, []
         for image, target in zip(batch.inputs, batch.targets, strict=True):
             picture = (255 * image.cpu()).round().clamp(0, 255).to(torch.uint8)
-            objects = {name: each.cpu() for name, each in learned_from(target).items()}
+            objects = {name: each.cpu() for name, each in trainable_boxes(target).items()}
             classes = [each - 1 for each in objects["labels"].tolist()]
-            picture = drawn(picture, classes, masks=objects.get("masks"), boxes=objects["boxes"])
-            found.append((picture, ", ".join(names[each] for each in sorted(set(classes)))))
-        return found
+            picture = draw_objects(picture, classes, masks=objects.get("masks"), boxes=objects["boxes"])
+            pictures.append((picture, ", ".join(names[each] for each in sorted(set(classes)))))
+        return pictures
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return the collector of mean average precision."""
@@ -214,24 +214,24 @@ class Detection(Task):
         """Return the loss of each picture by itself, [N]; random sampling is keyed by the picture's number."""
         losses = []
         devices = [each.device for each in batch.inputs[:1] if each.device.type == "cuda"]
-        with torch.random.fork_rng(devices=devices), _telling_losses(model):
+        with torch.random.fork_rng(devices=devices), _with_named_losses(model):
             for image, target, sample in zip(batch.inputs, batch.targets, batch.ids.tolist(), strict=True):
                 torch.manual_seed(derive_seed(self.recipe.seed, sample))
-                losses.append(_total(model([image], [learned_from(target)])))
+                losses.append(_total(model([image], [trainable_boxes(target)])))
         return torch.stack(losses)
 
     def _unused(self, *, is_generated: bool) -> dict[str, str]:
-        found = all_but(_USED, "data.detection says how pictures with boxes are prepared")
-        found |= dict.fromkeys(_UNUSED_IN_TRAINING, "a detector has its own losses")
-        found["evaluate.top_k"] = "detection has no top-k accuracy"
-        found["model.compile"] = _NOT_COMPILED
+        unused = all_but(_USED, "data.detection says how pictures with boxes are prepared")
+        unused |= dict.fromkeys(_UNUSED_IN_TRAINING, "a detector has its own losses")
+        unused["evaluate.top_k"] = "detection has no top-k accuracy"
+        unused["model.compile"] = _NOT_COMPILED
         if self.recipe.data.detection.short_sides is None:
-            found["data.detection.long_side"] = "pictures keep their size (data.detection.short_sides=off)"
+            unused["data.detection.long_side"] = "pictures keep their size (data.detection.short_sides=off)"
         if is_generated:
-            found["data.detection.keep_empty"] = "each picture of data.dataset=shapes has an object"
-            return found
-        why = "it says how data.dataset=shapes is generated"
-        return found | {f"data.detection.generated.{each.name}": why for each in fields(GeneratedBoxes)}
+            unused["data.detection.keep_empty"] = "each picture of data.dataset=shapes has an object"
+            return unused
+        reason = "it says how data.dataset=shapes is generated"
+        return unused | {f"data.detection.generated.{each.name}": reason for each in fields(GeneratedBoxes)}
 
 
 def why_not_sharded(task: Task) -> str:
@@ -239,7 +239,7 @@ def why_not_sharded(task: Task) -> str:
     return _NOT_SHARDED if isinstance(task, Detection) else ""
 
 
-def learned_from(target: dict[str, Tensor]) -> dict[str, Tensor]:
+def trainable_boxes(target: dict[str, Tensor]) -> dict[str, Tensor]:
     """Select the objects of a picture that a network can learn from: no crowds and no empty boxes."""
     boxes = target["boxes"]
     keep = ~target["crowd"] & (boxes[:, 2:] > boxes[:, :2]).all(dim=1)
@@ -247,21 +247,21 @@ def learned_from(target: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _telling_losses(model: Model) -> Iterator[None]:
+def _with_named_losses(model: Model) -> Iterator[None]:
     """Make a detector return its losses, with everything else, such as norms, in evaluation mode."""
-    whole = next(iter(model.modules()))  # type: ignore[attr-defined]  # a network, or what asks one
-    parts = [whole, *(getattr(whole, name) for name in ("rpn", "roi_heads") if hasattr(whole, name))]
-    before = [part.training for part in parts]
+    root = next(iter(model.modules()))  # type: ignore[attr-defined]  # a network, or what asks one
+    parts = [root, *(getattr(root, name) for name in ("rpn", "roi_heads") if hasattr(root, name))]
+    modes = [part.training for part in parts]
     for part in parts:
         part.training = True
     try:
         yield
     finally:
-        for part, training in zip(parts, before, strict=True):
+        for part, training in zip(parts, modes, strict=True):
             part.training = training
 
 
-def _found(model: Model, batch: Batch) -> list[dict[str, Tensor]]:
+def _detections(model: Model, batch: Batch) -> list[dict[str, Tensor]]:
     """Run detection on each picture by itself, since padding in a batch may change the output."""
     return [model([image])[0] for image in batch.inputs]
 

@@ -15,7 +15,7 @@ from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
 from paceline.errors import DataError, RecipeError
-from paceline.models.build import build_model, lay_out
+from paceline.models.build import build_model, to_memory_format
 from paceline.plan import DataFacts
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.schema import Recipe
@@ -49,10 +49,10 @@ class Distillation(ImageClassification):
                 "task=distillation needs a teacher: set distillation.teacher to a run directory, a checkpoint or a "
                 "safetensors file of trained weights."
             )
-        network = self._network_of(saved).to(placement.device).eval().requires_grad_(requires_grad=False)
+        network = self._build_teacher(saved).to(placement.device).eval().requires_grad_(requires_grad=False)
         own_scale = (torch.tensor(self.dataset.mean), torch.tensor(self.dataset.std))
-        network = lay_out(network, channels_last=placement.channels_last)
-        self._teacher = _seen_as_trained(network, own_scale, saved)
+        network = to_memory_format(network, channels_last=placement.channels_last)
+        self._teacher = _with_teacher_scale(network, own_scale, saved)
 
     def data_facts(self, world: World) -> DataFacts:
         """Return the dataset's facts and the teacher's identity: a resumed run must have the same teacher."""
@@ -69,19 +69,19 @@ class Distillation(ImageClassification):
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         """Combine the recipe's loss on the labels with the teacher's."""
-        asked = self.recipe.distillation
+        config = self.recipe.distillation
         assert self._teacher is not None  # prepare_training has run
         logits = model(batch.inputs)
         with torch.no_grad():
-            answers = self._teacher(batch.inputs)
-        if asked.kind == "hard":
-            taught = F.cross_entropy(logits, answers.argmax(dim=1))
+            teacher_logits = self._teacher(batch.inputs)
+        if config.kind == "hard":
+            hard_loss = F.cross_entropy(logits, teacher_logits.argmax(dim=1))
         else:
-            taught = _divergence(logits, answers, asked.temperature)
+            hard_loss = _divergence(logits, teacher_logits, config.temperature)
         labelled = self._loss(logits, batch.targets, batch.slice.mean_class_weight)
-        return (1 - asked.weight) * labelled + asked.weight * taught
+        return (1 - config.weight) * labelled + config.weight * hard_loss
 
-    def _network_of(self, saved: SavedWeights) -> nn.Module:
+    def _build_teacher(self, saved: SavedWeights) -> nn.Module:
         data, tree, where = saved.description("data"), saved.description("recipe"), str(saved.path)
         classes = tuple(data.get("class_names", ()))
         if classes != tuple(self.dataset.classes) or data.get("channels") != self.dataset.channels:
@@ -96,13 +96,13 @@ class Distillation(ImageClassification):
                 f"distillation.teacher: {where} names code to import, model.name={model.name}; opening a file never "
                 "runs code. Give a teacher with a published model, or with the student's own."
             )
-        plain = replace(model, pretrained=False, initialize_from=None)
-        network = build_model(plain, num_classes=len(classes), in_channels=self.dataset.channels)
+        config = replace(model, pretrained=False, initialize_from=None)
+        network = build_model(config, num_classes=len(classes), in_channels=self.dataset.channels)
         load_trained(network, saved)
         return network
 
 
-def _seen_as_trained(
+def _with_teacher_scale(
     network: nn.Module, student: tuple[Tensor, Tensor], saved: SavedWeights
 ) -> Callable[[Tensor], Tensor]:
     """Wrap a teacher to normalise images as in its own training, whatever the student's normalisation."""
@@ -116,8 +116,8 @@ def _seen_as_trained(
     return lambda images: network(images * scale + shift)
 
 
-def _divergence(logits: Tensor, answers: Tensor, temperature: float) -> Tensor:
+def _divergence(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
     """Kullback-Leibler divergence of the student from the teacher's softened probabilities, times T squared."""
-    wanted = F.log_softmax(answers.float() / temperature, dim=1)
-    found = F.log_softmax(logits.float() / temperature, dim=1)
-    return F.kl_div(found, wanted, reduction="batchmean", log_target=True) * temperature**2
+    teacher = F.log_softmax(teacher_logits.float() / temperature, dim=1)
+    student = F.log_softmax(logits.float() / temperature, dim=1)
+    return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2

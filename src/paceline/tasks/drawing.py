@@ -11,7 +11,7 @@ _COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#
 _PICTURE_PIXELS = 96
 
 
-def drawn(
+def draw_objects(
     picture: Tensor, classes: Sequence[int], *, masks: Tensor | None = None, boxes: Tensor | None = None
 ) -> Tensor:
     """Return a picture, uint8 [3, H, W], with its M objects in the colours of their classes.

@@ -39,7 +39,7 @@ from paceline.data.slices import SampleShapes
 from paceline.errors import PacelineError, RecipeError
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
-from paceline.models.build import build_model, check_takes
+from paceline.models.build import build_model, check_accepts
 from paceline.models.speed_net import WHITENING_IMAGES, whitening_layers
 from paceline.plan import DataFacts
 from paceline.recipe.data import Data, Progressive
@@ -84,11 +84,11 @@ class ImageTask(Task):
     @cached_property
     def _shapes(self) -> SampleShapes | None:
         """Shape of each held-out image as shown; None if all are square."""
-        data, found = self.recipe.data, self.dataset
-        if not self._may_be_rectangles or len(found.validation) == 0:
+        data, dataset = self.recipe.data, self.dataset
+        if not self._may_be_rectangles or len(dataset.validation) == 0:
             return None
-        size = evaluation_size(data, found)
-        shapes = measure(found.validation, size=size, multiple=data.evaluation_multiple)
+        size = evaluation_size(data, dataset)
+        shapes = measure(dataset.validation, size=size, multiple=data.evaluation_multiple)
         return None if (shapes == size).all() else shapes
 
     @property
@@ -102,55 +102,55 @@ class ImageTask(Task):
             RecipeError: If the recipe's targets or loss belong to another task.
         """
         self._check_targets()
-        data, found = self.recipe.data, self.dataset
+        data, dataset = self.recipe.data, self.dataset
         # Refuses an augmentation that does not work at this image size.
-        View(image_size=found.image_size, channels=found.channels, augment=data.augment)
+        View(image_size=dataset.image_size, channels=dataset.channels, augment=data.augment)
         start = data.progressive.start_size
-        if start is not None and start >= found.image_size:
+        if start is not None and start >= dataset.image_size:
             raise RecipeError(
-                f"data.progressive.start_size={start}, but images grow from it to data.image_size={found.image_size}; "
-                "give a smaller one, or off."
+                f"data.progressive.start_size={start}, but images grow from it to data.image_size={dataset.image_size}"
+                "; give a smaller one, or off."
             )
-        self._backend, backend_reason = choose_backend(self._shown(), found, world.local_world_size)
+        self._backend, backend_reason = choose_backend(self._shown(), dataset, world.local_world_size)
         self._workers, workers_reason = choose_workers(data, self._backend, world, remembered(self.recipe, world))
-        reasons = {f"data.{key}": reason for key, reason in found.reasons.items()}
+        reasons = {f"data.{key}": reason for key, reason in dataset.reasons.items()}
         reasons |= {"data.backend": backend_reason, "data.workers": workers_reason}
-        if encoded_source(found.train) is None:
+        if encoded_source(dataset.train) is None:
             reasons["data.augment.shrink_on_load"] = "this data set has no files that are decoded"
         else:
             reasons["data.decoder"] = f"for JPEG files: {describe_decoder()}"
         reasons["data.evaluation_size"] = "as data.image_size"
         if self._may_be_rectangles and self._shapes is None:
             reasons["data.evaluation_shape"] = (
-                "every held-out image becomes a square" if len(found.validation) else "no images are held out"
+                "every held-out image becomes a square" if len(dataset.validation) else "no images are held out"
             )
         shapes = {} if self._shapes is None else distinct_sizes(self._shapes)
-        content, content_told = content_of(found)
+        content, content_told = content_of(dataset)
         reasons |= {"data.content_digest": content_told} if content_told else {}
         targets = self.target_facts(reasons)
         return DataFacts(
-            train_samples=len(found.train) * self.recipe.data.augment.repeats,
-            evaluation_samples=len(found.validation),
+            train_samples=len(dataset.train) * self.recipe.data.augment.repeats,
+            evaluation_samples=len(dataset.validation),
             description={
-                "dataset": found.name,
-                "digest": found.digest,
+                "dataset": dataset.name,
+                "digest": dataset.digest,
                 **({} if content is None else {"content_digest": content}),
                 **targets,
-                "image_size": found.image_size,
-                **_sizes_by_epoch(data.progressive, found.image_size),
-                "evaluation_size": evaluation_size(data, found),
+                "image_size": dataset.image_size,
+                **_sizes_by_epoch(data.progressive, dataset.image_size),
+                "evaluation_size": evaluation_size(data, dataset),
                 **({"evaluation_shapes": {f"{h}x{w}": count for (h, w), count in shapes.items()}} if shapes else {}),
-                **found.selection,
-                **({} if found.holdout is None else {"holdout_samples": len(found.holdout)}),
-                "channels": found.channels,
+                **dataset.selection,
+                **({} if dataset.holdout is None else {"holdout_samples": len(dataset.holdout)}),
+                "channels": dataset.channels,
                 "backend": self._backend,
                 "workers": self._workers,
-                "mean": list(found.mean),
-                "std": list(found.std),
+                "mean": list(dataset.mean),
+                "std": list(dataset.std),
             },
             reasons=reasons,
             unused=dict(self.unused),
-            left_out=found.left_out,
+            left_out=dataset.left_out,
         )
 
     @abstractmethod
@@ -176,21 +176,21 @@ class ImageTask(Task):
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """Open batches of the dataset through the chosen back-end."""
-        found = self.dataset
+        dataset = self.dataset
         return ImagePipeline(
             train=OpenedSplit(
-                source=repeated(found.train, self.recipe.data.augment.repeats),
+                source=repeated(dataset.train, self.recipe.data.augment.repeats),
                 open=partial(self._open, "train", placement),
             ),
             evaluation=OpenedSplit(
-                source=found.validation, open=partial(self._open, "validation", placement), shapes=self._shapes
+                source=dataset.validation, open=partial(self._open, "validation", placement), shapes=self._shapes
             ),
-            normalize=Normalize(found.mean, found.std, placement),
+            normalize=Normalize(dataset.mean, dataset.std, placement),
             placement=placement,
             has_workers=self._workers > 0,
             mixing=Mixing(
                 self.recipe.data.mix,
-                len(found.classes),
+                len(dataset.classes),
                 self.recipe.seed,
                 repeats=self.recipe.data.augment.repeats,
             ),
@@ -198,23 +198,23 @@ class ImageTask(Task):
 
     def build_model(self) -> nn.Module:
         """Build the recipe's network, sized for the classes and the images' channels."""
-        found = self.dataset
-        return build_model(self.recipe.model, num_classes=len(found.classes), in_channels=found.channels)
+        dataset = self.dataset
+        return build_model(self.recipe.model, num_classes=len(dataset.classes), in_channels=dataset.channels)
 
     def first_weights(self, network: nn.Module) -> None:
         """Initialise whitening layers from training images, without augmentation."""
         layers = whitening_layers(network)
         if not layers:
             return
-        found, data = self.dataset, self.recipe.data
+        dataset, data = self.dataset, self.recipe.data
         view = View(
-            image_size=found.image_size,
-            channels=found.channels,
+            image_size=dataset.image_size,
+            channels=dataset.channels,
             evaluation_crop=data.evaluation_crop,
             interpolation=data.interpolation,
         )
-        images = first_images(found.train, view, WHITENING_IMAGES)
-        normalised = Normalize(found.mean, found.std, Placement(device=torch.device("cpu")))(images)
+        images = first_images(dataset.train, view, WHITENING_IMAGES)
+        normalised = Normalize(dataset.mean, dataset.std, Placement(device=torch.device("cpu")))(images)
         for layer in layers:
             layer.begin_from(normalised)
 
@@ -225,14 +225,14 @@ class ImageTask(Task):
 
     def check_network(self, network: nn.Module) -> None:
         """Check the network with each image size of training and evaluation, in addition to its default."""
-        found, data = self.dataset, self.recipe.data
-        sides = {data.progressive.size_at(epoch, found.image_size) for epoch in range(data.progressive.end)}
-        sides = (sides | {evaluation_size(data, found)}) - {found.image_size}
+        dataset, data = self.dataset, self.recipe.data
+        sides = {data.progressive.size_at(epoch, dataset.image_size) for epoch in range(data.progressive.end)}
+        sides = (sides | {evaluation_size(data, dataset)}) - {dataset.image_size}
         shapes = {(side, side) for side in sides} | (
             {} if self._shapes is None else distinct_sizes(self._shapes)
         ).keys()
         for shape in sorted(shapes):
-            check_takes(network, shape, channels=found.channels, name=self.recipe.model.name)
+            check_accepts(network, shape, channels=dataset.channels, name=self.recipe.model.name)
 
     def pictures(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the images before normalisation."""
@@ -258,7 +258,7 @@ class ImageTask(Task):
         """Return the preprocessing of scored images: the parts of the recipe's section that affect them."""
         data, augment = self.recipe.data, self.recipe.evaluate.augment
         if augment in CROPS:
-            data = shown_for_crops(data, evaluation_size(data, self.dataset), augment)
+            data = scale_for_crops(data, evaluation_size(data, self.dataset), augment)
         is_square = self._may_be_rectangles and self._shapes is None
         return replace(data, evaluation_shape="square") if is_square else data
 
@@ -300,13 +300,13 @@ class ClassTask(ImageTask):
 
     def shown(self, batch: Batch) -> list[tuple[torch.Tensor, str]]:
         """Return the images, each with its class, its classes, or its mixture shares."""
-        names, found = self.dataset.classes, []
+        names, captions = self.dataset.classes, []
         for picture, target in zip(self.pictures(batch.inputs), batch.targets.cpu(), strict=True):
             shares = {int(target): 1.0} if not target.ndim else dict(enumerate(target.tolist()))
-            told = [(share, names[at]) for at, share in shares.items() if share >= 0.005]
-            caption = ", ".join(name if share >= 0.995 else f"{name} {share:.0%}" for share, name in told)
-            found.append((picture, caption))
-        return found
+            parts = [(share, names[at]) for at, share in shares.items() if share >= 0.005]
+            caption = ", ".join(name if share >= 0.995 else f"{name} {share:.0%}" for share, name in parts)
+            captions.append((picture, caption))
+        return captions
 
 
 class ImageClassification(ClassTask):
@@ -330,20 +330,20 @@ class ImageClassification(ClassTask):
 
     def target_facts(self, reasons: dict[str, str]) -> dict[str, Any]:
         """Return the number of classes, and choose the metrics."""
-        found, top_k = self.dataset, self.recipe.evaluate.top_k
+        dataset, top_k = self.dataset, self.recipe.evaluate.top_k
         # For example, years taken for class numbers.
-        empty = len(found.classes) - len(np.unique(found.train.labels))
+        empty = len(dataset.classes) - len(np.unique(dataset.train.labels))
         if empty:
-            said = f"{empty:,} of {len(found.classes):,} classes have no image to train on"
-            reasons["data.classes"] = "; ".join([said, *filter(None, [reasons.get("data.classes")])])
-        if top_k < len(found.classes):
+            notice = f"{empty:,} of {len(dataset.classes):,} classes have no image to train on"
+            reasons["data.classes"] = "; ".join([notice, *filter(None, [reasons.get("data.classes")])])
+        if top_k < len(dataset.classes):
             self._top_k = Metric(name=f"top{top_k}_accuracy", scale=100.0, higher_is_better=True)
             self.metrics = (*(m for m in self.metrics if m.name != self._top_k.name), self._top_k)
         else:
             reasons["evaluate.top_k"] = (
-                f"left out: any prediction is among the top {top_k} of {len(found.classes)} classes"
+                f"left out: any prediction is among the top {top_k} of {len(dataset.classes)} classes"
             )
-        return {"classes": len(found.classes), **({"classes_without_images": empty} if empty else {})}
+        return {"classes": len(dataset.classes), **({"classes_without_images": empty} if empty else {})}
 
     def evaluated(self, model: Model) -> Model:
         """Return the network, or a wrapper that averages several views of each image."""
@@ -387,9 +387,9 @@ def rank_of_target(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
     So ties are not all counted as correct, and NaN scores count against the target.
     """
-    own = logits.gather(1, targets[:, None])
+    target_logit = logits.gather(1, targets[:, None])
     earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]
-    return (~(logits <= own) | ((logits == own) & earlier)).sum(dim=1)
+    return (~(logits <= target_logit) | ((logits == target_logit) & earlier)).sum(dim=1)
 
 
 class ClassificationLoss:
@@ -437,7 +437,7 @@ class ClassificationLoss:
             return self._sum(logits, targets) / (len(logits) * (mean_class_weight or 1.0))
         if self._name == "cross_entropy":
             return F.cross_entropy(logits, targets, label_smoothing=self._smoothing)
-        return F.binary_cross_entropy_with_logits(logits.float(), self._wanted(targets, logits.shape[1]))
+        return F.binary_cross_entropy_with_logits(logits.float(), self._distribution(targets, logits.shape[1]))
 
     def check(self, classes: int, device: torch.device) -> None:
         """Test an external loss on two samples.
@@ -457,7 +457,7 @@ class ClassificationLoss:
         logits = torch.zeros(samples, classes, device=device, requires_grad=True)
         try:
             with torch.enable_grad():
-                tried = self._each(logits, self._wanted(torch.zeros_like(logits[:, 0]).long(), classes))
+                tried = self._each(logits, self._distribution(torch.zeros_like(logits[:, 0]).long(), classes))
         except PacelineError:
             raise
         except Exception as error:  # an external loss may raise anything
@@ -475,41 +475,41 @@ class ClassificationLoss:
         weights = self._weights = None if self._weights is None else self._weights.to(logits)
         if self._name == "cross_entropy":
             return F.cross_entropy(logits, targets, weight=weights, label_smoothing=self._smoothing, reduction="sum")
-        own = logits.new_ones(())
+        ones = logits.new_ones(())
         if weights is not None:
-            own = targets @ weights if targets.is_floating_point() else weights[targets]
+            ones = targets @ weights if targets.is_floating_point() else weights[targets]
         if self._name == "bce":
-            wanted = self._wanted(targets, logits.shape[1]).to(logits.dtype)
-            losses = F.binary_cross_entropy_with_logits(logits, wanted, weight=own[:, None], reduction="sum")
+            distribution = self._distribution(targets, logits.shape[1]).to(logits.dtype)
+            losses = F.binary_cross_entropy_with_logits(logits, distribution, weight=ones[:, None], reduction="sum")
             return losses / logits.shape[1]
-        wanted = self._wanted(targets, logits.shape[1], logits.dtype)
+        distribution = self._distribution(targets, logits.shape[1], logits.dtype)
         if self._name == "focal" and weights is not None:  # each term has its class's weight
-            return self._each(logits, wanted * weights).sum()
-        return (self._each(logits, wanted) * own).sum()
+            return self._each(logits, distribution * weights).sum()
+        return (self._each(logits, distribution) * ones).sum()
 
-    def _each(self, logits: Tensor, wanted: Tensor) -> Tensor:
+    def _each(self, logits: Tensor, distribution: Tensor) -> Tensor:
         """Return the loss of each sample, [N], from a loss that is not torch's.
 
         Raises:
             RecipeError: If it returns anything else.
         """
-        found: Tensor = call_reference("train.loss", self._name, self._of_samples, RecipeError, logits, wanted)
-        if isinstance(found, Tensor) and found.shape == logits.shape[:1]:
-            return found
-        what = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"type {type(found).__name__}"
+        losses: Tensor = call_reference("train.loss", self._name, self._of_samples, RecipeError, logits, distribution)
+        if isinstance(losses, Tensor) and losses.shape == logits.shape[:1]:
+            return losses
+        problem = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"type {type(losses).__name__}"
         raise RecipeError(
-            f"train.loss={self._name} gave a result of {what} for {len(logits)} samples, but a loss is a tensor of one "
-            "number for each sample (torch's: train.loss_options={reduction: none}); leave out the mean."
+            f"train.loss={self._name} gave a result of {problem} for {len(logits)} samples, but a loss is a tensor of "
+            "one number for each sample (torch's: train.loss_options={reduction: none}); leave out the mean."
         )
 
-    def _wanted(self, targets: Tensor, classes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def _distribution(self, targets: Tensor, classes: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the binary targets, [N, classes]."""
-        wanted = targets if targets.is_floating_point() else F.one_hot(targets, classes).to(dtype)
+        distribution = targets if targets.is_floating_point() else F.one_hot(targets, classes).to(dtype)
         if self._smoothing:
-            wanted = wanted * (1 - self._smoothing) + self._smoothing / classes
+            distribution = distribution * (1 - self._smoothing) + self._smoothing / classes
         if self._threshold is not None:
-            wanted = (wanted > self._threshold).to(wanted.dtype)
-        return wanted.to(dtype)
+            distribution = (distribution > self._threshold).to(distribution.dtype)
+        return distribution.to(dtype)
 
 
 class FocalLoss:
@@ -530,8 +530,8 @@ class FocalLoss:
         """Return the loss of each sample, [N], in nats, from logits and targets [N, classes]."""
         logs = logits.log_softmax(dim=1)
         # Above 0: a power below 1 has no finite derivative at 0.
-        rest = (-logs.expm1()).clamp(min=torch.finfo(logs.dtype).tiny)
-        return -(targets * rest**self._gamma * logs).sum(dim=1)
+        complement = (-logs.expm1()).clamp(min=torch.finfo(logs.dtype).tiny)
+        return -(targets * complement**self._gamma * logs).sum(dim=1)
 
 
 CROPS = ("five_crop", "ten_crop")
@@ -581,11 +581,11 @@ class AveragedViews:
             # Shifted by a pixel to the lower right and the upper left, with reflection padding.
             height, width = images.shape[-2:]
             padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
-            shown += (padded[:, :, at : at + height, at : at + width] for at in (0, 2))
+            shown += (padded[:, :, offset : offset + height, offset : offset + width] for offset in (0, 2))
         return tuple(view for each in shown for view in (each, each.flip(3)))
 
 
-def shown_for_crops(data: Data, side: int, kind: str) -> Data:
+def scale_for_crops(data: Data, side: int, kind: str) -> Data:
     """Return the preprocessing from which crops of ``side`` pixels can be cut at the corners and the centre.
 
     As Krizhevsky et al.: the central square of the image, before cropping.

@@ -57,18 +57,18 @@ class ImageMultilabel(ClassTask):
             DataError: If a label has another value.
             RecipeError: If each image has exactly one class.
         """
-        found, data = open_dataset(self.recipe.data, several_labels=True), self.recipe.data
-        if found.train.labels.ndim == 1:
+        dataset, data = open_dataset(self.recipe.data, several_labels=True), self.recipe.data
+        if dataset.train.labels.ndim == 1:
             raise RecipeError(
                 f"task=image_multilabel learns any number of labels of an image, and data.dataset={data.dataset} has "
                 "one for each: use a csv or parquet table."
             )
-        for labels in (found.train.labels, found.validation.labels):
-            if odd := labels[~np.isin(labels, (0, 1))][:1].tolist():
+        for labels in (dataset.train.labels, dataset.validation.labels):
+            if invalid := labels[~np.isin(labels, (0, 1))][:1].tolist():
                 raise DataError(
-                    f"data.dataset={data.dataset} has the label {odd[0]}, but a label is 0 or 1: correct it."
+                    f"data.dataset={data.dataset} has the label {invalid[0]}, but a label is 0 or 1: correct it."
                 )
-        return relabelled(found, lambda labels: labels.astype(np.float32))
+        return relabelled(dataset, lambda labels: labels.astype(np.float32))
 
     @cached_property
     def _loss(self) -> ClassificationLoss:
@@ -81,27 +81,27 @@ class ImageMultilabel(ClassTask):
         Raises:
             RecipeError: If the recipe names an unknown class.
         """
-        usual = dict.fromkeys(self.dataset.classes, _USUAL)
-        return thresholds_of(self.recipe.evaluate.thresholds, usual, key="evaluate.thresholds")
+        defaults = dict.fromkeys(self.dataset.classes, _USUAL)
+        return thresholds_of(self.recipe.evaluate.thresholds, defaults, key="evaluate.thresholds")
 
     def target_facts(self, reasons: dict[str, str]) -> dict[str, Any]:
         """Return the number of classes and the threshold of each."""
-        found, mix = self.dataset, self.recipe.data.mix
+        dataset, mix = self.dataset, self.recipe.data.mix
         if mix.cutmix > 0:
             raise RecipeError(
                 f"data.mix.cutmix={mix.cutmix:g} replaces parts of images, and which labels remain is unknown: use "
                 "data.mix.mixup, which mixes the labels too, or leave it out."
             )
-        counts = [labels.sum(axis=0) for labels in (found.train.labels, found.validation.labels)]
+        counts = [labels.sum(axis=0) for labels in (dataset.train.labels, dataset.validation.labels)]
         empty, unscored = (int((count == 0).sum()) for count in counts)
         if empty:
-            reasons["data.classes"] = f"{empty:,} of {len(found.classes):,} classes have no image to train on"
-        elif unscored and len(found.validation):
+            reasons["data.classes"] = f"{empty:,} of {len(dataset.classes):,} classes have no image to train on"
+        elif unscored and len(dataset.validation):
             reasons["data.classes"] = (
-                f"{unscored:,} of {len(found.classes):,} classes have no held-out image; map and macro_f1 skip them"
+                f"{unscored:,} of {len(dataset.classes):,} classes have no held-out image; map and macro_f1 skip them"
             )
         return {
-            "classes": len(found.classes),
+            "classes": len(dataset.classes),
             **({"classes_without_images": empty} if empty else {}),
             "label_thresholds": list(self.thresholds),
         }
@@ -118,31 +118,33 @@ class ImageMultilabel(ClassTask):
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         """Return for each class its probability, float64, and whether it is predicted and labelled, 0 or 1 [N]."""
-        found, names = label_probabilities(model(batch.inputs)), self.dataset.classes
-        given = (found > torch.tensor(self.thresholds, dtype=torch.float64)).int()
-        columns = {"probability": found, "predicted": given, "target": batch.targets.int()}
-        return {f"{kind}_{name}": each[:, at] for kind, each in columns.items() for at, name in enumerate(names)}
+        probabilities, names = label_probabilities(model(batch.inputs)), self.dataset.classes
+        predicted = (probabilities > torch.tensor(self.thresholds, dtype=torch.float64)).int()
+        columns = {"probability": probabilities, "predicted": predicted, "target": batch.targets.int()}
+        return {f"{kind}_{name}": each[:, index] for kind, each in columns.items() for index, name in enumerate(names)}
 
 
-def thresholds_of(asked: float | Mapping[str, float], usual: Mapping[str, float], *, key: str) -> tuple[float, ...]:
+def thresholds_of(
+    requested: float | Mapping[str, float], defaults: Mapping[str, float], *, key: str
+) -> tuple[float, ...]:
     """Return the threshold of each class: one for all, or the default except for named classes.
 
     Args:
-        asked: One threshold for all classes, or thresholds by class name.
-        usual: Default thresholds of all classes, in order.
+        requested: One threshold for all classes, or thresholds by class name.
+        defaults: Default thresholds of all classes, in order.
         key: Recipe key or option, for the message.
 
     Raises:
         RecipeError: If a name is not a class.
     """
-    if isinstance(asked, float):
-        return (asked,) * len(usual)
-    if unknown := [name for name in asked if name not in usual]:
+    if isinstance(requested, float):
+        return (requested,) * len(defaults)
+    if unknown := [name for name in requested if name not in defaults]:
         raise RecipeError(
-            f"{key} names {unknown[0]!r}, which is none of the {len(usual)} classes: correct it."
-            f"{did_you_mean(unknown[0], usual)}"
+            f"{key} names {unknown[0]!r}, which is none of the {len(defaults)} classes: correct it."
+            f"{did_you_mean(unknown[0], defaults)}"
         )
-    return tuple(({**usual, **asked}).values())
+    return tuple(({**defaults, **requested}).values())
 
 
 def label_probabilities(logits: Tensor) -> Tensor:
@@ -173,8 +175,10 @@ class AsymmetricLoss:
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each sample, [N], in nats, from logits and targets [N, classes]."""
-        least = torch.finfo(logits.dtype).tiny  # a power below 1 has no finite derivative at 0
-        positive = (-logits).sigmoid().clamp(min=least) ** self._positive * F.logsigmoid(logits)
-        excess = (logits.sigmoid() - self._clip).clamp(min=least)
-        rest = F.logsigmoid(-logits) if self._clip == 0 else ((-logits).sigmoid() + self._clip).clamp(max=1).log()
-        return -(targets * positive + (1 - targets) * excess**self._negative * rest).mean(dim=1)
+        tiny = torch.finfo(logits.dtype).tiny  # a power below 1 has no finite derivative at 0
+        positive = (-logits).sigmoid().clamp(min=tiny) ** self._positive * F.logsigmoid(logits)
+        excess = (logits.sigmoid() - self._clip).clamp(min=tiny)
+        log_negative = (
+            F.logsigmoid(-logits) if self._clip == 0 else ((-logits).sigmoid() + self._clip).clamp(max=1).log()
+        )
+        return -(targets * positive + (1 - targets) * excess**self._negative * log_negative).mean(dim=1)

@@ -52,8 +52,8 @@ class ImageRegression(ImageTask):
             DataError: If the data have no numbers, or a column is constant.
             RecipeError: If the recipe's standardisation has another number of columns.
         """
-        found, data = super().dataset, self.recipe.data
-        targets = found.train.labels
+        dataset, data = super().dataset, self.recipe.data
+        targets = dataset.train.labels
         if not np.issubdtype(targets.dtype, np.floating):
             raise RecipeError(
                 f"task=image_regression learns numbers, and data.dataset={data.dataset} was opened with classes: name "
@@ -63,22 +63,22 @@ class ImageRegression(ImageTask):
         mean = means if data.target_mean == "auto" else data.target_mean
         std = stds if data.target_std == "auto" else data.target_std
         for key, numbers in (("target_mean", mean), ("target_std", std)):
-            if len(numbers) != len(found.classes):
+            if len(numbers) != len(dataset.classes):
                 raise RecipeError(
-                    f"data.{key} has {len(numbers)} numbers, but {len(found.classes)} columns are learned "
-                    f"({', '.join(found.classes)}): give one for each, or 'auto'."
+                    f"data.{key} has {len(numbers)} numbers, but {len(dataset.classes)} columns are learned "
+                    f"({', '.join(dataset.classes)}): give one for each, or 'auto'."
                 )
         if 0 in std:
             raise DataError(
-                f"the column {found.classes[std.index(0)]!r} has the same number in all training images, so there is "
+                f"the column {dataset.classes[std.index(0)]!r} has the same number in all training images, so there is "
                 "nothing to learn from it: leave it out of data.target_columns."
             )
-        found = relabelled(found, lambda targets: ((targets - mean) / std).astype(np.float32))
-        return replace(found, target_mean=mean, target_std=std)
+        dataset = relabelled(dataset, lambda targets: ((targets - mean) / std).astype(np.float32))
+        return replace(dataset, target_mean=mean, target_std=std)
 
     def target_facts(self, reasons: dict[str, str]) -> dict[str, Any]:
         """Return the column names and their standardisation."""
-        found, mix = self.dataset, self.recipe.data.mix
+        dataset, mix = self.dataset, self.recipe.data.mix
         if mix.cutmix > 0:
             raise RecipeError(
                 f"data.mix.cutmix={mix.cutmix:g} puts a part of one image into another, which has no matching target: "
@@ -86,51 +86,53 @@ class ImageRegression(ImageTask):
                 "data.mix.mixup, which mixes the numbers too, or leave it out."
             )
         reasons |= dict.fromkeys(("data.target_mean", "data.target_std"), "over the training images")
-        self.metrics = (Metric(name="loss"), *error_metrics(found.classes))
+        self.metrics = (Metric(name="loss"), *error_metrics(dataset.classes))
         return {
-            "targets": list(found.classes),
-            "target_mean": list(found.target_mean),
-            "target_std": list(found.target_std),
+            "targets": list(dataset.classes),
+            "target_mean": list(dataset.target_mean),
+            "target_std": list(dataset.target_std),
         }
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         """Return the recipe's loss on standardised targets, a mean over images and columns."""
-        return _LOSSES[self.recipe.train.loss](*_answered(model, batch))
+        return _LOSSES[self.recipe.train.loss](*_standardized(model, batch))
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
         """Return the loss of each image and the inputs of the metrics."""
-        found, targets = _answered(model, batch)
-        losses = _LOSSES[self.recipe.train.loss](found, targets, reduction="none")
-        return {"loss": losses.mean(dim=1), "error": found - targets, "target": targets}
+        predictions, targets = _standardized(model, batch)
+        losses = _LOSSES[self.recipe.train.loss](predictions, targets, reduction="none")
+        return {"loss": losses.mean(dim=1), "error": predictions - targets, "target": targets}
 
     def shown(self, batch: Batch) -> list[tuple[Tensor, str]]:
         """Return the images, each with its numbers in the user's units."""
-        found = self.dataset
-        numbers = in_units(batch.targets, found.target_mean, found.target_std).tolist()
+        dataset = self.dataset
+        numbers = in_units(batch.targets, dataset.target_mean, dataset.target_std).tolist()
         captions = (
-            ", ".join(f"{name} {value:.4g}" for name, value in zip(found.classes, row, strict=True)) for row in numbers
+            ", ".join(f"{name} {value:.4g}" for name, value in zip(dataset.classes, row, strict=True))
+            for row in numbers
         )
         return list(zip(self.pictures(batch.inputs), captions, strict=True))
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return the collector of mean absolute error, root mean squared error and R², in the user's units."""
-        found = self.dataset
-        return (NumberErrors(found.classes, found.target_std, found.target_mean),)
+        dataset = self.dataset
+        return (NumberErrors(dataset.classes, dataset.target_std, dataset.target_mean),)
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         """Return each number as predicted and as labelled, in the user's units, float64 [N]."""
         mean, std = self.dataset.target_mean, self.dataset.target_std
-        found, targets = (in_units(each, mean, std) for each in _answered(model, batch))
+        predictions, targets = (in_units(each, mean, std) for each in _standardized(model, batch))
         names = self.dataset.classes
-        predicted = {f"predicted_{name}": found[:, place] for place, name in enumerate(names)}
+        predicted = {f"predicted_{name}": predictions[:, index] for index, name in enumerate(names)}
         return predicted | {f"target_{name}": targets[:, place] for place, name in enumerate(names)}
 
 
-def _answered(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+def _standardized(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the network's output and the targets, both [N, columns], in at least single precision."""
-    found: Tensor = model(batch.inputs)
-    found = (found if found.dtype == torch.float64 else found.float()).reshape(batch.targets.shape)
-    return found, batch.targets.to(found.dtype)
+    predictions: Tensor = model(batch.inputs)
+    predictions = predictions if predictions.dtype == torch.float64 else predictions.float()
+    predictions = predictions.reshape(batch.targets.shape)
+    return predictions, batch.targets.to(predictions.dtype)
 
 
 def _mean_and_std(column: NDArray[np.float64]) -> tuple[float, float]:
@@ -150,5 +152,5 @@ def in_units(numbers: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
 
 def rounded(numbers: Tensor, std: Sequence[float]) -> Tensor:
     """Round numbers [N, columns] to a millionth of the standard deviation, the precision of float32."""
-    places = (6 - math.floor(math.log10(each)) for each in std)
-    return torch.stack([numbers[:, at].double().round(decimals=each) for at, each in enumerate(places)], dim=1)
+    decimals = (6 - math.floor(math.log10(each)) for each in std)
+    return torch.stack([numbers[:, index].double().round(decimals=each) for index, each in enumerate(decimals)], dim=1)

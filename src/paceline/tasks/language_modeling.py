@@ -78,39 +78,41 @@ class LanguageModeling(Task):
 
     def data_facts(self, world: World) -> DataFacts:
         """Open the text and cut it into samples."""
-        found, text = self.dataset, self.recipe.data.text
-        if self._is_masked and found.tokenizer.mask is None:
+        dataset, text = self.dataset, self.recipe.data.text
+        if self._is_masked and dataset.tokenizer.mask is None:
             raise DataError(
                 "data.text.objective=masked needs a mask token, which this tokenizer "
                 f"(data.text.tokenizer={text.tokenizer}) does not have; give it one, or choose objective=causal."
             )
-        if self._is_masked and found.train.asked is not None:
-            raise DataError(f"data.dataset={found.name} says which tokens to predict: set data.text.objective=causal.")
+        if self._is_masked and dataset.train.asked is not None:
+            raise DataError(
+                f"data.dataset={dataset.name} says which tokens to predict: set data.text.objective=causal."
+            )
         if len(self.train_rows) == 0:
-            raise DataError(f"data.dataset={found.name} has fewer than two tokens to learn from; check data.path.")
-        why = "the task language_modeling reads text"
+            raise DataError(f"data.dataset={dataset.name} has fewer than two tokens to learn from; check data.path.")
+        reason = "the task language_modeling reads text"
         used = (*_USED, "data.split_column") if self.recipe.data.dataset == "chat" else _USED
-        unused = all_but(used, why) | dict.fromkeys(_OF_CLASSES, "a language model's classes are its tokens")
-        unused |= dict.fromkeys(("model.channels_last", "evaluate.keep_examples"), why)
+        unused = all_but(used, reason) | dict.fromkeys(_OF_CLASSES, "a language model's classes are its tokens")
+        unused |= dict.fromkeys(("model.channels_last", "evaluate.keep_examples"), reason)
         if self.recipe.data.dataset != "huggingface_text":
             unused["data.text.column"] = "only data.dataset=huggingface_text has columns"
         return DataFacts(
             train_samples=len(self.train_rows),
             evaluation_samples=len(self.evaluation_rows),
             description={
-                "dataset": found.name,
-                "digest": found.digest,
+                "dataset": dataset.name,
+                "digest": dataset.digest,
                 "objective": text.objective,
-                "vocabulary": found.tokenizer.vocabulary,
+                "vocabulary": dataset.tokenizer.vocabulary,
                 "context": text.context,
-                "documents": len(found.train.lengths),
+                "documents": len(dataset.train.lengths),
                 "tokens": int(self.train_rows.tokens.sum()),
-                "evaluation_documents": len(found.validation.lengths),
+                "evaluation_documents": len(dataset.validation.lengths),
                 "evaluation_tokens": int(self.evaluation_rows.tokens.sum()),
             },
-            reasons={} if found.reason is None else {"data.validation_fraction": found.reason},
+            reasons={} if dataset.reason is None else {"data.validation_fraction": dataset.reason},
             unused=unused,
-            left_out=found.left_out,
+            left_out=dataset.left_out,
         )
 
     def sample_weights(self) -> SampleWeights:
@@ -141,34 +143,34 @@ class LanguageModeling(Task):
 
     def open_pipeline(self, placement: Placement) -> Pipeline:
         """Open the pipeline of token rows, read in this process."""
-        found = self.dataset
+        dataset = self.dataset
         return TextPipeline(
-            train=self._split(found.train, self.train_rows, self.recipe.seed),
-            evaluation=self._split(found.validation, self.evaluation_rows, EVALUATION_SEED),
-            tokenizer=found.tokenizer,
+            train=self._split(dataset.train, self.train_rows, self.recipe.seed),
+            evaluation=self._split(dataset.validation, self.evaluation_rows, EVALUATION_SEED),
+            tokenizer=dataset.tokenizer,
             placement=placement,
         )
 
     def build_model(self) -> nn.Module:
         """Build the recipe's network for the tokenizer's vocabulary and the row length."""
-        asked, text = self.recipe.model, self.recipe.data.text
-        causal = is_causal(asked)
+        config, text = self.recipe.model, self.recipe.data.text
+        causal = is_causal(config)
         if causal is not None and causal == self._is_masked:
             raise ModelError(
-                f"model.name={asked.name} {'sees only earlier tokens' if causal else 'sees later tokens'}, and "
+                f"model.name={config.name} {'sees only earlier tokens' if causal else 'sees later tokens'}, and "
                 f"data.text.objective={text.objective} asks for {'masked tokens' if causal else 'the next token'}; "
                 f"choose model.name={'bert' if causal else 'gpt'}, or the other objective."
             )
         vocabulary = self.dataset.tokenizer.vocabulary
-        return build_language_model(asked, vocabulary=vocabulary, context=text.context, is_masked=self._is_masked)
+        return build_language_model(config, vocabulary=vocabulary, context=text.context, is_masked=self._is_masked)
 
     def check_network(self, network: nn.Module) -> None:
         """Check that the network isolates documents if rows hold several independent ones."""
-        asked = self.recipe.data.text
-        if (self.train_rows.separate or self._is_masked) and not takes_documents(network, asked.context):
+        text = self.recipe.data.text
+        if (self.train_rows.separate or self._is_masked) and not takes_documents(network, text.context):
             raise ModelError(
                 f"model.name={self.recipe.model.name} cannot separate the documents of a sample, which "
-                f"data.text.rows={asked.rows} with data.text.objective={asked.objective} requires; choose another "
+                f"data.text.rows={text.rows} with data.text.objective={text.objective} requires; choose another "
                 f"model{'' if self._is_masked else ', or data.text.rows=chunked'}."
             )
 
@@ -183,11 +185,11 @@ class LanguageModeling(Task):
         """Return each sample's cross-entropy in nats and its divisors: predicted tokens and their bytes."""
         logits, targets = _logits(model, batch), batch.targets
         losses = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORED_TARGET, reduction="none")
-        asked = targets != IGNORED_TARGET
+        is_target = targets != IGNORED_TARGET
         values = {"loss": losses.double().sum(dim=1) if losses.device.type != "mps" else losses.sum(dim=1)}
-        values |= {"tokens": asked.sum(dim=1), "bytes": batch.inputs["bytes"]}
+        values |= {"tokens": is_target.sum(dim=1), "bytes": batch.inputs["bytes"]}
         if self._is_masked:
-            values["right"] = ((logits.argmax(dim=2) == targets) & asked).sum(dim=1)
+            values["right"] = ((logits.argmax(dim=2) == targets) & is_target).sum(dim=1)
         return values
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Any]:
@@ -236,8 +238,8 @@ class Perplexity:
 
     def part(self) -> list[list[float]]:
         """Return nats and tokens of each batch."""
-        found: list[list[float]] = torch.stack(self._sums).tolist() if self._sums else []
-        return found
+        rows: list[list[float]] = torch.stack(self._sums).tolist() if self._sums else []
+        return rows
 
     def results(self, parts: Sequence[list[list[float]]]) -> dict[str, float]:
         """Compute the perplexity; infinite if it overflows."""

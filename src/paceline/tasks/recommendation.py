@@ -50,22 +50,22 @@ class Recommendation(Task):
 
     def data_facts(self, world: World) -> DataFacts:
         """Open the data; for synthetic data, report the best possible score."""
-        found = self.dataset
+        dataset = self.dataset
         return DataFacts(
-            train_samples=len(found.train),
-            evaluation_samples=len(found.validation),
+            train_samples=len(dataset.train),
+            evaluation_samples=len(dataset.validation),
             description={
-                "dataset": found.name,
-                "digest": found.digest,
-                "dense_features": found.dense_features,
-                "categories": len(found.tables),
-                "tables": describe_tables(self.recipe, found.tables),
-                **found.facts,
+                "dataset": dataset.name,
+                "digest": dataset.digest,
+                "dense_features": dataset.dense_features,
+                "categories": len(dataset.tables),
+                "tables": describe_tables(self.recipe, dataset.tables),
+                **dataset.facts,
                 **self._ceiling(),
             },
-            reasons=dict(found.reasons),
+            reasons=dict(dataset.reasons),
             unused=self._unused(),
-            left_out=found.left_out,
+            left_out=dataset.left_out,
         )
 
     def description(self) -> dict[str, Any]:
@@ -121,17 +121,17 @@ class Recommendation(Task):
         used |= {"data.samples"} if is_generated else {"data.path", "data.validation_fraction"}
         used |= {"data.on_bad", "data.max_broken"} if is_criteo else set()
         keys = ("loss", "loss_options", "target_threshold", "label_smoothing")
-        found = all_but(used, _NO_IMAGES) | {"model.channels_last": _NO_IMAGES}
-        found |= {f"train.{key}": _ONE_QUESTION for key in keys} | {"evaluate.top_k": _ONE_QUESTION}
+        unused = all_but(used, _NO_IMAGES) | {"model.channels_last": _NO_IMAGES}
+        unused |= {f"train.{key}": _ONE_QUESTION for key in keys} | {"evaluate.top_k": _ONE_QUESTION}
         if is_criteo:
-            found |= {f"data.recommendation.{key}": "it sets data.dataset=synthetic_clicks" for key in _GENERATOR}
+            unused |= {f"data.recommendation.{key}": "it sets data.dataset=synthetic_clicks" for key in _GENERATOR}
         else:
-            found["data.recommendation.cache"] = "only data.dataset=criteo is stored"
+            unused["data.recommendation.cache"] = "only data.dataset=criteo is stored"
         if is_generated:
-            found["data.path"] = "generated samples are not in a file"
+            unused["data.path"] = "generated samples are not in a file"
         if self.recipe.data.recommendation.tables != "auto":
-            found["data.recommendation.max_rows"] = "data.recommendation.tables says how many rows each table has"
-        return found
+            unused["data.recommendation.max_rows"] = "data.recommendation.tables says how many rows each table has"
+        return unused
 
 
 def _logits(model: Model, batch: Batch) -> torch.Tensor:

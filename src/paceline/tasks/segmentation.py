@@ -21,14 +21,14 @@ from paceline.data.pipeline import Normalize, Pipeline, Placement, reading_threa
 from paceline.errors import ModelError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.segmentation import PixelConfusion, pixel_metrics
-from paceline.models.build import check_takes
+from paceline.models.build import check_accepts
 from paceline.models.segmentation import build_segmenter, pixel_logits
 from paceline.plan import DataFacts
 from paceline.recipe.data import Data, GeneratedBoxes
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.registry import open_dataset
-from paceline.tasks.drawing import drawn
+from paceline.tasks.drawing import draw_objects
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
@@ -75,17 +75,17 @@ class Segmentation(Task):
     def sizes(self) -> tuple[int, int]:
         """Height and width of images in training and in evaluation."""
         data = self.recipe.data
-        usual = data.detection.generated.largest_side if data.dataset == "shapes" else _USUAL_SIZE
-        size = usual if data.image_size == "auto" else data.image_size
+        default = data.detection.generated.largest_side if data.dataset == "shapes" else _USUAL_SIZE
+        size = default if data.image_size == "auto" else data.image_size
         return size, size if data.evaluation_size == "auto" else data.evaluation_size
 
     @property
     def scale(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Mean and standard deviation used to normalise images."""
-        data, found = self.recipe.data, self.dataset
-        mean, std = found.mean if data.mean == "auto" else data.mean, found.std if data.std == "auto" else data.std
+        data, dataset = self.recipe.data, self.dataset
+        mean, std = dataset.mean if data.mean == "auto" else data.mean, dataset.std if data.std == "auto" else data.std
         for key, numbers in (("mean", mean), ("std", std)):
-            if len(numbers) != (channels := len(found.mean)):
+            if len(numbers) != (channels := len(dataset.mean)):
                 raise RecipeError(
                     f"data.{key} has {len(numbers)} numbers, but images have {channels} channels: give {channels}."
                 )
@@ -97,7 +97,7 @@ class Segmentation(Task):
         Raises:
             RecipeError: If the recipe uses a feature that the task does not support.
         """
-        recipe, found = self.recipe, self.dataset
+        recipe, dataset = self.recipe, self.dataset
         if recipe.train.loss not in LOSSES:
             raise RecipeError(
                 f"train.loss={recipe.train.loss} is not a loss of task=segmentation; use {' or '.join(LOSSES)}."
@@ -108,20 +108,20 @@ class Segmentation(Task):
                 "none."
             )
         (size, evaluation_size), (mean, std) = self.sizes, self.scale
-        self._threads, why = reading_threads(recipe.data.workers, world)
-        if recipe.data.workers == "auto" and found.name == "shapes":
-            self._threads, why = 0, "nothing is read"
-        self.metrics = (Metric(name="loss"), *pixel_metrics(found.classes))
-        content, told = content_of_files(found.files, found.digest, limit=2 * MOST_IMAGES)
+        self._threads, reason = reading_threads(recipe.data.workers, world)
+        if recipe.data.workers == "auto" and dataset.name == "shapes":
+            self._threads, reason = 0, "nothing is read"
+        self.metrics = (Metric(name="loss"), *pixel_metrics(dataset.classes))
+        content, detail = content_of_files(dataset.files, dataset.digest, limit=2 * MOST_IMAGES)
         return DataFacts(
-            train_samples=len(found.train),
-            evaluation_samples=len(found.validation),
+            train_samples=len(dataset.train),
+            evaluation_samples=len(dataset.validation),
             description={
-                "dataset": found.name,
-                "digest": found.digest,
+                "dataset": dataset.name,
+                "digest": dataset.digest,
                 **({} if content is None else {"content_digest": content}),
-                "classes": len(found.classes),
-                "channels": len(found.mean),
+                "classes": len(dataset.classes),
+                "channels": len(dataset.mean),
                 "image_size": size,
                 "evaluation_size": evaluation_size,
                 "mean": list(mean),
@@ -129,19 +129,19 @@ class Segmentation(Task):
                 "workers": self._threads,
             },
             reasons={
-                "data.workers": why,
+                "data.workers": reason,
                 "data.image_size": "as large as the largest picture drawn"
-                if found.name == "shapes"
+                if dataset.name == "shapes"
                 else "the task's own choice",
                 "data.evaluation_size": "as data.image_size",
                 **dict.fromkeys(
-                    ("data.mean", "data.std"), "ImageNet's" if found.mean == IMAGENET_MEAN else "the data's"
+                    ("data.mean", "data.std"), "ImageNet's" if dataset.mean == IMAGENET_MEAN else "the data's"
                 ),
-                **({"data.validation": found.split} if found.split else {}),
-                **({"data.content_digest": told} if told else {}),
+                **({"data.validation": dataset.split} if dataset.split else {}),
+                **({"data.content_digest": detail} if detail else {}),
             },
             unused=self._unused(),
-            left_out=found.left_out,
+            left_out=dataset.left_out,
         )
 
     def description(self) -> dict[str, Any]:
@@ -172,27 +172,27 @@ class Segmentation(Task):
 
     def build_model(self) -> nn.Module:
         """Build the recipe's network, with one output per class."""
-        found = self.dataset
-        return build_segmenter(self.recipe.model, num_classes=len(found.classes), in_channels=len(found.mean))
+        dataset = self.dataset
+        return build_segmenter(self.recipe.model, num_classes=len(dataset.classes), in_channels=len(dataset.mean))
 
     def check_network(self, network: nn.Module) -> None:
         """Check that the network accepts both image sizes and returns a score per pixel and class."""
         name, classes, channels = self.recipe.model.name, len(self.dataset.classes), len(self.dataset.mean)
         for size in sorted(set(self.sizes)):
-            found = pixel_logits(check_takes(network, size, channels=channels, name=name))
-            if (wanted := (1, classes, size, size)) != getattr(found, "shape", None):
-                shape = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            logits = pixel_logits(check_accepts(network, size, channels=channels, name=name))
+            if (expected := (1, classes, size, size)) != getattr(logits, "shape", None):
+                shape = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
                 raise ModelError(
                     f"model.name={name} returns {shape} for an image of {size} pixels, but it must return logits of "
-                    f"shape {list(wanted)}: a score for each class and pixel."
+                    f"shape {list(expected)}: a score for each class and pixel."
                 )
 
     def loss(self, model: Model, batch: Batch) -> Tensor:
         """Return the recipe's loss; an auxiliary output has weight 0.4."""
-        answer, smoothing = model(batch.inputs), self.recipe.train.label_smoothing
-        loss = pixel_losses(pixel_logits(answer), batch.targets, dice=self._dice, smoothing=smoothing)
-        if isinstance(answer, dict) and "aux" in answer:
-            loss = loss + _AUXILIARY * pixel_losses(answer["aux"], batch.targets, dice=self._dice, smoothing=smoothing)
+        output, smoothing = model(batch.inputs), self.recipe.train.label_smoothing
+        loss = pixel_losses(pixel_logits(output), batch.targets, dice=self._dice, smoothing=smoothing)
+        if isinstance(output, dict) and "aux" in output:
+            loss = loss + _AUXILIARY * pixel_losses(output["aux"], batch.targets, dice=self._dice, smoothing=smoothing)
         return loss.mean()
 
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
@@ -204,37 +204,40 @@ class Segmentation(Task):
     def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         """Return each class's share of each image's pixels, [N, classes], without padding."""
         logits = pixel_logits(model(batch.inputs))
-        known = (found[labels != IGNORED] for found, labels in zip(logits.argmax(dim=1), batch.targets, strict=True))
+        known = (
+            prediction[labels != IGNORED]
+            for prediction, labels in zip(logits.argmax(dim=1), batch.targets, strict=True)
+        )
         counts = torch.stack([torch.bincount(each, minlength=logits.shape[1]) for each in known])
         return {"shares": counts / counts.sum(dim=1, keepdim=True).clamp(min=1)}
 
     def shown(self, batch: Batch) -> list[tuple[Tensor, str]]:
         """Return the first three channels under masks, the first class transparent, each with its class names."""
         mean, std = (torch.tensor(each)[:, None, None] for each in self.scale)
-        names, found = self.dataset.classes, []
+        names, pictures = self.dataset.classes, []
         for image, labels in zip(batch.inputs.cpu(), batch.targets.cpu(), strict=True):
             picture = (255 * (image * std + mean)).round().clamp(0, 255).to(torch.uint8)[:3]
-            there = [int(each) for each in labels.unique() if each != IGNORED]
-            coloured = [each for each in there if each]
-            picture = drawn(picture, coloured, masks=labels == torch.tensor(coloured)[:, None, None])
-            found.append((picture, ", ".join(names[each] for each in there)))
-        return found
+            labels_present = [int(each) for each in labels.unique() if each != IGNORED]
+            coloured = [each for each in labels_present if each]
+            picture = draw_objects(picture, coloured, masks=labels == torch.tensor(coloured)[:, None, None])
+            pictures.append((picture, ", ".join(names[each] for each in labels_present)))
+        return pictures
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return the collector of intersection over union and pixel accuracy."""
         return (PixelConfusion(self.dataset.classes, IGNORED),)
 
     def _unused(self) -> dict[str, str]:
-        found = all_but(_USED, "masks follow their images through data.image_size, data.augment.crop and flip alone")
-        found |= dict.fromkeys(("train.loss_options", "train.target_threshold"), "the losses of pixels have none")
-        found["train.class_weights"] = "it weighs images by their class, and here each pixel has one"
-        found["evaluate.top_k"] = "segmentation has no top-k accuracy"
+        unused = all_but(_USED, "masks follow their images through data.image_size, data.augment.crop and flip alone")
+        unused |= dict.fromkeys(("train.loss_options", "train.target_threshold"), "the losses of pixels have none")
+        unused["train.class_weights"] = "it weighs images by their class, and here each pixel has one"
+        unused["evaluate.top_k"] = "segmentation has no top-k accuracy"
         if not self.dataset.is_split_off:
-            found["data.validation_fraction"] = "the data set has its own held-out images"
+            unused["data.validation_fraction"] = "the data set has its own held-out images"
         if self.dataset.name != "shapes":
-            why = "it says how data.dataset=shapes is generated"
-            found |= {f"data.detection.generated.{each.name}": why for each in fields(GeneratedBoxes)}
-        return found
+            reason = "it says how data.dataset=shapes is generated"
+            unused |= {f"data.detection.generated.{each.name}": reason for each in fields(GeneratedBoxes)}
+        return unused
 
 
 def pixel_losses(logits: Tensor, targets: Tensor, *, dice: bool, smoothing: float = 0.0) -> Tensor:
@@ -256,9 +259,9 @@ def pixel_losses(logits: Tensor, targets: Tensor, *, dice: bool, smoothing: floa
     losses = each.sum(dim=(1, 2)) / is_known.sum(dim=(1, 2)).clamp(min=1)
     if not dice:
         return losses
-    found = logits.softmax(dim=1) * is_known[:, None]
-    wanted = targets[:, None] == torch.arange(logits.shape[1], device=targets.device)[:, None, None]
-    sizes, common = wanted.sum(dim=(2, 3)), (found * wanted).sum(dim=(2, 3))
-    missed = 1 - (2 * common + _SMOOTHING) / (found.sum(dim=(2, 3)) + sizes + _SMOOTHING)
+    probabilities = logits.softmax(dim=1) * is_known[:, None]
+    one_hot = targets[:, None] == torch.arange(logits.shape[1], device=targets.device)[:, None, None]
+    sizes, common = one_hot.sum(dim=(2, 3)), (probabilities * one_hot).sum(dim=(2, 3))
+    missed = 1 - (2 * common + _SMOOTHING) / (probabilities.sum(dim=(2, 3)) + sizes + _SMOOTHING)
     is_there = sizes > 0
     return losses + (missed * is_there).sum(dim=1) / is_there.sum(dim=1).clamp(min=1)

@@ -39,9 +39,9 @@ from paceline.world import World
 Model = Callable[..., Any]
 
 # Reserved names of step records; names of durations end in _seconds.
-_OF_RECORDS = {each.name for each in fields(StepEvent)} | {"event", "time", "mfu", "skipped_steps"}
-_OF_RECORDS |= {"data_wait_fraction", "padding_fraction", "token_imbalance", "gradient_variance", "gradient_square"}
-_BEGINNINGS = ("throughput_", "slowest_", "noise_scale")
+_RESERVED_NAMES = {each.name for each in fields(StepEvent)} | {"event", "time", "mfu", "skipped_steps"}
+_RESERVED_NAMES |= {"data_wait_fraction", "padding_fraction", "token_imbalance", "gradient_variance", "gradient_square"}
+_RESERVED_PREFIXES = ("throughput_", "slowest_", "noise_scale")
 
 
 class Task(ABC):
@@ -102,10 +102,10 @@ class Task(ABC):
             RecipeError: If the recipe names an unknown class.
         """
         labels = self.sample_classes()
-        asked = self.recipe.data.sampling if key == "data.sampling" else self.recipe.train.class_weights
-        if labels is None or asked is None or asked == "uniform":
+        requested = self.recipe.data.sampling if key == "data.sampling" else self.recipe.train.class_weights
+        if labels is None or requested is None or requested == "uniform":
             return ()
-        return weights_by_class(key, asked, labels, self.description()["class_names"])
+        return weights_by_class(key, requested, labels, self.description()["class_names"])
 
     def sample_lengths(self) -> SampleLengths | None:
         """Return the length of each training sample, in tokens or another measure of cost; by default None.
@@ -205,17 +205,22 @@ class Task(ABC):
         Raises:
             ValueError: If the name is not an identifier, or it is reserved.
         """
-        if not name.isidentifier() or name in _OF_RECORDS or name.endswith("_seconds") or name.startswith(_BEGINNINGS):
+        if (
+            not name.isidentifier()
+            or name in _RESERVED_NAMES
+            or name.endswith("_seconds")
+            or name.startswith(_RESERVED_PREFIXES)
+        ):
             raise ValueError(
                 f"log({name!r}): records already use this name, or it is not an identifier; choose another."
             )
         if torch.is_grad_enabled():
             self.__dict__.setdefault("_logged", {})[name] = torch.as_tensor(value).detach().float().reshape(())
 
-    def take_logged(self) -> dict[str, torch.Tensor]:
+    def pop_logged_values(self) -> dict[str, torch.Tensor]:
         """Return the values from :meth:`log` since the last call, float32 scalars by name."""
-        found: dict[str, torch.Tensor] = self.__dict__.pop("_logged", {})
-        return found
+        logged: dict[str, torch.Tensor] = self.__dict__.pop("_logged", {})
+        return logged
 
     @abstractmethod
     def score(self, model: Model, batch: Batch) -> dict[str, Any]:
@@ -259,8 +264,8 @@ class Task(ABC):
 
         By default the :meth:`pictures` of the inputs, without captions.
         """
-        found = self.pictures(batch.inputs)
-        return [] if found is None else [(each, "") for each in found]
+        pictures = self.pictures(batch.inputs)
+        return [] if pictures is None else [(each, "") for each in pictures]
 
     def figures(self, model: Model) -> list[tuple[torch.Tensor, str]]:
         """Return pictures of an evaluated model, such as samples that it generates, for the report; none by default.
@@ -295,22 +300,22 @@ def task_name(task: Task) -> str:
     return f"{type(task).__module__}:{type(task).__qualname__}"
 
 
-def check_used_by(task: Task) -> None:
+def check_supported(task: Task) -> None:
     """Refuse requests that the task does not support.
 
     Raises:
         RecipeError: If test-time augmentation is requested but the task does not apply it, or keep_examples is set but
             the task has no class predictions.
     """
-    asked = task.recipe.evaluate.augment
-    if asked != "none" and type(task).evaluated is Task.evaluated:
+    augment = task.recipe.evaluate.augment
+    if augment != "none" and type(task).evaluated is Task.evaluated:
         raise RecipeError(
-            f"evaluate.augment={asked} has no effect with the task {task_name(task)}, whose `evaluated` gives the "
+            f"evaluate.augment={augment} has no effect with the task {task_name(task)}, whose `evaluated` gives the "
             "network itself; leave it out, or override that method."
         )
-    kept = task.recipe.evaluate.keep_examples
-    if kept not in (0, Evaluate().keep_examples) and type(task).answers is Task.answers:
+    keep_examples = task.recipe.evaluate.keep_examples
+    if keep_examples not in (0, Evaluate().keep_examples) and type(task).answers is Task.answers:
         raise RecipeError(
-            f"evaluate.keep_examples={kept} has no effect with the task {task_name(task)}, which does not say which "
-            "class was predicted; leave it out, or override its method `answers`."
+            f"evaluate.keep_examples={keep_examples} has no effect with the task {task_name(task)}, which does not say "
+            "which class was predicted; leave it out, or override its method `answers`."
         )

@@ -55,26 +55,26 @@ class TextClassification(Task):
 
     def data_facts(self, world: World) -> DataFacts:
         """Open the texts."""
-        found, data = self.dataset, self.recipe.data
-        why = "this task reads one text per sample"
+        dataset, data = self.dataset, self.recipe.data
+        reason = "this task reads one text per sample"
         used = _USED + (_OF_TABLES if data.dataset == "text_table" else ())
-        unused = all_but(used, why) | dict.fromkeys(("model.channels_last", "evaluate.top_k"), why)
+        unused = all_but(used, reason) | dict.fromkeys(("model.channels_last", "evaluate.top_k"), reason)
         if data.text.rows != "single":
-            unused["data.text.rows"] = why
+            unused["data.text.rows"] = reason
         return DataFacts(
-            train_samples=len(found.train.lengths),
-            evaluation_samples=len(found.validation.lengths),
+            train_samples=len(dataset.train.lengths),
+            evaluation_samples=len(dataset.validation.lengths),
             description={
-                "dataset": found.name,
-                "digest": found.digest,
-                "classes": len(found.classes),
-                "vocabulary": found.tokenizer.vocabulary,
+                "dataset": dataset.name,
+                "digest": dataset.digest,
+                "classes": len(dataset.classes),
+                "vocabulary": dataset.tokenizer.vocabulary,
                 "context": data.text.context,
-                "tokens": int(found.train.lengths.sum()),
+                "tokens": int(dataset.train.lengths.sum()),
             },
-            reasons={} if found.reason is None else {"data.validation_fraction": found.reason},
+            reasons={} if dataset.reason is None else {"data.validation_fraction": dataset.reason},
             unused=unused,
-            left_out=found.left_out,
+            left_out=dataset.left_out,
         )
 
     def sample_classes(self) -> SampleClasses | None:
@@ -106,11 +106,11 @@ class TextClassification(Task):
 
     def read(self, part: SampleSlice, training: bool) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Return tokens and mask of some texts, int64 [N, T], and their targets: classes, int64 [N]."""
-        found = self.dataset
-        corpus, labels = (found.train, found.labels[0]) if training else (found.validation, found.labels[1])
+        dataset = self.dataset
+        corpus, labels = (dataset.train, dataset.labels[0]) if training else (dataset.validation, dataset.labels[1])
         texts = [corpus.read(text, 0, int(corpus.lengths[text])) for text in part.ids.tolist()]
         width = int(self._lengths(corpus).padded(part.ids).max())
-        return padded(texts, width, found.tokenizer), self.targets(corpus, labels, part.ids, width)
+        return padded(texts, width, dataset.tokenizer), self.targets(corpus, labels, part.ids, width)
 
     def targets(self, corpus: StoredCorpus, labels: TokenIds, ids: TokenIds, width: int) -> torch.Tensor:
         """Return what is learned of some texts, padded to a width."""

@@ -108,7 +108,7 @@ def build_run(opened: OpenedRun) -> Run:
         ema=ema,
         evaluator=_evaluator(opened, precision, heartbeat),
         progress=progress,
-        window=Window(opened.collectives, ledger, device, noise, prepared.task.take_logged),
+        window=Window(opened.collectives, ledger, device, noise, prepared.task.pop_logged_values),
         noise=noise,
         clock=build_step_clock(device.type),
         heartbeat=heartbeat,

@@ -24,7 +24,7 @@ from paceline.distributed.watchdog import Heartbeat
 from paceline.escaping import utf8
 from paceline.metrics.accumulator import Accumulator, Collector, DetailedCollector, Rows
 from paceline.metrics.answers import HOW_CHOSEN, Candidate, Confusion, Examples, as_png, choose
-from paceline.metrics.confusion import MOST_CLASSES, Reliability, Triples, confusion_document, merged
+from paceline.metrics.confusion import MOST_CLASSES, Reliability, Triples, confusion_document, merge_counts
 from paceline.metrics.named import NamedMetrics
 from paceline.records.run_directory import RunDirectory, encode_json, write_text
 from paceline.tasks.task import Model, Task
@@ -193,7 +193,7 @@ class AnswerCollector:
             if len(names) < classes:
                 raise ValueError(f"the task names {len(names)} classes, but predicts {classes}")
             triples, reliability = zip(*(each.counts for each in parts), strict=True)
-            matrix = confusion_document(merged(triples), reliability, names) if classes else None
+            matrix = confusion_document(merge_counts(triples), reliability, names) if classes else None
             examples = [entries_by_sample[each.sample] for each in chosen if each.sample in entries_by_sample]
             document = {"classes": names, "chosen": HOW_CHOSEN, "examples": examples} if chosen else None
             if not self._failure:

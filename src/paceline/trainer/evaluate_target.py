@@ -35,7 +35,7 @@ from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import encode_json
 from paceline.tasks.image_classification import ImageTask
-from paceline.tasks.task import Task, build_task, check_used_by, task_name
+from paceline.tasks.task import Task, build_task, check_supported, task_name
 from paceline.trainer.evaluate import Evaluator, KeepOptions
 from paceline.trainer.nonfinite import not_finite
 from paceline.trainer.precision import Precision, set_float32_matmul
@@ -257,7 +257,7 @@ def scoring_task(
             f"the weights in {saved.path} were trained with the task {trained}, but their recipe names {rebuilt}; "
             "score them with task=package.module:name of that task."
         )
-    check_used_by(task)
+    check_supported(task)
     if request.on == "holdout":
         _take_holdout(task, saved, recipe)
     facts = task.data_facts(world)

@@ -29,7 +29,7 @@ from paceline.dataset_registry import find_dataset
 from paceline.plan import Plan
 from paceline.recipe.data import Augment, Data, Progressive
 from paceline.recipe.schema import Recipe
-from paceline.tasks.image_classification import CROPS, ImageTask, shown_for_crops
+from paceline.tasks.image_classification import CROPS, ImageTask, scale_for_crops
 from paceline.tasks.task import Task
 from paceline.world import World
 
@@ -167,7 +167,7 @@ def evaluation_batch_maker(task: Task, plan: Plan, placement: Placement) -> Batc
         dataset, data, views = task.dataset, task.recipe.data, task.recipe.evaluate.augment
         side = evaluation_size(data, dataset)
         if views in CROPS:
-            side = evaluation_size(shown_for_crops(data, side, views), dataset)
+            side = evaluation_size(scale_for_crops(data, side, views), dataset)
         shapes = [tuple(map(int, each.split("x"))) for each in plan.data.get("evaluation_shapes", ())] or [(side, side)]
         return _images(task, placement, *max(shapes, key=math.prod), is_mixed=False)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:

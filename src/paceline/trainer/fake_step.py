@@ -12,9 +12,11 @@ Observe it with a dispatch mode to learn its memory, arithmetic or layers::
 from __future__ import annotations
 
 import contextlib
+import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +38,7 @@ from paceline.optim.build import Clipping, build_optimizer
 from paceline.optim.embedding_optim import has_sparse_gradients, use_dense_gradients
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
-from paceline.tasks.task import Task, build_task
+from paceline.tasks.task import Task, build_task, task_name
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.fake_batch import BatchMaker, batch_maker, evaluation_batch_maker
 from paceline.trainer.precision import Precision
@@ -327,14 +329,23 @@ class FakeStep:
             raise
         except Exception as error:  # whatever a custom network or loss raises
             text, at = " ".join(str(error).split())[:200], f" in {self.layer}" if self.layer else ""
+            builds_own = not type(self.task).build_model.__module__.startswith("paceline.")
+            what = f"task={task_name(self.task)}" if builds_own else f"model.name={self.recipe.model.name}"
             raise ModelError(
-                f"model.name={self.recipe.model.name} cannot be run without values: {type(error).__name__}{at} "
-                f"({text}). Its computation depends on values, or uses an operator without a shapes-only form; measure "
-                "it instead with `paceline find-batch`."
+                f"{what} cannot be run without values: {type(error).__name__}{at}{_line_of(error)} ({text}). Its "
+                "computation depends on values, or uses an operator without a shapes-only form; measure it instead "
+                "with `paceline find-batch`."
             ) from error
         finally:
             self.phase = ""
             self._layers.clear()
+
+
+def _line_of(error: Exception) -> str:
+    """Return the innermost line that raised it outside of torch and this package, for a message."""
+    known = (str(Path(__file__).parents[1]), *torch.__path__)
+    lines = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(known)]
+    return f" at {Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else ""
 
 
 class _OptimizerStepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
@@ -362,7 +373,7 @@ def fake_step(
 
     Nothing is allocated for weights, activations or state, nothing is computed, and neither random states nor settings
     of torch change. Data are opened as far as the plan requires, and are not read; without ``data.path`` see
-    :func:`~paceline.trainer.fake_batch.with_stand_in_data`.
+    :func:`~paceline.trainer.fake_batch.with_placeholder_data`.
 
     Args:
         recipe: The recipe.

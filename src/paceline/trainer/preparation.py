@@ -37,12 +37,12 @@ from paceline.distributed.device import (
 from paceline.distributed.sharding import check_sharded
 from paceline.errors import CheckpointError, DataError, ModelError, PacelineError, RecipeError, did_you_mean
 from paceline.metrics.accumulator import Metric
-from paceline.models.adapters import described
-from paceline.models.build import lay_out, parameter_count
+from paceline.models.adapters import describe_adapters
+from paceline.models.build import parameter_count, to_memory_format
 from paceline.models.compiled import check_backend
-from paceline.models.deferred import FirstValues, NotDeferrableError, build_deferred
+from paceline.models.deferred import InitialValues, NotDeferrableError, build_deferred
 from paceline.models.fp8 import convert_to_fp8, fp8_layers
-from paceline.models.transfer import adapt, calm_classifier, load_fitting, trained_spans, with_shared
+from paceline.models.transfer import adapt, load_fitting, trained_spans, with_shared, zero_classifier
 from paceline.optim.embedding_optim import check_tables
 from paceline.optim.parameter_groups import describe_groups
 from paceline.plan import DataFacts, MachineFacts, NetworkFacts, ParameterNumbers, Plan, TaskFacts, make
@@ -50,7 +50,7 @@ from paceline.recipe.model import Model
 from paceline.recipe.schema import Recipe
 from paceline.records.events import EvaluationEvent
 from paceline.storage.cache import local_path
-from paceline.tasks.task import Task, check_used_by, task_name
+from paceline.tasks.task import Task, check_supported, task_name
 from paceline.telemetry.trackers import check_trackers
 from paceline.trainer.precision import set_float32_matmul
 from paceline.units import format_count
@@ -110,7 +110,7 @@ class Prepared:
     geometry: StepGeometry
     cores: CoreAssignment | None = None
     notices: tuple[str, ...] = ()
-    first_values: FirstValues | None = None
+    first_values: InitialValues | None = None
     """Values for a network without values, which is sharded over processes; None for a complete one."""
 
 
@@ -212,7 +212,7 @@ def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> 
     Raises:
         PacelineError: If the data cannot be used, or the task does not measure what the recipe asks for.
     """
-    check_used_by(task)
+    check_supported(task)
     data = task.data_facts(world)
     # The class is part of the run's identity: weights of one task cannot be used for another.
     data = replace(data, description={"task": task_name(task), **data.description})
@@ -348,7 +348,7 @@ def without_mirror(recipe: Recipe) -> Recipe:
 
 def _build(
     recipe: Recipe, task: Task, placement: Placement, make_plan: Planner
-) -> tuple[nn.Module, tuple[str, ...], FirstValues | None]:
+) -> tuple[nn.Module, tuple[str, ...], InitialValues | None]:
     """Return the network, and notices: complete or, if it will be sharded, without values."""
     plan = make_plan()
     # A plan made before the network is known may turn out to shard the weights. On a CPU processes share the host's
@@ -383,7 +383,7 @@ def build_shapes(recipe: Recipe, task: Task, *, channels_last: bool) -> nn.Modul
         # The constructor reads the values it has drawn. Use real ones then, which briefly takes as much memory as the
         # weights.
         network = _build_adapted(recipe, task)
-    return lay_out(network.to("meta"), channels_last=channels_last)
+    return to_memory_format(network.to("meta"), channels_last=channels_last)
 
 
 def _build_adapted(recipe: Recipe, task: Task) -> nn.Module:
@@ -392,7 +392,7 @@ def _build_adapted(recipe: Recipe, task: Task) -> nn.Module:
     return network
 
 
-def build_without_values(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Module, FirstValues]:
+def build_without_values(recipe: Recipe, task: Task, plan: Plan) -> tuple[nn.Module, InitialValues]:
     """Return the network as every process will have it, but without values, and the function that supplies them.
 
     Its initial values are bit-identical to those of the complete network with the same seed.
@@ -433,7 +433,7 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.
     notices = load_initial_weights(network, model)
     adapt(network, model)
     if model.adapters.rank is not None:
-        notices.append(described(network))
+        notices.append(describe_adapters(network))
     return place(network, placement), tuple(notices)
 
 
@@ -451,7 +451,7 @@ def load_initial_weights(network: nn.Module, model: Model) -> list[str]:
     state = with_shared(network, state_on_disk)
     notices = [f"model.initialize_from: {saved.path}: {each}" for each in changed]
     if model.initialize_partly:
-        calm_classifier(network)
+        zero_classifier(network)
         return [*notices, load_fitting(network, state, source=str(saved.path))]
     try:
         check_inventory(network.state_dict(), state, where="model.initialize_from")
@@ -463,7 +463,7 @@ def load_initial_weights(network: nn.Module, model: Model) -> list[str]:
 
 def place(network: nn.Module, placement: Placement) -> nn.Module:
     """Move a network to the device and give its filters the batches' memory format."""
-    return lay_out(network.to(placement.device), channels_last=placement.channels_last)
+    return to_memory_format(network.to(placement.device), channels_last=placement.channels_last)
 
 
 def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan:

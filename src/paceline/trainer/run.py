@@ -119,7 +119,7 @@ class Run:
     def begin_step(self) -> None:
         """Notify all followers that a step starts."""
         self.guard.begin_step()
-        self.task.take_logged()  # left over from before the first step, or from an evaluation
+        self.task.pop_logged_values()  # left over from before the first step, or from an evaluation
         self.heartbeat.begin_step(self.progress.position + 1)
         self.freeze_schedule.at(self.progress.step)
         self.noise.begin_step(is_due=self.due("noise_scale", ahead=1))

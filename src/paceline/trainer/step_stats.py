@@ -441,7 +441,7 @@ def _flops_per_sample(prepared: Prepared, device: Device) -> dict[str, float]:
     with fake_step(prepared.recipe, task, processes=plan.world_size, machine=machine) as step:
         with WorkCounter(step.network) as counter:
             step.backward(step.forward())
-        work = counter.found
+        work = counter.work
         if work.uncounted:
             names = ", ".join(each.operator for each in work.uncounted[:3])
             raise ModelError(f"the FLOPs of {names} are unknown")

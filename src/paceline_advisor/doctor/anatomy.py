@@ -205,7 +205,7 @@ def observe_network(network: nn.Module, batch: Batch, step: Callable[[], None]) 
             hooks.enter_context(module.register_forward_hook(partial(after_forward, name)))
         with WorkCounter(network) as counter:
             step()
-    flops = _forward_flops(counter.found)
+    flops = _forward_flops(counter.work)
     parameters = {name: each for name, each in network.named_parameters() if each.requires_grad}
     laid_out = any(
         each.ndim == 4 and each.is_contiguous(memory_format=torch.channels_last) for each in tensors_in(batch.inputs)

@@ -159,7 +159,7 @@ def count_step(step: FakeStep) -> StepWork:
         step.backward(step.forward())
         with counter.phase("optimizer"):
             step.update()
-    return counter.found
+    return counter.work
 
 
 def _low_intensity(found: StepWork, layers: tuple[LayerBound, ...]) -> LowIntensity | None:

@@ -151,7 +151,7 @@ def _counted(network: nn.Module, facts: Mapping[str, Any]) -> StepWork | None:
             torch.autograd.backward(torch.stack(sums).sum())
     except Exception:  # noqa: BLE001  # a user's network may raise anything on tensors without values
         return None
-    return counter.found
+    return counter.work
 
 
 def _counted_as_the_task_does(recipe: Recipe) -> StepWork | None:
@@ -164,7 +164,7 @@ def _counted_as_the_task_does(recipe: Recipe) -> StepWork | None:
             step.backward(step.forward())
     except Exception:  # noqa: BLE001  # the data may be missing, or the network may need real values
         return None
-    return counter.found
+    return counter.work
 
 
 def _costs(network: nn.Module, found: StepWork | None) -> dict[str, float]:

@@ -22,9 +22,9 @@ import resource, sys
 
 highest = int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), highest))
-from paceline.data.preflight import Loading, look_at_machine
+from paceline.data.preflight import Loading, check_machine
 
-found = look_at_machine(Loading(processes=1, workers=16, prefetch=8, train_batch_bytes=1))
+found = check_machine(Loading(processes=1, workers=16, prefetch=8, train_batch_bytes=1))
 print(found.refusal)
 """
 

@@ -21,7 +21,7 @@ from paceline.checkpoint.weights import read_weights
 from paceline.cli.main import run as command
 from paceline.errors import CheckpointError, DataError
 from paceline.inference.answer_files import answer_file
-from paceline.inference.answers import Answer, answers_ahead
+from paceline.inference.answers import Answer, predict_ahead
 from paceline.inference.detection import Detections
 from paceline.inference.labelling import ImageLabeller
 from paceline.inference.predict import load_predictor, open_predictor
@@ -113,7 +113,7 @@ class Counting:
 
 def test_no_more_is_read_ahead_than_two_batches(trained: Path) -> None:
     counting = Counting(png())
-    answers = answers_ahead(load_predictor(trained), counting, top_k=1, batch_size=8)
+    answers = predict_ahead(load_predictor(trained), counting, top_k=1, batch_size=8)
     for number in range(1, 201):
         assert next(answers).path == Path(str(number))
         assert counting.asked - number <= 16 + 64  # two batches, and a picture for each thread
@@ -132,7 +132,7 @@ def test_detectors_look_at_pictures_one_by_one(trained: Path, monkeypatch: pytes
 
     monkeypatch.setattr(predictor, "largest_batch", 1, raising=False)
     monkeypatch.setattr(predictor, "answer", answer, raising=False)
-    list(itertools.islice(answers_ahead(predictor, Counting(png()), top_k=1), 5))
+    list(itertools.islice(predict_ahead(predictor, Counting(png()), top_k=1), 5))
     assert set(batches) == {1}
 
 
@@ -181,8 +181,8 @@ def test_parquet(trained: Path, pictures: Path, here: Path, capsys: pytest.Captu
     assert parquet.read_table("a.parquet").to_pylist() == expected
 
 
-LABELS: Any = SimpleNamespace(classes=("x", "y"), number_names=(), finds_boxes=False, kind=Answer)
-BOXES: Any = SimpleNamespace(classes=("x", "y"), number_names=(), finds_boxes=True, kind=Detections)
+LABELS: Any = SimpleNamespace(classes=("x", "y"), number_names=(), finds_boxes=False, finds_words=False, kind=Answer)
+BOXES: Any = SimpleNamespace(classes=("x", "y"), number_names=(), finds_boxes=True, finds_words=False, kind=Detections)
 
 
 def test_a_file_is_whole_or_not_there(here: Path) -> None:
@@ -267,7 +267,7 @@ def onnx_file(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 def test_onnx_runtime_says_the_same(trained: Path, pictures: Path, onnx_file: Callable[..., Path]) -> None:
     paths = sorted(pictures.iterdir())
     ours, other = (
-        list(answers_ahead(open_predictor(each, device=CPU), map(PictureFile.at, paths), top_k=7))
+        list(predict_ahead(open_predictor(each, device=CPU), map(PictureFile.at, paths), top_k=7))
         for each in (trained, onnx_file())
     )
     for one, two in zip(ours, other, strict=True):
@@ -280,7 +280,7 @@ def test_several_views_of_an_image(trained: Path, pictures: Path, onnx_file: Cal
     flipped, crops = (json.dumps({**recipe, "evaluate": {"augment": kind}}) for kind in ("flip", "five_crop"))
     picture = pictures / "000.jpg"
     one, two = (
-        next(answers_ahead(open_predictor(each, device=CPU), [PictureFile.at(picture)], top_k=7))
+        next(predict_ahead(open_predictor(each, device=CPU), [PictureFile.at(picture)], top_k=7))
         for each in (onnx_file(), onnx_file(recipe=flipped))
     )
     predictor = load_predictor(trained)

@@ -404,7 +404,7 @@ def test_what_no_format_but_safetensors_holds() -> None:
     ):
         saved = SavedWeights(state={}, weights="model", path=Path("a"), metadata={"data": json.dumps(data)})
         with pytest.raises(PacelineError, match=said):
-            open_exportable(saved, trust_code=False, wanted="onnx")
+            open_exportable(saved, trust_code=False, target="onnx")
 
 
 def test_a_missing_extra_is_named(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +416,7 @@ def test_a_missing_extra_is_named(digits: Path, tmp_path: Path, monkeypatch: pyt
 
 
 def test_answers_that_differ_are_not_kept(digits: Path, tmp_path: Path) -> None:
-    exportable = open_exportable(read_weights(digits), trust_code=False, wanted="onnx")
+    exportable = open_exportable(read_weights(digits), trust_code=False, target="onnx")
     other = copy.deepcopy(exportable.network)
     with torch.no_grad():
         other.fc.weight[0, 0] += 0.1

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
 
-from paceline.metrics.regression import NumberErrors, error_metrics, plain_names
+from paceline.metrics.regression import NumberErrors, error_metrics, identifier_names
 
 Numbers = NDArray[np.float64]
 
@@ -72,8 +72,8 @@ def test_an_answer_that_is_not_finite_is_not_a_result() -> None:
 
 
 def test_names_of_columns_become_names_of_metrics() -> None:
-    assert plain_names(["weight kg", "größe"]) == ("weight_kg", "größe")
-    assert plain_names(["a b", "a-b"]) == ("column0", "column1")
+    assert identifier_names(["weight kg", "größe"]) == ("weight_kg", "größe")
+    assert identifier_names(["a b", "a-b"]) == ("column0", "column1")
 
 
 def test_the_pairs_that_are_kept_are_in_units_and_the_same_over_any_processes() -> None:

@@ -19,7 +19,7 @@ from paceline.errors import ModelError
 from paceline.models.build import (
     _replace_stem,
     build_model,
-    check_takes,
+    check_accepts,
     model_names,
     parameter_count,
     published_settings,
@@ -142,21 +142,21 @@ def test_a_size_that_a_network_does_not_take_is_named() -> None:
     fixed = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=2).train()
     said = r"VisionTransformer \(model\.name=vit\) does not take images of 256 pixels .*data\.evaluation_size"
     with pytest.raises(ModelError, match=said):
-        check_takes(fixed, 256, channels=3, name="vit")
+        check_accepts(fixed, 256, channels=3, name="vit")
     assert fixed.training
-    check_takes(small_resnet(2, 3, width=4), 64, channels=3, name="small_resnet")
+    check_accepts(small_resnet(2, 3, width=4), 64, channels=3, name="small_resnet")
 
 
 def test_what_would_let_a_network_take_any_size_is_said() -> None:
     flat = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 32 * 32, 2))
-    check_takes(flat, 32, channels=3, name="flat")
+    check_accepts(flat, 32, channels=3, name="flat")
     with pytest.raises(ModelError, match=r"does not take images of 32x48 pixels .*global average pooling"):
-        check_takes(flat, (32, 48), channels=3, name="flat")
+        check_accepts(flat, (32, 48), channels=3, name="flat")
     swin = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 1, 1), num_classes=2)
     with pytest.raises(ModelError, match=r"images of 256 pixels .*strict_img_size: false"):
-        check_takes(swin, 256, channels=3, name="swin")
+        check_accepts(swin, 256, channels=3, name="swin")
     options = {"depths": (1, 1, 1, 1), "num_classes": 2, "strict_img_size": False}
-    check_takes(timm.create_model("swin_tiny_patch4_window7_224", **options), 256, channels=3, name="swin")
+    check_accepts(timm.create_model("swin_tiny_patch4_window7_224", **options), 256, channels=3, name="swin")
 
 
 @pytest.mark.parametrize("error", [IndexError, TypeError, KeyError])
@@ -168,7 +168,7 @@ def test_whatever_a_network_of_ones_own_raises_is_named(error: type[Exception]) 
             return x
 
     with pytest.raises(ModelError, match=rf"does not take images of 32 pixels \({error.__name__}: .*no such place"):
-        check_takes(Small(), 32, channels=3, name="small")
+        check_accepts(Small(), 32, channels=3, name="small")
 
 
 def test_finding_out_leaves_the_network_as_it_was() -> None:
@@ -182,7 +182,7 @@ def test_finding_out_leaves_the_network_as_it_was() -> None:
             return x
 
     network = Counting()
-    check_takes(network, 8, channels=3, name="counting")
+    check_accepts(network, 8, channels=3, name="counting")
     assert (network.calls.item(), network.training) == (0, True)
 
 

@@ -18,7 +18,7 @@ from paceline.plan import Plan
 def _step(network: nn.Module, inputs: torch.Tensor) -> StepWork:
     with WorkCounter(network) as counter:
         network(inputs).sum().backward()
-    return counter.found
+    return counter.work
 
 
 CONVOLUTION = _step(nn.Sequential(nn.Conv2d(3, 8, 3)), torch.randn(2, 3, 8, 8))

@@ -23,7 +23,7 @@ def count(network: nn.Module, inputs: Tensor, *, train: bool = True) -> StepWork
         out = network(inputs)
         if train:
             out.float().square().mean().backward()
-    return counter.found
+    return counter.work
 
 
 def flops_of(found: StepWork, layer: str) -> dict[str, int]:
@@ -128,9 +128,9 @@ def test_loss_and_optimizer_have_phases_of_their_own() -> None:
         F.cross_entropy(network(torch.randn(5, 6)), torch.zeros(5, dtype=torch.long)).backward()
         with counter.phase("optimizer"):
             optimizer.step()
-    phases = {phase for _, phase in counter.found.by_layer()}
+    phases = {phase for _, phase in counter.work.by_layer()}
     assert phases == {"forward", "wgrad", "loss", "optimizer"}
-    moved = sum(each.bytes_moved for each in counter.found.works if each.phase == "optimizer")
+    moved = sum(each.bytes_moved for each in counter.work.works if each.phase == "optimizer")
     assert moved >= 4 * (6 * 3 + 3) * 3  # reads gradients and weights, writes weights
 
 

@@ -14,7 +14,7 @@ from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
 
 from paceline.models.build import build_model
-from paceline.models.transfer import calm_classifier
+from paceline.models.transfer import zero_classifier
 from paceline.recipe.model import Model
 from paceline.trainer.preparation import load_initial_weights
 
@@ -68,6 +68,6 @@ def test_a_new_classifier_begins_undecided(weights: Path, photos: Tensor) -> Non
 def test_only_wide_classifiers_are_drawn_anew(name: str, is_drawn_anew: bool) -> None:
     network = timm.create_model(name, num_classes=5)
     before = {key: each.clone() for key, each in network.state_dict().items()}
-    calm_classifier(network)
+    zero_classifier(network)
     changed = [key for key, each in network.state_dict().items() if not torch.equal(each, before[key])]
     assert [key.rpartition(".")[2] for key in changed] == (["weight", "bias"] if is_drawn_anew else [])

@@ -82,7 +82,7 @@ def step(network: nn.Module, *, bf16: bool = False) -> tuple[dict[str, torch.Ten
 @pytest.mark.parametrize("name", NETWORKS)
 def test_gradients_and_statistics_are_the_same_to_the_bit(name: str, how: Any, bf16: bool) -> None:
     plain, other = made(name), made(name)
-    assert recompute_blocks(other, how, name=name)
+    assert recompute_blocks(other, how)
     assert list(other.state_dict()) == list(plain.state_dict())
     for _ in range(2):
         expected, found = step(plain, bf16=bf16), step(other, bf16=bf16)
@@ -96,7 +96,7 @@ def test_memory_is_saved_most_by_full_and_much_by_selective(make: Callable[[], n
     def left(how: Any) -> int:
         network = make()
         if how is not None:
-            recompute_blocks(network, how, name="it")
+            recompute_blocks(network, how)
         return step(network)[2]
 
     kept = {how: left(how) for how in (None, "selective", "full")}
@@ -128,7 +128,7 @@ def test_blocks_are_found(network: Callable[[], nn.Module], expected: list[str])
 
 def test_a_copy_computes_with_its_own_weights() -> None:
     network = vit()
-    recompute_blocks(network, "full", name="vit")
+    recompute_blocks(network, "full")
     other = copy.deepcopy(network).eval()
     before = other(torch.ones(1, 3, 32, 32))
     with torch.no_grad():
@@ -150,10 +150,10 @@ def test_attention_is_kept_unless_it_drops_out(kind: str) -> None:
 
 
 def test_networks_without_blocks_and_statistics_of_other_norms_are_named() -> None:
-    with pytest.raises(ModelError, match="mine has no repeated blocks"):
-        recompute_blocks(nn.Sequential(nn.Flatten(), nn.Linear(4, 4)), "full", name="mine")
+    with pytest.raises(ModelError, match="the network has no repeated blocks"):
+        recompute_blocks(nn.Sequential(nn.Flatten(), nn.Linear(4, 4)), "full")
     with pytest.raises(ModelError, match=r"stages.0 has BatchNorm2d, .* a compiled block would update twice"):
-        recompute_blocks(made("own"), "selective", name="own", compiled=True)
+        recompute_blocks(made("own"), "selective", compiled=True)
 
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -161,7 +161,7 @@ def test_networks_without_blocks_and_statistics_of_other_norms_are_named() -> No
             self.first, self.norm = nn.Conv2d(3, 3, 1), nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
 
     with pytest.raises(ModelError, match="0 has InstanceNorm2d"):
-        recompute_blocks(nn.Sequential(Odd()), "full", name="odd")
+        recompute_blocks(nn.Sequential(Odd()), "full")
 
 
 @pytest.mark.parametrize("how", [True, "selective"])

@@ -340,7 +340,7 @@ def test_masks_are_pasted_one_by_one_where_they_are_drawn(train: Make, monkeypat
     picture = np.random.default_rng(0).integers(0, 256, (70, 90, 3), dtype=np.uint8)
     predictor = open_predictor(run, device=torch.device("cpu"))
     assert isinstance(predictor, DetectionPredictor)
-    monkeypatch.setattr(detection, "_SURE", 0.0)
+    monkeypatch.setattr(detection, "_MIN_SCORE", 0.0)
     sizes: list[tuple[int, ...]] = []
 
     def noted(masks: torch.Tensor, boxes: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

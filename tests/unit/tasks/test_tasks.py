@@ -17,7 +17,7 @@ from paceline.data.image.decode import describe_decoder
 from paceline.errors import PacelineError, RecipeError
 from paceline.recipe.load import load_recipe, stored_recipe
 from paceline.tasks.image_classification import ImageClassification
-from paceline.tasks.task import build_task, check_used_by
+from paceline.tasks.task import build_task, check_supported
 from paceline.trainer.train import plan_only
 from paceline.world import World
 
@@ -190,6 +190,6 @@ class Plain(paceline.Task):
 def test_a_task_without_views_refuses_them(augment: str) -> None:
     recipe = digits({"evaluate.augment": augment})
     with pytest.raises(RecipeError, match=rf"evaluate\.augment={augment} has no effect with the task .*Plain"):
-        check_used_by(Plain(recipe))
-    check_used_by(Plain(digits()))
-    check_used_by(ImageClassification(recipe))
+        check_supported(Plain(recipe))
+    check_supported(Plain(digits()))
+    check_supported(ImageClassification(recipe))

@@ -230,6 +230,24 @@ def test_a_network_that_needs_its_numbers_is_refused_in_one_sentence(own_code: A
         step.forward()
 
 
+class _ReadingTask(paceline.ImageClassification):
+    """Its own network, and a loss that reads a number."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    def loss(self, model: Any, batch: Any) -> torch.Tensor:
+        return model(batch.inputs).sum() * float(batch.targets.max())
+
+
+def test_a_task_that_needs_its_numbers_is_named_with_the_line(own_code: Any) -> None:
+    recipe = own_code({"model": None, "task": "mine:task"}, task=_ReadingTask)
+    line = _ReadingTask.loss.__code__.co_firstlineno + 1
+    wanted = rf"^task=.*:_ReadingTask cannot be run.*test_fake_step\.py:{line} .*find-batch"
+    with fake_step(recipe) as step, pytest.raises(ModelError, match=wanted):
+        step.forward()
+
+
 def test_a_constructor_may_read_its_numbers(own_code: Any) -> None:
     with fake_step(own_code(net=_Drawn)) as step:
         one_step(step)

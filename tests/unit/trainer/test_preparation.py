@@ -121,10 +121,10 @@ def test_convolutions_that_would_overrun_stay_as_they_are() -> None:
     code = """
 import torch
 from torch import nn
-from paceline.models.build import lay_out
+from paceline.models.build import to_memory_format
 for narrow in (3, 8, 15):
     stem = nn.Conv2d(3, narrow, 3, padding=1)
-    network = lay_out(nn.Sequential(stem, nn.Conv2d(narrow, 16, 1, stride=2)), channels_last=True)
+    network = to_memory_format(nn.Sequential(stem, nn.Conv2d(narrow, 16, 1, stride=2)), channels_last=True)
     for _ in range(3):
         images = torch.rand(2, 3, 64, 64).contiguous(memory_format=torch.channels_last)
         network(images).square().mean().backward()

@@ -77,10 +77,10 @@ def test_nothing_is_logged_in_evaluation(tiny_task: Make) -> None:
     task = tiny_task()(paceline.load_recipe("digits").recipe)
     with torch.no_grad():
         task.log("mine", 1.0)
-    assert task.take_logged() == {}
+    assert task.pop_logged_values() == {}
     task.log("mine", torch.ones((), requires_grad=True) * 2)
-    assert task.take_logged() == {"mine": torch.tensor(2.0)}
-    assert task.take_logged() == {}
+    assert task.pop_logged_values() == {"mine": torch.tensor(2.0)}
+    assert task.pop_logged_values() == {}
 
 
 OWN = """

@@ -165,7 +165,7 @@ def _box(mask: Mask) -> tuple[int, int, int, int]:
     return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
-REFERENCE = f"{__name__}:stand_in"
+REFERENCE = f"{__name__}:placeholder"
 """Value of ``data.dataset`` in this case."""
 COCO_CLASSES, LONG, SHORT, OBJECTS = 80, 640, 480, 7
 """COCO's classes, typical picture size, and average number of objects per picture."""

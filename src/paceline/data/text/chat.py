@@ -15,7 +15,7 @@ from paceline.errors import DataError
 from paceline.files import SkippedItems
 from paceline.recipe.data import Data
 
-Asked = NDArray[np.bool_]
+BoolArray = NDArray[np.bool_]
 _PAIRS = (("prompt", "answer"), ("prompt", "completion"))
 
 
@@ -37,7 +37,7 @@ def open_chat(data: Data) -> TextDataset:
     table = read_table(data, _columns, left_out)
     corpora = list[StoredCorpus]()
     for rows in (table.train, table.held_out):
-        names, documents = list[str](), list[tuple[TokenIds, Asked]]()
+        names, documents = list[str](), list[tuple[TokenIds, BoolArray]]()
         for row in rows:
             ids, is_target = _encoded(row, tokenizer)
             if not is_target[1 : context + 1].any():
@@ -77,7 +77,7 @@ def _columns(columns: Sequence[str], _: Mapping[str, Any], where: str) -> Sequen
     )
 
 
-def _encoded(row: Row, tokenizer: Tokenizer) -> tuple[TokenIds, Asked]:
+def _encoded(row: Row, tokenizer: Tokenizer) -> tuple[TokenIds, BoolArray]:
     """Return a row's tokens, and whether each belongs to an answer."""
     if len(row.cells) == 1:
         return _encoded_chat(row, tokenizer)
@@ -90,7 +90,7 @@ def _encoded(row: Row, tokenizer: Tokenizer) -> tuple[TokenIds, Asked]:
     return np.concatenate([before, after]), np.arange(len(before) + len(after)) >= len(before)
 
 
-def _encoded_chat(row: Row, tokenizer: Tokenizer) -> tuple[TokenIds, Asked]:
+def _encoded_chat(row: Row, tokenizer: Tokenizer) -> tuple[TokenIds, BoolArray]:
     (messages,) = row.cells
     is_chat = isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)
     if not (is_chat and all("role" in each for each in messages)):

@@ -268,7 +268,7 @@ OPENERS: dict[str, Callable[[Data], TextDataset]] = {
 }
 
 
-REFERENCE = f"{__name__}:stand_in"
+REFERENCE = f"{__name__}:placeholder"
 """Value of ``data.dataset`` in this case."""
 VOCABULARY = 50_257
 """Vocabulary size of GPT-2."""

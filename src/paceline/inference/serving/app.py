@@ -120,8 +120,8 @@ def make_app(service: Service, model: str, sites: SiteCheck, say: Say, ready: Ca
         responses={403: _REFUSALS[403]},
         lifespan=lifespan,
     )
-    app.add_middleware(_Gate, service=service, sites=sites, say=say)
-    _answer_errors(app)
+    app.add_middleware(_RequestGate, service=service, sites=sites, say=say)
+    _add_error_handlers(app)
     _add_predict(app, service, model)
     _add_views(app, service, model)
     return app
@@ -268,11 +268,11 @@ def _add_views(app: FastAPI, service: Service, model: str) -> None:
         return HTMLResponse(shown, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
 
 
-def _answer_errors(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        found = [f"{each['loc'][-1]}: {each['msg']}" for each in error.errors()]
-        return JSONResponse({"error": "; ".join(found)}, 422)
+        problems = [f"{each['loc'][-1]}: {each['msg']}" for each in error.errors()]
+        return JSONResponse({"error": "; ".join(problems)}, 422)
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> JSONResponse:
@@ -283,7 +283,7 @@ def _answer_errors(app: FastAPI) -> None:
         return JSONResponse({"error": "the service failed; its log says why"}, 500)
 
 
-class _Gate:
+class _RequestGate:
     """Rejects requests from other sites' pages and too large bodies; counts and logs every request, not its contents.
 
     It runs before routing, so it also guards unknown paths.
@@ -304,19 +304,19 @@ class _Gate:
             return
         begin, status, received = time.perf_counter(), 500, 0
         headers = Headers(scope=scope)
-        most = self._service.limits.request_bytes
+        limit = self._service.limits.request_bytes
         declared = headers.get("content-length", "")
 
         async def counted() -> Message:
             nonlocal received
-            is_too_large = declared.isdecimal() and int(declared) > most
+            is_too_large = declared.isdecimal() and int(declared) > limit
             message = {} if is_too_large else await receive()
             count = len(message.get("body", b""))
             received += count
             self._bodies_bytes += count
-            if is_too_large or received > most:
-                raise HTTPException(413, f"the request is larger than {most:,} bytes; send fewer or smaller images")
-            if self._bodies_bytes > max(8 * most, _LEAST_BODIES_BYTES):
+            if is_too_large or received > limit:
+                raise HTTPException(413, f"the request is larger than {limit:,} bytes; send fewer or smaller images")
+            if self._bodies_bytes > max(8 * limit, _LEAST_BODIES_BYTES):
                 raise busy("too many uploads at once")
             return message
 
@@ -391,10 +391,10 @@ class SiteCheck:
 def _name(place: str) -> str:
     """Return the host of a ``host:port`` or a page's URL, in lower case; empty if there is none."""
     try:
-        found = urlsplit(place if "//" in place else f"//{place}").hostname
+        host = urlsplit(place if "//" in place else f"//{place}").hostname
     except ValueError:
         return place
-    return (found or "").rstrip(".")
+    return (host or "").rstrip(".")
 
 
 def page(service: Service, model: str) -> str:

@@ -153,20 +153,20 @@ class Service:
         loop = asyncio.get_running_loop()
         try:
             pixels = await loop.run_in_executor(self._decoders, check_picture, content, self.limits.pixels)
-            held = _PIXEL_BYTES * pixels
+            reserved = _PIXEL_BYTES * pixels
             async with self._freed:
-                await self._freed.wait_for(lambda: self._free_bytes >= held)
-                self._free_bytes -= held
+                await self._freed.wait_for(lambda: self._free_bytes >= reserved)
+                self._free_bytes -= reserved
             try:
                 prepared = await loop.run_in_executor(self._decoders, self.predictor.prepare, content)
-                if prepared.nbytes < held:
-                    await self._free(held - prepared.nbytes)
-                    held = prepared.nbytes
+                if prepared.nbytes < reserved:
+                    await self._free(reserved - prepared.nbytes)
+                    reserved = prepared.nbytes
                 future: asyncio.Future[Answer] = loop.create_future()
                 self._waiting.put_nowait((prepared, top_k, future))
                 answer = await future
             finally:
-                await self._free(held)
+                await self._free(reserved)
         except BrokenImageError as error:
             return self.predictor.unreadable(Path(), error.reason)
         if answer.error is not None:
@@ -194,9 +194,9 @@ class Service:
             if not batch:
                 continue
             self.metrics.batches.observe(len(batch))
-            images, most = [image for image, _, _ in batch], max(top_k for _, top_k, _ in batch)
+            images, max_top_k = [image for image, _, _ in batch], max(top_k for _, top_k, _ in batch)
             try:
-                answers = await loop.run_in_executor(network, self.predictor.answer, images, most)
+                answers = await loop.run_in_executor(network, self.predictor.answer, images, max_top_k)
             except Exception as error:  # noqa: BLE001  # each request reports it, and the next batch may be answered
                 for _, _, future in batch:
                     if not future.done():
@@ -207,7 +207,7 @@ class Service:
                     future.set_result(answer)
 
 
-def check_picture(content: bytes, most: int) -> int:
+def check_picture(content: bytes, limit: int) -> int:
     """Return an upload's number of pixels, from its header.
 
     Raises:
@@ -215,8 +215,8 @@ def check_picture(content: bytes, most: int) -> int:
     """
     head = image_header(content, FORMATS)
     if head is None:
-        raise BrokenImageError("", f"not an image of at most {most:,} pixels in any of {', '.join(FORMATS)}")
+        raise BrokenImageError("", f"not an image of at most {limit:,} pixels in any of {', '.join(FORMATS)}")
     (height, width), _ = head
-    if height * width > most:
-        raise BrokenImageError("", f"{width}x{height} pixels; at most {most:,} are decoded")
+    if height * width > limit:
+        raise BrokenImageError("", f"{width}x{height} pixels; at most {limit:,} are decoded")
     return height * width

@@ -35,8 +35,8 @@ def test_killed_anywhere_it_goes_on_to_the_same_bytes(make_photos: Callable[...,
     # Shards of that size cannot be asked for on the command line, whose unit is MiB.
     program = (
         "import time\nfrom pathlib import Path\nfrom paceline.data.packing import shards\n"
-        "from paceline.data.packing.pack import Request, pack\nstored = shards.stored\n"
-        "shards.stored = lambda *given: (time.sleep(0.03), stored(*given))[1]\n"  # else it is done before it is killed
+        "from paceline.data.packing.pack import Request, pack\nstored = shards.encode_sample\n"
+        "shards.encode_sample = lambda *given: (time.sleep(0.03), stored(*given))[1]\n"  # else it ends before the kill
         f"pack(Request(source={str(source)!r}, destination=Path({str(root)!r}), workers=2, **{options!r}), "
         "lambda *_: None, lambda _: None)"
     )
@@ -175,7 +175,7 @@ SLOW = """
 import sys
 import time
 from paceline.data.packing import shards
-shards.stored = lambda *given, stored=shards.stored: (time.sleep(2), stored(*given))[1]
+shards.encode_sample = lambda *given, stored=shards.encode_sample: (time.sleep(2), stored(*given))[1]
 from paceline.cli.main import run
 sys.exit(run(sys.argv[1:]))
 """
