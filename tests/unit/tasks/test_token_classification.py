@@ -165,6 +165,15 @@ def test_loss_accuracy_and_entities_are_of_all_held_out_words(train: Make, recip
     assert (result.run_dir / "report.html").is_file()
 
 
+def test_held_out_texts_without_entities_have_no_f1(train: Make, tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", tagged(30))
+    write_lines(tmp_path / "validation.jsonl", [{"tokens": ["so", "it", "was"], "tags": ["O", "O", "O"]}] * 4)
+    result = train("run", {"data.path": str(tmp_path)})
+    assert result.summary.status == "completed"
+    assert "token_accuracy" in result.metrics
+    assert "entity_f1" not in result.metrics
+
+
 def test_a_run_goes_on_where_it_was_cut_off(train: Make) -> None:
     whole = train("whole", {"model.options.dropout": 0.1})
     train("cut", {"model.options.dropout": 0.1, "train.until": "20 steps"})
