@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from paceline.data.text.labelled import open_labelled
 from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer
 from paceline.errors import DataError, PacelineError
 from paceline.inference.export import ExportRequest, export
-from paceline.inference.text import open_labeller
+from paceline.inference.text import TextLabeller, open_labeller
 from paceline.recipe.data import Data, Text
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
@@ -224,6 +225,28 @@ def test_weights_alone_tag_prompts_and_lines(train: Make, tmp_path: Path) -> Non
         cells = [(each["word"], each["label"]) for each in csv.DictReader(file)]
     assert cells == [pair for each in rows for pair in zip(each["words"], each["labels"], strict=True)]
     assert "one tag for each word" in predict(run_dir, "--prompt", "a", "--top-k", "2", code=2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [(20 * "very ", "the prompt cannot be read: .* of its 20 words are beyond"), (" ", "it is empty")],
+)
+def test_a_prompt_that_cannot_be_read_ends_with_one_sentence(
+    train: Make, capfd: pytest.CaptureFixture[str], prompt: str, message: str
+) -> None:
+    assert run_command_line(["predict", str(train("run").run_dir), "--prompt", prompt]) == DataError.exit_code
+    error = capfd.readouterr().err
+    assert re.search(message, error)
+    assert "Traceback" not in error
+
+
+def test_no_tag_is_given_where_the_output_is_not_finite(
+    train: Make, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = train("run").run_dir
+    monkeypatch.setattr(TextLabeller, "_scores", lambda _, texts: torch.full((1, len(texts[0]), 4), torch.nan))
+    assert run_command_line(["predict", str(run_dir), "--prompt", "the cat", "--json"]) == 1
+    assert "not a finite number" in capfd.readouterr().err
 
 
 def test_a_batch_changes_no_text_s_tags(train: Make) -> None:
