@@ -91,7 +91,7 @@ class ProcessGroup:
     have changed their parent or session are found on Linux; elsewhere only those in a child's process group.
 
     Attributes:
-        good_codes: Exit codes that do not count as failures.
+        success_codes: Exit codes that do not count as failures.
         signals: Signals to send to each child while :meth:`wait` waits, see :func:`received_signals`.
         grace_seconds: Seconds that descendants have to end by themselves once their child is gone (Linux).
         children: The processes started so far.

@@ -226,7 +226,8 @@ def test_what_somebody_took_for_litter_is_sent_again(home: Home, tmp_path: Path)
 def test_a_copy_with_sha_256_digests_is_fetched_and_continued(home: Home, tmp_path: Path) -> None:
     """Versions before BLAKE3 wrote such commits."""
     remote, copy = Remote(f"file://{tmp_path}/copy"), tmp_path / "copy"
-    Mirror(remote, "a run", CommitListing()).send(home.save(1), home.root)
+    checkpoint = home.save(1)
+    Mirror(remote, "a run", CommitListing()).send(checkpoint, home.root)
     (commit,) = (copy / "commits").iterdir()
     content = json.loads(commit.read_text())
     for piece in [*content["files"].values(), *itertools.chain(*content["records"].values())]:
@@ -239,6 +240,8 @@ def test_a_copy_with_sha_256_digests_is_fetched_and_continued(home: Home, tmp_pa
     assert fetched(str(remote.address), tmp_path / "away").step == 1  # type: ignore[union-attr]
     assert weight_in(tmp_path / "away") == 1.0
     mirror = Mirror(remote, "a run", list_commits(remote))
+    mirror.send(checkpoint, home.root)
+    assert [*(copy / "commits").iterdir()] == [commit], "the newest checkpoint is not sent again"
     mirror.send(home.save(2), home.root)
     mirror.prune(keep=2)
     assert [each.step for each in list_commits(remote).commits] == [2, 1]

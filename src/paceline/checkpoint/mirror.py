@@ -179,8 +179,10 @@ class Mirror:
             StorageError: If the address reports an error, or another launch writes there.
         """
         newest = next(iter(commit_chain(self._commits.values())), None)
-        if newest is not None and newest.files[MANIFEST].facts == FileFacts.of(_manifest_bytes(checkpoint.path)):
-            return
+        if newest is not None:
+            sent = newest.files[MANIFEST].facts
+            if sent == FileFacts.of(_manifest_bytes(checkpoint.path), sent.algorithm):
+                return
         files = self._send_files(checkpoint)
         records = {name: self._send_growing(root / name, name, size) for name, size in checkpoint.growing.items()}
         records |= {name: (self._send_small(root / name, name),) for name in checkpoint.small}
@@ -284,7 +286,7 @@ class Mirror:
         """Return the numbers and names of the commits that are there now.
 
         Raises:
-            TakenError: If another launch has written one.
+            MirrorConflictError: If another launch has written one.
         """
         commits = _commit_names(self._remote)
         if any(name not in self._initial_names and not name.endswith(f"-{self._launch}.json") for _, name in commits):
@@ -302,7 +304,7 @@ class Mirror:
 
         Raises:
             StorageError: If the address fails, or has lost uploads; the next call continues.
-            TakenError: If another launch has written there; nothing is deleted then.
+            MirrorConflictError: If another launch has written there; nothing is deleted then.
         """
         commits = self._commit_names()
         retained = select_retained(self._commits.values(), keep)

@@ -204,7 +204,7 @@ class ShardedSave:
         rank: Rank of this process.
         world_size: Number of processes that write.
         patience_seconds: How long the first process waits while no other makes progress.
-        given_up: Set when the run has failed elsewhere: the notes may never come.
+        cancelled: Set when the run has failed elsewhere: the notes may never come.
     """
 
     staging_dir: Path

@@ -16,6 +16,7 @@ from annotated_types import Ge
 from paceline.cli.options import refuse_unused
 from paceline.cli.output import echo, print_json, store_verdict
 from paceline.command import Best, Shape, Target, TrustCode, Weights, command
+from paceline.errors import DataError, NotFiniteError
 from paceline.escaping import one_line
 from paceline.loading import loading
 from paceline.recipe.load import load_recipe
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from paceline.checkpoint.weights import SavedWeights
     from paceline.files import SkippedItems
     from paceline.inference.answer_files import AnswerWriter
     from paceline.inference.answers import Answer, ImagePredictor, Seen
@@ -157,22 +159,11 @@ class Predict:
 def _answer_prompt(options: Predict, prompt: str, device: torch.device, *, as_json: bool) -> None:
     """Continue a prompt, or fill in its masked tokens."""
     from paceline.checkpoint.weights import read_weights
-    from paceline.inference.text import Sampling, TextPredictor, open_labeller
+    from paceline.inference.text import Sampling, TextPredictor
 
     saved = read_weights(options.target, options.weights, best=options.best)
     if {"tokenizer", "class_names"} <= saved.description("data").keys():
-        for name in options.generation:
-            refuse_unused(
-                click.get_current_context(), name, "it is for text generation, and this model classifies texts"
-            )
-        labeller = open_labeller(saved, device, trust_code=options.trust_code)
-        _refuse_top_k(options, labeller)
-        (answer,) = labeller.answer([labeller.prepare(prompt.encode())], options.top_k or labeller.usual_top_k)
-        if as_json:
-            row = answer.row()
-            print_json({"prompt": prompt, **{key: row[key] for key in row if key not in ("path", "error")}})
-        else:
-            echo(answer.description())
+        _label_prompt(options, prompt, saved, device, as_json=as_json)
         return
     predictor = TextPredictor(saved, device, trust_code=options.trust_code)
     if not predictor.is_masked:
@@ -197,6 +188,29 @@ def _answer_prompt(options: Predict, prompt: str, device: torch.device, *, as_js
     for guess in filled.guesses:
         pairs = zip(guess.texts, guess.probabilities, strict=True)
         echo("  ".join(f"{text!r} {100 * value:.1f} %" for text, value in pairs))
+
+
+def _label_prompt(options: Predict, prompt: str, saved: SavedWeights, device: torch.device, *, as_json: bool) -> None:
+    """Print the class of a prompt, or the tags of its words."""
+    from paceline.data.image.decode import BrokenImageError
+    from paceline.inference.text import open_labeller
+
+    for name in options.generation:
+        refuse_unused(click.get_current_context(), name, "it is for text generation, and this model classifies texts")
+    labeller = open_labeller(saved, device, trust_code=options.trust_code)
+    _refuse_top_k(options, labeller)
+    try:
+        prepared = labeller.prepare(prompt.encode())
+    except BrokenImageError as error:
+        raise DataError(f"the prompt cannot be read: {error.reason}.") from None
+    (answer,) = labeller.answer([prepared], options.top_k or labeller.usual_top_k)
+    if answer.error is not None:
+        raise NotFiniteError(f"{answer.error}.")
+    if as_json:
+        row = answer.row()
+        print_json({"prompt": prompt, **{key: row[key] for key in row if key not in ("path", "error")}})
+    else:
+        echo(answer.description())
 
 
 def _refuse_top_k(options: Predict, predictor: ImagePredictor) -> None:

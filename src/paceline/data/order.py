@@ -49,12 +49,13 @@ def epoch_order(seed: int, epoch: int, samples: int, repeats: int = 1) -> Sample
     :class:`~paceline.data.keyed_order.KeyedOrder`, which gives slices without the rest.
     """
     if samples > SORTED_AT_MOST:
-        return KeyedOrder(seed, epoch, samples, repeats)[:]
-    different = samples // repeats
-    words = np.random.Philox(key=[seed, epoch]).random_raw(different)
-    order = np.argsort(words, kind="stable")
-    if repeats > 1:
-        order = (order[:, None] + different * np.arange(repeats)).reshape(-1)
+        order = KeyedOrder(seed, epoch, samples, repeats)[:]
+    else:
+        different = samples // repeats
+        words = np.random.Philox(key=[seed, epoch]).random_raw(different)
+        order = np.argsort(words, kind="stable")
+        if repeats > 1:
+            order = (order[:, None] + different * np.arange(repeats)).reshape(-1)
     order.flags.writeable = False
     return order
 

@@ -463,6 +463,8 @@ def _matched(ids: NDArray[Any], gaps: list[tuple[int, int]], order: Callable[[in
     wanted = np.zeros(len(distinct), dtype=np.int64)
     for begin, end in gaps:
         for at in range(begin, end, _CHUNK):
+            if (wanted >= times).all():  # the rest of an unfinished epoch may be long, and nothing is left to match
+                return len(ids)
             some = order(at, min(at + _CHUNK, end))
             places = np.minimum(np.searchsorted(distinct, some), len(distinct) - 1)
             np.add.at(wanted, places[distinct[places] == some], 1)

@@ -167,14 +167,21 @@ def used_samples(run_dir: Path, rank: int) -> Iterator[LedgerEntry]:
     """Yield one rank's records with the ids of their samples; where positions are recorded, those of the order.
 
     Raises:
-        RunDirectoryError: If the directory does not hold a run, or its ledger is damaged.
+        RunDirectoryError: If the directory does not hold a run, its ledger is damaged, or other samples were used at
+            recorded positions than those of the order.
     """
     directory = existing_run(run_dir)
     plan = read_plan_to_resume(directory)
     geometry = replace(_geometry(plan, read_recipe(directory)), draws=_draws(directory, plan))
-    for entry in read_ledger(ledger_path(directory.ledger, rank)):
+    path = ledger_path(directory.ledger, rank)
+    for entry in read_ledger(path):
         if isinstance(entry, PositionEntry):
             ids = geometry.ids_at(entry.epoch, entry.first, entry.first + entry.samples)
+            if digest_of(ids) != entry.digest:
+                raise RunDirectoryError(
+                    f"step {entry.step} in '{path}' used other samples than those of the order at its positions: the "
+                    "digest does not match, so the samples are unknown."
+                )
             yield LedgerEntry(entry.step, entry.epoch, ids, np.empty(0, dtype=np.int64))
         else:
             yield entry

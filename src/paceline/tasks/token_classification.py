@@ -46,6 +46,9 @@ class TokenClassification(TextClassification):
         """Open the texts."""
         found, why = super().data_facts(world), "the loss is the cross-entropy of each word's tag"
         self._types = entity_types(self.dataset.classes)
+        held_out = self.dataset.labels[1]
+        if self._types is not None and held_out.size and not np.isin(held_out, np.flatnonzero(self._types)).any():
+            self._types = None  # without entities, F1 is 0 / 0
         if self._types is not None:
             self.metrics, self.headline = (*_METRICS, _F1), _F1.name
         unused = dict.fromkeys(("train.loss", "train.loss_options", "train.target_threshold"), why)

@@ -66,7 +66,7 @@ def _extrapolate(run: Run) -> MeasurementEvent | None:
         return None
     seconds = steps * totals.train_seconds / totals.steps
     evaluations = _times_due(plan, "evaluate", position, end)
-    more = f", and {counted(evaluations, 'evaluation')}" if evaluations else ""
+    more = f", plus {counted(evaluations, 'evaluation')}" if evaluations else ""
     return MeasurementEvent(
         **run.progress.here,
         what="forecast",

@@ -484,7 +484,7 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
 
     Args:
         directory: Holds the run's recipe and plan.
-        asked: The request.
+        request: The request.
         address: The address that the files were copied from; None for the run's own directory.
 
     Raises:

@@ -96,6 +96,7 @@ def test_only_larger_epochs_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert np.array_equal(epoch_order(7, 1, 999), np.argsort(np.random.Philox(key=[7, 1]).random_raw(999)))
     assert np.array_equal(epoch_order(7, 1, 1000, 2), KeyedOrder(7, 1, 1000, 2)[:])
     assert not np.array_equal(epoch_order(7, 1, 1000, 2), small)
+    assert not epoch_order(7, 1, 1000, 2).flags.writeable, "it is cached"
     epoch_order.cache_clear()
 
 

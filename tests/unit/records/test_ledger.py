@@ -209,6 +209,23 @@ def test_duplicates_missing_and_broken_samples_are_told_apart(tmp_path: Path) ->
     assert [(one.used, one.broken) for one in summary.epochs] == [(5, 0), (4, 1)]
 
 
+def test_the_rest_of_an_unfinished_epoch_is_not_looked_up(tmp_path: Path) -> None:
+    """In a very large epoch that would delay the stop of a run by minutes."""
+    with contextlib.closing(LedgerWriter(ledger_path(tmp_path, 0))) as writer:
+        for step, first in enumerate((0, 10, 20), 1):
+            ids, is_broken = order(0, first, first + 10), step == 2
+            writer.append(step=step, epoch=0, ids=ids[is_broken:], broken=ids[:is_broken], first=first)
+    asked = []
+
+    def recorded(epoch: int, begin: int, end: int) -> Ids:
+        asked.append((begin, end))
+        return order(epoch, begin, end)
+
+    (found,) = count_epochs(tmp_path, 95, order=recorded).epochs
+    assert (found.used, found.broken, found.duplicates, found.missing) == (29, 1, 0, 65)
+    assert asked == [(10, 20)]
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     records=st.lists(

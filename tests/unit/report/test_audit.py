@@ -17,6 +17,7 @@ import pytest
 
 from paceline.data.batch import Batch, select_rows
 from paceline.data.order import StepGeometry
+from paceline.errors import RunDirectoryError
 from paceline.records.ledger import Entry, LedgerEntry, LedgerWriter, PositionEntry, ledger_path, read_ledger
 from paceline.report.audit import audit_run, used_samples
 from paceline.world import World
@@ -173,6 +174,14 @@ def test_a_record_that_was_changed_is_found(honest: Path, tmp_path: Path, name: 
     found = audit_run(run_dir)
     assert found.passed == (not wanted)
     assert wanted in " ".join(found.objections)
+
+
+def test_samples_are_not_named_unless_their_digest_matches(honest: Path, tmp_path: Path) -> None:
+    shutil.copytree(honest, tmp_path / "run")
+    path = ledger_path(tmp_path / "run" / "ledger", 0)
+    write(path, first_replaced([*read_ledger(path)], digest=bytes(8)))
+    with pytest.raises(RunDirectoryError, match=r"step 1 in .* the digest does not match"):
+        next(used_samples(tmp_path / "run", 0))
 
 
 def test_another_seed_than_the_runs_is_found(honest: Path, tmp_path: Path) -> None:

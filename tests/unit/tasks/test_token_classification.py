@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from paceline.data.text.labelled import open_labelled
 from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer
 from paceline.errors import DataError, PacelineError
 from paceline.inference.export import ExportRequest, export
-from paceline.inference.text import open_labeller
+from paceline.inference.text import TextLabeller, open_labeller
 from paceline.recipe.data import Data, Text
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
@@ -165,6 +166,15 @@ def test_loss_accuracy_and_entities_are_of_all_held_out_words(train: Make, recip
     assert (result.run_dir / "report.html").is_file()
 
 
+def test_held_out_texts_without_entities_have_no_f1(train: Make, tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", tagged(30))
+    write_lines(tmp_path / "validation.jsonl", [{"tokens": ["so", "it", "was"], "tags": ["O", "O", "O"]}] * 4)
+    result = train("run", {"data.path": str(tmp_path)})
+    assert result.summary.status == "completed"
+    assert "token_accuracy" in result.metrics
+    assert "entity_f1" not in result.metrics
+
+
 def test_a_run_goes_on_where_it_was_cut_off(train: Make) -> None:
     whole = train("whole", {"model.options.dropout": 0.1})
     train("cut", {"model.options.dropout": 0.1, "train.until": "20 steps"})
@@ -215,6 +225,28 @@ def test_weights_alone_tag_prompts_and_lines(train: Make, tmp_path: Path) -> Non
         cells = [(each["word"], each["label"]) for each in csv.DictReader(file)]
     assert cells == [pair for each in rows for pair in zip(each["words"], each["labels"], strict=True)]
     assert "one tag for each word" in predict(run_dir, "--prompt", "a", "--top-k", "2", code=2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [(20 * "very ", "the prompt cannot be read: .* of its 20 words are beyond"), (" ", "it is empty")],
+)
+def test_a_prompt_that_cannot_be_read_ends_with_one_sentence(
+    train: Make, capfd: pytest.CaptureFixture[str], prompt: str, message: str
+) -> None:
+    assert run_command_line(["predict", str(train("run").run_dir), "--prompt", prompt]) == DataError.exit_code
+    error = capfd.readouterr().err
+    assert re.search(message, error)
+    assert "Traceback" not in error
+
+
+def test_no_tag_is_given_where_the_output_is_not_finite(
+    train: Make, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = train("run").run_dir
+    monkeypatch.setattr(TextLabeller, "_scores", lambda _, texts: torch.full((1, len(texts[0]), 4), torch.nan))
+    assert run_command_line(["predict", str(run_dir), "--prompt", "the cat", "--json"]) == 1
+    assert "not a finite number" in capfd.readouterr().err
 
 
 def test_a_batch_changes_no_text_s_tags(train: Make) -> None:

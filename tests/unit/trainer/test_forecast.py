@@ -100,7 +100,7 @@ def test_a_resumed_run_counts_what_is_left(timed_task: Make, train_tiny: Make, e
     first, second = events(result.run_dir, "measurement")
     assert "20 steps and 2 evaluations" in first["message"]
     assert second["step"] == 20
-    assert "28 steps at the speed so far, and 3 evaluations" in second["message"]
+    assert "28 steps at the speed so far, plus 3 evaluations" in second["message"]
     assert second["expected_seconds"] == pytest.approx(28 / 20 * before.train_seconds)
 
 

@@ -54,9 +54,9 @@ class ByteTokenizer:
         """Return a text's token ids between two end tokens, cut to ``max_length`` in all, int64 [tokens]."""
         return np.concatenate([[self.end], self.encode(text)[: max_length - 2], [self.end]]).astype(np.int64)
 
-    def encode_words(self, words: Sequence[str], most: int) -> tuple[TokenIds, TokenIds]:
+    def encode_words(self, words: Sequence[str], max_length: int) -> tuple[TokenIds, TokenIds]:
         """Encode words, separated by spaces, as :meth:`encode_whole`; return the ids and :func:`word_starts`."""
-        ids = self.encode_whole(" ".join(words), most)
+        ids = self.encode_whole(" ".join(words), max_length)
         ends = np.concatenate([[0], np.arange(1, len(ids) - 1), [0]])
         return ids, word_starts([len(word.encode("utf-8")) for word in words], ends)
 
