@@ -287,7 +287,7 @@ def recomputed() -> Figures:
             torch.manual_seed(0)
             network = build().train()
             if how != "off":
-                recompute_blocks(network, how, name=name)
+                recompute_blocks(network, how)
             images = torch.ones(8, 3, 32, 32)
             with _Living() as memory:
                 loss = network(images).square().sum()

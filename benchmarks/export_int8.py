@@ -12,7 +12,9 @@ import argparse
 import itertools
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -22,7 +24,6 @@ from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, 
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
 from paceline.checkpoint.weights import read_weights
-from paceline.inference import export_onnx
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.export_onnx import OnnxSession, SampleImages, calibration_images
 from paceline.inference.predict import load_predictor
@@ -66,10 +67,11 @@ def measure(run: Path, scratch: Path) -> dict[str, Any]:
         if name != "min-max" and (symmetric or reduced):
             continue  # one thing is changed at a time
         path = scratch / "int8.onnx"
+        batches = ({"images": each.numpy()} for each in images.batches(images.calibration))
         quantize_static(
             prepared,
             path,
-            export_onnx.Reader(images),
+            SimpleNamespace(get_next=partial(next, batches, None)),
             quant_format=QuantFormat.QDQ,
             per_channel=True,
             reduce_range=reduced,

@@ -16,6 +16,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def sequential(predictor: Predictor, paths: list[Path]) -> Iterator[Answer]:
         part = paths[start : start + BATCH]
         images = [predictor.prepare(path.read_bytes()) for path in part]
         for path, answer in zip(part, predictor.answer(images, TOP_K), strict=True):
-            yield answer.at(path)
+            yield replace(answer, path=path)
 
 
 def ahead(predictor: Predictor, paths: list[Path]) -> Iterator[Answer]:
