@@ -40,7 +40,7 @@ _MAX_HELD_BYTES, _MAX_HELD_FRACTION = 256 * 2**20, 1 / 8
 # Largest network to copy for its optimizer.
 _MAX_COPIED_BYTES, _MAX_COPIED_BYTES_CUDA = 256 * 2**20, 64 * 2**20
 # Copying, hashing and writing a checkpoint on the cores that train (benchmarks/checkpoint.py).
-_SAVE_SECONDS_PER_BYTE = 1.5e-9
+_SAVE_SECONDS_PER_BYTE = 1.0e-9
 # Importing a tracker's library competes with the first steps for the interpreter.
 _TRACKER_SECONDS = 0.3
 _LONG_SECONDS = 3600.0
