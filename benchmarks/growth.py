@@ -1,6 +1,6 @@
 """How do time and memory grow with samples, files, ranks and steps?
 
-Each row is measured at three sizes, in a process of its own whose memory is limited, and a power of the size is fitted
+Each row is measured at three sizes, in a separate process with limited memory, and a power of the size is fitted
 to its seconds: 0 is constant, 1 proportional. Memory is the peak less what the process had before it began; what a row
 needs to be there (files, a run directory) is made by another process before.
 
@@ -62,7 +62,7 @@ def order(samples: int, _: Path) -> Facts:
 
 
 def ledger(batch: int, folder: Path) -> Facts:
-    """Append 1,000 steps of so many samples, in micro-batches of 64."""
+    """Append 1,000 steps of ``samples`` samples, in micro-batches of 64."""
     from paceline.data.order import StepGeometry
     from paceline.records.ledger import LedgerWriter, ledger_path
     from paceline.world import World
@@ -82,7 +82,7 @@ _AUDITED_BATCH = 1024
 
 
 def make_audited(samples: int, folder: Path) -> None:
-    """Make a run of one epoch of so many samples: the records of a short run, changed, and the ledger of a long one."""
+    """Make a run of one epoch of ``samples`` samples: a short run's records, edited, and a long run's ledger."""
     import paceline
     from paceline.data.order import StepGeometry
     from paceline.records.ledger import LedgerWriter, ledger_path
@@ -140,7 +140,7 @@ def listing(_: int, folder: Path) -> Facts:
 
 
 def plan(ranks: int, _: Path) -> Facts:
-    """Plan a run on so many ranks and cut its first steps for one of them."""
+    """Plan a run on the given number of ranks, and cut its first steps for one rank."""
     from paceline.data.order import StepGeometry
     from paceline.plan import DataFacts, MachineFacts, make
     from paceline.recipe.load import load_recipe
@@ -165,7 +165,7 @@ def plan(ranks: int, _: Path) -> Facts:
 
 
 def make_records(count: int, folder: Path) -> None:
-    """Make a run with so many step records."""
+    """Make a run with the given number of step records."""
     import report as report_cost
 
     import paceline
@@ -272,7 +272,7 @@ def _resident(name: str) -> int:
 
 
 def measured(row: str, sizes: Sequence[int], gibibytes: float) -> Iterator[Facts]:
-    """Measure a row at each size, in processes of its own."""
+    """Measure a row at each size, each in a separate process."""
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
             for step in ["prepare"] * (ROWS[row].prepare is not None) + ["measure"]:

@@ -119,7 +119,7 @@ def _conv(inputs: int, outputs: int, *, stride: int = 1, dilation: int = 1) -> n
 # Changes to the recipe `shapes-segmentation`.
 OVERRIDES = {
     "data.dataset": "deepcam:weather",
-    "data.detection": None,  # the recipe's settings of its own pictures
+    "data.detection": None,  # settings of the pictures that the recipe generates
     "data.image_size": SIDE,
     "data.workers": 0,
     "model.name": "deepcam:DeepLabV3Plus",

@@ -39,14 +39,14 @@ FROM_CENTRE = np.abs(np.indices((SIDE, SIDE)) - SIDE // 2).sum(axis=0).flatten()
 
 
 def choose(state: Any, rng: np.random.Generator) -> int:
-    """Return the simple player's move: beside the last stone, as near to the centre as possible; 10 % are random."""
+    """Return the simple player's move: next to the last stone, as near to the centre as possible; 10 % are random."""
     legal = [move for move in state.legal_actions() if move != PASS]
     history = state.history()
     if history and rng.uniform() < 0.9:
         row, column = divmod(history[-1], SIDE)
-        beside = [move for move in legal if max(abs(move // SIDE - row), abs(move % SIDE - column)) == 1]
-        if beside:
-            return int(min(beside, key=lambda move: FROM_CENTRE[move]))
+        adjacent = [move for move in legal if max(abs(move // SIDE - row), abs(move % SIDE - column)) == 1]
+        if adjacent:
+            return int(min(adjacent, key=lambda move: FROM_CENTRE[move]))
     return int(rng.choice(legal))
 
 

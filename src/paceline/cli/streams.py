@@ -72,13 +72,13 @@ def wrap_streams() -> None:
         descriptor = number if stream is not None else os.open(os.devnull, mode)
         os.set_inheritable(descriptor, True)  # noqa: FBT003  # for the ranks of a run
         descriptors.append(descriptor)
-    sys.stdin = sys.stdin or open(descriptors[0], closefd=False)  # noqa: SIM115  # it stays open
+    sys.stdin = sys.stdin or open(descriptors[0], closefd=False)  # noqa: SIM115  # open until the process ends
     sys.stderr, sys.stdout = _wrapped(sys.stderr, descriptors[2]), _wrapped(sys.stdout, descriptors[1])
     make_optional(sys.stderr)
 
 
 def _wrapped(stream: TextIO | None, descriptor: int) -> TextIO:
-    binary = open(descriptor, "wb", closefd=False)  # noqa: SIM115  # it stays open
+    binary = open(descriptor, "wb", closefd=False)  # noqa: SIM115  # open until the process ends
     if not isinstance(stream, io.TextIOWrapper):
         return StandardStream(binary, encoding="utf-8", errors="backslashreplace")
     return StandardStream(

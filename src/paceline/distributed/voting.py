@@ -30,7 +30,7 @@ class _Ballot(torch.autograd.Function):
         if ctx.voting.on_backward_done is not None:
             # The callback queued here runs once every gradient of this process is computed. DDP's reducer queues its
             # wait in the same way with the last gradient, which cannot come before the votes': so this one runs first.
-            torch.autograd.Variable._execution_engine.queue_callback(ctx.voting.on_backward_done)  # noqa: SLF001  # so does FSDP
+            torch.autograd.Variable._execution_engine.queue_callback(ctx.voting.on_backward_done)  # noqa: SLF001  # no public way; FSDP uses it too
         return ctx.voting.get_votes().to(ctx.dtype), None
 
 

@@ -155,7 +155,7 @@ _NOWHERE = _Origin("", "loss", uses_weights=False)
 _WHERE_BRANCHES_PART = _Origin(SUM_OF_GRADIENTS, "forward", uses_weights=False)
 
 
-class _ModeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+class _ModeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     """Calls each operator and reports it."""
 
     supports_higher_order_operators = True
@@ -302,7 +302,7 @@ class WorkCounter:
         if type(node).__name__ == "AccumulateGrad":
             name = next((name for name, each in self._parameters.items() if each is node.variable), "")
             return _Origin(name.rpartition(".")[0], "forward", uses_weights=True, is_of_weights=True)
-        return self._origins.get(node._sequence_nr(), _NOWHERE)  # noqa: SLF001  # torch.fx asks so
+        return self._origins.get(node._sequence_nr(), _NOWHERE)  # noqa: SLF001  # no public way; torch.fx uses it too
 
 
 def _backward_phase(part: OperatorWork, origin: _Origin, uses_weights: bool, adds_up: bool) -> str:

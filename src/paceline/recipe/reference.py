@@ -106,7 +106,7 @@ def describe_type(kind: Any) -> str:
     if origin is dict:
         if not dataclasses.is_dataclass(arguments[1]):
             return "mapping"
-        fields = field_types(arguments[1])  # type: ignore[arg-type]  # a class
+        fields = field_types(arguments[1])  # type: ignore[arg-type]  # always a class here
         return f"mapping to: {', '.join(f'`{name}` ({describe_type(each)})' for name, each in fields.items())}"
     raise ValueError(f"there are no words for the type {kind}: add some to {__file__}.")
 

@@ -249,7 +249,7 @@ def trainable_boxes(target: dict[str, Tensor]) -> dict[str, Tensor]:
 @contextmanager
 def _with_named_losses(model: Model) -> Iterator[None]:
     """Make a detector return its losses, with everything else, such as norms, in evaluation mode."""
-    root = next(iter(model.modules()))  # type: ignore[attr-defined]  # a network, or what asks one
+    root = next(iter(model.modules()))  # type: ignore[attr-defined]  # a network, or a wrapper of one
     parts = [root, *(getattr(root, name) for name in ("rpn", "roi_heads") if hasattr(root, name))]
     modes = [part.training for part in parts]
     for part in parts:

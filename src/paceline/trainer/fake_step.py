@@ -124,7 +124,7 @@ class Faker:
     def network(self, network: nn.Module) -> None:
         """Replace each parameter, buffer, and tensor attribute by a fake tensor."""
         for module in network.modules():
-            for attributes in (module._parameters, module._buffers, vars(module)):  # noqa: SLF001  # `setattr` asks for real ones
+            for attributes in (module._parameters, module._buffers, vars(module)):  # noqa: SLF001  # `setattr` accepts only real parameters
                 attributes |= {name: self.tensor(each) for name, each in attributes.items() if isinstance(each, Tensor)}
             for name, attributes in vars(module).items():
                 if isinstance(attributes, list) and attributes and all(isinstance(each, Tensor) for each in attributes):
@@ -183,7 +183,7 @@ class ForwardLayers:
             return self.current
         if type(node).__name__ == "AccumulateGrad":
             return self._owners.get(id(node.variable), "")
-        position = bisect_right(self._numbers, node._sequence_nr())  # noqa: SLF001  # torch.fx asks so
+        position = bisect_right(self._numbers, node._sequence_nr())  # noqa: SLF001  # no public way; torch.fx uses it too
         return self._names[position - 1]
 
     def clear(self) -> None:
@@ -280,7 +280,7 @@ class FakeStep:
 
     def update(self) -> None:
         """Clip the gradients, step, free the gradients, and update the average."""
-        with self._enter_phase("update"), _OptimizerStepMode():  # type: ignore[no-untyped-call]  # torch
+        with self._enter_phase("update"), _OptimizerStepMode():  # type: ignore[no-untyped-call]  # not annotated in torch
             self._clipping(measure=True)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -348,7 +348,7 @@ def _line_of(error: Exception) -> str:
     return f" at {Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else ""
 
 
-class _OptimizerStepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
+class _OptimizerStepMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # not annotated in torch
     """Handles what fake tensors cannot do in an optimizer: fused steps, and reading its own values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

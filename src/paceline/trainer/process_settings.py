@@ -238,5 +238,5 @@ def restore_random_states(device: str | None) -> Iterator[None]:
     finally:
         for write, state in states:
             write(state)
-        np.random.set_state(numpy)  # noqa: NPY002  # as above
+        np.random.set_state(numpy)  # noqa: NPY002  # the global generator of user code
         random.setstate(python)

@@ -224,7 +224,7 @@ class Variation:
                 torch.default_generator.manual_seed(seed)
                 if self._draws_elsewhere:
                     random.seed(seed)
-                    np.random.seed(seed % 2**32)  # noqa: NPY002  # other code draws from it
+                    np.random.seed(seed % 2**32)  # noqa: NPY002  # user code draws from the global generator
                 image = images[row]
                 for transform in self._transforms:
                     image = transform(image)
@@ -235,13 +235,13 @@ class Variation:
 @contextmanager
 def restore_generators() -> Iterator[None]:
     """Restore the states of torch's, Python's and NumPy's global generators on exit."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002  # other code draws from it
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002  # user code draws from the global generator
     try:
         yield
     finally:
         torch.set_rng_state(states[0])
         random.setstate(states[1])
-        np.random.set_state(states[2])  # noqa: NPY002  # as above
+        np.random.set_state(states[2])  # noqa: NPY002  # the global generator of user code
 
 
 def has_variation(augment: Augment) -> bool:

@@ -115,7 +115,7 @@ def test_it_leaves_all_generators_where_they_were(name: str) -> None:
     def seed() -> None:
         torch.manual_seed(5)
         random.seed(5)
-        np.random.seed(5)  # noqa: NPY002  # as above
+        np.random.seed(5)  # noqa: NPY002  # the global generator of user code
 
     seed()
     expected = drawn()
