@@ -34,6 +34,8 @@ def parts(options: argparse.Namespace) -> dict[str, tuple[float, tuple[str, ...]
     small = ("--only", "small_resnet", "--dry-run") if options.tiny else ()
     where = ("--dry-run",) if options.tiny else ("--device", "cuda")
     runs = ("digits", "a small GPT", "a small BERT", "ResNet-18, 96 pixels", "ResNet-50, 224 pixels, bf16")
+    peers = ("benchmarks/peers/compare.py", "--here", "--rounds")
+    few = ("1", "loop-4", "--peers", "raw", "timm") if options.tiny else ()
     forecast = ("--only", "digits", "--dry-run") if options.tiny else ("--only", *runs)
     found: dict[str, tuple[float, tuple[str, ...]]] = {
         "tests-of-time": (90, (*PYTEST, *TIMED)),
@@ -41,6 +43,8 @@ def parts(options: argparse.Namespace) -> dict[str, tuple[float, tuple[str, ...]
             240,
             (*PYTEST, "-vv", "tests/gpu", *(f"--ignore={each}" for each in TIMED), "-m", "not slow", "-n", "12"),
         ),
+        "peers": (240, (*peers, *(few or ("2", "gpu-resident")))),
+        "jpegs": (260, (*peers, *(few or ("2", "gpu-folder")))),
         "forecast": (120, ("benchmarks/forecast.py", *forecast)),
         "throughput": (120, ("benchmarks/gpu_throughput.py", *tiny)),
         "compiled": (150, ("benchmarks/gpu_throughput.py", "resnet50", "gpt-124m", "--compile", *tiny)),

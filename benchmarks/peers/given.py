@@ -47,7 +47,6 @@ class Spec:
         precision: ``fp32``, or ``bf16`` for autocast.
         channels_last: Memory layout.
         device: ``cpu`` or ``cuda``.
-        is_compiled: Whether those that can, and say so in their documentation, compile the network.
         threads: Of each process.
         workers: Loader processes of each process.
         processes: Ranks.
@@ -67,7 +66,6 @@ class Spec:
     precision: str = "fp32"
     channels_last: bool = True
     device: str = "cpu"
-    is_compiled: bool = False
     threads: int = 2
     workers: int = 0
     processes: int = 1

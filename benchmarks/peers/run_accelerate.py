@@ -15,7 +15,7 @@ def main() -> None:
     """Train as asked."""
     spec, clock, out = begin()
     accelerator = Accelerator(
-        cpu=True,
+        cpu=spec.device == "cpu",
         mixed_precision="bf16" if spec.precision == "bf16" else "no",
         # Batches that are cut for each rank already are not to be shared out again.
         dataloader_config=DataLoaderConfiguration(dispatch_batches=False),

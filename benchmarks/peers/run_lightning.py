@@ -62,7 +62,7 @@ def main() -> None:
             ModelCheckpoint(spec.scratch, every_n_train_steps=spec.save_every, save_last="link", save_top_k=1)
         )
     trainer = lightning.Trainer(
-        accelerator="cpu",
+        accelerator=spec.device,
         devices=spec.processes,
         strategy="ddp" if spec.processes > 1 else "auto",
         precision="bf16-mixed" if spec.precision == "bf16" else "32-true",

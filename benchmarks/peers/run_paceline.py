@@ -94,7 +94,6 @@ def recipe(spec: Spec, read: str) -> dict[str, Any]:
         "schedule.warmup": "0 steps",
         "evaluate.every": f"{spec.total} steps" if spec.evaluate else "off",
         "checkpoint.every": saves,
-        "model.compile": spec.is_compiled,
         "parallel.device": spec.device,
         "parallel.threads": spec.threads,
         "telemetry.report": False,

@@ -28,8 +28,6 @@ def main() -> None:
     if spec.processes > 1:
         torch.distributed.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model, broadcast_buffers=not tuned, gradient_as_bucket_view=tuned)
-    if tuned and spec.is_compiled:
-        model = torch.compile(model)  # type: ignore[assignment]  # what it returns behaves as the module
     batches = endless(loader(spec, rank))
     for step in range(done + 1, spec.total + 1):
         inputs, labels = spec.placed(*next(batches))

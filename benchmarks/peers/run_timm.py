@@ -85,8 +85,6 @@ def main() -> None:
     if spec.processes > 1:
         torch.distributed.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)
-    if spec.is_compiled:
-        model = torch.compile(model)  # --torchcompile
     losses, stream = AverageMeter(), endless(batches(spec, rank))
     model.train()
     for step in range(done + 1, spec.total + 1):
