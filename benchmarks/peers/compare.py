@@ -60,7 +60,8 @@ def train(name: str, python: Path, spec: Spec, folder: Path) -> dict[str, Any]:
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.processes}"]
         command = [str(python), *start, *command[1:]]
     sources = str(HERE.parents[1] / "src")
-    own = {"OMP_NUM_THREADS": str(spec.threads), "PYTHONPATH": f"{HERE}{os.pathsep}{sources}"}
+    paths = [str(HERE), sources, *([os.environ.get("PYTHONPATH", "")] if python == Path(sys.executable) else [])]
+    own = {"OMP_NUM_THREADS": str(spec.threads), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     variables = {**os.environ, **own, **peer.variables}
     variables.pop("PYTHONDONTWRITEBYTECODE", None)  # each finds its sources compiled, as those that are installed do
     started = time.time()
@@ -117,7 +118,8 @@ def compare(
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     failed: dict[str, str] = {}
     draw = random.Random(0)
-    for number in range(rounds + 1):  # the first fills file caches and shows who fails
+    # The first fills file caches. On a GPU, whose minutes are dear, the steps before the timed ones suffice.
+    for number in range(int(workload.spec.device == "cuda"), rounds + 1):
         spec = dataclasses.replace(workload.spec, folder=folder)
         if number == 0:
             spec = dataclasses.replace(spec, steps=max(spec.steps // 8, 8 * max(spec.saves, 1)))
@@ -254,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         names = [*dict.fromkeys([*(options.peers or workload.contenders), US])]
         pythons = {name: Path(sys.executable) if options.here else python_of(name) for name in names}
         known, packages = facts(), {name: installed(python) for name, python in pythons.items()}
-        folder = photographs(16_000 if spec.device == "cuda" else 4_000) if spec.data == "folder" else ""
+        folder = photographs(12_000 if spec.device == "cuda" else 4_000) if spec.data == "folder" else ""
         found, failed = compare(workload, pythons, options.rounds, folder)
         if US in failed:
             without_us.append(f"{key}: Paceline itself failed, so that there is nothing to compare: {failed[US]}")
