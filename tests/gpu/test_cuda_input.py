@@ -14,7 +14,7 @@ from paceline.data.image.pipeline import open_backend
 from paceline.data.image.transforms import Mixing
 from paceline.data.loaders.memory import MemoryBackend
 from paceline.data.order import StepGeometry
-from paceline.data.pipeline import Normalize, Placement, to_device
+from paceline.data.pipeline import Normalize, Placement, pinned, to_device
 from paceline.recipe.data import Augment, Data, Mix
 from paceline.world import World
 
@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_held_in_page_locked_memory(digits: ImageDataset, m
     )
     assert isinstance(opened, MemoryBackend)
     geometry = StepGeometry(seed=3, samples=len(digits.train), global_batch_size=64, logical_ranks=1)
-    batch = next(opened.batches(geometry.stream(0, 1, World())))
+    batch = pinned(next(opened.batches(geometry.stream(0, 1, World()))), placement.device)
     assert batch.inputs.is_pinned()
     reference = next(stream(digits, "cpu", mix=Mix()))
     normalize = Normalize(digits.mean, digits.std, placement)

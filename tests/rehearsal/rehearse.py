@@ -63,7 +63,7 @@ def main() -> None:
     task: Any = None
     if fault == "copy_from_pageable_memory":
         monkey: Any = pipeline
-        monkey.pinned = lambda batch, placement: batch
+        monkey.pinned = lambda batch, device: batch
     elif fault != "-":
         task = type("Planted", (Faulty,), {"fault": staticmethod(FAULTS[fault])})
     quiet = ("telemetry.trackers=[]", "telemetry.report=false")

@@ -56,13 +56,22 @@ def test_no_step_waits_for_the_device(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_batches_are_copied_ahead_from_page_locked_memory(tmp_path: Path, photos: Path, precision: str) -> None:
-    images = ("image_folder", f"data.path={photos}", "data.image_size=32", "model.name=small_resnet", "data.workers=1")
-    for name, recipe in {"images": (*images, "batch.global_size=8"), "text": GPT}.items():
+    small = ("data.image_size=32", "model.name=small_resnet", "batch.global_size=8")
+    images = ("image_folder", f"data.path={photos}", *small)
+    recipes: dict[str, tuple[str, ...]] = {
+        "read by loader processes": (*images, "data.workers=1"),
+        "read in the main process": (*images, "data.workers=0"),
+        "noise": ("synthetic", "data.samples=64", *small),
+        "text": GPT,
+    }
+    for name, recipe in recipes.items():
         asked = ("train.duration=24 steps", f"train.precision={precision}", "evaluate.every=off")
         found = rehearse(tmp_path / name, *recipe, *asked)
-        assert found["waits"] == []
+        assert found["waits"] == [], name
         # Inputs and targets of each step.
-        assert found["copies"].count(["side", True]) >= 2 * 24
+        assert found["copies"].count(["side", True]) >= 2 * 24, name
+        # Once, the two factors of the normalisation.
+        assert found["copies"].count(["side", False]) <= 2, name
 
 
 @pytest.mark.thorough

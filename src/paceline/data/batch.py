@@ -149,8 +149,10 @@ class Batch:
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    can_be = tensor.device.type == "cpu" and tensor.layout == torch.strided
-    return tensor.pin_memory() if can_be else tensor
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_pinned():
+        return tensor
+    # Unlike Tensor.pin_memory, without gaps between rows, since copying those to a GPU would block.
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
 
 class Backend(Protocol):

@@ -166,9 +166,9 @@ def identity(inputs: Nested) -> Nested:
     return inputs
 
 
-def pinned(batch: Batch, placement: Placement) -> Batch:
+def pinned(batch: Batch, device: torch.device) -> Batch:
     """Return a batch in pinned memory if it goes to a GPU: from pageable memory, the copy would block the host."""
-    return batch.pin_memory() if placement.device.type == "cuda" else batch
+    return batch.pin_memory() if device.type == "cuda" else batch
 
 
 def to_device(
@@ -202,6 +202,7 @@ def to_device(
 
 
 def _moved(batch: Batch, normalize: Callable[[Nested], Nested], device: torch.device) -> Batch:
+    batch = pinned(batch, device)
     both = (batch.inputs, batch.targets)
     inputs, targets = (mapped(lambda each: each.to(device, non_blocking=True), nested) for nested in both)
     if len(batch.ids) == 0:
@@ -316,4 +317,5 @@ class SimplePipeline:
             of = "training" if training else "held-out"
             error.add_note(f"(while a batch of these {of} samples was made: {', '.join(map(str, part.ids))})")
             raise
-        return pinned(read if isinstance(read, Batch) else Batch(*read, part.ids, part), self._placement)
+        # Here already, so that the threads that read also copy.
+        return pinned(read if isinstance(read, Batch) else Batch(*read, part.ids, part), self._placement.device)

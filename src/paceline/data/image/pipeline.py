@@ -240,11 +240,10 @@ def open_backend(
             view,
             device=placement.device if held_there else "cpu",
             channels_last=placement.channels_last,
-            pin_memory=on_gpu and not held_there,
             progress=progress,
         )
     if name == "synthetic":
-        return SyntheticBackend(source, view)
+        return SyntheticBackend(source, view, pin_memory=on_gpu)
     if name == "dali":
         return _open_dali(source, view, data, threads=workers, device=placement.device)
     return PytorchBackend(source, view, workers=workers, prefetch=data.prefetch, pin_memory=on_gpu)
@@ -273,7 +272,6 @@ def _open_dali(source: SampleSource, view: View, data: Data, *, threads: int, de
         threads=threads,
         prefetch=data.prefetch,
         decode_on=device if on_gpu and _may_decode_on_gpu(data) else "cpu",
-        pin_memory=on_gpu,
     )
 
 

@@ -145,12 +145,6 @@ class ImageStore:
         return [_pictures(part.view(shape.count, shape.image_bytes), shape, shape.side) for part in parts]
 
 
-def dense(images: torch.Tensor) -> torch.Tensor:
-    """Return images without gaps between rows, in the same memory format; copies only if there are gaps."""
-    last = images.stride(1) == 1 and images.shape[1] > 1
-    return images.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-
-
 def _pictures(runs: torch.Tensor, shape: StoreShape, height: int) -> torch.Tensor:
     """View runs of bytes [N, ...] as [N, C, height, side]."""
     if shape.channels_last:

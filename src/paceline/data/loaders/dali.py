@@ -344,7 +344,6 @@ class DaliBackend:
         threads: int,
         prefetch: int = 2,
         decode_on: torch.device | str = "cpu",
-        pin_memory: bool = False,
     ) -> None:
         """Read ``source`` with ``threads`` DALI threads and as many reading threads.
 
@@ -354,12 +353,10 @@ class DaliBackend:
             threads: Number of threads of each kind.
             prefetch: Batches that DALI prefetches, and batches whose files are read ahead of those.
             decode_on: The CPU, or the GPU that decodes and holds the batches.
-            pin_memory: Whether CPU batches are moved to pinned memory, for faster copies to a GPU.
         """
         self._source = source
         self._view = view
         self._ahead = prefetch
-        self._pin_memory = pin_memory
         self._device = torch.device(decode_on)
         self._new_graph = partial(Graph, threads=threads, ahead=prefetch, device=self._device, view=view)
         # A padded crop precedes the flip, so both are applied to the whole batch.
@@ -570,9 +567,6 @@ class DaliBackend:
         if work.draws is not None:
             inputs = shrunk(inputs, self._view.size_at(work.piece.epoch), self._view.interpolation)
         targets = torch.from_numpy(self._source.labels[ids])
-        if self._pin_memory:
-            targets = targets.pin_memory()
-            inputs = inputs.pin_memory() if inputs.device.type == "cpu" else inputs
         return Batch(inputs, targets, ids, work.piece, broken)
 
     def _inputs(self, work: _Work) -> torch.Tensor:
@@ -592,5 +586,4 @@ class DaliBackend:
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Move a host tensor to the batch's device; from pageable memory, the copy would block the host."""
         device = self._device
-        on_gpu = self._pin_memory and device.type != "cpu"
-        return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=True)
+        return (tensor if device.type == "cpu" else tensor.pin_memory()).to(device, non_blocking=True)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from paceline.data.batch import Batch, BrokenSample, Progress
 from paceline.data.image.augmentation import Draws, draw
 from paceline.data.image.source import BrokenImageError, SampleSource, as_array, unrepeated
-from paceline.data.image.store import ImageStore, StoreShape, dense, shrunk
+from paceline.data.image.store import ImageStore, StoreShape, shrunk
 from paceline.data.image.transforms import Variation, View, evaluation_image, has_variation
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.errors import RecipeError
@@ -38,7 +38,6 @@ class MemoryBackend:
         *,
         device: str | torch.device = "cpu",
         channels_last: bool = False,
-        pin_memory: bool = False,
         progress: Progress | None = None,
     ) -> None:
         """Load every image of ``source``; images of another size are resized as for evaluation.
@@ -48,7 +47,6 @@ class MemoryBackend:
             view: Preprocessing.
             device: Device that holds the images and makes the batches, on the current stream.
             channels_last: Whether the model uses channels-last; this affects only speed, not pixels.
-            pin_memory: Whether batches are moved to pinned memory, for faster copies to a GPU.
             progress: Called with the number of loaded images.
 
         Raises:
@@ -64,7 +62,6 @@ class MemoryBackend:
         self._one_by_one = augment is not None and has_variation(augment)
         self._variation = Variation(augment or Augment(), view.mean, view.seed)
         self._device = torch.device(device)
-        self._pin_memory = pin_memory
         once = unrepeated(source)
         self._images = len(once)
         shape = StoreShape.of(
@@ -114,7 +111,7 @@ class MemoryBackend:
         if self._one_by_one:
             # In the memory format of loader processes' batches, since results may depend on it.
             inputs = self._variation(inputs.contiguous(), keys, epoch)
-        return dense(inputs).pin_memory() if self._pin_memory else inputs
+        return inputs
 
     def _opened(self) -> ImageStore:
         if self._store is None:
@@ -184,10 +181,14 @@ _KEY = 0x6E6F6973
 class SyntheticBackend:
     """Serves noise instead of one split's images; implements :class:`paceline.data.batch.Backend`."""
 
-    def __init__(self, source: SampleSource, view: View) -> None:
-        """Take labels and ids from ``source``, and shapes from ``view``; the augmentation is not applied."""
+    def __init__(self, source: SampleSource, view: View, *, pin_memory: bool = False) -> None:
+        """Take labels and ids from ``source``, and shapes from ``view``; the augmentation is not applied.
+
+        With ``pin_memory``, the noise is made in pinned memory, so that copying it to a GPU costs the host nothing.
+        """
         self._labels = source.labels
         self._view = view
+        self._pin_memory = pin_memory
         self._noise: dict[int, torch.Tensor] = {}
 
     def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
@@ -198,7 +199,8 @@ class SyntheticBackend:
                 shape = (count, self._view.channels, self._view.image_size, self._view.image_size)
                 length = int(np.prod(shape))
                 words = np.random.Philox(key=_KEY).random_raw(-(-length // 8))
-                self._noise[count] = torch.from_numpy(words.view(np.uint8)[:length].reshape(shape))
+                noise = torch.from_numpy(words.view(np.uint8)[:length].reshape(shape))
+                self._noise[count] = noise.pin_memory() if self._pin_memory else noise
             targets = torch.from_numpy(self._labels[piece.ids])
             yield Batch(self._noise[count], targets, piece.ids, piece)
 

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.data.batch import Batch, joined_along_samples, tensors_in
+from paceline.data.batch import Batch, joined_along_samples
 from paceline.data.image.reading import ReadFailure, SliceReader, unlink_shared_memory
 from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import View
@@ -62,7 +62,7 @@ def join_parts(parts: Sequence[Batch], full_slice: SampleSlice) -> Batch:
     """Join the parts of one slice: bit-identical to reading it whole."""
     if len(parts) == 1:
         return parts[0]
-    batch = replace(
+    return replace(
         parts[0],
         inputs=joined_along_samples([part.inputs for part in parts]),
         targets=joined_along_samples([part.targets for part in parts]),
@@ -70,8 +70,6 @@ def join_parts(parts: Sequence[Batch], full_slice: SampleSlice) -> Batch:
         slice=full_slice,
         broken=tuple(broken for part in parts for broken in part.broken),
     )
-    is_pinned = any(tensor.is_pinned() for tensor in tensors_in(parts[0].inputs))
-    return batch.pin_memory() if is_pinned else batch
 
 
 _CHECK_SECONDS = 0.5
@@ -107,7 +105,7 @@ class PytorchBackend:
             view: Preprocessing.
             workers: Loader processes.
             prefetch: Batches to prefetch per worker.
-            pin_memory: Whether batches are moved to pinned memory, for faster copies to a GPU.
+            pin_memory: Whether the batches of workers are moved to pinned memory, by a thread, for copies to a GPU.
             wait_seconds: Maximum wait for one batch before the workers count as hung.
         """
         self._pin_memory = pin_memory
@@ -176,8 +174,7 @@ class PytorchBackend:
 
     def _in_process(self, slices: Iterable[SampleSlice]) -> Generator[Batch, None, None]:
         for piece in slices:
-            batch = _batch_of(self._reader[piece])
-            yield batch.pin_memory() if self._pin_memory else batch
+            yield _batch_of(self._reader[piece])
 
     def _from_workers(self, slices: Iterable[SampleSlice]) -> Generator[Batch, None, None]:
         assert self._loader is not None

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.data.image.augmentation import Draws, draw
-from paceline.data.image.store import ImageStore, StoreShape, dense, vary
+from paceline.data.image.store import ImageStore, StoreShape, vary
 from paceline.recipe.data import Augment
 
 CPU = torch.device("cpu")
@@ -90,15 +90,17 @@ def test_images_that_are_not_varied_are_what_was_put_there() -> None:
         assert not channels_last or found.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_gaps_are_closed_where_the_channels_are() -> None:
+def test_a_copy_has_no_gaps_and_the_channels_where_they_were() -> None:
+    """So are batches copied to pinned memory."""
     images = noise(5, 3, 6, 6)
     for channels_last in (True, False):
         store = filled(images, Augment(crop="pad", padding=2), channels_last=channels_last)
         found = store.gather(torch.tensor([0, 300, 1]))
         layout = torch.channels_last if channels_last else torch.contiguous_format
         assert not found.is_contiguous(memory_format=layout)
-        closed = dense(found)
-        assert closed.is_contiguous(memory_format=layout)
+        closed = torch.empty_like(found).copy_(found)
+        assert closed.untyped_storage().nbytes() == found.numel()
+        assert not channels_last or closed.is_contiguous(memory_format=layout)
         assert torch.equal(closed, found)
 
 
