@@ -17,6 +17,7 @@ import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.data.batch import Batch
 from paceline.inference.export import ExportRequest, export
+from paceline.inference.text import Sampling, TextPredictor
 from paceline.tasks.language_modeling import LanguageModeling
 from paceline.tasks.text_classification import TextClassification
 from paceline.tasks.token_classification import TokenClassification
@@ -285,6 +286,30 @@ def test_answers_are_learned_as_in_a_plain_loop_and_by_trainer(talk: Any, tmp_pa
     assert seen.losses[0] - seen.losses[STEPS - 1] > 1
     # In two parts of unequal weight: Trainer divides by the tokens of both, too.
     assert furthest(seen.losses, by_trainer(network, samples, collate, tmp_path, accumulate=2)) <= WITHIN
+
+
+def test_an_answer_ends_with_its_turn_whatever_token_ends_a_document(talk: Any, tmp_path: Path) -> None:
+    """A chat template may end a turn with a token of its own; a prompt's first answer is all that was asked for."""
+    _, rows, recipe, _, _ = talk
+    tokenizer = tokenizer_folder(tmp_path / "tokenizer")
+    config = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<|pad|>"}))
+    text = {**recipe["data"]["text"], "tokenizer": str(tokenizer)}
+    file = tmp_path / "chat.yaml"
+    file.write_text(json.dumps({**recipe, "data": {**recipe["data"], "text": text}}))
+    overrides = {"train.duration": "200 steps", "batch.global_size": 32, "optimizer.lr": 0.02, "evaluate.every": "off"}
+    result = paceline.train(file, overrides=overrides, run_dir=tmp_path / "run", quiet=True)
+    predictor = TextPredictor(read_weights(result.run_dir), torch.device("cpu"))
+    question = rows[0]["messages"][0]["content"]
+    answer = list(predictor.write(question, Sampling(tokens=60, temperature=0.0)))
+    assert 0 < len(answer) < 30
+    export(ExportRequest(target=result.run_dir, output=tmp_path / "hub", form="transformers"))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hub")
+    network = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
+    asked = theirs.apply_chat_template(rows[0]["messages"][:1], add_generation_prompt=True, return_tensors="pt")
+    found = network.generate(asked["input_ids"], max_new_tokens=60, do_sample=False)[0, asked["input_ids"].shape[1] :]
+    assert found[:-1].tolist() == answer
+    assert found[-1] == theirs.convert_tokens_to_ids("<|im_end|>")
 
 
 @pytest.mark.needs("peft")

@@ -94,7 +94,7 @@ class TextPredictor:
         self.network = _trained(saved, LanguageModeling, dataset, trust_code=trust_code).to(device)
 
     def write(self, prompt: str, sampling: Sampling) -> Iterator[int]:
-        """Yield token ids that continue a prompt, until the document ends.
+        """Yield token ids that continue a prompt, until the document or, in a chat, the answer ends.
 
         Raises:
             RecipeError: If the model was trained on masked tokens.
@@ -107,9 +107,11 @@ class TextPredictor:
         draws = torch.Generator().manual_seed(sampling.seed)
         # Without a prompt, start a document: after the end token of a previous one.
         ids = self._prompt(prompt).tolist() or [self.tokenizer.end]
+        chats = self.answers_chats and isinstance(self.tokenizer, HuggingFaceTokenizer)
+        ends = self.tokenizer.answer_ends if chats else {self.tokenizer.end}
         for _ in range(sampling.tokens):
             following = _choose(self._scores(ids[-self._context :], [-1])[0], sampling, draws)
-            if following == self.tokenizer.end:
+            if following in ends:
                 return
             ids.append(following)
             yield following

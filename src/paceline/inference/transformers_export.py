@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.checkpoint.format import write_tensor_file
 from paceline.checkpoint.hub_folder import CONFIG, WEIGHTS
 from paceline.checkpoint.weights import ADAPTER_PARTS
-from paceline.data.text.tokenizer import HuggingFaceTokenizer, tokenizer_from
+from paceline.data.text.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_from
 from paceline.errors import ModelError, RecipeError
 from paceline.inference.exportable import Exportable
 from paceline.models.adapters import trained_layers
@@ -45,11 +45,11 @@ def write_transformers_folder(exportable: Exportable, folder: Path, write_weight
         network.config.id2label = dict(enumerate(names))
         network.config.label2id = {name: number for number, name in enumerate(names)}
     folder.mkdir()
+    tokenizer = _write_tokenizer(exportable, folder)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and exportable.saved.description("data").get("messages", False):
+        network.config.eos_token_id = sorted(tokenizer.answer_ends)
     network.config.to_json_file(folder / CONFIG)
     write_weights(folder / WEIGHTS)
-    tokenizer = tokenizer_from(exportable.saved.description("data")["tokenizer"], str(exportable.saved.path))
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        tokenizer.write(folder, exportable.longest["length"])
     try:
         loaded = kind.from_pretrained(folder, local_files_only=True, use_safetensors=True).eval()
     except Exception as error:  # its checks may raise anything
@@ -93,6 +93,7 @@ def write_peft_folder(exportable: Exportable, folder: Path) -> float:
         base_model_name_or_path=model["name"].removeprefix("transformers:"),
     ).save_pretrained(str(folder))
     write_tensor_file(folder / _ADAPTERS, tensors, {"format": "pt"})
+    _write_tokenizer(exportable, folder)
     base = {name.replace(".base_layer.", "."): each for name, each in saved.state.items() if ".lora_" not in name}
     network.load_state_dict(base)
     with warnings.catch_warnings():
@@ -100,6 +101,13 @@ def write_peft_folder(exportable: Exportable, folder: Path) -> float:
         warnings.simplefilter("ignore", FutureWarning)
         loaded = PeftModel.from_pretrained(network, str(folder)).eval()
     return exportable.compare(_called_with_names(loaded), what="peft")
+
+
+def _write_tokenizer(exportable: Exportable, folder: Path) -> Tokenizer:
+    tokenizer = tokenizer_from(exportable.saved.description("data")["tokenizer"], str(exportable.saved.path))
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.write(folder, exportable.longest["length"])
+    return tokenizer
 
 
 def _plain(exportable: Exportable) -> Any:

@@ -252,6 +252,14 @@ class HuggingFaceTokenizer:
             self._library.encode_special_tokens = True
         return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
+    @cached_property
+    def answer_ends(self) -> frozenset[int]:
+        """Ids that end an answer in a chat: the end token, and the special token that the template writes after one."""
+        answer = "answer"
+        written = self.chat([{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}])
+        after = self.encode_chat(written.rpartition(answer)[2].lstrip())[0][:1].tolist()
+        return frozenset({self.end, *(each for each in after if each in self._unread)})
+
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
         """Return the text that ids represent; special tokens are dropped."""
         valid = [int(each) for each in np.asarray(ids, dtype=np.int64) if each not in self._unread]
