@@ -107,8 +107,9 @@ class TextPredictor:
         draws = torch.Generator().manual_seed(sampling.seed)
         # Without a prompt, start a document: after the end token of a previous one.
         ids = self._prompt(prompt).tolist() or [self.tokenizer.end]
-        chats = self.answers_chats and isinstance(self.tokenizer, HuggingFaceTokenizer)
-        ends = self.tokenizer.answer_ends if chats else {self.tokenizer.end}
+        ends = {self.tokenizer.end}
+        if self.answers_chats and isinstance(self.tokenizer, HuggingFaceTokenizer):
+            ends |= self.tokenizer.answer_ends
         for _ in range(sampling.tokens):
             following = _choose(self._scores(ids[-self._context :], [-1])[0], sampling, draws)
             if following in ends:
