@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `save_pretrained` writes of a BERT and its tokenizer."""
     made = tokenizer_folder(tmp_path_factory.mktemp("published") / "bert", classifies=True)
     torch.manual_seed(5)
-    config = transformers.BertConfig(vocab_size=24, max_position_embeddings=24, my_own=1, **TINY)
+    config = transformers.BertConfig(vocab_size=24, max_position_embeddings=24, my_own=1, **TINY, **{"my-key": 1})
     transformers.BertForMaskedLM(config).save_pretrained(made)
     return made
 
@@ -232,8 +232,35 @@ def test_a_run_needs_the_hub_once(published: HubServer, folder: Path, recipe: Pa
     export(ExportRequest(target=run, output=tmp_path / "hub", form="transformers"))
     written = json.loads((tmp_path / "hub" / "config.json").read_text())
     assert (written["hidden_act"], written["my_own"]) == ("gelu", 1)
+    assert "_commit_hash" not in written
     call(Train, recipe, *(f"{key}={value}" for key, value in asked.items()), "--run-dir", run, "--plan-only")
     assert not published.requests
+
+
+def test_weights_are_not_scored_with_another_tokenizer(published: HubServer, recipe: Path, tmp_path: Path) -> None:
+    run = paceline.train(recipe, run_dir=tmp_path / "run", quiet=True)
+    again = evaluate_target(EvaluationRequest(target=run.run_dir))
+    assert again.metrics["loss"] == run.metrics["loss"]
+    files = published.files["models/me/bert"]
+    other = files["tokenizer.json"].replace(b'"cat"', b'"was"').replace(b'"dog"', b'"cat"').replace(b'"was"', b'"dog"')
+    published.files["models/me/bert"] = files | {"tokenizer.json": other}
+    shutil.rmtree(tmp_path / "hub-cache")
+    with pytest.raises(
+        PacelineError, match=r"another tokenizer than the data's is now \(data.text.tokenizer=me/bert\)"
+    ):
+        evaluate_target(EvaluationRequest(target=run.run_dir))
+    with pytest.raises(PacelineError, match="has changed since it started"):
+        paceline.train(recipe, overrides={"train.duration": "9 steps"}, run_dir=run.run_dir, quiet=True)
+
+
+@pytest.mark.needs("peft")
+def test_adapters_name_the_revision_that_they_belong_to(published: HubServer, recipe: Path, tmp_path: Path) -> None:
+    commit = published.commit("models/me/bert")
+    overrides = {"model.adapters": {"rank": 2}, "model.name": f"{NAME}@{commit}"}
+    run = paceline.train(recipe, overrides=overrides, run_dir=tmp_path / "run", quiet=True)
+    export(ExportRequest(target=run.run_dir, output=tmp_path / "peft", form="peft"))
+    said = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (said["base_model_name_or_path"], said["revision"]) == ("me/bert", commit)
 
 
 def test_a_copy_of_a_run_is_not_resumed_with_another_config(published: HubServer, recipe: Path, tmp_path: Path) -> None:

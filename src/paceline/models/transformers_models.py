@@ -248,7 +248,8 @@ def _described(model: Model) -> tuple[str, dict[str, Any]]:
         ) from error
     if not isinstance(tree, dict) or not isinstance(tree.get("model_type"), str):
         raise ModelError(f"model.name={model.name}: {folder / 'config.json'} names no model_type.")
-    config_tree = {key: value for key, value in tree.items() if key not in _NOT_TAKEN | OPENING_OPTIONS}
+    left_out = _NOT_TAKEN | OPENING_OPTIONS
+    config_tree = {key: value for key, value in tree.items() if key not in left_out and key.isidentifier()}
     commit = {"_commit_hash": folder.name} if folder.parent.name == "snapshots" else {}  # the library's own key
     return tree["model_type"], config_tree | commit | options
 
