@@ -23,6 +23,7 @@ class HubServer:
         requests: Method and path of each request.
         tokens: Tokens that came with uploads.
         private: Whether each created repository is private.
+        gated: Repositories whose files are refused.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,7 @@ class HubServer:
         self.requests: list[str] = []
         self.tokens: set[str | None] = set()
         self.private: dict[str, bool] = {}
+        self.gated: set[str] = set()
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -101,6 +103,8 @@ class HubServer:
 
     def _file(self, request: BaseHTTPRequestHandler, repository: str, name: str) -> None:
         content = self.files.get(repository, {}).get(name)
+        if repository in self.gated:
+            return self._missing(request, "GatedRepo", 403)
         if content is None:
             return self._missing(request, "EntryNotFound")
         more = {"X-Repo-Commit": self.commit(repository), "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
@@ -109,8 +113,8 @@ class HubServer:
     def _json(self, request: BaseHTTPRequestHandler, value: Any) -> None:
         self._send(request, 200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def _missing(self, request: BaseHTTPRequestHandler, code: str) -> None:
-        self._send(request, 404, b"{}", {"X-Error-Code": code, "Content-Type": "application/json"})
+    def _missing(self, request: BaseHTTPRequestHandler, code: str, status: int = 404) -> None:
+        self._send(request, status, b"{}", {"X-Error-Code": code, "Content-Type": "application/json"})
 
     def _send(self, request: BaseHTTPRequestHandler, status: int, content: bytes, more: dict[str, str]) -> None:
         request.send_response(status)

@@ -81,6 +81,8 @@ class SavedWeights:
             )
         try:
             entry = checked_description(key, text)
+            if key == "recipe" and "network_config" in self.metadata:  # needs no folder or repository
+                entry["model"] = {**entry.get("model", {}), "options": load_json(self.metadata["network_config"])}
             return _DataDescription(entry, self.path) if key == "data" else entry
         except ValueError as error:
             reason = str(error) if type(error) is ValueError else "it is not readable as JSON"

@@ -259,7 +259,7 @@ def _show_plan(
     expected = None
     if chosen is not None and chosen.count == 1 and (plan.parameters or 0) <= _MEASURED_PARAMETERS:
         with contextlib.suppress(Exception):  # the plan does not need it: data, or memory of the device
-            expected = forecast_only(loaded)
+            expected = forecast_only(loaded, run_dir)
     if as_json:
         figures = dict(expected.metrics) if expected is not None else {}
         print_json({"plan": plan.to_tree(), **figures, "recipe": to_tree(loaded.recipe), "notices": notices})

@@ -74,7 +74,8 @@ def write_peft_folder(exportable: Exportable, folder: Path) -> float:
     from peft import LoraConfig, PeftModel
 
     model, heads = saved.description("recipe")["model"], trained_layers(exportable.network)
-    config = model["adapters"]
+    config, commit = model["adapters"], model.get("options", {}).get("_commit_hash")
+    base_name = model["name"].removeprefix("transformers:")
     prefixes = (*(f"{layer}.lora_" for layer in layers), *(f"{head}." for head in heads))
     tensors = {
         f"base_model.model.{name.replace('.default.', '.')}": each.contiguous()
@@ -90,7 +91,8 @@ def write_peft_folder(exportable: Exportable, folder: Path) -> float:
         fan_in_fan_out=any(f"{layer}{ADAPTER_PARTS[2]}" in saved.state for layer in layers),
         modules_to_save=heads or None,
         task_type={"classes": "SEQ_CLS", "tags": "TOKEN_CLS"}.get(str(exportable.network.objective), "CAUSAL_LM"),
-        base_model_name_or_path=model["name"].removeprefix("transformers:"),
+        base_model_name_or_path=base_name.partition("@")[0] if commit else base_name,
+        revision=commit,
     ).save_pretrained(str(folder))
     write_tensor_file(folder / _ADAPTERS, tensors, {"format": "pt"})
     _write_tokenizer(exportable, folder)

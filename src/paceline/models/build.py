@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from itertools import chain
@@ -25,8 +24,7 @@ from paceline.models.transfer import zero_classifier
 from paceline.plain_json import load_json
 from paceline.recipe.imports.timm import InputSettings
 from paceline.recipe.model import OPENING_OPTIONS, Model
-from paceline.storage.addresses import parse_address
-from paceline.storage.hub import hub_copy
+from paceline.storage.hub import repository_copy
 
 OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_resnet": small_resnet,
@@ -213,8 +211,7 @@ def hub_network(model: Model) -> tuple[Path, str, dict[str, Any]]:
     import timm
 
     files = [_HUB_CONFIG, _WEIGHTS[0]] if model.pretrained else [_HUB_CONFIG]
-    address = parse_address(f"hf://{model.name.removeprefix(HUB)}", key="model.name")
-    folder = hub_copy(address, lambda line: sys.stderr.write(f"{line}\n"), files=files)
+    folder = repository_copy(model.name.removeprefix(HUB), key="model.name", files=files)
     if missing := [each for each in files if not (folder / each).is_file()]:
         raise ModelError(
             f"model.name={model.name} has no {missing[0]}; only networks in timm's layout can be read, with their "

@@ -1,7 +1,7 @@
 """Language models, text and token classifiers with architectures of Hugging Face Transformers.
 
-Only the library's code is used: from a local folder only config.json is read, and with ``model.pretrained`` the
-safetensors weights; no code in the folder is run, and nothing is downloaded.
+Only the library's code is used: from a folder or a repository on the Hugging Face hub only config.json is read, and
+with ``model.pretrained`` the safetensors weights; no code in it is run.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from paceline.errors import ModelError, did_you_mean
 from paceline.models.factories import mix_in
 from paceline.plain_json import load_json
 from paceline.recipe.model import OPENING_OPTIONS, Model
+from paceline.storage.hub import model_files
 
 PREFIX = "transformers:"
 Objective = Literal["causal", "masked", "classes", "tags"]
@@ -44,7 +45,7 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def build_transformers_model(model: Model, *, vocabulary: int, context: int, objective: Objective) -> nn.Module:
-    """Build ``transformers:NAME`` or ``transformers:FOLDER``, called as ``model(tokens, positions, documents)``.
+    """Build ``transformers:NAME``, ``:FOLDER`` or ``:OWNER/NAME``, called as ``model(tokens, positions, documents)``.
 
     Its parameters have the library's names, so weights are compatible in both directions. Weights are initialised by
     the library's rules, from torch's generator.
@@ -60,7 +61,7 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
     """
     _require()
     kind, keys = _described(model)
-    config = _configured(kind, keys, objective, name=model.name)
+    config = _configured(kind, keys, objective, model)
     _fit_vocabulary(config, vocabulary, is_requested="vocab_size" in keys, name=model.name)
     _fit_context(config, context, requested=set(keys), name=model.name)
     # The recipe's settings may change which tokens are visible.
@@ -70,13 +71,13 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
             f"model.name={model.name}: its outputs depend on later tokens, so it would see what it must predict; "
             "choose a decoder (gpt2, llama, …)."
         )
-    return _as_language_model(_built(config, objective, model), objective)
+    return _as_language_model(_built(config, objective, model), objective, {"model_type": kind, **keys})
 
 
 def build_transformers_classifier(
     model: Model, *, vocabulary: int, context: int, classes: int, pad: int, objective: Objective
 ) -> SequenceClassifier:
-    """Build ``transformers:NAME`` or ``transformers:FOLDER`` as a classifier, called as ``model(tokens, mask)``.
+    """Build ``transformers:NAME``, ``:FOLDER`` or ``:OWNER/NAME`` as a classifier, called as ``model(tokens, mask)``.
 
     Args:
         model: The recipe's `model` section; its options are keys of the architecture's configuration.
@@ -91,13 +92,14 @@ def build_transformers_classifier(
     """
     _require()
     kind, keys = _described(model)
-    config = _configured(kind, keys, objective, name=model.name)
+    config = _configured(kind, keys, objective, model)
     config.num_labels, config.pad_token_id = classes, pad
     _fit_vocabulary(config, vocabulary, is_requested="vocab_size" in keys, name=model.name)
     _fit_context(config, context, requested=set(keys), name=model.name)
     network: Any = _built(config, objective, model)
     arguments = frozenset(inspect.signature(type(network).forward).parameters)
-    mix_in([network], SequenceClassifier, arguments=arguments, objective=objective)
+    config_keys = {"model_type": kind, **keys}
+    mix_in([network], SequenceClassifier, arguments=arguments, objective=objective, config_keys=config_keys)
     return network  # type: ignore[no-any-return]  # its class has just been extended
 
 
@@ -130,9 +132,12 @@ class LanguageModel(nn.Module):
         objective: Which tokens it predicts.
         arguments: Arguments of the library's class.
         positions_from: First position number if positions must be passed; else None.
+        config_keys: What its configuration was made from. As ``model.options`` they give the same network without its
+            folder.
     """
 
     config: Any
+    config_keys: dict[str, Any]
     objective: Objective
     arguments: frozenset[str]
     positions_from: int | None
@@ -184,9 +189,11 @@ class SequenceClassifier(nn.Module):
         config: The library's configuration of the network.
         arguments: Arguments of the library's class.
         objective: What it classifies: texts (``classes``) or tokens (``tags``).
+        config_keys: As in :class:`LanguageModel`.
     """
 
     config: Any
+    config_keys: dict[str, Any]
     arguments: frozenset[str]
     objective: Objective
 
@@ -216,23 +223,35 @@ def _require() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
+def _folder(model: Model) -> Path | None:
+    """Return the folder with the network's files, downloaded if necessary; None for the name of an architecture."""
+    name = model.name.removeprefix(PREFIX)
+    if not ("/" in name or Path(name).expanduser().is_dir()):
+        return None
+    weights, shards = (["model.safetensors*"], ["model-*-of-*.safetensors"]) if model.pretrained else ([], [])
+    return model_files(name, key=f"model.name={model.name}", files=["config.json", *weights], optional=shards)
+
+
 def _described(model: Model) -> tuple[str, dict[str, Any]]:
     """Return the model type and the config keys: the folder's, overridden by the recipe's."""
-    name = model.name.removeprefix(PREFIX)
-    folder = Path(name).expanduser()
-    if not ("/" in name or folder.is_dir()):
-        return name, dict(model.options)
+    options = dict(model.options)
+    if "model_type" in options:  # kept from the start of a run
+        return str(options.pop("model_type")), options
+    if (folder := _folder(model)) is None:
+        return model.name.removeprefix(PREFIX), options
     try:
         tree = load_json((folder / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise ModelError(
             f"model.name={model.name}: {folder / 'config.json'} cannot be read ({error}); give a folder that "
-            "save_pretrained wrote, or the name of an architecture."
+            "save_pretrained wrote, OWNER/NAME on the Hugging Face hub, or the name of an architecture."
         ) from error
     if not isinstance(tree, dict) or not isinstance(tree.get("model_type"), str):
         raise ModelError(f"model.name={model.name}: {folder / 'config.json'} names no model_type.")
-    config_tree = {key: value for key, value in tree.items() if key not in _NOT_TAKEN | OPENING_OPTIONS}
-    return tree["model_type"], config_tree | dict(model.options)
+    left_out = _NOT_TAKEN | OPENING_OPTIONS
+    config_tree = {key: value for key, value in tree.items() if key not in left_out and key.isidentifier()}
+    commit = {"_commit_hash": folder.name} if folder.parent.name == "snapshots" else {}  # the library's own key
+    return tree["model_type"], config_tree | commit | options
 
 
 def _registry(objective: Objective) -> Mapping[str, Any]:
@@ -247,10 +266,11 @@ def _registry(objective: Objective) -> Mapping[str, Any]:
     return known[objective]
 
 
-def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, *, name: str) -> Any:
+def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, model: Model) -> Any:
     from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    known = _registry(objective)
+    known, name = _registry(objective), model.name
     if kind not in known:
         other: Objective = "masked" if objective == "causal" else "causal"
         if objective in ("causal", "masked") and kind in _registry(other):
@@ -258,13 +278,15 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, *, nam
                 f"model.name={name}: Transformers has {kind} for {other} language models only, and this task is "
                 f"{objective}; choose another architecture (gpt2, llama, bert, …) or objective."
             )
-        raise ModelError(
-            f"model.name={name}: '{kind}' is not a {WHAT[objective]} in Transformers.{did_you_mean(kind, known)}"
-        )
+        hint = did_you_mean(kind, known)
+        if kind.partition("-")[0] in CONFIG_MAPPING_NAMES and kind not in CONFIG_MAPPING_NAMES:
+            hint = f" A checkpoint on the Hugging Face hub is {PREFIX}OWNER/{kind}."
+        raise ModelError(f"model.name={name}: '{kind}' is not a {WHAT[objective]} in Transformers.{hint}")
     default = AutoConfig.for_model(kind)
     names = {*default.to_dict(), *default.attribute_map, *inspect.signature(type(default).__init__).parameters}
-    is_folder = Path(name.removeprefix(PREFIX)).expanduser().is_dir()
-    unknown = [] if is_folder else [key for key in keys if key not in names]
+    # A folder's config, also one kept from the start of a run, may have any keys.
+    is_checked = name.removeprefix(PREFIX) == kind and "model_type" not in model.options and not Path(kind).is_dir()
+    unknown = [key for key in keys if key not in names] if is_checked else []
     if unknown:
         raise ModelError(
             f"model.options: {unknown[0]} is not a key of {kind}'s configuration.{did_you_mean(unknown[0], names)}"
@@ -344,11 +366,17 @@ def _loaded(factory: Any, config: Any, model: Model) -> nn.Module:
     Raises:
         ModelError: If there is no folder, or it lacks other weights.
     """
-    folder = Path(model.name.removeprefix(PREFIX)).expanduser()
-    if not folder.is_dir():
+    folder = _folder(model)
+    if folder is None:
         raise ModelError(
-            f"model.pretrained=true has no effect with model.name={model.name}: nothing is downloaded. Set model.name "
-            "to transformers:FOLDER, a folder with config.json and model.safetensors."
+            f"model.pretrained=true has no effect with model.name={model.name}, an architecture without weights. Set "
+            "model.name to transformers:FOLDER, a folder with config.json and model.safetensors, or "
+            "transformers:OWNER/NAME, a repository with them on the Hugging Face hub."
+        )
+    if not any(folder.glob("model.safetensors*")):
+        raise ModelError(
+            f"model.pretrained=true: model.name={model.name} has no model.safetensors, and pickles are not read; "
+            "choose another revision (@REVISION) or folder."
         )
     options = {"config": config, "dtype": torch.float32, "use_safetensors": True, "local_files_only": True}
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -370,13 +398,14 @@ def _loaded(factory: Any, config: Any, model: Model) -> nn.Module:
     return loaded
 
 
-def _as_language_model(network: nn.Module, objective: Objective) -> nn.Module:
+def _as_language_model(network: nn.Module, objective: Objective, config_keys: dict[str, Any]) -> nn.Module:
     mix_in(
         [network],
         LanguageModel,
         objective=objective,
         arguments=frozenset(inspect.signature(type(network).forward).parameters),
         positions_from=_positions_from(network),
+        config_keys=config_keys,
     )
     return network
 
@@ -409,9 +438,9 @@ def _check_attention(kind: str, objective: Objective, switches: tuple[tuple[str,
         positions = torch.cat([torch.arange(5), torch.arange(6)])[None]
         documents = torch.tensor([[0] * 5 + [1] * 6])
         try:
-            config = _configured(kind, {**dict(switches), **sizes, "vocab_size": 8}, objective, name=kind)
+            config = _configured(kind, {**dict(switches), **sizes, "vocab_size": 8}, objective, Model(name=kind))
             _fit_context(config, 16, requested=set(), name=kind)
-            network = _as_language_model(_built(config, objective, Model(name=kind)), objective).eval()
+            network = _as_language_model(_built(config, objective, Model(name=kind)), objective, {}).eval()
             first, second = network(tokens[:, :5]), network(tokens[:, 5:])
             sees_ahead = not torch.allclose(network(tokens[:, :4]), first[:, :4], atol=1e-5)
         except Exception:  # noqa: BLE001  # what cannot be tried is not promised

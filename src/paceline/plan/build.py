@@ -101,6 +101,7 @@ class Plan(TaskFacts, Compiled, Rates):
     parameters: int | None = None
     parameter_groups: tuple[ParameterGroupFacts, ...] = ()
     fp8_layers: tuple[str, ...] = ()
+    network_config: dict[str, Any] | None = None
     reasons: dict[str, str] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
@@ -230,6 +231,7 @@ def make(
         parameters=None if network is None else network.parameters.trained,
         parameter_groups=() if network is None else network.groups,
         fp8_layers=() if network is None else network.fp8_layers,
+        network_config=None if network is None else network.config,
         reasons={key: why for key, why in reasons.items() if _is_shown(recipe, key)} | dict(notes),
         unused=_unused(recipe, data, task, strategy, rates.warmup_steps, epochs.length(total), largest),
         left_out=data.left_out,

@@ -124,9 +124,11 @@ class NetworkFacts:
         fp8_layers: Names of the layers that compute in fp8.
         is_depthwise: Whether CPUs compute it faster in fp32: nearly all of its convolutions larger than 1 x 1 are
             depthwise.
+        config: What the configuration of a network of Transformers was made from.
     """
 
     parameters: ParameterNumbers
     groups: tuple[ParameterGroupFacts, ...] = ()
     fp8_layers: tuple[str, ...] = ()
     is_depthwise: bool = False
+    config: dict[str, Any] | None = None

@@ -250,7 +250,7 @@ class Text:
     """Maximum tokens per sample: the model's context length. Text to classify, and chats, are cut to it."""
     tokenizer: LocalPath = "bytes"
     """`bytes`: each UTF-8 byte of the text is a token; or a JSON file with a tokenizer; a Hugging Face tokenizer.json,
-    or a folder with one (extra `transformers`)."""
+    a folder with one, or `OWNER/NAME` on the Hugging Face hub (extra `transformers`)."""
     column: str = "text"
     """Text column of a `huggingface_text` dataset, in which each row is a document, or of a `text_table`. For
     `token_classification` the column with lists of words, by default `tokens`."""

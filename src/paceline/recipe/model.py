@@ -66,10 +66,11 @@ class Model:
     name: str = "small_resnet"
     """`small_resnet`, `speed_net`, a timm name, `hf-hub:OWNER/NAME` (a network of timm on the Hugging Face hub),
     `torchvision:NAME`, for language models `gpt`, `bert`, `transformers:NAME` (an architecture of Hugging Face
-    Transformers: gpt2, bert, llama, …) or `transformers:FOLDER` (with a config.json), or `package.module:factory`."""
+    Transformers: gpt2, bert, llama, …), `transformers:FOLDER` (with a config.json) or `transformers:OWNER/NAME` (on the
+    hub), or `package.module:factory`."""
     # Earlier versions stored it as false with every run.
     pretrained: Annotated[Switch, Applies("initialize_from", (None,), also_off=False)] = False
-    """Start from the library's published weights; with `transformers:FOLDER`, from the folder's."""
+    """Start from the library's published weights; with `transformers:FOLDER` or `OWNER/NAME`, from those there."""
     initialize_from: Annotated[LocalPath | None, Off] = None
     """Start a new run from these weights: a safetensors file, a checkpoint, a run directory or a hub folder."""
     initialize_partly: Annotated[

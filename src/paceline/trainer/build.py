@@ -126,6 +126,7 @@ def build_run(opened: OpenedRun) -> Run:
             "recipe": json.dumps(to_tree(recipe)),
             "data": json.dumps({**plan.data, **prepared.task.description()}),
             "precision": plan.precision,
+            **({} if plan.network_config is None else {"network_config": json.dumps(plan.network_config)}),
         },
         mirroring=opened.mirroring,
         utilisation=find_utilisation(prepared) if prepared.world.is_first else None,

@@ -21,6 +21,7 @@ from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.pipeline import common_size, evaluation_size
 from paceline.data.image.selection import keep_known_classes
 from paceline.data.pipeline import Pipeline, Placement
+from paceline.data.text.tokenizer import tokenizer_from
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
@@ -268,6 +269,13 @@ def scoring_task(
         raise DataError(refusal)
     refuse_unused_overrides(request.overrides, unused_in_data(facts), recipe)
     _check_classes(task, saved)
+    descriptions = (saved.description("data"), task.description())
+    tokenizers = [tokenizer_from(each["tokenizer"], str(saved.path)) for each in descriptions if "tokenizer" in each]
+    if len({each.digest for each in tokenizers}) > 1:
+        raise DataError(
+            f"the weights in {saved.path} were trained with another tokenizer than the data's is now "
+            f"(data.text.tokenizer={recipe.data.text.tokenizer}); give that one."
+        )
     _check_preprocessing(task, saved)
     return task, facts
 

@@ -49,6 +49,8 @@ from paceline.plan import DataFacts, MachineFacts, NetworkFacts, ParameterNumber
 from paceline.recipe.model import Model
 from paceline.recipe.schema import Recipe
 from paceline.records.events import EvaluationEvent
+from paceline.records.reader import read_plan, read_recipe
+from paceline.records.run_directory import RunDirectory
 from paceline.storage.cache import local_path
 from paceline.tasks.task import Task, check_supported, task_name
 from paceline.telemetry.trackers import check_trackers
@@ -341,6 +343,20 @@ def without_initial_weights(recipe: Recipe) -> Recipe:
     return replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
 
 
+def resumed_recipe(recipe: Recipe, run_dir: Path | None) -> Recipe:
+    """Return the recipe to build a resumed run's network with: without initial weights, and with its first config.
+
+    The folder or the repository that the config came from may have changed since.
+    """
+    recipe, run = without_initial_weights(recipe), RunDirectory(run_dir or Path())
+    if run_dir is None or not (run.exists() and run.plan.is_file()):
+        return recipe
+    stored, config = read_recipe(run).get("model", {}), read_plan(run).get("network_config")
+    if config is None or (stored.get("name"), stored.get("options", {})) != (recipe.model.name, recipe.model.options):
+        return recipe
+    return replace(recipe, model=replace(recipe.model, options=config))
+
+
 def without_mirror(recipe: Recipe) -> Recipe:
     """Return the recipe for a trial run, without a mirror."""
     return replace(recipe, checkpoint=replace(recipe.checkpoint, mirror=None))
@@ -504,6 +520,7 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
             groups=describe_groups(network, recipe.optimizer, first, last),
             fp8_layers=fp8_layers(network, name=recipe.model.name) if plan_so_far.precision == "fp8" else (),
             is_depthwise=_is_depthwise(network),
+            config=getattr(network, "config_keys", None),
         )
     )
     check_tables(network, recipe, strategy=plan.strategy, device=plan.device)

@@ -520,6 +520,18 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
             f"the run in {where} was trained with PowerSGD, which was removed, and its checkpoints hold PowerSGD's "
             f"state. Start a new run {elsewhere}, with model.initialize_from set to its weights."
         )
+    old_config, new_config = plan.get("network_config") or {}, request.plan.network_config or {}
+    # Another commit may have the same config, and runs of earlier versions stored none.
+    changed_keys = sorted(
+        key
+        for key in (old_config.keys() | new_config.keys() if old_config else ())
+        if key != "_commit_hash" and old_config.get(key) != new_config.get(key)
+    )
+    if changed_keys:
+        raise RunDirectoryError(
+            f"the run in {where} started with another config.json of model.name={request.recipe.model.name}: "
+            f"{', '.join(changed_keys[:_MAX_NAMED])} changed since. Put the former back, or start {elsewhere}."
+        )
     old_facts, new_facts = plan["data"], request.plan.data
     for key, message in _FIXED_DATA.items():
         # Runs of earlier versions, and of very large data sets, have no digest of their content.

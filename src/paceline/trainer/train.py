@@ -159,7 +159,7 @@ def plan_only(
     world = launch.world if world_size is None else World(world_size=world_size, local_world_size=world_size)
     device = choose_device(recipe.parallel.device, world)
     check_communication(recipe.parallel.backend, device)
-    task = build_task(preparation.without_initial_weights(recipe))
+    task = build_task(preparation.resumed_recipe(recipe, run_dir))
     source = recipe.model.initialize_from
     if (
         on_other_machine
@@ -193,15 +193,19 @@ def plan_only(
     return plan
 
 
-def forecast_only(loaded: LoadedRecipe) -> MeasurementEvent | None:
+def forecast_only(loaded: LoadedRecipe, run_dir: Path | None) -> MeasurementEvent | None:
     """Forecast the time and memory of a run on this machine, from a few passes of one process; None if not worthwhile.
+
+    Args:
+        loaded: The recipe.
+        run_dir: The run directory: a resumed run keeps its network's config.
 
     Raises:
         PacelineError: For every mistake in the recipe or the data.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         options = Options(run_dir=Path(scratch) / "run", resume="never")
-        with opened_run(replace(loaded, recipe=preparation.without_initial_weights(loaded.recipe)), options) as run:
+        with opened_run(replace(loaded, recipe=preparation.resumed_recipe(loaded.recipe, run_dir)), options) as run:
             return measure(run, ReadAhead(run.train_batches()), cautious=True)
 
 
@@ -260,7 +264,7 @@ def _opened(
     resumes = mirroring.will_resume(recipe, options.run_dir, world)
     with loading():
         make_task = build_task if options.task is None else options.task
-        task = make_task(preparation.without_initial_weights(recipe) if resumes else recipe)
+        task = make_task(preparation.resumed_recipe(recipe, options.run_dir) if resumes else recipe)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         stack.enter_context(restore_affinity())

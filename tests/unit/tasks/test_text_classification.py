@@ -178,7 +178,7 @@ def test_a_folder_s_weights_are_loaded_and_its_classifier_is_new(checkpoint: Pat
         ),
         (
             Model(name="transformers:bert", pretrained=True),
-            "nothing is downloaded. Set model.name to transformers:FOLDER",
+            "an architecture without weights. Set model.name to transformers:FOLDER",
         ),
     ):
         with pytest.raises(PacelineError, match=re.escape(said)):

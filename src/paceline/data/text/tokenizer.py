@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from paceline.errors import DataError
 from paceline.files import refuse_special_inputs
 from paceline.plain_json import load_json
+from paceline.storage.hub import model_files
 
 TokenIds = NDArray[np.int64]
 MASK_WORDS = ("[MASK]", "<mask>")
@@ -77,12 +78,17 @@ class ByteTokenizer:
 def open_tokenizer(name: str) -> Tokenizer:
     """Open the tokenizer of ``data.text.tokenizer``: `bytes`, a JSON file, or a folder with a tokenizer.json.
 
+    The folder may be ``OWNER/NAME``, a repository on the Hugging Face hub.
+
     Raises:
         DataError: If the file does not exist or is not a tokenizer.
+        StorageError: If the repository is neither in the cache nor available from the hub.
     """
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name)
+    if path.suffix != ".json":
+        path = model_files(name, key=f"data.text.tokenizer={name}", files=[_FILE], optional=[*_BESIDE, _TEMPLATE])
     if path.is_dir():
         return _open_huggingface(path)
     refuse_special_inputs(path)
