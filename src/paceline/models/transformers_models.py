@@ -62,7 +62,7 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
     _require()
     kind, keys = _described(model)
     config = _configured(kind, keys, objective, model)
-    _fit_vocabulary(config, vocabulary, is_requested="vocab_size" in keys, name=model.name)
+    _fit_vocabulary(config, vocabulary, is_requested="vocab_size" in keys, model=model)
     _fit_context(config, context, requested=set(keys), name=model.name)
     # The recipe's settings may change which tokens are visible.
     switches = tuple(sorted((key, value) for key, value in keys.items() if isinstance(value, bool)))
@@ -94,7 +94,7 @@ def build_transformers_classifier(
     kind, keys = _described(model)
     config = _configured(kind, keys, objective, model)
     config.num_labels, config.pad_token_id = classes, pad
-    _fit_vocabulary(config, vocabulary, is_requested="vocab_size" in keys, name=model.name)
+    _fit_vocabulary(config, vocabulary, is_requested="vocab_size" in keys, model=model)
     _fit_context(config, context, requested=set(keys), name=model.name)
     network: Any = _built(config, objective, model)
     arguments = frozenset(inspect.signature(type(network).forward).parameters)
@@ -221,6 +221,7 @@ def _require() -> None:
         ) from error
     transformers.utils.logging.set_verbosity_error()  # its advice is covered by our messages
     transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it warns of a library that Transformers imports
 
 
 def _folder(model: Model) -> Path | None:
@@ -301,15 +302,20 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, model:
         raise ModelError(f"model.options do not fit {kind}: {' '.join(str(error).split())[:300]}") from error
 
 
-def _fit_vocabulary(config: Any, vocabulary: int, *, is_requested: bool, name: str) -> None:
+def _fit_vocabulary(config: Any, vocabulary: int, *, is_requested: bool, model: Model) -> None:
     if not hasattr(config, "vocab_size"):
         raise ModelError(
-            f"model.name={name}: {config.model_type} has no vocab_size, so it is not a plain language model."
+            f"model.name={model.name}: {config.model_type} has no vocab_size, so it is not a plain language model."
         )
-    if is_requested and config.vocab_size < vocabulary:
+    # Published weights often have a few more rows than their tokenizer has tokens: Phi's 2 %, say.
+    is_of_other = model.pretrained and vocabulary < 0.9 * config.vocab_size
+    if is_requested and (config.vocab_size < vocabulary or is_of_other):
+        fix = "set model.options.vocab_size to that or more"
+        if model.pretrained:
+            fix = f"use the one of these weights: data.text.tokenizer={model.name.removeprefix(PREFIX)}"
         raise ModelError(
-            f"model.name={name}: it has a vocabulary of {config.vocab_size:,} tokens (vocab_size), and the tokenizer "
-            f"has {vocabulary:,}; set model.options.vocab_size to that or more."
+            f"model.name={model.name}: it has a vocabulary of {config.vocab_size:,} tokens (vocab_size), and the "
+            f"tokenizer has {vocabulary:,}; {fix}."
         )
     if not is_requested:
         config.vocab_size = vocabulary

@@ -19,7 +19,7 @@ from paceline.cli.derive import click_command
 from paceline.cli.predict import Predict
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
-from paceline.errors import PacelineError
+from paceline.errors import ModelError, PacelineError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import load_predictor
 from paceline.inference.text import TextLabeller
@@ -183,6 +183,14 @@ def test_a_folder_s_weights_are_loaded_and_its_classifier_is_new(checkpoint: Pat
     ):
         with pytest.raises(PacelineError, match=re.escape(said)):
             build_text_classifier(wrong, vocabulary=24, context=24, classes=3, pad=0)
+
+
+@pytest.mark.parametrize("tokens", [21, 25])
+def test_a_checkpoint_is_refused_with_a_tokenizer_that_is_not_its_own(checkpoint: Path, tokens: int) -> None:
+    model = Model(name=f"transformers:{checkpoint}", pretrained=True)
+    said = f"a vocabulary of 24 tokens (vocab_size), and the tokenizer has {tokens}; use the one of these weights: "
+    with pytest.raises(ModelError, match=re.escape(f"{said}data.text.tokenizer={checkpoint}")):
+        build_text_classifier(model, vocabulary=tokens, context=24, classes=3, pad=0)
 
 
 def test_a_checkpoint_is_fine_tuned_and_exported(train: Make, checkpoint: Path, tmp_path: Path) -> None:
