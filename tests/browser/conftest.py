@@ -23,17 +23,17 @@ class OpenedPage:
     Attributes:
         page: Playwright's.
         requests: Addresses that it asked for.
-        unreadable_files: Whatever it wrote to the console, and errors that nobody caught.
+        messages: Whatever it wrote to the console, and errors that nobody caught.
     """
 
     def __init__(self, page: Any) -> None:
         self.page = page
         self.requests: list[str] = []
-        self.unreadable_files: list[str] = []
+        self.messages: list[str] = []
         page.on("request", lambda request: self.requests.append(request.url))
-        page.on("console", lambda message: self.unreadable_files.append(f"{message.type}: {message.text}"))
-        page.on("pageerror", lambda error: self.unreadable_files.append(str(error)))
-        page.on("dialog", lambda dialog: self.unreadable_files.append(f"dialog: {dialog.message}") or dialog.dismiss())
+        page.on("console", lambda message: self.messages.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: self.messages.append(str(error)))
+        page.on("dialog", lambda dialog: self.messages.append(f"dialog: {dialog.message}") or dialog.dismiss())
 
     def figure(self, title: str) -> dict[str, Any]:
         """What Plotly has drawn in the chart of that title: its data, read from the page."""

@@ -74,7 +74,7 @@ def test_nothing_is_asked_for_and_nothing_goes_wrong(folder: Path, show: Call) -
         opened.page.mouse.wheel(0, 100_000)
         opened.page.hover(".plot")
         assert opened.requests == [(folder / name).resolve().as_uri()]
-        assert opened.unreadable_files == []
+        assert opened.messages == []
         # Even a script that got in could not ask for anything.
         refused = opened.page.evaluate("fetch('https://example.invalid/').then(() => 'asked', () => 'refused')")
         assert refused == "refused"

@@ -57,7 +57,7 @@ def opened(show: Call, url: str) -> Iterator[Call]:
 
     yield open_page
     for each in pages:
-        assert each.unreadable_files == []
+        assert each.messages == []
         assert [one for one in each.requests if not one.startswith((url, "blob:", "data:"))] == []
 
 

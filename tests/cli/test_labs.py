@@ -121,11 +121,11 @@ def test_start_opens_jupyter_on_a_terminal(tmp_path: Path, options: tuple[str, .
         stdout=below,
         stderr=subprocess.PIPE,
     )
-    _, unreadable_files = process.communicate(timeout=100)
+    _, errors = process.communicate(timeout=100)
     os.close(below)
     shown = os.read(above, 10000).decode()
     os.close(above)
-    assert process.returncode == 0, unreadable_files
+    assert process.returncode == 0, errors
     (notebook,) = tmp_path.glob("*.ipynb")
     assert (f"OPENED {notebook.name}" in shown) == opens
 

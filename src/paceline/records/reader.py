@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -43,6 +44,35 @@ def read_events(path: Path, *, kinds: Collection[str] | None = None) -> Iterator
         raise file_error("read", path, error) from error
 
 
+def read_for_report(
+    path: Path, *, kinds: Collection[str] | None = None
+) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Return the events of a file, and notes: of very many step records only every 2nd, 4th, … is kept.
+
+    So the memory for a run's report does not grow with its steps. The last record is always kept.
+
+    Raises:
+        RunDirectoryError: As :func:`read_events`.
+    """
+    kept: list[dict[str, Any]] = []
+    event: dict[str, Any] | None = None
+    number, held, every = 0, 0, 1
+    for event in read_events(path, kinds=kinds):
+        if event["event"] == "step":
+            number += 1
+            if number % every:
+                continue
+            held += 1
+        kept.append(event)
+        if held > MAX_STEP_RECORDS:
+            records = itertools.count(1)
+            kept = [each for each in kept if each["event"] != "step" or next(records) % 2 == 0]
+            every, held = 2 * every, held // 2
+    if event is not None and (not kept or kept[-1] is not event):
+        kept.append(event)
+    return kept, (f"Of {number:,} step records, one in {every} is used.",) if every > 1 else ()
+
+
 def read_summary(run: RunDirectory) -> Summary:
     """Read ``summary.json``.
 
@@ -52,6 +82,8 @@ def read_summary(run: RunDirectory) -> Summary:
     return Summary.from_json(read_json(run.summary))
 
 
+# 140 MB of memory; a chart shows far fewer.
+MAX_STEP_RECORDS = 50_000
 # Keys of an evaluation that are not metrics.
 NO_METRICS = frozenset(
     {"event", "step", "position", "time", "epoch", "split", "weights", "samples", "seconds", "train_seconds"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from paceline.errors import RunDirectoryError
 from paceline.pages.blocks import Table
 from paceline.pages.shown import Shown
-from paceline.records.reader import read_events, read_plan
+from paceline.records.reader import read_for_report, read_plan
 from paceline.records.run_directory import existing_run
 from paceline.telemetry.meter import PHASES, WARMUP_STEPS
 from paceline.units import format_count
@@ -175,8 +175,11 @@ def attribute_run(run_dir: Path) -> Attribution:
         RunDirectoryError: If the directory holds no run, or one without a step record.
     """
     directory = existing_run(run_dir)
-    events = list(read_events(directory.events, kinds=("start", "step"))) if directory.events.is_file() else []
-    return attribute_events(run_dir, events, read_plan(directory))
+    if not directory.events.is_file():
+        return attribute_events(run_dir, (), read_plan(directory))
+    events, notes = read_for_report(directory.events, kinds=("start", "step"))
+    attribution = attribute_events(run_dir, events, read_plan(directory))
+    return replace(attribution, notes=(*attribution.notes, *notes))
 
 
 def attribute_events(run_dir: Path, events: Iterable[Mapping[str, Any]], plan: Mapping[str, Any]) -> Attribution:

@@ -20,7 +20,7 @@ from paceline.plan import MachineFacts, Plan
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.named_code import named_code
 from paceline.recipe.schema import Recipe
-from paceline.records.reader import read_events
+from paceline.records.reader import read_for_report
 from paceline.records.run_directory import RunDirectory
 from paceline.references import load_reference
 from paceline.tasks.task import build_task
@@ -210,7 +210,7 @@ def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
         loaders=tuple(dict.fromkeys(loaders)),
         environment=environment,
         sockets=len(read_topology(frozenset(os.sched_getaffinity(0))).nodes) if is_linux else 1,
-        run=tuple(read_events(events)) if events.is_file() else (),
+        run=tuple(read_for_report(events)[0]) if events.is_file() else (),
         shortage=shortage,
     )
     looked = time.perf_counter()

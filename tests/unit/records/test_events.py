@@ -28,7 +28,7 @@ from paceline.records.events import (
     StopEvent,
     truncate_after,
 )
-from paceline.records.reader import read_events
+from paceline.records.reader import read_events, read_for_report
 
 TIMINGS = {"step_seconds": 0.1, "data_wait_seconds": 0.01, "throughput_samples_per_second": None}
 
@@ -103,6 +103,23 @@ def test_every_kind_can_be_written_and_read(tmp_path: Path) -> None:
     assert events[-1]["loss"] is None
     assert [event["step"] for event in read_events(path, kinds=("step",))] == [1]
     assert all(event["time"] > 1e9 for event in events[:-1])
+
+
+def test_of_very_many_records_a_report_reads_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventWriter(path) as writer:
+        for step in range(1, 102):
+            writer.append(step_event(step))
+            if step % 20 == 0:
+                writer.append(CheckpointEvent(step=step, checkpoint=f"step-{step:08}"))
+    assert read_for_report(path) == (list(read_events(path)), ())
+    monkeypatch.setattr("paceline.records.reader.MAX_STEP_RECORDS", 30)
+    found, notes = read_for_report(path)
+    assert notes == ("Of 101 step records, one in 4 is used.",)
+    steps = [each["step"] for each in found if each["event"] == "step"]
+    assert steps == [*range(4, 101, 4), 101]
+    assert [each["step"] for each in found if each["event"] == "checkpoint"] == [20, 40, 60, 80, 100]
+    assert sorted(found, key=lambda each: each["time"]) == found
 
 
 def test_metrics_cannot_hide_a_key() -> None:

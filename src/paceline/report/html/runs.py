@@ -15,7 +15,7 @@ from paceline.records.reader import (
     NO_METRICS,
     Summary,
     read_environment,
-    read_events,
+    read_for_report,
     read_json,
     read_plan,
     read_recipe,
@@ -95,7 +95,7 @@ class RunRecord(RunHistory):
         recipe: By dotted key.
         environment: Empty if the file is missing.
         last_summary: Outcome of its last stop, possibly of an earlier launch.
-        unreadable_files: Files that could not be read, one sentence each.
+        left_out: Files that could not be read, and records that are not used, one sentence each.
     """
 
     path: Path
@@ -105,7 +105,7 @@ class RunRecord(RunHistory):
     recipe: Mapping[str, Any]
     environment: Mapping[str, Any]
     last_summary: Summary | None
-    unreadable_files: tuple[str, ...] = field(default=())
+    left_out: tuple[str, ...] = field(default=())
 
     @cached_property
     def finish(self) -> Event | None:
@@ -177,15 +177,16 @@ def _read(path: Path, name: str) -> RunRecord:
             unreadable_files.append(str(error))
             return default
 
+    events, notes = read_for_report(directory.events) if directory.events.is_file() else ([], ())
     return RunRecord(
         path=path,
         name=name,
-        events=list(read_events(directory.events)) if directory.events.is_file() else [],
+        events=events,
         plan=read_or(read_plan, {}) if directory.plan.is_file() else {},
         recipe=flattened(read_or(read_recipe, {})),
         environment=read_or(read_environment, {}),
         last_summary=read_or(read_summary, None) if directory.summary.is_file() else None,
-        unreadable_files=tuple(unreadable_files),
+        left_out=(*unreadable_files, *notes),
     )
 
 
