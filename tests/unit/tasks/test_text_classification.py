@@ -23,6 +23,7 @@ from paceline.errors import PacelineError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import load_predictor
 from paceline.inference.text import TextLabeller
+from paceline.metrics.confusion import scores_by_class
 from paceline.models.adapters import trained_layers
 from paceline.models.language import build_text_classifier
 from paceline.models.transfer import adapt
@@ -69,6 +70,15 @@ def predict(*words: object) -> Any:
     done = CliRunner().invoke(click_command(Predict), [str(each) for each in words])
     assert done.exit_code == 0, (done.output, done.exception)
     return done.output
+
+
+def test_other_texts_may_be_of_one_class(train: Make, tmp_path: Path) -> None:
+    run_dir = train("run").run_dir
+    others = write_lines(tmp_path / "others.jsonl", [row for row in reviews(30) if row["label"] == "other"])
+    found = evaluate_target(EvaluationRequest(target=run_dir, overrides={"data.path": str(others)}))
+    assert (found.samples, found.counts["top1_correct"]) == (15, 15)
+    assert "1 of the 2 classes of the weights are not in the data: animal" in found.left_out
+    assert [(each["class"], each["count"]) for each in scores_by_class(found.confusion or {})] == [("other", 15)]
 
 
 @pytest.mark.needs("torchmetrics")

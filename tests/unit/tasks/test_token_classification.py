@@ -33,7 +33,7 @@ from paceline.recipe.data import Data, Text
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
 from paceline.tasks.token_classification import TokenClassification, entity_counts, entity_types
-from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World
 from paceline_advisor.memory.estimate import estimate_memory
@@ -270,6 +270,63 @@ def test_predictions_and_memory_and_exports(train: Make, recipe: Path, tmp_path:
     written = export(ExportRequest(target=run_dir, output=tmp_path / "a.pt2", form="torch-export"))
     assert written.largest_difference is not None
     assert written.largest_difference < 1e-4
+
+
+def score(run_dir: Path, path: Path, answers: Path | None = None, **keys: Any) -> EvaluationReport:
+    overrides = {"data.path": str(path), **keys}
+    return evaluate_target(EvaluationRequest(target=run_dir, overrides=overrides, predictions=answers))
+
+
+def test_all_rows_of_other_data_are_scored_and_its_tags_may_be_some_of_the_weights(train: Make, tmp_path: Path) -> None:
+    run_dir = train("run").run_dir
+    other = [row for row in tagged(140)[90:] if "B-PLACE" not in row["tags"]]
+    assert 10 < len(other) < 50
+    found = score(run_dir, write_lines(tmp_path / "other.jsonl", other), tmp_path / "found.jsonl")
+    assert found.samples == len(other)
+    assert f"{len(other)} samples are scored: all, also any that the run was trained on" in found.left_out
+    assert any("of the 4 classes of the weights are not in the data: B-PLACE" in note for note in found.left_out)
+    # Numbered as the weights' tags, they are scored as together with the missing ones.
+    score(run_dir, write_lines(tmp_path / "whole.jsonl", [*other, *tagged(90)]), tmp_path / "whole_found.jsonl")
+    one, many = ((tmp_path / name).read_text() for name in ("found.jsonl", "whole_found.jsonl"))
+    assert many.replace("whole.jsonl", "other.jsonl").startswith(one)
+    outside = score(run_dir, write_lines(tmp_path / "one.jsonl", [{"tokens": ["so", "it"], "tags": ["O", "O"]}]))
+    assert (outside.samples, "entity_f1" in outside.metrics) == (1, False)
+    part = score(run_dir, tmp_path / "other.jsonl", **{"data.validation_fraction": 0.3})
+    assert 0 < part.samples < len(other)
+    unknown = write_lines(tmp_path / "unknown.jsonl", [*other, {"tokens": ["Ada"], "tags": ["B-PER"]}])
+    with pytest.raises(DataError, match=r"the 4 tags B-ANIMAL.* the data has the 3 tags .*; .*without B-PER"):
+        score(run_dir, unknown)
+
+
+def test_a_split_for_scoring_needs_no_training_rows_beside_it(train: Make, tmp_path: Path) -> None:
+    run_dir, rows = train("run").run_dir, tagged(140)[90:]
+    expected = score(run_dir, write_lines(tmp_path / "rows.jsonl", rows)).metrics
+    write_lines(tmp_path / "column.jsonl", [{**row, "split": "test"} for row in rows])
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test-00000-of-00001.parquet")
+    (tmp_path / "folder").mkdir()
+    write_lines(tmp_path / "folder" / "test.jsonl", rows[:20])
+    write_lines(tmp_path / "folder" / "validation.jsonl", rows)
+    for name, part in [
+        ("column.jsonl", "the rows whose split is test"),
+        ("test-00000-of-00001.parquet", "the split test"),
+        ("folder", "the split validation; test is not read"),
+    ]:
+        found = score(run_dir, tmp_path / name)
+        assert (found.samples, found.metrics) == (50, expected)
+        assert f"50 samples are scored: {part}" in found.left_out
+
+
+def test_the_run_s_own_data_keeps_its_split_elsewhere(train: Make, recipe: Path, tmp_path: Path) -> None:
+    result = train("run")
+    (tmp_path / "tagged.jsonl").write_text((recipe.parent / "tagged.jsonl").read_text())
+    moved = score(result.run_dir, tmp_path / "tagged.jsonl")
+    assert 0 < moved.samples < 40
+    assert moved.metrics["loss"] == pytest.approx(result.metrics["loss"])
+    assert f"{moved.samples} samples are scored: the held-out part" in moved.left_out
+    every = score(result.run_dir, tmp_path / "tagged.jsonl", **{"data.validation_fraction": 1})
+    assert every.samples == 90
+    with pytest.raises(PacelineError, match=r"no training samples; check data.path and data.validation_fraction"):
+        train("none", {"data.validation_fraction": 1})
 
 
 @pytest.mark.needs("peft", "transformers")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,21 @@ class LabelledTexts(TextDataset):
     labels: tuple[NDArray[np.int64], NDArray[np.int64]]
     classes: tuple[str, ...]
 
+    def to_score(self) -> Self:
+        """Return the dataset with all texts held out too, if none is."""
+        held_out = super().to_score()
+        return self if held_out is self else replace(held_out, labels=self.labels[:1] * 2)
+
+    def with_classes(self, names: Sequence[str]) -> Self:
+        """Return the same texts with labels as numbered in other class names, which include those of the texts."""
+        numbers = np.array([*map(names.index, self.classes), IGNORED_TARGET])
+        train, held_out = (numbers[np.where(each < 0, -1, each)] for each in self.labels)
+        missing = [name for name in names if name not in self.classes]
+        named = ", ".join(missing[:6]) + ", …" * (len(missing) > 6)
+        note = f"{len(missing)} of the {len(names)} classes of the weights are not in the data: {named}"
+        left_out = (*self.left_out, *([note] if missing else []))
+        return replace(self, classes=tuple(names), labels=(train, held_out), left_out=left_out)
+
 
 def open_labelled(data: Data, *, per_word: bool = False) -> LabelledTexts:
     """Open the labelled texts named in the recipe's `data` section.
@@ -64,7 +79,8 @@ def open_labelled(data: Data, *, per_word: bool = False) -> LabelledTexts:
         DataError: If they do not exist or cannot be read.
     """
     openers = {"text_table": partial(_open_table, per_word=True)} if per_word else _OPENERS
-    return open_dataset(data.dataset, openers, LabelledTexts, data)
+    opened = open_dataset(data.dataset, openers, LabelledTexts, data)
+    return opened.to_score() if data.score_all else opened
 
 
 Encoded = tuple[TokenIds, list[Any], TokenIds]
@@ -106,7 +122,9 @@ def from_rows(
         raise DataError("; ".join([f"data.path={data.path} has no text to learn from", *left_out.summaries()]) + ".")
     # A rare tag may be among held-out words alone.
     parts = [np.arange(counts[1])] if per_word else [np.arange(counts[0]), np.arange(*counts)]
-    classes, numbers = number_rows(values, parts, names.__getitem__, str(data.path or data.dataset), feature)
+    classes, numbers = number_rows(
+        values, parts, names.__getitem__, str(data.path or data.dataset), feature, one_class=data.score_all
+    )
     found_labels = np.append(np.concatenate(numbers), IGNORED_TARGET)[np.concatenate(places)]
     labels = tuple(np.split(found_labels, [sum(map(len, places[:begins]))]))
     content = (tokenizer.digest, *(each.digest() for each in splits), *classes)
