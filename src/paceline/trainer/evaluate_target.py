@@ -47,6 +47,7 @@ from paceline.world import World
 Split = Literal["validation", "holdout"]
 
 _ORIGINS = ("data.validation", "data.validation_fraction")  # keys of reasons that tell which samples are held out
+_PER_CLASS = ("label_scores", "class_iou", "entity_scores")  # keys of details
 PREDICTION_FORMATS = (".jsonl", ".csv")
 
 
@@ -196,7 +197,9 @@ def _score(
     request: EvaluationRequest, saved: SavedWeights, evaluator: Evaluator, network: nn.Module, *, data: Data
 ) -> EvaluationReport:
     started = time.perf_counter()
-    lines = _Predictions(evaluator.pipeline, evaluator.task.description().get("class_names", ()))
+    task = evaluator.task
+    words = task.dataset.words if isinstance(task, TextClassification) else ()
+    lines = _Predictions(evaluator.pipeline, task.description().get("class_names", ()), words)
     evaluation = evaluator({saved.weights: network}, lines.add if request.predictions else None)
     seconds = time.perf_counter() - started
     most_unread = data.unread_limit(evaluation.samples + len(evaluation.broken))
@@ -210,7 +213,7 @@ def _score(
         )
     if request.predictions is not None:
         lines.write(request.predictions, evaluator.collectives)
-    task, metrics, details = evaluator.task, evaluation.results[saved.weights], evaluation.artifacts.details or {}
+    metrics, details = evaluation.results[saved.weights], evaluation.artifacts.details or {}
     return EvaluationReport(
         path=saved.path,
         weights=saved.weights,
@@ -226,7 +229,7 @@ def _score(
         confusion=evaluation.artifacts.confusion,
         no_confusion=evaluation.artifacts.failure,
         not_finite=not_finite(task, metrics),
-        per_class=details.get("label_scores") or details.get("class_iou", ()),
+        per_class=next((rows for rows in map(details.get, _PER_CLASS) if rows), ()),
     )
 
 
@@ -408,11 +411,10 @@ def with_weights(network: nn.Module, saved: SavedWeights, placement: Placement) 
 
 
 class _Predictions:
-    """Collects one line per sample on this process, with class names next to the class numbers."""
+    """Collects one line per sample on this process, with class names next to the class numbers, and a text's words."""
 
-    def __init__(self, pipeline: Pipeline, classes: Sequence[str]) -> None:
-        self._pipeline = pipeline
-        self._classes = classes
+    def __init__(self, pipeline: Pipeline, classes: Sequence[str], words: Sequence[Sequence[str]]) -> None:
+        self._pipeline, self._classes, self._words = pipeline, classes, words
         self._lines: list[dict[str, Any]] = []
 
     def add(self, _: str, batch: Batch, values: dict[str, Nested]) -> None:
@@ -424,6 +426,9 @@ class _Predictions:
             numbers: dict[str, Any] = {key: line.get(key) for key in ("prediction", "target")}
             if self._classes and all(isinstance(number, int) for number in numbers.values()):
                 line |= {f"{key}_class": self._classes[number] for key, number in numbers.items()}
+            elif self._words:
+                line["words"] = self._words[sample]
+                line |= {f"{key}_class": [self._classes[each] for each in tags] for key, tags in numbers.items()}
             self._lines.append(line)
 
     def write(self, path: Path, collectives: Collectives) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,6 +21,7 @@ from tiny_text import tagged, tokenizer_folder, write_lines
 
 from paceline.checkpoint.weights import read_weights
 from paceline.cli.derive import click_command
+from paceline.cli.evaluate import Evaluate
 from paceline.cli.main import run as run_command_line
 from paceline.cli.predict import Predict
 from paceline.data.order import StepGeometry
@@ -29,10 +31,11 @@ from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer
 from paceline.errors import DataError, PacelineError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.text import TextLabeller, open_labeller
+from paceline.metrics.entities import EntityScores
 from paceline.recipe.data import Data, Text
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
-from paceline.tasks.token_classification import TokenClassification, entity_counts, entity_types
+from paceline.tasks.token_classification import TokenClassification, entity_counts, entity_names, entity_types
 from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World
@@ -53,6 +56,7 @@ checkpoint: {every: 20 steps}
 parallel: {device: cpu, threads: 1}
 telemetry: {log_every: 2 steps, trackers: []}
 """
+KEYS = ("precision", "recall", "f1")
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 
 
@@ -105,8 +109,9 @@ def f1(true: list[list[str]], found: list[list[str]]) -> float:
         given[row, 1 : 2 * len(tags) + 1 : 2] = torch.tensor([classes.index(tag) for tag in others])
     types = entity_types(classes)
     assert types is not None
-    counts = entity_counts(given, wanted, types)
-    return 100 * int(counts["hits_twice"].sum()) / int(counts["entities"].sum())
+    scores = EntityScores(entity_names(classes))
+    scores.add(entity_counts(given, wanted, types), np.arange(len(true)))
+    return scores.results([scores.part()])["entity_f1"]
 
 
 @pytest.mark.parametrize(("true", "found", "expected"), BY_HAND)
@@ -261,9 +266,17 @@ def test_a_batch_changes_no_text_s_tags(train: Make) -> None:
 def test_predictions_and_memory_and_exports(train: Make, recipe: Path, tmp_path: Path) -> None:
     run_dir = train("run").run_dir
     again = evaluate_target(EvaluationRequest(target=run_dir, predictions=tmp_path / "p.jsonl"))
+    again_classes = task_of(recipe).dataset.classes
     rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
     pairs = [pair for row in rows for pair in zip(row["prediction"], row["target"], strict=True)]
     right = sum(one == other for one, other in pairs)
+    source = {f"row {at + 1} of 'tagged.jsonl'": row for at, row in enumerate(tagged(90))}
+    for row in rows:
+        written = source[row["sample"]]
+        count = len(row["words"])
+        assert 0 < count == len(row["prediction_class"])
+        assert (row["words"], row["target_class"]) == (written["tokens"][:count], written["tags"][:count])
+        assert [again_classes[each] for each in row["prediction"]] == row["prediction_class"]
     assert again.metrics["token_accuracy"] == pytest.approx(100 * right / len(pairs))
     found = estimate_memory(load_recipe(recipe, {}), device="cpu")
     assert found.needed > found.peak.allocated > 0
@@ -327,6 +340,74 @@ def test_the_run_s_own_data_keeps_its_split_elsewhere(train: Make, recipe: Path,
     assert every.samples == 90
     with pytest.raises(PacelineError, match=r"no training samples; check data.path and data.validation_fraction"):
         train("none", {"data.validation_fraction": 1})
+
+
+def evaluate(*words: object, code: int = 0) -> str:
+    done = CliRunner().invoke(click_command(Evaluate), [str(each) for each in words])
+    assert done.exit_code == code, (done.output, done.exception)
+    return done.output
+
+
+def test_each_type_s_entities_are_scored(train: Make, tmp_path: Path) -> None:
+    """Counted here from the tags that a predictions file names."""
+    run_dir = train("run", {"train.duration": "6 steps"}).run_dir
+    answers = tmp_path / "answers.jsonl"
+    told = json.loads(evaluate(run_dir, "--per-class", "--predictions", answers, "--json"))
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+
+    def entities(tags: list[str]) -> set[tuple[str, int, int]]:
+        found, begin = set(), 0
+        for at, (before, tag) in enumerate(zip(["O", *tags], [*tags, "O"], strict=True)):
+            if before != "O" and (tag[0] != "I" or tag[2:] != before[2:]):
+                found.add((before[2:], begin, at))
+            if tag[0] == "B" or (tag[0] == "I" and (before == "O" or before[2:] != tag[2:])):
+                begin = at
+        return found
+
+    found, true = (
+        [(at, *each) for at, row in enumerate(rows) for each in entities(row[key])]
+        for key in ("prediction_class", "target_class")
+    )
+    assert 0 < len({*found} & {*true}) < len(true)
+    whole = {"class": None, "count": len(true), **{key: told[f"entity_{key}"] for key in KEYS}}
+    for scores in [*told["per_class"], whole]:
+        one, other = ({each for each in some if scores["class"] in (None, each[1])} for some in (found, true))
+        right = len(one & other)
+        assert scores["count"] == len(other)
+        expected = (right / max(len(one), 1), right / len(other), 2 * right / (len(one) + len(other)))
+        assert [scores[key] for key in KEYS] == pytest.approx([100 * each for each in expected])
+    assert {each["class"] for each in told["per_class"]} == {"ANIMAL", "PLACE"}
+    assert re.search(r"class +entities +precision +recall +F1", evaluate(run_dir, "--per-class"))
+
+
+def test_entities_add_up_over_any_number_of_processes() -> None:
+    draws = np.random.default_rng(1)
+    counts = torch.from_numpy(draws.integers(0, 9, (12, 3, 3)))
+    expected: tuple[Any, Any] | None = None
+    for ranks in (1, 2, 3):
+        parts = []
+        for rank in range(ranks):
+            scores = EntityScores(["A", "B", "C"])
+            for at in range(rank, 12, ranks):
+                scores.add({"entities": counts[at : at + 1]}, np.array([at]))
+            parts.append(scores.part())
+        found = (scores.results(parts), scores.details(parts))
+        expected = expected or found
+        assert found == expected
+
+
+@pytest.mark.parametrize("is_numbered", [False, True])
+def test_tags_that_are_no_entities_are_told(train: Make, tmp_path: Path, is_numbered: bool) -> None:
+    rows: list[dict[str, Any]] = tagged(40)
+    rows[2]["tags"][0] = "PER"
+    if is_numbered:
+        rows = [{**row, "tags": [int(tag != "O") for tag in row["tags"]]} for row in rows]
+    path = write_lines(tmp_path / "odd.jsonl", rows)
+    run_dir = train("run", {"data.path": str(path)}).run_dir
+    (note,) = json.loads((run_dir / "plan.json").read_text())["left_out"]
+    told = r"tag '[01]' in row \d+" if is_numbered else "tag 'PER' in row 3"
+    assert re.fullmatch(f"entity_f1 is not reported: {told} of 'odd.jsonl' is not O, B-X or I-X", note)
+    assert f"note: {note}" in evaluate(run_dir)
 
 
 @pytest.mark.needs("peft", "transformers")
