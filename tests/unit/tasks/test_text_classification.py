@@ -101,6 +101,13 @@ def test_loss_and_accuracy_are_means_over_the_held_out_texts(train: Make, recipe
     assert "row" in examples["examples"][0]["name"]
 
 
+def test_correcting_twice_for_rare_classes_is_told(recipe: Path) -> None:
+    both = {"train.class_weights": "balanced", "data.sampling": "balanced"}
+    for overrides in ({"train.class_weights": "balanced"}, {"data.sampling": "balanced"}, both):
+        notes = plan_only(load_recipe(recipe, overrides)).left_out
+        assert any("both correct for rare classes" in note for note in notes) == (overrides == both)
+
+
 def test_micro_batches_hold_texts_of_similar_length(recipe: Path) -> None:
     task = task_of(recipe)
     lengths, pipeline = task.sample_lengths(), task.open_pipeline(Placement(device=torch.device("cpu")))
