@@ -264,7 +264,9 @@ def scoring_task(
     _use_classes_of(saved, task)
     facts = task.data_facts(world)
     if facts.evaluation_samples == 0:
-        raise DataError("there are no held-out samples to score; set data.validation_fraction or add a val/ folder.")
+        raise DataError(
+            "there are no held-out samples to score; set data.validation_fraction (1 for all) or add a val/ folder."
+        )
     if recipe.data.score_all or "data.path" in set_by(request.overrides):
         part = "all, also any that the run was trained on" if recipe.data.score_all else "the held-out part"
         part = next((facts.reasons[key] for key in _ORIGINS if key in facts.reasons), part)
@@ -375,14 +377,14 @@ def _check_classes(task: Task, saved: SavedWeights) -> None:
     if trained is None or names is None or (len(trained) == len(names) if facts.get(UNNAMED) else trained == names):
         return
     kind, unknown = "tags" if facts.get("labels_words") else "classes", [name for name in names if name not in trained]
-    trained_text, advice = f"the {len(trained)} {kind} {_join(trained)}", "the same, in the same order"
+    trained_text, advice = f"the {len(trained)} {kind} {_join(trained)}", "give them in the same order"
     if facts.get(UNNAMED):
-        trained_text, advice = f"{len(trained)} {kind}", "as many, in the order of the weights"
+        trained_text, advice = f"{len(trained)} {kind}", "give data with as many, in the order of the weights"
     elif unknown:
-        advice = f"these {kind} only, without {_join(unknown)}"
+        advice = f"correct {_join(unknown)}, or leave out what has these {kind}"
     raise DataError(
-        f"the weights in {saved.path} have {trained_text}, but the data has the {len(names)} {kind} "
-        f"{_join(names)}; give data with {advice}."
+        f"the weights in {saved.path} have {trained_text}, but the data has the {len(names)} {kind} {_join(names)}; "
+        f"{advice}."
     )
 
 
