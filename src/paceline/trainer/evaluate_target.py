@@ -265,7 +265,7 @@ def scoring_task(
     facts = task.data_facts(world)
     if facts.evaluation_samples == 0:
         raise DataError(
-            "there are no held-out samples to score; set data.validation_fraction (1 for all) or add a val/ folder."
+            "no samples are held out to score; set data.validation_fraction (1 for all) or add a val/ folder."
         )
     if recipe.data.score_all or "data.path" in set_by(request.overrides):
         part = "all, also any that the run was trained on" if recipe.data.score_all else "the held-out part"
