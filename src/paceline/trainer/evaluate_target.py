@@ -296,7 +296,7 @@ def _with_all_to_score(request: EvaluationRequest, saved: SavedWeights, recipe: 
         return recipe
     with contextlib.suppress(DataError):  # such as data without training samples
         task = build_task(recipe)
-        found = task.dataset.digest if isinstance(task, ImageTask) else task.data_facts(world).description["digest"]
+        found = task.dataset.digest if isinstance(task, ImageTask) else task.data_facts(world).description.get("digest")
         if found == saved.description("data").get("digest"):
             return recipe
     return replace(recipe, data=replace(data, validation_fraction=1.0, saved_split=None))
@@ -428,7 +428,7 @@ class _Predictions:
             numbers: dict[str, Any] = {key: line.get(key) for key in ("prediction", "target")}
             if self._classes and all(isinstance(number, int) for number in numbers.values()):
                 line |= {f"{key}_class": self._classes[number] for key, number in numbers.items()}
-            elif self._words:
+            elif self._words and None not in numbers.values():
                 line["words"] = self._words[sample]
                 line |= {f"{key}_class": [self._classes[each] for each in tags] for key, tags in numbers.items()}
             self._lines.append(line)
