@@ -24,7 +24,6 @@ def opened_set(
     channels: int | None,
     problems: Problems | None = None,
     tries_files: bool = True,
-    score_all: bool = False,
     **keys: Any,
 ) -> StoredImages:
     """The images at a path; ``channels`` None for what they have, further keys as in a recipe's data section."""
@@ -36,7 +35,6 @@ def opened_set(
         problems=Problems() if problems is None else problems,
         tolerant=problems is not None,
         tries_files=tries_files,
-        score_all=score_all,
     )
     found = entry.open(request)
     assert isinstance(found, StoredImages)

@@ -39,7 +39,9 @@ class Evaluate:
     """Score the weights of TARGET: a run directory, a checkpoint directory, a safetensors file or a hub folder.
 
     The data is that of the weights' recipe; overrides change it. Every held-out sample is scored once,
-    with any number of processes. A timm hub folder describes how to prepare images, but not which: give data.path.
+    with any number of processes. Of other data (data.path), all samples are scored, or its validation
+    or test split if it has one; it may have some of the weights' classes. A timm hub folder describes how
+    to prepare images, but not which: give data.path.
 
     --sizes tries several sizes of images instead, on those that the run held out of training
     (data.holdout_fraction), and reports the best.
@@ -60,13 +62,15 @@ class Evaluate:
         Path | None,
         Shape(metavar="FILE", without=("sizes",)),
         "Write one line per sample (.jsonl or .csv): id, sample, and by task: prediction, probability, target for "
-        "classes; boxes, labels, scores for detection; loss, tokens for a language model.",
+        "classes, with their names, and lists of these with the words for tagged texts; boxes, labels, scores for "
+        "detection; loss, tokens for a language model.",
     ] = None
     per_class: Annotated[
         bool,
         Shape(without=("sizes",)),
-        "Also show precision, recall, F1 and the number of samples of each class, worst first; of any number of labels "
-        "the average precision and the threshold of the highest F1 too; of segmentation IoU and the number of pixels.",
+        "Also show precision, recall, F1 and the number of samples of each class, or of entities of each type, worst "
+        "first; of any number of labels the average precision and the threshold of the highest F1 too; of segmentation "
+        "IoU and the number of pixels.",
     ] = False
     weights: Weights = "auto"
     best: Best = False
@@ -120,9 +124,9 @@ def _of_one(report: EvaluationReport, *, per_class: bool) -> Result:
     if per_class:
         classes = scores["per_class"]
         shares, thresholds = ([key for key in keys if key in classes[0]] for keys in (_SHARES, _THRESHOLDS))
-        counted = "pixels" if "iou" in shares else "samples"
+        counted = "pixels" if "iou" in shares else "entities" if "entity_f1" in report.metrics else "samples"
         titles = [(_SHARES | _THRESHOLDS)[key] for key in (*shares, *thresholds)]
-        total = sum(each["count"] for each in classes) if counted == "pixels" else report.samples
+        total = report.samples if counted == "samples" else sum(each["count"] for each in classes)
         rows = [
             (
                 one_line(each["class"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -198,7 +198,7 @@ def _show_result(result: TrainResult, recipe: Recipe) -> None:
     plan, trust = {}, " --trust-code" * bool(named_code(recipe))
     with contextlib.suppress(PacelineError):
         plan = read_plan(RunDirectory(run_dir))
-    figures = _figures(result, plan)
+    figures = _figures(result, plan, recipe.evaluate.metrics)
     if recipe.checkpoint.every is None:
         figures["checkpoint"] = f"of step {summary.step}, saved as the run ended (checkpoint.every=off)"
     print_pairs(figures)
@@ -220,13 +220,13 @@ def _show_result(result: TrainResult, recipe: Recipe) -> None:
         echo(f"  open {run_dir / 'report.html'} in a browser")
 
 
-def _figures(result: TrainResult, plan: Mapping[str, Any]) -> dict[str, Any]:
+def _figures(result: TrainResult, plan: Mapping[str, Any], named: Iterable[str]) -> dict[str, Any]:
     summary, metrics, report = result.summary, result.summary.metrics, result.run_dir / "report.html"
     figures: dict[str, Any] = {}
-    headline = plan.get("headline", "top1_accuracy")
-    if headline != "loss" and metrics.get(headline) is not None:
-        figure = format_metric(headline, metrics[headline])
-        figures[metric_title(headline)] = f"{figure} ({metrics['weights']} weights, held-out samples)"
+    for name in dict.fromkeys((plan.get("headline", "top1_accuracy"), *named)):
+        if name != "loss" and metrics.get(name) is not None:
+            figure = format_metric(name, metrics[name])
+            figures[metric_title(name)] = f"{figure} ({metrics['weights']} weights, held-out samples)"
     if "loss" in metrics:
         figures["validation loss"] = f"{metrics['loss']:.4f}"
     if rate := summary.throughput_samples_per_second:

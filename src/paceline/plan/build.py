@@ -239,7 +239,7 @@ def make(
 
 
 def _check_facts(recipe: Recipe, data: DataFacts, machine: MachineFacts, task: TaskFacts) -> None:
-    if data.train_samples < 1:
+    if data.train_samples < 1 or recipe.data.score_all:
         raise RecipeError("there are no training samples; check data.path and data.validation_fraction.")
     sorts = {"batch.balance": task.lengths_sha256, "data.sampling": task.sampling, "data.mixture": task.mixture}
     key = next((each for each, is_used in sorts.items() if is_used), None)

@@ -83,7 +83,7 @@ _WITH_PATH = DatasetsUsing("path", *_TEXTS[1:], "criteo", "coco", "masks")
 _SUBSET = DatasetsUsing("subset")
 _CLASSES = DatasetsUsing("only_classes")
 _SAMPLES = DatasetsUsing("samples", "synthetic_clicks")
-_SPLIT_OFF = DatasetsUsing("validation_fraction", *(each for each in _TEXTS if each != "tokens"), "criteo", "masks")
+SPLIT_OFF = DatasetsUsing("validation_fraction", *(each for each in _TEXTS if each != "tokens"), "criteo", "masks")
 
 _MIXED = Needs(("data.mix.mixup", "data.mix.cutmix"), "nothing is mixed (data.mix.mixup, data.mix.cutmix)")
 _MIXUP = Needs(("data.mix.mixup",), "there is one kind of mixing")
@@ -419,8 +419,9 @@ class Data:
     """The longer side is `evaluation_size` plus the nearest multiple of this many pixels."""
     channels: Auto | Literal[1, 3] = "auto"
     """1 greyscale, 3 colour; `auto` is 3 unless the dataset is greyscale."""
-    validation_fraction: Annotated[OpenFraction, Applies("dataset", _SPLIT_OFF)] = 0.2
-    """Share of each class, or of text of the documents, held out for evaluation, if the data has no split."""
+    validation_fraction: Annotated[Fraction, Applies("dataset", SPLIT_OFF)] = 0.2
+    """Share of each class, or of text of the documents, held out for evaluation, if the data has no split. Rows of text
+    are drawn by file name and row number: renaming the file changes the split. `paceline evaluate` takes 1 too: all."""
     split_by: Annotated[Literal["order", "name"], Applies("dataset", DatasetsUsing("split_by"))] = "order"
     """What decides which images are held out if the data has no split: the image's position in its class, or its name,
     so that adding or removing an image moves at most one other."""
@@ -464,6 +465,11 @@ class Data:
     """Numbers and categories of clicked and unclicked samples."""
     detection: Annotated[Boxes, Applies("dataset", ("coco", "shapes"))] = Boxes()
     """How pictures with boxes are read and prepared."""
+
+    @property
+    def score_all(self) -> bool:
+        """Return whether `paceline evaluate` scores all samples of data without a split."""
+        return self.validation_fraction == 1
 
     @property
     def broken_limit(self) -> int:

@@ -20,6 +20,8 @@ CODE_KEYS = ("task", "model.name", "data.dataset", "evaluate.metrics")
 TRAINING_CODE_KEYS = ("optimizer.name", "schedule.name", "train.loss", "data.augment.policy")
 """Those of them that only training imports."""
 
+# Their metrics compute, and nothing else; other modules of torchmetrics load models.
+_TORCHMETRICS = ("torchmetrics.classification", "torchmetrics.regression")
 _RECORDS = ("plan.json", "environment.json", "events.jsonl", "summary.json", "manifest.json")
 _RECIPE_SIBLINGS = ("checkpoints", "config.json", "model.safetensors")
 
@@ -27,7 +29,11 @@ _RECIPE_SIBLINGS = ("checkpoints", "config.json", "model.safetensors")
 def named_code(recipe: Recipe) -> list[str]:
     """Return a recipe's references to custom code."""
     used = (attrgetter(key)(recipe) for key in (*CODE_KEYS, *TRAINING_CODE_KEYS))
-    return [name for value in used for name in _names(value) if is_reference(name)]
+    return [name for value in used for name in _names(value) if _is_code(name)]
+
+
+def _is_code(name: str) -> bool:
+    return is_reference(name) and name.partition(":")[0] not in _TORCHMETRICS
 
 
 def _names(value: Any) -> list[str]:
@@ -67,7 +73,7 @@ def refuse_foreign_code(
         for name in key.split("."):
             stored = stored.get(name) if isinstance(stored, Mapping) else None
         used = _names(attrgetter(key)(recipe))
-        if code := next((each for each in _names(stored) if is_reference(each) and each in used), ""):
+        if code := next((each for each in _names(stored) if _is_code(each) and each in used), ""):
             raise RecipeError(
                 f"{where} names code to import, {key}={code}; opening a file never runs code unless you allow it: "
                 "add --trust-code if you know where it comes from."

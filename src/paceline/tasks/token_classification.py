@@ -20,7 +20,8 @@ from paceline.data.slices import SampleWeights
 from paceline.data.text.corpus import StoredCorpus
 from paceline.data.text.pipeline import IGNORED_TARGET
 from paceline.data.text.tokenizer import TokenIds
-from paceline.metrics.accumulator import Metric
+from paceline.metrics.accumulator import Collector, Metric
+from paceline.metrics.entities import ENTITY_METRICS, EntityScores
 from paceline.plan import DataFacts
 from paceline.tasks.task import Model, Task
 from paceline.tasks.text_classification import TextClassification
@@ -28,7 +29,7 @@ from paceline.world import World
 
 _ACCURACY = Metric(name="token_accuracy", scale=100.0, higher_is_better=True, of="right", per="words")
 _METRICS: tuple[Metric, ...] = (Metric(name="loss", per="words"), _ACCURACY)
-_F1 = Metric(name="entity_f1", scale=100.0, higher_is_better=True, of="hits_twice", per="entities")
+_IOB2 = re.compile("O|[BI](-.*)?")
 
 
 class TokenClassification(TextClassification):
@@ -45,12 +46,16 @@ class TokenClassification(TextClassification):
     def data_facts(self, world: World) -> DataFacts:
         """Open the texts."""
         found, why = super().data_facts(world), "the loss is the cross-entropy of each word's tag"
+        rows, held_out = self.dataset.first_rows, self.dataset.labels[1]
         self._types = entity_types(self.dataset.classes)
-        held_out = self.dataset.labels[1]
+        odd = (f"tag {tag!r} in {row} is not O, B-X or I-X" for tag, row in rows.items() if not _IOB2.fullmatch(tag))
+        reason = next(odd, "")
         if self._types is not None and held_out.size and not np.isin(held_out, np.flatnonzero(self._types)).any():
-            self._types = None  # without entities, F1 is 0 / 0
+            self._types, reason = None, "the held-out texts have no entity"  # F1 would be 0 / 0
         if self._types is not None:
-            self.metrics, self.headline = (*_METRICS, _F1), _F1.name
+            self.metrics, self.headline = (*_METRICS, *ENTITY_METRICS), ENTITY_METRICS[0].name
+        elif reason:
+            found = replace(found, left_out=(*found.left_out, f"entity_f1 is not reported: {reason}"))
         unused = dict.fromkeys(("train.loss", "train.loss_options", "train.target_threshold"), why)
         return replace(found, unused={**found.unused, **unused})
 
@@ -81,6 +86,10 @@ class TokenClassification(TextClassification):
         values["right"] = (found == batch.targets).sum(dim=1)
         return values if self._types is None else values | entity_counts(found, batch.targets, self._types)
 
+    def collectors(self) -> tuple[Collector, ...]:
+        """Return the collector of entities, if tags are IOB2's."""
+        return () if self._types is None else (EntityScores(entity_names(self.dataset.classes)),)
+
     def predict(self, model: Model, batch: Batch) -> dict[str, Nested]:
         """Return the most probable tag of each word, and the true one."""
         rows = zip(_losses(model, batch)[0].argmax(dim=2), batch.targets, batch.targets != IGNORED_TARGET, strict=True)
@@ -101,11 +110,16 @@ def entity_types(tags: Sequence[str]) -> torch.Tensor | None:
 
     Types are numbered from 1, and negative for ``B-``; 0 is for ``O``, and for no tag, which comes last.
     """
-    if set(tags) == {"O"} or not all(re.fullmatch("O|[BI](-.*)?", tag) for tag in tags):
+    if set(tags) == {"O"} or not all(map(_IOB2.fullmatch, tags)):
         return None
-    kinds = sorted({tag[2:] for tag in tags if tag != "O"})
-    signs = {"O": 0, "B": -1, "I": 1}
-    return torch.tensor([signs[tag[0]] * (1 + kinds.index(tag[2:])) if tag != "O" else 0 for tag in tags] + [0])
+    kinds, signs = entity_names(tags), {"O": 0, "B": -1, "I": 1}
+    numbers = [0 if tag == "O" else 1 + kinds.index(tag[2:] or "_") for tag in tags]
+    return torch.tensor([*(signs[tag[0]] * number for tag, number in zip(tags, numbers, strict=True)), 0])
+
+
+def entity_names(tags: Sequence[str]) -> list[str]:
+    """Return the names of the types of entities in IOB2 tags, sorted; ``_`` for tags without a name, as in seqeval."""
+    return sorted({tag[2:] or "_" for tag in tags if tag != "O"})
 
 
 def entities_in(tags: torch.Tensor, types: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -123,16 +137,22 @@ def entities_in(tags: torch.Tensor, types: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def entity_counts(found: torch.Tensor, true: torch.Tensor, types: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return twice the entities found with the right words and type, and all found and all true ones, int64 [N].
+    """Return the entities of each type that are found with the right words, all found, and all true ones.
 
     Args:
         found: Predicted tags, int64 [N, T].
         true: True tags, int64 [N, T]; positions with -100 count as absent.
         types: What :func:`entity_types` returned.
+
+    Returns:
+        ``entities``, int64 [N, types, 3].
     """
     order = (true < 0).byte().argsort(dim=1, stable=True)
     true = true.gather(1, order).clamp(min=-1)
     found = found.gather(1, order).masked_fill(true < 0, -1)
     (begins, kinds, ends), (wanted, right_kinds, right_ends) = (entities_in(each, types) for each in (found, true))
     hits = begins & wanted & (kinds == right_kinds) & (ends == right_ends)
-    return {"hits_twice": 2 * hits.sum(dim=1), "entities": begins.sum(dim=1) + wanted.sum(dim=1)}
+    numbers = torch.arange(1, 1 + int(types.abs().max()), device=kinds.device)
+    counted = ((hits, kinds), (begins, kinds), (wanted, right_kinds))
+    by_type = [(each & (of == numbers[:, None, None])).sum(dim=2).T for each, of in counted]
+    return {"entities": torch.stack(by_type, dim=2)}

@@ -17,7 +17,6 @@ from torch import nn
 from paceline.checkpoint.hub_folder import UNNAMED
 from paceline.checkpoint.weights import SavedWeights, check_scale, load_trained, read_weights
 from paceline.data.batch import Batch, Nested, mapped
-from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.pipeline import common_size, evaluation_size
 from paceline.data.image.selection import keep_known_classes
 from paceline.data.pipeline import Pipeline, Placement
@@ -30,13 +29,15 @@ from paceline.escaping import csv_cell
 from paceline.files import refuse_special_outputs
 from paceline.plan import DataFacts, compute
 from paceline.plan.build import unused_in_data
-from paceline.recipe.data import Data
+from paceline.recipe.data import SPLIT_OFF, Data
 from paceline.recipe.load import Overrides, refuse_unused_overrides, set_by, stored_recipe, to_tree
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import encode_json
+from paceline.references import is_reference
 from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Task, build_task, check_supported, task_name
+from paceline.tasks.text_classification import TextClassification
 from paceline.trainer.evaluate import Evaluator, KeepOptions
 from paceline.trainer.nonfinite import not_finite
 from paceline.trainer.precision import Precision, set_float32_matmul
@@ -46,6 +47,8 @@ from paceline.world import World
 
 Split = Literal["validation", "holdout"]
 
+_ORIGINS = ("data.validation", "data.validation_fraction")  # keys of reasons that tell which samples are held out
+_PER_CLASS = ("label_scores", "class_iou", "entity_scores")  # keys of details
 PREDICTION_FORMATS = (".jsonl", ".csv")
 
 
@@ -195,7 +198,9 @@ def _score(
     request: EvaluationRequest, saved: SavedWeights, evaluator: Evaluator, network: nn.Module, *, data: Data
 ) -> EvaluationReport:
     started = time.perf_counter()
-    lines = _Predictions(evaluator.pipeline, evaluator.task.description().get("class_names", ()))
+    task = evaluator.task
+    words = task.dataset.words if isinstance(task, TextClassification) else ()
+    lines = _Predictions(evaluator.pipeline, task.description().get("class_names", ()), words)
     evaluation = evaluator({saved.weights: network}, lines.add if request.predictions else None)
     seconds = time.perf_counter() - started
     most_unread = data.unread_limit(evaluation.samples + len(evaluation.broken))
@@ -209,7 +214,7 @@ def _score(
         )
     if request.predictions is not None:
         lines.write(request.predictions, evaluator.collectives)
-    task, metrics, details = evaluator.task, evaluation.results[saved.weights], evaluation.artifacts.details or {}
+    metrics, details = evaluation.results[saved.weights], evaluation.artifacts.details or {}
     return EvaluationReport(
         path=saved.path,
         weights=saved.weights,
@@ -225,7 +230,7 @@ def _score(
         confusion=evaluation.artifacts.confusion,
         no_confusion=evaluation.artifacts.failure,
         not_finite=not_finite(task, metrics),
-        per_class=details.get("label_scores") or details.get("class_iou", ()),
+        per_class=next((rows for rows in map(details.get, _PER_CLASS) if rows), ()),
     )
 
 
@@ -233,7 +238,7 @@ def scoring_task(
     request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world: World
 ) -> tuple[Task, DataFacts]:
     """Return the task that the weights were trained with, and its data."""
-    other_images = _other_images(request, saved, recipe)
+    recipe = _with_all_to_score(request, saved, recipe, world)
     if request.on != "holdout":
         # It does not affect the scores, and other data may have fewer images.
         recipe = replace(recipe, data=replace(recipe.data, subset=None))
@@ -248,10 +253,6 @@ def scoring_task(
         # Use tables as large as the weights', whatever data is scored: categories are hashed into them.
         recipe = replace(recipe, data=replace(recipe.data, recommendation=replace(clicks, tables=tuple(rows))))
     task = build_task(recipe)
-    if other_images is not None and isinstance(task, ImageTask) and task.learns == "class":
-        described = saved.description("data")
-        names = () if described.get(UNNAMED) else described.get("class_names") or ()
-        task.dataset = keep_known_classes(other_images, names) if {*other_images.classes} < {*names} else other_images
     trained, rebuilt = saved.description("data").get("task"), task_name(task)
     if trained not in (None, rebuilt):
         raise RecipeError(
@@ -261,9 +262,17 @@ def scoring_task(
     check_supported(task)
     if request.on == "holdout":
         _take_holdout(task, saved, recipe)
+    _use_classes_of(saved, task)
     facts = task.data_facts(world)
     if facts.evaluation_samples == 0:
-        raise DataError("there are no held-out samples to score; set data.validation_fraction or add a val/ folder.")
+        raise DataError(
+            "no samples are held out to score; set data.validation_fraction (1 for all) or add a val/ folder."
+        )
+    if recipe.data.score_all or "data.path" in set_by(request.overrides):
+        part = "all, also any that the run was trained on" if recipe.data.score_all else "the held-out part"
+        part = next((facts.reasons[key] for key in _ORIGINS if key in facts.reasons), part)
+        note = f"{facts.evaluation_samples:,} samples are scored: {part}"
+        facts = replace(facts, left_out=(*facts.left_out, note))
     scored = compute.resolve_evaluation_batch(recipe)
     if refusal := find_host_limits(facts.description, recipe, world.local_world_size, scored=scored).refusal:
         raise DataError(refusal)
@@ -280,29 +289,25 @@ def scoring_task(
     return task, facts
 
 
-def _other_images(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe) -> ImageDataset | None:
-    """Return all images of a folder other than the training folder, if it has no split or no training images.
+def _with_all_to_score(request: EvaluationRequest, saved: SavedWeights, recipe: Recipe, world: World) -> Recipe:
+    """Return the recipe that scores all samples of data other than the run's, or the split that it has for that.
 
-    Returns None for other data: of a folder of class folders that was trained on, only the held-out part is scored.
+    The run's own data, moved or not, keeps its split. Data sets and tasks from custom code split their data themselves.
     """
     overridden, data = set_by(request.overrides), recipe.data
     explicit_split = {"data.validation_fraction", "data.split_by", "data.saved_split"} & set(overridden)
     if request.on == "holdout" or "data.path" not in overridden or explicit_split or data.path is None:
-        return None
-    root, origin = Path(data.path).expanduser(), stored_recipe(saved.description("recipe"), str(saved.path)).data.path
-    if data.dataset != "image_folder" or (root / "train").is_dir() or not root.is_dir():
-        return None
-    if origin is not None and Path(origin).resolve() == root.resolve():
-        return None
-    is_split = any((root / name).is_dir() for name in ("val", "test"))
-    if not is_split and open_dataset(data).digest == saved.description("data").get("digest"):
-        return None
-    images = open_dataset(replace(data, subset=None), score_all=True)
-    note = (
-        f"all {len(images.validation):,} images are scored, since the run was trained on another folder ({origin}); if "
-        "this is a copy of it, give data.validation_fraction to score the held-out part"
-    )
-    return images if is_split else replace(images, left_out=(*images.left_out, note))
+        return recipe
+    origin = stored_recipe(saved.description("recipe"), str(saved.path)).data.path
+    is_moved = origin is None or Path(origin).expanduser().resolve() != Path(data.path).expanduser().resolve()
+    if not is_moved or data.dataset not in SPLIT_OFF or is_reference(recipe.task):
+        return recipe
+    with contextlib.suppress(DataError):  # such as data without training samples
+        task = build_task(recipe)
+        found = task.dataset.digest if isinstance(task, ImageTask) else task.data_facts(world).description.get("digest")
+        if found == saved.description("data").get("digest"):
+            return recipe
+    return replace(recipe, data=replace(data, validation_fraction=1.0, saved_split=None))
 
 
 def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe) -> None:
@@ -359,18 +364,35 @@ def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     return replace(recipe, distillation=distillation, data=replace(recipe.data, **preprocessing))
 
 
+def _use_classes_of(saved: SavedWeights, task: Task) -> None:
+    """Have the task number its classes as the weights do, if it learns classes, and all of the data's are known."""
+    facts = saved.description("data")
+    names = () if facts.get(UNNAMED) else tuple(facts.get("class_names") or ())
+    if not isinstance(task, ImageTask | TextClassification) or not names:
+        return
+    if task.dataset.classes == names or not set(task.dataset.classes) <= set(names):
+        return
+    if isinstance(task, TextClassification):
+        task.dataset = task.dataset.with_classes(names)
+    elif task.learns != "numbers":
+        task.dataset = keep_known_classes(task.dataset, names)
+
+
 def _check_classes(task: Task, saved: SavedWeights) -> None:
     """Refuse weights whose classes differ from the data's: the scores would be silently wrong."""
     facts = saved.description("data")
     trained, names = facts.get("class_names"), task.description().get("class_names")
     if trained is None or names is None or (len(trained) == len(names) if facts.get(UNNAMED) else trained == names):
         return
-    trained_text, advice = f"the {len(trained)} classes {_join(trained)}", "the same class folders"
+    kind, unknown = "tags" if facts.get("labels_words") else "classes", [name for name in names if name not in trained]
+    trained_text, advice = f"the {len(trained)} {kind} {_join(trained)}", "give them in the same order"
     if facts.get(UNNAMED):
-        trained_text, advice = f"{len(trained)} classes", "as many, in the order of the weights"
+        trained_text, advice = f"{len(trained)} {kind}", "give data with as many, in the order of the weights"
+    elif unknown:
+        advice = f"correct {_join(unknown)}, or leave out what has these {kind}"
     raise DataError(
-        f"the weights in {saved.path} have {trained_text}, but the data has the {len(names)} classes "
-        f"{_join(names)}; give data with {advice}."
+        f"the weights in {saved.path} have {trained_text}, but the data has the {len(names)} {kind} {_join(names)}; "
+        f"{advice}."
     )
 
 
@@ -399,11 +421,10 @@ def with_weights(network: nn.Module, saved: SavedWeights, placement: Placement) 
 
 
 class _Predictions:
-    """Collects one line per sample on this process, with class names next to the class numbers."""
+    """Collects one line per sample on this process, with class names next to the class numbers, and a text's words."""
 
-    def __init__(self, pipeline: Pipeline, classes: Sequence[str]) -> None:
-        self._pipeline = pipeline
-        self._classes = classes
+    def __init__(self, pipeline: Pipeline, classes: Sequence[str], words: Sequence[Sequence[str]]) -> None:
+        self._pipeline, self._classes, self._words = pipeline, classes, words
         self._lines: list[dict[str, Any]] = []
 
     def add(self, _: str, batch: Batch, values: dict[str, Nested]) -> None:
@@ -415,6 +436,9 @@ class _Predictions:
             numbers: dict[str, Any] = {key: line.get(key) for key in ("prediction", "target")}
             if self._classes and all(isinstance(number, int) for number in numbers.values()):
                 line |= {f"{key}_class": self._classes[number] for key, number in numbers.items()}
+            elif self._words and None not in numbers.values():
+                line["words"] = self._words[sample]
+                line |= {f"{key}_class": [self._classes[each] for each in tags] for key, tags in numbers.items()}
             self._lines.append(line)
 
     def write(self, path: Path, collectives: Collectives) -> None:

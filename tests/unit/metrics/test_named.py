@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ import torch
 import torchmetrics.classification as theirs
 
 import paceline
+from paceline.cli.main import run as run_command_line
 from paceline.errors import RecipeError
 from paceline.metrics.named import NamedMetrics
+from paceline.recipe.load import load_recipe
+from paceline.recipe.named_code import named_code
 from paceline.references import trusting_code
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 
@@ -54,6 +58,10 @@ def test_it_is_the_same_however_samples_are_shared_out(ranks: int) -> None:
     assert found == {"f1": float(wanted), "order": 2 * float((scores[:, 0] * torch.arange(31)).sum())}
 
 
+def replace_metrics(recipe: Path, name: str) -> Any:
+    return load_recipe(recipe, {"evaluate.metrics": {"one": {"name": name}}}).recipe
+
+
 def test_without_a_sample_there_is_no_number() -> None:
     assert math.isnan(NamedMetrics({"f1": F1}).results([None])["f1"])
 
@@ -65,11 +73,26 @@ def test_a_run_records_it_and_can_choose_its_best_by_it(tiny_recipe: Path, runs:
     records = events(run.run_dir, "evaluation")
     assert all(0 <= each["f1"] <= 1 for each in records)
     assert run.metrics["best"]["value"] == min(each["distance"] for each in records)
-    with pytest.raises(RecipeError, match=r"names code to import, evaluate.metrics=torchmetrics"):
+    with pytest.raises(RecipeError, match=r"names code to import, evaluate.metrics=.*:Distance"):
         evaluate_target(EvaluationRequest(target=run.run_dir))
     with trusting_code():
         again = evaluate_target(EvaluationRequest(target=run.run_dir)).metrics
     assert again["f1"] == records[-1]["f1"]
+
+
+def test_torchmetrics_metrics_are_shown_at_the_end_and_need_no_trust(
+    tiny_recipe: Path, runs: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, named in (("theirs", {"f1": F1}), ("own", {"f1": F1, "distance": {"name": f"{__name__}:Distance"}})):
+        asked = f"evaluate.metrics={json.dumps(named)}"
+        assert run_command_line(["train", str(tiny_recipe), asked, "--run-dir", str(runs / name)]) == 0
+        told = capfd.readouterr().out
+        assert re.search(r"(?im)^ *f1 .*held-out samples", told)
+        assert (f"evaluate {runs / name} --trust-code" in told) == (name == "own")
+        assert run_command_line(["evaluate", str(runs / name)]) == (RecipeError.exit_code if name == "own" else 0)
+        capfd.readouterr()
+    code = named_code(replace_metrics(tiny_recipe, "torchmetrics.image:FrechetInceptionDistance"))
+    assert code == ["torchmetrics.image:FrechetInceptionDistance"]
 
 
 @pytest.mark.parametrize(

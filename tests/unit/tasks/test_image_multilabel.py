@@ -26,6 +26,7 @@ from paceline.cli.evaluate import Evaluate
 from paceline.cli.predict import Predict
 from paceline.data.batch import Batch
 from paceline.data.image.datasets import open_dataset
+from paceline.data.image.selection import keep_known_classes
 from paceline.data.image.sets.figures import draw_figures
 from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, PacelineError, RecipeError
@@ -133,6 +134,13 @@ def test_parquet_tables_are_read_alike(tmp_path: Path, kind: str) -> None:
 def test_what_it_does_not_do_is_refused(change: dict[str, Any], error: str) -> None:
     with pytest.raises(PacelineError, match=error):
         paceline.train("figures", overrides={**SHORT, **change})
+
+
+def test_some_of_the_classes_keep_their_columns_of_the_weights(tmp_path: Path) -> None:
+    found = opened(image_table(tmp_path, ["a;c", "c", "a", ""], "image,label"))
+    known = keep_known_classes(found, ("x", "c", "b", "a"))
+    assert known.train.labels.tolist() == [[0, 1, 0, 1], [0, 1, 0, 0], [0, 0, 0, 1], [0, 0, 0, 0]]
+    assert known.left_out == ("2 of the 4 classes of the weights have no images: x, b",)
 
 
 def test_thresholds_are_of_this_task_only(trained: Path) -> None:

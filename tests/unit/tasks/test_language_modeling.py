@@ -100,6 +100,25 @@ def test_what_each_row_costs_is_written(train: Make, tmp_path: Path) -> None:
     assert report.metrics["bits_per_byte"] == pytest.approx(nats / bytes_ / math.log(2))
 
 
+def test_all_of_another_text_is_scored(train: Make, tmp_path: Path) -> None:
+    run_dir = train("run", {"train.duration": "2 steps"}).run_dir
+    for name, names in (("plain", "abcde"), ("split/train", "x"), ("split/val", "ab")):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        for letter in names:
+            (folder / f"{letter}.txt").write_text(f"{letter} " * 9)
+    for folder, tokens, part in (
+        ("plain", 5 * 19, "all, also any"),
+        ("split", 2 * 19, "the folder has its own split: val"),
+    ):
+        answers = tmp_path / f"{folder}.jsonl"
+        overrides = {"data.path": str(tmp_path / folder)}
+        found = evaluate_target(EvaluationRequest(target=run_dir, overrides=overrides, predictions=answers))
+        rows = [json.loads(line) for line in answers.read_text().splitlines()]
+        assert sum(row["tokens"] for row in rows) == tokens - 1
+        assert any(f"{found.samples} samples are scored: {part}" in note for note in found.left_out)
+
+
 def test_masked_accuracy_is_of_masks_that_no_run_changes(train: Make, recipe: Path) -> None:
     result, task = train("m", MASKED | {"seed": 5}), task_of(recipe, MASKED)
     network, ids = network_of(task, result.run_dir), stream(task.dataset.validation).numpy()

@@ -23,6 +23,7 @@ from paceline.errors import ModelError, PacelineError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import load_predictor
 from paceline.inference.text import TextLabeller
+from paceline.metrics.confusion import scores_by_class
 from paceline.models.adapters import trained_layers
 from paceline.models.language import build_text_classifier
 from paceline.models.transfer import adapt
@@ -71,6 +72,15 @@ def predict(*words: object) -> Any:
     return done.output
 
 
+def test_other_texts_may_be_of_one_class(train: Make, tmp_path: Path) -> None:
+    run_dir = train("run").run_dir
+    others = write_lines(tmp_path / "others.jsonl", [row for row in reviews(30) if row["label"] == "other"])
+    found = evaluate_target(EvaluationRequest(target=run_dir, overrides={"data.path": str(others)}))
+    assert (found.samples, found.counts["top1_correct"]) == (15, 15)
+    assert "1 of the 2 classes of the weights are not in the data: animal" in found.left_out
+    assert [(each["class"], each["count"]) for each in scores_by_class(found.confusion or {})] == [("other", 15)]
+
+
 @pytest.mark.needs("torchmetrics")
 def test_loss_and_accuracy_are_means_over_the_held_out_texts(train: Make, recipe: Path) -> None:
     f1 = {"name": "torchmetrics.classification:MulticlassF1Score", "num_classes": 2, "average": "micro"}
@@ -89,6 +99,13 @@ def test_loss_and_accuracy_are_means_over_the_held_out_texts(train: Make, recipe
     assert (result.run_dir / "evaluation" / "confusion.json").is_file()
     examples = json.loads((result.run_dir / "evaluation" / "examples.json").read_text())
     assert "row" in examples["examples"][0]["name"]
+
+
+def test_correcting_twice_for_rare_classes_is_told(recipe: Path) -> None:
+    both = {"train.class_weights": "balanced", "data.sampling": "balanced"}
+    for overrides in ({"train.class_weights": "balanced"}, {"data.sampling": "balanced"}, both):
+        notes = plan_only(load_recipe(recipe, overrides)).left_out
+        assert any("both correct for rare classes" in note for note in notes) == (overrides == both)
 
 
 def test_micro_batches_hold_texts_of_similar_length(recipe: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,6 +21,7 @@ from tiny_text import tagged, tokenizer_folder, write_lines
 
 from paceline.checkpoint.weights import read_weights
 from paceline.cli.derive import click_command
+from paceline.cli.evaluate import Evaluate
 from paceline.cli.main import run as run_command_line
 from paceline.cli.predict import Predict
 from paceline.data.order import StepGeometry
@@ -29,11 +31,12 @@ from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer
 from paceline.errors import DataError, PacelineError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.text import TextLabeller, open_labeller
+from paceline.metrics.entities import EntityScores
 from paceline.recipe.data import Data, Text
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
-from paceline.tasks.token_classification import TokenClassification, entity_counts, entity_types
-from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+from paceline.tasks.token_classification import TokenClassification, entity_counts, entity_names, entity_types
+from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World
 from paceline_advisor.memory.estimate import estimate_memory
@@ -53,6 +56,7 @@ checkpoint: {every: 20 steps}
 parallel: {device: cpu, threads: 1}
 telemetry: {log_every: 2 steps, trackers: []}
 """
+KEYS = ("precision", "recall", "f1")
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 
 
@@ -105,8 +109,9 @@ def f1(true: list[list[str]], found: list[list[str]]) -> float:
         given[row, 1 : 2 * len(tags) + 1 : 2] = torch.tensor([classes.index(tag) for tag in others])
     types = entity_types(classes)
     assert types is not None
-    counts = entity_counts(given, wanted, types)
-    return 100 * int(counts["hits_twice"].sum()) / int(counts["entities"].sum())
+    scores = EntityScores(entity_names(classes))
+    scores.add(entity_counts(given, wanted, types), np.arange(len(true)))
+    return scores.results([scores.part()])["entity_f1"]
 
 
 @pytest.mark.parametrize(("true", "found", "expected"), BY_HAND)
@@ -261,15 +266,148 @@ def test_a_batch_changes_no_text_s_tags(train: Make) -> None:
 def test_predictions_and_memory_and_exports(train: Make, recipe: Path, tmp_path: Path) -> None:
     run_dir = train("run").run_dir
     again = evaluate_target(EvaluationRequest(target=run_dir, predictions=tmp_path / "p.jsonl"))
+    again_classes = task_of(recipe).dataset.classes
     rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
     pairs = [pair for row in rows for pair in zip(row["prediction"], row["target"], strict=True)]
     right = sum(one == other for one, other in pairs)
+    source = {f"row {at + 1} of 'tagged.jsonl'": row for at, row in enumerate(tagged(90))}
+    for row in rows:
+        written = source[row["sample"]]
+        count = len(row["words"])
+        assert 0 < count == len(row["prediction_class"])
+        assert (row["words"], row["target_class"]) == (written["tokens"][:count], written["tags"][:count])
+        assert [again_classes[each] for each in row["prediction"]] == row["prediction_class"]
     assert again.metrics["token_accuracy"] == pytest.approx(100 * right / len(pairs))
     found = estimate_memory(load_recipe(recipe, {}), device="cpu")
     assert found.needed > found.peak.allocated > 0
     written = export(ExportRequest(target=run_dir, output=tmp_path / "a.pt2", form="torch-export"))
     assert written.largest_difference is not None
     assert written.largest_difference < 1e-4
+
+
+def score(run_dir: Path, path: Path, answers: Path | None = None, **keys: Any) -> EvaluationReport:
+    overrides = {"data.path": str(path), **keys}
+    return evaluate_target(EvaluationRequest(target=run_dir, overrides=overrides, predictions=answers))
+
+
+def test_all_rows_of_other_data_are_scored_and_its_tags_may_be_some_of_the_weights(train: Make, tmp_path: Path) -> None:
+    run_dir = train("run").run_dir
+    other = [row for row in tagged(140)[90:] if "B-PLACE" not in row["tags"]]
+    assert 10 < len(other) < 50
+    found = score(run_dir, write_lines(tmp_path / "other.jsonl", other), tmp_path / "found.jsonl")
+    assert found.samples == len(other)
+    assert f"{len(other)} samples are scored: all, also any that the run was trained on" in found.left_out
+    assert any("of the 4 classes of the weights are not in the data: B-PLACE" in note for note in found.left_out)
+    # Numbered as the weights' tags, they are scored as together with the missing ones.
+    score(run_dir, write_lines(tmp_path / "whole.jsonl", [*other, *tagged(90)]), tmp_path / "whole_found.jsonl")
+    one, many = ((tmp_path / name).read_text() for name in ("found.jsonl", "whole_found.jsonl"))
+    assert many.replace("whole.jsonl", "other.jsonl").startswith(one)
+    outside = score(run_dir, write_lines(tmp_path / "one.jsonl", [{"tokens": ["so", "it"], "tags": ["O", "O"]}]))
+    assert (outside.samples, "entity_f1" in outside.metrics) == (1, False)
+    part = score(run_dir, tmp_path / "other.jsonl", **{"data.validation_fraction": 0.3})
+    assert 0 < part.samples < len(other)
+    unknown = write_lines(tmp_path / "unknown.jsonl", [*other, {"tokens": ["Ada"], "tags": ["B-PER"]}])
+    with pytest.raises(DataError, match=r"the 4 tags B-ANIMAL.* the 3 tags .*; correct B-PER, or leave out"):
+        score(run_dir, unknown)
+
+
+def test_a_split_for_scoring_needs_no_training_rows_beside_it(train: Make, tmp_path: Path) -> None:
+    run_dir, rows = train("run").run_dir, tagged(140)[90:]
+    expected = score(run_dir, write_lines(tmp_path / "rows.jsonl", rows)).metrics
+    write_lines(tmp_path / "column.jsonl", [{**row, "split": "test"} for row in rows])
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test-00000-of-00001.parquet")
+    (tmp_path / "folder").mkdir()
+    write_lines(tmp_path / "folder" / "test.jsonl", rows[:20])
+    write_lines(tmp_path / "folder" / "validation.jsonl", rows)
+    for name, part in [
+        ("column.jsonl", "the rows whose split is test"),
+        ("test-00000-of-00001.parquet", "the split test"),
+        ("folder", "the split validation; test is not read"),
+    ]:
+        found = score(run_dir, tmp_path / name)
+        assert (found.samples, found.metrics) == (50, expected)
+        assert f"50 samples are scored: {part}" in found.left_out
+
+
+def test_the_run_s_own_data_keeps_its_split_elsewhere(train: Make, recipe: Path, tmp_path: Path) -> None:
+    result = train("run")
+    (tmp_path / "tagged.jsonl").write_text((recipe.parent / "tagged.jsonl").read_text())
+    moved = score(result.run_dir, tmp_path / "tagged.jsonl")
+    assert 0 < moved.samples < 40
+    assert moved.metrics["loss"] == pytest.approx(result.metrics["loss"])
+    assert f"{moved.samples} samples are scored: the held-out part" in moved.left_out
+    every = score(result.run_dir, tmp_path / "tagged.jsonl", **{"data.validation_fraction": 1})
+    assert every.samples == 90
+    with pytest.raises(PacelineError, match=r"no training samples; check data.path and data.validation_fraction"):
+        train("none", {"data.validation_fraction": 1})
+
+
+def evaluate(*words: object, code: int = 0) -> str:
+    done = CliRunner().invoke(click_command(Evaluate), [str(each) for each in words])
+    assert done.exit_code == code, (done.output, done.exception)
+    return done.output
+
+
+def test_each_type_s_entities_are_scored(train: Make, tmp_path: Path) -> None:
+    """Counted here from the tags that a predictions file names."""
+    run_dir = train("run", {"train.duration": "6 steps"}).run_dir
+    answers = tmp_path / "answers.jsonl"
+    told = json.loads(evaluate(run_dir, "--per-class", "--predictions", answers, "--json"))
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+
+    def entities(tags: list[str]) -> set[tuple[str, int, int]]:
+        found, begin = set(), 0
+        for at, (before, tag) in enumerate(zip(["O", *tags], [*tags, "O"], strict=True)):
+            if before != "O" and (tag[0] != "I" or tag[2:] != before[2:]):
+                found.add((before[2:], begin, at))
+            if tag[0] == "B" or (tag[0] == "I" and (before == "O" or before[2:] != tag[2:])):
+                begin = at
+        return found
+
+    found, true = (
+        [(at, *each) for at, row in enumerate(rows) for each in entities(row[key])]
+        for key in ("prediction_class", "target_class")
+    )
+    assert 0 < len({*found} & {*true}) < len(true)
+    whole = {"class": None, "count": len(true), **{key: told[f"entity_{key}"] for key in KEYS}}
+    for scores in [*told["per_class"], whole]:
+        one, other = ({each for each in some if scores["class"] in (None, each[1])} for some in (found, true))
+        right = len(one & other)
+        assert scores["count"] == len(other)
+        expected = (right / max(len(one), 1), right / len(other), 2 * right / (len(one) + len(other)))
+        assert [scores[key] for key in KEYS] == pytest.approx([100 * each for each in expected])
+    assert {each["class"] for each in told["per_class"]} == {"ANIMAL", "PLACE"}
+    assert re.search(r"class +entities +precision +recall +F1", evaluate(run_dir, "--per-class"))
+
+
+def test_entities_add_up_over_any_number_of_processes() -> None:
+    draws = np.random.default_rng(1)
+    counts = torch.from_numpy(draws.integers(0, 9, (12, 3, 3)))
+    expected: tuple[Any, Any] | None = None
+    for ranks in (1, 2, 3):
+        parts = []
+        for rank in range(ranks):
+            scores = EntityScores(["A", "B", "C"])
+            for at in range(rank, 12, ranks):
+                scores.add({"entities": counts[at : at + 1]}, np.array([at]))
+            parts.append(scores.part())
+        found = (scores.results(parts), scores.details(parts))
+        expected = expected or found
+        assert found == expected
+
+
+@pytest.mark.parametrize("is_numbered", [False, True])
+def test_tags_that_are_no_entities_are_told(train: Make, tmp_path: Path, is_numbered: bool) -> None:
+    rows: list[dict[str, Any]] = tagged(40)
+    rows[2]["tags"][0] = "PER"
+    if is_numbered:
+        rows = [{**row, "tags": [int(tag != "O") for tag in row["tags"]]} for row in rows]
+    path = write_lines(tmp_path / "odd.jsonl", rows)
+    run_dir = train("run", {"data.path": str(path)}).run_dir
+    (note,) = json.loads((run_dir / "plan.json").read_text())["left_out"]
+    told = r"tag '[01]' in row \d+" if is_numbered else "tag 'PER' in row 3"
+    assert re.fullmatch(f"entity_f1 is not reported: {told} of 'odd.jsonl' is not O, B-X or I-X", note)
+    assert f"note: {note}" in evaluate(run_dir)
 
 
 @pytest.mark.needs("peft", "transformers")

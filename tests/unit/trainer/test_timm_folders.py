@@ -176,9 +176,29 @@ def test_scored_on_a_folder_without_training_images(split: str, save: Save, phot
         (root / split).symlink_to(photos / "val")
     expected, found = score(hub, photos), score(hub, root)
     assert (found.samples, found.metrics) == (expected.samples, expected.metrics)
-    assert any("all 21 images are scored" in note for note in found.left_out) == (not split)
+    part = f"all images; the folder {split}/" if split else "all images"
+    assert f"21 samples are scored: {part}" in found.left_out
     part = score(hub, photos / "val", "data.validation_fraction=0.5")
     assert part.samples < expected.samples
+
+
+@pytest.mark.parametrize("label", ["cat", "dog,owl"])
+def test_a_table_of_test_images_is_scored_as_a_folder_of_them(
+    label: str, save: Save, photos: Path, tmp_path: Path
+) -> None:
+    hub, _ = save()
+    files = [file for each in label.split(",") for file in sorted((photos / "val" / each).glob("*.png"))]
+    rows = [f"{file},{file.parent.name}" for file in files]
+    for each in label.split(","):
+        (tmp_path / "folder").mkdir(exist_ok=True)
+        (tmp_path / "folder" / each).symlink_to(photos / "val" / each)
+    expected = score(hub, tmp_path / "folder")
+    (tmp_path / "table.csv").write_text("\n".join(["path,label", *rows]))
+    (tmp_path / "split.csv").write_text("\n".join(["path,label,split", *(f"{row},test" for row in rows)]))
+    for name, part in (("table.csv", "all images"), ("split.csv", "the rows whose split is test")):
+        found = score(hub, tmp_path / name, "data.dataset=csv")
+        assert (found.samples, found.metrics) == (len(files), expected.metrics)
+        assert f"{len(files)} samples are scored: {part}" in found.left_out
 
 
 def test_some_of_the_classes_are_scored_as_among_all(save: Save, photos: Path, tmp_path: Path) -> None:

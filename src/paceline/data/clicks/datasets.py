@@ -213,9 +213,9 @@ def open_criteo(data: Data) -> ClickDataset:
     train, val = splits[0], splits[-1]
     tables, reasons = criteo_tables(data.recommendation, train.distinct)
     count, first = len(train.rows), 0
-    if train is val:
+    if train is val and not data.score_all:
         count = first = count - round(count * data.validation_fraction)
-    else:
+    elif train is not val:
         reasons["data.validation_fraction"] = "the data have their own split"
     if count == 0:
         raise DataError(f"'{parts[0]}' leaves no line to train on, of {len(train.rows)}.")

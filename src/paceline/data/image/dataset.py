@@ -52,15 +52,17 @@ def stratified_split(labels: Ids, fraction: float, *, key: int = _KEY, hashes: H
     """Split samples into sorted (training ids, held-out ids), holding out the same share of each class.
 
     Of a class with n samples, round(fraction · n) are held out: at least one if n ≥ 2, and never all. A fraction of 0
-    holds out none.
+    holds out none. A fraction of 1, to score all samples, returns all twice.
 
     Args:
         labels: Class index of every sample, int64 [N], or other targets [N, K].
-        fraction: Share to hold out, in [0, 1).
+        fraction: Share to hold out, in [0, 1].
         key: Selects one of the splits of that size.
         hashes: A number per sample, uint64 [N]: the lowest of each class are held out, whatever the key and the order;
             None to split by order.
     """
+    if fraction == 1:
+        return np.arange(len(labels)), np.arange(len(labels))
     held_out = np.zeros(len(labels), dtype=bool)
     if fraction > 0 and len(labels):
         labels = strata(labels)
@@ -113,6 +115,8 @@ def describe_split(fraction: float) -> str:
     """Describe the origin of held-out images drawn by :func:`stratified_split`."""
     if fraction == 0:
         return "none (data.validation_fraction=0)"
+    if fraction == 1:
+        return "all images"
     return f"{100 * fraction:.4g}% of each class, always the same (data.validation_fraction)"
 
 
@@ -239,7 +243,6 @@ class DatasetRequest:
         tolerant: Whether to return the rest despite problems.
         tries_files: Whether to check that files can be opened; not needed if all are read anyway.
         in_any_order: Whether images are read in random order; packing reads sequentially.
-        score_all: Whether all images of a folder without splits are evaluated and none trained on.
         several_labels: Whether images are multi-label: ``labels`` are then 0 or 1, [len, classes].
     """
 
@@ -248,7 +251,6 @@ class DatasetRequest:
     tolerant: bool = False
     tries_files: bool = True
     in_any_order: bool = True
-    score_all: bool = False
     several_labels: bool = False
 
     @property

@@ -112,16 +112,13 @@ _IMAGENET_MEAN = {3: (0.485, 0.456, 0.406), 1: (0.449,)}
 _IMAGENET_STD = {3: (0.229, 0.224, 0.225), 1: (0.226,)}
 
 
-def open_dataset(
-    data: Data, problems: Problems | None = None, *, score_all: bool = False, several_labels: bool = False
-) -> ImageDataset:
+def open_dataset(data: Data, problems: Problems | None = None, *, several_labels: bool = False) -> ImageDataset:
     """Open the data set named in the recipe's `data` section.
 
     Args:
         data: The section.
         problems: Collects problems of an image folder or a table's rows, to return the rest despite them.
-        score_all: See :class:`DatasetRequest`.
-        several_labels: Likewise.
+        several_labels: See :class:`DatasetRequest`.
 
     Raises:
         DataError: If there is no such data set, or it cannot be read.
@@ -136,7 +133,7 @@ def open_dataset(
                 "paceline.data.image.datasets.ImageDataset."
             )
     else:
-        request = DatasetRequest(data=data, score_all=score_all, several_labels=several_labels)
+        request = DatasetRequest(data=data, several_labels=several_labels)
         if problems is not None:
             request = replace(request, problems=problems, tolerant=True, tries_files=False)
         dataset = _described(data, open_stored(request))

@@ -372,10 +372,17 @@ def _with_classes(requested: Sequence[int | str], dataset: ImageDataset) -> Imag
 
 
 def keep_known_classes(dataset: ImageDataset, known_classes: Sequence[str]) -> ImageDataset:
-    """Return the same images with the class numbers of the weights, of which the data set has only some."""
+    """Return the same images with the class numbers of the weights, which include all classes of the data set."""
     numbers = np.array([known_classes.index(name) for name in dataset.classes])
     missing = [name for name in known_classes if name not in dataset.classes]
     named = ", ".join(missing[:_NAMED]) + (", …" if len(missing) > _NAMED else "")
     note = f"{len(missing)} of the {len(known_classes)} classes of the weights have no images: {named}"
-    result = relabelled(dataset, lambda labels: numbers[labels])
-    return replace(result, classes=tuple(known_classes), left_out=(*dataset.left_out, note))
+
+    def known_labels(labels: NDArray[Any]) -> NDArray[Any]:
+        columns: NDArray[Any] = np.zeros((len(labels), len(known_classes)), dtype=labels.dtype)
+        if labels.ndim > 1:
+            columns[:, numbers] = labels
+        return columns if labels.ndim > 1 else np.asarray(numbers[labels])
+
+    result = relabelled(dataset, known_labels)
+    return replace(result, classes=tuple(known_classes), left_out=(*dataset.left_out, *([note] if missing else [])))

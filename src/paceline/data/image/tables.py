@@ -13,6 +13,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -89,12 +90,15 @@ def as_label(value: object, name: str) -> int | str:
     return value
 
 
-def number_classes(parts: list[list[int | str]], path: str) -> tuple[tuple[str, ...], list[Ids]]:
+def number_classes(
+    parts: list[list[int | str]], path: str, *, one_class: bool = False
+) -> tuple[tuple[str, ...], list[Ids]]:
     """Return class names and numeric labels.
 
     Args:
         parts: Labels of the training images, and of any held-out ones.
         path: Path of the data, for the message.
+        one_class: Whether there may be one class only.
 
     Raises:
         DataError: If numbers and names are mixed, a held-out label is not a training class, or there is only one class.
@@ -116,7 +120,7 @@ def number_classes(parts: list[list[int | str]], path: str) -> tuple[tuple[str, 
         number = {name: index for index, name in enumerate(classes)}
         if unknown := sorted(map(str, distinct - number.keys())):
             raise DataError(f"{path!r} has held-out samples of the class {unknown[0]!r}, but none to train on.")
-    if len(classes) < 2:
+    if len(classes) < 2 and not one_class:
         raise DataError(f"{path!r} has one class, {classes[0]!r}, but a classifier needs at least two.")
     return classes, [np.array([number[label] for label in labels], dtype=np.int64) for labels in parts]
 
@@ -144,6 +148,8 @@ def number_rows(
     name: Callable[[int], str],
     path: str,
     feature: object = None,
+    *,
+    one_class: bool = False,
 ) -> tuple[tuple[str, ...], list[Ids]]:
     """Return the class names and the numeric labels of a table's rows.
 
@@ -153,6 +159,7 @@ def number_rows(
         name: Returns a row's name, for messages.
         path: The table, for the message.
         feature: The column's Hugging Face metadata; it may contain class names.
+        one_class: Whether there may be one class only.
 
     Raises:
         DataError: If a row has no label, or an unknown one.
@@ -171,7 +178,7 @@ def number_rows(
     found = [list(map(label, part.tolist())) for part in parts]
     named = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
     if not named:
-        return number_classes(found, path)
+        return number_classes(found, path, one_class=one_class)
     classes = tuple(named) if isinstance(named, list) else ()
     numbers: dict[int | str, int] = {utf8(str(name)): number for number, name in enumerate(classes)}
     if not classes or tuple(numbers) != classes:
@@ -374,13 +381,14 @@ class Parts(NamedTuple):
         return [self.train] if self.held_out is None else [self.train, self.held_out]
 
 
-def parts_of(splits: Sequence[str] | None, count: int, where: str) -> Parts:
+def parts_of(splits: Sequence[str] | None, count: int, where: str, *, score_all: bool = False) -> Parts:
     """Return the rows of each split.
 
     Args:
         splits: Split name of each row, or None without such a column.
         count: Number of rows.
         where: The table, for the message.
+        score_all: Whether no row needs to be for training; held-out rows are then the training rows too.
 
     Raises:
         DataError: If a row names an unknown split, or no row is for training.
@@ -397,6 +405,8 @@ def parts_of(splits: Sequence[str] | None, count: int, where: str) -> Parts:
                 f"or set data.split_column=off.{did_you_mean(word, known_words)}"
             )
     train, validation, test = (np.flatnonzero(np.isin(normalised, names)) for names in SPLIT_NAMES.values())
+    if score_all and not len(train):
+        train = validation if len(validation) else test
     if len(train) == 0:
         raise DataError(f"{where} has no row whose split is train: correct it, or set data.split_column=off.")
     if len(validation):
@@ -470,7 +480,7 @@ def open_paths(
         DataError: If a label or a path is missing.
     """
     splits, data = parts.splits, request.data
-    wanted = np.concatenate(splits)
+    wanted = np.unique(np.concatenate(splits))
     sizes = _sizes(root, paths, labels, where, wanted, request.problems)
     numbers = None
     if data.target_columns:
@@ -485,7 +495,8 @@ def open_paths(
     if numbers is not None:
         numbered += [numbers[rows] for rows in splits]
     else:
-        name_classes: Callable[..., Any] = name_rows if request.several_labels else number_rows
+        number = partial(number_rows, one_class=data.score_all)
+        name_classes: Callable[..., Any] = name_rows if request.several_labels else number
         classes, numbered = name_classes(labels, splits, where, table)
     sources, digest = [], hashlib.sha256()
     for rows, targets in zip(splits, numbered, strict=True):

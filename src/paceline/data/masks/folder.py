@@ -109,7 +109,7 @@ def open_masks(data: Data) -> MaskDataset:
     """
     root, left_out = _existing_folder(data), SkippedItems()
     folders = [root / name for name in _SPLITS if (root / name / "images").is_dir()][:2]
-    if folders and folders[0].name != "train":
+    if folders and folders[0].name != "train" and not data.score_all:
         raise DataError(f"{str(root)!r} has {folders[0].name}/images but no train/images: add it.")
     found = [_paired(folder, left_out) for folder in (folders or [root])]
     _report_unread(root, folders, left_out)

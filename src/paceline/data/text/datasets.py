@@ -38,7 +38,7 @@ from paceline.registry import open_dataset
 
 
 def read_huggingface_text(
-    path: str | Path, column: str, left_out: SkippedItems
+    path: str | Path, column: str, left_out: SkippedItems, *, score_all: bool = False
 ) -> tuple[Documents, Documents | None, str]:
     """Return a dataset's training documents, the held-out ones if it has such a split, and that split's name.
 
@@ -46,6 +46,7 @@ def read_huggingface_text(
         path: A folder that ``save_to_disk`` wrote, or parquet files.
         column: Name of the text column; each row is a document.
         left_out: Receives unused data.
+        score_all: Whether a held-out split may be the only one; its documents are then the training documents.
 
     Raises:
         DataError: If there is no such dataset, or it has no such column.
@@ -57,7 +58,7 @@ def read_huggingface_text(
             "files. One from the hub is data.path=hf://datasets/OWNER/NAME, if it is stored as parquet; another is "
             "saved with `datasets.load_dataset(NAME).save_to_disk(FOLDER)`."
         )
-    train, held_out, why = choose_splits(files)
+    train, held_out, why = choose_splits(files, score_all=score_all)
     documents: dict[str, Documents] = {}
     for split in (train, *(() if held_out is None else (held_out,))):
         documents[split] = []
@@ -96,7 +97,8 @@ def open_text(data: Data) -> TextDataset:
     Raises:
         DataError: If the text does not exist or cannot be read.
     """
-    return open_dataset(data.dataset, OPENERS, TextDataset, data)
+    opened = open_dataset(data.dataset, OPENERS, TextDataset, data)
+    return opened.to_score() if data.score_all else opened
 
 
 def python_documentation() -> Documents:
@@ -182,7 +184,7 @@ def _open_huggingface(data: Data) -> TextDataset:
     if data.path is None:
         raise DataError("data.dataset=huggingface_text needs data.path: a folder that save_to_disk wrote, or parquet.")
     left_out = SkippedItems()
-    train, validation, reason = read_huggingface_text(data.path, data.text.column, left_out)
+    train, validation, reason = read_huggingface_text(data.path, data.text.column, left_out, score_all=data.score_all)
     if validation is None:
         train, validation = split_by_name(train, data.validation_fraction)
     tokenizer = open_tokenizer(data.text.tokenizer)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,10 +47,29 @@ class LabelledTexts(TextDataset):
         labels: Class of each training text and of each held-out one, int64 [texts]. For token classification that of
             each token, int64 [tokens]: a word's first token has the word's tag, and others -100.
         classes: Class names.
+        first_rows: The first row with each class, in the rows' order.
+        words: For token classification, the words of each held-out text that have tags here.
     """
 
     labels: tuple[NDArray[np.int64], NDArray[np.int64]]
     classes: tuple[str, ...]
+    first_rows: Mapping[str, str] = field(default_factory=dict)
+    words: Sequence[Sequence[str]] = ()
+
+    def to_score(self) -> Self:
+        """Return the dataset with all texts held out too, if none is."""
+        held_out = super().to_score()
+        return self if held_out is self else replace(held_out, labels=self.labels[:1] * 2)
+
+    def with_classes(self, names: Sequence[str]) -> Self:
+        """Return the same texts with labels as numbered in other class names, which include those of the texts."""
+        numbers = np.array([*map(names.index, self.classes), IGNORED_TARGET])
+        train, held_out = (numbers[np.where(each < 0, -1, each)] for each in self.labels)
+        missing = [name for name in names if name not in self.classes]
+        named = ", ".join(missing[:6]) + ", …" * (len(missing) > 6)
+        note = f"{len(missing)} of the {len(names)} classes of the weights are not in the data: {named}"
+        left_out = (*self.left_out, *([note] if missing else []))
+        return replace(self, classes=tuple(names), labels=(train, held_out), left_out=left_out)
 
 
 def open_labelled(data: Data, *, per_word: bool = False) -> LabelledTexts:
@@ -64,11 +83,12 @@ def open_labelled(data: Data, *, per_word: bool = False) -> LabelledTexts:
         DataError: If they do not exist or cannot be read.
     """
     openers = {"text_table": partial(_open_table, per_word=True)} if per_word else _OPENERS
-    return open_dataset(data.dataset, openers, LabelledTexts, data)
+    opened = open_dataset(data.dataset, openers, LabelledTexts, data)
+    return opened.to_score() if data.score_all else opened
 
 
-Encoded = tuple[TokenIds, list[Any], TokenIds]
-"""A text's tokens, its labels, and the label of each token or of the text: its place among them, or -1."""
+Encoded = tuple[TokenIds, list[Any], TokenIds, list[str]]
+"""A text's tokens, its labels, the label of each token or of the text (its place among them, or -1), labelled words."""
 
 
 def from_rows(
@@ -89,13 +109,15 @@ def from_rows(
     tokenizer, encode = open_tokenizer(data.text.tokenizer), _encode_words if per_word else _encode_text
     splits = list[StoredCorpus]()
     names, values, places, counts = list[str](), list[Any](), list[TokenIds](), list[int]()
+    words = list[list[str]]()  # of the last rows there are
     for rows in (table.train, table.held_out):
-        documents = []
+        documents, words = [], list[list[str]]() if rows else words
         for row in rows:
             if (found := encode(row, tokenizer, data.text.context, left_out)) is None:
                 left_out.add("rows without text", row.name)
                 continue
-            ids, labelled, at = found
+            ids, labelled, at, named = found
+            words.append(named)
             documents.append((row.name, ids))
             places.append(np.where(at < 0, -1, at + len(values)))
             names += [row.name] * len(labelled)
@@ -106,7 +128,10 @@ def from_rows(
         raise DataError("; ".join([f"data.path={data.path} has no text to learn from", *left_out.summaries()]) + ".")
     # A rare tag may be among held-out words alone.
     parts = [np.arange(counts[1])] if per_word else [np.arange(counts[0]), np.arange(*counts)]
-    classes, numbers = number_rows(values, parts, names.__getitem__, str(data.path or data.dataset), feature)
+    classes, numbers = number_rows(
+        values, parts, names.__getitem__, str(data.path or data.dataset), feature, one_class=data.score_all
+    )
+    present, firsts = np.unique(np.concatenate(numbers), return_index=True)
     found_labels = np.append(np.concatenate(numbers), IGNORED_TARGET)[np.concatenate(places)]
     labels = tuple(np.split(found_labels, [sum(map(len, places[:begins]))]))
     content = (tokenizer.digest, *(each.digest() for each in splits), *classes)
@@ -116,6 +141,8 @@ def from_rows(
         validation=splits[1],
         labels=(labels[0], labels[1]),
         classes=classes,
+        first_rows={classes[present[at]]: names[firsts[at]] for at in np.argsort(firsts)},
+        words=words if table.held_out or data.score_all else (),
         tokenizer=tokenizer,
         digest=text_digest(*map(str.encode, content), *(each.tobytes() for each in labels)),
         reason=table.reason,
@@ -132,7 +159,7 @@ def _encode_text(row: Row, tokenizer: Tokenizer, context: int, left_out: Skipped
         return None
     if len(ids) == context < len(tokenizer.encode_whole(text, context + 1)):
         left_out.add("ends of texts beyond data.text.context", row.name)
-    return ids, [value], np.zeros(1, dtype=np.int64)
+    return ids, [value], np.zeros(1, dtype=np.int64), []
 
 
 def _encode_words(row: Row, tokenizer: Tokenizer, context: int, left_out: SkippedItems) -> Encoded | None:
@@ -147,7 +174,7 @@ def _encode_words(row: Row, tokenizer: Tokenizer, context: int, left_out: Skippe
     ids, starts = tokenizer.encode_words(words, context)
     if 0 < (known := np.count_nonzero(starts >= 0)) < len(words):
         left_out.add("texts with words beyond data.text.context, or without a token", row.name)
-    return (ids, tags, starts) if known else None
+    return (ids, tags, starts, [words[each] for each in starts.tolist() if each >= 0]) if known else None
 
 
 def _open_table(data: Data, *, per_word: bool = False) -> LabelledTexts:

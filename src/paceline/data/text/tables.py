@@ -63,7 +63,7 @@ def read_table(data: Data, choose: Choose, left_out: SkippedItems) -> TextTable:
     files = None if data.path is None else _plain_files(root, left_out) or find_files(root, left_out)
     if files is None:
         raise DataError(f"data.path={data.path} is not a table of text: data.dataset={data.dataset} takes {_KINDS}.")
-    train, held_out, reason = choose_splits(files)
+    train, held_out, reason = choose_splits(files, score_all=data.score_all)
 
     def rows_of(split: str, split_column: str | None) -> tuple[list[Row], list[str] | None]:
         rows, words = list[Row](), list[str]()
@@ -84,10 +84,12 @@ def read_table(data: Data, choose: Choose, left_out: SkippedItems) -> TextTable:
     if held_out is not None:
         return TextTable(rows_of(train, None)[0], rows_of(held_out, None)[0], reason, files.features)
     rows, words = rows_of(train, data.split_column)
-    parts = parts_of(words, len(rows), repr(str(root)))
+    parts = parts_of(words, len(rows), repr(str(root)), score_all=data.score_all)
     if parts.held_out is None:
-        return TextTable(*split_by_name(rows, data.validation_fraction), None, files.features)
+        return TextTable(*split_by_name(rows, data.validation_fraction), reason or None, files.features)
     of_split = [[rows[row] for row in part.tolist()] for part in parts.splits]
+    if data.score_all:  # without training rows, both are the same
+        of_split = [of_split[1], []]
     return TextTable(of_split[0], of_split[1], parts.description, files.features)
 
 

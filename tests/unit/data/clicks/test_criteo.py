@@ -126,6 +126,7 @@ def test_the_last_lines_are_held_out_of_one_file(tmp_path: Path) -> None:
     found = open_clicks(data(write(tmp_path / "a.txt", [line(n) for n in range(10)]), validation_fraction=0.3))
     assert (len(found.train), len(found.validation)) == (7, 3)
     assert found.validation.read(np.array([0])).labels.tolist() == [1]
+    assert len(open_clicks(data(tmp_path / "a.txt", validation_fraction=1.0)).validation) == 10
 
 
 def test_the_copy_is_made_once_and_again_where_the_text_changes(

@@ -269,8 +269,8 @@ def test_everything_that_is_wrong_can_be_collected(tmp_path: Path) -> None:
 def test_all_images_are_scored_of_a_folder_without_a_split_or_without_training_images(tmp_path: Path) -> None:
     for root, lead in ((tmp_path / "plain", ""), (tmp_path / "val", "val/"), (tmp_path / "test", "test/")):
         make(root, *(f"{lead}{name}/{number}.png" for name in "ab" for number in range(3)))
-        found = opened(root, score_all=True)
+        found = opened(root, 1.0)
         assert paths(found, root)[1] == [f"{lead}{name}/{number}.png" for name in "ab" for number in range(3)]
-        assert (found.classes, found.is_split_off) == (("a", "b"), False)
+        assert found.classes == ("a", "b")
     make(tmp_path / "val", "train/a/1.png", "train/b/1.png")
-    assert paths(opened(tmp_path / "val", score_all=True), tmp_path / "val")[0] == ["train/a/1.png", "train/b/1.png"]
+    assert paths(opened(tmp_path / "val", 1.0), tmp_path / "val")[0] == ["train/a/1.png", "train/b/1.png"]

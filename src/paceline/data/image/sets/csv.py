@@ -40,7 +40,7 @@ def open_csv(request: DatasetRequest) -> StoredImages:
         file.absolute().parent,
         [text_of_cell(row[image].strip()) for row in rows],
         cells if request.data.target_columns else [each[0] for each in cells],
-        parts_of(splits, len(rows), repr(str(file))),
+        parts_of(splits, len(rows), repr(str(file)), score_all=request.data.score_all),
         where,
         table=str(file),
         request=request,

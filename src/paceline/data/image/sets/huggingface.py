@@ -102,22 +102,28 @@ def _read_json(path: Path, key: str, kind: Callable[[Any], Any]) -> Any:
         return kind(load_json(path.read_bytes())[key])
 
 
-def choose_splits(files: HuggingFaceFiles) -> tuple[str, str | None, str]:
+def choose_splits(files: HuggingFaceFiles, *, score_all: bool) -> tuple[str, str | None, str]:
     """Return the training split, the held-out split if any, and the origin of held-out images.
+
+    Args:
+        files: The dataset's files.
+        score_all: Whether the held-out split may be the only one; it is then returned as the training split.
 
     Raises:
         DataError: If there is no training split.
     """
-    if "train" not in files.splits:
+    held_out = held_out_among(files.splits)
+    is_alone = score_all and held_out is not None and "train" not in files.splits
+    if "train" not in files.splits and not is_alone:
         raise DataError(
             f"{str(files.root)!r} has the splits {', '.join(files.splits)}, but none called train: save it again with "
             "one."
         )
-    held_out = held_out_among(files.splits)
     if held_out is None:
         return "train", None, ""
     unread = unread_splits([name for name in files.splits if name not in ("train", held_out)])
-    return "train", held_out, "; ".join(each for each in (f"the split {held_out}", unread) if each)
+    origin = "; ".join(each for each in (f"the split {held_out}", unread) if each)
+    return (held_out, None, origin) if is_alone else ("train", held_out, origin)
 
 
 @dataset("huggingface", keys=TABLE, size=IMAGENET)
@@ -132,7 +138,7 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
     if files is None:
         raise _missing(request.path)
     data = replace(request.data, split_column=None)
-    train_split, held_out_split, held_out = choose_splits(files)
+    train_split, held_out_split, held_out = choose_splits(files, score_all=data.score_all)
     if files.is_parquet:
         return open_parquet(replace(request, data=data))
     splits = {train_split: files.splits[train_split]}

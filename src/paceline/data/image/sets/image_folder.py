@@ -235,7 +235,8 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
         DataError: If the folder is missing, or has another layout.
     """
     root, problems, left_out = _existing_folder(request.path), request.problems, SkippedItems()
-    train_folder, held_out_folder = _split_folders(root, problems, score_all=request.score_all)
+    problems.allows_one_class |= request.data.score_all
+    train_folder, held_out_folder = _split_folders(root, problems, score_all=request.data.score_all)
     folders = [each for each in (train_folder, held_out_folder) if each is not None]
     listings, digest, how = list_folders(root, folders, problems, remembered=not request.tolerant)
     split = ""
@@ -245,8 +246,8 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
         _require_same_classes(train_folder, first, held_out_folder, second, problems)
         unread = held_out_folder.name == "val" and (root / "test").is_dir()
         split = f"the folder {held_out_folder.name}/{'; test/ is not read' if unread else ''}"
-    elif request.score_all:
-        split = f"all images of {root.name if train_folder == root else train_folder.name}/"
+    elif request.data.score_all and train_folder != root:
+        split = f"the folder {train_folder.name}/"
     classes = tuple(sorted({name for each in listings for name in each.classes}))
     if request.data.on_bad == "skip" and not request.tolerant:
         used = np.unique(np.concatenate([each.labels_among(classes) for each in listings]))
@@ -259,7 +260,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
     sources = [FileSource(root, each.names, each.labels_among(classes), 3) for each in listings]
     return file_splits(
         request,
-        sources * 2 if request.score_all and held_out_folder is None else sources,
+        sources,
         split,
         classes=classes,
         digest=digest,

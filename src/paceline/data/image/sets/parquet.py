@@ -387,13 +387,13 @@ class ImageTable:
 
     def _parts(self, named: Sequence[str]) -> Parts:
         """Return the rows of each split, by a column or by file names."""
-        total = sum(self.counts)
+        total, score_all = sum(self.counts), self._request.data.score_all
         if self.columns.split is not None:
             said = ["" if each is None else str(each) for each in self.rows[self.columns.split]]
-            return parts_of(said, total, self.name)
+            return parts_of(said, total, self.name, score_all=score_all)
         if set(named) == {TRAIN}:
             return parts_of(None, total, self.name)
-        found = parts_of(np.repeat(named, self.counts).tolist(), total, self.name)
+        found = parts_of(np.repeat(named, self.counts).tolist(), total, self.name, score_all=score_all)
         told = found.description.replace("the rows whose split is val", "the files of validation")
         return found._replace(description=told.replace("the rows whose split is", "the files of"))
 
@@ -445,7 +445,9 @@ class ImageTable:
             classes, numbered = name_rows(self._label_cells(), parts, name, str(self.root))
         else:
             feature = self.features.get(self.columns.labels[0])
-            classes, numbered = number_rows(self._label_cells(), parts, name, str(self.root), feature)
+            classes, numbered = number_rows(
+                self._label_cells(), parts, name, str(self.root), feature, one_class=request.data.score_all
+            )
         labels = np.full((sum(self.counts), *numbered[0].shape[1:]), -1, dtype=numbered[0].dtype)
         for part, each in zip(parts, numbered, strict=True):
             labels[part] = each

@@ -157,7 +157,8 @@ def open_webdataset(request: DatasetRequest) -> StoredImages:
     train_tars, held_out_tars, held_out = _splits(request.path, left_out)
     digest = hashlib.sha256()
     parts = [_read(tars, left_out, digest) for tars in (train_tars, held_out_tars) if tars]
-    classes, labels = number_classes([said for _, _, said in parts], str(request.path))
+    said = [each for _, _, each in parts]
+    classes, labels = number_classes(said, str(request.path), one_class=request.data.score_all)
     return file_splits(
         request,
         [MappedSource(content, each, 3, names) for (content, names, _), each in zip(parts, labels, strict=True)],
