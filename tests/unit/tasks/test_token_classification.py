@@ -329,24 +329,47 @@ def test_a_rare_tag_may_be_held_out_and_long_texts_are_reported(tmp_path: Path) 
     folder = tmp_path / "both"
     folder.mkdir()
     write_lines(folder / "train.jsonl", rows)
-    write_lines(folder / "validation.jsonl", [{"tokens": ["cc", "dddddd"], "tags": ["I-X", "B-X"]}])
+    write_lines(folder / "validation.jsonl", [{"tokens": ["cc", "dddddd", "e"], "tags": ["I-X", "B-X", "O"]}])
     found = opened(folder, text=Text(context=5))
     assert found.classes == ("B-X", "I-X", "O")
     assert found.labels[0].tolist() == [-100, 2, -100, 0, -100, -100, 2, -100]
     assert found.labels[1].tolist() == [-100, 1, -100, -100, -100]
     assert any("rows without text: 1 left out" in each for each in found.left_out)
-    assert any("words beyond data.text.context, or without a token: 1 left out" in each for each in found.left_out)
+    cut = "ends of texts beyond data.text.context: 1 left out (\"row 1 of 'validation.jsonl'\" (2 of 3 words))"
+    assert cut in found.left_out
+    path = write_lines(tmp_path / "a.jsonl", [{"tokens": ["cat", "", "dog", "sat", ""], "tags": [*"ABAAA"]}])
+    words = tokenizer_folder(tmp_path / "words", classifies=True)
+    found = opened(path, text=Text(tokenizer=str(words), context=4), validation_fraction=0.0)
+    assert found.left_out == (
+        "words without a token: 2 left out (\"word 2 of row 1 of 'a.jsonl'\", \"word 5 of row 1 of 'a.jsonl'\")",
+        "ends of texts beyond data.text.context: 1 left out (\"row 1 of 'a.jsonl'\" (1 of 5 words))",
+    )
 
 
 @pytest.mark.parametrize(
     ("rows", "keys", "said"),
     [
         ([{"tokens": ["a", "b"], "tags": ["O"]}], {}, "row 1 of 'a.jsonl' has 2 words and 1 tags: give each word one"),
-        ([{"tokens": ["a"], "tags": "O"}], {}, r"row 1 of 'a.jsonl' needs a list of words .*found \['a'\] and 'O'"),
+        (
+            [{"tokens": ["a"], "tags": "O"}],
+            {},
+            r"row 1 of 'a.jsonl' needs a list of words .*found \['a'\] and 'O': in CSV,",
+        ),
+        (
+            [{"tokens": "a " * 99, "tags": "O " * 99}],
+            {},
+            r"found 'a a a .*\.\.\..* a ' and 'O .*\.\.\..* O ': in CSV, write JSON",
+        ),
+        ([{"tokens": ["a"], "tags": None}], {}, r"found \['a'\] and None: give both"),
         ([{"tokens": [1], "tags": ["O"]}], {}, "needs a list of words and a list of tags"),
-        ([{"tokens": ["a"], "ner_tags": ["O"]}], {}, "no column 'tags' .* Did you mean 'ner_tags'"),
-        ([{"tokens": ["a"], "tags": ["O"]}], {"label_column": "tag"}, "no column 'tag' .* Did you mean 'tags'"),
-        ([{"token": ["a"], "tags": ["O"]}], {}, "data.text.column=tokens: it has token, tags.* Did you mean 'token'"),
+        (
+            [{"tokens": ["a"], "ner_tags": ["O"]}],
+            {},
+            "no column for data.label_column=tags, .* set data.label_column=ner_tags",
+        ),
+        ([{"words": ["a"], "ner": ["O"]}], {}, "set data.text.column=words data.label_column=ner"),
+        ([{"tokens": ["a"], "tags": ["O"]}], {"label_column": "tag"}, "=tag, .* set data.label_column=tags"),
+        ([{"token": ["a"], "tags": ["O"]}], {}, "=tokens, but token, tags: set data.text.column=token"),
         ([{"tokens": ["a"], "tags": ["O"]}, {"tokens": ["a"], "tags": [None]}], {}, "row 2 of 'a.jsonl' has no label"),
         ([{"tokens": ["a"], "tags": ["O"]}], {}, "one class, 'O'"),
         ([{"tokens": [], "tags": []}], {}, "has no text to learn from; rows without text: 1 left out"),

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages, file_splits
+from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, StoredImages, file_splits
 from paceline.data.image.source import FileSource, Ids
 from paceline.data.splits import SPLIT_NAMES, TRAIN, split_of
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
-from paceline.files import SkippedItems, has_extension, list_files, special_kind
+from paceline.files import SkippedItems, file_problem, has_extension, list_files, special_kind
 from paceline.recipe.data import Data
 
 
@@ -56,14 +56,18 @@ def mapped(path: str | Path) -> Any:
     return require_pyarrow().memory_map(os.fsencode(path))
 
 
+_TEXTS = ("csv", "tsv", "tab", "jsonl")
+
+
 @contextmanager
 def explain_errors(path: Path) -> Iterator[None]:
     """Raise DataError for any error from a damaged file, non-UTF-8 text, or a missing or duplicate column."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, require_pyarrow().ArrowException) as error:
+        problem = file_problem(path) if has_extension(path.name, _TEXTS) or not path.exists() else None
         reason = " ".join(str(error).split())
-        raise DataError(f"{str(path)!r} cannot be read ({reason}): download or write it again.") from error
+        raise DataError(problem or f"{str(path)!r} cannot be read ({reason}): download or write it again.") from error
 
 
 _LARGEST_LABEL = 2**20
@@ -346,7 +350,7 @@ def find_columns(
         what = "image" if image is None else "label"
         raise DataError(
             f"{where} has the columns {', '.join(columns)}, and none has a usual name for a column of {what}s "
-            f"({', '.join(_USUAL[what][:4])}, …): name it in data.{what}_column."
+            f"({', '.join(_USUAL[what][:4])}, …): name it in data.{what}_column." + f" {NOT_IMAGES}" * (what == "image")
         )
     labels = data.target_columns or (label,)
     if image in labels:

@@ -6,7 +6,6 @@ of a dataset is run.
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -32,7 +31,15 @@ from paceline.data.text.tables import cells_of
 from paceline.data.text.tokenizer import ByteTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
-from paceline.files import SkippedItems, has_extension, is_folder, list_files, refuse_special_inputs, visible_entries
+from paceline.files import (
+    SkippedItems,
+    file_problem,
+    has_extension,
+    is_folder,
+    list_files,
+    refuse_special_inputs,
+    visible_entries,
+)
 from paceline.recipe.data import Data, Text
 from paceline.registry import open_dataset
 
@@ -78,16 +85,13 @@ def _checked(schema: Any, column: str, file: Path) -> list[str]:
     arrow = require_pyarrow()
     if column not in schema.names:
         raise DataError(
-            f"{file} has no column {column!r} (data.text.column): it has {', '.join(schema.names)}."
+            f"{file} has no column {column!r} (data.text.column), but {', '.join(schema.names)}: set it to one of them."
             f"{did_you_mean(column, schema.names)}"
         )
     kind = schema.field(column).type
     if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
         raise DataError(f"{file}: the column {column!r} holds {kind}, not text; name another (data.text.column).")
     return [column]
-
-
-_OTHER_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
 def open_text(data: Data) -> TextDataset:
@@ -233,19 +237,11 @@ def _texts(root: Path, left_out: SkippedItems) -> Documents:
 def _text_of(path: Path) -> str:
     refuse_special_inputs(path)
     try:
-        content = path.read_bytes()
+        return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; restore it, or remove it.") from error
-    for mark, encoding in _OTHER_MARKS.items():
-        if content.startswith(mark):
-            raise DataError(f"{path} is in {encoding}, by its byte order mark: convert it to UTF-8, or remove it.")
-    try:
-        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x} ({error.reason}); "
-            "convert it (iconv -f latin1 -t utf8), or remove it."
-        ) from error
+        raise DataError(file_problem(path)) from error
 
 
 def _open_packed(data: Data) -> TextDataset:
