@@ -214,7 +214,7 @@ def test_weights_alone_tag_prompts_and_lines(train: Make, tmp_path: Path) -> Non
     assert "of its 20 words are beyond the network's 48 tokens" in lines[1]
     assert "it is empty" in lines[2]
     assert len(lines[3].split()) == 4
-    write_lines(tmp_path / "new.jsonl", [{"text": "the cat sat"}, {"text": "dog"}])
+    write_lines(tmp_path / "new.jsonl", [{"tokens": ["the", "cat", "sat"]}, {"text": "dog"}])
     for ending in ("jsonl", "csv", "parquet"):
         predict(run_dir, tmp_path / "new.jsonl", "--output", tmp_path / f"found.{ending}")
     rows = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
@@ -225,6 +225,28 @@ def test_weights_alone_tag_prompts_and_lines(train: Make, tmp_path: Path) -> Non
         cells = [(each["word"], each["label"]) for each in csv.DictReader(file)]
     assert cells == [pair for each in rows for pair in zip(each["words"], each["labels"], strict=True)]
     assert "one tag for each word" in predict(run_dir, "--prompt", "a", "--top-k", "2", code=2)
+
+
+def test_words_of_json_lines_are_not_split_and_wrong_sources_are_named(
+    train: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, path = train("run").run_dir, tmp_path / "new.jsonl"
+    write_lines(path, [{"tokens": ["cat sat", "dog"]}])
+    assert json.loads(predict(run_dir, path, "--json"))[0]["words"] == ["cat sat", "dog"]
+
+    def refused(source: Path, said: str) -> None:
+        assert run_command_line(["predict", str(run_dir), str(source)]) == DataError.exit_code
+        error = capfd.readouterr().err
+        assert re.search(said + ".* with the key text or tokens", error), error
+
+    for wrong in ({"words": ["a"]}, {"tokens": [1]}, {"text": None}):
+        write_lines(path, [{"text": "dog"}, wrong])
+        refused(path, "line 2 of '.*new.jsonl' has no text")
+    path.write_text("nonsense")
+    refused(path, "cannot be read as lines of text")
+    refused(tmp_path / "gone.txt", "'.*gone.txt' does not exist")
+    (tmp_path / "lines.txt").mkdir()
+    refused(tmp_path / "lines.txt", "is a folder")
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, rows: list[dict[str, Any]], keys
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a", "label": "x"}\n{"text": \n')
-    with pytest.raises(DataError, match=r"line 2 of .*a.jsonl' is not a JSON object .*column 10"):
+    with pytest.raises(DataError, match=r"line 2 of .*a.jsonl' is not a JSON object .*column 9"):
         found(path)
     path.write_text('\n[{"text": "a", "label": "x"}]')
     with pytest.raises(DataError, match=r"a.jsonl' holds a JSON array: write one object per line"):
