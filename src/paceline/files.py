@@ -6,7 +6,6 @@ are not case-sensitive. Everything else that is not used is counted and reported
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import os
 import stat
@@ -20,7 +19,6 @@ _SYSTEM = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "__macosx"})
 LFS_START = b"version https://git-lfs"
 """How the small text begins that stands for a file which Git LFS keeps elsewhere."""
 LFS_POINTER = "a Git LFS pointer, not the file itself: run `git lfs pull` where it was cloned"
-_OTHER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _MAX_NAMES, _MAX_EXTENSION_LENGTH, _MAX_EXTENSIONS = 3, 10, 1000
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -121,30 +119,6 @@ class SkippedItems:
         by_extension = f"{', '.join(parts)}; " if len(extensions) > 1 and parts else ""
         names = ", ".join(first) + (", …" if total > len(first) else "")
         return f"{reason}: {total:,}{verb} ({by_extension}{names})"
-
-
-def file_problem(path: Path) -> str | None:
-    """Return why a text file cannot be read, and the fix; None unless it is missing, empty or not UTF-8.
-
-    Raises:
-        OSError: If it cannot be opened.
-    """
-    if not path.exists():
-        return f"{str(path)!r} does not exist: correct the path."
-    is_empty = True
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            is_empty = is_empty and not line.strip()
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                marks = _OTHER_MARKS.items() if number == 1 else ()
-                encoding = next((name for mark, name in marks if line.startswith(mark)), "latin1")
-                return (
-                    f"{str(path)!r} is not UTF-8: byte {error.start + 1} of line {number:,} is "
-                    f"0x{line[error.start]:02x}. Convert it, for example with `iconv -f {encoding} -t utf-8`."
-                )
-    return f"{str(path)!r} is empty: write it again." if is_empty else None
 
 
 def list_entries(folder: str | Path) -> list[os.DirEntry[str]]:

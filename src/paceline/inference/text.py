@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -192,8 +193,7 @@ class TextLabeller(ImagePredictor):
         self._saved, self._device = saved, device
         self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
         self.classes = tuple(data["class_names"])
-        names = ("text", *["tokens"] * self.finds_words, trained_recipe(saved).data.text.column)
-        self.keys = tuple(dict.fromkeys(names))
+        self.keys = dict.fromkeys(("text", *["tokens"] * self.finds_words, trained_recipe(saved).data.text.column))
         self._context: int = data["context"]
         nothing, none = encoded((), self.tokenizer), np.empty(0, dtype=np.int64)
         dataset = LabelledTexts(
@@ -314,30 +314,24 @@ def texts_of(sources: Sequence[Path], labeller: TextLabeller) -> Iterator[Pictur
     """
     fix = f"give .txt files with a text on each line, or .jsonl files with the key {' or '.join(labeller.keys)}"
     for source in sources:
-        if not source.exists() or source.is_dir():
-            what = "is a folder" if source.is_dir() else "does not exist"
-            raise DataError(f"'{source}' {what}; {fix}, or --prompt TEXT.")
+        if not source.exists():
+            raise DataError(f"'{source}' does not exist; {fix}, or --prompt TEXT.")
         refuse_special_inputs(source)
         is_json = has_extension(source.name, ("jsonl",))
         try:
             with source.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):
-                    text = _text_in(line, labeller) if is_json else line.rstrip(b"\r\n")
-                    if text is None:
-                        raise DataError(f"line {number} of '{source}' has no text, {shortened(line.decode())}; {fix}.")
-                    yield PictureFile(Path(f"{source}:{number}"), partial(type(text), text))
-        except (OSError, ValueError) as error:
+                    text: Any = line.rstrip(b"\r\n")
+                    if is_json:
+                        row = load_json(line)
+                        text = next((row[key] for key in labeller.keys if key in row), None)
+                        is_words = isinstance(text, list) and all(isinstance(word, str) for word in text)
+                        if not isinstance(text, str) and not (labeller.finds_words and is_words):
+                            raise DataError(f"line {number} of '{source}' has no text, found {shortened(row)}; {fix}.")
+                        text = text.encode() if isinstance(text, str) else text
+                    yield PictureFile(Path(f"{source}:{number}"), partial(copy, text))
+        except (OSError, ValueError, TypeError) as error:
             raise DataError(f"'{source}' cannot be read as lines of text ({error}); {fix}.") from error
-
-
-def _text_in(line: bytes, labeller: TextLabeller) -> bytes | list[str] | None:
-    """Return the text of a JSON line, or its words for a labeller of words; None if there is none."""
-    row = load_json(line)
-    found = next((row[key] for key in labeller.keys if key in row), None) if isinstance(row, dict) else None
-    if isinstance(found, str):
-        return found.encode()
-    is_words = labeller.finds_words and isinstance(found, list) and all(isinstance(word, str) for word in found)
-    return found if is_words else None
 
 
 def _trained(

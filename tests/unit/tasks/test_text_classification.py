@@ -193,7 +193,9 @@ def test_a_checkpoint_is_refused_with_a_tokenizer_that_is_not_its_own(checkpoint
     with pytest.raises(ModelError, match=re.escape(f"{said}data.text.tokenizer={checkpoint}")):
         build_text_classifier(model, vocabulary=tokens, context=24, classes=3, pad=0)
     if tokens > 24:
-        with pytest.raises(ModelError, match="use its own, data.text.tokenizer=.*; without its weights, set model.opt"):
+        with pytest.raises(
+            ModelError, match=r"use its own, data.text.tokenizer=.*; without its weights, set model.opt"
+        ):
             build_text_classifier(replace(model, pretrained=False), vocabulary=tokens, context=24, classes=3, pad=0)
 
 

@@ -6,6 +6,7 @@ names.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import math
 import os
@@ -25,7 +26,8 @@ from paceline.data.image.source import FileSource, Ids
 from paceline.data.splits import SPLIT_NAMES, TRAIN, split_of
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
-from paceline.files import SkippedItems, file_problem, has_extension, list_files, special_kind
+from paceline.files import SkippedItems, has_extension, list_files, special_kind
+from paceline.plain_json import load_json
 from paceline.recipe.data import Data
 
 
@@ -57,6 +59,36 @@ def mapped(path: str | Path) -> Any:
 
 
 _TEXTS = ("csv", "tsv", "tab", "jsonl")
+_OTHER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+
+
+def file_problem(path: Path) -> str | None:
+    """Return why a text file cannot be read, and the fix; None if it exists, is not empty, and is UTF-8 and valid JSON.
+
+    Raises:
+        OSError: If it cannot be opened.
+    """
+    if not path.exists():
+        return f"{str(path)!r} does not exist: correct the path."
+    if not path.stat().st_size:
+        return f"{str(path)!r} is empty: write it again."
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                text = line.decode("utf-8-sig").strip()
+                if has_extension(path.name, ("jsonl",)) and not isinstance(load_json(text or "{}"), dict):
+                    raise ValueError
+            except UnicodeDecodeError as error:
+                encoding = next((name for mark, name in _OTHER_MARKS.items() if line.startswith(mark)), "latin1")
+                return (
+                    f"{str(path)!r} is not UTF-8: byte {error.start + 1} of line {number:,} is "
+                    f"0x{line[error.start]:02x}. Convert it, for example with `iconv -f {encoding} -t utf-8`."
+                )
+            except ValueError:
+                return (
+                    f"line {number:,} of {str(path)!r} is not a JSON object: write one object per line, not an array."
+                )
+    return None
 
 
 @contextmanager

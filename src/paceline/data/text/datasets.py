@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.image.sets.huggingface import choose_splits, find_files
-from paceline.data.image.tables import require_pyarrow
+from paceline.data.image.tables import file_problem, require_pyarrow
 from paceline.data.splits import held_out_among
 from paceline.data.text.chat import open_chat
 from paceline.data.text.corpus import (
@@ -31,15 +31,7 @@ from paceline.data.text.tables import cells_of
 from paceline.data.text.tokenizer import ByteTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
-from paceline.files import (
-    SkippedItems,
-    file_problem,
-    has_extension,
-    is_folder,
-    list_files,
-    refuse_special_inputs,
-    visible_entries,
-)
+from paceline.files import SkippedItems, has_extension, is_folder, list_files, refuse_special_inputs, visible_entries
 from paceline.recipe.data import Data, Text
 from paceline.registry import open_dataset
 

@@ -170,16 +170,15 @@ def _open_table(data: Data, *, per_word: bool = False) -> LabelledTexts:
         nonlocal found
         is_searched = wanted in (None, "auto", *columns)
         label = find_column("label", wanted, columns, where, features) if is_searched else None
-        missing = {"data.text.column": text} if text not in columns else {}
-        if label is None:
-            missing["data.label_column"] = str(wanted)
-        if label is None or missing:
+        keys = {"data.text.column": text, "data.label_column": label or str(wanted)}
+        missing = {key: name for key, name in keys.items() if name not in columns}
+        if missing or label is None:
             others = [name for name in columns if name not in (text, label)]
             guesses = others if len(others) == len(missing) else ["COLUMN"] * len(missing)
             pairs = zip(missing.items(), guesses, strict=True)
             fix = (f"{key}={''.join(get_close_matches(name, others, 1)) or guess}" for (key, name), guess in pairs)
-            keys = " and none for ".join(f"{key}={name}" for key, name in missing.items())
-            raise DataError(f"{where} has no column for {keys}, but {', '.join(columns)}: set {' '.join(fix)}.")
+            what = " and none for ".join(f"{key}={name}" for key, name in missing.items())
+            raise DataError(f"{where} has no column for {what}, but {', '.join(columns)}: set {' '.join(fix)}.")
         found = label
         return [text, label]
 

@@ -11,7 +11,6 @@ from paceline.data.image.tables import explain_errors, find_column, mapped, part
 from paceline.data.text.corpus import split_by_name
 from paceline.errors import DataError
 from paceline.files import SkippedItems, has_extension, refuse_special_inputs, visible_entries
-from paceline.plain_json import load_json
 from paceline.recipe.data import Data
 
 _LINES, _TSV = ("jsonl",), ("tsv", "tab")
@@ -61,11 +60,12 @@ def read_table(data: Data, choose: Choose, left_out: SkippedItems) -> TextTable:
         DataError: If there is no such table, or it cannot be read.
     """
     root = Path(data.path or "").expanduser()
-    if data.path is not None and not root.exists():
-        raise DataError(f"data.path={data.path} does not exist: correct it.")
     files = None if data.path is None else _plain_files(root, left_out) or find_files(root, left_out)
     if files is None:
-        raise DataError(f"data.path={data.path} is not a table of text: data.dataset={data.dataset} takes {_KINDS}.")
+        raise DataError(
+            f"data.path={data.path} is not a table of text, or does not exist: data.dataset={data.dataset} takes "
+            f"{_KINDS}."
+        )
     train, held_out, reason = choose_splits(files)
 
     def rows_of(split: str, split_column: str | None) -> tuple[list[Row], list[str] | None]:
@@ -110,21 +110,6 @@ def _plain_files(root: Path, left_out: SkippedItems) -> HuggingFaceFiles | None:
     return HuggingFaceFiles(root=root, splits=splits, is_parquet=False, features={}) if paths else None
 
 
-def _refuse_lines(file: Path) -> None:
-    """Raise DataError for the first line of a JSON lines file that is not an object; Arrow's messages name no line."""
-    with file.open(encoding="utf-8-sig", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.lstrip().startswith("["):
-                raise DataError(f"{str(file)!r} holds a JSON array: write one object per line, without [ and ].")
-            try:
-                load_json(line.strip() or "{}")
-            except ValueError as error:
-                reason = str(error).replace(": line 1", "")
-                raise DataError(
-                    f"line {number:,} of {str(file)!r} is not a JSON object ({reason}): correct it."
-                ) from error
-
-
 def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bool) -> list[list[Any]]:
     """Return the cells of some columns of a CSV, JSON lines or parquet file, or an Arrow stream.
 
@@ -141,12 +126,7 @@ def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bo
     with explain_errors(file), mapped(file) as content:
         if has_extension(file.name, _LINES):
             # A line must fit into a block.
-            options = arrow.json.ReadOptions(block_size=max(2**20, content.size()))
-            try:
-                table = arrow.json.read_json(content, options)
-            except arrow.ArrowInvalid:
-                _refuse_lines(file)
-                raise
+            table = arrow.json.read_json(content, arrow.json.ReadOptions(block_size=max(2**20, content.size())))
         elif has_extension(file.name, _ENDINGS):
             head = content.read_at(min(_LARGEST_HEAD, content.size()), 0).partition(b"\n")[0].decode("utf-8-sig")
             delimiter = "\t" if has_extension(file.name, _TSV) else max(",;\t", key=head.count)

@@ -135,15 +135,17 @@ def test_what_is_wrong_is_named(tmp_path: Path, rows: list[dict[str, Any]], keys
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a", "label": "x"}\n{"text": \n')
-    with pytest.raises(DataError, match=r"line 2 of .*a.jsonl' is not a JSON object .*column 9"):
+    with pytest.raises(DataError, match=r"line 2 of .*a.jsonl' is not a JSON object: write one object per line"):
         found(path)
     path.write_text('\n[{"text": "a", "label": "x"}]')
-    with pytest.raises(DataError, match=r"a.jsonl' holds a JSON array: write one object per line"):
+    with pytest.raises(
+        DataError, match=r"line 2 of .*a.jsonl' is not a JSON object: write one object per line, not an array"
+    ):
         found(path)
     (tmp_path / "a.docx").touch()
     with pytest.raises(DataError, match="is not a table of text"):
         found(tmp_path / "a.docx")
-    with pytest.raises(DataError, match=r"data\.path=.*b.jsonl does not exist"):
+    with pytest.raises(DataError, match=r"b.jsonl' does not exist: correct the path"):
         found(tmp_path / "b.jsonl")
     with pytest.raises(DataError, match=r"data\.path=None is not a table of text"):
         open_labelled(Data(dataset="text_table"))
