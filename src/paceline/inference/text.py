@@ -299,9 +299,7 @@ class WordTagger(TextLabeller):
 def open_labeller(saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> TextLabeller:
     """Open a trained text or token classifier; arguments as for :class:`TextLabeller`."""
     if "class_names" not in saved.description("data"):
-        raise RecipeError(
-            f"the weights in {saved.path} are a language model, which takes no files: give --prompt TEXT."
-        )
+        raise RecipeError(f"the weights in {saved.path} are a language model and take no files: give --prompt TEXT.")
     kind = WordTagger if "labels_words" in saved.description("data") else TextLabeller
     return kind(saved, device, trust_code=trust_code)
 
