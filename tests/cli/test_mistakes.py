@@ -38,6 +38,7 @@ OVERRIDES = [
     ("model.options.widht=4", "model.options … widht"),
     ("model.options.width=0", "model.options.width=0 … at least 1"),
     ("data.dataset=digts", "'digts' … Did you mean 'digits'?"),
+    ("data.text.column=[title,text]", "data.text.column … ['title', 'text'] … join the columns in the table"),
     ("task=image_clasification", "'image_clasification' … Did you mean 'image_classification'?"),
     ("evaluate.metric=accuracy", "evaluate.metric=accuracy … top1_accuracy"),
     ("parallel.device=mps", "parallel.device=mps … parallel.device=auto"),
@@ -79,6 +80,7 @@ MISTAKES = [
     ("train digits --processes 0", "--processes"),
     ("train digits --processes two", "two"),
     (f"train {'a' * 300}", "File name too long. Correct the path."),
+    ("train empty", "contains no folders … For text, write a recipe with task and data.path"),
     ("recipes show", "digits"),
     ("recipes list", "show"),
     ("recipes show digit", "Did you mean 'digits'? `paceline recipes` lists all."),
@@ -238,3 +240,18 @@ def test_a_mistake_is_one_sentence_and_changes_nothing(
     assert {path.name for path in tmp_path.iterdir()} == {"there.yaml", "empty"}
     assert (tmp_path / "there.yaml").read_text() == "mine"
     assert sorted(finished.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("words.jsonl", '{"text": "a", "label": "x"}\n{"text": "b", "label": "y"}\n'),
+        ("words.csv", "text,label\na,x\nb,y\n"),
+    ],
+)
+def test_text_in_place_of_a_recipe_is_answered_with_the_page(
+    paceline_here: Call, tmp_path: Path, name: str, content: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    done = paceline_here("train", name, "--plan-only")
+    done.refused(name, "recipe with task and data.path (docs/guide/language-models.md)")

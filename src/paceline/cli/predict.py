@@ -55,7 +55,8 @@ class Predict:
     a score above 50 %, each with its box: left, top, right and bottom edge in pixels. A language model continues the
     prompt; one trained on masked tokens fills in each [MASK].
     Weights of a recommendation task take lines of samples (.tsv, .txt, .jsonl) and predict the click probability of
-    each; a text or token classifier takes lines of text (.txt; .jsonl with the key text), or a prompt.
+    each; a text or token classifier takes lines of text (.txt; .jsonl with the key text, or tokens for lists of words),
+    or a prompt.
 
     Examples:
       paceline predict runs/photos new-photos
@@ -122,11 +123,17 @@ class Predict:
         given = {"tokens": self.tokens, "temperature": self.temperature, "seed": self.seed}
         return {name: value for name, value in given.items() if value is not None}
 
+    @property
+    def names_lines(self) -> bool:
+        """Whether all sources have names of files with lines of text or samples."""
+        return all(each.name.endswith(_LINES) and not each.name.endswith(".tar.gz") for each in self.sources)
+
     def __post_init__(self) -> None:
         if self.prompt is None and not self.sources:
             raise click.UsageError(
-                "Missing argument 'SOURCE...': images to label or to find objects in, or lines of samples (.tsv, "
-                ".txt, .jsonl) of a recommendation task; a language model takes --prompt."
+                "Missing argument 'SOURCE...': images to label or to find objects in; for a text or token classifier "
+                "lines of text (.txt, .jsonl) or --prompt; for a recommendation task lines of samples (.tsv, .txt, "
+                ".jsonl); a language model takes --prompt."
             )
         if self.prompt is not None and self.sources:
             raise click.UsageError("--prompt is for language models and files are for image models: give one of them.")
@@ -140,9 +147,7 @@ class Predict:
         if self.prompt is not None:
             _answer_prompt(self, self.prompt, device, as_json=as_json)
             return 0
-        if all(
-            each.is_file() and each.name.endswith(_LINES) and not each.name.endswith(".tar.gz") for each in self.sources
-        ):
+        if self.names_lines:
             from paceline.checkpoint.weights import read_weights
             from paceline.inference.clicks import ClickPredictor
 
@@ -151,6 +156,8 @@ class Predict:
                 for name in ("thresholds", "draw", "output", "batch_size", "stdin_image"):
                     if getattr(self, name):
                         refuse_unused(click.get_current_context(), name, "these weights take lines of samples")
+                if missing := [each for each in self.sources if not each.is_file()]:
+                    raise DataError(f"'{missing[0]}' is not a file; give files of lines (.tsv, .txt, .jsonl).")
                 clicks = ClickPredictor(saved, device, trust_code=self.trust_code)
                 return _answer_lines(clicks, self.sources, as_json=as_json)
         return _answer_images(self, device, as_json=as_json)
@@ -198,7 +205,7 @@ def _label_prompt(options: Predict, prompt: str, saved: SavedWeights, device: to
     for name in options.generation:
         refuse_unused(click.get_current_context(), name, "it is for text generation, and this model classifies texts")
     labeller = open_labeller(saved, device, trust_code=options.trust_code)
-    _refuse_top_k(options, labeller)
+    _refuse_unused(options, labeller)
     try:
         prepared = labeller.prepare(prompt.encode())
     except BrokenImageError as error:
@@ -213,7 +220,14 @@ def _label_prompt(options: Predict, prompt: str, saved: SavedWeights, device: to
         echo(answer.description())
 
 
-def _refuse_top_k(options: Predict, predictor: ImagePredictor) -> None:
+def _refuse_unused(options: Predict, predictor: ImagePredictor) -> None:
+    if options.draw is not None and not predictor.draws:
+        raise click.UsageError("--draw draws objects or pixel classes, and these weights predict neither.")
+    if options.batch_size is not None and options.batch_size > 1 and predictor.largest_batch == 1:
+        raise click.UsageError(
+            f"--batch-size={options.batch_size} has no effect: a detector takes one picture at a time, since larger "
+            "ones in a batch would change its predictions. Leave it out."
+        )
     if options.top_k is None or not (predictor.number_names or predictor.finds_words):
         return
     what = "all its numbers" if predictor.number_names else "one tag for each word"
@@ -252,26 +266,20 @@ def _answer_images(options: Predict, device: torch.device, *, as_json: bool) -> 
         raise click.UsageError("--stdin-image is for the source - alone: the bytes of one image on standard input.")
     if output is not None:
         check_output(output)
-    skipped = SkippedItems()
-    pictures = [picture_from_standard_input()] if options.stdin_image else pictures_of(options.sources, skipped)
+    skipped, pictures = SkippedItems(), None
+    if not options.names_lines:
+        pictures = [picture_from_standard_input()] if options.stdin_image else pictures_of(options.sources, skipped)
     predictor = open_predictor(
         options.target, weights=options.weights, best=options.best, trust_code=options.trust_code, device=device
     )
     if isinstance(predictor, TextLabeller):
-        pictures = texts_of(options.sources)
-    if options.draw is not None and not predictor.draws:
-        raise click.UsageError("--draw draws objects or pixel classes, and these weights predict neither.")
-    _refuse_top_k(options, predictor)
+        pictures = texts_of(options.sources, predictor)
+    _refuse_unused(options, predictor)
     if options.thresholds is not None:
         predictor.set_thresholds(options.thresholds)
-    if batch_size is not None and predictor.largest_batch == 1 and batch_size > 1:
-        raise click.UsageError(
-            f"--batch-size={batch_size} has no effect: a detector takes one picture at a time, since larger ones in a "
-            "batch would change its predictions. Leave it out."
-        )
     answers = predict_ahead(
         predictor,
-        pictures,
+        pictures or pictures_of(options.sources, skipped),
         top_k=options.top_k or predictor.usual_top_k,
         batch_size=batch_size or BATCH,
         on_prediction=None if options.draw is None else _drawer(options.draw, predictor.classes),

@@ -48,11 +48,11 @@ class PictureFile:
 
     Attributes:
         path: Its name in predictions; for an archive member, the archive and the member's name.
-        read: Returns its content, or raises BrokenImageError.
+        read: Returns its content, bytes or the words of a text, or raises BrokenImageError.
     """
 
     path: Path
-    read: Callable[[], bytes]
+    read: Callable[[], Any]
 
     @classmethod
     def at(cls, path: Path) -> PictureFile:
@@ -133,7 +133,7 @@ def _opened(source: Path, left_out: SkippedItems) -> Iterable[PictureFile]:
         return _matching(str(source), left_out)
     raise DataError(
         f"'{source}' does not exist; give image files, folders or archives of them, patterns in quotes, or - for paths "
-        "from standard input; or files of lines (.tsv, .txt, .jsonl) for a recommendation task."
+        "from standard input."
     )
 
 
@@ -146,8 +146,8 @@ def _inside(folder: Path, left_out: SkippedItems) -> list[PictureFile]:
             left_out.add(_why_not(name), str(folder / name))
     if not inside:
         raise DataError(
-            f"'{folder}' contains no image; supported extensions: {', '.join(EXTENSIONS)}. Lines of "
-            f"samples (.tsv, .txt, .jsonl) must be given file by file. {'. '.join(left_out.summaries())}".rstrip()
+            f"'{folder}' contains no image; supported extensions: {', '.join(EXTENSIONS)}. Lines of text "
+            f"or samples (.tsv, .txt, .jsonl) must be given file by file. {'. '.join(left_out.summaries())}".rstrip()
         )
     return [PictureFile.at(path) for path in sorted(inside)]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import numpy as np
@@ -181,6 +183,7 @@ class TextLabeller(ImagePredictor):
 
     Attributes:
         network: The network, in evaluation mode on the device.
+        keys: Keys of JSON lines that may hold the text.
     """
 
     unit = "texts"
@@ -190,6 +193,7 @@ class TextLabeller(ImagePredictor):
         self._saved, self._device = saved, device
         self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
         self.classes = tuple(data["class_names"])
+        self.keys = dict.fromkeys(("text", *["tokens"] * self.finds_words, trained_recipe(saved).data.text.column))
         self._context: int = data["context"]
         nothing, none = encoded((), self.tokenizer), np.empty(0, dtype=np.int64)
         dataset = LabelledTexts(
@@ -256,14 +260,17 @@ class WordTagger(TextLabeller):
     finds_words = True
     kind = TaggedWords
 
-    def prepare(self, content: bytes) -> Any:
-        """Return the words of a text, which spaces separate, its tokens, and the token that begins each word.
+    def prepare(self, content: Any) -> Any:
+        """Return the words of a text, its tokens, and the token that begins each word.
+
+        Args:
+            content: Its words, or UTF-8 text in which spaces separate them.
 
         Raises:
             BrokenImageError: If it is not UTF-8, empty or too long.
         """
-        super().prepare(content)
-        words = content.decode("utf-8-sig").split()
+        super().prepare(" ".join(content).encode() if isinstance(content, list) else content)
+        words = content if isinstance(content, list) else content.decode("utf-8-sig").split()
         ids, starts = self.tokenizer.encode_words(words, self._context)
         places = np.flatnonzero(starts >= 0)
         if missing := len(words) - len(places):
@@ -291,26 +298,38 @@ class WordTagger(TextLabeller):
 
 def open_labeller(saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> TextLabeller:
     """Open a trained text or token classifier; arguments as for :class:`TextLabeller`."""
+    if "class_names" not in saved.description("data"):
+        raise RecipeError(f"the weights in {saved.path} are a language model and take no files: give --prompt TEXT.")
     kind = WordTagger if "labels_words" in saved.description("data") else TextLabeller
     return kind(saved, device, trust_code=trust_code)
 
 
-def texts_of(sources: Sequence[Path]) -> Iterator[PictureFile]:
-    """Yield each line of text files as a text; of JSON lines, the value of ``text``.
+def texts_of(sources: Sequence[Path], labeller: TextLabeller) -> Iterator[PictureFile]:
+    """Yield each line of text files as a text; of JSON lines, the value of one of the labeller's keys.
 
     Raises:
         DataError: If a file cannot be read, or a line has no text.
     """
+    fix = f"give .txt files with a text on each line, or .jsonl files with the key {' or '.join(labeller.keys)}"
     for source in sources:
+        if not source.exists():
+            raise DataError(f"'{source}' does not exist; {fix}, or --prompt TEXT.")
         refuse_special_inputs(source)
         is_json = has_extension(source.name, ("jsonl",))
         try:
             with source.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):
-                    text = load_json(line)["text"].encode() if is_json else line.rstrip(b"\r\n")
-                    yield PictureFile(Path(f"{source}:{number}"), partial(bytes, text))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise DataError(f"'{source}' cannot be read as lines of text ({type(error).__name__}: {error}).") from error
+                    text: Any = line.rstrip(b"\r\n")
+                    if is_json:
+                        row = load_json(line)
+                        text = next((row[key] for key in labeller.keys if key in row), None)
+                        is_words = isinstance(text, list) and all(isinstance(word, str) for word in text)
+                        if not isinstance(text, str) and not (labeller.finds_words and is_words):
+                            raise DataError(f"line {number} of '{source}' has no text, found {shortened(row)}; {fix}.")
+                        text = text.encode() if isinstance(text, str) else text
+                    yield PictureFile(Path(f"{source}:{number}"), partial(copy, text))
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(f"'{source}' cannot be read as lines of text ({error}); {fix}.") from error
 
 
 def _trained(

@@ -142,7 +142,7 @@ def _targets(network: nn.Module, adapters: Adapters) -> list[str]:
     ]
     targets: dict[str, None] = {}
     for pattern in adapters.targets:
-        matched = fnmatch.filter(able, pattern)
+        matched = [*fnmatch.filter(able, pattern), *fnmatch.filter(able, f"*.{pattern}")]
         if not matched:
             raise ModelError(
                 f"model.adapters.targets: no layer that can have adapters matches '{pattern}'. The last ones are "

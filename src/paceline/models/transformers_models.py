@@ -313,6 +313,8 @@ def _fit_vocabulary(config: Any, vocabulary: int, *, is_requested: bool, model: 
         fix = "set model.options.vocab_size to that or more"
         if model.pretrained:
             fix = f"use the one of these weights: data.text.tokenizer={model.name.removeprefix(PREFIX)}"
+        elif "vocab_size" not in model.options:
+            fix = f"use its own, data.text.tokenizer={model.name.removeprefix(PREFIX)}; without its weights, {fix}"
         raise ModelError(
             f"model.name={model.name}: it has a vocabulary of {config.vocab_size:,} tokens (vocab_size), and the "
             f"tokenizer has {vocabulary:,}; {fix}."

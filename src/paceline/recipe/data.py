@@ -76,6 +76,14 @@ _Ratios = Annotated[dict[str, PositiveFloat], AfterValidator(lambda ratios: dict
 Range = Annotated[tuple[PositiveFloat, PositiveFloat], AfterValidator(ascending)]
 
 
+def _one_column(value: object) -> object:
+    if isinstance(value, list):
+        raise ValueError(
+            f"found {value}, but a text is one column: join the columns in the table, with a space between"
+        )
+    return value
+
+
 _TABLES_OF_TEXT = ("text_table", "chat")
 _TEXTS = ("docs", "text_folder", "tokens", "huggingface_text", *_TABLES_OF_TEXT)
 # For image data sets, each lists the keys that it uses where it is registered (``paceline.dataset_registry``).
@@ -251,7 +259,7 @@ class Text:
     tokenizer: LocalPath = "bytes"
     """`bytes`: each UTF-8 byte of the text is a token; or a JSON file with a tokenizer; a Hugging Face tokenizer.json,
     a folder with one, or `OWNER/NAME` on the Hugging Face hub (extra `transformers`)."""
-    column: str = "text"
+    column: Annotated[str, BeforeValidator(_one_column)] = "text"
     """Text column of a `huggingface_text` dataset, in which each row is a document, or of a `text_table`. For
     `token_classification` the column with lists of words, by default `tokens`."""
     rows: Literal["chunked", "packed", "single"] = "chunked"

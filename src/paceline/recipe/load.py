@@ -324,7 +324,9 @@ def _read(path: Path, notices: list[str], source: str | Path) -> layers.Tree:
     try:
         tree = load_plain(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise RecipeError(f"{path}: not readable as YAML{_cause(error)}") from None
+        is_table = path.suffix.lower() == ".jsonl"
+        hint = " If it is data, name it in a recipe with task and data.path (docs/guide/language-models.md)." * is_table
+        raise RecipeError(f"{path}: not readable as YAML{_cause(error)}{hint}") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):

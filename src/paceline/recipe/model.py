@@ -54,7 +54,8 @@ class Adapters:
     alpha: Annotated[PositiveFloat, _ADAPTED] = 16.0
     """Their output is multiplied by this over `rank`."""
     targets: Annotated[tuple[str, ...], Field(min_length=1), _ADAPTED] = ("*",)
-    """Shell patterns of the layers that get them: linear ones and convolutions, except the classifier."""
+    """Shell patterns of the layers that get them: linear ones and convolutions, except the classifier. They match whole
+    names or, as in peft, their ends: `query` is `*.query`, too."""
     dropout: Annotated[OpenFraction, _ADAPTED] = 0.0
     """Share of an adapter's input that is dropped in training."""
 

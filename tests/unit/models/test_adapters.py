@@ -194,6 +194,18 @@ def test_layers_that_cannot_have_adapters_are_named(targets: tuple[str, ...], sa
         add_adapters(Mixed(), Adapters(rank=2, targets=targets))
 
 
+@needs_peft
+@pytest.mark.parametrize(
+    ("target", "found"), [("query", ["block.query"]), ("body", ["body", "block.body"]), ("*.body", ["block.body"])]
+)
+def test_a_pattern_matches_whole_names_and_their_ends_as_in_peft(target: str, found: list[str]) -> None:
+    network = Mixed()
+    network.block = nn.ModuleDict({"query": nn.Linear(8, 8), "body": nn.Linear(8, 8)})
+    network.head = network._modules.pop("head")  # the last layer is the classifier
+    add_adapters(network, Adapters(rank=2, targets=(target,)))
+    assert [name for name, module in network.named_modules() if hasattr(module, "lora_A")] == found
+
+
 def test_adapters_need_a_classifier() -> None:
     assert classifier_name(Mixed()) == "head"
     with pytest.raises(ModelError, match="no linear classifier"):

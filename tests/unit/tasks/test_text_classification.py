@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,11 @@ def test_a_checkpoint_is_refused_with_a_tokenizer_that_is_not_its_own(checkpoint
     said = f"a vocabulary of 24 tokens (vocab_size), and the tokenizer has {tokens}; use the one of these weights: "
     with pytest.raises(ModelError, match=re.escape(f"{said}data.text.tokenizer={checkpoint}")):
         build_text_classifier(model, vocabulary=tokens, context=24, classes=3, pad=0)
+    if tokens > 24:
+        with pytest.raises(
+            ModelError, match=r"use its own, data.text.tokenizer=.*; without its weights, set model.opt"
+        ):
+            build_text_classifier(replace(model, pretrained=False), vocabulary=tokens, context=24, classes=3, pad=0)
 
 
 def test_a_checkpoint_is_fine_tuned_and_exported(train: Make, checkpoint: Path, tmp_path: Path) -> None:

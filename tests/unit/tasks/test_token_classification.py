@@ -219,7 +219,7 @@ def test_weights_alone_tag_prompts_and_lines(train: Make, tmp_path: Path) -> Non
     assert "of its 20 words are beyond the network's 48 tokens" in lines[1]
     assert "it is empty" in lines[2]
     assert len(lines[3].split()) == 4
-    write_lines(tmp_path / "new.jsonl", [{"text": "the cat sat"}, {"text": "dog"}])
+    write_lines(tmp_path / "new.jsonl", [{"tokens": ["the", "cat", "sat"]}, {"text": "dog"}])
     for ending in ("jsonl", "csv", "parquet"):
         predict(run_dir, tmp_path / "new.jsonl", "--output", tmp_path / f"found.{ending}")
     rows = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
@@ -230,6 +230,26 @@ def test_weights_alone_tag_prompts_and_lines(train: Make, tmp_path: Path) -> Non
         cells = [(each["word"], each["label"]) for each in csv.DictReader(file)]
     assert cells == [pair for each in rows for pair in zip(each["words"], each["labels"], strict=True)]
     assert "one tag for each word" in predict(run_dir, "--prompt", "a", "--top-k", "2", code=2)
+
+
+def test_words_of_json_lines_are_not_split_and_wrong_sources_are_named(
+    train: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, path = train("run").run_dir, tmp_path / "new.jsonl"
+    write_lines(path, [{"tokens": ["cat sat", "dog"]}])
+    assert json.loads(predict(run_dir, path, "--json"))[0]["words"] == ["cat sat", "dog"]
+
+    def refused(source: Path, said: str) -> None:
+        assert run_command_line(["predict", str(run_dir), str(source)]) == DataError.exit_code
+        error = capfd.readouterr().err
+        assert re.search(said + ".* with the key text or tokens", error), error
+
+    for wrong in ({"words": ["a"]}, {"tokens": [1]}, {"text": None}):
+        write_lines(path, [{"text": "dog"}, wrong])
+        refused(path, "line 2 of '.*new.jsonl' has no text")
+    path.write_text("nonsense")
+    refused(path, "cannot be read as lines of text")
+    refused(tmp_path / "gone.txt", "'.*gone.txt' does not exist")
 
 
 @pytest.mark.parametrize(
@@ -467,24 +487,47 @@ def test_a_rare_tag_may_be_held_out_and_long_texts_are_reported(tmp_path: Path) 
     folder = tmp_path / "both"
     folder.mkdir()
     write_lines(folder / "train.jsonl", rows)
-    write_lines(folder / "validation.jsonl", [{"tokens": ["cc", "dddddd"], "tags": ["I-X", "B-X"]}])
+    write_lines(folder / "validation.jsonl", [{"tokens": ["cc", "dddddd", "e"], "tags": ["I-X", "B-X", "O"]}])
     found = opened(folder, text=Text(context=5))
     assert found.classes == ("B-X", "I-X", "O")
     assert found.labels[0].tolist() == [-100, 2, -100, 0, -100, -100, 2, -100]
     assert found.labels[1].tolist() == [-100, 1, -100, -100, -100]
     assert any("rows without text: 1 left out" in each for each in found.left_out)
-    assert any("words beyond data.text.context, or without a token: 1 left out" in each for each in found.left_out)
+    cut = "ends of texts beyond data.text.context: 1 left out (\"row 1 of 'validation.jsonl'\" (2 of 3 words))"
+    assert cut in found.left_out
+    path = write_lines(tmp_path / "a.jsonl", [{"tokens": ["cat", "", "dog", "sat", ""], "tags": [*"ABAAA"]}])
+    words = tokenizer_folder(tmp_path / "words", classifies=True)
+    found = opened(path, text=Text(tokenizer=str(words), context=4), validation_fraction=0.0)
+    assert found.left_out == (
+        "words without a token: 2 left out (\"word 2 of row 1 of 'a.jsonl'\", \"word 5 of row 1 of 'a.jsonl'\")",
+        "ends of texts beyond data.text.context: 1 left out (\"row 1 of 'a.jsonl'\" (1 of 5 words))",
+    )
 
 
 @pytest.mark.parametrize(
     ("rows", "keys", "said"),
     [
         ([{"tokens": ["a", "b"], "tags": ["O"]}], {}, "row 1 of 'a.jsonl' has 2 words and 1 tags: give each word one"),
-        ([{"tokens": ["a"], "tags": "O"}], {}, r"row 1 of 'a.jsonl' needs a list of words .*found \['a'\] and 'O'"),
+        (
+            [{"tokens": ["a"], "tags": "O"}],
+            {},
+            r"row 1 of 'a.jsonl' needs a list of words .*found \['a'\] and 'O': in CSV,",
+        ),
+        (
+            [{"tokens": "a " * 99, "tags": "O " * 99}],
+            {},
+            r"found 'a a a .*\.\.\..* a ' and 'O .*\.\.\..* O ': in CSV, write JSON",
+        ),
+        ([{"tokens": ["a"], "tags": None}], {}, r"found \['a'\] and None: give both"),
         ([{"tokens": [1], "tags": ["O"]}], {}, "needs a list of words and a list of tags"),
-        ([{"tokens": ["a"], "ner_tags": ["O"]}], {}, "no column 'tags' .* Did you mean 'ner_tags'"),
-        ([{"tokens": ["a"], "tags": ["O"]}], {"label_column": "tag"}, "no column 'tag' .* Did you mean 'tags'"),
-        ([{"token": ["a"], "tags": ["O"]}], {}, "data.text.column=tokens: it has token, tags.* Did you mean 'token'"),
+        (
+            [{"tokens": ["a"], "ner_tags": ["O"]}],
+            {},
+            "no column for data.label_column=tags, .* set data.label_column=ner_tags",
+        ),
+        ([{"words": ["a"], "ner": ["O"]}], {}, "set data.text.column=words data.label_column=ner"),
+        ([{"tokens": ["a"], "tags": ["O"]}], {"label_column": "tag"}, "=tag, .* set data.label_column=tags"),
+        ([{"token": ["a"], "tags": ["O"]}], {}, "=tokens, but token, tags: set data.text.column=token"),
         ([{"tokens": ["a"], "tags": ["O"]}, {"tokens": ["a"], "tags": [None]}], {}, "row 2 of 'a.jsonl' has no label"),
         ([{"tokens": ["a"], "tags": ["O"]}], {}, "one class, 'O'"),
         ([{"tokens": [], "tags": []}], {}, "has no text to learn from; rows without text: 1 left out"),

@@ -120,6 +120,8 @@ def describe_split(fraction: float) -> str:
     return f"{100 * fraction:.4g}% of each class, always the same (data.validation_fraction)"
 
 
+# Hint for files that are not images.
+NOT_IMAGES = "For text, write a recipe with task and data.path (docs/guide/language-models.md)."
 _MAX_NAMED = 3
 _PROBE_SIZE = 256
 

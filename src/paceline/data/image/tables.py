@@ -6,6 +6,7 @@ names.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import math
 import os
@@ -21,12 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.dataset import DatasetRequest, Problems, StoredImages, file_splits
+from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, StoredImages, file_splits
 from paceline.data.image.source import FileSource, Ids
 from paceline.data.splits import SPLIT_NAMES, TRAIN, split_of
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
 from paceline.files import SkippedItems, has_extension, list_files, special_kind
+from paceline.plain_json import load_json
 from paceline.recipe.data import Data
 
 
@@ -57,14 +59,48 @@ def mapped(path: str | Path) -> Any:
     return require_pyarrow().memory_map(os.fsencode(path))
 
 
+_TEXTS = ("csv", "tsv", "tab", "jsonl")
+_OTHER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+
+
+def file_problem(path: Path) -> str | None:
+    """Return why a text file cannot be read, and the fix; None if it exists, is not empty, and is UTF-8 and valid JSON.
+
+    Raises:
+        OSError: If it cannot be opened.
+    """
+    if not path.exists():
+        return f"{str(path)!r} does not exist: correct the path."
+    if not path.stat().st_size:
+        return f"{str(path)!r} is empty: write it again."
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                text = line.decode("utf-8-sig").strip()
+                if has_extension(path.name, ("jsonl",)) and not isinstance(load_json(text or "{}"), dict):
+                    raise ValueError
+            except UnicodeDecodeError as error:
+                encoding = next((name for mark, name in _OTHER_MARKS.items() if line.startswith(mark)), "latin1")
+                return (
+                    f"{str(path)!r} is not UTF-8: byte {error.start + 1} of line {number:,} is "
+                    f"0x{line[error.start]:02x}. Convert it, for example with `iconv -f {encoding} -t utf-8`."
+                )
+            except ValueError:
+                return (
+                    f"line {number:,} of {str(path)!r} is not a JSON object: write one object per line, not an array."
+                )
+    return None
+
+
 @contextmanager
 def explain_errors(path: Path) -> Iterator[None]:
     """Raise DataError for any error from a damaged file, non-UTF-8 text, or a missing or duplicate column."""
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, require_pyarrow().ArrowException) as error:
+        problem = file_problem(path) if has_extension(path.name, _TEXTS) or not path.exists() else None
         reason = " ".join(str(error).split())
-        raise DataError(f"{str(path)!r} cannot be read ({reason}): download or write it again.") from error
+        raise DataError(problem or f"{str(path)!r} cannot be read ({reason}): download or write it again.") from error
 
 
 _LARGEST_LABEL = 2**20
@@ -353,7 +389,7 @@ def find_columns(
         what = "image" if image is None else "label"
         raise DataError(
             f"{where} has the columns {', '.join(columns)}, and none has a usual name for a column of {what}s "
-            f"({', '.join(_USUAL[what][:4])}, …): name it in data.{what}_column."
+            f"({', '.join(_USUAL[what][:4])}, …): name it in data.{what}_column." + f" {NOT_IMAGES}" * (what == "image")
         )
     labels = data.target_columns or (label,)
     if image in labels:

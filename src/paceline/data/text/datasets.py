@@ -6,7 +6,6 @@ of a dataset is run.
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.image.sets.huggingface import choose_splits, find_files
-from paceline.data.image.tables import require_pyarrow
+from paceline.data.image.tables import file_problem, require_pyarrow
 from paceline.data.splits import held_out_among
 from paceline.data.text.chat import open_chat
 from paceline.data.text.corpus import (
@@ -79,16 +78,13 @@ def _checked(schema: Any, column: str, file: Path) -> list[str]:
     arrow = require_pyarrow()
     if column not in schema.names:
         raise DataError(
-            f"{file} has no column {column!r} (data.text.column): it has {', '.join(schema.names)}."
+            f"{file} has no column {column!r} (data.text.column), but {', '.join(schema.names)}: set it to one of them."
             f"{did_you_mean(column, schema.names)}"
         )
     kind = schema.field(column).type
     if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
         raise DataError(f"{file}: the column {column!r} holds {kind}, not text; name another (data.text.column).")
     return [column]
-
-
-_OTHER_MARKS = {codecs.BOM_UTF32_LE: "UTF-32", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
 def open_text(data: Data) -> TextDataset:
@@ -235,19 +231,11 @@ def _texts(root: Path, left_out: SkippedItems) -> Documents:
 def _text_of(path: Path) -> str:
     refuse_special_inputs(path)
     try:
-        content = path.read_bytes()
+        return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; restore it, or remove it.") from error
-    for mark, encoding in _OTHER_MARKS.items():
-        if content.startswith(mark):
-            raise DataError(f"{path} is in {encoding}, by its byte order mark: convert it to UTF-8, or remove it.")
-    try:
-        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x} ({error.reason}); "
-            "convert it (iconv -f latin1 -t utf8), or remove it."
-        ) from error
+        raise DataError(file_problem(path)) from error
 
 
 def _open_packed(data: Data) -> TextDataset:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
+from reprlib import repr as shortened
 from typing import Any, Self
 
 import numpy as np
@@ -16,7 +19,7 @@ from paceline.data.text.datasets import python_documentation
 from paceline.data.text.pipeline import IGNORED_TARGET
 from paceline.data.text.tables import Row, TextTable, read_table
 from paceline.data.text.tokenizer import TokenIds, Tokenizer, open_tokenizer, text_digest
-from paceline.errors import DataError, did_you_mean
+from paceline.errors import DataError
 from paceline.files import SkippedItems
 from paceline.plain_json import load_json
 from paceline.recipe.data import Data
@@ -168,12 +171,20 @@ def _encode_words(row: Row, tokenizer: Tokenizer, context: int, left_out: Skippe
     except ValueError:
         words, tags = row.cells
     if not (isinstance(words, list) and isinstance(tags, list) and all(isinstance(word, str) for word in words)):
-        raise DataError(f"{row.name} needs a list of words and a list of tags, found {words!r:.60} and {tags!r:.60}.")
+        fix = "give both, or leave the row out"
+        if isinstance(words, str) or isinstance(tags, str):
+            fix = 'in CSV, write JSON lists, such as ["Ada"] (in pandas, to_json(FILE, orient="records", lines=True))'
+        found = f"{shortened(words)} and {shortened(tags)}"
+        raise DataError(f"{row.name} needs a list of words and a list of tags, found {found}: {fix}.")
     if len(words) != len(tags):
         raise DataError(f"{row.name} has {len(words)} words and {len(tags)} tags: give each word one tag.")
     ids, starts = tokenizer.encode_words(words, context)
     if 0 < (known := np.count_nonzero(starts >= 0)) < len(words):
-        left_out.add("texts with words beyond data.text.context, or without a token", row.name)
+        without = np.setdiff1d(np.arange(len(words)), tokenizer.encode_words(words, sys.maxsize)[1])
+        for word in without.tolist():
+            left_out.add("words without a token", f"word {word + 1} of {row.name}")
+        if cut := len(words) - len(without) - known:
+            left_out.add("ends of texts beyond data.text.context", row.name, f"{cut:,} of {len(words):,} words")
     return (ids, tags, starts, [words[each] for each in starts.tolist() if each >= 0]) if known else None
 
 
@@ -184,11 +195,17 @@ def _open_table(data: Data, *, per_word: bool = False) -> LabelledTexts:
 
     def choose(columns: Sequence[str], features: Mapping[str, Any], where: str) -> Sequence[str]:
         nonlocal found
-        label = find_column("label", wanted, columns, where, features)
-        if text not in columns or label is None:
-            key = f"data.text.column={text}" if label else f"data.label_column={wanted}"
-            close = did_you_mean(text, columns) if label else ""
-            raise DataError(f"{where} has no column for {key}: it has {', '.join(columns)}.{close}")
+        is_searched = wanted in (None, "auto", *columns)
+        label = find_column("label", wanted, columns, where, features) if is_searched else None
+        keys = {"data.text.column": text, "data.label_column": label or str(wanted)}
+        missing = {key: name for key, name in keys.items() if name not in columns}
+        if missing or label is None:
+            others = [name for name in columns if name not in (text, label)]
+            guesses = others if len(others) == len(missing) else ["COLUMN"] * len(missing)
+            pairs = zip(missing.items(), guesses, strict=True)
+            fix = (f"{key}={''.join(get_close_matches(name, others, 1)) or guess}" for (key, name), guess in pairs)
+            what = " and none for ".join(f"{key}={name}" for key, name in missing.items())
+            raise DataError(f"{where} has no column for {what}, but {', '.join(columns)}: set {' '.join(fix)}.")
         found = label
         return [text, label]
 

@@ -62,7 +62,10 @@ def read_table(data: Data, choose: Choose, left_out: SkippedItems) -> TextTable:
     root = Path(data.path or "").expanduser()
     files = None if data.path is None else _plain_files(root, left_out) or find_files(root, left_out)
     if files is None:
-        raise DataError(f"data.path={data.path} is not a table of text: data.dataset={data.dataset} takes {_KINDS}.")
+        raise DataError(
+            f"data.path={data.path} is not a table of text, or does not exist: data.dataset={data.dataset} takes "
+            f"{_KINDS}."
+        )
     train, held_out, reason = choose_splits(files, score_all=data.score_all)
 
     def rows_of(split: str, split_column: str | None) -> tuple[list[Row], list[str] | None]:

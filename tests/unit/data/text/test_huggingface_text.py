@@ -68,7 +68,7 @@ def test_parquet_is_the_same(tmp_path: Path) -> None:
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     root = saved(tmp_path / "data", {"train": ROWS}, column="body")
-    with pytest.raises(DataError, match=r"no column 'text'.*it has body, label"):
+    with pytest.raises(DataError, match=r"no column 'text'.*but body, label: set it"):
         texts(root)
     with pytest.raises(DataError, match="holds int64, not text"):
         texts(root, column="label")

@@ -105,15 +105,25 @@ def test_texts_are_cut_with_their_special_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "keys", "said"),
     [
-        ([{"text": "a", "kind": "x"}], {}, "no column for data.label_column=auto"),
-        ([{"body": "a", "label": "x"}], {}, "no column for data.text.column=text"),
-        ([{"text": "a", "label": "x"}], {"label_column": "lable"}, "no column 'lable' .* Did you mean"),
+        ([{"text": "a", "kind": "x"}], {}, "no column for data.label_column=auto, .* set data.label_column=kind"),
+        ([{"body": "a", "label": "x"}], {}, "no column for data.text.column=text, .* set data.text.column=body"),
+        ([{"a": "a", "b": "b", "label": "x"}], {}, "but a, b, label: set data.text.column=COLUMN"),
+        (
+            [{"text": "a", "label": "x"}],
+            {"label_column": "lable"},
+            "=lable, but text, label: set data.label_column=label",
+        ),
+        (
+            [{"body": "a", "kind": "x"}],
+            {},
+            "=text and none for .*=auto, .* data.text.column=body data.label_column=kind",
+        ),
         ([{"text": "a", "label": "x"}, {"text": "b", "label": None}], {}, "row 2 of 'a.jsonl' has no label"),
         ([{"text": "a", "label": "x"}, {"text": "b"}], {}, "row 2 of 'a.jsonl' has no label"),
         ([{"text": "a", "label": "x"}], {}, "one class, 'x'"),
         ([{"text": 3, "label": "x"}], {}, "row 1 of 'a.jsonl' has the text 3"),
         ([{"text": "", "label": "x"}], {}, "has no text to learn from; rows without text: 1 left out"),
-        ([], {}, "cannot be read"),
+        ([], {}, "a.jsonl' is empty"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, rows: list[dict[str, Any]], keys: dict[str, str], said: str) -> None:
@@ -125,12 +135,35 @@ def test_what_is_wrong_is_named(tmp_path: Path, rows: list[dict[str, Any]], keys
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a", "label": "x"}\n{"text": \n')
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=r"line 2 of .*a.jsonl' is not a JSON object: write one object per line"):
         found(path)
+    path.write_text('\n[{"text": "a", "label": "x"}]')
+    with pytest.raises(
+        DataError, match=r"line 2 of .*a.jsonl' is not a JSON object: write one object per line, not an array"
+    ):
+        found(path)
+    (tmp_path / "a.docx").touch()
     with pytest.raises(DataError, match="is not a table of text"):
         found(tmp_path / "a.docx")
+    with pytest.raises(DataError, match=r"b.jsonl' does not exist: correct the path"):
+        found(tmp_path / "b.jsonl")
     with pytest.raises(DataError, match=r"data\.path=None is not a table of text"):
         open_labelled(Data(dataset="text_table"))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_text_in_another_encoding_is_named_with_its_line(tmp_path: Path, name: str) -> None:
+    path = WRITERS[name](tmp_path / name, [*ROWS[:2], {"text": "cafe", "label": "x"}])
+    content = path.read_bytes().replace(b"cafe", "café".encode("latin1"))
+    path.write_bytes(content)
+    number = 3 + (name == "a.csv")  # after the header
+    position = content.splitlines()[number - 1].index(b"\xe9") + 1
+    said = rf"{name}' is not UTF-8: byte {position} of line {number} is 0xe9.*iconv -f latin1 -t utf-8"
+    with pytest.raises(DataError, match=said):
+        found(path)
+    path.write_text("")
+    with pytest.raises(DataError, match=f"{name}' is empty"):
+        found(path)
 
 
 def test_paragraphs_of_the_documentation() -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.disk_cache import TOO_FRESH_NS, Arrays, recall_arrays, remember_arrays
-from paceline.data.image.dataset import DatasetRequest, Problems, SkippedFile, StoredImages, file_splits
+from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, SkippedFile, StoredImages, file_splits
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
 from paceline.dataset_registry import dataset
@@ -133,7 +133,7 @@ def _list_classes(
     if not classes:
         problems.add(
             "{} contains no folders, but images are expected as {}/CLASS/*: make one folder per class, or correct "
-            "data.path.",
+            f"data.path. {NOT_IMAGES}",
             repr(str(folder)),
             folder.name,
         )
