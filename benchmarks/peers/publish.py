@@ -95,9 +95,8 @@ Paceline also verifies every byte of the checkpoint.""",
     "standstill_milliseconds": """\
 Paceline copies the state, and the writing thread shares two cores with the next steps.""",
     "pause_milliseconds": """\
-Measured with SHA-256 digests; BLAKE3, which checkpoints now use, takes 0.28 of their time. Paceline and the loops by
-hand also flush to disk, so that a power cut cannot lose the checkpoint
-([decision 5](decisions/0005-checkpoints.md)).""",
+Paceline and the loops by hand also flush to disk, so that a power cut cannot lose the checkpoint ([decision
+5](decisions/0005-checkpoints.md)).""",
 }
 
 
