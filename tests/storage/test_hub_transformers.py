@@ -208,6 +208,13 @@ def test_without_a_network_a_command_ends_with_a_sentence(recipe: Path, tmp_path
         assert part in last
 
 
+def test_an_option_that_the_network_has_not_is_refused_with_a_repository_too(
+    published: HubServer, recipe: Path
+) -> None:
+    with pytest.raises(PacelineError, match=r"hiden_act is not a key of bert's configuration.*hidden_act"):
+        paceline.train(recipe, overrides={"model.options": {"hiden_act": "relu"}}, quiet=True)
+
+
 def test_a_run_needs_the_hub_once(published: HubServer, folder: Path, recipe: Path, tmp_path: Path) -> None:
     """The same run as from the folder; its weights and its records hold all that later commands need."""
     asked = {"data.text.tokenizer": str(folder)}
@@ -215,7 +222,7 @@ def test_a_run_needs_the_hub_once(published: HubServer, folder: Path, recipe: Pa
     begun = paceline.train(recipe, overrides={**asked, "train.until": "4 steps"}, run_dir=run, quiet=True)
     assert begun.status == "stopped"
     kept = json.loads((run / "plan.json").read_text())["network_config"]
-    assert (kept["model_type"], kept["my_own"]) == ("bert", 1)
+    assert (kept["_model_type"], kept["my_own"]) == ("bert", 1)
     assert kept["_commit_hash"] == published.commit("models/me/bert")
     change(published, hidden_act="relu")
     shutil.rmtree(tmp_path / "hub-cache")
@@ -245,9 +252,7 @@ def test_weights_are_not_scored_with_another_tokenizer(published: HubServer, rec
     other = files["tokenizer.json"].replace(b'"cat"', b'"was"').replace(b'"dog"', b'"cat"').replace(b'"was"', b'"dog"')
     published.files["models/me/bert"] = files | {"tokenizer.json": other}
     shutil.rmtree(tmp_path / "hub-cache")
-    with pytest.raises(
-        PacelineError, match=r"another tokenizer than the data's is now \(data.text.tokenizer=me/bert\)"
-    ):
+    with pytest.raises(PacelineError, match=r"data\.text\.tokenizer=me/bert is not the tokenizer that the weights"):
         evaluate_target(EvaluationRequest(target=run.run_dir))
     with pytest.raises(PacelineError, match="has changed since it started"):
         paceline.train(recipe, overrides={"train.duration": "9 steps"}, run_dir=run.run_dir, quiet=True)

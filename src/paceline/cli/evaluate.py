@@ -40,8 +40,8 @@ class Evaluate:
 
     The data is that of the weights' recipe; overrides change it. Every held-out sample is scored once,
     with any number of processes. Of other data (data.path), all samples are scored, or its validation
-    or test split if it has one; it may have some of the weights' classes. A timm hub folder describes how
-    to prepare images, but not which: give data.path.
+    or test split if it has one. Data to classify may lack some of the weights' classes. A timm hub folder
+    describes how to prepare images, but not which: give data.path.
 
     --sizes tries several sizes of images instead, on those that the run held out of training
     (data.holdout_fraction), and reports the best.

@@ -124,7 +124,7 @@ class Predict:
         return {name: value for name, value in given.items() if value is not None}
 
     @property
-    def names_lines(self) -> bool:
+    def are_line_files(self) -> bool:
         """Whether all sources have names of files with lines of text or samples."""
         return all(each.name.endswith(_LINES) and not each.name.endswith(".tar.gz") for each in self.sources)
 
@@ -147,7 +147,7 @@ class Predict:
         if self.prompt is not None:
             _answer_prompt(self, self.prompt, device, as_json=as_json)
             return 0
-        if self.names_lines:
+        if self.are_line_files:
             from paceline.checkpoint.weights import read_weights
             from paceline.inference.clicks import ClickPredictor
 
@@ -205,7 +205,7 @@ def _label_prompt(options: Predict, prompt: str, saved: SavedWeights, device: to
     for name in options.generation:
         refuse_unused(click.get_current_context(), name, "it is for text generation, and this model classifies texts")
     labeller = open_labeller(saved, device, trust_code=options.trust_code)
-    _refuse_unused(options, labeller)
+    _refuse_ineffective_options(options, labeller)
     try:
         prepared = labeller.prepare(prompt.encode())
     except BrokenImageError as error:
@@ -220,7 +220,7 @@ def _label_prompt(options: Predict, prompt: str, saved: SavedWeights, device: to
         echo(answer.description())
 
 
-def _refuse_unused(options: Predict, predictor: ImagePredictor) -> None:
+def _refuse_ineffective_options(options: Predict, predictor: ImagePredictor) -> None:
     if options.draw is not None and not predictor.draws:
         raise click.UsageError("--draw draws objects or pixel classes, and these weights predict neither.")
     if options.batch_size is not None and options.batch_size > 1 and predictor.largest_batch == 1:
@@ -267,14 +267,14 @@ def _answer_images(options: Predict, device: torch.device, *, as_json: bool) -> 
     if output is not None:
         check_output(output)
     skipped, pictures = SkippedItems(), None
-    if not options.names_lines:
+    if not options.are_line_files:
         pictures = [picture_from_standard_input()] if options.stdin_image else pictures_of(options.sources, skipped)
     predictor = open_predictor(
         options.target, weights=options.weights, best=options.best, trust_code=options.trust_code, device=device
     )
     if isinstance(predictor, TextLabeller):
         pictures = texts_of(options.sources, predictor)
-    _refuse_unused(options, predictor)
+    _refuse_ineffective_options(options, predictor)
     if options.thresholds is not None:
         predictor.set_thresholds(options.thresholds)
     answers = predict_ahead(

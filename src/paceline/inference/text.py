@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
@@ -193,7 +191,8 @@ class TextLabeller(ImagePredictor):
         self._saved, self._device = saved, device
         self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
         self.classes = tuple(data["class_names"])
-        self.keys = dict.fromkeys(("text", *["tokens"] * self.finds_words, trained_recipe(saved).data.text.column))
+        column, usual = trained_recipe(saved).data.text.column, ("tokens", "text") if self.finds_words else ("text",)
+        self.keys = dict.fromkeys(usual if column == "text" else (column, *usual))
         self._context: int = data["context"]
         nothing, none = encoded((), self.tokenizer), np.empty(0, dtype=np.int64)
         dataset = LabelledTexts(
@@ -316,6 +315,7 @@ def texts_of(sources: Sequence[Path], labeller: TextLabeller) -> Iterator[Pictur
             raise DataError(f"'{source}' does not exist; {fix}, or --prompt TEXT.")
         refuse_special_inputs(source)
         is_json = has_extension(source.name, ("jsonl",))
+        number = 0
         try:
             with source.open("rb") as lines:
                 for number, line in enumerate(lines, start=1):
@@ -326,10 +326,16 @@ def texts_of(sources: Sequence[Path], labeller: TextLabeller) -> Iterator[Pictur
                         is_words = isinstance(text, list) and all(isinstance(word, str) for word in text)
                         if not isinstance(text, str) and not (labeller.finds_words and is_words):
                             raise DataError(f"line {number} of '{source}' has no text, found {shortened(row)}; {fix}.")
-                        text = text.encode() if isinstance(text, str) else text
-                    yield PictureFile(Path(f"{source}:{number}"), partial(copy, text))
+                        encoded = "".join(text).encode()  # refuses lone surrogates
+                        text = encoded if isinstance(text, str) else text
+
+                    def read(text: Any = text) -> Any:
+                        return text
+
+                    yield PictureFile(Path(f"{source}:{number}"), read)
         except (OSError, ValueError, TypeError) as error:
-            raise DataError(f"'{source}' cannot be read as lines of text ({error}); {fix}.") from error
+            where = f"line {number} of " if number else ""
+            raise DataError(f"{where}'{source}' cannot be read as text ({error}); {fix}.") from error
 
 
 def _trained(

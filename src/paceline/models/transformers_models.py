@@ -24,6 +24,8 @@ from paceline.recipe.model import OPENING_OPTIONS, Model
 from paceline.storage.hub import model_files
 
 PREFIX = "transformers:"
+# Key of the model type among options that were kept from the start of a run: all of its configuration.
+_KEPT = "_model_type"
 Objective = Literal["causal", "masked", "classes", "tags"]
 _LOG = logging.getLogger("paceline.weights")
 WHAT = {"causal": "causal language model", "masked": "masked language model"}
@@ -71,7 +73,7 @@ def build_transformers_model(model: Model, *, vocabulary: int, context: int, obj
             f"model.name={model.name}: its outputs depend on later tokens, so it would see what it must predict; "
             "choose a decoder (gpt2, llama, …)."
         )
-    return _as_language_model(_built(config, objective, model), objective, {"model_type": kind, **keys})
+    return _as_language_model(_built(config, objective, model), objective, {_KEPT: kind, **keys})
 
 
 def build_transformers_classifier(
@@ -98,7 +100,7 @@ def build_transformers_classifier(
     _fit_context(config, context, requested=set(keys), name=model.name)
     network: Any = _built(config, objective, model)
     arguments = frozenset(inspect.signature(type(network).forward).parameters)
-    config_keys = {"model_type": kind, **keys}
+    config_keys = {_KEPT: kind, **keys}
     mix_in([network], SequenceClassifier, arguments=arguments, objective=objective, config_keys=config_keys)
     return network  # type: ignore[no-any-return]  # its class has just been extended
 
@@ -229,15 +231,19 @@ def _folder(model: Model) -> Path | None:
     name = model.name.removeprefix(PREFIX)
     if not ("/" in name or Path(name).expanduser().is_dir()):
         return None
-    weights, shards = (["model.safetensors*"], ["model-*-of-*.safetensors"]) if model.pretrained else ([], [])
-    return model_files(name, key=f"model.name={model.name}", files=["config.json", *weights], optional=shards)
+    key, files = f"model.name={model.name}", ["config.json", *["model.safetensors*"] * model.pretrained]
+    folder = model_files(name, key=key, files=files)
+    if model.pretrained and (index := folder / "model.safetensors.index.json").is_file():
+        with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):  # loading tells what is wrong
+            model_files(name, key=key, files=[*files, *sorted({*load_json(index.read_bytes())["weight_map"].values()})])
+    return folder
 
 
 def _described(model: Model) -> tuple[str, dict[str, Any]]:
     """Return the model type and the config keys: the folder's, overridden by the recipe's."""
     options = dict(model.options)
-    if "model_type" in options:  # kept from the start of a run
-        return str(options.pop("model_type")), options
+    if _KEPT in options:
+        return str(options.pop(_KEPT)), options
     if (folder := _folder(model)) is None:
         return model.name.removeprefix(PREFIX), options
     try:
@@ -285,9 +291,9 @@ def _configured(kind: str, keys: Mapping[str, Any], objective: Objective, model:
         raise ModelError(f"model.name={name}: '{kind}' is not a {WHAT[objective]} in Transformers.{hint}")
     default = AutoConfig.for_model(kind)
     names = {*default.to_dict(), *default.attribute_map, *inspect.signature(type(default).__init__).parameters}
-    # A folder's config, also one kept from the start of a run, may have any keys.
-    is_checked = name.removeprefix(PREFIX) == kind and "model_type" not in model.options and not Path(kind).is_dir()
-    unknown = [key for key in keys if key not in names] if is_checked else []
+    names -= {"model_type"}
+    # A folder's config may have any keys, and so may one that was kept.
+    unknown = [] if _KEPT in model.options else [key for key in model.options if key not in names]
     if unknown:
         raise ModelError(
             f"model.options: {unknown[0]} is not a key of {kind}'s configuration.{did_you_mean(unknown[0], names)}"

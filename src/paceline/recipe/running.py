@@ -62,8 +62,8 @@ class Evaluate:
     """More metrics of classes, labels and clicks by a name of yours, torchmetrics' for example:
     `{f1: {name: torchmetrics.classification:MulticlassF1Score, num_classes: 10}}`. `package.module:factory` is called
     with the other options, and what it gives once in each evaluation, with the logits and targets of all samples, which
-    each process holds in memory. `paceline evaluate` takes it as an override; your own, if the run names it already,
-    needs `--trust-code`."""
+    each process holds in memory. `paceline evaluate` takes it as an override. A metric of yours that the run's
+    recipe names needs `--trust-code`."""
     thresholds: _Threshold | dict[str, _Threshold] = 0.5
     """For `image_multilabel`: the probability above which an image gets a label, in evaluation and prediction: one
     number, or a mapping of class names to numbers, 0.5 for other classes."""

@@ -413,7 +413,7 @@ def parse_line(line: bytes, path: Path, number: int, *, is_last: bool) -> dict[s
         if isinstance(event["step"], int) and isinstance(event["event"], str):
             # Each line has new strings for its keys: shared, a run's records take a third of the memory.
             return {sys.intern(key): value for key, value in event.items()}
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError):
         pass  # reported below, together with objects that lack the keys
     raise RunDirectoryError(
         f"Line {number} of '{path}' is not an event: found {line[:60]!r}. The file is damaged; restore it from a "

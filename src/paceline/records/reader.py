@@ -44,22 +44,27 @@ def read_events(path: Path, *, kinds: Collection[str] | None = None) -> Iterator
         raise file_error("read", path, error) from error
 
 
+# About 140 MB of memory; a chart shows far fewer.
+MAX_STEP_RECORDS = 50_000
+
+
 def read_for_report(
     path: Path, *, kinds: Collection[str] | None = None
 ) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """Return the events of a file, and notes: of very many step records only every 2nd, 4th, … is kept.
 
-    So the memory for a run's report does not grow with its steps. The last record is always kept.
+    So the memory for a run's report does not grow with its steps. The last step record is always kept.
 
     Raises:
         RunDirectoryError: As :func:`read_events`.
     """
     kept: list[dict[str, Any]] = []
-    event: dict[str, Any] | None = None
-    number, held, every = 0, 0, 1
+    last: dict[str, Any] = {}
+    number, held, later, every = 0, 0, 0, 1  # later: events after the last step record
     for event in read_events(path, kinds=kinds):
+        later += 1
         if event["event"] == "step":
-            number += 1
+            number, later, last = number + 1, 0, event
             if number % every:
                 continue
             held += 1
@@ -68,8 +73,8 @@ def read_for_report(
             records = itertools.count(1)
             kept = [each for each in kept if each["event"] != "step" or next(records) % 2 == 0]
             every, held = 2 * every, held // 2
-    if event is not None and (not kept or kept[-1] is not event):
-        kept.append(event)
+    if number % every:
+        kept.insert(len(kept) - later, last)
     return kept, (f"Of {number:,} step records, one in {every} is used.",) if every > 1 else ()
 
 
@@ -82,8 +87,6 @@ def read_summary(run: RunDirectory) -> Summary:
     return Summary.from_json(read_json(run.summary))
 
 
-# 140 MB of memory; a chart shows far fewer.
-MAX_STEP_RECORDS = 50_000
 # Keys of an evaluation that are not metrics.
 NO_METRICS = frozenset(
     {"event", "step", "position", "time", "epoch", "split", "weights", "samples", "seconds", "train_seconds"}

@@ -102,27 +102,28 @@ def hub_copy(
         # Without an answer from the hub, the library returns what the cache has.
         get_cached_repo_tree(repository, repo_type=kind, revision=revision)
     except Exception as error:  # noqa: BLE001  # the library and its client have errors of their own
-        reason = _failure_reason(error, repository, is_model=not match[1])
+        # A data set's address without datasets/ is a likely mistake, but not among a model's files.
+        hint = f"; a data set's address is hf://datasets/{repository}" if not (match[1] or files) else ""
+        options = " --repo-type dataset" * (kind == "dataset") + (f" --revision {revision}" if revision else "")
+        reason = _failure_reason(error, hint, f"hf download {repository}{options}")
         raise StorageError(f"cannot read {address} ({reason}); the cache is {constants.HF_HUB_CACHE}.") from None
     if not copy.exists():
         raise StorageError(f"{address}: the repository has no '{path}'; check the path.")
     return copy
 
 
-def _failure_reason(error: Exception, repository: str, *, is_model: bool) -> str:
+def _failure_reason(error: Exception, hint: str, download: str) -> str:
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     if isinstance(error, RepositoryNotFoundError):
-        hint = f"; a data set's address is hf://datasets/{repository}" if is_model else ""
         return (
             "there is none of this name, or it is private or gated, and HF_TOKEN in the environment does not allow "
             f"it{hint}"
         )
     if isinstance(error, LocalEntryNotFoundError | CachedRepoTreeNotFoundError):
-        kind = "" if is_model else " --repo-type dataset"
         return (
-            "the hub cannot be reached, and the cache has no complete copy: connect and run 'hf download "
-            f"{repository}{kind}', set HF_ENDPOINT to another hub, or give a local folder"
+            f"the hub cannot be reached, and the cache has no complete copy: connect and run '{download}', set "
+            "HF_ENDPOINT to another hub, or give a local folder"
         )
     return describe(error)[:300]
 

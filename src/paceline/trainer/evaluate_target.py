@@ -268,7 +268,7 @@ def scoring_task(
         raise DataError(
             "no samples are held out to score; set data.validation_fraction (1 for all) or add a val/ folder."
         )
-    if recipe.data.score_all or "data.path" in set_by(request.overrides):
+    if request.on != "holdout" and (recipe.data.score_all or "data.path" in set_by(request.overrides)):
         part = "all, also any that the run was trained on" if recipe.data.score_all else "the held-out part"
         part = next((facts.reasons[key] for key in _ORIGINS if key in facts.reasons), part)
         note = f"{facts.evaluation_samples:,} samples are scored: {part}"
@@ -278,13 +278,7 @@ def scoring_task(
         raise DataError(refusal)
     refuse_unused_overrides(request.overrides, unused_in_data(facts), recipe)
     _check_classes(task, saved)
-    descriptions = (saved.description("data"), task.description())
-    tokenizers = [tokenizer_from(each["tokenizer"], str(saved.path)) for each in descriptions if "tokenizer" in each]
-    if len({each.digest for each in tokenizers}) > 1:
-        raise DataError(
-            f"the weights in {saved.path} were trained with another tokenizer than the data's is now "
-            f"(data.text.tokenizer={recipe.data.text.tokenizer}); give that one."
-        )
+    _check_tokenizer(task, saved, recipe.data.text.tokenizer)
     _check_preprocessing(task, saved)
     return task, facts
 
@@ -302,7 +296,7 @@ def _with_all_to_score(request: EvaluationRequest, saved: SavedWeights, recipe: 
     is_moved = origin is None or Path(origin).expanduser().resolve() != Path(data.path).expanduser().resolve()
     if not is_moved or data.dataset not in SPLIT_OFF or is_reference(recipe.task):
         return recipe
-    with contextlib.suppress(DataError):  # such as data without training samples
+    with contextlib.suppress(DataError, RecipeError):  # no training samples, or fewer than data.subset
         task = build_task(recipe)
         found = task.dataset.digest if isinstance(task, ImageTask) else task.data_facts(world).description.get("digest")
         if found == saved.description("data").get("digest"):
@@ -385,7 +379,9 @@ def _check_classes(task: Task, saved: SavedWeights) -> None:
     if trained is None or names is None or (len(trained) == len(names) if facts.get(UNNAMED) else trained == names):
         return
     kind, unknown = "tags" if facts.get("labels_words") else "classes", [name for name in names if name not in trained]
-    trained_text, advice = f"the {len(trained)} {kind} {_join(trained)}", "give them in the same order"
+    missing = [name for name in trained if name not in names]
+    trained_text = f"the {len(trained)} {kind} {_join(trained)}"
+    advice = f"add {_join(missing)}, in the order of the weights" if missing else "give them in the same order"
     if facts.get(UNNAMED):
         trained_text, advice = f"{len(trained)} {kind}", "give data with as many, in the order of the weights"
     elif unknown:
@@ -394,6 +390,20 @@ def _check_classes(task: Task, saved: SavedWeights) -> None:
         f"the weights in {saved.path} have {trained_text}, but the data has the {len(names)} {kind} {_join(names)}; "
         f"{advice}."
     )
+
+
+def _check_tokenizer(task: Task, saved: SavedWeights, name: str) -> None:
+    """Refuse text that was encoded, or chats that were written, otherwise than in training."""
+    own, now = (each.get("tokenizer") for each in (saved.description("data"), task.description()))
+    if own is None or now is None or own == now:
+        return
+    templates = [each.get("special", {}).get("chat_template") for each in (own, now)]
+    digests = [tokenizer_from(each, str(saved.path)).digest for each in (own, now)]
+    if digests[0] != digests[1] or (templates[0] is not None and templates[0] != templates[1]):
+        raise DataError(
+            f"data.text.tokenizer={name} is not the tokenizer that the weights in {saved.path} were trained with, or "
+            "its chat template has changed; set it to a copy of the original."
+        )
 
 
 def _check_preprocessing(task: Task, saved: SavedWeights) -> None:

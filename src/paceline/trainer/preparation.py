@@ -351,8 +351,8 @@ def resumed_recipe(recipe: Recipe, run_dir: Path | None) -> Recipe:
 
     The folder or the repository that the config came from may have changed since.
     """
-    recipe, run = without_initial_weights(recipe), RunDirectory(run_dir or Path())
-    if run_dir is None or not (run.exists() and run.plan.is_file()):
+    recipe = without_initial_weights(recipe)
+    if run_dir is None or not ((run := RunDirectory(run_dir)).exists() and run.plan.is_file()):
         return recipe
     stored, config = read_recipe(run).get("model", {}), read_plan(run).get("network_config")
     if config is None or (stored.get("name"), stored.get("options", {})) != (recipe.model.name, recipe.model.options):

@@ -35,7 +35,7 @@ from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.trainer.noise import mean_weight
-from paceline.trainer.preparation import without_initial_weights
+from paceline.trainer.preparation import resumed_recipe
 from paceline.trainer.run import Run
 from paceline.trainer.step import micro_batches
 from paceline.trainer.train import Options, opened_run
@@ -204,7 +204,7 @@ def measure_noise(options: NoiseScale, log: Log) -> NoiseReport:
     checkpoints = _checkpoints(Path(options.target))
     recipe = _into_micro_batches(loaded.recipe, read_launch(os.environ).world.world_size)
     if checkpoints:
-        recipe = without_initial_weights(recipe)
+        recipe = resumed_recipe(recipe, Path(options.target))
     silent = replace(
         recipe,
         telemetry=replace(recipe.telemetry, trackers=(), noise_scale=None, mlperf=False),

@@ -103,6 +103,7 @@ def test_recomputed_blocks_are_its_layers() -> None:
     [
         ("gptt2", {}, r"Did you mean.*gpt2"),
         ("gpt2", {"n_leyer": 3}, r"n_leyer is not a key.*n_layer"),
+        ("gpt2", {"model_type": "llama"}, "model_type is not a key"),
         ("gpt2", {"n_layer": "three"}, "do not fit gpt2"),
         ("gpt2", {"vocab_size": 7}, "vocabulary of 7 tokens"),
         ("gpt2", {"n_positions": 8}, r"8 positions \(n_positions\)"),

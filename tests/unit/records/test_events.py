@@ -112,6 +112,7 @@ def test_of_very_many_records_a_report_reads_few(tmp_path: Path, monkeypatch: py
             writer.append(step_event(step))
             if step % 20 == 0:
                 writer.append(CheckpointEvent(step=step, checkpoint=f"step-{step:08}"))
+        writer.append(FinishEvent(step=101, status="completed", train_seconds=1.0, total_seconds=2.0))
     assert read_for_report(path) == (list(read_events(path)), ())
     monkeypatch.setattr("paceline.records.reader.MAX_STEP_RECORDS", 30)
     found, notes = read_for_report(path)
@@ -119,6 +120,7 @@ def test_of_very_many_records_a_report_reads_few(tmp_path: Path, monkeypatch: py
     steps = [each["step"] for each in found if each["event"] == "step"]
     assert steps == [*range(4, 101, 4), 101]
     assert [each["step"] for each in found if each["event"] == "checkpoint"] == [20, 40, 60, 80, 100]
+    assert [each["event"] for each in found[-2:]] == ["step", "finish"]
     assert sorted(found, key=lambda each: each["time"]) == found
 
 

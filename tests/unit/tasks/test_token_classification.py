@@ -238,17 +238,21 @@ def test_words_of_json_lines_are_not_split_and_wrong_sources_are_named(
     run_dir, path = train("run").run_dir, tmp_path / "new.jsonl"
     write_lines(path, [{"tokens": ["cat sat", "dog"]}])
     assert json.loads(predict(run_dir, path, "--json"))[0]["words"] == ["cat sat", "dog"]
+    write_lines(path, [{"text": "dog.", "tokens": ["dog", "."]}])
+    assert json.loads(predict(run_dir, path, "--json"))[0]["words"] == ["dog", "."]
 
     def refused(source: Path, said: str) -> None:
         assert run_command_line(["predict", str(run_dir), str(source)]) == DataError.exit_code
         error = capfd.readouterr().err
-        assert re.search(said + ".* with the key text or tokens", error), error
+        assert re.search(said + ".* with the key tokens or text", error), error
 
     for wrong in ({"words": ["a"]}, {"tokens": [1]}, {"text": None}):
         write_lines(path, [{"text": "dog"}, wrong])
         refused(path, "line 2 of '.*new.jsonl' has no text")
     path.write_text("nonsense")
-    refused(path, "cannot be read as lines of text")
+    refused(path, "line 1 of '.*new.jsonl' cannot be read as text")
+    path.write_text('{"tokens": ["a\\ud800"]}')
+    refused(path, "cannot be read as text .*surrogates not allowed")
     refused(tmp_path / "gone.txt", "'.*gone.txt' does not exist")
 
 
@@ -525,7 +529,11 @@ def test_a_rare_tag_may_be_held_out_and_long_texts_are_reported(tmp_path: Path) 
             {},
             "no column for data.label_column=tags, .* set data.label_column=ner_tags",
         ),
-        ([{"words": ["a"], "ner": ["O"]}], {}, "set data.text.column=words data.label_column=ner"),
+        (
+            [{"words": ["a"], "ner": ["O"]}],
+            {},
+            "data.label_column=tags, .* set data.text.column=COLUMN data.label_column=COLUMN",
+        ),
         ([{"tokens": ["a"], "tags": ["O"]}], {"label_column": "tag"}, "=tag, .* set data.label_column=tags"),
         ([{"token": ["a"], "tags": ["O"]}], {}, "=tokens, but token, tags: set data.text.column=token"),
         ([{"tokens": ["a"], "tags": ["O"]}, {"tokens": ["a"], "tags": [None]}], {}, "row 2 of 'a.jsonl' has no label"),

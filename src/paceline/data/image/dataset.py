@@ -116,7 +116,7 @@ def describe_split(fraction: float) -> str:
     if fraction == 0:
         return "none (data.validation_fraction=0)"
     if fraction == 1:
-        return "all images"
+        return "all, also any that the run was trained on"
     return f"{100 * fraction:.4g}% of each class, always the same (data.validation_fraction)"
 
 
@@ -131,7 +131,7 @@ SKIP_REASONS = {
     "special_files": "named pipes, sockets and devices",
     "nested_folders": "folders inside class folders, which are not searched",
     "empty_folders": "class folders without images",
-    "unread_folders": "folders next to train/ that are neither val/ nor test/",
+    "unread_folders": "folders next to those of the splits, which are not read",
     "broken_images": "images that cannot be opened",
 }
 """Unusable but skippable data, by their name in plans."""
@@ -416,7 +416,8 @@ def in_splits(
     if is_split_off:
         (source,) = sources
         sources = [SubsetSource(source, ids) for ids in stratified_split(source.labels, validation_fraction)]
-        held_out = "; ".join(each for each in (describe_split(validation_fraction), held_out) if each)
+        described = "" if validation_fraction == 1 and held_out else describe_split(validation_fraction)
+        held_out = "; ".join(each for each in (described, held_out) if each)
     train, validation = sources
     return StoredImages(train=train, validation=validation, split=held_out, is_split_off=is_split_off, **facts)
 

@@ -379,10 +379,11 @@ def keep_known_classes(dataset: ImageDataset, known_classes: Sequence[str]) -> I
     note = f"{len(missing)} of the {len(known_classes)} classes of the weights have no images: {named}"
 
     def known_labels(labels: NDArray[Any]) -> NDArray[Any]:
+        if labels.ndim == 1:
+            return np.asarray(numbers[labels])
         columns: NDArray[Any] = np.zeros((len(labels), len(known_classes)), dtype=labels.dtype)
-        if labels.ndim > 1:
-            columns[:, numbers] = labels
-        return columns if labels.ndim > 1 else np.asarray(numbers[labels])
+        columns[:, numbers] = labels
+        return columns
 
     result = relabelled(dataset, known_labels)
     return replace(result, classes=tuple(known_classes), left_out=(*dataset.left_out, *([note] if missing else [])))

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -70,7 +70,7 @@ def file_problem(path: Path) -> str | None:
         OSError: If it cannot be opened.
     """
     if not path.exists():
-        return f"{str(path)!r} does not exist: correct the path."
+        return f"{str(path)!r} does not exist: restore it, or correct data.path."
     if not path.stat().st_size:
         return f"{str(path)!r} is empty: write it again."
     with path.open("rb") as lines:
@@ -98,7 +98,9 @@ def explain_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, require_pyarrow().ArrowException) as error:
-        problem = file_problem(path) if has_extension(path.name, _TEXTS) or not path.exists() else None
+        problem = None
+        with suppress(OSError):  # the first error is reported
+            problem = file_problem(path) if has_extension(path.name, _TEXTS) or not path.exists() else None
         reason = " ".join(str(error).split())
         raise DataError(problem or f"{str(path)!r} cannot be read ({reason}): download or write it again.") from error
 

@@ -101,6 +101,16 @@ def read_mask(path: str) -> LabelMap:
         raise BrokenImageError(path, f"{_FORMAT}{why}") from error
 
 
+def _split_folders(root: Path, *, score_all: bool) -> list[Path]:
+    """Return the folders of the training and the held-out images, or that of the held-out ones alone, to score them."""
+    folders = [root / name for name in _SPLITS if (root / name / "images").is_dir()][:2]
+    if not folders or folders[0].name == "train":
+        return folders
+    if not score_all:
+        raise DataError(f"{str(root)!r} has {folders[0].name}/images but no train/images: add it.")
+    return folders[:1]
+
+
 def open_masks(data: Data) -> MaskDataset:
     """Open the folder given in a recipe's `data` section.
 
@@ -108,9 +118,7 @@ def open_masks(data: Data) -> MaskDataset:
         DataError: If its layout differs, or masks do not match their images or classes; names the files.
     """
     root, left_out = _existing_folder(data), SkippedItems()
-    folders = [root / name for name in _SPLITS if (root / name / "images").is_dir()][:2]
-    if folders and folders[0].name != "train" and not data.score_all:
-        raise DataError(f"{str(root)!r} has {folders[0].name}/images but no train/images: add it.")
+    folders = _split_folders(root, score_all=data.score_all)
     found = [_paired(folder, left_out) for folder in (folders or [root])]
     _report_unread(root, folders, left_out)
     images, masks = (tuple(path for pairs in found for path in pairs[side]) for side in (0, 1))
@@ -138,6 +146,7 @@ def open_masks(data: Data) -> MaskDataset:
         parts = stratified_split(np.zeros(len(ids), dtype=np.int64), data.validation_fraction)
         kept = [ids[part].tolist() for part in parts]
         split = f"{100 * data.validation_fraction:.4g}% of the images, always the same (data.validation_fraction)"
+        split = f"the folder {folders[0].name}/" if data.score_all and folders else split
     if not kept[0]:
         raise DataError(f"{str(root)!r} has no image with a mask to train on: put NAME.png into masks/ for each image.")
     missing = [name for number, name in enumerate(names) if not present[kept[0], number].any()]

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,9 +37,9 @@ def held_out(name: str, fraction: float) -> bool:
 
 
 def split_by_name(documents: Sequence[Named], fraction: float) -> tuple[list[Named], list[Named]]:
-    """Return the training documents and the held-out ones; of a fraction of 1, all documents and none."""
-    if fraction == 1:  # see TextDataset.to_score
-        return list(documents), []
+    """Return the training documents and the held-out ones; with a fraction of 1, to score all, all documents twice."""
+    if fraction == 1:
+        return (everything := [*documents]), everything
     train = [each for each in documents if not held_out(each[0], fraction)]
     return train, [each for each in documents if held_out(each[0], fraction)]
 
@@ -113,10 +113,6 @@ class TextDataset:
     reason: str | None = None
     left_out: tuple[str, ...] = ()
     is_chat: bool = False
-
-    def to_score(self) -> Self:
-        """Return the dataset with all documents held out too, if none is."""
-        return self if len(self.validation.lengths) else replace(self, validation=self.train)
 
 
 def encoded(documents: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> StoredCorpus:

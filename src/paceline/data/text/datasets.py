@@ -93,8 +93,7 @@ def open_text(data: Data) -> TextDataset:
     Raises:
         DataError: If the text does not exist or cannot be read.
     """
-    opened = open_dataset(data.dataset, OPENERS, TextDataset, data)
-    return opened.to_score() if data.score_all else opened
+    return open_dataset(data.dataset, OPENERS, TextDataset, data)
 
 
 def python_documentation() -> Documents:
@@ -129,10 +128,11 @@ def from_documents(
     check_some_text(f"data.dataset={name}", train, validation)
     texts = [[part.encode("utf-8") for document in split for part in document] for split in (train, validation)]
     digest = text_digest(tokenizer.digest.encode(), *texts[0], b"held out", *texts[1])
+    corpus = encoded(train, tokenizer)
     return TextDataset(
         name=name,
-        train=encoded(train, tokenizer),
-        validation=encoded(validation, tokenizer),
+        train=corpus,
+        validation=corpus if validation is train else encoded(validation, tokenizer),
         tokenizer=tokenizer,
         digest=digest,
         reason=reason,

@@ -59,11 +59,6 @@ class LabelledTexts(TextDataset):
     first_rows: Mapping[str, str] = field(default_factory=dict)
     words: Sequence[Sequence[str]] = ()
 
-    def to_score(self) -> Self:
-        """Return the dataset with all texts held out too, if none is."""
-        held_out = super().to_score()
-        return self if held_out is self else replace(held_out, labels=self.labels[:1] * 2)
-
     def with_classes(self, names: Sequence[str]) -> Self:
         """Return the same texts with labels as numbered in other class names, which include those of the texts."""
         numbers = np.array([*map(names.index, self.classes), IGNORED_TARGET])
@@ -86,8 +81,7 @@ def open_labelled(data: Data, *, per_word: bool = False) -> LabelledTexts:
         DataError: If they do not exist or cannot be read.
     """
     openers = {"text_table": partial(_open_table, per_word=True)} if per_word else _OPENERS
-    opened = open_dataset(data.dataset, openers, LabelledTexts, data)
-    return opened.to_score() if data.score_all else opened
+    return open_dataset(data.dataset, openers, LabelledTexts, data)
 
 
 Encoded = tuple[TokenIds, list[Any], TokenIds, list[str]]
@@ -201,9 +195,7 @@ def _open_table(data: Data, *, per_word: bool = False) -> LabelledTexts:
         missing = {key: name for key, name in keys.items() if name not in columns}
         if missing or label is None:
             others = [name for name in columns if name not in (text, label)]
-            guesses = others if len(others) == len(missing) else ["COLUMN"] * len(missing)
-            pairs = zip(missing.items(), guesses, strict=True)
-            fix = (f"{key}={''.join(get_close_matches(name, others, 1)) or guess}" for (key, name), guess in pairs)
+            fix = (f"{key}={''.join(get_close_matches(name, others, 1)) or 'COLUMN'}" for key, name in missing.items())
             what = " and none for ".join(f"{key}={name}" for key, name in missing.items())
             raise DataError(f"{where} has no column for {what}, but {', '.join(columns)}: set {' '.join(fix)}.")
         found = label

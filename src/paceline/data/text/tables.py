@@ -84,6 +84,9 @@ def read_table(data: Data, choose: Choose, left_out: SkippedItems) -> TextTable:
                 words += [str(cells[-1])] * has_words
         return rows, words or None
 
+    if held_out is not None and data.score_all:  # training rows are not needed
+        rows = rows_of(held_out, None)[0]
+        return TextTable(rows, rows, reason, files.features)
     if held_out is not None:
         return TextTable(rows_of(train, None)[0], rows_of(held_out, None)[0], reason, files.features)
     rows, words = rows_of(train, data.split_column)
@@ -91,8 +94,8 @@ def read_table(data: Data, choose: Choose, left_out: SkippedItems) -> TextTable:
     if parts.held_out is None:
         return TextTable(*split_by_name(rows, data.validation_fraction), reason or None, files.features)
     of_split = [[rows[row] for row in part.tolist()] for part in parts.splits]
-    if data.score_all:  # without training rows, both are the same
-        of_split = [of_split[1], []]
+    if data.score_all:
+        of_split = [of_split[1]] * 2
     return TextTable(of_split[0], of_split[1], parts.description, files.features)
 
 

@@ -54,6 +54,12 @@ def opened(path: Path, **data: Any) -> Any:
     return open_masks(Data(dataset="masks", path=str(path), **data))
 
 
+def test_of_held_out_folders_alone_the_first_is_scored(folder: Folder) -> None:
+    folder("test", count=3)
+    found = opened(folder("val"), validation_fraction=1.0)
+    assert (len(found.validation), found.split) == (5, "the folder val/")
+
+
 def test_both_splits_are_read_with_their_classes(folder: Folder) -> None:
     found = opened(folder("train", "val", classes="sky\nroad\ntree\n"))
     assert found.classes == ("sky", "road", "tree")

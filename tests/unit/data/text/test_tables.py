@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,8 @@ def test_texts_are_cut_with_their_special_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "keys", "said"),
     [
-        ([{"text": "a", "kind": "x"}], {}, "no column for data.label_column=auto, .* set data.label_column=kind"),
-        ([{"body": "a", "label": "x"}], {}, "no column for data.text.column=text, .* set data.text.column=body"),
+        ([{"text": "a", "kind": "x"}], {}, "no column for data.label_column=auto, .* set data.label_column=COLUMN"),
+        ([{"body": "a", "label": "x"}], {}, "no column for data.text.column=text, .* set data.text.column=COLUMN"),
         ([{"a": "a", "b": "b", "label": "x"}], {}, "but a, b, label: set data.text.column=COLUMN"),
         (
             [{"text": "a", "label": "x"}],
@@ -116,7 +117,7 @@ def test_texts_are_cut_with_their_special_tokens(tmp_path: Path) -> None:
         (
             [{"body": "a", "kind": "x"}],
             {},
-            "=text and none for .*=auto, .* data.text.column=body data.label_column=kind",
+            "=text and none for .*=auto, .* data.text.column=COLUMN data.label_column=COLUMN",
         ),
         ([{"text": "a", "label": "x"}, {"text": "b", "label": None}], {}, "row 2 of 'a.jsonl' has no label"),
         ([{"text": "a", "label": "x"}, {"text": "b"}], {}, "row 2 of 'a.jsonl' has no label"),
@@ -132,6 +133,21 @@ def test_what_is_wrong_is_named(tmp_path: Path, rows: list[dict[str, Any]], keys
         found(path, validation_fraction=0.0, **keys)
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "a", "label": "x"}])
+    path.chmod(0)
+    with pytest.raises(DataError, match=r"a.jsonl' cannot be read"):
+        found(path)
+
+
+def test_a_held_out_file_is_scored_whatever_the_training_file_has(tmp_path: Path) -> None:
+    for name, label in (("train", "x"), ("test", "y")):
+        write_lines(tmp_path / f"{name}.jsonl", [{"text": f"{name} text", "label": label}])
+    scored = open_labelled(Data(dataset="text_table", path=str(tmp_path), validation_fraction=1.0))
+    assert (scored.classes, list(scored.validation.names)) == (("y",), ["row 1 of 'test.jsonl'"])
+
+
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a", "label": "x"}\n{"text": \n')
@@ -145,7 +161,7 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.docx").touch()
     with pytest.raises(DataError, match="is not a table of text"):
         found(tmp_path / "a.docx")
-    with pytest.raises(DataError, match=r"b.jsonl' does not exist: correct the path"):
+    with pytest.raises(DataError, match=r"b.jsonl' does not exist: restore it, or correct data.path"):
         found(tmp_path / "b.jsonl")
     with pytest.raises(DataError, match=r"data\.path=None is not a table of text"):
         open_labelled(Data(dataset="text_table"))

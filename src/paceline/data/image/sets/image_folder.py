@@ -319,6 +319,9 @@ def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[
                 "{} has {} but no 'train': put the training images into train/CLASS/, or, if {} is a class, rename it.",
                 *map(repr, (str(root), held_out, held_out)),
             )
+        if held_out is not None:
+            others = (str(root / name) for name in names if name != held_out)
+            problems.bad += [SkippedFile("unread_folders", other) for other in others]
         return (root if held_out is None else root / held_out), None
     for name in names:
         if name not in ("train", *_HELD_OUT):
