@@ -1,6 +1,6 @@
 """Do threads read images faster than loader processes?
 
-The photographs of ``loader_processes.py``, random resized crops, two readers. Both kinds take turns (A B A B …). Each is
+The photographs of ``loader_processes.py``, random resized crops, two readers. Both kinds take turns (A B A B …), each
 measured with a main thread that only takes batches, and with one that works in the interpreter for 10 ms a batch, as a
 training loop of a small network does: threads wait for the interpreter's lock meanwhile.
 
