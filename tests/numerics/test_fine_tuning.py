@@ -289,7 +289,7 @@ def test_answers_are_learned_as_in_a_plain_loop_and_by_trainer(talk: Any, tmp_pa
 
 
 def test_an_answer_ends_with_its_turn_whatever_token_ends_a_document(talk: Any, tmp_path: Path) -> None:
-    """A chat template may end a turn with a token of its own; a prompt's first answer is all that was asked for."""
+    """The token that a chat template writes after a turn may be another; only the first answer is wanted."""
     _, rows, recipe, _, _ = talk
     tokenizer = tokenizer_folder(tmp_path / "tokenizer")
     config = json.loads((tokenizer / "tokenizer_config.json").read_text())

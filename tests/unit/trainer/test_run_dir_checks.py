@@ -63,7 +63,7 @@ def test_another_torch_is_told(train_tiny: Make, tiny_recipe: Path, tiny_task: M
 def test_a_run_whose_samples_had_another_order_is_refused(train_tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     train_tiny("run", {"train.until": "3 steps"})
     monkeypatch.setattr("paceline.plan.build.SORTED_AT_MOST", 10)
-    with pytest.raises(RunDirectoryError, match="begun by a version that ordered so many samples in another way"):
+    with pytest.raises(RunDirectoryError, match="begun by a version that used another order for sets of this size"):
         train_tiny("run")
     train_tiny("new", {"train.until": "3 steps"})
     assert train_tiny("new").summary.resumes == 1
