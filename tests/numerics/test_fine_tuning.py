@@ -16,11 +16,13 @@ from tiny_text import chats, reviews, tagged, tokenizer_folder, write_lines
 import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.data.batch import Batch
+from paceline.errors import DataError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.text import Sampling, TextPredictor
 from paceline.tasks.language_modeling import LanguageModeling
 from paceline.tasks.text_classification import TextClassification
 from paceline.tasks.token_classification import TokenClassification
+from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 
 transformers = pytest.importorskip("transformers", reason="pip install 'paceline[transformers]'")
 
@@ -310,6 +312,10 @@ def test_an_answer_ends_with_its_turn_whatever_token_ends_a_document(talk: Any, 
     found = network.generate(asked["input_ids"], max_new_tokens=60, do_sample=False)[0, asked["input_ids"].shape[1] :]
     assert found[:-1].tolist() == answer
     assert found[-1] == theirs.convert_tokens_to_ids("<|im_end|>")
+    template = tokenizer / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|im_start|>", "<|im_start|> "))
+    with pytest.raises(DataError, match="or its chat template has changed"):
+        evaluate_target(EvaluationRequest(target=result.run_dir, overrides={"data.validation_fraction": 0.3}))
 
 
 @pytest.mark.needs("peft")

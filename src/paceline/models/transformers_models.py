@@ -235,7 +235,8 @@ def _folder(model: Model) -> Path | None:
     folder = model_files(name, key=key, files=files)
     if model.pretrained and (index := folder / "model.safetensors.index.json").is_file():
         with contextlib.suppress(ValueError, LookupError, TypeError, AttributeError):  # loading tells what is wrong
-            model_files(name, key=key, files=[*files, *sorted({*load_json(index.read_bytes())["weight_map"].values()})])
+            shards = {Path(each).name for each in load_json(index.read_bytes())["weight_map"].values()}
+            model_files(name, key=key, files=[*files, *sorted(shards)])
     return folder
 
 

@@ -411,7 +411,7 @@ def parse_line(line: bytes, path: Path, number: int, *, is_last: bool) -> dict[s
     try:
         event = load_json(line)
         if isinstance(event["step"], int) and isinstance(event["event"], str):
-            # Each line has new strings for its keys: shared, a run's records take a third of the memory.
+            # Each line has new strings for its keys: shared, a run's records take a third less memory.
             return {sys.intern(key): value for key, value in event.items()}
     except (ValueError, TypeError, KeyError):
         pass  # reported below, together with objects that lack the keys
