@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,12 @@ def _shell() -> Any:
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
-    return InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
+    class Shell(InteractiveShell):
+        # IPython keeps all that a cell prints, until the memory is full.
+        def _tee(self, channel: str) -> Any:
+            return nullcontext()
+
+    return Shell.instance(config=Config({"HistoryManager": {"enabled": False}}))
 
 
 def _run(shell: Any, source: str) -> str:

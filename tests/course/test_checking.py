@@ -107,6 +107,17 @@ def test_timeout_ends_all_processes(lab: Lab, student: Student, source: str) -> 
     assert time.monotonic() - begun < 200
 
 
+def test_what_a_cell_prints_is_not_kept(lab: Lab, student: Student) -> None:
+    source = """
+import resource
+for _ in range(200):
+    print("x" * 10**7)
+kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert kilobytes < 10**6, kilobytes
+"""
+    assert missing(lab, student({**RIGHT, "9b.1": source + RIGHT["9b.1"]})) == {"9b.1": "", "9b.2": ""}
+
+
 def test_use_answer_does_nothing_in_a_check(lab: Lab, student: Student) -> None:
     source = "from paceline_course import use_answer\nuse_answer('1.1')\nadd = training_hours"
     assert missing(lab, student({**RIGHT, "9b.1": source}))["9b.1"].startswith("NameError: name 'training_hours'")

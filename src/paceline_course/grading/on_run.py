@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paceline.machine import available_cores
 from paceline_course.assignment import TRAINING_SAMPLES
 from paceline_course.grading.runs import Finding, Run, Runs, Vector, listing, on_several, with_processes
 
@@ -321,7 +322,7 @@ def throughput(runs: Runs) -> Finding:
     if len(loops) < 2:
         return Finding(note="The bare loop could not be measured, so throughput was not judged.")
     times = [[_step_seconds(run) for run in found.values()] for found in (programs, loops)]
-    return judge_throughput(times[0], times[1], load=os.getloadavg()[0] / (os.cpu_count() or 1))
+    return judge_throughput(times[0], times[1], load=os.getloadavg()[0] / available_cores())
 
 
 def judge_throughput(programs: Sequence[float], loops: Sequence[float], *, load: float = 0.0) -> Finding:
@@ -330,7 +331,7 @@ def judge_throughput(programs: Sequence[float], loops: Sequence[float], *, load:
     Args:
         programs: Step times of the program; the best counts.
         loops: Step times of the bare loop; their mean counts.
-        load: Runnable processes per core, which may have slowed only one of the two.
+        load: Runnable processes per core that may be used, which may have slowed only one of the two.
     """
     program, loop = min(programs), sum(loops) / len(loops)
     share, noise = loop / program, max(max(loops) / min(loops), load, _LEAST_NOISE)
