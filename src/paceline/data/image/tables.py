@@ -60,11 +60,14 @@ def mapped(path: str | Path) -> Any:
 
 
 _TEXTS = ("csv", "tsv", "tab", "jsonl")
+_JSON_KINDS = {str: "text", bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object"}
 _OTHER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
 def file_problem(path: Path) -> str | None:
     """Return why a text file cannot be read, and the fix; None if it exists, is not empty, and is UTF-8 and valid JSON.
+
+    Each key of JSON lines has values of one kind.
 
     Raises:
         OSError: If it cannot be opened.
@@ -73,11 +76,13 @@ def file_problem(path: Path) -> str | None:
         return f"{str(path)!r} does not exist: restore it, or correct data.path."
     if not path.stat().st_size:
         return f"{str(path)!r} is empty: write it again."
+    is_json, kinds = has_extension(path.name, ("jsonl",)), dict[str, str]()
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 text = line.decode("utf-8-sig").strip()
-                if has_extension(path.name, ("jsonl",)) and not isinstance(load_json(text or "{}"), dict):
+                row = load_json(text or "{}") if is_json else {}
+                if not isinstance(row, dict):
                     raise ValueError
             except UnicodeDecodeError as error:
                 encoding = next((name for mark, name in _OTHER_MARKS.items() if line.startswith(mark)), "latin1")
@@ -89,6 +94,13 @@ def file_problem(path: Path) -> str | None:
                 return (
                     f"line {number:,} of {str(path)!r} is not a JSON object: write one object per line, not an array."
                 )
+            for key, value in row.items():
+                kind = "" if value is None else _JSON_KINDS[type(value)]
+                if kind and kinds.setdefault(key, kind) != kind:
+                    return (
+                        f"line {number:,} of {str(path)!r} has {kind} as {key!r}, and lines before have {kinds[key]}: "
+                        "write the same kind in all lines."
+                    )
     return None
 
 

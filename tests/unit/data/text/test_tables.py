@@ -158,6 +158,11 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
         DataError, match=r"line 2 of .*a.jsonl' is not a JSON object: write one object per line, not an array"
     ):
         found(path)
+    path.write_text('{"text": "a", "label": null}\n{"text": "b", "label": "x"}\n{"text": "c", "label": 3}\n')
+    with pytest.raises(
+        DataError, match=r"line 3 of .*a.jsonl' has a number as 'label', and lines before have text: write the same"
+    ):
+        found(path)
     (tmp_path / "a.docx").touch()
     with pytest.raises(DataError, match="is not a table of text"):
         found(tmp_path / "a.docx")
