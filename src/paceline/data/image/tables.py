@@ -60,7 +60,7 @@ def mapped(path: str | Path) -> Any:
 
 
 _TEXTS = ("csv", "tsv", "tab", "jsonl")
-_JSON_KINDS = {str: "text", bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object"}
+_KINDS = {str: "text", bool: "a truth value", int: "a number", float: "a number", list: "a list", dict: "an object"}
 _OTHER_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
@@ -95,7 +95,7 @@ def file_problem(path: Path) -> str | None:
                     f"line {number:,} of {str(path)!r} is not a JSON object: write one object per line, not an array."
                 )
             for key, value in row.items():
-                kind = "" if value is None else _JSON_KINDS[type(value)]
+                kind = "" if value is None else _KINDS[type(value)]
                 if kind and kinds.setdefault(key, kind) != kind:
                     return (
                         f"line {number:,} of {str(path)!r} has {kind} as {key!r}, and lines before have {kinds[key]}: "
