@@ -202,9 +202,11 @@ def to_device(
 
 
 def _moved(batch: Batch, normalize: Callable[[Nested], Nested], device: torch.device) -> Batch:
-    batch = pinned(batch, device)
-    both = (batch.inputs, batch.targets)
-    inputs, targets = (mapped(lambda each: each.to(device, non_blocking=True), nested) for nested in both)
+    inputs, targets = batch.inputs, batch.targets
+    if device.type != "cpu":
+        batch = pinned(batch, device)
+        both = (batch.inputs, batch.targets)
+        inputs, targets = (mapped(lambda each: each.to(device, non_blocking=True), nested) for nested in both)
     if len(batch.ids) == 0:
         # All samples of the micro-batch are broken: a blank one with weight zero keeps the collectives matched.
         blank = (mapped(lambda each: each.new_zeros((1, *each.shape[1:])), nested) for nested in (inputs, targets))

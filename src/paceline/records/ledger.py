@@ -43,6 +43,9 @@ _HEADER = struct.Struct("<4sB3xIQII")
 _POSITION = struct.Struct("<Q8s")
 _CHECKSUM = struct.Struct("<I")
 _BUFFER_BYTES = 1 << 18
+# Micro-batches encoded together: between two steps, code that ran long ago costs ten times as much as code that just
+# ran, since the network has taken its place in the processor's caches.
+_QUEUE = 16
 _DIGEST_BYTES = 8
 _NARROW, _WIDE = np.dtype("<u4"), np.dtype("<u8")
 
@@ -106,6 +109,7 @@ class LedgerWriter(AppendFile):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, buffering=_BUFFER_BYTES)
+        self._queue: list[tuple[int, int, ArrayLike, Sequence[int] | Ids, int | None]] = []
         # Micro-batches of one step at consecutive positions: their record with the digest to come, and its state.
         self._pending: PositionEntry | None = None
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -115,6 +119,8 @@ class LedgerWriter(AppendFile):
     ) -> None:
         """Record the samples of a micro-batch or a step, if there are any; steps must not decrease.
 
+        A few records are kept before they are encoded: the arguments must not change.
+
         Args:
             step: As in :class:`LedgerEntry`.
             epoch: As in :class:`LedgerEntry`.
@@ -122,6 +128,18 @@ class LedgerWriter(AppendFile):
             broken: As in :class:`LedgerEntry`.
             first: Position of the first sample, if the ids are those of the epoch's order from there.
         """
+        self._queue.append((step, epoch, ids, broken, first))
+        if len(self._queue) == _QUEUE:
+            self._encode_queue()
+
+    def _encode_queue(self) -> None:
+        queue, self._queue = self._queue, []
+        for each in queue:
+            self._encode_one(*each)
+
+    def _encode_one(
+        self, step: int, epoch: int, ids: ArrayLike, broken: Sequence[int] | Ids, first: int | None
+    ) -> None:
         used = np.asarray(ids, dtype=np.int64)
         broken_ids = np.asarray(broken, dtype=np.int64) if len(broken) else _NO_IDS
         if first is None or broken_ids.size:
@@ -145,6 +163,7 @@ class LedgerWriter(AppendFile):
 
     def flush(self, *, durable: bool = False) -> None:
         """Pass all data to the operating system; with ``durable``, wait until it is on the disk."""
+        self._encode_queue()
         self._write_pending()
         super().flush(durable=durable)
 

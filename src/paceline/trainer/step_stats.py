@@ -200,7 +200,7 @@ class Window:
             self.new_broken += [each for each in batch.broken if each.id not in self.broken_ids]
             self.broken_ids.update(broken)
         # What was delivered, not what was requested: a position is recorded only if the two agree.
-        first = part.first if np.array_equal(batch.ids, part.ids) else None
+        first = part.first if batch.ids is part.ids or np.array_equal(batch.ids, part.ids) else None
         self._ledger.append(step=part.step + 1, epoch=part.epoch, ids=batch.ids, broken=broken, first=first)
 
     def end_step(self, *, stepped: bool, combined: torch.Tensor | None = None) -> None:

@@ -333,9 +333,9 @@ def test_a_ledger_of_other_data_or_of_two_runs_is_refused(tmp_path: Path) -> Non
 
 def test_negative_ids_are_refused(tmp_path: Path) -> None:
     writer = LedgerWriter(ledger_path(tmp_path, 0))
+    writer.append(step=1, epoch=0, ids=[-1])
     with pytest.raises(ValueError, match="found -1"):
-        writer.append(step=1, epoch=0, ids=[-1])
-    writer.close()
+        writer.close()
 
 
 def test_a_file_with_several_names_is_copied_before_it_is_changed(tmp_path: Path) -> None:

@@ -76,19 +76,15 @@ class MemoryBackend:
         augment = self._view.augment
         moves = augment is not None and (augment.crop != "none" or augment.flip > 0)
         for group in _grouped(slices):
-            parts = [self._broken_of(piece) for piece in group]
-            ids, keys = (
-                np.concatenate([each[intact] for each, (intact, _) in zip(of, parts, strict=True)])
-                for of in ([piece.ids for piece in group], [piece.variation_keys for piece in group])
-            )
+            parts = [self._intact(piece) for piece in group]
+            ids, keys = (np.concatenate([each[kind] for each in parts]) for kind in (0, 1))
             draws = draw(augment, self._view.seed, group[0].epoch, keys) if augment is not None and moves else None
             starts, rows = self._indices(ids, draws)
-            end = 0
-            for piece, (whole, broken) in zip(group, parts, strict=True):
-                begin, end = end, end + int(whole.sum())
-                inputs = self._inputs(starts[begin:end], keys[begin:end], piece.epoch)
-                targets = self._labels.index_select(0, rows[begin:end])
-                yield Batch(inputs, targets, piece.ids[whole], piece, broken)
+            sizes = [len(each[0]) for each in parts]
+            targets = self._labels.index_select(0, rows)
+            batches = zip(group, parts, starts.split(sizes), targets.split(sizes), strict=True)
+            for piece, (whole, own, broken), begins, labels in batches:
+                yield Batch(self._inputs(begins, own, piece.epoch), labels, whole, piece, broken)
 
     def close(self) -> None:
         """Release the images."""
@@ -118,13 +114,14 @@ class MemoryBackend:
             raise RuntimeError("this back-end is closed")
         return self._store
 
-    def _broken_of(self, piece: SampleSlice) -> tuple[NDArray[np.bool_], tuple[BrokenSample, ...]]:
-        """Return the mask of intact samples of a slice, [N], and the broken ones."""
+    def _intact(self, piece: SampleSlice) -> tuple[SampleIds, SampleIds, tuple[BrokenSample, ...]]:
+        """Return the ids of a slice's intact samples, the keys of their augmentation, and the broken samples."""
         if not self._broken:
-            return np.ones(len(piece.ids), dtype=bool), ()
+            return piece.ids, piece.variation_keys, ()
         faults = [(sample, self._broken.get(sample % self._images)) for sample in piece.ids.tolist()]
         broken = tuple(replace(each, id=sample) for sample, each in faults if each is not None)
-        return np.array([each is None for _, each in faults], dtype=bool), broken
+        intact = np.array([each is None for _, each in faults], dtype=bool)
+        return piece.ids[intact], piece.variation_keys[intact], broken
 
 
 def hold_images(
