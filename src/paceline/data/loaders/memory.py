@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from paceline.data.batch import Batch, BrokenSample, Progress
 from paceline.data.image.augmentation import Draws, draw
