@@ -2,7 +2,8 @@
 
 The photographs of ``loader_processes.py``, random resized crops, two readers. Both kinds take turns (A B A B …), each
 measured with a main thread that only takes batches, and with one that works in the interpreter for 10 ms a batch, as a
-training loop of a small network does: threads wait for the interpreter's lock meanwhile.
+training loop of a small network does: threads wait for the interpreter's lock meanwhile. A free-threaded Python
+(PEP 703) has no lock, and writes result files of its own.
 
     python benchmarks/loader_threads.py [--rounds 5] [--images 2000] [--dry-run]
 """
@@ -10,6 +11,7 @@ training loop of a small network does: threads wait for the interpreter's lock m
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -84,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
                 print(lines[-1], flush=True)
     if not options.dry_run:
-        print(write_result("loader-threads", {"measurements": rows}, lines))
+        has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()  # after the imports, which may switch it on
+        claim = "loader-threads" if has_lock else "loader-threads-free-threaded"
+        print(write_result(claim, {"measurements": rows}, lines))
 
 
 if __name__ == "__main__":
