@@ -19,21 +19,45 @@ SOURCE = HERE.parents[1] / "src"
 GPT = ("gpt-small-docs", "model.options.depth=1", "batch.global_size=4", "data.text.context=64")
 
 
-def rehearse(run_dir: Path, recipe: str, *overrides: str, fault: str = "-") -> Any:
+def rehearse_ranks(ranks: int, run_dir: Path, recipe: str, *overrides: str, fault: str = "-") -> list[Any]:
+    """Return what each process found, or its standard error if it failed."""
     command = [sys.executable, str(HERE / "rehearse.py"), recipe, str(run_dir), fault, *overrides]
+    rendezvous = run_dir.with_name(f"{run_dir.name}.rendezvous")
+    rendezvous.unlink(missing_ok=True)
     variables = {
         "PYTHONPATH": str(SOURCE),
         "OMP_NUM_THREADS": "1",
         "PATH": "/usr/bin:/bin",
         "HOME": str(run_dir.parent),
+        "WORLD_SIZE": str(ranks),
+        "PACELINE_RENDEZVOUS": f"file://{rendezvous}",
+        "SLURM_STEP_ID": "0",  # each process sees its own device only
     }
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False, timeout=300)
-    return json.loads(done.stdout) if done.returncode == 0 else done.stderr
+    started = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
+    outputs = [each.communicate(timeout=300) for each in started]
+    return [json.loads(out) if not each.returncode else error for each, (out, error) in zip(started, outputs, strict=True)]
+
+
+def rehearse(run_dir: Path, recipe: str, *overrides: str, fault: str = "-") -> Any:
+    return rehearse_ranks(1, run_dir, recipe, *overrides, fault=fault)[0]
+
+
+def events(run_dir: Path, kind: str) -> list[Any]:
+    lines = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
+    return [each for each in lines if each["event"] == kind]
 
 
 def losses(run_dir: Path) -> list[float]:
-    events = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
-    return [each["loss"] for each in events if each["event"] == "step"]
+    return [each["loss"] for each in events(run_dir, "step")]
 
 
 @pytest.fixture
@@ -107,6 +131,7 @@ def test_it_trains_as_on_a_cpu_and_resumes_to_the_bit(tmp_path: Path) -> None:
         ("wait_for_a_number", "_local_scalar_dense"),
         ("use_a_mask_of_the_host", "index"),
         ("wait_for_the_device", "synchronize"),
+        ("wait_in_the_backward_pass", "_local_scalar_dense"),
     ],
 )
 def test_a_planted_wait_is_found(tmp_path: Path, fault: str, what: str) -> None:
@@ -126,3 +151,84 @@ def test_a_planted_copy_from_pageable_memory_is_found(tmp_path: Path) -> None:
 def test_a_tensor_on_the_wrong_device_is_found(tmp_path: Path) -> None:
     found = rehearse(tmp_path / "run", "digits", "train.duration=22 steps", fault="use_a_tensor_of_the_host")
     assert "found at least two devices, rehearsed:0 and cpu" in found
+
+
+SPLIT = ("train.duration=40 steps", "train.precision=fp32", "telemetry.log_every=5 steps")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("exact", [False, True])
+def test_two_processes_train_as_one(tmp_path: Path, exact: bool) -> None:
+    asked = (*SPLIT, f"parallel.exact={exact}")
+    one = rehearse(tmp_path / "one", "digits", *asked)
+    whole = rehearse_ranks(2, tmp_path / "whole", "digits", *asked)
+    assert [each["waits"] for each in whole] == [[], []]
+    assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "one"), rel=1e-6 if exact else 1e-3)
+    assert (whole[0]["weights_sha256"] == one["weights_sha256"]) is exact
+    rehearse_ranks(2, tmp_path / "run", "digits", *asked, "train.until=17 steps")
+    resumed = rehearse_ranks(2, tmp_path / "run", "digits", *asked)
+    assert resumed[0]["weights_sha256"] == whole[0]["weights_sha256"]
+    assert len(resumed[0]["allocated"]) == 40 - 17
+
+
+@pytest.mark.thorough
+def test_flags_that_are_read_too_early_are_found(tmp_path: Path) -> None:
+    for each in rehearse_ranks(2, tmp_path / "run", "digits", *SPLIT, fault="read_flags_at_once"):
+        assert [functions[-1] for _, functions in each["waits"]].count("agreed") == 40
+
+
+@pytest.mark.thorough
+def test_gradients_that_are_not_reduced_are_found(tmp_path: Path) -> None:
+    rehearse(tmp_path / "one", "digits", *SPLIT)
+    rehearse_ranks(2, tmp_path / "two", "digits", *SPLIT, fault="reduce_nothing")
+    assert losses(tmp_path / "two") != pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+
+
+@pytest.mark.thorough
+def test_memory_is_as_forecast_and_does_not_grow(tmp_path: Path) -> None:
+    found = rehearse(tmp_path / "run", "digits", *SPLIT)
+    assert len(set(found["allocated"][9::5])) == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["peak_memory_bytes"] == found["peak"]
+    (forecast,) = events(tmp_path / "run", "measurement")
+    assert forecast["expected_memory_bytes"] == pytest.approx(found["peak"], rel=0.1)
+    kept = rehearse(tmp_path / "kept", "digits", *SPLIT, fault="keep_the_graph")
+    assert kept["allocated"][39] > kept["allocated"][9]
+
+
+@pytest.mark.thorough
+def test_a_run_out_of_memory_fails_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    asked = (*SPLIT, "checkpoint.every=10 steps")
+    whole = rehearse(tmp_path / "whole", "digits", *asked)
+    assert "OutOfMemoryError: rehearsed out of memory" in rehearse(
+        tmp_path / "run", "digits", *asked, fault="run_out_of_memory"
+    )
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("failed", 13)
+    resumed = rehearse(tmp_path / "run", "digits", *asked)
+    assert (resumed["weights_sha256"], len(resumed["allocated"])) == (whole["weights_sha256"], 30)
+
+
+GRAPHS = ("model.compile=true", "model.compile_mode=reduce-overhead")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "recipe",
+    [("digits", "train.ema=0.9"), GPT, ("dlrm-synthetic",), ("shapes-segmentation",)],
+    ids=lambda recipe: recipe[0],
+)
+def test_a_run_with_graphs_reads_nothing_that_they_overwrite(tmp_path: Path, recipe: tuple[str, ...]) -> None:
+    asked = ("train.duration=24 steps", "train.precision=fp32", "evaluate.every=12 steps")
+    plain = rehearse(tmp_path / "plain", *recipe, *asked)
+    found = rehearse(tmp_path / "graphs", *recipe, *asked, *GRAPHS)
+    assert found["waits"] == []
+    assert found["weights_sha256"] == plain["weights_sha256"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("wait_in_the_network", "not permitted when stream is capturing"), ("use_the_last_answer", "overwritten")],
+)
+def test_a_planted_breach_of_their_rules_is_found(tmp_path: Path, fault: str, message: str) -> None:
+    assert message in rehearse(tmp_path / "run", "digits", "train.duration=22 steps", *GRAPHS, fault=fault)
