@@ -110,9 +110,9 @@ class MemoryLog:
 
     def on_step_end(self, step: int) -> None:
         """Log a step's."""
-        self.allocated.append(rehearsed_gpu.Memory.allocated)
+        self.allocated.append(rehearsed_gpu.Device.allocated)
         if self._ends and step == 13:
-            rehearsed_gpu.Memory.limit = rehearsed_gpu.Memory.allocated
+            rehearsed_gpu.Device.limit = rehearsed_gpu.Device.allocated
 
 
 def main() -> None:
@@ -127,9 +127,7 @@ def main() -> None:
         recipe, overrides=[*quiet, *overrides], run_dir=run_dir, task=task, callbacks=[memory], quiet=True
     )
     in_steps = [
-        each
-        for each in rehearsed_gpu.WAITS
-        if "_fit" in each.functions and not _MAY_WAIT & set(each.functions)
+        each for each in rehearsed_gpu.WAITS if "_fit" in each.functions and not _MAY_WAIT & set(each.functions)
     ]
     outcome = {
         "step": result.summary.step,
@@ -137,7 +135,7 @@ def main() -> None:
         "waits": [[each.what, list(each.functions[-3:])] for each in in_steps],
         "copies": rehearsed_gpu.COPIES,
         "allocated": memory.allocated,
-        "peak": rehearsed_gpu.Memory.peak,
+        "peak": rehearsed_gpu.Device.peak,
     }
     print(json.dumps(outcome))
 

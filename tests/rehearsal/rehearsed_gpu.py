@@ -41,6 +41,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 NAME = "rehearsed"
 # Operators whose result depends on values: the host waits for the device.
 _READS_VALUES = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim"}
+_MEMORY = 1 << 33  # bytes
 _META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 
 
@@ -56,25 +57,30 @@ COPIES: list[tuple[str, bool]] = []
 """Copies to the device: the stream's name, and whether the host memory is page-locked."""
 
 
-_queued = 0  # operators so far
-_is_recording = False
+class Device:
+    """What the device has done and holds.
+
+    Attributes:
+        operators: Operators that were started.
+        is_recording: Whether a CUDA graph is being recorded.
+        limit: Bytes that may be allocated.
+        allocated: Bytes allocated now.
+        peak: Most bytes allocated at once.
+    """
+
+    operators = 0
+    is_recording = False
+    limit = _MEMORY
+    allocated = peak = 0
 
 
 def _note(what: str) -> None:
-    if _is_recording:
+    if Device.is_recording:
         raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
     frames = traceback.extract_stack()
     if isinstance(threading.current_thread(), threading._DummyThread):  # autograd's, for which the main thread waits
         frames = [*traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0]), *frames]
     WAITS.append(Wait(what, tuple(each.name for each in frames if "/paceline/" in each.filename)))
-
-
-class Memory:
-    """The device's memory, in bytes."""
-
-    total = 1 << 33
-    limit = total
-    allocated = peak = 0
 
 
 class _Block:
@@ -85,14 +91,14 @@ class _Block:
     def __init__(self, host: torch.UntypedStorage) -> None:
         self.host, self.size = host, 0
         size = -(-host.nbytes() // 512) * 512
-        if Memory.allocated + size > Memory.limit:
-            raise torch.OutOfMemoryError(f"{NAME} out of memory: {size} bytes, with {Memory.allocated} allocated")
+        if Device.allocated + size > Device.limit:
+            raise torch.OutOfMemoryError(f"{NAME} out of memory: {size} bytes, with {Device.allocated} allocated")
         self.size = size
-        Memory.allocated += size
-        Memory.peak = max(Memory.peak, Memory.allocated)
+        Device.allocated += size
+        Device.peak = max(Device.peak, Device.allocated)
 
     def __del__(self) -> None:
-        Memory.allocated -= self.size
+        Device.allocated -= self.size
 
 
 def _block(tensor: torch.Tensor) -> _Block:
@@ -124,11 +130,11 @@ class _Event:
     """A moment on the host's clock."""
 
     def __init__(self, **_: Any) -> None:
-        self.seconds, self.queued = 0.0, 0
+        self.seconds, self.operators = 0.0, 0
 
     def record(self, *_: Any) -> None:
         """Keep this moment."""
-        self.seconds, self.queued = time.perf_counter(), _queued
+        self.seconds, self.operators = time.perf_counter(), Device.operators
 
     def wait(self, *_: Any) -> None:
         """Do nothing: it has happened."""
@@ -139,7 +145,7 @@ class _Event:
 
     def synchronize(self) -> None:
         """Count a wait, unless the device has more to do meanwhile."""
-        if self.queued == _queued:
+        if self.operators == Device.operators:
             _note("Event.synchronize")
 
     def elapsed_time(self, end_event: _Event) -> float:
@@ -163,11 +169,9 @@ class Backend(types.ModuleType):
             "get_device_capability": (8, 0),
             "is_bf16_supported": True,
             "get_amp_supported_dtype": [torch.bfloat16, torch.float16],
-            "max_memory_allocated": Memory.peak,
-            "mem_get_info": (Memory.total - Memory.allocated, Memory.total),
-            "get_device_properties": types.SimpleNamespace(
-                total_memory=Memory.total, uuid="0", multi_processor_count=1
-            ),
+            "max_memory_allocated": Device.peak,
+            "mem_get_info": (_MEMORY - Device.allocated, _MEMORY),
+            "get_device_properties": types.SimpleNamespace(total_memory=_MEMORY, uuid="0", multi_processor_count=1),
             "get_rng_state": torch.zeros(8, dtype=torch.uint8),
         }
         if name in answers:
@@ -179,6 +183,10 @@ class Backend(types.ModuleType):
     def synchronize(self, device: Any = None) -> None:
         """Count a wait."""
         _note("synchronize")
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """Start a new peak."""
+        Device.peak = Device.allocated
 
     def current_stream(self, device: Any = None) -> _Stream:
         """Return the innermost stream."""
@@ -199,9 +207,8 @@ def _is_here(value: object) -> bool:
 
 
 def _on_host(value: Any) -> Any:
-    global _queued
     if _is_here(value):
-        _queued += 1
+        Device.operators += 1
         if (block := _block(value)).is_overwritten:
             raise RuntimeError("accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run")
         geometry = value.storage_offset(), value.size(), value.stride()
@@ -352,16 +359,15 @@ def _compile(network: torch.nn.Module, *, options: dict[str, Any], **_: Any) -> 
     assert options["triton.cudagraphs"]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        global _is_recording
         for each in _recorded:
             each.is_overwritten = True
         _recorded.clear()
         trained = {name: _Parameter.apply(each) for name, each in network.named_parameters() if each.requires_grad}
-        _is_recording = True
+        Device.is_recording = True
         try:
             answer = torch.func.functional_call(network, trained, args, kwargs)
         finally:
-            _is_recording = False
+            Device.is_recording = False
         _recorded.extend(_block(each) for each in tree_leaves(answer) if _is_here(each))
         return answer
 

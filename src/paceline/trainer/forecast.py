@@ -20,7 +20,7 @@ from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import Clipping, build_optimizer
 from paceline.plan import Plan
 from paceline.records.events import MeasurementEvent
-from paceline.telemetry.memory import peak_memory_bytes
+from paceline.telemetry.memory import peak_memory_bytes, reset_peak_memory
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.run import Run
 from paceline.trainer.warmup import GradientProbe, send_through
@@ -56,6 +56,8 @@ def forecast(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     if event := _extrapolate(run) if run.clock.totals.steps >= _MIN_STEPS else measure(run, ahead):
         run.recorder.write(event)
         run.recorder.flush()
+        # The trial's copy of the network is not part of the run.
+        reset_peak_memory(run.device.type)
     return ahead.replay()
 
 
