@@ -184,6 +184,10 @@ class Backend(types.ModuleType):
         """Count a wait."""
         _note("synchronize")
 
+    def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
+        """Limit what may be allocated."""
+        Device.limit = int(fraction * _MEMORY)
+
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         """Start a new peak."""
         Device.peak = Device.allocated
@@ -447,7 +451,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 class _Renamed(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if not fullname.startswith("paceline."):
+        if not fullname.startswith(("paceline.", "paceline_advisor.")):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):

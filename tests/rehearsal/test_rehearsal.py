@@ -13,6 +13,8 @@ import pytest
 from PIL import Image
 
 import paceline
+from paceline.recipe.load import load_recipe
+from paceline_advisor.memory.find_batch import TrialRunner
 
 HERE = Path(__file__).parent
 SOURCE = HERE.parents[1] / "src"
@@ -215,6 +217,16 @@ def test_a_run_out_of_memory_fails_and_resumes_to_the_bit(tmp_path: Path) -> Non
     assert (summary["status"], summary["step"]) == ("failed", 13)
     resumed = rehearse(tmp_path / "run", "digits", *asked)
     assert (resumed["weights_sha256"], len(resumed["allocated"])) == (whole["weights_sha256"], 30)
+
+
+@pytest.mark.thorough
+def test_a_trial_of_a_micro_batch_is_refused_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{SOURCE}")
+    recipe = load_recipe("digits", {"batch.global_size": 128}).recipe
+    runner = TrialRunner(recipe=recipe, processes=1, share=128, memory=6 << 20, device_type="rehearsed", log=print)
+    assert (runner.fits(64), runner.fits(128)) == (True, False)
+    assert 4 << 20 < (runner.trials[0].peak or 0) < 6 << 20
+    assert runner.trials[1].why == "the device refused memory"
 
 
 GRAPHS = ("model.compile=true", "model.compile_mode=reduce-overhead")

@@ -24,14 +24,6 @@ def peak_memory_bytes(device_type: str) -> int | None:
     return None
 
 
-def reset_peak_memory(device_type: str) -> None:
-    """Start a new peak at the memory allocated now, on devices whose allocator records a peak."""
-    import torch
-
-    if device_type in ("cuda", "xpu"):
-        torch.get_device_module(device_type).reset_peak_memory_stats()
-
-
 def peak_resident_bytes() -> int:
     """Return the peak main memory of this process, without its children."""
     # Avoid getrusage where possible: on Linux it starts at the peak of the parent that forked this process.

@@ -20,7 +20,7 @@ from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import Clipping, build_optimizer
 from paceline.plan import Plan
 from paceline.records.events import MeasurementEvent
-from paceline.telemetry.memory import peak_memory_bytes, reset_peak_memory
+from paceline.telemetry.memory import peak_memory_bytes
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.run import Run
 from paceline.trainer.warmup import GradientProbe, send_through
@@ -56,8 +56,6 @@ def forecast(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     if event := _extrapolate(run) if run.clock.totals.steps >= _MIN_STEPS else measure(run, ahead):
         run.recorder.write(event)
         run.recorder.flush()
-        # The trial's copy of the network is not part of the run.
-        reset_peak_memory(run.device.type)
     return ahead.replay()
 
 
@@ -194,6 +192,8 @@ class _Costs:
         self._time_evaluation(_TRIED_ROWS if is_tried else run.evaluator.batch_size)
         peak = peak_memory_bytes(run.device.type)
         extra += self._time_step()
+        if run.device.type in ("cuda", "xpu"):  # the step on a copy is not part of the run
+            torch.get_device_module(run.device).reset_peak_memory_stats()
         if peak is not None:
             self.memory = round(peak + extra)
 
