@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 from typing import Any
 
 import rehearsed_gpu
@@ -101,30 +102,23 @@ class Faulty(ImageClassification):
         return IN_THE_LOSS[self.fault](batch.inputs, loss) if self.fault in IN_THE_LOSS else loss
 
 
-class MemoryLog:
-    """Bytes allocated at the end of each step; may leave none for the step after the 13th."""
-
-    def __init__(self, *, ends: bool) -> None:
-        self.allocated: list[int] = []
-        self._ends = ends
-
-    def on_step_end(self, step: int) -> None:
-        """Log a step's."""
-        self.allocated.append(rehearsed_gpu.Device.allocated)
-        if self._ends and step == 13:
-            rehearsed_gpu.Device.limit = rehearsed_gpu.Device.allocated
-
-
 def main() -> None:
     """Train, and print the outcome."""
     recipe, run_dir, fault, *overrides = sys.argv[1:]
     task: Any = type("Planted", (Faulty,), {"fault": fault}) if fault in {*IN_THE_LOSS, *IN_THE_NETWORK} else None
     if fault in IN_PACELINE:
         setattr(*IN_PACELINE[fault])
-    memory = MemoryLog(ends=fault == "run_out_of_memory")
+    allocated = []
+
+    def on_step_end(step: int) -> None:
+        allocated.append(rehearsed_gpu.Device.allocated)
+        if fault == "run_out_of_memory" and step == 13:
+            rehearsed_gpu.Device.limit = allocated[-1]
+
+    observer = types.SimpleNamespace(on_step_end=on_step_end)
     quiet = ("telemetry.trackers=[]", "telemetry.report=false")
     result = paceline.train(
-        recipe, overrides=[*quiet, *overrides], run_dir=run_dir, task=task, callbacks=[memory], quiet=True
+        recipe, overrides=[*quiet, *overrides], run_dir=run_dir, task=task, callbacks=[observer], quiet=True
     )
     in_steps = [
         each for each in rehearsed_gpu.WAITS if "_fit" in each.functions and not _MAY_WAIT & set(each.functions)
@@ -134,7 +128,7 @@ def main() -> None:
         "weights_sha256": result.summary.weights_sha256,
         "waits": [[each.what, list(each.functions[-3:])] for each in in_steps],
         "copies": rehearsed_gpu.COPIES,
-        "allocated": memory.allocated,
+        "allocated": allocated,
         "peak": rehearsed_gpu.Device.peak,
     }
     print(json.dumps(outcome))

@@ -345,19 +345,6 @@ for _name in ("allreduce", "broadcast", "allgather", "gather", "barrier", "all_g
 _recorded: list[_Block] = []  # what the next call of a recorded network overwrites
 
 
-class _Parameter(torch.autograd.Function):
-    """A parameter of a recorded network, whose gradient the recorded backward pass writes."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        _recorded.append(_block(gradients[0]))
-        return gradients[0]
-
-
 def _compile(network: torch.nn.Module, *, options: dict[str, Any], **_: Any) -> Any:
     """Return the network under the rules of CUDA graphs."""
     assert options["triton.cudagraphs"]
@@ -366,7 +353,9 @@ def _compile(network: torch.nn.Module, *, options: dict[str, Any], **_: Any) -> 
         for each in _recorded:
             each.is_overwritten = True
         _recorded.clear()
-        trained = {name: _Parameter.apply(each) for name, each in network.named_parameters() if each.requires_grad}
+        trained = {name: each.view_as(each) for name, each in network.named_parameters() if each.requires_grad}
+        for each in trained.values() if torch.is_grad_enabled() else ():
+            each.register_hook(lambda gradient: _recorded.append(_block(gradient)))
         Device.is_recording = True
         try:
             answer = torch.func.functional_call(network, trained, args, kwargs)
