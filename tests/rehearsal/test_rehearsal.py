@@ -151,7 +151,9 @@ def test_two_processes_train_as_one(tmp_path: Path, exact: bool) -> None:
     one = rehearse(tmp_path / "one", *recipe, *asked)
     first = rehearse_ranks(2, tmp_path / "run", *recipe, *asked, "train.until=17 steps")
     resumed = rehearse_ranks(2, tmp_path / "run", *recipe, *asked)
-    assert [each["waits"] for each in (*first, *resumed)] == [[]] * 4
+    for each in (*first, *resumed):
+        # Once, in the first step's forward pass, DDP rebuilds its buckets.
+        assert [functions[-1] for _, functions in each["waits"]] == ([] if exact else ["model"] * 3)
     assert len(resumed[0]["allocated"]) == 40 - 17
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
     whole = one if exact else rehearse_ranks(2, tmp_path / "whole", *recipe, *asked)[0]
@@ -185,7 +187,7 @@ def test_memory_is_as_forecast_and_does_not_grow(tmp_path: Path, ranks: int) -> 
 
 @pytest.mark.thorough
 def test_memory_that_grows_is_found(tmp_path: Path) -> None:
-    kept = rehearse(tmp_path / "run", "digits", *SPLIT, "train.duration=60 steps", fault="keep_the_graph")["allocated"]
+    kept = rehearse(tmp_path / "run", "digits", *SPLIT, "train.duration=60 steps", fault="keep_a_tensor")["allocated"]
     assert kept[39] < kept[44] < kept[49] < kept[54]
 
 
