@@ -4,8 +4,16 @@ torch's experimental backends in Python (``torch.utils.backend_registration``) d
 to :func:`_run`, which runs it on the host. Whatever makes the host wait for a GPU is counted, with the functions of
 Paceline that led to it.
 
-Paceline's modules are imported with ``cuda`` replaced by this device's name, so the code for CUDA devices runs. Not
-covered: collectives, kernels and their results on a GPU, CUDA graphs, the caching allocator.
+Paceline's modules are imported with ``cuda`` replaced by this device's name, so the code for CUDA devices runs.
+
+- Processes have one device each. Collectives run on gloo, on the host memory; DDP's reducer is torch's own.
+- Memory is counted as the caching allocator counts allocated bytes, and may be limited.
+- A network compiled with CUDA graphs runs uncompiled, under their rules: inside it, nothing may make the host wait, and
+  its next call overwrites its answers and gradients.
+
+Not covered: kernels and their results on a GPU, memory reserved or fragmented by the allocator, several streams running
+at the same time (also collectives beside the backward pass), sharded weights, torch's compiler, and what it records:
+which operators are captured, addresses of inputs, and memory outside a graph's pool.
 """
 
 from __future__ import annotations
@@ -17,6 +25,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import threading
 import time
 import traceback
 import types
@@ -25,12 +34,14 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._distributed_c10d import ProcessGroupGloo, _create_work_from_future
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "rehearsed"
 # Operators whose result depends on values: the host waits for the device.
 _READS_VALUES = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim"}
+_MEMORY = 1 << 33  # bytes
 _META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 
 
@@ -46,9 +57,52 @@ COPIES: list[tuple[str, bool]] = []
 """Copies to the device: the stream's name, and whether the host memory is page-locked."""
 
 
+class Device:
+    """What the device has done and holds.
+
+    Attributes:
+        operators: Operators that were started.
+        is_recording: Whether a CUDA graph is being recorded.
+        limit: Bytes that may be allocated.
+        allocated: Bytes allocated now.
+        peak: Most bytes allocated at once.
+    """
+
+    operators = 0
+    is_recording = False
+    limit = _MEMORY
+    allocated = peak = 0
+
+
 def _note(what: str) -> None:
+    if Device.is_recording:
+        raise RuntimeError(f"{what}: operation not permitted when stream is capturing")
     frames = traceback.extract_stack()
+    if isinstance(threading.current_thread(), threading._DummyThread):  # autograd's, for which the main thread waits
+        frames = [*traceback.extract_stack(sys._current_frames()[threading.main_thread().ident or 0]), *frames]
     WAITS.append(Wait(what, tuple(each.name for each in frames if "/paceline/" in each.filename)))
+
+
+class _Block:
+    """The host memory of a device tensor, counted while the tensor's storage is alive."""
+
+    is_overwritten = False
+
+    def __init__(self, host: torch.UntypedStorage) -> None:
+        self.host, self.size = host, 0
+        size = -(-host.nbytes() // 512) * 512
+        if Device.allocated + size > Device.limit:
+            raise torch.OutOfMemoryError(f"{NAME} out of memory: {size} bytes, with {Device.allocated} allocated")
+        self.size = size
+        Device.allocated += size
+        Device.peak = max(Device.peak, Device.allocated)
+
+    def __del__(self) -> None:
+        Device.allocated -= self.size
+
+
+def _block(tensor: torch.Tensor) -> _Block:
+    return tensor.untyped_storage().block
 
 
 class _Stream:
@@ -76,11 +130,11 @@ class _Event:
     """A moment on the host's clock."""
 
     def __init__(self, **_: Any) -> None:
-        self.seconds = 0.0
+        self.seconds, self.operators = 0.0, 0
 
     def record(self, *_: Any) -> None:
         """Keep this moment."""
-        self.seconds = time.perf_counter()
+        self.seconds, self.operators = time.perf_counter(), Device.operators
 
     def wait(self, *_: Any) -> None:
         """Do nothing: it has happened."""
@@ -90,8 +144,9 @@ class _Event:
         return True
 
     def synchronize(self) -> None:
-        """Count a wait."""
-        _note("Event.synchronize")
+        """Count a wait, unless the device has more to do meanwhile."""
+        if self.operators == Device.operators:
+            _note("Event.synchronize")
 
     def elapsed_time(self, end_event: _Event) -> float:
         """Return milliseconds."""
@@ -114,20 +169,28 @@ class Backend(types.ModuleType):
             "get_device_capability": (8, 0),
             "is_bf16_supported": True,
             "get_amp_supported_dtype": [torch.bfloat16, torch.float16],
-            "max_memory_allocated": 1 << 20,
-            "mem_get_info": (1 << 32, 1 << 33),
-            "get_device_properties": types.SimpleNamespace(total_memory=1 << 33, uuid="0", multi_processor_count=1),
+            "max_memory_allocated": Device.peak,
+            "mem_get_info": (_MEMORY - Device.allocated, _MEMORY),
+            "get_device_properties": types.SimpleNamespace(total_memory=_MEMORY, uuid="0", multi_processor_count=1),
             "get_rng_state": torch.zeros(8, dtype=torch.uint8),
         }
         if name in answers:
             return lambda *_, **__: answers[name]
-        if name in ("set_device", "manual_seed", "manual_seed_all", "set_rng_state", "reset_peak_memory_stats", "init"):
+        if name in ("set_device", "manual_seed", "manual_seed_all", "set_rng_state", "init"):
             return lambda *_, **__: None
         raise AttributeError(name)
 
     def synchronize(self, device: Any = None) -> None:
         """Count a wait."""
         _note("synchronize")
+
+    def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
+        """Limit what may be allocated."""
+        Device.limit = int(fraction * _MEMORY)
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """Start a new peak."""
+        Device.peak = Device.allocated
 
     def current_stream(self, device: Any = None) -> _Stream:
         """Return the innermost stream."""
@@ -149,8 +212,11 @@ def _is_here(value: object) -> bool:
 
 def _on_host(value: Any) -> Any:
     if _is_here(value):
-        storage = value.untyped_storage().host
-        return torch.empty(0, dtype=value.dtype).set_(storage, value.storage_offset(), value.size(), value.stride())
+        Device.operators += 1
+        if (block := _block(value)).is_overwritten:
+            raise RuntimeError("accessing tensor output of CUDAGraphs that has been overwritten by a subsequent run")
+        geometry = value.storage_offset(), value.size(), value.stride()
+        return torch.empty(0, dtype=value.dtype).set_(block.host, *geometry)
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == NAME else value
 
 
@@ -164,10 +230,10 @@ def _to_device(host: torch.Tensor, *known: torch.Tensor) -> torch.Tensor:
     """Return the device tensor over a host tensor's storage: a view of a known one that has the same."""
     storage = host.untyped_storage()
     for each in known:
-        if each.untyped_storage().host._cdata == storage._cdata:
+        if _block(each).host._cdata == storage._cdata:
             return _shaped(each, host)
     base = torch._C._acc.create_empty_tensor((storage.nbytes() // host.element_size(),), host.dtype)
-    base.untyped_storage().host = storage
+    base.untyped_storage().block = _Block(storage)
     return _shaped(base, host)
 
 
@@ -249,6 +315,58 @@ def _cast(name: str) -> Any:
     return run
 
 
+class _Group(torch.distributed.ProcessGroup):
+    """Collectives of device tensors, on the host memory behind them."""
+
+    _device_types = (torch.device("privateuseone"),)
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self.gloo = ProcessGroupGloo(store, rank, size, timeout)
+
+    def _get_backend(self, device: torch.device) -> ProcessGroupGloo:
+        return self.gloo
+
+
+def _collective(name: str) -> Any:
+    def run(self: _Group, *args: Any, **options: Any) -> Any:
+        getattr(self.gloo, name)(*tree_map(_on_host, args), **options).wait()
+        future: Any = torch.futures.Future()
+        future.set_result(args[0] if args else None)
+        return _create_work_from_future(future)
+
+    return run
+
+
+for _name in ("allreduce", "broadcast", "allgather", "gather", "barrier", "all_gather_single", "all_to_all_single"):
+    setattr(_Group, _name, _collective(_name))
+
+
+_recorded: list[_Block] = []  # what the next call of a recorded network overwrites
+
+
+def _compile(network: torch.nn.Module, *, options: dict[str, Any], **_: Any) -> Any:
+    """Return the network under the rules of CUDA graphs."""
+    assert options["triton.cudagraphs"]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for each in _recorded:
+            each.is_overwritten = True
+        _recorded.clear()
+        trained = {name: each.view_as(each) for name, each in network.named_parameters() if each.requires_grad}
+        for each in trained.values() if torch.is_grad_enabled() else ():
+            each.register_hook(lambda gradient: _recorded.append(_block(gradient)))
+        Device.is_recording = True
+        try:
+            answer = torch.func.functional_call(network, trained, args, kwargs)
+        finally:
+            Device.is_recording = False
+        _recorded.extend(_block(each) for each in tree_leaves(answer) if _is_here(each))
+        return answer
+
+    return call
+
+
 _libraries: list[Any] = []
 
 
@@ -265,6 +383,8 @@ def install() -> None:
     aten.impl("as_strided", _as_strided, "PrivateUse1")
     for name in ("linear", "conv2d", "matmul", "bmm", "scaled_dot_product_attention"):
         aten.impl(name, _cast(name), "AutocastPrivateUse1")
+    torch.distributed.Backend.register_backend(NAME, _Group, devices=[NAME])
+    torch.compile = _compile
     torch.version.rehearsed = None
     _lock_pages()
     sys.meta_path.insert(0, _Renamed())
@@ -320,7 +440,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 class _Renamed(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if not fullname.startswith("paceline."):
+        if not fullname.startswith(("paceline.", "paceline_advisor.")):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):

@@ -32,7 +32,8 @@ class GatheredScores:
 
     def add(self, values: Mapping[str, Any], ids: NDArray[np.int64]) -> None:
         """Add ``logit``, float [N, …], and ``label``, 0 or 1 [N, …]."""
-        self._scores.append(values["logit"].detach().float())
+        # A copy, which the next replay of a CUDA graph does not overwrite.
+        self._scores.append(values["logit"].detach().to(torch.float32, copy=True))
         self._labels.append(values["label"].to(torch.uint8))
 
     def part(self) -> ScoredPart:

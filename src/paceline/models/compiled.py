@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.errors import ModelError, did_you_mean
 from paceline.recipe.model import Model
@@ -142,11 +142,13 @@ class CompiledNetwork(nn.Module):
             return self.network(*args, **kwargs)
         key = (torch.is_grad_enabled(), self.network.training, shape)
         if key in self._seen:
-            return self._call(*args, **kwargs)
-        with self.log.first_call(shape, training=key[0]), self._explained():
             output = self._call(*args, **kwargs)
-        self._seen.add(key)
-        return output
+        else:
+            with self.log.first_call(shape, training=key[0]), self._explained():
+                output = self._call(*args, **kwargs)
+            self._seen.add(key)
+        # A loss is read some steps later, when the next replays of a CUDA graph have overwritten it.
+        return tree_map(lambda each: each.clone() if isinstance(each, Tensor) and not each.ndim else each, output)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -192,6 +192,8 @@ class _Costs:
         self._time_evaluation(_TRIED_ROWS if is_tried else run.evaluator.batch_size)
         peak = peak_memory_bytes(run.device.type)
         extra += self._time_step()
+        if run.device.type in ("cuda", "xpu"):  # the step on a copy is not part of the run
+            torch.get_device_module(run.device).reset_peak_memory_stats()
         if peak is not None:
             self.memory = round(peak + extra)
 

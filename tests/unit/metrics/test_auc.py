@@ -24,6 +24,7 @@ def collected(scores: np.ndarray, labels: np.ndarray, owners: np.ndarray, ranks:
             ids = mine[at : at + 3]
             values = {"logit": torch.from_numpy(scores[ids]), "label": torch.from_numpy(labels[ids]).float()}
             ranked.add(values, ids)
+            values["logit"].fill_(math.nan)  # as the next replay of a CUDA graph overwrites what the last one returned
         parts.append(ranked.part())
     return RankedScores().results(parts)
 

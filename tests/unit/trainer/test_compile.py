@@ -14,6 +14,8 @@ from torch._dynamo import register_backend
 from torch._dynamo.utils import counters
 
 from paceline.errors import ModelError, RecipeError
+from paceline.models.compiled import CompiledNetwork, CompileLog
+from paceline.recipe.model import Model
 
 Make = Callable[..., Any]
 
@@ -256,3 +258,21 @@ def test_inductor_computes_what_the_network_does(
 def test_a_mode_of_inductor_needs_inductor(train_tiny: Make) -> None:
     with pytest.raises(RecipeError, match="is a mode of inductor"):
         train_tiny("mode", {**EAGER, "model.compile_mode": "max-autotune-no-cudagraphs"})
+
+
+class OneLoss(nn.Module):
+    """Returns its loss in the same memory each time, as the replays of a CUDA graph do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.memory.copy_(x.sum())
+
+
+def test_the_next_call_does_not_overwrite_a_loss() -> None:
+    model = Model(compile=True, compile_backend="eager")
+    network = CompiledNetwork(OneLoss(), model, train_sizes=[2], evaluation_sizes=[], log=CompileLog())
+    losses = [network(torch.full((2,), value)) for value in (1.0, 2.0, 3.0)]
+    assert [each.item() for each in losses] == [2.0, 4.0, 6.0]
