@@ -321,7 +321,7 @@ def parse_tensor_file(content: bytearray) -> TensorFile:
     try:
         tensors = dict(_tensors_on(content, header))
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"its header does not describe its content ({error!r})") from error
+        raise ValueError(f"its header does not describe its content ({error})") from error
     for name, dtype_name in raw.items():
         dtype, stored = dtype_of(dtype_name), tensors.get(name)
         if stored is None:
@@ -341,11 +341,10 @@ def _tensors_on(content: bytearray, header: Mapping[str, Any]) -> Iterator[tuple
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         dtype, shape = dtype_of(_DTYPES[entry["dtype"]]), entry["shape"]
         count = math.prod(shape)
-        begin, end_before = start + entry["data_offsets"][0], end
-        end = begin + count * dtype.itemsize
-        fits = begin == end_before and entry["data_offsets"] == [begin - start, end - start] and end <= len(content)
-        if not fits or not all(type(side) is int and side >= 0 for side in shape):
-            raise ValueError(f"{name!r} is not where it should be")
+        begin, end = end, end + count * dtype.itemsize
+        is_in_place = entry["data_offsets"] == [begin - start, end - start] and end <= len(content)
+        if not is_in_place or not all(type(side) is int and side >= 0 for side in shape):
+            raise ValueError(f"{name!r} is not where the tensor before it ends")
         # Other programs may not align their tensors.
         source, offset = (content[begin:end], 0) if begin % dtype.itemsize else (content, begin)
         options: dict[str, Any] = {"dtype": dtype, "count": count, "offset": offset}

@@ -47,13 +47,8 @@ from paceline.trainer.step_stats import Progress, Window, find_utilisation
 
 # Values of the plan; earlier steps with others do not tell how long a resumed run will take.
 _SPEED_DEPENDS_ON = (
-    "world_size",
-    "local_world_size",
-    "micro_batch_size",
-    "device",
-    "device_name",
-    "threads_per_process",
-    "compile",
+    *("world_size", "local_world_size", "micro_batch_size"),
+    *("device_name", "threads_per_process", "compile"),
 )
 
 
