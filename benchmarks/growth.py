@@ -1,8 +1,8 @@
 """How do time and memory grow with samples, files, ranks and steps?
 
 Each row is measured at three sizes, in a separate process with limited memory, and a power of the size is fitted
-to its seconds: 0 is constant, 1 proportional. Memory is the peak less what the process had before it began; what a row
-needs to be there (files, a run directory) is made by another process before.
+to its seconds: 0 is constant, 1 proportional. Memory is the peak less what the process had before it began, and less
+one copy of a checkpoint's state; what a row needs to be there (files, a run directory) is made by another process.
 
     python benchmarks/growth.py [--only ROW …] [--sizes N …] [--memory GIB] [--small]
 
@@ -36,14 +36,16 @@ Facts = dict[str, Any]
 class Row:
     """What is measured at each of three sizes; ``prepare`` makes what it needs in a folder.
 
-    ``loads`` are modules that are imported before, so that they do not count.
+    ``loads`` are modules that are imported before, so that they do not count; ``state_bytes`` of each unit of the size
+    do not count either.
     """
 
     what: str
     sizes: tuple[int, int, int]
     measure: Callable[[int, Path], Facts]
-    prepare: Callable[[int, Path], None] | None = None
+    prepare: Callable[[int, Path], object] | None = None
     loads: tuple[str, ...] = ("paceline.report.audit",)
+    state_bytes: int = 0
 
 
 def order(samples: int, _: Path) -> Facts:
@@ -231,6 +233,35 @@ def check_data(files: int, folder: Path) -> Facts:
     return {"seconds": time.perf_counter() - begun, "findings": len(found["findings"]), "files": files}
 
 
+def save(size: int, folder: Path) -> Facts:
+    """Save tensors of 10 MB, a third of them as a model and the others as an optimizer's state."""
+    import torch
+
+    from paceline.checkpoint.store import CheckpointStore
+
+    tensors = [(f"{number}", torch.full((2_500_000,), float(number))) for number in range(size // 10**7)]
+    third = len(tensors) // 3
+    begun = time.perf_counter()
+    CheckpointStore(folder).save(1, {"model": dict(tensors[:third]), "optimizer": dict(tensors[third:])}, {})
+    return {"seconds": time.perf_counter() - begun}
+
+
+def load(_: int, folder: Path) -> Facts:
+    """Verify them and load them, as a resumed run does."""
+    from paceline.checkpoint.reading import read_components
+    from paceline.checkpoint.store import CheckpointStore, choose_resume_point
+
+    begun = time.perf_counter()
+    path = choose_resume_point(CheckpointStore(folder)).path
+    assert path is not None
+    verified = time.perf_counter()
+    states = read_components(path)
+    seconds = time.perf_counter() - begun
+    assert all(int(each[0]) == int(name) for state in states.values() for name, each in state.items())
+    return {"seconds": seconds, "verify_seconds": verified - begun}
+
+
+GIGABYTES = (10**9, 4 * 10**9, 8 * 10**9)
 ROWS = {
     "order": Row("order of N samples, a step of 4,096", (10**6, 10**8, 10**10), order),
     "ledger": Row("ledger, a step of N samples", (256, 4096, 65_536), ledger),
@@ -244,8 +275,10 @@ ROWS = {
     ),
     "evaluation": Row("evaluation of N samples", (10**5, 10**6, 10**7), evaluation, loads=("paceline.metrics.auc",)),
     "check-data": Row(
-        "check of N small files", (10**4, 3 * 10**4, 10**5), check_data, make_images, ("paceline.data.inspect.check",)
+        "check of N small files", (10**4, 10**5, 10**6), check_data, make_images, ("paceline.data.inspect.check",)
     ),
+    "save": Row("saving N bytes", GIGABYTES, save, loads=("paceline.checkpoint.store",), state_bytes=1),
+    "load": Row("loading N bytes", GIGABYTES, load, save, ("paceline.checkpoint.store",), state_bytes=1),
 }
 
 
@@ -259,11 +292,12 @@ def child(row: str, size: int, folder: Path, step: str, gibibytes: float) -> Non
         return
     for name in chosen.loads:
         importlib.import_module(name)
-    limit = int(gibibytes * 2**30)
+    state_bytes = size * chosen.state_bytes
+    limit = int(gibibytes * 2**30) + state_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     before = _resident("VmRSS")
     facts = chosen.measure(size, folder)
-    print(json.dumps({"size": size, **facts, "peak_bytes": _resident("VmHWM") - before}))
+    print(json.dumps({"size": size, **facts, "peak_bytes": _resident("VmHWM") - before - state_bytes}))
 
 
 def _resident(name: str) -> int:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 
-def load_json(text: str | bytes, **options: Any) -> Any:
+def load_json(text: str | bytes | bytearray, **options: Any) -> Any:
     """Parse one JSON document, as ``json.loads`` does with these options.
 
     Raises:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -73,6 +75,39 @@ def test_killed_and_resumed_by_fewer_processes_and_more(
         launched.kill()
     run(*EXACT, "--processes", worlds[-1], "--run-dir", run_dir, where=studio).ended(0)
     same_end(run_dir, alone("exact-1"))
+    audited(run_dir)
+
+
+MANY = ("batch.global_size=32", "batch.micro_size=2", "data.workers=0", "train.duration=40 steps")
+
+
+@pytest.mark.thorough
+@pytest.mark.world_size(16)
+@pytest.mark.parametrize("processes", [8, 16])
+def test_many_processes_on_few_cores(
+    studio: Path,
+    start: Call,
+    run: Call,
+    alone: Call,
+    same_end: Call,
+    steps_recorded: Call,
+    audited: Call,
+    processes: int,
+) -> None:
+    """More than the cores can run at once: one is killed, the others end soon, and all of them resume."""
+    run_dir = studio / f"exact-many-{processes}"
+    command = (*EXACT, *MANY, "--processes", processes, "--run-dir", run_dir)
+    launched = start(*command, where=studio)
+    launched.wait_for(lambda: steps_recorded(run_dir) >= 9)
+    victim = processes - 3
+    os.kill(launched.ranks()[victim], signal.SIGKILL)
+    done = launched.wait().ended(1)
+    assert f"rank {victim} was ended by SIGKILL" in done.err.splitlines()[0], done.err
+    assert len(done.err.splitlines()) < 4 * processes, "no rank but one lists all others"
+    launched.seconds_until_alone()
+    assert launched.leftovers() == []
+    assert "resumed from step-" in run(*command, where=studio).ended(0).out
+    same_end(run_dir, alone("exact-many-1", *MANY))
     audited(run_dir)
 
 

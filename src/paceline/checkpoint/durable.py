@@ -64,7 +64,7 @@ class FileFacts:
     algorithm: str = "blake3"
 
     @classmethod
-    def of(cls, content: bytes, algorithm: str = "blake3") -> FileFacts:
+    def of(cls, content: bytes | bytearray, algorithm: str = "blake3") -> FileFacts:
         """Describe a file with this content."""
         return cls(len(content), _ALGORITHMS[algorithm](content).hexdigest(), algorithm)
 
@@ -170,9 +170,11 @@ def size_of(directory: Path) -> int:
 
 
 @with_retries
-def read_regular_file(path: Path) -> bytes:
+def read_regular_file(path: Path) -> bytearray:
     """Read a complete file; a pipe or a device, which might never end, is refused with an :class:`OSError`."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"{path} is not a regular file")
     with open(path, "rb") as file:
-        return file.read()
+        content = bytearray(os.fstat(file.fileno()).st_size)
+        del content[file.readinto(content) :]  # the file may have become shorter
+        return content

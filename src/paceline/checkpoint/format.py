@@ -6,7 +6,7 @@ key that begins with ``$``: tuples, dictionaries with keys that are not plain st
 their exact bits), very large integers, and tensors.
 
 Safetensors files are written here piece by piece, so that a save needs no second copy in memory and the digest is
-computed while writing. The safetensors library reads them, after the header's length has been checked.
+computed while writing. A load needs none either: its tensors keep the bytes of the file.
 
 The manifest is the last file written. It lists every other file with size and digest and every tensor with dtype and
 shape, and ends with a digest of itself, so that one flipped bit anywhere in a checkpoint is found.
@@ -27,8 +27,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_safetensors
 from torch import Tensor
 
 from paceline.checkpoint.durable import (
@@ -60,7 +58,10 @@ _CODES = {
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
     "bool": "BOOL", "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
 }  # fmt: skip
-_DTYPES = {code: name for name, code in _CODES.items()}
+_DTYPES = {code: name for name, code in _CODES.items()} | {
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+}
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _PICKLE_STARTS = (b"\x80", b"PK\x03\x04")  # a bare pickle; the zip archive of torch.save
 # Other formats found under the name of a weights file, by their first bytes in lower case.
@@ -310,16 +311,16 @@ def read_tensor_file(path: Path) -> TensorFile:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}.") from error
 
 
-def parse_tensor_file(content: bytes) -> TensorFile:
-    """Build the tensors of a file from its bytes.
+def parse_tensor_file(content: bytearray) -> TensorFile:
+    """Build the tensors of a file on its bytes, which they keep.
 
     Raises:
         ValueError: Naming the broken rule.
     """
-    _, metadata, raw = _parse_header(content, len(content))
+    header, metadata, raw = _parse_header(content, len(content))
     try:
-        tensors = load_safetensors(content)
-    except (SafetensorError, KeyError, AssertionError, RuntimeError) as error:
+        tensors = dict(_tensors_on(content, header))
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"its header does not describe its content ({error})") from error
     for name, dtype_name in raw.items():
         dtype, stored = dtype_of(dtype_name), tensors.get(name)
@@ -328,9 +329,28 @@ def parse_tensor_file(content: bytes) -> TensorFile:
         if stored.dtype is not torch.uint8 or stored.ndim == 0 or stored.shape[-1] != dtype.itemsize:
             raise ValueError(f"it holds a tensor whose bytes do not match its dtype {dtype_name!r}")
         empty = torch.empty(stored.shape[:-1], dtype=dtype)
-        tensors[name] = stored.view(dtype).squeeze(-1) if stored.numel() else empty
+        # A copy is aligned for any dtype: torch reads 16 bytes of a complex number at once.
+        tensors[name] = stored.clone().view(dtype).squeeze(-1) if stored.numel() else empty
     metadata.pop(_RAW_DTYPES, None)
     return TensorFile(tensors, metadata)
+
+
+def _tensors_on(content: bytearray, header: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file, after checking that they fill it without gaps and without overlaps."""
+    start = end = _PREFIX_BYTES + _header_length(content[:_PREFIX_BYTES], len(content))
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        dtype, shape = dtype_of(_DTYPES[entry["dtype"]]), entry["shape"]
+        count = math.prod(shape)
+        begin, end = end, end + count * dtype.itemsize
+        is_in_place = entry["data_offsets"] == [begin - start, end - start] and end <= len(content)
+        if not is_in_place or not all(type(side) is int and side >= 0 for side in shape):
+            raise ValueError(f"{name!r} is not where the tensor before it ends")
+        # Other programs may not align their tensors.
+        source, offset = (content[begin:end], 0) if begin % dtype.itemsize else (content, begin)
+        options: dict[str, Any] = {"dtype": dtype, "count": count, "offset": offset}
+        yield name, torch.frombuffer(source, **options).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+    if end != len(content):
+        raise ValueError(f"{len(content) - end} bytes belong to no tensor")
 
 
 @with_retries
@@ -358,7 +378,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
     return specs, metadata
 
 
-def pickle_hint(start: bytes, name: str = "") -> str:
+def pickle_hint(start: bytes | bytearray, name: str = "") -> str:
     """Return a clause about pickles, or about programs, if a file looks like one; else an empty string."""
     if name.endswith((".pt2", ".onnx")):
         return (
@@ -389,7 +409,7 @@ def _utf8(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _header_length(start: bytes, file_size: int) -> int:
+def _header_length(start: bytes | bytearray, file_size: int) -> int:
     if other := next(
         (description for begin, description in _OTHER_FORMATS.items() if start.lower().startswith(begin)), None
     ):
@@ -405,7 +425,7 @@ def _header_length(start: bytes, file_size: int) -> int:
     return length
 
 
-def _parse_header(content: bytes, file_size: int) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+def _parse_header(content: bytes | bytearray, file_size: int) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
     """Return the entries of the tensors, the metadata, and the dtypes of tensors that are stored as bytes."""
     length = _header_length(content[:_PREFIX_BYTES], file_size)
     try:

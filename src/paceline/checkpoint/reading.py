@@ -179,7 +179,7 @@ def _read_tensors(path: Path, name: str, entry: ComponentEntry) -> TensorFile:
         return TensorFile(assemble(entry.tensors, files()), metadata)
 
 
-def _read_checked(path: Path, name: str, facts: FileFacts) -> bytes:
+def _read_checked(path: Path, name: str, facts: FileFacts) -> bytearray:
     with _naming(path, name):
         content = read_regular_file(path / name)
         _compare(FileFacts.of(content, facts.algorithm), facts)

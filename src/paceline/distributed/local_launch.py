@@ -307,7 +307,9 @@ def _conclude(ranks: list[Child], ending: WaitResult, errors: list[RankError], *
         print(f"paceline: {label}{first.message}", file=sys.stderr)
     for error in others:
         if error.message != first.message or is_echo:
-            print("\n".join([f"paceline: rank {error.rank} then: {error.summary}", *error.notes]), file=sys.stderr)
+            # Every rank also notes what it knew of the others, of which one list is enough for any number of ranks.
+            notes = error.notes if error is others[0] else [note.splitlines()[0] for note in error.notes if note]
+            print("\n".join([f"paceline: rank {error.rank} then: {error.summary}", *notes]), file=sys.stderr)
     if silent:
         return _Outcome(1, None if mistake else causes[0])
     return _Outcome(first.exit_code, first.summary if first.exit_code == 1 else None)

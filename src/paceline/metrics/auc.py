@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+_AT_ONCE = 1 << 16  # scores, so that memory is little more than that of the scores
+
 ScoredPart = tuple[NDArray[np.float32], NDArray[np.uint8]]
 """Scores of one process: logits [N, …], and labels, 0 or 1 [N, …]."""
 
@@ -40,6 +42,7 @@ class GatheredScores:
         """Return this process's data; waits for the device."""
         device = self._scores[-1].device
         scores, labels = (torch.cat([each.to(device) for each in all_]) for all_ in (self._scores, self._labels))
+        self._scores, self._labels = [scores], [labels]  # not both, and not thousands of small tensors
         return scores.cpu().numpy(), labels.cpu().numpy()
 
 
@@ -64,13 +67,13 @@ def area_under_curve(scores: NDArray[np.floating[Any]], labels: NDArray[np.bool_
     negatives = len(labels) - positives
     if positives == 0 or negatives == 0 or np.isnan(scores).any():
         return math.nan
-    distinct, inverse = np.unique(scores, return_inverse=True)
-    of_each = np.bincount(inverse, minlength=len(distinct))
-    positive = np.bincount(inverse[labels], minlength=len(distinct))
-    negative = of_each - positive
-    below = np.cumsum(negative) - negative
+    below, above = np.sort(scores[~labels]), np.sort(scores[labels])
     # Twice the number of correctly ordered pairs, with ties counted once: integers up to half of N squared.
-    twice = int((positive * (2 * below + negative)).sum())
+    twice = sum(
+        int(np.searchsorted(below, above[start : start + _AT_ONCE], side).sum())
+        for start in range(0, positives, _AT_ONCE)
+        for side in ("left", "right")
+    )
     return twice / (2 * positives * negatives)
 
 
@@ -85,7 +88,10 @@ def normalized_entropy(scores: NDArray[np.floating[Any]], labels: NDArray[np.boo
     if share in (0.0, 1.0):
         return math.nan
     # Sorted, since a vectorised function may round a value differently by its position; summed exactly.
-    losses = np.sort(np.where(labels, -scores, scores).astype(np.float64))
-    total = math.fsum(np.logaddexp(0.0, losses).tolist()) if np.isfinite(losses).all() else math.nan
+    exponents = np.where(labels, -scores, scores)
+    exponents.sort()
+    parts = (exponents[start : start + _AT_ONCE].astype(np.float64) for start in range(0, len(labels), _AT_ONCE))
+    losses = (loss for part in parts for loss in np.logaddexp(0.0, part).tolist())
+    total = math.fsum(losses) if np.isfinite(exponents).all() else math.nan
     entropy = -(share * math.log(share) + (1 - share) * math.log1p(-share))
     return total / len(labels) / entropy

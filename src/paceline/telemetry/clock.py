@@ -99,6 +99,10 @@ class StepClock(abc.ABC):
         self._flush()
         return self._meter.state_dict()
 
+    def measures_under(self, conditions: dict[str, Any]) -> None:
+        """Set what the speed of a step depends on (:class:`Meter`); call this before a state is restored."""
+        self._meter.conditions = conditions
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved state."""
         self._meter.load_state_dict(state)

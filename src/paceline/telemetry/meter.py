@@ -140,6 +140,8 @@ class Totals:
         data_wait_fraction: Likewise.
         phase_fractions: Share of each phase, likewise; empty if there were no others.
         throughput_tokens_per_second: Likewise; also None if samples have no tokens.
+        comparable_steps: The latest of these steps, all measured under the present conditions (:class:`Meter`).
+        comparable_seconds: Time in those.
     """
 
     train_seconds: float
@@ -148,6 +150,8 @@ class Totals:
     data_wait_fraction: float | None
     phase_fractions: Mapping[str, float] = field(default_factory=dict)
     throughput_tokens_per_second: float | None = None
+    comparable_steps: int = 0
+    comparable_seconds: float = 0.0
 
 
 class Meter:
@@ -155,9 +159,15 @@ class Meter:
 
     Args:
         warmup_steps: Steps of this process to exclude from every rate.
+
+    Attributes:
+        conditions: What the speed of a step depends on, such as the number of processes. A state restored later keeps
+            its time, but its speed compares only if it was measured under the same.
     """
 
     def __init__(self, *, warmup_steps: int) -> None:
+        self.conditions: dict[str, Any] = {}
+        self._incomparable = (0, 0.0)  # steps and seconds under other conditions
         self._warmup_left = warmup_steps
         self._warmup = StepSums()  # since the last log record, like _window
         self._window = StepSums()
@@ -199,6 +209,8 @@ class Meter:
         return Totals(
             *(self._train_seconds, self._steps, rated.throughput, rated.data_wait_fraction, rated.phase_fractions),
             throughput_tokens_per_second=rated.token_throughput,
+            comparable_steps=self._steps - self._incomparable[0],
+            comparable_seconds=self._train_seconds - self._incomparable[1],
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -206,6 +218,8 @@ class Meter:
         return {
             "train_seconds": self._train_seconds,
             "steps": self._steps,
+            "conditions": self.conditions,
+            "incomparable": self._incomparable,
             "rated_steps": self._rated.steps,
             "rated_samples": self._rated.samples,
             "rated_seconds": self._rated.seconds,
@@ -219,6 +233,8 @@ class Meter:
         unnamed = state["rated_seconds"] - sum(phases.values())
         self._train_seconds = state["train_seconds"]
         self._steps = state["steps"]
+        is_comparable = state.get("conditions") == self.conditions
+        self._incomparable = state["incomparable"] if is_comparable else (self._steps, self._train_seconds)
         self._rated = StepSums(
             state["rated_steps"],
             state["rated_samples"],

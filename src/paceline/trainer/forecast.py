@@ -50,10 +50,13 @@ def forecast(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Report the expected time and memory of the run, and return the stream with the batches put back.
 
     Runs of fewer than 20 steps and networks sharded over processes are not measured. A resumed run uses the time of its
-    earlier steps instead, which does not delay its first step.
+    latest 20 or more steps instead, which does not delay its first step, if these ran under the same conditions: on as
+    many processes, with the same micro-batch and device.
     """
     ahead = ReadAhead(batches)
-    if event := _extrapolate(run) if run.clock.totals.steps >= _MIN_STEPS else measure(run, ahead):
+    # All processes measure, or none; only some of them may have another device than before.
+    comparable_steps = min(run.collectives.gather(run.clock.totals.comparable_steps))
+    if event := _extrapolate(run) if comparable_steps >= _MIN_STEPS else measure(run, ahead):
         run.recorder.write(event)
         run.recorder.flush()
     return ahead.replay()
@@ -64,7 +67,12 @@ def _extrapolate(run: Run) -> MeasurementEvent | None:
     end = plan.total_steps if plan.until_step is None else plan.until_step
     if (steps := end - position) < _MIN_STEPS:
         return None
-    seconds = steps * totals.train_seconds / totals.steps
+    measured_from = position - totals.comparable_steps
+    samples, measured = (
+        (plan.samples_before(last) - plan.samples_before(first)) * _mean_pixels(plan, first, last)
+        for first, last in ((position, end), (measured_from, position))
+    )
+    seconds = totals.comparable_seconds * samples / measured
     evaluations = _times_due(plan, "evaluate", position, end)
     more = f", plus {counted(evaluations, 'evaluation')}" if evaluations else ""
     return MeasurementEvent(
@@ -102,8 +110,9 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
         run.display.message(f"expected time: not measured ({error})")
         return None
     samples = (plan.samples_before(end) - plan.samples_before(position)) / run.world.world_size
+    samples *= _mean_pixels(plan, position, end) / _mean_pixels(plan, position, position + 1)
     evaluations = _times_due(plan, "evaluate", position, end)
-    seconds = samples * costs.sample * _growth(plan, position, end) + steps * costs.step
+    seconds = samples * costs.sample + steps * costs.step
     seconds += evaluations * costs.evaluation + _times_due(plan, "checkpoint", position, end) * costs.save
     seconds += len(run.recipe.telemetry.trackers) * _TRACKER_SECONDS
     work = f"{format_count(steps)} steps" + (f" and {counted(evaluations, 'evaluation')}" if evaluations else "")
@@ -351,14 +360,12 @@ class _Costs:
         return sum(each.nbytes for each in tensors_in(*optimizer.state.values()))
 
 
-def _growth(plan: Plan, position: int, end: int) -> float:
-    """Return the mean pixels of the training images from ``position`` to ``end``, relative to those at ``position``."""
+def _mean_pixels(plan: Plan, first: int, last: int) -> float:
+    """Return the mean pixels of the training images from step ``first`` to ``last``, in a unit of this run."""
     sizes: dict[int, int] = {int(epoch): size for epoch, size in plan.data.get("image_size_from_epoch", {0: 1}).items()}
-    first_steps = [plan.epochs.first_step(epoch) for epoch in sizes]
-    spans = zip(first_steps, [*first_steps[1:], plan.total_steps], sizes.values(), strict=True)
-    pixels = [(max(0, min(last, end) - max(first, position)), size**2) for first, last, size in spans]
-    current = next(size for steps, size in pixels if steps)
-    return sum(steps * size for steps, size in pixels) / ((end - position) * current)
+    starts = [plan.epochs.first_step(epoch) for epoch in sizes]
+    spans = zip(starts, [*starts[1:], plan.total_steps], sizes.values(), strict=True)
+    return sum(max(0, min(end, last) - max(start, first)) * size**2 for start, end, size in spans) / (last - first)
 
 
 def _times_due(plan: Plan, occasion: Literal["evaluate", "checkpoint"], position: int, end: int) -> int:

@@ -9,6 +9,7 @@ import os
 import pickle
 import struct
 import threading
+import tracemalloc
 import zipfile
 from collections import OrderedDict, namedtuple
 from pathlib import Path
@@ -323,6 +324,27 @@ def test_files_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
     file = read_tensor_file(tmp_path / "theirs.safetensors")
     assert file.metadata == {"format": "pt"}
     assert all(torch.equal(file.tensors[key], value) for key, value in tensors.items())
+
+
+def test_a_load_needs_no_second_copy(tmp_path: Path) -> None:
+    tensors = {"a": torch.rand(300_000), "b": torch.rand(300_000), "c": torch.rand(300_000).to(torch.bfloat16)}
+    facts = write_tensor_file(tmp_path / "large", tensors, {})
+    tracemalloc.start()
+    found = read_tensor_file(tmp_path / "large").tensors
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert facts.size_bytes < peak < 1.1 * facts.size_bytes
+    found["a"].zero_()
+    assert same(found["b"], tensors["b"])
+    assert same(found["c"], tensors["c"])
+
+
+@pytest.mark.parametrize("blanks", range(4))
+def test_tensors_that_another_program_did_not_align_are_read(tmp_path: Path, blanks: int) -> None:
+    header = json.dumps({"a": ENTRY}).encode() + b" " * blanks
+    (tensor,) = read_tensor_file(raw_file(tmp_path / "odd", header, struct.pack("<2f", 1.5, -2.0))).tensors.values()
+    assert tensor.tolist() == [1.5, -2.0]
+    assert tensor.data_ptr() % 4 == 0
 
 
 def test_an_existing_file_is_never_written_over(tmp_path: Path) -> None:

@@ -211,4 +211,4 @@ def test_no_damaged_header_fails_otherwise(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(content) - 1))
     content[at : at + data.draw(st.integers(0, 8))] = data.draw(st.binary(max_size=8))
     with contextlib.suppress(ValueError):
-        parse_tensor_file(bytes(content))
+        parse_tensor_file(content)

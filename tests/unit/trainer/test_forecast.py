@@ -104,6 +104,41 @@ def test_a_resumed_run_counts_what_is_left(timed_task: Make, train_tiny: Make, e
     assert second["expected_seconds"] == pytest.approx(28 / 20 * before.train_seconds)
 
 
+def test_a_resumed_run_with_another_micro_batch_is_measured_anew(
+    timed_task: Make, train_tiny: Make, events: Make
+) -> None:
+    """Its earlier speed says nothing, until there are steps enough at the new one."""
+    asked = LONG | {"train.duration": "96 steps", "train.ema": "off", "evaluate.every": "off"}
+    train_tiny("run", asked | {"train.until": "24 steps"}, task=timed_task(0.01))
+    changed = asked | {"batch.micro_size": 16}
+    before = train_tiny("run", changed | {"train.until": "48 steps"}, task=timed_task(0.03)).summary
+    after = train_tiny("run", changed | {"train.until": "72 steps"}, task=timed_task(0.03))
+    first, anew, resumed = events(after.run_dir, "measurement")
+    assert "speed so far" not in first["message"] + anew["message"]
+    assert anew["expected_seconds"] == pytest.approx(3 * first["expected_seconds"])
+    assert "speed so far" in resumed["message"]
+    assert resumed["expected_seconds"] < before.train_seconds, "that of the last 24 steps alone"
+
+
+@pytest.mark.parametrize(
+    ("growing", "times"),
+    [
+        # 52 samples an epoch: 8 epochs are over, and in each of the 12 to come each sample is used once more.
+        ({"batch.growth": {8: 32}, "train.duration": "56 steps"}, 12 / 8),
+        # Epochs of four steps: two of 4x4 pixels and six of 8x8, and then six of 8x8.
+        ({"data.progressive": {"start_size": 4, "multiple": 4, "end": 3}, "train.duration": "56 steps"}, 6 / 6.5),
+    ],
+)
+def test_the_speed_so_far_is_of_samples_and_pixels(
+    train_tiny: Make, events: Make, growing: dict[str, Any], times: float
+) -> None:
+    asked = LONG | {"evaluate.every": "off"} | growing
+    before = train_tiny("run", asked | {"train.until": "32 steps"}).summary
+    resumed = events(train_tiny("run", asked).run_dir, "measurement")[-1]
+    assert "speed so far" in resumed["message"]
+    assert resumed["expected_seconds"] == pytest.approx(times * before.train_seconds)
+
+
 def test_a_resumed_run_takes_no_passes_before_its_first_step(train_tiny: Make) -> None:
     """But one that was killed within its first steps does: these are too few to extrapolate from."""
     losses: list[int] = []

@@ -168,7 +168,9 @@ def _list_classes(
 def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
     """Return name and size of every image in a class folder, sorted by name; raises DataError if unlistable."""
     files = []
-    for entry in sorted(visible_entries(folder), key=attrgetter("name")):
+    entries = sorted(visible_entries(folder), key=attrgetter("name"), reverse=True)
+    while entries:
+        entry = entries.pop()  # freed, with the status that it keeps, before the next
         size: int | None = 0  # broken or cyclic link; reported as a broken image when it is read
         with suppress(OSError):
             status = entry.stat()
