@@ -61,6 +61,7 @@ _CODES = {
 _DTYPES = {code: name for name, code in _CODES.items()} | {
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
 }
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _PICKLE_STARTS = (b"\x80", b"PK\x03\x04")  # a bare pickle; the zip archive of torch.save
@@ -339,7 +340,7 @@ def _tensors_on(content: bytearray, header: Mapping[str, Any]) -> Iterator[tuple
     """Yield the tensors of a file, after checking that they fill it without gaps and without overlaps."""
     start = end = _PREFIX_BYTES + _header_length(content[:_PREFIX_BYTES], len(content))
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype, shape = dtype_of(_DTYPES[entry["dtype"]]), entry["shape"]
+        dtype, shape = dtype_of(_DTYPES.get(entry["dtype"], entry["dtype"])), entry["shape"]
         count = math.prod(shape)
         begin, end = end, end + count * dtype.itemsize
         is_in_place = entry["data_offsets"] == [begin - start, end - start] and end <= len(content)
