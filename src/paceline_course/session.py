@@ -47,12 +47,10 @@ def _shell() -> Any:
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
-    class Shell(InteractiveShell):
-        # IPython keeps all that a cell prints, until the memory is full.
-        def _tee(self, channel: str) -> Any:
-            return nullcontext()
-
-    return Shell.instance(config=Config({"HistoryManager": {"enabled": False}}))
+    shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
+    # IPython would keep all that a cell prints, until the memory is full.
+    shell._tee = lambda channel: nullcontext()
+    return shell
 
 
 def _run(shell: Any, source: str) -> str:

@@ -81,7 +81,7 @@ class MemoryBackend:
             starts, rows = self._indices(ids, draws)
             sizes = [len(each[0]) for each in parts]
             targets = self._labels.index_select(0, rows)
-            batches = zip(group, parts, starts.split(sizes), targets.split(sizes), strict=True)
+            batches = zip(group, parts, torch.split(starts, sizes), torch.split(targets, sizes), strict=True)
             for piece, (whole, own, broken), begins, labels in batches:
                 yield Batch(self._inputs(begins, own, piece.epoch), labels, whole, piece, broken)
 
