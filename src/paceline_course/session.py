@@ -49,7 +49,7 @@ def _shell() -> Any:
 
     shell = InteractiveShell.instance(config=Config({"HistoryManager": {"enabled": False}}))
     # IPython would keep all that a cell prints, until the memory is full.
-    shell._tee = lambda channel: nullcontext()
+    shell._tee = lambda channel: nullcontext()  # noqa: SLF001  # no option turns it off
     return shell
 
 
