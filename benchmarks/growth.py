@@ -2,7 +2,7 @@
 
 Each row is measured at three sizes, in a separate process with limited memory, and a power of the size is fitted
 to its seconds: 0 is constant, 1 proportional. Memory is the peak less what the process had before it began, and less
-one copy of a checkpoint's state; what a row needs to be there (files, a run directory) is made by another process.
+one copy of a checkpoint's state; another process creates the files that a row needs.
 
     python benchmarks/growth.py [--only ROW …] [--sizes N …] [--memory GIB] [--small]
 

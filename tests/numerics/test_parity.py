@@ -103,7 +103,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[nn.Module], torch.optim.Optimiz
     ),
     "adamw": (
         {"optimizer.name": "adamw", "optimizer.weight_decay": 0.1, "optimizer.betas": [0.8, 0.95]},
-        lambda m: torch.optim.AdamW(split(m, 0.1), lr=0.05, betas=(0.8, 0.95)),
+        lambda m: torch.optim.AdamW(split(m, 0.1), lr=0.05, betas=(0.8, 0.95), fused=True),
         {},
     ),
     "cosine, warm-up, clipping and smoothing": (

@@ -33,7 +33,11 @@ def rehearse_ranks(ranks: int, run_dir: Path, recipe: str, *overrides: str, faul
     world = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "1", "PACELINE_RENDEZVOUS": f"file://{rendezvous}"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     started = [subprocess.Popen(command, env=home | world | {"RANK": str(rank)}, **pipes) for rank in range(ranks)]
-    outputs = [each.communicate(timeout=300) for each in started]
+    try:
+        outputs = [each.communicate(timeout=300) for each in started]
+    finally:
+        for each in started:
+            each.kill()
     return [error if each.returncode else json.loads(out) for each, (out, error) in zip(started, outputs, strict=True)]
 
 

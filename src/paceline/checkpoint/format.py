@@ -63,6 +63,7 @@ _DTYPES = {code: name for name, code in _CODES.items()} | {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
+_MOST_SIDES = 64
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _PICKLE_STARTS = (b"\x80", b"PK\x03\x04")  # a bare pickle; the zip archive of torch.save
 # Other formats found under the name of a weights file, by their first bytes in lower case.
@@ -340,11 +341,15 @@ def _tensors_on(content: bytearray, header: Mapping[str, Any]) -> Iterator[tuple
     """Yield the tensors of a file, after checking that they fill it without gaps and without overlaps."""
     start = end = _PREFIX_BYTES + _header_length(content[:_PREFIX_BYTES], len(content))
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        dtype, shape = dtype_of(_DTYPES.get(entry["dtype"], entry["dtype"])), entry["shape"]
+        if (dtype_name := _DTYPES.get(entry["dtype"])) is None:
+            raise ValueError(f"it holds a tensor of the unknown dtype {entry['dtype']!r}")
+        dtype, shape = dtype_of(dtype_name), entry["shape"]
+        # Checked before they are multiplied: products of very long numbers take hours.
+        if len(shape) > _MOST_SIDES or not all(type(side) is int and 0 <= side < 2**63 for side in shape):
+            raise ValueError(f"{name!r} has no shape of a tensor")
         count = math.prod(shape)
         begin, end = end, end + count * dtype.itemsize
-        is_in_place = entry["data_offsets"] == [begin - start, end - start] and end <= len(content)
-        if not is_in_place or not all(type(side) is int and side >= 0 for side in shape):
+        if entry["data_offsets"] != [begin - start, end - start] or end > len(content):
             raise ValueError(f"{name!r} is not where the tensor before it ends")
         # Other programs may not align their tensors.
         source, offset = (content[begin:end], 0) if begin % dtype.itemsize else (content, begin)

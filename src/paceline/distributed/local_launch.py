@@ -305,10 +305,12 @@ def _conclude(ranks: list[Child], ending: WaitResult, errors: list[RankError], *
     else:
         label = f"rank {first.rank} failed first:\n" if first.is_traceback else ""
         print(f"paceline: {label}{first.message}", file=sys.stderr)
+    listing = next((error for error in others if error.is_echo), None)
     for error in others:
         if error.message != first.message or is_echo:
-            # Every rank also notes what it knew of the others, of which one list is enough for any number of ranks.
-            notes = error.notes if error is others[0] else [note.splitlines()[0] for note in error.notes if note]
+            # A rank that reports another's failure lists all that it knew of the others: one such list is enough.
+            is_short = error.is_echo and error is not listing
+            notes = [note.splitlines()[0] for note in error.notes if note] if is_short else error.notes
             print("\n".join([f"paceline: rank {error.rank} then: {error.summary}", *notes]), file=sys.stderr)
     if silent:
         return _Outcome(1, None if mistake else causes[0])

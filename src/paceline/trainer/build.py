@@ -47,8 +47,8 @@ from paceline.trainer.step_stats import Progress, Window, find_utilisation
 
 # Values of the plan; earlier steps with others do not tell how long a resumed run will take.
 _SPEED_DEPENDS_ON = (
-    *("world_size", "local_world_size", "micro_batch_size"),
-    *("device_name", "threads_per_process", "compile"),
+    *("world_size", "local_world_size", "micro_batch_size", "strategy", "precision"),
+    *("device_name", "threads_per_process", "compile", "channels_last"),
 )
 
 
@@ -137,7 +137,8 @@ def build_run(opened: OpenedRun) -> Run:
         mirroring=opened.mirroring,
         utilisation=find_utilisation(prepared) if prepared.world.is_first else None,
     )
-    run.clock.measures_under({name: getattr(plan, name) for name in _SPEED_DEPENDS_ON})
+    chosen = [recipe.data.workers, recipe.data.prefetch, recipe.model.activation_checkpointing]
+    run.clock.measures_under({name: getattr(plan, name) for name in _SPEED_DEPENDS_ON} | {"recipe": chosen})
     _register(run)
     # After _register: a checkpoint holds the clock itself, not the profile around it.
     run.clock = with_profile(run)

@@ -49,9 +49,8 @@ _LONG_SECONDS = 3600.0
 def forecast(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     """Report the expected time and memory of the run, and return the stream with the batches put back.
 
-    Runs of fewer than 20 steps and networks sharded over processes are not measured. A resumed run uses the time of its
-    latest 20 or more steps instead, which does not delay its first step, if these ran under the same conditions: on as
-    many processes, with the same micro-batch and device.
+    Runs of fewer than 20 steps and networks sharded over processes are not measured. A resumed run uses the time of
+    its latest steps if 20 or more ran on as many processes, with the same micro-batch and device.
     """
     ahead = ReadAhead(batches)
     # All processes measure, or none; only some of them may have another device than before.

@@ -254,6 +254,8 @@ _LR_TOLERANCE = 1e-3
 _MINIMUM_SHARE = 0.5
 # Two measurements of the same loop's throughput differ by this factor even on a quiet machine.
 _LEAST_NOISE = 1.25
+# The load is that of the whole host, of which a container sees a part.
+_MOST_NOISE = 4.0
 # Runs made only if the first measurement was too slow: another process may have caused that.
 THROUGHPUT_REPEATS = ("batchnorm-2", "batchnorm-3")
 
@@ -334,7 +336,7 @@ def judge_throughput(programs: Sequence[float], loops: Sequence[float], *, load:
         load: Runnable processes per core that may be used, which may have slowed only one of the two.
     """
     program, loop = min(programs), sum(loops) / len(loops)
-    share, noise = loop / program, max(max(loops) / min(loops), load, _LEAST_NOISE)
+    share, noise = loop / program, max(max(loops) / min(loops), min(load, _MOST_NOISE), _LEAST_NOISE)
     seen = {"step seconds": list(programs), "bare loop": list(loops), "share": share}
     if share >= _MINIMUM_SHARE:
         return Finding(seen=seen)

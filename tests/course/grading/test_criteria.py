@@ -310,6 +310,7 @@ def test_throughput() -> None:
     assert "too busy" in judge_throughput([0.016], [0.0026, 0.0026], load=4.0).note
     assert "too busy" in judge_throughput([0.0078], [0.0039, 0.0037]).note, "49 % and 50 % cannot be told apart"
     assert judge_throughput([0.2], [0.003, 0.003], load=4.0).reason
+    assert judge_throughput([0.1], [0.01, 0.01], load=16.0).reason, "that of a large host, in a small container"
 
 
 # -- endings

@@ -12,6 +12,7 @@ import threading
 import tracemalloc
 import zipfile
 from collections import OrderedDict, namedtuple
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +335,8 @@ def test_a_load_needs_no_second_copy(tmp_path: Path) -> None:
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert facts.size_bytes < peak < 1.1 * facts.size_bytes
+    lie = sorted(found.values(), key=Tensor.data_ptr)
+    assert all(two.data_ptr() == one.data_ptr() + one.nbytes for one, two in pairwise(lie)), "in the bytes of the file"
     found["a"].zero_()
     assert same(found["b"], tensors["b"])
     assert same(found["c"], tensors["c"])
@@ -380,6 +383,11 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (b"\xff\xfe{}", b"", None, "not JSON"),
         ([], b"", None, "not a JSON object"),
         ({"a": {**ENTRY, "dtype": "F31"}}, b"12345678", None, "does not describe"),
+        ({"a": {**ENTRY, "dtype": "float32"}}, b"12345678", None, "does not describe"),
+        ({"a": {**ENTRY, "dtype": "qint32"}}, b"12345678", None, "does not describe"),
+        ({"a": {**ENTRY, "dtype": ["F32"]}}, b"12345678", None, "does not describe"),
+        ({"a": {**ENTRY, "shape": [10**4000] * 1000}}, b"12345678", None, "does not describe"),
+        ({"a": {**ENTRY, "shape": [2**62] * 1_000_000}}, b"12345678", None, "does not describe"),
         ({"a": {**ENTRY, "shape": [3]}}, b"12345678", None, "does not describe"),
         ({"a": {**ENTRY, "shape": [1 << 62, 1 << 62]}}, b"12345678", None, "does not describe"),
         ({"a": {**ENTRY, "data_offsets": [8, 16]}}, b"12345678", None, "does not describe"),

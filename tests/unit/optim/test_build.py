@@ -91,8 +91,8 @@ PLAIN: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"momentum": 0.9}),
     "sgd without momentum": (torch.optim.SGD, {"momentum": 0}),
     "nesterov": (torch.optim.SGD, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.01}),
-    "adamw": (torch.optim.AdamW, {"betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.05}),
-    "adamw without decay": (torch.optim.AdamW, {}),
+    "adamw": (torch.optim.AdamW, {"betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.05, "fused": True}),
+    "adamw without decay": (torch.optim.AdamW, {"fused": True}),
     "rmsprop": (torch.optim.RMSprop, {"alpha": 0.95, "eps": 1e-3, "momentum": 0.8, "weight_decay": 0.1}),
     "adafactor": (torch.optim.Adafactor, {"weight_decay": 0.1}),
     "rmsprop as in tensorflow": (RMSpropTF, {"alpha": 0.95, "eps": 1e-3, "momentum": 0.8, "weight_decay": 0.1}),
@@ -103,10 +103,11 @@ PLAIN: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 def test_it_is_torchs_own_to_the_bit(name: str) -> None:
     kind, options = PLAIN[name]
     ours, plain = net(), net()
+    set_by_us = {key: value for key, value in options.items() if key != "fused"}
     more = {"decay_norm_and_bias": True} if "weight_decay" in options else {}
     more |= {"eps_inside_sqrt": True} if kind is RMSpropTF else {}
     optimizers = (
-        build_optimizer(ours, section(name=kind.__name__.lower().removesuffix("tf"), **options, **more), CPU),
+        build_optimizer(ours, section(name=kind.__name__.lower().removesuffix("tf"), **set_by_us, **more), CPU),
         kind(plain.parameters(), lr=0.1, **{"weight_decay": 0.0, **options}),
     )
     generator = torch.Generator().manual_seed(1)
@@ -120,6 +121,33 @@ def test_it_is_torchs_own_to_the_bit(name: str) -> None:
             optimizer.step()
     for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_threads_change_no_bit_of_fused_adamw() -> None:
+    results, before = [], torch.get_num_threads()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        generator = torch.Generator().manual_seed(0)
+        model = nn.Linear(1001, 301)
+        with torch.no_grad():
+            for each in model.parameters():
+                each.copy_(torch.randn(each.shape, generator=generator))
+        optimizer = build_optimizer(model, section(name="adamw", weight_decay=0.1), CPU)
+        assert optimizer.defaults["fused"]
+        for _ in range(3):
+            for each in model.parameters():
+                each.grad = torch.randn(each.shape, generator=generator)
+            optimizer.step()
+        results.append([*model.parameters()])
+    torch.set_num_threads(before)
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+
+
+def test_adamw_is_not_fused_where_torch_cannot() -> None:
+    asked = build_optimizer(net(), section(name="adamw", options={"foreach": True}), CPU)
+    is_complex = build_optimizer(nn.Linear(2, 2, dtype=torch.complex64), section(name="adamw"), CPU)
+    assert not asked.defaults["fused"]
+    assert not is_complex.defaults["fused"]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 200) -> list[torch.Tensor]:
