@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -305,12 +306,11 @@ def _conclude(ranks: list[Child], ending: WaitResult, errors: list[RankError], *
     else:
         label = f"rank {first.rank} failed first:\n" if first.is_traceback else ""
         print(f"paceline: {label}{first.message}", file=sys.stderr)
-    listing = next((error for error in others if error.is_echo), None)
+    # Each rank also lists what it knew of the others: the longest of these lists is enough.
+    longest = max(others, key=lambda error: sum(note.count("\n(rank ") for note in error.notes), default=None)
     for error in others:
         if error.message != first.message or is_echo:
-            # A rank that reports another's failure lists all that it knew of the others: one such list is enough.
-            is_short = error.is_echo and error is not listing
-            notes = [note.splitlines()[0] for note in error.notes if note] if is_short else error.notes
+            notes = error.notes if error is longest else [re.sub(r"\n\(rank .*", "", note) for note in error.notes]
             print("\n".join([f"paceline: rank {error.rank} then: {error.summary}", *notes]), file=sys.stderr)
     if silent:
         return _Outcome(1, None if mistake else causes[0])

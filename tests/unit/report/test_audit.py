@@ -153,6 +153,7 @@ def write(path: Path, entries: list[Entry]) -> None:
         for each in entries:
             if isinstance(each, LedgerEntry):
                 writer.append(step=each.step, epoch=each.epoch, ids=each.ids, broken=each.broken)
+                writer.flush()
                 continue
             header = struct.pack("<4sB3xIQII", b"PLED", 0, each.epoch, each.step, each.samples, 0)
             body = header + struct.pack("<Q8s", each.first, each.digest)
