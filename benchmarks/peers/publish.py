@@ -41,13 +41,13 @@ medians over rounds. Progress bars, TensorBoard and reports are off.
 JPEG files are 8,000 crops of scikit-learn's two photographs, 400 by 300 pixels and more. All other images are random
 numbers; [the CIFAR-10 speed run](cifar10-speedrun.md) compares accuracy.
 
-Paceline keeps freed memory and shortens start-up ([decision 69](decisions/0069-start-up-and-memory.md)). It decodes
+Paceline keeps freed memory ([decision 69](decisions/0069-start-up-and-memory.md)). It decodes
 only the visible part of a JPEG file, and augments images in memory by batches. The others use torchvision's transforms
 per image, in one loader process for images in memory.
 
 "By hand, tuned" also keeps freed memory (`MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4611686018427387904`) and sets
-DDP's options, as Paceline does; compare loop overhead with this column. Three to five rounds cannot resolve a few
-percent: [measured](measured.md#training) has forty pairs.
+DDP's options, as Paceline does; compare loop overhead with this column. [Measured](measured.md#training) has forty
+pairs.
 
 Measured on {cpu}, {cores} shared cores, PyTorch {torch} (Composer 0.32.1: 2.7.0), Python {python}, {date}.
 {gpu} Two cores say little about many.
@@ -55,11 +55,10 @@ Measured on {cpu}, {cores} shared cores, PyTorch {torch} (Composer 0.32.1: 2.7.0
 ## Ratios to Paceline
 
 Time or memory of each trainer divided by Paceline's, median of the rounds. Below 1, in **bold**, the other is better.
-*Italics*: the rounds disagree. The total cost of a save has no ratio, since it can be negative in a round.
+*Italics*: the rounds disagree. A cost that was negative in a round has no ratio.
 """
 _AHEAD = """\
-Trainers with less time or memory in the median of the rounds: ratios with minimum and maximum or, where a figure was 0
-or less in a round, the figures."""
+Trainers ahead in the median, with minimum, maximum and rounds won: ratios, or figures where one was 0 or less."""
 _NO_GPU = "**Nothing here was measured on a GPU.**"
 _WITH_GPU = "GPU figures are [below](#on-a-gpu)."
 _GPU = """\
@@ -208,7 +207,7 @@ def _quicker(result: Mapping[str, Any], key: str, row: Row | None) -> list[str]:
         margin = row.costs[name][0] - 1 if row else statistics.median(other - own for other, own in pairs)
         if margin < (-_ROUNDED if row else 0):
             cost = "{:.2f} ({:.2f} to {:.2f})".format(*row.costs[name]) if row else _spread(each["values"])
-            rounds = f"{sum(other < own for other, own in pairs)} of {len(pairs)} rounds"
+            rounds = f"{sum(other < own for other, own in pairs)} of {len(pairs)}"
             found.append((margin, f"{each['title']} {cost}, in {rounds}"))
     return [text for _, text in sorted(found)]
 
