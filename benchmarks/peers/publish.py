@@ -85,7 +85,7 @@ _WHY = {
     "peak_mebibytes": """\
 Paceline keeps freed memory for the next step, as the tuned loop does; the rest is libraries and records.""",
     "first_step_seconds": """\
-Paceline first checks recipe and data, plans, and opens its records ([decision
+Paceline first checks recipe and data, plans, and measures expected time ([decision
 69](decisions/0069-start-up-and-memory.md)).""",
     "resumed_first_step_seconds": """\
 Paceline also verifies every byte of the checkpoint.""",
