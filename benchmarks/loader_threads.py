@@ -3,7 +3,7 @@
 The photographs of ``loader_processes.py``, random resized crops, two readers. Both kinds take turns (A B A B …), each
 measured with a main thread that only takes batches, and with one that works in the interpreter for 10 ms a batch, as a
 training loop of a small network does: threads wait for the interpreter's lock meanwhile. A free-threaded Python
-(PEP 703) has no lock, and writes result files of its own.
+(PEP 703) has no such lock; its result files have another name.
 
     python benchmarks/loader_threads.py [--rounds 5] [--images 2000] [--dry-run]
 """

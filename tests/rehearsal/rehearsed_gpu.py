@@ -11,9 +11,9 @@ Paceline's modules are imported with ``cuda`` replaced by this device's name, so
 - A network compiled with CUDA graphs runs uncompiled, under their rules: inside it, nothing may make the host wait, and
   its next call overwrites its answers and gradients.
 
-Not covered: kernels and their results on a GPU, memory reserved or fragmented by the allocator, several streams running
-at the same time (also collectives beside the backward pass), sharded weights, torch's compiler, and what it records:
-which operators are captured, addresses of inputs, and memory outside a graph's pool.
+Not covered: kernels and their results on a GPU, memory that the allocator reserves, streams that run at the same time
+(collectives during the backward pass too), sharded weights, and torch's compiler. Of CUDA graphs, not covered are which
+operators are captured, the addresses of inputs, and memory outside a graph's pool.
 """
 
 from __future__ import annotations

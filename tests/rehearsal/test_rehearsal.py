@@ -25,7 +25,7 @@ GPT = ("gpt-small-docs", "model.options.depth=1", "batch.global_size=4", "data.t
 
 
 def rehearse_ranks(ranks: int, run_dir: Path, recipe: str, *overrides: str, fault: str = "-") -> list[Any]:
-    """Return what each process found, or its standard error if it failed; each is on a machine of its own."""
+    """Return the findings of each process, or its standard error if it failed. Each runs as if on another machine."""
     command = [sys.executable, str(HERE / "rehearse.py"), recipe, str(run_dir), fault, *overrides]
     rendezvous = run_dir.with_name(f"{run_dir.name}.rendezvous")
     rendezvous.unlink(missing_ok=True)
