@@ -168,6 +168,13 @@ class TextPredictor:
         return logits
 
 
+def _decoded(content: bytes) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BrokenImageError("text", f"it is not UTF-8 ({error.reason})") from error
+
+
 class TextLabeller(ImagePredictor):
     """A trained text classifier with its tokenizer; needs only the weights file.
 
@@ -208,11 +215,9 @@ class TextLabeller(ImagePredictor):
 
     def prepare(self, content: bytes) -> TokenIds:
         """Return the tokens of a text, int64 [tokens]; BrokenImageError if it is not UTF-8, or empty."""
-        try:
-            ids = self.tokenizer.encode_whole(content.decode("utf-8-sig"), self._context)
-        except UnicodeDecodeError as error:
-            raise BrokenImageError("text", f"it is not UTF-8 ({error.reason})") from error
-        if not content.strip() or not len(ids):
+        text = _decoded(content)
+        ids = self.tokenizer.encode_whole(text, self._context)
+        if not text.strip() or not len(ids):
             raise BrokenImageError("text", "it is empty")
         return ids
 
@@ -268,8 +273,9 @@ class WordTagger(TextLabeller):
         Raises:
             BrokenImageError: If it is not UTF-8, empty or too long.
         """
-        super().prepare(" ".join(content).encode() if isinstance(content, list) else content)
-        words = content if isinstance(content, list) else content.decode("utf-8-sig").split()
+        words = content if isinstance(content, list) else _decoded(content).split()
+        if not any(map(str.strip, words)):
+            raise BrokenImageError("text", "it is empty")
         ids, starts = self.tokenizer.encode_words(words, self._context)
         places = np.flatnonzero(starts >= 0)
         if missing := len(words) - len(places):

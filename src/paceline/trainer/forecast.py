@@ -19,6 +19,7 @@ from paceline.distributed.strategy import Replicas
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.optim.build import Clipping, build_optimizer
 from paceline.plan import Plan
+from paceline.plan.strategy import exact_gradient_count
 from paceline.records.events import MeasurementEvent
 from paceline.telemetry.memory import peak_memory_bytes
 from paceline.trainer.evaluate import evaluation_mode
@@ -28,8 +29,9 @@ from paceline.units import counted, format_bytes, format_count, format_seconds
 
 # A shorter run ends before a forecast is worth its passes.
 _MIN_STEPS = 20
-# Timed passes end after this many seconds, or this many passes.
-_SECONDS, _PASSES = 1.0, 30
+# Timed passes end after this many seconds, or this many passes. Batches are read ahead by loader processes and for a
+# GPU; how fast shows only after those that were ready.
+_SECONDS, _SECONDS_READ_AHEAD, _PASSES = 0.3, 1.0, 30
 # A first pass that takes longer is used as the measurement itself. On a GPU the first pass searches for the fastest
 # kernels, so its time means nothing.
 _SLOW_SECONDS, _SLOW_SECONDS_CUDA = 5.0, 60.0
@@ -186,13 +188,16 @@ class _Costs:
     save: float = 0.0
     memory: int | None = None
     is_reducing: bool = False
+    _seconds: float = _SECONDS
     _slow_seconds: float = _SLOW_SECONDS
     _shapes: set[tuple[Any, ...]] = field(default_factory=set)
 
     def measure(self, *, cautious: bool) -> None:
         """Measure all parts."""
         run = self.probe.run
-        self._slow_seconds = _SLOW_SECONDS if run.device.type == "cpu" else _SLOW_SECONDS_CUDA
+        is_on_cpu = run.device.type == "cpu"
+        self._slow_seconds = _SLOW_SECONDS if is_on_cpu else _SLOW_SECONDS_CUDA
+        self._seconds = _SECONDS if is_on_cpu and not run.plan.data.get("workers") else _SECONDS_READ_AHEAD
         extra = self._try_rows(self.probe.batch) if cautious else 0.0
         is_tried = bool(self.sample)
         if not is_tried:
@@ -200,6 +205,9 @@ class _Costs:
         self._time_evaluation(_TRIED_ROWS if is_tried else run.evaluator.batch_size)
         peak = peak_memory_bytes(run.device.type)
         extra += self._time_step()
+        if run.plan.strategy == "exact":  # one gradient exists from the start, and the passes hold another
+            trained = sum(each.nbytes for each in run.network.parameters() if each.requires_grad)
+            extra += trained * (exact_gradient_count(run.plan.logical_ranks, run.world.world_size) - 2)
         if run.device.type in ("cuda", "xpu"):  # the step on a copy is not part of the run
             torch.get_device_module(run.device).reset_peak_memory_stats()
         if peak is not None:
@@ -240,14 +248,14 @@ class _Costs:
         is_alone = run.world.world_size == 1
         if longest < self._slow_seconds:
             passes, start = [], time.perf_counter()
-            for _ in range(_PASSES if is_alone else min(_PASSES, 2 + int(_SECONDS / max(longest, 1e-3)))):
+            for _ in range(_PASSES if is_alone else min(_PASSES, 2 + int(self._seconds / max(longest, 1e-3)))):
                 read_from = time.perf_counter()
                 self.probe.batch = self.ahead.read() or self.probe.batch
                 self._pass_seconds()
                 now = time.perf_counter()
                 group = first if self._is_new("training", self.probe.batch) else passes
                 group.append((now - read_from, len(self.probe.batch.ids)))
-                if is_alone and (now - start > _SECONDS or run.stop.requested):
+                if is_alone and (now - start > self._seconds or run.stop.requested):
                     break
             passes = passes or first
         # Batches that loader processes had ready before the first request do not show how fast they read.
@@ -298,7 +306,7 @@ class _Costs:
                     scoring = self._scoring_seconds(batch)
                 timings.append((reading, scoring, len(batch.ids)))
                 spent += reading + scoring
-                if (number and spent > _SECONDS) or spent > self._slow_seconds or run.world.world_size > 1:
+                if (number and spent > self._seconds) or spent > self._slow_seconds or run.world.world_size > 1:
                     break
                 start = time.perf_counter()
         if not timings:
