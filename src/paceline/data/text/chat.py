@@ -37,6 +37,9 @@ def open_chat(data: Data) -> TextDataset:
     table = read_table(data, _columns, left_out)
     corpora = list[StoredCorpus]()
     for rows in (table.train, table.held_out):
+        if corpora and rows is table.train:  # all rows are scored
+            corpora *= 2
+            break
         names, documents = list[str](), list[tuple[TokenIds, BoolArray]]()
         for row in rows:
             ids, is_target = _encoded(row, tokenizer)
