@@ -295,20 +295,20 @@ def _mapped(path: Path, samples: int) -> Rows:
 
 
 def _convert(files: list[Path], folder: Path, max_broken: int) -> None:
-    partial = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".tmp"))
     try:
-        facts = _convert_lines(files, partial / _ROWS, max_broken)
-        (partial / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged copy
-        os.replace(partial, folder)
+        with tempfile.TemporaryDirectory(dir=folder.parent, suffix=".tmp", ignore_cleanup_errors=True) as scratch:
+            partial = Path(scratch, folder.name)
+            partial.mkdir()  # unlike its parent, as readable for others as the user's other folders
+            facts = _convert_lines(files, partial / _ROWS, max_broken)
+            (partial / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
+            shutil.rmtree(folder, ignore_errors=True)  # a damaged copy
+            os.replace(partial, folder)
     except OSError as error:
         raise DataError(
             f"the binary copy of the data cannot be written to '{folder.parent}' ({error}); it takes "
             f"{ROW.itemsize} bytes for each line: free some space, or set data.recommendation.cache to a folder with "
             f"enough."
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _convert_lines(files: list[Path], target: Path, max_broken: int) -> dict[str, Any]:

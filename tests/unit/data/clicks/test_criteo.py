@@ -134,6 +134,8 @@ def test_the_copy_is_made_once_and_again_where_the_text_changes(
 ) -> None:
     path = write(tmp_path / "a.tsv", [line(number) for number in range(10)])
     first = open_clicks(data(path))
+    (copy,) = (tmp_path / ".paceline").glob("clicks-*")
+    assert copy.stat().st_mode == copy.parent.stat().st_mode  # who may read the folder may read the copy
     with monkeypatch.context() as patch:
         patch.setattr(stored_module, "read_blocks", lambda _: pytest.fail("the text was read again"))
         assert open_clicks(data(path)).digest == first.digest
