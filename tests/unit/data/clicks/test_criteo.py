@@ -139,6 +139,10 @@ def test_the_copy_is_made_once_and_again_where_the_text_changes(
     with monkeypatch.context() as patch:
         patch.setattr(stored_module, "read_blocks", lambda _: pytest.fail("the text was read again"))
         assert open_clicks(data(path)).digest == first.digest
+    (lock,) = copy.parent.glob("lock-*")
+    lock.unlink()
+    lock.mkdir()  # like another user's, it cannot be opened
+    assert open_clicks(data(path)).digest == first.digest
     write(path, [line(number) for number in range(11)])
     assert open_clicks(data(path)).digest != first.digest
 
