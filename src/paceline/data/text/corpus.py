@@ -248,7 +248,7 @@ def _open_split(root: Path, split: str, count: int, kind: np.dtype[Any]) -> Stor
     path = root / f"{split}.bin"
     try:
         lengths = np.load(root / f"{split}.lengths.npy", allow_pickle=False)
-        names = (root / f"{split}.names.txt").read_text(encoding="utf-8").split("\n")
+        names = (root / f"{split}.names.txt").read_bytes().decode("utf-8").split("\n")
         size = path.stat().st_size
     except (OSError, ValueError, EOFError) as error:
         raise DataError(
