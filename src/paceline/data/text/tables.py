@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,7 +134,12 @@ def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bo
         # A row must fit into a block, and a block's text into an array.
         block_size = min(max(2**20, content.size()), 2**30)
         if has_extension(file.name, _LINES):
-            table = _read_lines(content, block_size)
+            read_json = partial(arrow.json.read_json, content, arrow.json.ReadOptions(block_size=block_size))
+            table = read_json()
+            if dates := [each for each in table.schema if arrow.types.is_timestamp(each.type)]:  # they are text
+                content.seek(0)
+                texts = arrow.schema([each.with_type(arrow.string()) for each in dates])
+                table = read_json(arrow.json.ParseOptions(explicit_schema=texts)).select(table.schema.names)
         elif has_extension(file.name, _ENDINGS):
             head = content.read_at(min(_LARGEST_HEAD, content.size()), 0).partition(b"\n")[0].decode("utf-8-sig")
             delimiter = "\t" if has_extension(file.name, _TSV) else max(",;\t", key=head.count)
@@ -150,19 +156,3 @@ def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bo
             table = arrow.ipc.open_stream(content).read_all()
         table.validate(full=True)
         return [table.column(name).to_pylist() for name in pick(table.schema)]
-
-
-def _read_lines(content: Any, block_size: int) -> Any:
-    """Read JSON lines; text that reads as a date stays text."""
-    arrow = require_pyarrow()
-
-    def read(texts: Sequence[Any]) -> Any:
-        parse = arrow.json.ParseOptions(explicit_schema=arrow.schema(texts))
-        return arrow.json.read_json(content, arrow.json.ReadOptions(block_size=block_size), parse)
-
-    table = read(())
-    dates = [each.with_type(arrow.string()) for each in table.schema if arrow.types.is_timestamp(each.type)]
-    if not dates:
-        return table
-    content.seek(0)
-    return read(dates).select(table.schema.names)
