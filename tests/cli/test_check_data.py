@@ -40,6 +40,9 @@ def test_a_clean_folder_passes(paceline_here: Call, photos: Path) -> None:
     assert first == "photos: image_folder, 2 classes, 22 train, 6 validation"
     assert last.startswith("passed: nothing found; ")
     assert "one core decodes" in done.out
+    for name in ("2024", "photos #2", "[red]: cats"):  # with a meaning in YAML
+        photos = photos.rename(photos.with_name(name))
+        assert paceline_here("check-data", name).ended(0).out.startswith(f"{name}: image_folder, 2 classes, 22 train")
 
 
 def test_what_breaks_a_run_is_named_with_what_to_do(paceline_here: Call, photos: Path) -> None:
@@ -105,6 +108,15 @@ def test_the_document(paceline_here: Call, photos: Path) -> None:
     assert set(found["cost"]) == {"cpu_ms_per_image", "images_per_second_per_core", "histogram", "slowest"}
     assert sum(bar["images"] for bar in found["cost"]["histogram"]) == 28
     assert set(found["cost"]["slowest"][0]) == {"path", "cpu_ms", "width", "height", "file_bytes"}
+
+
+def test_the_copy_of_an_address_is_checked_and_stays_whole(paceline_here: Call, photos: Path, tmp_path: Path) -> None:
+    (photos / "cat" / "empty.jpg").touch()
+    (tmp_path / "there.yaml").write_text(f"base: image_folder\ndata: {{path: 'file://{photos}'}}\n")
+    done = paceline_here("check-data", "there.yaml").ended(1)
+    assert "breaks  1 empty file" in done.out
+    assert "        cat/empty.jpg" in done.out
+    paceline_here("check-data", "there.yaml", "--quarantine", "aside").refused("moves files out of a folder")
 
 
 def test_what_was_moved_is_said_where_something_else_is_wrong(paceline_here: Call, photos: Path) -> None:

@@ -55,7 +55,8 @@ def test_a_part_of_a_table_counts_each_image_once(
 
 
 def test_a_part_of_a_table_is_packed(paceline_here: Call, tables: Path) -> None:
-    paceline_here("pack", "all.csv", "packed", "--subset", "50%", "--workers", "1").ended(0)
+    requested = ("--subset", "50%", "--only-classes", "1,0")
+    paceline_here("pack", "all.csv", "packed", *requested, "--workers", "1").ended(0)
     assert (read_manifest(tables / "packed").samples, read_manifest(tables / "packed").origin.kind) == (
         {"train": 14},
         "csv",

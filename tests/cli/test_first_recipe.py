@@ -86,7 +86,8 @@ def test_python_takes_the_same_and_resumes(photos: Path, tmp_path: Path, capsys:
 
 @pytest.mark.everyday
 def test_from_scratch_where_no_weights_are_at_hand(photos: Path, paceline_here: Call) -> None:
-    done = paceline_here("train", "photos/", *SHORT, "--plan-only", "--json").ended(0)
+    photos.rename(photos.with_name("[2024]: photos #1"))  # a name with a meaning in YAML
+    done = paceline_here("train", "./[2024]: photos #1/", *SHORT, "--plan-only", "--json").ended(0)
     plan = done.document
     assert plan["recipe"]["model"]["name"] == "small_resnet"
     assert plan["recipe"]["data"]["image_size"] == 64

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,19 @@ def test_a_copy_that_is_read_is_not_evicted(s3: Any, put: Any, tmp_path: Path) -
     with pytest.raises(StorageError, match="PACELINE_CACHE_GB"):
         local_copy("s3://bucket/new", cache=cache, log=quiet)
     assert (copy / "x.bin").exists()
+
+
+def test_two_that_make_room_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
+    cache = Cache(tmp_path / "cache", 3000)
+    for number in range(200):
+        (cache.copies / f"old-{number}" / "deep").mkdir(parents=True)
+        (cache.copies / f"old-{number}" / "deep" / "x").write_bytes(bytes(1000))
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_bytes(bytes(1000))
+    with ThreadPoolExecutor(2) as pool:
+        copies = list(pool.map(lambda name: cache.copy_of(Remote(f"file://{tmp_path}/{name}"), quiet), "ab"))
+    assert [(copy / "x").stat().st_size for copy in copies] == [1000, 1000]
 
 
 def test_several_processes_copy_once(s3: Any, put: Any, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ Kind = Literal[
     "packed",
 ]
 _EVERY_SECONDS = 5.0
+_NUMBER = re.compile(r"0|[1-9][0-9]*")
 _NAMED = 10
 
 
@@ -165,7 +167,7 @@ def _packed(options: Pack, destination: Path, log: Log) -> dict[str, Any]:
     from paceline.data.packing.pack import Request, pack
     from paceline.recipe.data import Data, check_part
 
-    started, subset = time.monotonic(), options.subset
+    started, subset, classes = time.monotonic(), options.subset, options.only_classes
     try:
         subset_value = None if subset is None else check_part(int(subset) if subset.isdecimal() else subset)
     except ValueError as error:
@@ -180,7 +182,7 @@ def _packed(options: Pack, destination: Path, log: Log) -> dict[str, Any]:
             image_column=options.image_column,
             label_column=options.label_column,
             split_column=None if options.split_column == "off" else options.split_column,
-            only_classes=options.only_classes,
+            only_classes=classes and tuple(int(each) if _NUMBER.fullmatch(each) else each for each in classes),
             subset=subset_value,
         ),
     )

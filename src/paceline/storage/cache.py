@@ -111,7 +111,8 @@ class Cache:
         partial = self.copies / f"{_PARTIAL}{name}"
         size = _size(files)
         present = sum(_local_size(partial / remote.address.name / each) for each in files) if partial.exists() else 0
-        self._make_room(size - present, keep=name, address=remote.address, total=size)
+        with _locked(self.root / "locks" / "evict", lambda: None):  # two processes would disturb each other
+            self._make_room(size - present, keep=name, address=remote.address, total=size)
         _download(remote, files, partial / remote.address.name, log)
         if fingerprint(list_remote(remote)) != fingerprint(files):
             shutil.rmtree(partial, ignore_errors=True)
@@ -226,10 +227,11 @@ def _local_size(path: Path) -> int:
 
 
 def _copy_size(copy: Path) -> int:
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return int(load_json((copy / _FACTS).read_text(encoding="utf-8"))["size_bytes"])
-    except (OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError):  # another process may be moving it
         return sum(max(_local_size(path), 0) for path in copy.rglob("*"))
+    return 0
 
 
 def _used_at(path: Path) -> float:

@@ -85,7 +85,7 @@ class Remote:
             StorageError: If a name would escape the folder it is copied to.
         """
         url = self.path(folder)
-        listing = self.retries(f"list {url}", lambda: self._find(url))
+        listing: Mapping[str, Any] = self._ask(f"list {url}", lambda: self._files.find(url, detail=True)) or {}
         prefix = self._files._strip_protocol(self.path()) + "/"  # noqa: SLF001  # fsspec names it for others to use, and has no public one
         files = {}
         for path, info in sorted(listing.items()):
@@ -97,25 +97,21 @@ class Remote:
             files[name] = _facts(info)
         return files
 
-    def _find(self, url: str) -> Mapping[str, Any]:
-        try:
-            listing: Mapping[str, Any] = self._files.find(url, detail=True)
-        except FileNotFoundError:
-            return {}
-        return listing
-
     def stat_file(self, name: str = "") -> RemoteFile | None:
         """Return facts about the file at the address or below it; None for a folder, or if nothing exists."""
         url = self.path(name)
-        info = self.retries(f"look at {url}", lambda: self._info(url))
+        info: Mapping[str, Any] | None = self._ask(f"look at {url}", lambda: self._files.info(url))
         return None if info is None or info.get("type") == "directory" else _facts(info)
 
-    def _info(self, url: str) -> Mapping[str, Any] | None:
-        try:
-            info: Mapping[str, Any] = self._files.info(url)
-        except FileNotFoundError:
+    def _ask(self, action: str, call: Callable[[], Any]) -> Any:
+        """Return the result of a request; None if there is nothing."""
+
+        def call_or_none() -> Any:
+            with contextlib.suppress(FileNotFoundError):
+                return call()
             return None
-        return info
+
+        return self.retries(action, call_or_none)
 
     def read(self, name: str) -> bytes:
         """Return the content of a small file."""
@@ -272,10 +268,6 @@ _ADVICE = {
 }
 
 
-def _ignore(_: str) -> None:
-    """Ignore progress."""
-
-
 @dataclass
 class Retries:
     """Retry policy for temporary failures: pauses double from 0.2 to 10 seconds, each randomly shortened by up to half.
@@ -287,7 +279,7 @@ class Retries:
     """
 
     patience_seconds: float = 60.0
-    log: Callable[[str], None] = _ignore
+    log: Callable[[str], None] = field(default=lambda _: None)
     cancelled: threading.Event = field(default_factory=threading.Event)
     # A separate generator, because the global one belongs to the run.
     _random: random.Random = field(default_factory=random.Random, repr=False)

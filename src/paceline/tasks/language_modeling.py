@@ -33,6 +33,7 @@ from paceline.data.text.pipeline import (
     target_count,
 )
 from paceline.errors import DataError, ModelError
+from paceline.files import SkippedItems
 from paceline.metrics.accumulator import Collector, Metric, exact_sum
 from paceline.models.language import build_language_model, is_causal
 from paceline.models.transformers_models import takes_documents
@@ -96,6 +97,10 @@ class LanguageModeling(Task):
         unused |= dict.fromkeys(("model.channels_last", "evaluate.keep_examples"), reason)
         if self.recipe.data.dataset != "huggingface_text":
             unused["data.text.column"] = "only data.dataset=huggingface_text has columns"
+        empty = SkippedItems()
+        for corpus in dict.fromkeys((dataset.train, dataset.validation)) if self.train_rows.separate else ():
+            for document in np.flatnonzero(corpus.lengths < 2).tolist():
+                empty.add("documents without text", corpus.name(document))
         return DataFacts(
             train_samples=len(self.train_rows),
             evaluation_samples=len(self.evaluation_rows),
@@ -112,7 +117,7 @@ class LanguageModeling(Task):
             },
             reasons={} if dataset.reason is None else {"data.validation_fraction": dataset.reason},
             unused=unused,
-            left_out=dataset.left_out,
+            left_out=(*dataset.left_out, *empty.summaries()),
         )
 
     def sample_weights(self) -> SampleWeights:

@@ -125,7 +125,7 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
         )
     # A custom task or network determines its own needs.
     given = set(set_by(overrides))
-    data_keys = [f"data.path={path}"] if kind == "image_folder" else [f"data.dataset={kind}", f"data.path={path}"]
+    data_keys = [*([] if kind == "image_folder" else [f"data.dataset={kind}"]), f"data.path={yaml_line(str(path))}"]
     if clash := given & {"task", "data.path", "data.dataset", "data.target_columns"}:
         raise RecipeError(
             f"{source} is data, for which Paceline chooses a recipe, but {sorted(clash)[0]} asks for another; name a "

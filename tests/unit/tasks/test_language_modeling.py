@@ -233,6 +233,18 @@ def test_it_fills_in_what_is_hidden(train: Make) -> None:
         list(predictor.write("the", Sampling()))
 
 
+@pytest.mark.parametrize(
+    ("rows", "told"), [("chunked", ()), ("single", ("documents without text: 1 left out ('b.txt')",))]
+)
+def test_documents_without_text_are_in_no_row_and_reported(
+    recipe: Path, tmp_path: Path, rows: str, told: tuple[str, ...]
+) -> None:
+    for name, text in (("a", "some"), ("b", ""), ("c", "more")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    overrides = {"data.path": str(tmp_path), "data.validation_fraction": 0, "data.text.rows": rows}
+    assert LanguageModeling(load_recipe(recipe, overrides).recipe).data_facts(World()).left_out == told
+
+
 def test_chunks_of_the_plan_are_the_corpus_s(recipe: Path) -> None:
     task = task_of(recipe)
     table = chunked_rows(task.dataset.train.lengths, 16)

@@ -195,11 +195,7 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
     Raises:
         DataError: If they are missing, or the annotations are malformed.
     """
-    if path is None:
-        raise DataError("data.dataset=coco needs data.path: the folder that holds annotations/ and train2017/.")
-    root = Path(path)
-    if not root.is_dir():
-        raise DataError(f"data.path={path} is not a folder; give the one that holds annotations/ and train2017/.")
+    root = existing_folder(path, "coco", "annotations/ and train2017/")
     if masks:
         try:
             # Checked here, because masks are drawn only later, in the middle of training.
@@ -236,6 +232,20 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
             *left_out.summaries(),
         ),
     )
+
+
+def existing_folder(path: str | None, dataset: str, content: str) -> Path:
+    """Return the folder that a recipe names as its ``data.path``; ``content`` says what the data set expects in it.
+
+    Raises:
+        DataError: If it is not given, or not a folder.
+    """
+    if path is None:
+        raise DataError(f"data.dataset={dataset} needs data.path: the folder that holds {content}.")
+    root = Path(path)
+    if not root.is_dir():
+        raise DataError(f"data.path={path} is not a folder; give the one that holds {content}.")
+    return root
 
 
 def files_of_pictures(dataset: BoxDataset) -> tuple[str, ...]:

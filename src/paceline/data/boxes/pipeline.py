@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -282,7 +282,7 @@ class BoxSubset:
     def __len__(self) -> int:
         return len(self.chosen)
 
-    @property
+    @cached_property
     def sizes(self) -> NDArray[np.int64]:
         """Height and width of each picture, [len, 2]."""
         return self.source.sizes[self.chosen]

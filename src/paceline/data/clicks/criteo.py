@@ -25,7 +25,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol, TextIO
 
 import numpy as np
 import torch
@@ -257,8 +257,9 @@ def load_clicks(path: Path, cache: str, left_out: SkippedItems, *, max_broken: i
     sources = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     key_facts = {"version": _VERSION, "sources": sources}
     key = hashlib.sha256(json.dumps(key_facts, sort_keys=True).encode()).hexdigest()[:16]
-    folder = _cache_folder(path, cache) / f"clicks-{key}"
-    with open(folder.parent / f"lock-{key}", "w", encoding="utf-8") as lock:
+    lock = _open_lock(path, cache, key)
+    folder = Path(lock.name).with_name(f"clicks-{key}")
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until no other process is creating the same copy
         if _opened(folder) is None:
             _convert(files, folder, max_broken)
@@ -295,20 +296,20 @@ def _mapped(path: Path, samples: int) -> Rows:
 
 
 def _convert(files: list[Path], folder: Path, max_broken: int) -> None:
-    partial = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".tmp"))
     try:
-        facts = _convert_lines(files, partial / _ROWS, max_broken)
-        (partial / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged copy
-        os.replace(partial, folder)
+        with tempfile.TemporaryDirectory(dir=folder.parent, suffix=".tmp", ignore_cleanup_errors=True) as scratch:
+            partial = Path(scratch, folder.name)
+            partial.mkdir()  # unlike its parent, as readable for others as the user's other folders
+            facts = _convert_lines(files, partial / _ROWS, max_broken)
+            (partial / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
+            shutil.rmtree(folder, ignore_errors=True)  # a damaged copy
+            os.replace(partial, folder)
     except OSError as error:
         raise DataError(
             f"the binary copy of the data cannot be written to '{folder.parent}' ({error}); it takes "
             f"{ROW.itemsize} bytes for each line: free some space, or set data.recommendation.cache to a folder with "
             f"enough."
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _convert_lines(files: list[Path], target: Path, max_broken: int) -> dict[str, Any]:
@@ -358,19 +359,18 @@ def _too_many(faults: tuple[LineFault, ...] | list[LineFault], max_broken: int) 
     )
 
 
-def _cache_folder(path: Path, cache: str) -> Path:
-    """Return the folder for copies, creating it if needed.
+def _open_lock(path: Path, cache: str, key: str) -> TextIO:
+    """Open the lock of a copy, in the folder for copies; creates both if needed.
 
     Raises:
-        DataError: If it cannot be written.
+        DataError: If they cannot be written.
     """
     local = (path if path.is_dir() else path.parent) / ".paceline"
     shared = cache_folder()
     for folder in (local, shared) if cache == "auto" else (Path(cache).expanduser(),):
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                return folder
+            return open(folder / f"lock-{key}", "w", encoding="utf-8")
     raise DataError(
         f"a binary copy of '{path}' is needed, and neither '{local}' nor '{shared}' can be written; set "
         "data.recommendation.cache to a folder that can."

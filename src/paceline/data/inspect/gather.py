@@ -14,7 +14,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
@@ -30,9 +30,12 @@ from paceline.data.image.source import BrokenImageError, Ids, Image, JoinedSourc
 from paceline.data.inspect.look import BIT, ROW, Defect, Rows, Viewer, grey_parts, look
 from paceline.data.packing.origins import detect
 from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.plain_yaml import yaml_line
 from paceline.recipe.load import load_recipe, set_by, shipped_recipes
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
+from paceline.storage.addresses import is_address
+from paceline.storage.cache import local_path
 
 _OF_IMAGES = ("image_classification", "image_multilabel", "image_regression", "distillation")
 # Keys about preprocessing, which is not checked; a custom source may need any key.
@@ -53,7 +56,7 @@ class Subject:
         problems: Problems for which a run would reject a folder or a table.
         unread: Non-image files in a folder.
         root: Common folder or file of the paths, if any.
-        is_folder: Whether the root is a folder of class folders.
+        is_folder: Whether the root is a folder of class folders, not a copy of an address.
     """
 
     dataset: ImageDataset
@@ -75,7 +78,9 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
     data = recipe.data
     if data.dataset == "synthetic":
         raise RecipeError(f"{source!r} trains on noise (data.dataset=synthetic), so there is nothing to check.")
-    problems = Problems()
+    path, problems = data.path, Problems()
+    if path is not None:
+        data = replace(data, path=local_path(path, key="data.path"))
     try:
         dataset = open_dataset(data, problems, several_labels=recipe.task == "image_multilabel")
     except PacelineError as error:
@@ -101,7 +106,7 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
         if test is not None:
             splits["test"] = test
         unread = tuple(unread_entries(root))
-    return Subject(dataset, learned, splits, problems, unread, root, is_folder)
+    return Subject(dataset, learned, splits, problems, unread, root, is_folder and not is_address(path))
 
 
 def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
@@ -126,16 +131,17 @@ def _load(source: str, overrides: Sequence[str]) -> Recipe:
     is_recipe = source in shipped_recipes() or path.suffix in (".yaml", ".yml") or (path / "recipe.yaml").is_file()
     if is_recipe:
         return load_recipe(source, overrides).recipe
+    located = f"data.path={yaml_line(source)}"
     try:
         kind = detect(source)
     except DataError as error:
         if path.is_dir():  # possibly unreadable: that is what the check finds
-            return load_recipe("image_folder", [f"data.path={source}", *overrides]).recipe
+            return load_recipe("image_folder", [located, *overrides]).recipe
         raise DataError(
             f"{source!r} is not a folder or archive of images, a recipe file or a shipped recipe ({error})"
         ) from None
     base = "cifar10" if kind == "cifar10" else "image_folder"
-    return load_recipe(base, [f"data.dataset={kind}", f"data.path={source}", *overrides]).recipe
+    return load_recipe(base, [f"data.dataset={kind}", located, *overrides]).recipe
 
 
 Progress = Callable[[str, int, int], None]

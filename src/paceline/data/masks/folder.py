@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 
+from paceline.data.boxes.coco import existing_folder
 from paceline.data.disk_cache import cached, stamp_or_none
 from paceline.data.image.dataset import stratified_split
 from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, decode, read_file, upright_size
@@ -117,7 +118,7 @@ def open_masks(data: Data) -> MaskDataset:
     Raises:
         DataError: If its layout differs, or masks do not match their images or classes; names the files.
     """
-    root, left_out = _existing_folder(data), SkippedItems()
+    root, left_out = existing_folder(data.path, "masks", "images/ and masks/"), SkippedItems()
     folders = _split_folders(root, score_all=data.score_all)
     found = [_paired(folder, left_out) for folder in (folders or [root])]
     _report_unread(root, folders, left_out)
@@ -171,15 +172,6 @@ def open_masks(data: Data) -> MaskDataset:
         is_split_off=len(folders) < 2,
         left_out=(*left_out.summaries(), *([empty] if missing else [])),
     )
-
-
-def _existing_folder(data: Data) -> Path:
-    if data.path is None:
-        raise DataError("data.dataset=masks needs data.path: the folder that holds images/ and masks/.")
-    root = Path(data.path).expanduser()
-    if not root.is_dir():
-        raise DataError(f"data.path={data.path} is not a folder; give the one that holds images/ and masks/.")
-    return root
 
 
 def _paired(folder: Path, left_out: SkippedItems) -> tuple[list[str], list[str]]:

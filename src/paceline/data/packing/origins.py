@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from paceline.data.image.dataset import DatasetRequest
 from paceline.data.image.datasets import open_stored
 from paceline.data.image.mapped import MappedSource
@@ -18,7 +20,7 @@ from paceline.data.image.sets.archives import find_archive, find_mnist, mnist_ki
 from paceline.data.image.sets.huggingface import find_files
 from paceline.data.image.sets.packed import MANIFEST, UNFINISHED, Origin, PackedPixels, read_manifest
 from paceline.data.image.sets.parquet import LARGEST_KEPT, TableSource
-from paceline.data.image.source import FileSource, SampleSource, SubsetSource, encoded_source
+from paceline.data.image.source import FileSource, SampleSource, SubsetSource, encoded_source, leaf_sources
 from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
 from paceline.escaping import utf8
@@ -65,10 +67,8 @@ class OpenedOrigin:
     @property
     def readers(self) -> int:
         """Maximum number of reading threads: the row groups that they read must fit into the cache together."""
-        bases = list(self.splits.values())
-        while any(isinstance(each, SubsetSource) for each in bases):
-            bases = [each.base if isinstance(each, SubsetSource) else each for each in bases]
-        tables = [each for each in bases if isinstance(each, TableSource) and not each.is_mapped]
+        leaves = [leaf for split in self.splits.values() for leaf, _ in leaf_sources(split, np.arange(0))]
+        tables = [each for each in leaves if isinstance(each, TableSource) and not each.is_mapped]
         groups = [group.size for each in tables for group in each.groups]
         return max(1, LARGEST_KEPT // max(groups, default=1))
 

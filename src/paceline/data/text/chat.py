@@ -16,7 +16,7 @@ from paceline.files import SkippedItems
 from paceline.recipe.data import Data
 
 BoolArray = NDArray[np.bool_]
-_PAIRS = (("prompt", "answer"), ("prompt", "completion"))
+_COLUMNS = (("messages",), ("prompt", "answer"), ("prompt", "completion"))
 
 
 def open_chat(data: Data) -> TextDataset:
@@ -37,6 +37,9 @@ def open_chat(data: Data) -> TextDataset:
     table = read_table(data, _columns, left_out)
     corpora = list[StoredCorpus]()
     for rows in (table.train, table.held_out):
+        if corpora and rows is table.train:  # all rows are scored
+            corpora *= 2
+            break
         names, documents = list[str](), list[tuple[TokenIds, BoolArray]]()
         for row in rows:
             ids, is_target = _encoded(row, tokenizer)
@@ -67,11 +70,9 @@ def open_chat(data: Data) -> TextDataset:
 
 
 def _columns(columns: Sequence[str], _: Mapping[str, Any], where: str) -> Sequence[str]:
-    if "messages" in columns:
-        return ["messages"]
-    for pair in _PAIRS:
-        if set(pair) <= set(columns):
-            return pair
+    for names in _COLUMNS:
+        if set(names) <= set(columns):
+            return names
     raise DataError(
         f"{where} has the columns {', '.join(columns)}: expected messages, or prompt and answer; rename its columns."
     )

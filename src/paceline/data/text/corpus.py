@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -193,27 +193,25 @@ def _write_all(corpora: dict[str, StoredCorpus], tokenizer: Tokenizer, folder: P
     for path in sorted(folder.iterdir()):
         with path.open("rb") as content:
             digests[path.name] = hashlib.file_digest(content, "sha256").hexdigest()
-    packed = PackedText(
-        documents={split: len(corpus.lengths) for split, corpus in corpora.items()},
-        tokens={split: len(corpus.tokens) for split, corpus in corpora.items()},
-        size_bytes=0,
-        digest=text_digest(tokenizer.digest.encode(), *(each.encode() for each in digests.values())),
-    )
+    digest = text_digest(tokenizer.digest.encode(), *(each.encode() for each in digests.values()))
+    counts: dict[str, Any] = {
+        "documents": {split: len(corpus.lengths) for split, corpus in corpora.items()},
+        "tokens": {split: len(corpus.tokens) for split, corpus in corpora.items()},
+    }
     tree = {
         "version": _VERSION,
         "tokenizer": tokenizer.to_tree(),
         "bytes_per_token": corpora["train"].tokens.itemsize,
-        "documents": packed.documents,
-        "tokens": packed.tokens,
+        **counts,
         "files": digests,
-        "digest": packed.digest,
+        "digest": digest,
     }
     (folder / MANIFEST).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
     for path in (*folder.iterdir(), folder):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
-    return replace(packed, size_bytes=sum(path.stat().st_size for path in folder.iterdir()))
+    return PackedText(**counts, size_bytes=sum(path.stat().st_size for path in folder.iterdir()), digest=digest)
 
 
 def open_tokens(root: Path) -> TextDataset:
@@ -248,7 +246,7 @@ def _open_split(root: Path, split: str, count: int, kind: np.dtype[Any]) -> Stor
     path = root / f"{split}.bin"
     try:
         lengths = np.load(root / f"{split}.lengths.npy", allow_pickle=False)
-        names = (root / f"{split}.names.txt").read_text(encoding="utf-8").split("\n")
+        names = (root / f"{split}.names.txt").read_bytes().decode("utf-8").split("\n")
         size = path.stat().st_size
     except (OSError, ValueError, EOFError) as error:
         raise DataError(

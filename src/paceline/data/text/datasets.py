@@ -36,43 +36,6 @@ from paceline.recipe.data import Data, Text
 from paceline.registry import open_dataset
 
 
-def read_huggingface_text(
-    path: str | Path, column: str, left_out: SkippedItems, *, score_all: bool = False
-) -> tuple[Documents, Documents | None, str]:
-    """Return a dataset's training documents, the held-out ones if it has such a split, and that split's name.
-
-    Args:
-        path: A folder that ``save_to_disk`` wrote, or parquet files.
-        column: Name of the text column; each row is a document.
-        left_out: Receives unused data.
-        score_all: Whether a held-out split may be the only one; its documents are then the training documents.
-
-    Raises:
-        DataError: If there is no such dataset, or it has no such column.
-    """
-    files = find_files(path, left_out)
-    if files is None:
-        raise DataError(
-            f"{str(path)!r} is not a local Hugging Face dataset: expected a folder that save_to_disk wrote, or parquet "
-            "files. One from the hub is data.path=hf://datasets/OWNER/NAME, if it is stored as parquet; another is "
-            "saved with `datasets.load_dataset(NAME).save_to_disk(FOLDER)`."
-        )
-    train, held_out, why = choose_splits(files, score_all=score_all)
-    documents: dict[str, Documents] = {}
-    for split in (train, *(() if held_out is None else (held_out,))):
-        documents[split] = []
-        cells = (
-            cells_of(file, partial(_checked, column=column, file=file), is_parquet=files.is_parquet)[0]
-            for file in files.splits[split]
-        )
-        for row, text in enumerate(chain.from_iterable(cells)):
-            if text:
-                documents[split].append((f"{split}[{row}]", text.removeprefix("\ufeff")))
-            else:
-                left_out.add("rows without text", f"{split}[{row}]")
-    return documents[train], None if held_out is None else documents[held_out], why
-
-
 def _checked(schema: Any, column: str, file: Path) -> list[str]:
     """Return the column, which must hold text."""
     arrow = require_pyarrow()
@@ -180,11 +143,31 @@ def _open_huggingface(data: Data) -> TextDataset:
     if data.path is None:
         raise DataError("data.dataset=huggingface_text needs data.path: a folder that save_to_disk wrote, or parquet.")
     left_out = SkippedItems()
-    train, validation, reason = read_huggingface_text(data.path, data.text.column, left_out, score_all=data.score_all)
-    if validation is None:
-        train, validation = split_by_name(train, data.validation_fraction)
-    tokenizer = open_tokenizer(data.text.tokenizer)
-    return from_documents("huggingface_text", train, validation, tokenizer, reason or None, left_out)
+    files = find_files(data.path, left_out)
+    if files is None:
+        raise DataError(
+            f"{data.path!r} is not a local Hugging Face dataset: expected a folder that save_to_disk wrote, or parquet "
+            "files. One from the hub is data.path=hf://datasets/OWNER/NAME, if it is stored as parquet; another is "
+            "saved with `datasets.load_dataset(NAME).save_to_disk(FOLDER)`."
+        )
+    train, held_out, reason = choose_splits(files, score_all=data.score_all)
+    documents: dict[str, Documents] = {}
+    for split in (train, *(() if held_out is None else (held_out,))):
+        documents[split] = []
+        cells = (
+            cells_of(file, partial(_checked, column=data.text.column, file=file), is_parquet=files.is_parquet)[0]
+            for file in files.splits[split]
+        )
+        for row, text in enumerate(chain.from_iterable(cells)):
+            if text:
+                documents[split].append((f"{split}[{row}]", text.removeprefix("\ufeff")))
+            else:
+                left_out.add("rows without text", f"{split}[{row}]")
+    if held_out is None:
+        parts = split_by_name(documents[train], data.validation_fraction)
+    else:
+        parts = documents[train], documents[held_out]
+    return from_documents("huggingface_text", *parts, open_tokenizer(data.text.tokenizer), reason or None, left_out)
 
 
 def folder_splits(root: Path, fraction: float, left_out: SkippedItems) -> tuple[Documents, Documents, str | None]:

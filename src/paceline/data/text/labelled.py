@@ -108,6 +108,9 @@ def from_rows(
     names, values, places, counts = list[str](), list[Any](), list[TokenIds](), list[int]()
     words = list[list[str]]()  # of the last rows there are
     for rows in (table.train, table.held_out):
+        if splits and rows is table.train:  # all rows are scored
+            splits, counts, places = splits * 2, counts * 2, places * 2
+            break
         documents, words = [], list[list[str]]() if rows else words
         for row in rows:
             if (found := encode(row, tokenizer, data.text.context, left_out)) is None:

@@ -91,7 +91,7 @@ class TextSplit:
     lengths: SampleLengths
     masking: Masking | None = None
 
-    @property
+    @cached_property
     def needs_documents(self) -> bool:
         """Whether attention needs document indices; otherwise each token may attend to all earlier ones."""
         padded = bool((self.table.tokens < self.table.context).any())

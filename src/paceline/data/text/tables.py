@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,21 +83,22 @@ def read_table(data: Data, choose: Choose, left_out: SkippedItems) -> TextTable:
             for number, cells in enumerate(zip(*cells_of(file, pick, is_parquet=files.is_parquet), strict=True)):
                 rows.append(Row(f"row {number + 1} of {file.name!r}", cells[: len(cells) - has_words]))
                 words += [str(cells[-1])] * has_words
+        if 0 < len(words) < len(rows):
+            raise DataError(
+                f"{str(root)!r} has tables with a split column and tables without: give all of them one, or set "
+                "data.split_column=off."
+            )
         return rows, words or None
 
-    if held_out is not None and data.score_all:  # training rows are not needed
-        rows = rows_of(held_out, None)[0]
-        return TextTable(rows, rows, reason, files.features)
     if held_out is not None:
-        return TextTable(rows_of(train, None)[0], rows_of(held_out, None)[0], reason, files.features)
+        rows = rows_of(held_out, None)[0]
+        return TextTable(rows if data.score_all else rows_of(train, None)[0], rows, reason, files.features)
     rows, words = rows_of(train, data.split_column)
     parts = parts_of(words, len(rows), repr(str(root)), score_all=data.score_all)
     if parts.held_out is None:
         return TextTable(*split_by_name(rows, data.validation_fraction), reason or None, files.features)
-    of_split = [[rows[row] for row in part.tolist()] for part in parts.splits]
-    if data.score_all:
-        of_split = [of_split[1]] * 2
-    return TextTable(of_split[0], of_split[1], parts.description, files.features)
+    train_rows, held_out_rows = ([rows[row] for row in part.tolist()] for part in parts.splits)
+    return TextTable(held_out_rows if data.score_all else train_rows, held_out_rows, parts.description, files.features)
 
 
 def _plain_files(root: Path, left_out: SkippedItems) -> HuggingFaceFiles | None:
@@ -129,17 +131,24 @@ def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bo
     arrow = require_pyarrow()
     refuse_special_inputs(file)
     with explain_errors(file), mapped(file) as content:
+        # A row must fit into a block, and a block's text into an array.
+        block_size = min(max(2**20, content.size()), 2**30)
         if has_extension(file.name, _LINES):
-            # A line must fit into a block.
-            table = arrow.json.read_json(content, arrow.json.ReadOptions(block_size=max(2**20, content.size())))
+            read_json = partial(arrow.json.read_json, content, arrow.json.ReadOptions(block_size=block_size))
+            table = read_json()
+            if dates := [each for each in table.schema if arrow.types.is_timestamp(each.type)]:  # they are text
+                content.seek(0)
+                texts = arrow.schema([each.with_type(arrow.string()) for each in dates])
+                table = read_json(arrow.json.ParseOptions(explicit_schema=texts)).select(table.schema.names)
         elif has_extension(file.name, _ENDINGS):
             head = content.read_at(min(_LARGEST_HEAD, content.size()), 0).partition(b"\n")[0].decode("utf-8-sig")
             delimiter = "\t" if has_extension(file.name, _TSV) else max(",;\t", key=head.count)
             parse = arrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-            names = arrow.csv.open_csv(content, parse_options=parse).schema.names
+            read = arrow.csv.ReadOptions(block_size=block_size)
+            names = arrow.csv.open_csv(content, read, parse).schema.names
             content.seek(0)
             as_text = arrow.csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()))
-            table = arrow.csv.read_csv(content, parse_options=parse, convert_options=as_text)
+            table = arrow.csv.read_csv(content, read, parse, as_text)
         elif is_parquet:
             opened = arrow.parquet.ParquetFile(content)
             table = opened.read(columns=list(pick(opened.schema_arrow)))

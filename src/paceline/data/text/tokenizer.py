@@ -365,7 +365,7 @@ def _open_huggingface(path: Path) -> HuggingFaceTokenizer:
     file = path / _FILE if path.is_dir() else path
     refuse_special_inputs(file)
     try:
-        content = file.read_text(encoding="utf-8")
+        content = file.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise DataError(f"data.text.tokenizer={path}: {file} cannot be read ({error}); correct it.") from error
     return HuggingFaceTokenizer(content, _special_tokens_of(file.parent), str(file))

@@ -134,9 +134,15 @@ def test_the_copy_is_made_once_and_again_where_the_text_changes(
 ) -> None:
     path = write(tmp_path / "a.tsv", [line(number) for number in range(10)])
     first = open_clicks(data(path))
+    (copy,) = (tmp_path / ".paceline").glob("clicks-*")
+    assert copy.stat().st_mode == copy.parent.stat().st_mode  # who may read the folder may read the copy
     with monkeypatch.context() as patch:
         patch.setattr(stored_module, "read_blocks", lambda _: pytest.fail("the text was read again"))
         assert open_clicks(data(path)).digest == first.digest
+    (lock,) = copy.parent.glob("lock-*")
+    lock.unlink()
+    lock.mkdir()  # like another user's, it cannot be opened
+    assert open_clicks(data(path)).digest == first.digest
     write(path, [line(number) for number in range(11)])
     assert open_clicks(data(path)).digest != first.digest
 

@@ -74,6 +74,10 @@ def test_what_does_not_fit_is_cut_or_left_out_and_told(tmp_path: Path) -> None:
         "rows whose answer begins beyond data.text.context",
         "ends of rows beyond data.text.context",
     }
+    keys: Any = {"dataset": "chat", "path": str(tmp_path / "a.jsonl"), "text": Text(rows="single", context=4)}
+    scored = open_text(Data(**keys, validation_fraction=1.0))
+    assert scored.left_out == found.left_out  # counted once, though all rows are in both splits
+    assert scored.validation.names == found.train.names
 
 
 @pytest.mark.parametrize(

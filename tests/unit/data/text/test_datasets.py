@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from tiny_text import tokenizer_folder
 
 from paceline.cli.derive import click_command
 from paceline.cli.pack import Pack
@@ -138,9 +139,13 @@ def test_a_byte_order_mark_is_no_text(books: Path) -> None:
         file.write_text("größer", encoding=encoding)
         with pytest.raises(DataError, match=rf"3\.txt' is not UTF-8: .* `iconv -f {encoding} -t utf-8`"):
             open_text(data)
+    words = tokenizer_folder(books / "words", classifies=True)
     (books / "tokenizer.json").write_text(json.dumps(BYTES.to_tree()))
-    (books / "tokenizer.json").write_bytes(codecs.BOM_UTF8 + (books / "tokenizer.json").read_bytes())
-    assert open_tokenizer(str(books / "tokenizer.json")).digest == BYTES.digest
+    for path in (books / "tokenizer.json", words):
+        before = open_tokenizer(str(path)).digest
+        file = path if path.is_file() else path / "tokenizer.json"
+        file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+        assert open_tokenizer(str(path)).digest == before
 
 
 def test_a_pipe_is_no_text(books: Path) -> None:
@@ -190,13 +195,14 @@ def test_where_the_text_went_is_told(tmp_path: Path) -> None:
 
 
 def test_packed_tokens_are_the_text_s(tmp_path: Path) -> None:
-    train, validation = [("a", "alpha"), ("b", ""), ("c", "größer")], [("d", "delta")]
+    train, validation = [("a\rb", "alpha"), ("b", ""), ("c", "größer")], [("d", "delta")]
     packed = write_tokens({"train": train, "validation": validation}, BYTES, tmp_path / "packed")
     found = open_text(Data(dataset="tokens", path=str(tmp_path / "packed")))
     assert packed.tokens == {"train": 16, "validation": 6}
     texts = [BYTES.decode(found.train.read(i, 0, int(size))) for i, size in enumerate(found.train.lengths)]
     assert texts == ["alpha", "", "größer"]
-    assert (found.train.name(2), found.validation.name(0), found.digest) == ("c", "d", packed.digest)
+    assert (found.train.name(0), found.train.name(2), found.validation.name(0)) == ("a\rb", "c", "d")
+    assert found.digest == packed.digest
     assert isinstance(found.train.tokens, np.memmap)  # type: ignore[attr-defined]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["packed"]  # nothing hidden is left
 

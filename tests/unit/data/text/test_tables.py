@@ -148,6 +148,36 @@ def test_a_held_out_file_is_scored_whatever_the_training_file_has(tmp_path: Path
     assert (scored.classes, list(scored.validation.names)) == (("y",), ["row 1 of 'test.jsonl'"])
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl"])
+def test_a_book_in_a_cell_is_read_and_a_date_is_text(tmp_path: Path, name: str) -> None:
+    rows = [{"text": "b", "label": "1999-05-07"}, {"text": "book " * 500_000, "label": "2020-01-01"}]
+    opened = found(WRITERS[name](tmp_path / name, rows), text=Text(context=3_000_000), validation_fraction=0.0)
+    assert opened.classes == ("1999-05-07", "2020-01-01")
+    assert opened.train.lengths.tolist() == [3, 2_500_002]
+
+
+def test_rows_that_are_left_out_of_a_score_are_counted_once(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [*ROWS, {"text": "", "label": "other"}])
+    scored = found(path, validation_fraction=1.0)
+    assert scored.left_out == ("rows without text: 1 left out (\"row 31 of 'a.jsonl'\")",)
+    assert scored.labels[0].tolist() == scored.labels[1].tolist()
+    assert list(scored.train.names) == list(scored.validation.names)
+    assert len(scored.validation.names) == len(ROWS)
+
+
+def test_a_split_column_is_in_all_tables_or_in_none(tmp_path: Path) -> None:
+    marked = [row | {"split": "val" if number % 4 else "train"} for number, row in enumerate(ROWS[:20])]
+    for names in (("a.csv", "b.csv"), ("b.csv", "a.csv")):
+        folder = tmp_path / "".join(names)
+        folder.mkdir()
+        write_csv(folder / names[0], marked)
+        write_csv(folder / names[1], ROWS[20:])
+        with pytest.raises(DataError, match="has tables with a split column and tables without"):
+            found(folder)
+        train, held_out = texts(folder, split_column=None)
+        assert len(train) + len(held_out) == len(ROWS)
+
+
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a", "label": "x"}\n{"text": \n')
