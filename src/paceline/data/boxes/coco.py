@@ -242,7 +242,7 @@ def existing_folder(path: str | None, dataset: str, content: str) -> Path:
     """
     if path is None:
         raise DataError(f"data.dataset={dataset} needs data.path: the folder that holds {content}.")
-    root = Path(path)
+    root = Path(path).expanduser()
     if not root.is_dir():
         raise DataError(f"data.path={path} is not a folder; give the one that holds {content}.")
     return root
