@@ -13,6 +13,8 @@ SPLIT_NAMES = {
     VALIDATION: ("validation", "val", "valid", "dev"),
     TEST: ("test", "testing"),
 }
+UNREAD_SPLITS = "files of splits that are not read"
+"""Reason for which such files are left out."""
 
 
 def split_of(path: PurePath) -> str | None:

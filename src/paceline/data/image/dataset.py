@@ -24,6 +24,8 @@ from paceline.data.image.heads import broken_files
 from paceline.data.image.source import (
     ArraySource,
     FileSource,
+    Hashes,
+    Ids,
     ImageFiles,
     SampleSource,
     SubsetSource,
@@ -34,9 +36,6 @@ from paceline.errors import DataError
 from paceline.files import SkippedItems
 from paceline.recipe.data import Data
 from paceline.units import format_count
-
-Ids = NDArray[np.int64]
-Hashes = NDArray[np.uint64]
 
 # Arbitrary and fixed: another key gives another split.
 _KEY = 0x70616365
@@ -366,6 +365,11 @@ def file_splits(request: DatasetRequest, sources: Sequence[ImageFiles], held_out
     if request.tries_files:
         first, *rest = sources
         tried = _openable(request, first)
+        if tried is not first and not (request.problems.allows_one_class or request.data.score_all):
+            kept = np.unique(tried.labels, axis=0)
+            if tried.labels.ndim == 1 and len(kept) == 1 < len(facts["classes"]):
+                sentence = "{} has one class with images that can be opened, {}, but a classifier needs at least two."
+                request.problems.add(sentence, repr(str(request.path)), repr(facts["classes"][kept[0]]))
         sources = [tried, *(tried if each is first else _openable(request, each) for each in rest)]
     request.refuse_problems()
     if request.data.on_bad == "skip":

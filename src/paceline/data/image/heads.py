@@ -7,6 +7,7 @@ read. Slow results are cached while all files keep their size, times and inode.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import time
@@ -31,6 +32,8 @@ MAX_TRIED = 20_000
 MIN_CACHED_SECONDS = 0.2  # quicker checks are repeated
 _VERSION = 2  # limit of the cached result
 _UNREADABLE = "it cannot be read"  # perhaps a temporary failure
+# Of the file or the link to it; any other error is the disk's.
+_WRONG_NAMES = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 _READERS = 8  # each thread mostly waits for the disk
 _AT_ONCE = 64
@@ -94,7 +97,9 @@ def head_fault(path: str) -> str:
             decode(path, 3)
         elif (header_size := head_of(head)) is None or header_size[0] * header_size[1] > LARGEST_PIXELS:
             check_head(path)
-    except (PermissionError, FileNotFoundError) as error:
+    except OSError as error:
+        if error.errno not in _WRONG_NAMES:
+            raise
         return f"{_UNREADABLE}: {error.strerror}"
     except BrokenImageError as error:
         return guess_format(head) or error.reason

@@ -147,7 +147,10 @@ class EncodedImages:
 
     def size(self, sample: int) -> tuple[int, int] | None:
         """Return (height, width) of image ``sample`` from its header; None if unreadable."""
-        return upright_size(io.BytesIO(self.encoded(sample)))
+        try:
+            return upright_size(io.BytesIO(self.encoded(sample)))
+        except BrokenImageError:  # the error appears when it is read
+            return None
 
 
 class MappedSource(EncodedImages):

@@ -55,7 +55,7 @@ def _saved_split(
             images on one side.
         RecipeError: If it was written for another fraction.
     """
-    is_new = not path.exists()
+    is_new = not os.path.exists(path)
     if is_new:
         _write(path, names, initial, fraction)
     sides, written_for, sha256 = _read(path)
@@ -137,15 +137,15 @@ def _write(path: Path, names: Sequence[bytes], held_out: NDArray[np.bool_], frac
             )
         # Not tempfile, whose files only the owner can read: all readers of the data need this one.
         partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        with open(partial, "xb") as file:
-            file.write(json.dumps(head).encode() + b"\n" + lines)
-            file.flush()
-            os.fsync(file.fileno())
         try:
+            with open(partial, "xb") as file:
+                file.write(json.dumps(head).encode() + b"\n" + lines)
+                file.flush()
+                os.fsync(file.fileno())
             with suppress(FileExistsError):  # another process was faster; its file is used
                 os.link(partial, path)
         finally:
-            os.unlink(partial)
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise DataError(
             f"the split file {str(path)!r} cannot be written ({error.strerror}): name one in a writable folder "
@@ -373,8 +373,10 @@ def _with_classes(requested: Sequence[int | str], dataset: ImageDataset) -> Imag
 
 def keep_known_classes(dataset: ImageDataset, known_classes: Sequence[str]) -> ImageDataset:
     """Return the same images with the class numbers of the weights, which include all classes of the data set."""
-    numbers = np.array([known_classes.index(name) for name in dataset.classes])
-    missing = [name for name in known_classes if name not in dataset.classes]
+    places = {name: place for place, name in enumerate(known_classes)}
+    numbers = np.array([places[name] for name in dataset.classes])
+    present = set(dataset.classes)
+    missing = [name for name in known_classes if name not in present]
     named = ", ".join(missing[:_NAMED]) + (", …" if len(missing) > _NAMED else "")
     note = f"{len(missing)} of the {len(known_classes)} classes of the weights have no images: {named}"
 

@@ -303,7 +303,12 @@ def name_rows(
         raise DataError(f"{path!r} has no label in any row to train on: name another column in data.label_column.")
     if unknown := sorted(set().union(*(each for part in found for each in part)).difference(classes)):
         raise DataError(f"{path!r} has held-out images of the class {unknown[0]!r}, but none to train on.")
-    return classes, [np.array([[each in row for each in classes] for row in part], dtype=np.float32) for part in found]
+    numbers = {name: number for number, name in enumerate(classes)}
+    numbered = [np.zeros((len(part), len(classes)), dtype=np.float32) for part in found]
+    for part, rows in zip(found, numbered, strict=True):
+        for named, row in zip(part, rows, strict=True):
+            row[[numbers[each] for each in named]] = 1
+    return classes, numbered
 
 
 def _number_in(cell: Any) -> float:

@@ -21,19 +21,17 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 from paceline.data.batch import Batch
-from paceline.data.image.source import BrokenImageError, SampleSource
+from paceline.data.image.source import BrokenImageError, Image, SampleSource
 from paceline.data.random_draws import derive_seed, uniforms
 from paceline.data.slices import SampleIds
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.recipe.data import Augment, Mix, Progressive
 from paceline.registry import load
 
-Image = NDArray[np.uint8]
 Shape = tuple[int, int]
 """Height and width, in pixels."""
 

@@ -20,7 +20,6 @@ from paceline.data.image.source import BrokenImageError, SampleSource, as_array,
 from paceline.data.image.store import ImageStore, StoreShape, shrunk
 from paceline.data.image.transforms import Variation, View, evaluation_image, has_variation
 from paceline.data.slices import SampleIds, SampleSlice
-from paceline.errors import RecipeError
 from paceline.recipe.data import Augment
 
 _LOADED_AT_ONCE = 256
@@ -47,16 +46,8 @@ class MemoryBackend:
             device: Device that holds the images and makes the batches, on the current stream.
             channels_last: Whether the model uses channels-last; this affects only speed, not pixels.
             progress: Called with the number of loaded images.
-
-        Raises:
-            RecipeError: If the augmentation needs the images' full resolution.
         """
         augment = view.augment
-        if augment is not None and augment.crop == "random_resized":
-            raise RecipeError(
-                "data.augment.crop is random_resized, which the memory back-end does not support, because it keeps "
-                "images at the model's input size: use data.backend=pytorch, or crop=pad."
-            )
         self._view = view
         self._one_by_one = augment is not None and has_variation(augment)
         self._variation = Variation(augment or Augment(), view.mean, view.seed)

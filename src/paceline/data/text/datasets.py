@@ -150,7 +150,7 @@ def _open_huggingface(data: Data) -> TextDataset:
             "files. One from the hub is data.path=hf://datasets/OWNER/NAME, if it is stored as parquet; another is "
             "saved with `datasets.load_dataset(NAME).save_to_disk(FOLDER)`."
         )
-    train, held_out, reason = choose_splits(files, score_all=data.score_all)
+    train, held_out, reason = choose_splits(files, left_out, score_all=data.score_all)
     documents: dict[str, Documents] = {}
     for split in (train, *(() if held_out is None else (held_out,))):
         documents[split] = []

@@ -67,7 +67,7 @@ def read_table(data: Data, choose: Choose, left_out: SkippedItems) -> TextTable:
             f"data.path={data.path} is not a table of text, or does not exist: data.dataset={data.dataset} takes "
             f"{_KINDS}."
         )
-    train, held_out, reason = choose_splits(files, score_all=data.score_all)
+    train, held_out, reason = choose_splits(files, left_out, score_all=data.score_all)
 
     def rows_of(split: str, split_column: str | None) -> tuple[list[Row], list[str] | None]:
         rows, words = list[Row](), list[str]()

@@ -244,6 +244,15 @@ def test_what_cannot_be_left_out_is_refused_with_the_rest(tmp_path: Path) -> Non
         opened(make(tmp_path / "one", "cat/1.png"), on_bad="skip")
 
 
+def test_a_class_whose_images_are_all_broken_does_not_leave_one_class_in_silence(tmp_path: Path) -> None:
+    root = make(tmp_path, *(f"{name}/{number}.png" for name in ("cat", "dog") for number in range(3)))
+    for path in (root / "dog").iterdir():
+        path.write_bytes(b"<html>404</html>")
+    with pytest.raises(DataError, match="one class with images that can be opened, 'cat'"):
+        opened(root, on_bad="skip")
+    assert len(opened(root, 1.0, on_bad="skip").validation) == 3
+
+
 def test_broken_images_up_to_a_number_stay(tmp_path: Path) -> None:
     root = make(tmp_path, "cat/1.png", "dog/1.png", "dog/2.png")
     (root / "dog" / "2.png").write_bytes(b"words")

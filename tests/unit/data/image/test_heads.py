@@ -63,6 +63,14 @@ def test_what_cannot_be_opened_is_found_and_cannot_be_read(content: bytes, said:
         decode(tmp_path / "x.jpg", 3)
 
 
+def test_a_link_that_leads_nowhere_is_not_a_failing_disk(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for target in ("circle.jpg", "file/x.jpg", "gone.jpg"):
+        (tmp_path / "circle.jpg").unlink(missing_ok=True)
+        (tmp_path / "circle.jpg").symlink_to(target)
+        assert head_fault(str(tmp_path / "circle.jpg")).startswith("it cannot be read: ")
+
+
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FileSource:
     """Eight files, of which the third is broken, so old that what is found may be remembered."""

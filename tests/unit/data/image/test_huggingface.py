@@ -100,6 +100,14 @@ def test_a_single_dataset_is_split(tmp_path: Path) -> None:
     assert open_dataset(Data(dataset="huggingface", path=str(other))).digest != dataset.digest
 
 
+def test_a_split_that_is_not_read_is_reported(tmp_path: Path) -> None:
+    numbers = {"train": range(10), "unsupervised": range(10, 13)}
+    splits = {name: table(each, [k % 2 for k in each]) for name, each in numbers.items()}
+    found = open_dataset(Data(dataset="huggingface", path=str(save_splits(tmp_path / "hf", splits))))
+    assert len(found.train) + len(found.validation) == 10
+    assert found.left_out[0].startswith("files of splits that are not read: 2 left out (")
+
+
 def test_the_column_of_the_labels(tmp_path: Path) -> None:
     content = table(range(4), [0, 1, 0, 1], "fine").append_column("coarse", pa.array([1, 1, 0, 0], pa.int64()))
     classes = {"_type": "ClassLabel", "names": ["a", "b"]}

@@ -13,6 +13,7 @@ from PIL import Image
 
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.decode import BrokenImageError, decode
+from paceline.data.image.pipeline import measure
 from paceline.data.image.sets import parquet as parquet_source
 from paceline.data.image.source import encoded_source
 from paceline.data.packing.origins import open_origin
@@ -109,12 +110,21 @@ def test_files_of_any_held_out_split_are_not_trained_on(tmp_path: Path, name: st
 
 
 def test_other_splits_of_the_hub_are_not_read_and_other_files_refused(tmp_path: Path) -> None:
+    for number in range(10):
+        (tmp_path / f"{number}.png").write_bytes(png(number))
     for file, numbers in (("train-00000-of-00001", range(6)), ("extra-00000-of-00001", range(6, 10))):
-        labels = [number % 2 for number in numbers]
-        write(tmp_path / f"{file}.parquet", {"image": images(numbers), "label": labels})
+        columns = {"image": images(numbers), "label": [number % 2 for number in numbers]}
+        write(tmp_path / "bytes" / f"{file}.parquet", columns)
+        paths = [f"../{number}.png" for number in numbers]
+        write(tmp_path / "paths" / f"{file}.parquet", columns | {"image": paths})
+    told = "files of splits that are not read: 1 left out ('extra-00000-of-00001.parquet')"
+    for keys in ({}, {"split_by": "name"}):
+        for kind in ("bytes", "paths"):
+            assert open_dataset(data(tmp_path / kind, **keys)).left_out == (told,)
+    assert open_origin(str(tmp_path / "bytes")).left_out == (told,)
+    tmp_path /= "bytes"
     found = open_dataset(data(tmp_path, validation_fraction=0.34, split_by="name"))
     assert (len(found.train) + len(found.validation), found.is_split_off) == (6, True)
-    assert "extra is not read" in open_dataset(data(tmp_path)).reasons["validation"]
     write(tmp_path / "more.parquet", {"image": images(range(2)), "label": [0, 1]})
     with pytest.raises(DataError, match=r"more.parquet' is next to files called train, .* rename it"):
         open_dataset(data(tmp_path))
@@ -175,6 +185,11 @@ def test_what_is_wrong_is_told(tmp_path: Path, columns: dict[str, Any], message:
         open_dataset(data(write(tmp_path / "t.parquet", columns)))
 
 
+def test_a_name_that_looks_like_a_pattern_is_a_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "photos [old]" / "t[1].parquet", {"image": images(range(4)), "label": [0, 1, 0, 1]})
+    assert len(open_dataset(data(path, validation_fraction=0)).train) == 4
+
+
 def test_damaged_and_missing_tables(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there are no \.parquet files in it"):
         open_dataset(data(tmp_path))
@@ -203,6 +218,16 @@ def test_a_file_that_shrinks_breaks_its_images_and_nothing_else(tmp_path: Path) 
     found.train.base._kept.clear()  # type: ignore[attr-defined]  # what was probed is kept
     with pytest.raises(BrokenImageError, match="it has changed since the run started"):
         found.train.read(5)
+
+
+def test_an_image_that_is_missing_has_no_size(tmp_path: Path) -> None:
+    """The file does not say how many are missing; the run says so when it reads the row."""
+    columns = {"image": [png(0), None, png(1)], "label": [0, 1, 0]}
+    path = write(tmp_path / "t.parquet", columns, write_statistics=False)
+    found = open_dataset(data(path, validation_fraction=0))
+    assert measure(found.train, size=8, multiple=1).tolist() == [[10, 8], [8, 8], [8, 8]]
+    with pytest.raises(BrokenImageError, match="its row has no image"):
+        found.train.read(1)
 
 
 def test_groups_too_large_for_one_image_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -231,8 +232,20 @@ def test_split_files_that_do_not_fit_are_refused(folder: Path, tmp_path: Path) -
     file.write_text("train\tx\n")
     with pytest.raises(DataError, match="is not a Paceline split file"):
         opened(folder, saved_split=str(file))
-    with pytest.raises(DataError, match="cannot be written"):
-        opened(folder, saved_split="/proc/self/a.split")
+    for place in ("/proc/self/a.split", str(tmp_path / ("x" * 300))):
+        with pytest.raises(DataError, match="cannot be written"):
+            opened(folder, saved_split=place)
+
+
+def test_a_split_file_that_cannot_be_finished_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    before, limits = sorted(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(DataError, match="cannot be written"):
+            opened(folder, saved_split=str(tmp_path / "a.split"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_names_of_any_bytes_survive_a_split_file(folder: Path, tmp_path: Path) -> None:

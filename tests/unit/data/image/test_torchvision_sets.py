@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import socket
@@ -16,6 +17,7 @@ import torchvision.datasets as known
 from PIL import Image
 
 from paceline.data.image.datasets import open_dataset
+from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.source import SampleSource, encoded_source
 from paceline.errors import DataError
 from paceline.recipe.data import Data
@@ -210,6 +212,28 @@ def test_a_split_that_is_not_read_is_not_downloaded(tmp_path: Path, monkeypatch:
     assert Listed.asked == [("train", True), ("val", True), ("test", False)]
 
 
+class Files(Listed):
+    """The same from files, of which one is damaged; they are not listed."""
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int | None]:
+        return Image.open(io.BytesIO(Path(self.root, f"{index}.png").read_bytes())), self.labels[index]
+
+
+def test_a_damaged_image_is_reported_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "Flowers102", Files)
+    for number in range(4):
+        pixels = np.random.default_rng(number).integers(0, 256, (150, 200, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    content = (tmp_path / "0.png").read_bytes()
+    second = content.rindex(b"IDAT")
+    for damaged in (content[:second], content[:second] + b"\1" + content[second + 1 :]):
+        (tmp_path / "0.png").write_bytes(damaged)
+        found = opened("Flowers102", tmp_path)
+        assert found.native_size == (150, 200)
+        with pytest.raises(BrokenImageError, match=r"Files\[0\]"):
+            found.train.read(0)
+
+
 def test_an_image_without_a_label_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "Flowers102", Listed)
     monkeypatch.setattr(Listed, "labels", [0, None, 0, 1])
@@ -268,6 +292,7 @@ def test_what_is_there_is_not_downloaded(tmp_path: Path, name: str) -> None:
     mnist(tmp_path / "MNIST" / "raw")
     mnist(tmp_path / "FashionMNIST" / "raw")
     idx(tmp_path / "MNIST" / "raw" / "train-labels-idx1-ubyte", np.full(30, 7))
+    (tmp_path / ".paceline-download.lock").mkdir()  # nobody can take a lock, as in a read-only folder
     found = open_dataset(Data(dataset=name, path=str(tmp_path), download=True))
     assert (set(found.train.labels.tolist()) == {7}) == (name == "mnist")
     assert found.classes[0] == ("0" if name == "mnist" else "T-shirt/top")

@@ -138,6 +138,12 @@ def test_samples_of_a_pattern(tmp_path: Path) -> None:
         assert train.path(9) == f"000009.jpg in {tmp_path / 't-001.tar'}"
 
 
+def test_a_name_that_looks_like_a_pattern_is_a_name(tmp_path: Path) -> None:
+    for name in ("photos [old]/x.tar", "x[1].tar", "{a,b}.tar"):
+        path = write_tar(tmp_path / name, samples(range(4)))
+        assert len(opened_set("webdataset", path, channels=None, validation_fraction=0).train) == 4
+
+
 def test_patterns() -> None:
     assert expand("a-{08..11}.tar") == ["a-08.tar", "a-09.tar", "a-10.tar", "a-11.tar"]
     assert expand("{a,b}/{0..1}") == ["a/0", "a/1", "b/0", "b/1"]

@@ -18,7 +18,6 @@ from paceline.data.image.source import ArraySource, FileSource, SubsetSource
 from paceline.data.image.transforms import View, evaluation_image
 from paceline.data.loaders.memory import MemoryBackend
 from paceline.data.slices import SampleSlice
-from paceline.errors import RecipeError
 from paceline.recipe.data import Augment, Progressive
 
 Slices = Callable[..., list[SampleSlice]]
@@ -134,11 +133,6 @@ def test_progress_is_told(small: FileSource) -> None:
     told: list[tuple[int, int]] = []
     MemoryBackend(small, view(), progress=lambda done, total: told.append((done, total)))
     assert told[-1] == (40, 40)
-
-
-def test_random_resized_is_refused(small: FileSource) -> None:
-    with pytest.raises(RecipeError, match=r"use data\.backend=pytorch"):
-        MemoryBackend(small, view(Augment(crop="random_resized")))
 
 
 def test_no_random_state_is_used(small: FileSource, slices: Slices) -> None:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import fcntl
 import gzip
 import hashlib
-import os
 import pickle
 import re
 import struct
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -359,13 +358,11 @@ def downloading(root: Path, name: str) -> Iterator[None]:
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(root / _LOCK, os.O_CREAT | os.O_RDWR)
-        try:
-            with suppress(OSError):  # a file system without locks: digests verify the files
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with ExitStack() as held:
+            with suppress(OSError):  # a read-only folder, or one without locks: digests verify the files
+                lock = held.enter_context(open(root / _LOCK, "ab"))
+                fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-        finally:
-            os.close(descriptor)
     except (OSError, RuntimeError, EOFError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise DataError(

@@ -20,7 +20,7 @@ from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.sets.parquet import ImageTable, StreamSource, open_parquet, read_schema
 from paceline.data.image.source import Names
 from paceline.data.image.tables import explain_errors, files_ending_in, require_pyarrow, splits_of_files
-from paceline.data.splits import held_out_among, unread_splits
+from paceline.data.splits import UNREAD_SPLITS, held_out_among, unread_splits
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 from paceline.escaping import utf8
@@ -102,11 +102,12 @@ def _read_json(path: Path, key: str, kind: Callable[[Any], Any]) -> Any:
         return kind(load_json(path.read_bytes())[key])
 
 
-def choose_splits(files: HuggingFaceFiles, *, score_all: bool) -> tuple[str, str | None, str]:
+def choose_splits(files: HuggingFaceFiles, left_out: SkippedItems, *, score_all: bool) -> tuple[str, str | None, str]:
     """Return the training split, the held-out split if any, and the origin of held-out images.
 
     Args:
         files: The dataset's files.
+        left_out: Receives the files of splits that are not read, unless the origin names these.
         score_all: Whether the held-out split may be the only one; it is then returned as the training split.
 
     Raises:
@@ -119,10 +120,12 @@ def choose_splits(files: HuggingFaceFiles, *, score_all: bool) -> tuple[str, str
             f"{str(files.root)!r} has the splits {', '.join(files.splits)}, but none called train: save it again with "
             "one."
         )
+    unread = [name for name in files.splits if name not in ("train", held_out)]
     if held_out is None:
+        for file in (file for name in unread for file in files.splits[name]):
+            left_out.add(UNREAD_SPLITS, file.name)
         return "train", None, ""
-    unread = unread_splits([name for name in files.splits if name not in ("train", held_out)])
-    origin = "; ".join(each for each in (f"the split {held_out}", unread) if each)
+    origin = "; ".join(each for each in (f"the split {held_out}", unread_splits(unread)) if each)
     return (held_out, None, origin) if is_alone else ("train", held_out, origin)
 
 
@@ -138,7 +141,7 @@ def open_huggingface(request: DatasetRequest) -> StoredImages:
     if files is None:
         raise _missing(request.path)
     data = replace(request.data, split_column=None)
-    train_split, held_out_split, held_out = choose_splits(files, score_all=data.score_all)
+    train_split, held_out_split, held_out = choose_splits(files, left_out, score_all=data.score_all)
     if files.is_parquet:
         return open_parquet(replace(request, data=data))
     splits = {train_split: files.splits[train_split]}

@@ -46,12 +46,13 @@ def open_mixture(request: DatasetRequest) -> StoredImages:
             f"the sets of data.mixture have one class in all, {classes[0]!r}, but a classifier needs at least two: add "
             "a set with another."
         )
+    places = {name: place for place, name in enumerate(classes)}
     channels = request.channels or max(each.channels for each in opened)  # grey images are converted to colour
 
     def joined(sources: Sequence[SampleSource]) -> JoinedSource:
         for each in sources:
             cast(ImageFiles, each.base if isinstance(each, SubsetSource) else each).channels = channels
-        numbers = [np.array([classes.index(name) for name in each.classes], dtype=np.int64) for each in opened]
+        numbers = [np.array([places[name] for name in each.classes], dtype=np.int64) for each in opened]
         labels = [number[each.labels] for number, each in zip(numbers, sources, strict=True)]
         return JoinedSource(dict(zip(parts, sources, strict=True)), np.concatenate(labels))
 

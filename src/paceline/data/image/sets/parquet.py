@@ -38,7 +38,7 @@ from paceline.data.image.tables import (
     require_pyarrow,
     splits_of_files,
 )
-from paceline.data.splits import TEST, TRAIN, VALIDATION, unread_splits
+from paceline.data.splits import TEST, TRAIN, UNREAD_SPLITS, VALIDATION
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
@@ -276,14 +276,16 @@ def open_parquet(request: DatasetRequest) -> StoredImages:
     root, left_out = request.path, SkippedItems()
     if root.is_dir():
         paths = files_ending_in("parquet", root, left_out)
-    elif glob.has_magic(str(root)):
-        paths = sorted(Path(each) for each in glob.glob(str(root), recursive=True) if not Path(each).is_dir())
+    elif root.exists():
+        paths = [root]
     else:
-        paths = [root] if root.exists() else []
+        paths = sorted(Path(each) for each in glob.glob(str(root), recursive=True) if not Path(each).is_dir())
     if not paths:
         what = "are no .parquet files in it" if root.is_dir() else "is no such file or folder"
         raise DataError(f"data.path is {str(root)!r}, and there {what}: correct the path.")
     table = ImageTable(root, paths, request)
+    for path in table.unread:
+        left_out.add(UNREAD_SPLITS, path.name)
     if table.kind == "path":
         images = table.open_paths()
         return replace(images, left_out=(*left_out.summaries(), *images.left_out))
@@ -335,14 +337,14 @@ class ImageTable:
         with explain_errors(paths[0]):
             image_type = self.schema.field(self.columns.image).type
         self.kind = self._kind(image_type)
-        named, self.unread = list(splits) or [TRAIN] * len(paths), ""
+        named, self.unread = list(splits) or [TRAIN] * len(paths), list[Path]()
         if self.columns.split is None and not splits:
             # By file name; files of unused splits are removed.
             base = root if root.is_dir() else Path(os.path.commonpath([each.parent for each in paths]))
             named = splits_of_files(paths, base) if len(paths) > 1 else [TRAIN]
             known = {TRAIN, VALIDATION, TEST}
-            self.unread = unread_splits(sorted(set(named) - known))
             self.paths = [path for path, split in zip(paths, named, strict=True) if split in known]
+            self.unread = [path for path, split in zip(paths, named, strict=True) if split not in known]
             named = [split for split in named if split in known]
         image, labels, split = self.columns
         wanted = [*labels, *([] if split is None else [split]), *([image] if self.kind == "path" else [])]
@@ -488,7 +490,7 @@ class ImageTable:
         held_out = self.parts.held_out
         return in_splits(
             [source] if held_out is None else [SubsetSource(source, each) for each in self.parts.splits],
-            "; ".join(each for each in (self.parts.description, self.unread) if each),
+            self.parts.description,
             self._request.validation_fraction,
             classes=classes,
             digest=digest,

@@ -95,7 +95,7 @@ class IndexedSource:
         """
         try:
             return _pixels(self._dataset[sample][0], self.channels)
-        except (OSError, ValueError) as error:
+        except (OSError, SyntaxError, ValueError) as error:  # Pillow raises SyntaxError for a damaged PNG
             raise BrokenImageError(self.path(sample), str(error)) from error
 
     def path(self, sample: int) -> str:
@@ -328,7 +328,10 @@ def _probe(source: Made) -> Probe:
     if isinstance(source, ArraySource):
         return Probe(len(source), (source.images.shape[1], source.images.shape[2]), source.images.shape[-1] == 1)
     chosen = np.unique(np.linspace(0, len(source) - 1, 16).astype(np.int64)).tolist()
-    sizes = {source.read(each).shape[:2] for each in chosen}
+    sizes = set()
+    for each in chosen:
+        with suppress(BrokenImageError):  # reported when it is read
+            sizes.add(source.read(each).shape[:2])
     return Probe(count=len(chosen), size=next(iter(sizes)) if len(sizes) == 1 else None, greyscale=False)
 
 
@@ -354,7 +357,8 @@ def _digest(sources: Sequence[Made], datasets: Sequence[Any]) -> str:
         else:
             digest.update(type(made).__name__.encode())
             for sample in _compared(len(source)):
-                digest.update(source.read(sample).tobytes())
+                with suppress(BrokenImageError):
+                    digest.update(source.read(sample).tobytes())
         digest.update(source.labels.tobytes())
     return digest.hexdigest()
 

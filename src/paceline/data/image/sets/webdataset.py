@@ -210,9 +210,10 @@ def _splits(root: Path, left_out: SkippedItems) -> tuple[list[Path], list[Path],
 
 def _tars(pattern: str) -> list[Path]:
     found: list[Path] = []
-    for written in expand(pattern):
-        matches = sorted(glob.glob(written)) if glob.has_magic(written) else [written]
-        if not matches or not Path(matches[0]).exists():
+    # A name may contain brackets or braces itself.
+    for written in [pattern] if os.path.exists(pattern) else expand(pattern):
+        matches = [written] if os.path.exists(written) else sorted(glob.glob(written))
+        if not matches:
             raise DataError(f"{pattern!r} names {written!r}, which does not exist: correct the path.")
         found += map(Path, matches)
     return found
