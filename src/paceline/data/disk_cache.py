@@ -27,13 +27,13 @@ Stamp = tuple[int, int, int, int]
 TOO_FRESH_NS = 3_000_000_000
 
 
-def stamp_of(path: str) -> Stamp:
+def stamp_of(path: str | Path) -> Stamp:
     """Return a stamp that changes when a file is written or replaced; raises OSError."""
     status = os.stat(path)
     return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
-def stamp_or_none(path: str) -> Stamp | None:
+def stamp_or_none(path: str | Path) -> Stamp | None:
     """Return the same as :func:`stamp_of`, or None if the file is missing."""
     try:
         return stamp_of(path)

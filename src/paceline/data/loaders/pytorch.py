@@ -141,7 +141,7 @@ class PytorchBackend:
 
     def explain_death(self, reason: str) -> str:
         """Describe what a dead worker of this back-end was reading; nothing if none died."""
-        return self._worker_state.explain_death(reason) if self._worker_state.has_dead_workers else ""
+        return self._worker_state.explain_death(reason) if self._worker_state.dead() else ""
 
     def close(self) -> None:
         """Stop the workers; a hung one gets two seconds."""
@@ -160,7 +160,6 @@ class PytorchBackend:
                 batch_size=None,
                 sampler=self._order,
                 num_workers=workers,
-                collate_fn=_identity,
                 pin_memory=self._pin_memory,
                 worker_init_fn=self._worker_state.enter,
                 # Spawned workers would import torch again, taking seconds and hundreds of MiB each.
@@ -257,21 +256,16 @@ class _WorkerState:
         """Record which sample this worker reads next."""
         self._reading[self._worker] = sample
 
-    @property
-    def has_dead_workers(self) -> bool:
-        """Whether a worker has died."""
-        return bool(self._dead())
-
     def has_lost_a_worker(self) -> bool:
         """Whether a worker has died, or dies within a second: its socket may close before the process ends."""
         deadline = time.monotonic() + 1
-        while not self.has_dead_workers and time.monotonic() < deadline:
+        while not self.dead() and time.monotonic() < deadline:
             time.sleep(0.01)
-        return self.has_dead_workers
+        return bool(self.dead())
 
     def explain_death(self, reason: str) -> str:
         """Add the sample that it was reading to torch's message about a dead worker."""
-        samples = [self._reading[k] for k in self._dead() if self._reading[k] >= 0]
+        samples = [self._reading[k] for k in self.dead() if self._reading[k] >= 0]
         names = " and ".join(f"{sample} ({self._source.path(sample)})" for sample in samples)
         where = f", while it read sample {names}" if names else ""
         sentence = re.split(r"\. |\.$", reason.strip(), maxsplit=1)[0]
@@ -289,7 +283,8 @@ class _WorkerState:
             return f"the run's own process {self._last_read(0)}"
         return "; ".join(last)
 
-    def _dead(self) -> list[int]:
+    def dead(self) -> list[int]:
+        """Return the numbers of the workers that have died."""
         alive = {child.pid for child in multiprocessing.active_children()}
         return [k for k, pid in enumerate(self._pids) if pid and pid not in alive]
 
@@ -390,10 +385,6 @@ def _quiet() -> Iterator[None]:
         # torch's warning about more workers than cores: the recipe requests them.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         yield
-
-
-def _identity(result: Any) -> Any:
-    return result
 
 
 def _batch_of(result: Batch | ReadFailure) -> Batch:

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.disk_cache import TOO_FRESH_NS, Arrays, recall_arrays, remember_arrays
+from paceline.data.disk_cache import TOO_FRESH_NS, Arrays, recall_arrays, remember_arrays, stamp_or_none
 from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, SkippedFile, StoredImages, file_splits
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
@@ -32,8 +32,6 @@ from paceline.machine import cache_folder
 MIN_CACHED_SECONDS = 0.5  # quicker listings are repeated
 _VERSION = 3
 _SPOT_CHECKS = 64
-
-Stamp = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def list_folders(
     paths = [
         path for folder, names in zip(folders, classes, strict=True) for path in (folder, *map(folder.joinpath, names))
     ]
-    stamps = list(map(_stamp, paths))
+    stamps = list(map(stamp_or_none, paths))
     state = repr([_VERSION, list(map(os.path.abspath, paths)), classes, stamps])
     if remembered and (arrays := recall_arrays(memory)) is not None:
         with suppress(ValueError, LookupError, TypeError, AttributeError):  # written by another version
@@ -100,9 +98,9 @@ def list_folders(
     digest = hashed.hexdigest()
     seconds = time.perf_counter() - begin
     how = f"{sum(len(each.names) for each in listings):,} files, listed in {seconds:.1f} s"
-    is_settled = all(stamp is not None and max(stamp[:2]) < now - TOO_FRESH_NS for stamp in stamps)
+    is_settled = all(stamp is not None and max(stamp[2:]) < now - TOO_FRESH_NS for stamp in stamps)
     is_clean = remembered and problems.count == wrong_before
-    if is_clean and seconds >= MIN_CACHED_SECONDS and is_settled and stamps == list(map(_stamp, paths)):
+    if is_clean and seconds >= MIN_CACHED_SECONDS and is_settled and stamps == list(map(stamp_or_none, paths)):
         arrays = {"state": np.array(state.encode("ascii", "backslashreplace")), "digest": np.array(digest)}
         for index, listing in enumerate(listings):
             arrays[f"joined{index}"] = listing.names.blob
@@ -188,15 +186,6 @@ def _list_images(folder: Path, problems: Problems) -> list[tuple[str, int]]:
 
 
 # ---------------------------------------------------------------------------------------------- remembering
-
-
-def _stamp(folder: str | Path) -> Stamp | None:
-    """Return a stamp that changes when a file in a folder is added, removed or renamed, or the folder is replaced."""
-    try:
-        status = os.stat(folder)
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
 
 
 def _from_cache(
