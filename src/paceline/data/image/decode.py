@@ -67,8 +67,7 @@ def read_part(content: Content, channels: int, box: Box, shrink: int = 1) -> NDA
         box: The rectangle, in pixels of the decoded picture.
         shrink: 2, 4 or 8 to decode at 1/2, 1/4 or 1/8 size.
     """
-    if _REGION is None:
-        return None
+    assert _REGION is not None  # it read the head
     pixels = np.empty((box.height, box.width, channels), dtype=np.uint8)
     return pixels if _REGION.read_region(content, pixels, *box, shrink) else None
 
@@ -115,8 +114,7 @@ def read_resized(
         bicubic: Whether to resize bicubically, otherwise bilinearly.
         flip: Whether to mirror the result.
     """
-    if _REGION is None:
-        return None
+    assert _REGION is not None  # it read the head
     pixels = np.empty((*size, channels), dtype=np.uint8)
     return pixels if _REGION.read_resized(content, pixels, *box, shrink, *size, bicubic, flip) else None
 
@@ -201,9 +199,6 @@ class LazyImage:
         size: Height and width of the upright picture.
         shrinks: Whether the file can be decoded at reduced size: an upright, plain JPEG.
     """
-
-    size: tuple[int, int]
-    shrinks: bool
 
     def __init__(self, content: Content, channels: int, name: str = "", *, turned: bool = True) -> None:
         """Read the header of a file.

@@ -250,8 +250,7 @@ class SubsetSource:
 
     def encoded(self, sample: int) -> Content:
         """Return the base's file, if it has files (:func:`encoded_source`); raises BrokenImageError."""
-        if self._files is None:
-            raise TypeError("this source has no files")
+        assert self._files is not None
         return self._files.encoded(int(self.ids[sample]))
 
     def size(self, sample: int) -> tuple[int, int] | None:
@@ -291,8 +290,7 @@ class JoinedSource:
         """Return the part's file, if it has files (:func:`encoded_source`); raises BrokenImageError."""
         _, source, number = self.find(sample)
         files = encoded_source(source)
-        if files is None:
-            raise TypeError("this source has no files")
+        assert files is not None
         return files.encoded(number)
 
     def size(self, sample: int) -> tuple[int, int] | None:

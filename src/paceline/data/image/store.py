@@ -47,14 +47,14 @@ class StoreShape:
         cls, augment: Augment | None, *, count: int, channels: int, size: int, channels_last: bool = True
     ) -> StoreShape:
         """Return the layout required by an augmentation, or by none."""
-        shifts = augment is not None and augment.crop == "pad"
+        augment = augment or Augment()
         return cls(
             count=count,
             channels=channels,
             size=size,
-            padding=augment.padding if augment is not None and shifts else 0,
-            padding_mode=augment.padding_mode if augment is not None and shifts else "zero",
-            mirrored=augment is not None and augment.flip > 0,
+            padding=augment.padding if augment.crop == "pad" else 0,
+            padding_mode=augment.padding_mode,
+            mirrored=augment.flip > 0,
             channels_last=channels_last,
         )
 
