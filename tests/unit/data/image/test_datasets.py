@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from paceline.data.image.dataset import stratified_split
 from paceline.data.image.datasets import ImageDataset, open_dataset
-from paceline.data.image.source import ArraySource, SubsetSource
+from paceline.data.image.source import ArraySource
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.data import Data
 
@@ -47,13 +46,6 @@ def test_digits_are_scikit_learns() -> None:
         "assert abs(scaled.mean() - digits.MEAN[0]) < 1e-4 and abs(scaled.std() - digits.STD[0]) < 1e-4"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_digits_held_out_part_is_the_split() -> None:
-    dataset = open_dataset(Data(dataset="digits", validation_fraction=0.3))
-    assert isinstance(dataset.validation, SubsetSource)
-    _, held_out = stratified_split(dataset.validation.base.labels, 0.3)
-    assert np.array_equal(dataset.validation.ids, held_out)
 
 
 def test_digits_in_colour() -> None:

@@ -68,6 +68,7 @@ def test_what_is_remembered_is_what_was_listed(
     age(root, monkeypatch)
     first = opened(root)
     assert first.listing.endswith("and remembered")
+    assert list(cache_file(root).parent.iterdir()) == [cache_file(root)]
     again = opened(root)
     assert is_recalled(again)
     assert str(cache_file(root)) in again.listing
@@ -183,13 +184,6 @@ def test_a_home_that_cannot_be_written_to_is_fine(tmp_path: Path, monkeypatch: p
     folder = opened(root)
     assert len(folder.train) + len(folder.validation) == 2
     assert "remembered" not in folder.listing
-
-
-def test_nothing_is_left_beside_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = make(tmp_path / "data", "a/1.jpg", "b/1.jpg")
-    age(root, monkeypatch)
-    opened(root)
-    assert list(cache_file(root).parent.iterdir()) == [cache_file(root)]
 
 
 def test_a_memory_holds_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

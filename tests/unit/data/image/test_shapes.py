@@ -40,14 +40,6 @@ def test_a_turned_image_has_the_turned_shape(height: int, width: int) -> None:
     assert rectangle(width, height, size=224, multiple=32) == upright[::-1]
 
 
-@pytest.mark.parametrize(
-    ("image", "shape"),
-    [((375, 500), (224, 288)), ((500, 375), (288, 224)), ((300, 310), (224, 224)), ((100, 1000), (224, 448))],
-)
-def test_what_photographs_come_to(image: tuple[int, int], shape: tuple[int, int]) -> None:
-    assert rectangle(*image, size=224, multiple=32) == shape
-
-
 @pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_the_head_says_what_decoding_gives(suffix: str, orientation: int, tmp_path: Path) -> None:

@@ -87,10 +87,6 @@ def test_images_grow_from_epoch_to_epoch(epoch: int, size: int) -> None:
     assert size == int(np.round(line / 32)) * 32
 
 
-def test_images_that_do_not_grow_have_one_size() -> None:
-    assert {Progressive().size_at(epoch, 224) for epoch in range(5)} == {224}
-
-
 def test_growing_images_stay_between_their_ends() -> None:
     growing = Progressive(start_size=170, end=20, multiple=32)
     sizes = [growing.size_at(epoch, 250) for epoch in range(25)]

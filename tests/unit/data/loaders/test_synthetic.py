@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from paceline.data.image.sets.synthetic import SyntheticSource
-from paceline.data.image.source import FileSource
 from paceline.data.image.transforms import View
 from paceline.data.loaders.memory import SyntheticBackend
 from paceline.data.slices import SampleSlice
@@ -30,10 +28,3 @@ def test_labels_are_right_and_noise_is_made_once(slices: Slices) -> None:
     again = SyntheticBackend(source, View(image_size=16, channels=3))
     assert torch.equal(next(iter(again.batches(slices([1, 2, 3])))).inputs, first.inputs)
     backend.close()
-
-
-def test_files_are_not_read(small: FileSource, slices: Slices) -> None:
-    source = FileSource.__new__(FileSource)
-    source.labels = np.array([2, 1])
-    (batch,) = SyntheticBackend(source, View(image_size=8, channels=1)).batches(slices([1]))
-    assert batch.targets.tolist() == [1]

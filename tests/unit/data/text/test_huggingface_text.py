@@ -52,12 +52,6 @@ def test_rows_are_documents(tmp_path: Path) -> None:
     assert "files that no state.json names: 1 left out ('train/more.arrow')" in found.left_out
 
 
-def test_a_split_that_is_not_read_is_reported(tmp_path: Path) -> None:
-    root = saved(tmp_path / "data", {"train": ROWS, "unsupervised": ["other"]})
-    found = open_text(Data(dataset="huggingface_text", path=str(root), text=Text()))
-    assert any(each.startswith("files of splits that are not read: 1 left out") for each in found.left_out)
-
-
 def test_parquet_is_the_same(tmp_path: Path) -> None:
     pq.write_table(pa.table({"body": ROWS}), tmp_path / "train-00000.parquet")
     train, held_out = texts(tmp_path, column="body")
