@@ -266,11 +266,6 @@ class DatasetRequest:
         return Path(self.data.path).expanduser()
 
     @property
-    def validation_fraction(self) -> float:
-        """Share of each class held out if the data has no split."""
-        return self.data.validation_fraction
-
-    @property
     def channels(self) -> int | None:
         """Channels to decode to, 1 or 3; None for the images' channels."""
         return None if self.data.channels == "auto" else self.data.channels
@@ -390,7 +385,7 @@ def file_splits(request: DatasetRequest, sources: Sequence[ImageFiles], held_out
     channels = request.channels or (1 if probed.greyscale else 3)
     for source in sources:
         source.channels = channels
-    return in_splits(sources, held_out, request.validation_fraction, channels=channels, probe=probed, **facts)
+    return in_splits(sources, held_out, request.data.validation_fraction, channels=channels, probe=probed, **facts)
 
 
 def _openable(request: DatasetRequest, source: ImageFiles) -> ImageFiles:
@@ -448,7 +443,7 @@ def pixel_images(
     return in_splits(
         [ArraySource(with_channels(each.images, channels), each.labels, each.name) for each in sources],
         held_out,
-        request.validation_fraction,
+        request.data.validation_fraction,
         classes=classes,
         digest=array_digest(*sources),
         channels=channels,

@@ -402,7 +402,7 @@ def packed_images(request: DatasetRequest) -> StoredImages:
     return in_splits(
         sources,
         origin.held_out,
-        request.validation_fraction,
+        request.data.validation_fraction,
         classes=manifest.classes,
         digest=manifest.digest,
         channels=channels,

@@ -491,7 +491,7 @@ class ImageTable:
         return in_splits(
             [source] if held_out is None else [SubsetSource(source, each) for each in self.parts.splits],
             self.parts.description,
-            self._request.validation_fraction,
+            self._request.data.validation_fraction,
             classes=classes,
             digest=digest,
             channels=source.channels,

@@ -66,7 +66,7 @@ def open_torchvision(request: DatasetRequest) -> StoredImages:
     return in_splits(
         images,
         held_out,
-        request.validation_fraction,
+        request.data.validation_fraction,
         classes=classes,
         digest=_digest(sources, splits),
         channels=channels,
