@@ -177,6 +177,19 @@ def load_plain(text: str) -> Any:
     return yaml.load(text, Loader=PlainLoader)  # a SafeLoader
 
 
+def load_whole(text: str) -> Any:
+    """Read YAML as :func:`load_plain` does, but refuse comments, which it would drop.
+
+    Raises:
+        yaml.YAMLError: As :func:`load_plain`, or if there is a comment.
+    """
+    value, scalars = load_plain(text), [each for each in yaml.scan(text) if isinstance(each, yaml.ScalarToken)]
+    for sign in re.finditer(r"(?<!\S)#", text):
+        if not any(each.start_mark.index <= sign.start() < each.end_mark.index for each in scalars):
+            raise yaml.YAMLError("'#' after a space begins a comment, which would be dropped; put the value in quotes.")
+    return value
+
+
 def yaml_line(value: Any) -> str:
     """Return a value as YAML on one line."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)

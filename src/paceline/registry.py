@@ -34,16 +34,10 @@ from paceline.references import call_reference, is_reference, load_reference
 _T = TypeVar("_T")
 Kind = Literal["optimizers", "schedules", "losses", "augmentations", "tasks", "datasets", "commands"]
 
-_SHAPES = "paceline.optim.schedules"
+_SCHEDULES = ("constant", "step", "linear", "cosine", "cyclic", "polynomial", "exponential", "one_cycle", "trapezoid")
 _BUILT_IN: dict[Kind, dict[str, str]] = {
     "optimizers": {name: rule.reference for name, rule in RULES.items()},
-    "schedules": {
-        name: f"{_SHAPES}:{name}"
-        for name in (
-            *("constant", "step", "linear", "cosine", "cyclic"),
-            *("polynomial", "exponential", "one_cycle", "trapezoid"),
-        )
-    },
+    "schedules": {name: f"paceline.optim.schedules:{name}" for name in _SCHEDULES},
     "losses": {
         "cross_entropy": "torch.nn:CrossEntropyLoss",
         "bce": "torch.nn:BCEWithLogitsLoss",

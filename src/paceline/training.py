@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import os
 import re
@@ -15,11 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from paceline.errors import RecipeError, RunDirectoryError, TrainingError
+from paceline.distributed.environment import read_launch
+from paceline.errors import RecipeError, StoppedError, TrainingError
 from paceline.processes import ProcessGroup, received_signals, without_rank_variables
 from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, to_yaml
 from paceline.records.reader import read_summary
-from paceline.records.run_directory import RunDirectory, default_run_directory, no_run_message
+from paceline.records.run_directory import RunDirectory, default_run_directory, existing_run
 from paceline.references import trusting_code
 from paceline.report.html.page import report_at_the_end
 from paceline.telemetry.display import choose_display
@@ -63,16 +63,16 @@ def train(
     Raises:
         PacelineError: For every mistake in the recipe, the data or the directory.
     """
-    directory = None if run_dir is None else Path(run_dir).expanduser()
+    if processes > 1 and read_launch(os.environ).world.world_size > 1:
+        raise RecipeError(f"processes={processes}: this process is one of several already; leave processes out.")
+    directory = None if run_dir is None else Path(os.path.expanduser(run_dir))
     if recipe is None and task is None:
         if directory is None:
             raise RecipeError(
                 "neither a recipe nor a task was given; name a recipe, for example paceline.train('digits'), or the "
                 "run_dir of a run to continue."
             )
-        if not RunDirectory(directory).exists():
-            raise RunDirectoryError(no_run_message(directory, "that of a run to continue, or name a recipe"))
-        recipe = directory
+        recipe = existing_run(directory, "that of a run to continue, or name a recipe").root
     options = Options(
         run_dir=directory,
         resume=os.path.expanduser(resume),
@@ -87,21 +87,21 @@ def train(
             recipe, overrides = recipe_for_data(str(recipe), overrides, options.run_dir, log)
         loaded = load_recipe(recipe, overrides)
     if processes > 1:
-        return _train_in_processes(loaded, options, task, processes, quiet=quiet)
+        return _train_in_processes(loaded, options, processes, quiet=quiet)
     with restore_torch_settings():
         return train_recipe(loaded, options)
 
 
-def _train_in_processes(
-    loaded: LoadedRecipe, options: Options, task: TaskMaker | None, processes: int, *, quiet: bool
-) -> TrainResult:
+def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, *, quiet: bool) -> TrainResult:
     """Train with ``paceline train --processes``, forward its output, and read the result from the run directory.
+
+    The processes get the loaded recipe and its overrides once more, since they refuse those without effect.
 
     Raises:
         RecipeError: If the ranks could not import the task, or for a mistake that they found.
         TrainingError: If the run failed.
     """
-    recipe = loaded.recipe
+    task, overrides = options.task, loaded.overrides
     if options.callbacks.observers:
         raise RecipeError(f"processes={processes}: callbacks need processes=1, or start the script with torchrun.")
     if task is not None:
@@ -111,18 +111,21 @@ def _train_in_processes(
                 f"processes={processes}: other processes cannot import the task {name}; put it at the top of a module "
                 "and import it from there."
             )
-        recipe = dataclasses.replace(recipe, task=name)
-    root = options.run_dir or default_run_directory(loaded.name)
+        overrides += (f"task={name}",)
+    for notice in () if quiet else loaded.notices:
+        sys.stdout.write(f"{notice}\n")
+    directory = RunDirectory(options.run_dir or default_run_directory(loaded.name))
+    earlier = directory.summary.read_bytes() if directory.summary.is_file() else b""
     is_main = threading.current_thread() is threading.main_thread()
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
         signals = stack.enter_context(received_signals(STOP_SIGNALS)) if is_main else []
-        group = stack.enter_context(ProcessGroup(success_codes=(0, 75), signals=signals))
+        group = stack.enter_context(ProcessGroup(success_codes=(0, StoppedError.exit_code), signals=signals))
         path = scratch / f"{loaded.name}.yaml"
-        path.write_text(to_yaml(recipe), encoding="utf-8")
-        arguments = [str(path), "--processes", str(processes), "--run-dir", str(root), "--resume", options.resume]
+        path.write_text(to_yaml(loaded.recipe), encoding="utf-8")
+        arguments = [str(path), *overrides, "--processes", str(processes), "--run-dir", str(directory.root)]
         child = group.start(
-            [sys.executable, "-P", "-m", "paceline", "train", *arguments],
+            [sys.executable, "-P", "-m", "paceline", "train", *arguments, "--resume", options.resume],
             env={**without_rank_variables(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdout=subprocess.DEVNULL if quiet else subprocess.PIPE,
             stderr=scratch / "errors",
@@ -133,11 +136,11 @@ def _train_in_processes(
         reader.join()
         stderr = (scratch / "errors").read_text(encoding="utf-8", errors="replace")
         if child.code not in group.success_codes:
-            failure = RecipeError if child.code == 2 else TrainingError
+            failure = RecipeError if child.code == RecipeError.exit_code else TrainingError
             raise failure(stderr.strip().removeprefix("paceline: ") or child.exit_message)
         sys.stderr.write(stderr)  # warnings
-    summary = read_summary(RunDirectory(root))
-    return TrainResult(status=summary.status, run_dir=root, summary=summary)
+    summary, was_complete = read_summary(directory), directory.summary.read_bytes() == earlier
+    return TrainResult(status=summary.status, run_dir=directory.root, summary=summary, was_complete=was_complete)
 
 
 def _forward_output(stream: IO[bytes] | None) -> None:

@@ -24,6 +24,7 @@ def here(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "runs" / "mine" / "recipe.yaml").touch()
     (tmp_path / "my.yaml").touch()
     (tmp_path / "photos").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / ".bin").mkdir()
     with fork_server.commands_for_shells(tmp_path / ".bin", {"paceline": ["-m", "paceline"]}):
         yield tmp_path

@@ -87,6 +87,19 @@ def test_a_name_with_a_newline_does_not_break_a_message(
     assert done.err.count("\n") == 2, done.err  # a line for each problem
 
 
+def test_paths_may_be_quoted(paceline_here: Call, write_images: Call, tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        write_images(tmp_path / "photos" / name)
+    (tmp_path / "small.yaml").write_text(RECIPE.replace("1 steps", "2 steps"))
+    part = paceline_here("train", "small.yaml", "train.until=1 steps", "--run-dir", "my run").ended(75)
+    assert "paceline resume 'my run' train.until=null" in part.out
+    (tmp_path / "photos").rename(tmp_path / "photos #1")
+    moved = ("train.until=null", "data.path='photos #1'", "data.saved_split=off")
+    assert "/my run'\n" in paceline_here("resume", "my run", *moved).ended(0).out
+    assert not (tmp_path / "None").exists()
+    paceline_here("train", "my run").refused("paceline resume 'my run'")
+
+
 def test_our_own_tables_are_read_back(paceline_here: Call, write_images: Call, tmp_path: Path) -> None:
     names = ("=cat", "-dog")
     rows = [

@@ -73,7 +73,7 @@ def test_json_says_where_each_run_will_be(paceline_here: Call, tmp_path: Path, s
 
 
 def test_a_recipe_for_gpus_can_be_queued_where_there_are_none(paceline_here: Call) -> None:
-    words = ("digits", "parallel.device=cuda", "--run-dir", "r", "--gpus-per-task", "1", "--tasks-per-node", "4")
+    words = ("digits", "parallel.device=cuda", "--run-dir=~no-such-user/r", "--gpus-per-task=1", "--tasks-per-node=4")
     done = paceline_here("launch", "slurm", *words, "--dry-run").ended(0)
     assert "#SBATCH --gpus-per-node=4\n" in done.out
 

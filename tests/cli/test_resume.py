@@ -35,7 +35,12 @@ def test_a_run_of_two_processes_goes_on_with_two(paceline: Call, tiny: Any, tmp_
 
 def test_what_an_earlier_version_recorded_goes_on_too(paceline_here: Call, tiny: Any) -> None:
     assert paceline_here("train", "digits", *tiny, "train.until=2 steps", "--run-dir", "run").code == 75
+    script = json.dumps({"command": "job.py --processes 2 --max-restarts 1", "directory": "/gone"})
+    Path("run/environment.json").write_text(script)
+    assert paceline_here("resume", "run", "train.until=4 steps", "--json").ended(75).document["world_size"] == 1
     recorded = json.dumps({"command": "python -m paceline train digits --run-dir run", "directory": "/gone"})
+    Path("run/environment.json").unlink()
+    paceline_here("resume", "run", "train.until=5 steps").ended(75)
     Path("run/environment.json").write_text(recorded)
     assert paceline_here("resume", "run", "train.until=null").code == 0
     Path("run/environment.json").write_text(recorded)

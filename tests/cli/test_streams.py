@@ -77,6 +77,12 @@ def test_a_run_that_cannot_print_ends_as_if_it_could(
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "stopped"
 
 
+def test_an_encoding_without_a_character_shows_its_number(in_shell: InShell, tmp_path: Path) -> None:
+    code, error = in_shell('PYTHONIOENCODING=latin-1 "$@" > shown', "explain", "data.workers")
+    assert (code, error) == (0, "")
+    assert "\\u2264 1024" in (tmp_path / "shown").read_text(encoding="latin-1")
+
+
 def test_nor_do_several_ranks_need_streams(tiny: tuple[str, ...], tmp_path: Path, in_shell: InShell) -> None:
     command = ("train", "digits", *tiny, "--processes", "2", "--run-dir", "run")
     assert in_shell('"$@" >&- 2>/dev/full', *command) == (0, "")

@@ -19,6 +19,7 @@ from tiny_text import reviews, tokenizer_folder, write_lines
 import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.cli.derive import click_command
+from paceline.cli.export import Export
 from paceline.cli.predict import Predict
 from paceline.cli.train import Train
 from paceline.data.text.tokenizer import open_tokenizer
@@ -254,6 +255,8 @@ def test_a_run_needs_the_hub_once(published: HubServer, folder: Path, recipe: Pa
     written = json.loads((tmp_path / "hub" / "config.json").read_text())
     assert (written["hidden_act"], written["my_own"]) == ("gelu", 1)
     assert "_commit_hash" not in written
+    listed = call(Export, run, "--format", "transformers", "--push", "me/mine")
+    assert {each.name for each in (tmp_path / "hub").iterdir()} <= {line.split(": ")[0] for line in listed.splitlines()}
     call(Train, recipe, *(f"{key}={value}" for key, value in asked.items()), "--run-dir", run, "--plan-only")
     assert not published.requests
 

@@ -15,7 +15,7 @@ from annotated_types import Ge
 from paceline.command import Log, Overrides, Shape, command
 from paceline.escaping import one_line
 from paceline.pages.shown import Document, Result, Shown
-from paceline.units import format_count
+from paceline.units import counted, format_count
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -143,7 +143,7 @@ def _lines(report: DataReport) -> Iterator[str | Text]:
         if report.quarantine is not None and kinds <= report.quarantine.kinds:
             summary = summary.replace(f" {severity}", f" {severity}, moved away")
     verdict = "[green]passed[/]" if report.passed else "[bold red]failed[/]"
-    processes = f"{report.workers} process{'es' * (report.workers != 1)}"
+    processes = counted(report.workers, "process")
     yield Text.from_markup(verdict).append(f": {summary}; {report.seconds:.1f} s with {processes}.")
 
 

@@ -26,6 +26,7 @@ from click.shell_completion import (
 from click.shell_completion import split_arg_string as split
 
 from paceline.command import Log, command
+from paceline.files import is_folder
 from paceline.pages.shown import Document, Result, Shown
 
 VARIABLE = "_PACELINE_COMPLETE"
@@ -65,22 +66,22 @@ class _Bash(BashComplete):
         return f"{item.type},{item.value[start:]}"
 
 
-class _Zsh(ZshComplete):
+class _WithoutUnfinished(ShellComplete):
+    """A shell that needs not know which words go on."""
+
+    def format_completion(self, item: CompletionItem[Any]) -> str:
+        item.type = "plain" if item.type == UNFINISHED else item.type
+        return super().format_completion(item)
+
+
+class _Zsh(_WithoutUnfinished, ZshComplete):
     """Zsh, which does not add a space after a key or after other values without a description."""
 
     source_template = ZshComplete.source_template.replace("compadd -U", "compadd -U -S ''")
 
-    def format_completion(self, item: CompletionItem[Any]) -> str:
-        item.type = "plain" if item.type == UNFINISHED else item.type
-        return super().format_completion(item)
 
-
-class _Fish(FishComplete):
+class _Fish(_WithoutUnfinished, FishComplete):
     """Fish, which does not add a space after ``=`` and ``/`` by default."""
-
-    def format_completion(self, item: CompletionItem[Any]) -> str:
-        item.type = "plain" if item.type == UNFINISHED else item.type
-        return super().format_completion(item)
 
 
 _SHELLS: dict[str, type[ShellComplete]] = {"bash": _Bash, "zsh": _Zsh, "fish": _Fish}
@@ -230,15 +231,15 @@ def _files(incomplete: str, suffix: str | None = "") -> Iterator[CompletionItem[
     """Suggest folders, also run directories, and files with the extension at the typed path; None for no files."""
     folder, prefix = os.path.split(incomplete)
     try:
-        entries = sorted(os.scandir(Path(folder or ".").expanduser()), key=lambda entry: entry.name)
+        entries = sorted(os.scandir(os.path.expanduser(folder or ".")), key=lambda entry: entry.name)
     except OSError:
         return
     for entry in entries:
         if entry.name.startswith(".") and not prefix.startswith("."):
             continue
         path = os.path.join(folder, entry.name)  # as typed: with ~, and without ./
-        if entry.is_dir():
-            is_run = (Path(entry.path) / "recipe.yaml").is_file()
+        if is_folder(entry):
+            is_run = os.path.isfile(os.path.join(entry.path, "recipe.yaml"))
             yield CompletionItem(path, help="run") if is_run else CompletionItem(f"{path}/", type=UNFINISHED)
         elif suffix is not None and entry.name.endswith(suffix):
             yield CompletionItem(path)

@@ -93,7 +93,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
     if get_origin(kind) in (Union, UnionType):
         kind = next(each for each in get_args(kind) if each is not NoneType)
     is_list = get_origin(kind) is tuple
-    item_type = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    item_type = get_args(kind)[0] if is_list else kind
     click_type = _click_type(item_type, extras, shape)
     if shape.argument or (default is MISSING and not shape.required):
         arity: dict[str, Any] = {"nargs": -1} if is_list else {} if default is MISSING else {"default": default}

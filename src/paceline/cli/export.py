@@ -86,9 +86,8 @@ class Export:
             check_token()
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary) / "upload"
-            document, (_, *lines) = self._written(
-                folder if self.form == "timm" else folder / f"model{FORMATS[self.form]}"
-            )
+            ending = FORMATS[self.form]
+            document, (_, *lines) = self._written(folder / f"model{ending}" if ending else folder)
             files = {each.name: each.stat().st_size for each in sorted(folder.iterdir())}
             lines = [f"{name}: {format_bytes(size)}" for name, size in files.items()] + lines
             if self.yes:

@@ -109,7 +109,7 @@ class Slurm(_Job):
         """Write the script, and submit it."""
         shape = JobShape(**{each.name: getattr(self, each.name) for each in fields(JobShape)})
         check_time(shape)
-        folder = self.run_dir.expanduser().absolute()
+        folder = self.run_dir.absolute()
         runs: list[tuple[tuple[str, ...], Path]] = [((), folder)]  # the override and the directory of each run
         if self.array is not None:
             key, values = split_sweep(self.array)

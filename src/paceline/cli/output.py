@@ -72,11 +72,11 @@ def print_json(document: Any) -> None:
     echo(json.dumps(json.loads(encode_json(document)), indent=2))
 
 
-def print_pairs(pairs: Mapping[str, Any], *, indent: str = "  ") -> None:
+def print_pairs(pairs: Mapping[str, Any]) -> None:
     """Print names and values in two columns."""
     width = max((len(name) for name in pairs), default=0)
     for name, value in pairs.items():
-        echo(f"{indent}{name:<{width}}  {value}")
+        echo(f"  {name:<{width}}  {value}")
 
 
 def print_table(header: tuple[str, ...], rows: Iterable[tuple[Any, ...]], *, indent: str = "  ") -> None:

@@ -18,6 +18,7 @@ from paceline.cli.output import echo, print_json, store_verdict
 from paceline.command import Best, Shape, Target, TrustCode, Weights, command
 from paceline.errors import DataError, NotFiniteError
 from paceline.escaping import one_line
+from paceline.files import SkippedItems, has_extension
 from paceline.loading import loading
 from paceline.recipe.load import load_recipe
 
@@ -27,13 +28,12 @@ if TYPE_CHECKING:
     import torch
 
     from paceline.checkpoint.weights import SavedWeights
-    from paceline.files import SkippedItems
     from paceline.inference.answer_files import AnswerWriter
     from paceline.inference.answers import Answer, ImagePredictor, Seen
     from paceline.inference.clicks import ClickPredictor
 
 _LABELS = 3
-_LINES = (".tsv", ".txt", ".gz", ".jsonl")
+_LINES = ("tsv", "txt", "gz", "jsonl")
 
 
 def _thresholds(text: str) -> float | dict[str, float]:
@@ -126,7 +126,9 @@ class Predict:
     @property
     def are_line_files(self) -> bool:
         """Whether all sources have names of files with lines of text or samples."""
-        return all(each.name.endswith(_LINES) and not each.name.endswith(".tar.gz") for each in self.sources)
+        return all(
+            has_extension(each.name, _LINES) and not each.name.lower().endswith(".tar.gz") for each in self.sources
+        )
 
     def __post_init__(self) -> None:
         if self.prompt is None and not self.sources:
@@ -254,7 +256,6 @@ def _answer_lines(predictor: ClickPredictor, sources: Sequence[Path], *, as_json
 def _answer_images(options: Predict, device: torch.device, *, as_json: bool) -> int:
     """Predict every image; return 1 if one of them could not be read."""
     with loading():
-        from paceline.files import SkippedItems
         from paceline.inference.answer_files import answer_file, check_output
         from paceline.inference.answers import BATCH, predict_ahead
         from paceline.inference.predict import open_predictor

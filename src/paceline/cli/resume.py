@@ -6,7 +6,7 @@ import contextlib
 import os
 import shlex
 from dataclasses import dataclass
-from functools import reduce
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,15 +48,15 @@ class Resume:
         max_restarts = self.max_restarts
         loaded = load_recipe(directory.root, overrides)  # code that it names is imported only with --trust-code
         # Relative paths are resolved here, wherever the run was started.
-        for key, origin in loaded.origins.items():
-            if key in PATH_KEYS and origin == "override":
-                overrides += (f"{key}={reduce(getattr, key.split('.'), loaded.recipe)}",)
+        overrides += tuple(each for each in loaded.overrides if each.partition("=")[0] in PATH_KEYS)
         environment: dict[str, Any] = {}
         with contextlib.suppress(RunDirectoryError):  # a damaged one is set aside when the run starts
             environment = read_environment(directory)
         arguments = ["paceline", "train", str(directory.root), "--run-dir", str(directory.root)]
         if not is_launched_rank(processes, max_restarts):
-            recorded = str(environment.get("command", "")).split()
+            command_line = str(environment.get("command", ""))
+            # Options of a script that called paceline.train have other meanings.
+            recorded = command_line.split() if " train " in command_line else []
             if processes is None:
                 processes = _recorded_processes(directory, recorded)
             text = _option(recorded, "--max-restarts")
@@ -99,7 +99,7 @@ def _recorded_processes(directory: RunDirectory, recorded: list[str]) -> int | P
 
 def _option(words: list[str], name: str) -> str:
     """Return the value of an option among words; empty without it."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         if word == name or word.startswith(f"{name}="):
             return following if word == name else word.partition("=")[2]
     return ""

@@ -84,7 +84,7 @@ def _wrapped(stream: TextIO | None, descriptor: int) -> TextIO:
     return StandardStream(
         binary,
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="backslashreplace",
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

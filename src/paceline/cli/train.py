@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from paceline.cli.options import (
 from paceline.cli.output import echo, print_json, print_pairs, print_table, program, store_exit_code
 from paceline.cli.streams import make_optional
 from paceline.command import Overrides, RecipeName, Shape, command
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, StoppedError
 from paceline.loading import loading
 from paceline.recipe.load import LoadedRecipe, is_data, load_recipe, shipped_recipes, to_tree
 from paceline.recipe.named_code import named_code
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from paceline.recipe.schema import Recipe
     from paceline.trainer.train import TrainResult
 
-_STOPPED = 75
 _MOST_SHOWN = 5
 # A plan does not build larger networks to measure their steps.
 _MEASURED_PARAMETERS = 100_000_000
@@ -117,8 +117,8 @@ class Train:
         )
         if is_run and not self.plan_only and run_dir is None:
             raise click.UsageError(
-                f"'{recipe}' is a run: resume it with `paceline resume {recipe}`, or start a new run of its recipe "
-                f"with `paceline train {recipe} --run-dir DIR`."
+                f"'{recipe}' is a run: resume it with `paceline resume {shlex.quote(recipe)}`, or start a new run of "
+                f"its recipe with `paceline train {shlex.quote(recipe)} --run-dir DIR`."
             )
         # Training a recipe runs the code it names; only planning it reads it as other commands do.
         with contextlib.nullcontext() if self.plan_only else trusting_code():
@@ -178,7 +178,7 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
     display = choose_display(sys.stderr if as_json else sys.stdout)
     options = Options(run_dir=run_dir, resume=resume, display=display, report=report_at_the_end)
     result = train_recipe(loaded, options)
-    code = store_exit_code(_STOPPED if result.status == "stopped" else 0)
+    code = store_exit_code(StoppedError.exit_code if result.status == "stopped" else 0)
     if is_first_process():
         if as_json:
             print_json({"run_dir": str(result.run_dir), **result.summary.to_json()})
@@ -189,6 +189,7 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
 
 def _show_result(result: TrainResult, recipe: Recipe) -> None:
     summary, run_dir = result.summary, result.run_dir
+    typed = shlex.quote(str(run_dir))
     if result.was_complete:
         echo(f"The run in {run_dir} is complete ({format_count(summary.step)} steps): nothing to do.")
         longer = f'train.duration="{max(2 * summary.epoch, 1)} epochs"'
@@ -207,15 +208,15 @@ def _show_result(result: TrainResult, recipe: Recipe) -> None:
         echo(f"paceline: warning: {warning}", err=True)
     if summary.status == "stopped":
         until = " train.until=null" * (summary.details.get("ending") == "until")
-        echo(f"To resume: {program()} resume {run_dir}{until}{trust}")
+        echo(f"To resume: {program()} resume {typed}{until}{trust}")
         return
     echo("Next:")
     if plan.get("sample_name") == "images":
-        echo(f"  {program()} predict {run_dir} photo.jpg{trust}")
+        echo(f"  {program()} predict {typed} photo.jpg{trust}")
     if plan.get("evaluation_samples") != 0:
-        echo(f"  {program()} evaluate {run_dir}{trust}")
-    echo(f"  {program()} export {run_dir} --format safetensors --output model.safetensors{trust}")
-    echo(f"  {program()} audit {run_dir}")
+        echo(f"  {program()} evaluate {typed}{trust}")
+    echo(f"  {program()} export {typed} --format safetensors --output model.safetensors{trust}")
+    echo(f"  {program()} audit {typed}")
     if (run_dir / "report.html").is_file():
         echo(f"  open {run_dir / 'report.html'} in a browser")
 

@@ -96,7 +96,7 @@ class ClickPredictor:
         Raises:
             DataError: If the file cannot be read, or its format does not match the weights' training data.
         """
-        is_json = path.name.removesuffix(".gz").endswith(".jsonl")
+        is_json = path.name.lower().removesuffix(".gz").endswith(".jsonl")
         if not is_json and not self._is_criteo:
             raise DataError(
                 f"'{path}': these weights were not trained on Criteo's format, so the table rows of its categories "

@@ -67,7 +67,7 @@ class Table:
 
     def html(self) -> Iterator[str]:
         """Return a table that scrolls sideways, also by keyboard, if it is too wide."""
-        name = html_text(self.caption, quote=True)
+        name = html_text(self.caption)
         if self.folded:
             yield f"<details><summary>{html_text(self.caption)}</summary>"
         yield f'<div class="table" role="region" aria-label="{name}" tabindex="0"><table>'
@@ -151,7 +151,7 @@ class Gallery:
         yield f"<details><summary>{told}</summary>" if self.folded else f'<p class="description">{told}</p>'
         yield '<ul class="gallery">'
         for each in self.pictures:
-            alternative = html_text(each.alternative, quote=True)
+            alternative = html_text(each.alternative)
             is_picture = _PICTURE.match(each.data)
             image = (
                 f'<img src="{each.data}" alt="{alternative}">' if is_picture else f'<p class="note">{alternative}</p>'
@@ -165,7 +165,7 @@ class Gallery:
 
 def inline(text: str) -> str:
     """Convert a paragraph's text: `backticks` become code, everything else is escaped."""
-    return _CODE.sub(r"<code>\1</code>", html_text(text, quote=True))
+    return _CODE.sub(r"<code>\1</code>", html_text(text))
 
 
 def cell_text(cell: object) -> str:

@@ -15,7 +15,7 @@ from paceline.escaping import html_text
 from paceline.pages.blocks import Table
 
 SERIES = 8
-_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _AXIS = {
     "automargin": True,
     "gridcolor": "var(--grid)",
@@ -48,7 +48,7 @@ _LAYOUT: Mapping[str, Any] = {
     "scene": dict.fromkeys(("xaxis", "yaxis", "zaxis"), _SPACE_AXIS),
 }
 # Plotly cycles line series through these.
-_LINES = [{"line": {"width": 2, "dash": dash}} for dash in _DASHES]
+_LINES = [{"line": {"width": 2, "dash": dash}} for dash in DASHES]
 _TEMPLATE = {"layout": _LAYOUT, "data": {"scatter": _LINES}}
 _TEMPLATES = ("hovertemplate", "texttemplate")
 _MOST_ROWS, _MOST_COLUMNS = 200, 40
@@ -90,7 +90,7 @@ class Chart:
         title = html_text(self.title)
         yield f'<figcaption id="chart-{number}-title"><span class="count">Figure {number}</span> {title}'
         yield "</figcaption>"
-        label = html_text(f"{self.title}. {self.description}", quote=True)
+        label = html_text(f"{self.title}. {self.description}")
         yield f'<div class="plot" id="chart-{number}" role="img" aria-label="{label}" style="height:{height}px"></div>'
         if self.description:
             yield f'<p class="description">{html_text(self.description)}</p>'

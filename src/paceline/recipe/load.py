@@ -19,10 +19,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from paceline.errors import RecipeError, did_you_mean
 from paceline.files import special_kind
-from paceline.plain_yaml import MAX_DEPTH, PlainDumper, load_plain
+from paceline.plain_yaml import MAX_DEPTH, PlainDumper, load_plain, load_whole, yaml_line
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
-from paceline.recipe.named_code import CODE_KEYS, TRAINING_CODE_KEYS, is_stored, refuse_foreign_code, value_of
+from paceline.recipe.named_code import CODE_KEYS, TRAINING_CODE_KEYS, is_stored, refuse_foreign_code
 from paceline.recipe.optimizer import CLASSIFIER
 from paceline.recipe.other_names import with_new_names
 from paceline.recipe.schema import Recipe
@@ -54,6 +54,12 @@ class LoadedRecipe:
     name: str
     notices: tuple[str, ...] = ()
     origins: Mapping[str, layers.Origin] = dataclasses.field(default_factory=dict)
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """The overrides as they are typed, with absolute paths."""
+        keys = (key for key, origin in self.origins.items() if origin == "override")
+        return tuple(f"{key}={yaml_line(plain(attrgetter(key)(self.recipe)))}" for key in keys)
 
     def checked(self, unused: Mapping[str, str]) -> LoadedRecipe:
         """Return the same with a notice for every key that a plan does not use, with the reason (``Plan.unused``).
@@ -109,7 +115,7 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
         refuse_foreign_code(foreign, recipe, str(where), trusted=False, keys=(*CODE_KEYS, *TRAINING_CODE_KEYS))
     kinds: tuple[Kind, ...] = ("optimizers", "schedules", "losses", "augmentations")
     for kind, key in zip(kinds, TRAINING_CODE_KEYS, strict=True):
-        if reason := name_problem(kind, value_of(recipe, key)):
+        if reason := name_problem(kind, attrgetter(key)(recipe)):
             raise RecipeError(f"{source}: {key}: {reason}.")
     origins: dict[str, layers.Origin] = dict.fromkeys(layers.set_keys(tree), "file")
     origins |= dict.fromkeys(layers.set_keys(override_tree), "override")
@@ -366,7 +372,7 @@ def _pairs(overrides: Overrides) -> Iterable[tuple[str, Any]]:
         if dotted.count(".") >= MAX_DEPTH:
             raise RecipeError(f"override '{dotted[:40]}…': a key has at most {MAX_DEPTH} levels.")
         try:
-            yield dotted.strip(), load_plain(value) if value.strip() else ""
+            yield dotted.strip(), load_whole(value) if value.strip() else ""
         except yaml.YAMLError as error:
             shown = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
             raise RecipeError(f"override '{shown}': the value is not readable as YAML{_cause(error)}") from None

@@ -6,6 +6,7 @@ names is imported only if the user trusts it; the recipe that a user trains is t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -45,7 +46,7 @@ def _names(value: Any) -> list[str]:
 
 def is_stored(path: Path, source: str | Path) -> bool:
     """Whether a recipe file is part of a run, checkpoint or hub folder, or of one named by its folder."""
-    if path.parent == Path(source).expanduser():
+    if path.parent == Path(os.path.expanduser(source)):
         return True
     siblings = _RECORDS + _RECIPE_SIBLINGS * (path.name == "recipe.yaml")
     return any((path.parent / name).exists() for name in siblings)
@@ -78,9 +79,3 @@ def refuse_foreign_code(
                 f"{where} names code to import, {key}={code}; opening a file never runs code unless you allow it: "
                 "add --trust-code if you know where it comes from."
             )
-
-
-def value_of(recipe: Recipe, key: str) -> str:
-    """Return the name under a dotted key of a recipe."""
-    used: str = attrgetter(key)(recipe)
-    return used

@@ -100,7 +100,8 @@ def _git(directory: Path, *arguments: str) -> str | None:
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",  # names of files may be in any encoding
             timeout=_GIT_LIMIT_SECONDS,
             check=True,
         )

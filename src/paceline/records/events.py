@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from paceline.errors import RunDirectoryError
 from paceline.plain_json import load_json
-from paceline.records.run_directory import encode_json, file_error, refuse_special_file, sync_directory, write_text
+from paceline.records.run_directory import encode_json, file_error, refuse_special_file, sync_directory, write_bytes
 
 Numbers = Mapping[str, float | None]
 Status = Literal["completed", "stopped", "failed"]
@@ -393,7 +393,7 @@ def truncate_after(path: Path, position: int) -> int:
         if event is not None and event.get("position", event["step"]) <= position:
             kept.append(line)
     if len(kept) < len(lines):
-        write_text(path, b"".join(kept).decode("utf-8"))
+        write_bytes(path, b"".join(kept))
     else:
         detach(path)  # the resumed run opens it before it appends
     return len(lines) - len(kept)

@@ -183,15 +183,19 @@ def refuse_special_file(path: Path) -> None:
         raise RunDirectoryError(f"'{path}' is {kind}, not a file: remove it, or restore the file from a copy.")
 
 
-def existing_run(path: Path) -> RunDirectory:
+def existing_run(path: Path, expected: str = "the directory of a started run, its --run-dir") -> RunDirectory:
     """Return the run directory of that name.
+
+    Args:
+        path: The run directory.
+        expected: What to give instead, for the message.
 
     Raises:
         RunDirectoryError: If it does not exist, does not contain a run, or cannot be accessed.
     """
     directory = RunDirectory(path)
     try:
-        reason = "" if directory.exists() else no_run_message(path)
+        reason = "" if directory.exists() else no_run_message(path, expected)
     except OSError as error:
         raise file_error("read", path, error, noun="run directory") from error
     if reason:
@@ -199,7 +203,7 @@ def existing_run(path: Path) -> RunDirectory:
     return directory
 
 
-def no_run_message(path: Path, expected: str = "the directory of a started run, its --run-dir") -> str:
+def no_run_message(path: Path, expected: str) -> str:
     """Return the error for a path without a run, with the reason.
 
     Args:

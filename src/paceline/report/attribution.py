@@ -20,7 +20,7 @@ from paceline.pages.shown import Shown
 from paceline.records.reader import read_for_report, read_plan
 from paceline.records.run_directory import existing_run
 from paceline.telemetry.meter import PHASES, WARMUP_STEPS
-from paceline.units import format_count
+from paceline.units import counted
 
 # Minimum ratio to the other ranks' time, and minimum share of records, to report that ranks wait for one.
 _SLOW_FACTOR, _SLOW_SHARE = 1.25, 0.75
@@ -150,8 +150,7 @@ class Attribution:
                 seconds = () if ranks is None else (ranks.minimum, ranks.median, ranks.maximum)
                 row += [""] * 4 if ranks is None else [*map(_ms, seconds), f"rank {ranks.most_rank}"]
             rows.append(row)
-        steps = f"{format_count(self.steps)} step{'s' * (self.steps > 1)}"
-        records = f"{format_count(self.records)} record{'s' * (self.records > 1)}"
+        steps, records = counted(self.steps, "step"), counted(self.records, "record")
         mean, middle = _ms(self.step_seconds), _ms(self.median_step_seconds)
         lines = [f"{steps} in {records}: {mean} ms per step, in the middle record {middle} ms."]
         if self.waiting is not None and "waiting for rank" not in (self.bottleneck or ""):

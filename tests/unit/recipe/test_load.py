@@ -171,6 +171,22 @@ def test_an_override_that_is_not_yaml_is_refused() -> None:
     assert refusal("optimizer.lr=[1").startswith("override 'optimizer.lr=[1': the value is not readable")
 
 
+@pytest.mark.parametrize("text", ["data.path=photos #1", "data.path=#1", "model.options={a: 1} # mine"])
+def test_an_override_without_what_yaml_drops_is_refused(text: str) -> None:
+    assert "begins a comment" in refusal(text)
+    for whole in ("'photos #1'", "photos#1"):
+        assert Path(load_recipe("image_folder", [f"data.path={whole}"]).recipe.data.path or "").name == whole.strip("'")
+
+
+def test_overrides_are_told_as_they_are_typed() -> None:
+    overrides = {"optimizer": {"name": "adamw", "betas": (0.8, 0.9)}, "data.path": "a: #1", "seed": None}
+    overrides |= {"data.only_classes": ["07", 3], "data.saved_split": "off", "batch.growth": {2: 512}}
+    loaded = load_recipe("image_folder", overrides | {"train.duration": "3 epochs"})
+    assert load_recipe("image_folder", loaded.overrides).recipe == loaded.recipe
+    assert {"train.duration=3 epochs", "data.saved_split='off'"} <= set(loaded.overrides)
+    assert not any(each.startswith("seed") for each in loaded.overrides)
+
+
 # ------------------------------------------------------------------------------------ off, auto, null
 
 
@@ -389,14 +405,16 @@ def test_a_path_that_leads_to_no_recipe(tmp_path: Path, monkeypatch: Any, source
     assert "efficientnet" not in refusal(source=source)
 
 
-def test_a_run_directory_is_a_recipe(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["my-run", "~nobody-of-this-name"])
+def test_a_run_directory_is_a_recipe(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = plain(["seed=9"])
-    run = tmp_path / "my-run"
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / name
     run.mkdir()
     write(run, "recipe.yaml", to_yaml(recipe))
-    for source in (run, run / "recipe.yaml"):
+    for source in (run, run / "recipe.yaml", name):
         loaded = load_recipe(source)
-        assert (loaded.recipe, loaded.name) == (recipe, "my-run")
+        assert (loaded.recipe, loaded.name) == (recipe, name)
 
 
 # ------------------------------------------------------------------------------------------ round trip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,10 @@ def test_git_revision_and_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     git("commit", "--quiet", "-m", "first")
     assert git_facts(tmp_path) == {"revision": git("rev-parse", "HEAD"), "dirty": False}
     (tmp_path / "file").write_text("2", encoding="utf-8")
+    assert git_facts(tmp_path) == {"revision": git("rev-parse", "HEAD"), "dirty": True}
+    (tmp_path / os.fsdecode(b"\xff")).touch()
+    git("config", "core.quotePath", "false")
+    git("add", ".")
     assert git_facts(tmp_path) == {"revision": git("rev-parse", "HEAD"), "dirty": True}
     monkeypatch.setenv("PATH", "")
     assert git_facts(tmp_path) is None

@@ -302,6 +302,7 @@ def test_a_file_of_another_shape_spoils_its_own_section_only(tmp_path: Path, rec
     (folder / "estimate.json").write_text('{"needed_bytes": "many", "peak": {"causes": {"weights": "some"}}}')
     (folder / "doctor.json").write_text('{"findings": 3}')
     (folder / "scale.json").write_text('{"rows": [1, {"efficiency": "good"}]}')
+    (folder / "first_batch.json").write_text('{"examples": [{"image": null, "caption": 3, "name": "a"}]}')
     message = texts(write_report([folder]).path.read_text())
     assert message.count("holds something unexpected") == 2
     assert "best top-1 accuracy 94.00 %" in message

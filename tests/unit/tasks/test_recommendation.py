@@ -201,6 +201,9 @@ def test_predict_says_what_evaluation_said(train: Make, tmp_path: Path, capsys: 
     )
     assert [each["line"] for each in found if each["error"]] == [6, 7, 8, 9, 10, 11]
     assert "must have 3 numbers and 4 categories" in found[6]["error"]
+    assert command(["predict", str(trained.run_dir), str(lines.rename(tmp_path / "LINES.JSONL")), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)[0]["probability"] == found[0]["probability"]
+    lines = tmp_path / "LINES.JSONL"
     assert command(["predict", str(trained.run_dir), str(lines.rename(tmp_path / "lines.tsv"))]) == 2
     assert command(["predict", str(trained.run_dir)]) == 2
     assert ".jsonl" in capsys.readouterr().err

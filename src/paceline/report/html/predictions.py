@@ -67,7 +67,7 @@ def _examples(examples: Mapping[str, Any], prefix: str) -> Iterator[Block]:
 
 def _gallery(examples: Mapping[str, Any], caption: str) -> Gallery:
     pictures = [
-        Picture(data=each["image"], caption=each["caption"], alternative=f"{each['name']}: {each['caption']}")
+        Picture(data=str(each["image"]), caption=str(each["caption"]), alternative=f"{each['name']}: {each['caption']}")
         for each in examples["examples"]
     ]
     return Gallery(pictures=pictures, caption=caption)

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.pages.page import Block, Chart, Table, Text
 from paceline.report.html.runs import Event, RunRecord
-from paceline.units import format_count, format_seconds
+from paceline.units import counted, format_count, format_seconds
 
 _ROWS = {
     "evaluation": ("circle", "var(--series-1)"),
@@ -20,7 +20,6 @@ _ROWS = {
     "stop": ("diamond", "var(--series-5)"),
 }
 _IN_TABLE = ("resume", "incident", "stop", "finish", "start", "measurement")
-_YES = {True: "yes", False: "no"}
 _MOST_ROWS, _MOST_POINTS = 200, 1000
 
 
@@ -112,8 +111,7 @@ def _finding(finding: Mapping[str, Any]) -> tuple[Any, ...]:
 def _description(event: Event) -> str:
     match event["event"]:
         case "start":
-            count = event["world_size"]
-            return f"began with {count} process{'es' * (count > 1)}, Paceline {event.get('version', '')}".strip()
+            return f"began with {counted(event['world_size'], 'process')}, Paceline {event.get('version', '')}".strip()
         case "evaluation":
             return f"{event['weights']} weights"
         case "checkpoint":

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.pages.charts import SERIES
+from paceline.pages.charts import DASHES, SERIES
 from paceline.pages.page import Block, Chart, Table, Text
 from paceline.report.html.runs import Event, RunRecord
 from paceline.units import metric_title, metric_unit
@@ -110,7 +110,6 @@ def _best(runs: Sequence[RunRecord]) -> Iterator[Block]:
 _MOST_POINTS = 4000
 _FEW_POINTS, _MANY_POINTS = 40, 500
 _MOST_MARKS = 40
-_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star")
 
 
@@ -180,7 +179,7 @@ def curves(
 def series_style(style: int) -> dict[str, Any]:
     """Return a series' line and markers; beyond eight, colours repeat with other dashes."""
     colour = f"var(--series-{style % SERIES + 1})"
-    dash = _DASHES[(style % SERIES + style // SERIES) % len(_DASHES)]
+    dash = DASHES[(style % SERIES + style // SERIES) % len(DASHES)]
     return {
         "line": {"color": colour, "dash": dash, "width": 2},
         "marker": {"color": colour, "symbol": _SYMBOLS[style % len(_SYMBOLS)], "size": 6},
