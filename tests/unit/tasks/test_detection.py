@@ -359,6 +359,17 @@ def test_masks_are_pasted_one_by_one_where_they_are_drawn(train: Make, monkeypat
     assert sizes == [(1, 1, 70, 90)] * found
 
 
+def test_by_default_no_object_is_left_out(train: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"box_detections_per_img": 150, "box_score_thresh": 0.0, "box_nms_thresh": 1.0, "rpn_nms_thresh": 1.0}
+    options = {"width": 8, "levels": 2, "channels": 8, "rpn_post_nms_top_n_test": 150, **kept}
+    run = train("run", {"train.duration": "1 steps", "evaluate.every": "off", "model.options": options}).run_dir
+    monkeypatch.setattr(detection, "_MIN_SCORE", 0.0)
+    predictor = open_predictor(run, device=torch.device("cpu"))
+    picture = np.random.default_rng(0).integers(0, 256, (70, 90, 3), dtype=np.uint8)
+    (answer,) = predictor.answer([picture], predictor.usual_top_k)
+    assert len(answer.labels) == 150
+
+
 def test_very_long_pictures_are_shown_or_refused(train: Make) -> None:
     def answered(run: Path, width: int, height: int) -> Any:
         content = io.BytesIO()
