@@ -133,6 +133,7 @@ MISTAKES = [
     ("predict RUN picture.png --prompt x", "give one of them"),
     ("predict RUN picture.png --tokens 3", "--tokens has no effect here: it is used only with --prompt"),
     ("predict RUN --prompt x", "are not a language model"),
+    ("predict RUN --prompt \udcff", "--prompt is not UTF-8 text"),
     *(
         pair
         for command in READERS

@@ -236,10 +236,8 @@ class ImageTask(Task):
         # A loss of one's own may call the network in another way, and a network without values may need some.
         if type(self).loss.__module__.partition(".")[0] != "paceline" or any(p.is_meta for p in network.parameters()):
             sides -= {dataset.image_size}
-        shapes = {(side, side) for side in sides} | (
-            {} if self._shapes is None else distinct_sizes(self._shapes)
-        ).keys()
-        for shape in sorted(shapes):
+        rectangles = () if self._shapes is None else distinct_sizes(self._shapes)
+        for shape in sorted({*((side, side) for side in sides), *rectangles}):
             check_accepts(network, shape, channels=dataset.channels, name=self.recipe.model.name)
 
     def pictures(self, inputs: torch.Tensor) -> torch.Tensor:
