@@ -36,6 +36,7 @@ OVERRIDES = [
     ("model.name=nomodule:net", "nomodule"),
     ("model.name=math:sqroot", "sqroot … Did you mean 'sqrt'"),
     ("model.options.widht=4", "model.options … widht"),
+    ("model.name=lecture_net model.options={}", "model.name=lecture_net … does not take images of 8 pixels"),
     ("model.options.width=0", "model.options.width=0 … at least 1"),
     ("data.dataset=digts", "'digts' … Did you mean 'digits'?"),
     ("data.text.column=[title,text]", "data.text.column … ['title', 'text'] … join the columns in the table"),
@@ -132,6 +133,7 @@ MISTAKES = [
     ("predict RUN picture.png --prompt x", "give one of them"),
     ("predict RUN picture.png --tokens 3", "--tokens has no effect here: it is used only with --prompt"),
     ("predict RUN --prompt x", "are not a language model"),
+    ("predict RUN --prompt \udcff", "--prompt is not UTF-8 text"),
     *(
         pair
         for command in READERS

@@ -17,7 +17,7 @@ from paceline.cli.options import refuse_unused
 from paceline.cli.output import echo, print_json, store_verdict
 from paceline.command import Best, Shape, Target, TrustCode, Weights, command
 from paceline.errors import DataError, NotFiniteError
-from paceline.escaping import one_line
+from paceline.escaping import one_line, utf8
 from paceline.files import SkippedItems, has_extension
 from paceline.loading import loading
 from paceline.recipe.load import load_recipe
@@ -139,6 +139,8 @@ class Predict:
             )
         if self.prompt is not None and self.sources:
             raise click.UsageError("--prompt is for language models and files are for image models: give one of them.")
+        if self.prompt is not None and utf8(self.prompt) != self.prompt:
+            raise click.UsageError("--prompt is not UTF-8 text; correct its bytes, or the terminal's encoding.")
 
     def stream(self, *, as_json: bool) -> int:
         """Predict, and print each result as it arrives; return 1 if an image or a line could not be read."""

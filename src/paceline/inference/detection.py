@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +77,7 @@ class DetectionPredictor(ImagePredictor):
         trust_code: Whether to import code named in the weights' recipe.
     """
 
-    usual_top_k = 100
+    usual_top_k = sys.maxsize  # all that the network keeps
     # In a batch with larger pictures a picture is padded, which changes its detections.
     largest_batch = 1
     finds_boxes = True

@@ -23,8 +23,8 @@ from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
-from paceline.inference.exportable import OUTPUT, Exportable, first_line
-from paceline.inference.labelling import onnx_session
+from paceline.inference.exportable import Exportable, first_line
+from paceline.inference.labelling import OUTPUT, onnx_session
 from paceline.inference.trained import trained_task
 from paceline.recipe.load import Overrides, set_by, stored_recipe
 from paceline.recipe.named_code import refuse_foreign_code

@@ -21,7 +21,6 @@ from paceline.inference.segmentation import SegmentationPredictor
 from paceline.inference.text import TextLabeller, TextPredictor
 from paceline.inference.trained import trained_task
 
-OUTPUT = "logits"
 TOLERANCE = 1e-4  # relative to the largest output; tolerance for other fp32 arithmetic
 _MEAN_OVER_STD = 10_000.0  # above it, fp32 keeps fewer than three digits of the numbers' variation
 
@@ -233,8 +232,7 @@ def open_exportable(saved: SavedWeights, *, trust_code: bool, target: str) -> Ex
     else:
         raise RecipeError(
             f"{saved.path} does not say what its network's inputs are (task {data.get('task')}); --format {target} "
-            f"is for "
-            "images, text and clicks; use --format safetensors."
+            "is for images, text and clicks; use --format safetensors."
         )
     # Exported parameters need no gradients.
     network.requires_grad_(requires_grad=False)

@@ -272,6 +272,7 @@ def _how_to_load(data: Mapping[str, Any]) -> str:
     mode = "L" if data["channels"] == 1 else "RGB"
     size = data.get("evaluation_size", data["image_size"])
     test = "" if size == data["image_size"] else ", use_test_size=True"
+    answer = "int(logits.argmax())" if data.get(UNNAMED) else 'model.pretrained_cfg["label_names"][logits.argmax()]'
     notes = []
     if data.get("native_size") == [size, size]:
         notes.append(f"The images that it was trained on are {size}x{size} and are not cropped.")
@@ -289,7 +290,7 @@ config = timm.data.resolve_model_data_config(model{test})
 transform = timm.data.create_transform(**config, is_training=False)
 with torch.inference_mode():
     logits = model(transform(Image.open("photo.jpg").convert("{mode}"))[None])
-print(model.pretrained_cfg["label_names"][logits.argmax()])
+print({answer})
 ```
 
 With Paceline: `paceline predict FOLDER photo.jpg`, `paceline evaluate FOLDER`, `model.initialize_from=FOLDER`.

@@ -158,6 +158,8 @@ class ImageLabeller(ImagePredictor):
         self.shown = shown
         self.classes = () if outputs.mean else outputs.names
         self.number_names = outputs.names if outputs.mean or outputs.thresholds else ()
+        if self.number_names:  # every label above its threshold
+            self.usual_top_k = len(outputs.names)
 
     @abstractmethod
     def probabilities(self, images: torch.Tensor) -> torch.Tensor:
@@ -235,7 +237,7 @@ class ImageLabeller(ImagePredictor):
         return Prediction(path, error=reason, numbers=numbers, is_multilabel=bool(self.outputs.thresholds))
 
 
-_INPUT, _OUTPUT = "images", "logits"
+_INPUT, OUTPUT = "images", "logits"
 
 
 class OnnxPredictor(ImageLabeller):
@@ -287,7 +289,7 @@ class OnnxPredictor(ImageLabeller):
         return self.outputs.read(self._answers(self._normalize(images.cpu())))
 
     def _logits(self, images: torch.Tensor) -> torch.Tensor:
-        (logits,) = self._session.run([_OUTPUT], {_INPUT: images.contiguous().numpy()})
+        (logits,) = self._session.run([OUTPUT], {_INPUT: images.contiguous().numpy()})
         return torch.from_numpy(logits)
 
     def _views(self) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -313,9 +315,9 @@ class OnnxPredictor(ImageLabeller):
                 f"'{self._path}' takes images of {shape[2]}x{shape[3]} pixels only, and they are to be shown at "
                 f"{self.shown.size} pixels{suffix}; predict with the run."
             )
-        if not fits or _OUTPUT not in outputs:
+        if not fits or OUTPUT not in outputs:
             raise CheckpointError(
-                f"'{self._path}' must take float32 [N, C, H, W] named {_INPUT}, of any N, and return {_OUTPUT}; it "
+                f"'{self._path}' must take float32 [N, C, H, W] named {_INPUT}, of any N, and return {OUTPUT}; it "
                 f"takes {inputs} and returns {outputs}. Write it with paceline export --format onnx."
             )
 

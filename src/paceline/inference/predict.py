@@ -21,7 +21,6 @@ from paceline.inference.labelling import ImageLabeller, OnnxPredictor, Outputs, 
 from paceline.inference.segmentation import SegmentationPredictor
 from paceline.inference.text import open_labeller
 from paceline.inference.trained import TaskMaker, trained_recipe, trained_task
-from paceline.models.build import check_accepts
 from paceline.tasks.image_classification import CROPS, ImageTask, scale_for_crops
 from paceline.world import World
 
@@ -73,9 +72,6 @@ class Predictor(ImageLabeller):
             task.data_facts(World())
         network = task.build_model()
         task.check_network(network)
-        if saved.metadata.get("shown_by") == "timm":
-            # The file is from others: it may hold invalid values for building a network.
-            check_accepts(network, size, channels=channels, name=task.recipe.model.name)
         load_trained(network, saved)
         self.network: nn.Module = network.to(device).eval()
         self._answers = task.evaluated(self.network)

@@ -34,8 +34,8 @@ class Sampling:
     """How each next token is chosen.
 
     Attributes:
-        tokens: Maximum tokens to generate. temperature: Divides the scores, at least 0; 0 always takes the most
-        probable token.
+        tokens: Maximum tokens to generate.
+        temperature: Divides the scores, at least 0; 0 always takes the most probable token.
         top_k: Choose among this many of the most probable; None for all.
         seed: Random seed: the same seed gives the same text.
     """

@@ -109,15 +109,11 @@ class Candidate:
     probability: float
     label_probability: float
 
-    @property
-    def rank(self) -> tuple[float, int]:
-        """Sort key: the best candidate first; ties go to the lower sample number."""
-        return -self.score, self.sample
-
 
 def choose(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
     """Choose from the candidates of all processes, mistakes first."""
-    ranked = sorted(candidates, key=lambda each: each.rank)
+    # Ties go to the lower number.
+    ranked = sorted(candidates, key=lambda each: (-each.score, each.sample))
     errors, correct = [each for each in ranked if each.is_mistake], [each for each in ranked if not each.is_mistake]
     mistakes = min(len(errors), max(count - count // 3, count - len(correct)))
     return [*errors[:mistakes], *correct[: count - mistakes]]

@@ -85,23 +85,13 @@ def head_names(network: nn.Module) -> list[str]:
     Raises:
         ModelError: If there are none.
     """
-    last = classifier_name(network)
-    if not isinstance(network, SequenceClassifier):
-        return [last]
-    poolers = [name for name, each in network.named_modules() if "pooler" in name and isinstance(each, nn.Linear)]
-    return list(dict.fromkeys((*poolers, *classifier_layers(network))))
-
-
-def classifier_name(network: nn.Module) -> str:
-    """Return the name of the network's last layer.
-
-    Raises:
-        ModelError: If it has none.
-    """
     names = classifier_layers(network)
     if not names:
         raise ModelError("model.adapters: this network has no linear classifier to train with them.")
-    return names[-1]
+    if not isinstance(network, SequenceClassifier):
+        return names[-1:]
+    poolers = [name for name, each in network.named_modules() if "pooler" in name and isinstance(each, nn.Linear)]
+    return list(dict.fromkeys((*poolers, *names)))
 
 
 def _is_transposed(module: nn.Module) -> bool:

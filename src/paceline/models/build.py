@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
-from paceline.models.factories import call_factory, named_factory, no_weights, unknown_model
+from paceline.models.factories import TORCHVISION, call_factory, named_factory, no_weights, unknown_model
 from paceline.models.language import OWN_LANGUAGE_MODELS
 from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
@@ -31,7 +31,6 @@ OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "speed_net": speed_net,
     "lecture_net": lecture_net,
 }
-_TORCHVISION = "torchvision:"
 HUB = "hf-hub:"
 _HUB_CONFIG = "config.json"
 _HUB_SECONDS = 3.0  # a slower answer from the hub is treated as none
@@ -54,10 +53,10 @@ def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Modul
     """
     if factory := named_factory(model, OWN_MODELS):
         return call_factory(model, factory, num_classes=num_classes, in_channels=in_channels)
-    make = _torchvision if model.name.startswith(_TORCHVISION) else _timm
+    make = _torchvision if model.name.startswith(TORCHVISION) else _timm
     try:
         return make(model, num_classes=num_classes, in_channels=in_channels)
-    except TypeError as error:
+    except (AssertionError, TypeError, ValueError) as error:
         raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
 
 
@@ -70,8 +69,9 @@ def check_accepts(network: nn.Module, size: int | tuple[int, int], *, channels: 
     """
     height, width = (size, size) if isinstance(size, int) else size
     try:
-        # A copy, because a custom network may write to its buffers even in evaluation mode.
-        return copy.deepcopy(network).eval()(torch.zeros(1, channels, height, width))
+        # A copy, because a custom network may write to its buffers even in evaluation mode, or draw random numbers.
+        with torch.random.fork_rng(devices=[]):
+            return copy.deepcopy(network).eval()(torch.zeros(1, channels, height, width))
     except Exception as error:  # a custom network may raise anything
         if torch.are_deterministic_algorithms_enabled() and "deterministic implementation" in str(error):
             raise ModelError(f"train.deterministic=true: {' '.join(str(error).split())[:300]}") from error
@@ -117,7 +117,7 @@ def model_names(pattern: str = "*") -> list[str]:
         *detector_names(),
         *segmenter_names(),
         *timm.list_models(),
-        *(f"{_TORCHVISION}{name}" for name in torchvision.models.list_models(module=torchvision.models)),
+        *(f"{TORCHVISION}{name}" for name in torchvision.models.list_models(module=torchvision.models)),
     ]
     glob = pattern if any(sign in pattern for sign in "*?[") else f"*{pattern}*"
     return [name for name in names if fnmatch.fnmatch(name, glob)]
@@ -163,11 +163,9 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
     if name.startswith(HUB):
         name = f"local-dir:{hub_network(model)[0]}"
     elif not timm.is_model(name):
-        more = (
-            "It is small_resnet, a timm name, hf-hub:OWNER/NAME, torchvision:NAME or package.module:factory; `paceline "
-            "models PATTERN` "
-        )
-        raise unknown_model(model, "model", [*OWN_MODELS, *timm.list_models()], f"{more}lists them.")
+        names = "small_resnet, a timm name, hf-hub:OWNER/NAME, torchvision:NAME or package.module:factory"
+        hint = f"It is {names}; `paceline models PATTERN` lists them."
+        raise unknown_model(model, "model", [*OWN_MODELS, *timm.list_models()], hint)
     if unset := [name for name, value in model.options.items() if value is None]:
         raise ModelError(
             f"model.options.{unset[0]}=null has no effect: timm leaves out options without a value; give one, or "
@@ -236,7 +234,7 @@ def hub_network(model: Model) -> tuple[Path, str, dict[str, Any]]:
 def _torchvision(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
     import torchvision.models
 
-    name = model.name.removeprefix(_TORCHVISION)
+    name = model.name.removeprefix(TORCHVISION)
     known = torchvision.models.list_models(module=torchvision.models)
     if name not in known:
         raise ModelError(f"unknown torchvision model '{name}'.{did_you_mean(name, known)}")
@@ -249,6 +247,11 @@ def _torchvision(model: Model, *, num_classes: int, in_channels: int) -> nn.Modu
         except (OSError, RuntimeError) as error:
             raise no_weights(model, error) from error
         _replace_head(network, num_classes, model.name)
+    if getattr(network, "aux_logits", False):  # of GoogLeNet and Inception, which in training would return a tuple
+        if "aux_logits" in model.options:
+            raise ModelError(f"model.options.aux_logits=true has no effect on {model.name}; leave it out.")
+        for path in ("aux_logits", "aux1", "aux2", "AuxLogits"):
+            setattr(network, path, None)
     if in_channels != 3:
         _replace_stem(network, in_channels, model.name)
     return network

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.errors import ModelError, did_you_mean
-from paceline.models.factories import call_factory, check_options, named_factory, no_weights, unknown_model
+from paceline.models.factories import TORCHVISION, call_factory, check_options, named_factory, no_weights, unknown_model
 from paceline.recipe.data import Boxes
 from paceline.recipe.model import Model
 from paceline.references import is_reference
@@ -179,7 +179,6 @@ OWN_DETECTORS: dict[str, Callable[..., nn.Module]] = {
     "small_retinanet": small_retinanet,
 }
 
-TORCHVISION = "torchvision:"
 _FAMILIES = ("fasterrcnn", "maskrcnn", "retinanet", "fcos", "ssd")  # keypoint networks have other targets
 # Other weights than the newest, where a network's preprocessing fits only those.
 _BACKBONE_WEIGHTS = {"ssd300_vgg16": "IMAGENET1K_FEATURES"}

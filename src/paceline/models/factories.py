@@ -13,6 +13,7 @@ from paceline.errors import ModelError, did_you_mean
 from paceline.recipe.model import Model
 from paceline.references import is_reference, load_reference
 
+TORCHVISION = "torchvision:"
 NO_WEIGHTS = "it has no published weights; model.initialize_from takes your own file"
 
 

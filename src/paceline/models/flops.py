@@ -7,7 +7,7 @@ A dispatch mode observes every operator of a step, on fake or real tensors, with
         loss.backward()
         with counter.phase("optimizer"):
             optimizer.step()
-    counter.found.model_flops
+    counter.work.model_flops
 
 A forward operator belongs to the running module. A backward operator belongs to the forward operator whose gradient it
 computes: autograd gives both the same sequence number.

@@ -64,7 +64,6 @@ def normalise_in_groups(network: nn.Module, samples: int, *, name: str) -> None:
     if synced:
         raise ModelError(
             f"model.ghost_batch_norm={samples}: model.name={name} has SyncBatchNorm ({synced[0]}), which normalises "
-            f"over "
-            "all processes; remove one of the two."
+            "over all processes; remove one of the two."
         )
     mix_in((module for _, module in norms), _GhostBatchNorm, _ghost_samples=samples)

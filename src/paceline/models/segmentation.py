@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.errors import ModelError
-from paceline.models.detectors import TORCHVISION, build_published
-from paceline.models.factories import call_factory, check_options, named_factory, unknown_model
+from paceline.models.detectors import build_published
+from paceline.models.factories import TORCHVISION, call_factory, check_options, named_factory, unknown_model
 from paceline.recipe.model import Model
 
 _MOST_STAGES, _WIDEST = 8, 16_384
@@ -109,8 +109,8 @@ def build_segmenter(model: Model, *, num_classes: int, in_channels: int = 3) -> 
     taken -= {"weights", "weights_backbone", "progress", "num_classes", "kwargs"}
     if wrong := [option for option in model.options if option not in taken]:
         raise ModelError(
-            f"model.options.{wrong[0]} is unknown to {model.name}, which has {', '.join(taken) or 'none'}; leave it "
-            "out."
+            f"model.options.{wrong[0]} is unknown to {model.name}, which has {', '.join(sorted(taken)) or 'none'}; "
+            "leave it out."
         )
     return build_published(model, num_classes)
 

@@ -15,7 +15,7 @@ from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
 from paceline.errors import DataError, RecipeError
-from paceline.models.build import build_model, to_memory_format
+from paceline.models.build import build_model, check_accepts, to_memory_format
 from paceline.plan import DataFacts
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.schema import Recipe
@@ -40,7 +40,7 @@ class Distillation(ImageClassification):
         """Load the teacher.
 
         Raises:
-            PacelineError: If it does not exist or has other classes.
+            PacelineError: If it does not exist, has other classes, or does not take images of the training sizes.
         """
         super().prepare_training(placement)
         saved = self._saved
@@ -99,6 +99,8 @@ class Distillation(ImageClassification):
         config = replace(model, pretrained=False, initialize_from=None)
         network = build_model(config, num_classes=len(classes), in_channels=self.dataset.channels)
         load_trained(network, saved)
+        for side in sorted(self._training_sides):
+            check_accepts(network, side, channels=self.dataset.channels, name=f"{model.name}, distillation.teacher")
         return network
 
 

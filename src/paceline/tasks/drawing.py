@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from paceline.metrics.answers import THUMBNAIL_PIXELS
+
 # Okabe and Ito's palette, which colour-blind readers can distinguish.
 _COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")
-_PICTURE_PIXELS = 96
 
 
 def draw_objects(
@@ -31,6 +32,6 @@ def draw_objects(
         picture = draw_segmentation_masks(picture, masks.bool(), alpha=0.5, colors=colours)
     if boxes is not None:
         # As wide as a pixel after the picture is shrunk.
-        width = max(1, round(max(picture.shape[1:]) / _PICTURE_PIXELS))
+        width = max(1, round(max(picture.shape[1:]) / THUMBNAIL_PIXELS))
         picture = draw_bounding_boxes(picture, boxes, colors=colours, width=width)
     return picture

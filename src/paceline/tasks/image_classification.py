@@ -92,6 +92,12 @@ class ImageTask(Task):
         return None if (shapes == size).all() else shapes
 
     @property
+    def _training_sides(self) -> set[int]:
+        """Height and width of the training images, in each epoch."""
+        progressive, size = self.recipe.data.progressive, self.dataset.image_size
+        return {size} | {progressive.size_at(epoch, size) for epoch in range(progressive.end)}
+
+    @property
     def _may_be_rectangles(self) -> bool:
         return self.recipe.data.evaluation_shape != "square" and self.recipe.data.dataset != "synthetic"
 
@@ -224,14 +230,14 @@ class ImageTask(Task):
         return is_own or bool(whitening_layers(network))
 
     def check_network(self, network: nn.Module) -> None:
-        """Check the network with each image size of training and evaluation, in addition to its default."""
+        """Check the network with each image size of training and evaluation."""
         dataset, data = self.dataset, self.recipe.data
-        sides = {data.progressive.size_at(epoch, dataset.image_size) for epoch in range(data.progressive.end)}
-        sides = (sides | {evaluation_size(data, dataset)}) - {dataset.image_size}
-        shapes = {(side, side) for side in sides} | (
-            {} if self._shapes is None else distinct_sizes(self._shapes)
-        ).keys()
-        for shape in sorted(shapes):
+        sides = self._training_sides | {evaluation_size(data, dataset)}
+        # A loss of one's own may call the network in another way, and a network without values may need some.
+        if type(self).loss.__module__.partition(".")[0] != "paceline" or any(p.is_meta for p in network.parameters()):
+            sides -= {dataset.image_size}
+        rectangles = () if self._shapes is None else distinct_sizes(self._shapes)
+        for shape in sorted({*((side, side) for side in sides), *rectangles}):
             check_accepts(network, shape, channels=dataset.channels, name=self.recipe.model.name)
 
     def pictures(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -82,8 +82,7 @@ class ImageRegression(ImageTask):
         if mix.cutmix > 0:
             raise RecipeError(
                 f"data.mix.cutmix={mix.cutmix:g} puts a part of one image into another, which has no matching target: "
-                f"use "
-                "data.mix.mixup, which mixes the numbers too, or leave it out."
+                "use data.mix.mixup, which mixes the numbers too, or leave it out."
             )
         reasons |= dict.fromkeys(("data.target_mean", "data.target_std"), "over the training images")
         self.metrics = (Metric(name="loss"), *error_metrics(dataset.classes))
@@ -120,11 +119,10 @@ class ImageRegression(ImageTask):
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         """Return each number as predicted and as labelled, in the user's units, float64 [N]."""
-        mean, std = self.dataset.target_mean, self.dataset.target_std
-        predictions, targets = (in_units(each, mean, std) for each in _standardized(model, batch))
-        names = self.dataset.classes
-        predicted = {f"predicted_{name}": predictions[:, index] for index, name in enumerate(names)}
-        return predicted | {f"target_{name}": targets[:, place] for place, name in enumerate(names)}
+        dataset = self.dataset
+        both = (in_units(each, dataset.target_mean, dataset.target_std) for each in _standardized(model, batch))
+        columns = dict(zip(("predicted", "target"), both, strict=True)).items()
+        return {f"{kind}_{name}": each[:, at] for kind, each in columns for at, name in enumerate(dataset.classes)}
 
 
 def _standardized(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import nn
 from paceline.checkpoint.weights import merge_adapters, read_weights
 from paceline.errors import ModelError, RecipeError
 from paceline.inference.predict import load_predictor
-from paceline.models.adapters import add_adapters, classifier_name
+from paceline.models.adapters import add_adapters, head_names
 from paceline.models.transfer import adapt
 from paceline.recipe.load import load_recipe
 from paceline.recipe.model import Adapters, Model
@@ -207,9 +207,9 @@ def test_a_pattern_matches_whole_names_and_their_ends_as_in_peft(target: str, fo
 
 
 def test_adapters_need_a_classifier() -> None:
-    assert classifier_name(Mixed()) == "head"
+    assert head_names(Mixed()) == ["head"]
     with pytest.raises(ModelError, match="no linear classifier"):
-        classifier_name(nn.Sequential(nn.Conv2d(1, 1, 1)))
+        head_names(nn.Sequential(nn.Conv2d(1, 1, 1)))
 
 
 def test_more_is_said_of_adapters_that_are_not_there(train_tiny: Callable[..., Any]) -> None:

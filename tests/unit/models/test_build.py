@@ -29,6 +29,7 @@ from paceline.models.recommendation import build_click_model
 from paceline.models.small_resnet import small_resnet
 from paceline.recipe.model import Model
 
+NETWORKS = ("squeezenet1_1", "googlenet", "resnet18")
 OWN = """
 import torch
 from torch import nn
@@ -69,12 +70,13 @@ def refusal(model: Model) -> str:
 
 
 @pytest.mark.parametrize("in_channels", [1, 3])
-@pytest.mark.parametrize("name", ["small_resnet", "torchvision:squeezenet1_1", "test_vit", "torchvision:resnet18"])
+@pytest.mark.parametrize("name", ["small_resnet", *map("torchvision:{}".format, NETWORKS), "test_vit"])
 def test_it_fits_the_data(name: str, in_channels: int) -> None:
     torch.manual_seed(0)
-    options = {"img_size": 64} if name == "test_vit" else {}
+    options = {"test_vit": {"img_size": 64}, "torchvision:googlenet": {"init_weights": False}}.get(name, {})
     network = build_model(Model(name=name, options=options), num_classes=5, in_channels=in_channels)
-    assert network.eval()(torch.zeros(2, in_channels, 64, 64)).shape == (2, 5)
+    for training in (True, False):
+        assert network.train(training)(torch.zeros(2, in_channels, 64, 64)).shape == (2, 5)
 
 
 def test_a_factory_of_ones_own_is_given_what_it_takes(own: str) -> None:
@@ -95,6 +97,8 @@ def test_a_factory_of_ones_own_is_given_what_it_takes(own: str) -> None:
         ({"name": "resnet51"}, "unknown model 'resnet51'. Did you mean .*'resnet50'"),
         ({"name": "small_resnt"}, "unknown model 'small_resnt'. Did you mean .*'small_resnet'"),
         ({"name": "torchvision:resnet51"}, "unknown torchvision model 'resnet51'. Did you mean .*'resnet50'"),
+        ({"name": "torchvision:vit_b_16", "options": {"image_size": 100}}, r"\{'image_size': 100\} do not fit"),
+        ({"name": "torchvision:googlenet", "options": {"aux_logits": True, "init_weights": False}}, "has no effect on"),
         ({"name": "my_networks:plan"}, "Did you mean 'plain'"),
         ({"name": "my_networks:nothing"}, "model.name=my_networks:nothing: the factory returned a str"),
         ({"name": "my_networks:constant"}, "model.name=my_networks:constant: "),

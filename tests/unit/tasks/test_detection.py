@@ -335,8 +335,10 @@ def test_copies_with_what_was_found_do_not_overwrite_one_another(train: Make, co
 
 
 def test_masks_are_pasted_one_by_one_where_they_are_drawn(train: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred of them, at the size of a large picture, take gigabytes."""
-    run = train("run", {"train.duration": "2 steps"}).run_dir
+    """A hundred of them, at the size of a large picture, take gigabytes; and by default none is left out."""
+    kept = {"box_detections_per_img": 150, "box_score_thresh": 0.0, "box_nms_thresh": 1.0, "rpn_nms_thresh": 1.0}
+    options = {"width": 8, "levels": 2, "channels": 8, "rpn_post_nms_top_n_test": 150, **kept}
+    run = train("run", {"train.duration": "2 steps", "model.options": options}).run_dir
     picture = np.random.default_rng(0).integers(0, 256, (70, 90, 3), dtype=np.uint8)
     predictor = open_predictor(run, device=torch.device("cpu"))
     assert isinstance(predictor, DetectionPredictor)
@@ -351,10 +353,10 @@ def test_masks_are_pasted_one_by_one_where_they_are_drawn(train: Make, monkeypat
     paste = roi_heads.paste_masks_in_image
     for module in (roi_heads, transform):
         monkeypatch.setattr(module, "paste_masks_in_image", noted)
-    (answer,) = predictor.answer([picture], 100)
+    (answer,) = predictor.answer([picture], predictor.usual_top_k)
     found = len(answer.labels)
     assert not sizes
-    assert found > 1
+    assert found == 150
     answer.drawn(picture, predictor.classes)
     assert sizes == [(1, 1, 70, 90)] * found
 

@@ -15,7 +15,7 @@ import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
-from paceline.errors import DataError, PacelineError, RecipeError, RunDirectoryError
+from paceline.errors import DataError, ModelError, PacelineError, RecipeError, RunDirectoryError
 from paceline.models.small_resnet import small_resnet
 from paceline.recipe.load import load_recipe
 from paceline.tasks.distillation import Distillation
@@ -123,6 +123,15 @@ def test_mistakes(
     with pytest.raises(error) as caught:
         taught("run", *overrides)
     assert said in str(caught.value)
+    assert not (runs / "run").exists()
+
+
+def test_a_teacher_of_another_image_size_is_refused(taught: Callable[..., Any], runs: Path) -> None:
+    options = "model.options={img_size: 8, patch_size: 4, depth: 1, embed_dim: 24}"
+    fixed = ("model.name=vit_tiny_patch16_224", options, "train.duration=1 steps")
+    paceline.train("digits", overrides=[*DIGITS, *fixed], run_dir=runs / "fixed", quiet=True)
+    with pytest.raises(ModelError, match=r"distillation\.teacher\) does not take images of 12 pixels"):
+        taught("run", "data.image_size=12", source=runs / "fixed")
     assert not (runs / "run").exists()
 
 

@@ -31,6 +31,7 @@ from paceline.data.image.sets.figures import draw_figures
 from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.inference.export import ExportRequest, export
+from paceline.inference.labelling import ImageLabeller, Outputs
 from paceline.inference.predict import open_predictor
 from paceline.inference.serving.app import _shown
 from paceline.recipe.data import Data
@@ -289,6 +290,14 @@ def test_predictions_are_those_of_evaluation(trained: Path, pictures: Path, eval
     assert (set(row["labels"]), list(row["numbers"])) == (given[0], FIGURES)
     refused = run(Predict, trained, pictures / "0.png", "--top-k", "2")
     assert (refused.exit_code, "--top-k" in refused.output) == (2, True)
+
+
+def test_by_default_no_label_is_left_out() -> None:
+    class Labeller(ImageLabeller):
+        probabilities: Any = None
+
+    shown: Any = None
+    assert Labeller(Outputs(tuple("abcde"), thresholds=(0.5,) * 5), shown).usual_top_k == 5
 
 
 def test_thresholds_may_be_others(trained: Path, pictures: Path) -> None:

@@ -156,6 +156,14 @@ def test_the_model_fits_the_data(tiny_task: Callable[..., Any]) -> None:
     assert task.build_model()(torch.zeros(2, 1, 8, 8)).shape == (2, 7)
 
 
+def test_a_network_that_a_task_calls_in_its_own_way_is_not_tried() -> None:
+    class Own(ImageClassification):
+        def loss(self, model: Any, batch: Any) -> Any:
+            return model(batch.inputs, batch.targets)
+
+    Own(digits()).check_network(nn.Bilinear(64, 64, 10))
+
+
 def test_a_plan_for_any_world_needs_no_world() -> None:
     plans = [plan_only(load_recipe("digits"), world_size=world) for world in (1, 2, 64)]
     assert plans[0].higher_is_better == {"loss": False, "top1_accuracy": True, "top5_accuracy": True}

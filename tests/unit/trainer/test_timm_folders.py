@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import PacelineError
+from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import load_predictor
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 
@@ -126,6 +127,10 @@ def test_what_would_be_shown_otherwise_is_refused(save: Save, photos: Path) -> N
 def test_classes_without_names(save: Save, photos: Path, tmp_path: Path) -> None:
     hub, _ = save(names=None)
     assert score(hub, photos).samples == 21
+    export(ExportRequest(target=hub, output=tmp_path / "again", form="timm"))
+    card, config = ((tmp_path / "again" / name).read_text() for name in ("README.md", "config.json"))
+    assert "label_names" not in config
+    assert "print(int(logits.argmax()))" in card
     for split in ("train", "val"):
         (tmp_path / "four" / split).mkdir(parents=True)
         for label in (*CLASSES, "yak"):

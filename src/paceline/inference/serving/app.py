@@ -408,7 +408,7 @@ def page(service: Service, model: str) -> str:
         digest=escape(digest),
         short=escape(digest[:12]),
         answers=escape(", ".join(numbers)) if numbers else f"{classes} classes",
-        without_labels="hidden" if numbers else "",
+        without_labels="hidden" if numbers or service.predictor.finds_boxes else "",
         classes=classes,
         most=min(classes, 10),
         images=limits.images,

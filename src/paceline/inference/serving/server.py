@@ -29,7 +29,8 @@ class Address:
 
     Attributes:
         socket: Bound socket; connections queue in it until the service is ready.
-        url: Its address in a browser. is_loopback: Whether only this machine can reach it.
+        url: Its address in a browser.
+        is_loopback: Whether only this machine can reach it.
         sites: Rejects requests from other sites' pages.
     """
 

@@ -112,3 +112,11 @@ def test_work_that_nobody_waits_for_is_stopped(why: str) -> None:
 
     assert asyncio.run(asyncio.wait_for(ask(), 60)) == 2
     assert predictor.prepared == FITTING + 2
+
+
+def test_the_page_asks_for_all_objects_of_a_detector() -> None:
+    predictor = LargePictures()
+    service = services.Service(predictor, services.Limits(), Metrics("large", predictor.digest))
+    assert "<p hidden><label>Labels for each" not in app.page(service, "large")
+    predictor.finds_boxes = True
+    assert "<p hidden><label>Labels for each" in app.page(service, "large")
