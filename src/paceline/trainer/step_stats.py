@@ -117,7 +117,7 @@ class Progress:
 
 def _goodness(value: float, metric: Metric) -> float:
     """Return a number that is larger for better values; non-finite values rank worst."""
-    if math.isnan(value):
+    if not math.isfinite(value):
         return -math.inf
     return value if metric.higher_is_better else -value
 
