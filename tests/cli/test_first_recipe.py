@@ -85,6 +85,13 @@ def test_python_takes_the_same_and_resumes(photos: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.everyday
+def test_a_folder_may_have_any_name(photos: Path, tmp_path: Path) -> None:
+    for name in ("photos #1", "[a, b]", "a: b", "caf\udce9"):
+        photos = photos.rename(tmp_path / name)
+        chosen = first_recipe.choose_recipe(str(photos), SHORT)
+        assert load_recipe(chosen.recipe, chosen.overrides).recipe.data.path == str(photos)
+
+
 def test_from_scratch_where_no_weights_are_at_hand(photos: Path, paceline_here: Call) -> None:
     photos.rename(photos.with_name("[2024]: photos #1"))  # a name with a meaning in YAML
     done = paceline_here("train", "./[2024]: photos #1/", *SHORT, "--plan-only", "--json").ended(0)

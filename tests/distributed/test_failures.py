@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,17 @@ def test_a_broken_image_is_told_once(studio: Path, run: Call, run_here: Call, tm
     assert [event["path"].endswith("007.png") for event in incidents] == [True]
     audit = run_here("audit", tmp_path / "run", "--json").document
     assert (audit["passed"], audit["broken"], audit["missing"]) == (True, 2, 0)
+
+
+def test_two_broken_images_end_both_ranks_at_an_evaluation(studio: Path, run: Call, tmp_path: Path) -> None:
+    """Rank 1 has read the first of them since the last record, and rank 0 does not know of it yet."""
+    photos = shutil.copytree(studio / "photos", tmp_path / "photos")
+    for path in (photos / "train/red/028.png", photos / "val/green/001.png"):
+        content = path.read_bytes()
+        path.write_bytes(content[:48] + bytes(12) + content[60:])  # found only when it is read
+    changes = ("data.path=photos", "data.max_broken=1", "telemetry.log_every=5 steps", "evaluate.every=4 steps")
+    done = run("train", studio / "recipe.yaml", *changes, "--processes", "2", "--run-dir", "run", where=tmp_path)
+    assert (done.code, done.err.count("\n"), "2 broken sample(s) so far" in done.err) == (2, 1, True), done.err
 
 
 @pytest.mark.world_size(1)

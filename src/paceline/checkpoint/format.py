@@ -553,7 +553,9 @@ def parse_manifest(path: Path) -> Manifest:
     if not isinstance(facts, dict):
         raise ValueError("its facts are not an object")
     components = {name: _component(name, entry) for name, entry in entries.items()}
-    return Manifest(_count(content, "step"), facts, components)
+    if (step := _field(content, "step", int)) < 0:
+        raise ValueError(f"its 'step' is {step}, which is negative")
+    return Manifest(step, facts, components)
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -576,13 +578,6 @@ def _component(name: str, entry: Any) -> ComponentEntry:
     if files.keys() != expected:
         raise ValueError(f"it lists the files {sorted(files)} for {name!r}, expected {sorted(expected)}")
     return ComponentEntry(files, tensors)
-
-
-def _count(value: Any, key: str) -> int:
-    number = _field(value, key, int)
-    if number < 0:
-        raise ValueError(f"its {key!r} is {number}, which is negative")
-    return number
 
 
 def _field(value: Any, key: str, kind: type[T]) -> T:

@@ -41,7 +41,6 @@ def read_manifest(path: Path) -> Manifest:
         CheckpointError: If it is not a checkpoint, or the manifest is missing, damaged or of another version.
         UnreadableError: If it cannot be read now; every function here may raise this.
     """
-    path = Path(path)
     with _naming(path, MANIFEST):
         try:
             # Not Path.is_dir, which may treat a disk error as "no".
@@ -69,7 +68,6 @@ def check_sizes(path: Path) -> Manifest:
     Raises:
         CheckpointError: Naming the file and the broken rule.
     """
-    path = Path(path)
     manifest = read_manifest(path)
     for entry in manifest.components.values():
         for name, facts in entry.files.items():
@@ -87,7 +85,6 @@ def verify(path: Path) -> Manifest:
     Raises:
         CheckpointError: Naming the file and the broken rule.
     """
-    path = Path(path)
     manifest = check_sizes(path)
     for component, entry in manifest.components.items():
         headers = []
@@ -119,7 +116,6 @@ def read_components(
     Raises:
         CheckpointError: If the checkpoint lacks a component, or a file is damaged.
     """
-    path = Path(path)
     manifest = read_manifest(path)
     entries = {name: _entry(path, manifest, name) for name in (manifest.components if names is None else names)}
     states = {}
@@ -149,7 +145,6 @@ def read_weights_file(path: Path, name: str) -> TensorFile:
     Raises:
         CheckpointError: If the checkpoint lacks the component, or the file is damaged.
     """
-    path = Path(path)
     entry = _entry(path, read_manifest(path), name)
     if not entry.tensors:
         raise CheckpointError(f"{path} holds no tensors in its component {name!r}.")

@@ -169,7 +169,7 @@ class CheckpointPayload:
 
 def step_of(path: Path) -> int | None:
     """Return the step in a checkpoint directory's name, or None for any other name."""
-    match = _NAME.fullmatch(Path(path).name)
+    match = _NAME.fullmatch(path.name)
     return int(match[1]) if match and checkpoint_name(int(match[1])) == f"step-{match[1]}" else None
 
 
@@ -177,7 +177,7 @@ class CheckpointStore:
     """The checkpoints of one run, ``RUN/checkpoints``; one process writes, any may read."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = Path(directory)
+        self.directory = directory
 
     def path(self, step: int) -> Path:
         """Return the path of a step's checkpoint, whether or not it exists."""
@@ -555,7 +555,7 @@ def choose_resume_point(
         CheckpointError: If the requested one is not complete; another is never used instead.
     """
     if requested is not None:
-        return ResumePoint(Path(requested), verify(requested).step)
+        return ResumePoint(requested, verify(requested).step)
     path, damaged = store.newest_complete(exclude=foreign)
     return ResumePoint(path, 0 if path is None else step_of(path) or 0, tuple(damaged))
 

@@ -174,6 +174,11 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+def follows_rule(key: str, value: Any) -> bool:
+    """Whether an entry of a description of data has Paceline's format, which a custom task's need not have."""
+    return _RULES[key][0](value)
+
+
 def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> SavedWeights:
     """Read weights; ``auto`` takes the moving average if there is one.
 
@@ -380,10 +385,11 @@ def check_scale(data: Mapping[str, Any], where: str) -> None:
     """Refuse a description whose images or targets cannot be normalized; raises NotFiniteError."""
     for key in ("mean", "std", "target_mean", "target_std"):
         is_mean = key.endswith("mean")
-        for value in data.get(key) or ():
+        values: Any = data.get(key)
+        for value in values if follows_rule(key, values) else ():
             if not abs(value) < 2**1000 or (not is_mean and value <= 0):
                 rule = "must be finite" if is_mean else "must be finite and above 0"
-                raise NotFiniteError(f"{where}: {key} is {list(data[key])}, and every number {rule}.")
+                raise NotFiniteError(f"{where}: {key} is {values}, and every number {rule}.")
 
 
 def _is_nonfinite(tensor: Tensor) -> bool:

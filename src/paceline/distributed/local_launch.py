@@ -337,26 +337,26 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
     notes = [_sanitized(str(note)) for note in getattr(error, "__notes__", ())]
     message = "\n".join([*_lines(error), *notes]) if mistake else _sanitized("".join(traceback.format_exception(error)))
     directory = environ.get(_ERROR_DIRECTORY)
-    if directory is None or not Path(directory).is_dir():
-        prefix = f"rank {rank}: " if world_size > 1 else ""
-        print(f"paceline: {prefix}{message}", file=sys.stderr)
-        return code
-    record = {
-        "rank": rank,
-        "time": time.time(),
-        "message": message,
-        # Without notes, which describe the moment more than the error.
-        "summary": _lines(error)[-1]
-        if mistake
-        else _sanitized(f"{type(error).__name__}: {error}".strip().splitlines()[0]),
-        "notes": notes,
-        "exit_code": code,
-        "is_traceback": not mistake,
-        "is_echo": isinstance(error, OtherProcessError),
-    }
-    partial = Path(directory) / f".rank-{rank}"
-    partial.write_text(json.dumps(record))
-    partial.rename(Path(directory) / f"rank-{rank}.json")
+    if directory is not None:
+        first_line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        record = {
+            "rank": rank,
+            "time": time.time(),
+            "message": message,
+            # Without notes, which describe the moment more than the error.
+            "summary": _lines(error)[-1] if mistake else _sanitized(first_line),
+            "notes": notes,
+            "exit_code": code,
+            "is_traceback": not mistake,
+            "is_echo": isinstance(error, OtherProcessError),
+        }
+        with contextlib.suppress(OSError):  # the launcher has removed it, or its disk is full
+            partial = Path(directory) / f".rank-{rank}"
+            partial.write_text(json.dumps(record))
+            partial.rename(Path(directory) / f"rank-{rank}.json")
+            return code
+    prefix = f"rank {rank}: " if world_size > 1 else ""
+    print(f"paceline: {prefix}{message}", file=sys.stderr)
     return code
 
 

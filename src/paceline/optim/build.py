@@ -127,7 +127,8 @@ class Clipping:
         self._parameters = list(network.parameters())
         self._norm, self._value, self._adaptive = optimizer.clip_norm, optimizer.clip_value, optimizer.clip_adaptive
         head = getattr(network, "get_classifier", lambda: None)()
-        left_out = {id(each) for each in head.parameters()} if isinstance(head, nn.Module) else set()
+        heads = head if isinstance(head, tuple | list) else (head,)
+        left_out = {id(each) for part in heads if isinstance(part, nn.Module) for each in part.parameters()}
         self._hidden = [each for each in self._parameters if id(each) not in left_out]
 
     @property

@@ -320,7 +320,7 @@ def sync_directory(path: Path) -> None:
 def encode_json(document: Any, *, indent: int | None = None) -> str:
     """Encode as strict JSON in valid UTF-8: non-finite numbers become ``null``, and paths strings."""
     try:
-        text = json.dumps(document, indent=indent, allow_nan=False, ensure_ascii=False, default=_json_value)
+        text = json.dumps(document, indent=indent, allow_nan=False, ensure_ascii=False, default=json_value)
     except ValueError:
         # Only a document with a non-finite number gets here; walking every document would cost more.
         text = json.dumps(_finite(document), indent=indent, allow_nan=False, ensure_ascii=False)
@@ -328,7 +328,7 @@ def encode_json(document: Any, *, indent: int | None = None) -> str:
     return utf8(text)
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Return the JSON counterpart of a value that ``json`` does not support."""
     if isinstance(value, np.generic):
         return value.item()
@@ -353,4 +353,4 @@ def _finite(value: Any) -> Any:
         case list() | tuple():
             return [_finite(item) for item in value]
         case _:
-            return _finite(_json_value(value))
+            return _finite(json_value(value))

@@ -54,7 +54,7 @@ class Display:
 
 def choose_display(stream: TextIO | None) -> Display:
     """Return live bars if the stream is a terminal that supports them, else plain lines; neither can fail a run."""
-    if stream is None:  # it was closed when Python started
+    if stream is None or stream.closed:  # None: it was closed when Python started
         return Display()
     safe_stream = cast("TextIO", _SafeStream(stream))
     if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
@@ -85,9 +85,9 @@ class _SafeStream:
             return
         try:
             call()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a closed stream raises ValueError
             self._is_broken = True
-            reason = error.strerror or str(error)
+            reason = getattr(error, "strerror", None) or str(error)
             # Live bars redirect standard error to show its text above them; this needs the underlying stream.
             errors = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
             with contextlib.suppress(OSError, ValueError):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.escaping import csv_cell
+from paceline.escaping import csv_cell, utf8
 from paceline.records.events import AppendFile
 from paceline.records.reader import read_json
 from paceline.records.run_directory import RunDirectory, encode_json
@@ -82,20 +82,10 @@ def check_trackers(names: Iterable[str]) -> None:
             )
 
 
-def build_trackers(names: Iterable[str], directory: Path, facts: TrackerFacts | None = None) -> list[AsyncTracker]:
-    """Build trackers by name; each gets a folder of that name in the run directory.
-
-    Raises:
-        RecipeError: If a name is unknown, or its library is not installed.
-    """
-    requested = list(names)
-    check_trackers(requested)
-    tracker_facts = facts or TrackerFacts()
+def build_trackers(names: Iterable[str], directory: Path, facts: TrackerFacts) -> list[AsyncTracker]:
+    """Build trackers that :func:`check_trackers` accepts; each gets a folder of its name in the run directory."""
     events = RunDirectory(directory).events
-    return [
-        AsyncTracker(name, partial(TRACKERS[name], directory / name, tracker_facts), history=events)
-        for name in requested
-    ]
+    return [AsyncTracker(name, partial(TRACKERS[name], directory / name, facts), history=events) for name in names]
 
 
 _NOT_SCALARS = frozenset({"event", "step", "position", "time", "epoch", "samples", "split", "weights"})
@@ -170,7 +160,7 @@ class CsvTracker:
                 self._widen(kind, row)
             text = io.StringIO()
             csv.DictWriter(text, self._columns[kind], restval="", lineterminator="\n").writerow(row)
-            self._files[kind].write(text.getvalue().encode())
+            self._files[kind].write(utf8(text.getvalue()).encode())
         for file in self._files.values():
             file.flush()
 

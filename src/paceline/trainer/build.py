@@ -27,7 +27,7 @@ from paceline.recipe.schema import Recipe
 from paceline.records.events import EventWriter, ProfileEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
 from paceline.records.reader import read_environment
-from paceline.records.run_directory import RunDirectory
+from paceline.records.run_directory import RunDirectory, json_value
 from paceline.telemetry.clock import StepClock, build_step_clock
 from paceline.telemetry.display import Display
 from paceline.telemetry.profile import NsightTool, ProfileResult, ProfileWindow, ProfilingClock, TorchTool
@@ -130,7 +130,7 @@ def build_run(opened: OpenedRun) -> Run:
         file_metadata={
             "paceline": "1",
             "recipe": json.dumps(to_tree(recipe)),
-            "data": json.dumps({**plan.data, **prepared.task.description()}),
+            "data": json.dumps({**plan.data, **prepared.task.description()}, default=json_value),
             "precision": plan.precision,
             **({} if plan.network_config is None else {"network_config": json.dumps(plan.network_config)}),
         },

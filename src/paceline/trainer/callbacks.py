@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,5 +41,6 @@ class Callbacks:
         """Call the method named ``moment`` of each observer that has one."""
         for each in self.observers:
             observe = getattr(each, moment, None)
-            if observe is not None and observe(*details) and not self.stopped_by:
+            # A copy: an observer may change what it receives, and the run still uses it.
+            if observe is not None and observe(*deepcopy(details)) and not self.stopped_by:
                 self.stopped_by = type(each).__name__

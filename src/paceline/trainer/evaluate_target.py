@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.hub_folder import UNNAMED
-from paceline.checkpoint.weights import SavedWeights, check_scale, load_trained, read_weights
+from paceline.checkpoint.weights import SavedWeights, check_scale, follows_rule, load_trained, read_weights
 from paceline.data.batch import Batch, Nested, mapped
 from paceline.data.image.pipeline import common_size, evaluation_size
 from paceline.data.image.selection import keep_known_classes
@@ -212,6 +212,8 @@ def _score(
         raise DataError(
             f"'{first.path}' could not be read: {first.reason}. {len(evaluation.broken)} broken sample(s), and {way}"
         )
+    if not evaluation.samples:
+        raise DataError(f"none of the {len(evaluation.broken)} samples could be read; repair them, or score others.")
     if request.predictions is not None:
         lines.write(request.predictions, evaluator.collectives)
     metrics, details = evaluation.results[saved.weights], evaluation.artifacts.details or {}
@@ -347,7 +349,7 @@ def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     preprocessing: dict[str, Any] = {
         key: tuple(described[key]) if isinstance(described[key], list) else described[key]
         for key in ("image_size", "evaluation_size", "channels", "mean", "std", "target_mean", "target_std")
-        if key in described and getattr(recipe.data, key) == "auto"
+        if follows_rule(key, described.get(key)) and getattr(recipe.data, key) == "auto"
     }
     if recipe.data.image_size not in ("auto", described.get("image_size")):
         preprocessing.pop("evaluation_size", None)  # it follows the requested size

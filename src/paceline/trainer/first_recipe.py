@@ -121,11 +121,11 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
     if any((path / split / "masks").is_dir() and (path / split / "images").is_dir() for split in ("", "train")):
         raise RecipeError(
             f"{source} has folders images and masks, as for segmentation; train on it with `paceline train "
-            f"shapes-segmentation data.dataset=masks data.path={shlex.quote(source)}`."
+            f"shapes-segmentation data.dataset=masks {shlex.quote(f'data.path={yaml_line(source)}')}`."
         )
     # A custom task or network determines its own needs.
     given = set(set_by(overrides))
-    data_keys = [*([] if kind == "image_folder" else [f"data.dataset={kind}"]), f"data.path={yaml_line(str(path))}"]
+    data_keys = [f"data.dataset={kind}"] * (kind != "image_folder") + [f"data.path={yaml_line(str(path))}"]
     if clash := given & {"task", "data.path", "data.dataset", "data.target_columns"}:
         raise RecipeError(
             f"{source} is data, for which Paceline chooses a recipe, but {sorted(clash)[0]} asks for another; name a "

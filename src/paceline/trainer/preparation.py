@@ -219,7 +219,7 @@ def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> 
     # The class is part of the run's identity: weights of one task cannot be used for another.
     data = replace(data, description={"task": task_name(task), **data.description})
     classes, data = _class_facts(task, data)
-    _check_named_metrics(task)
+    _check_metric_names(task)
     best_metric(task)
     lengths = task.sample_lengths()
     is_balanced = recipe.batch.balance and recipe.data.augment.repeats == 1 and "classes_sha256" not in classes
@@ -294,21 +294,22 @@ def headline_of(task: Task) -> Metric:
     return next((metric for metric in task.metrics if metric.name == task.headline), task.metrics[0])
 
 
-def _check_named_metrics(task: Task) -> None:
-    """Refuse metrics that the task cannot compute scores for, or whose names clash with its own."""
-    metrics = task.recipe.evaluate.metrics
+def _check_metric_names(task: Task) -> None:
+    """Refuse metrics that the task cannot compute scores for, or whose names clash with others in records."""
+    own, metrics = {metric.name for metric in task.metrics}, task.recipe.evaluate.metrics
+    recorded = {each.name for each in fields(EvaluationEvent)} | {"event", "last", "best", "input_mean", "input_std"}
+    if clash := sorted(own & recorded):
+        raise RecipeError(f"{task_name(task)}.metrics has the name '{clash[0]}', which records use; choose another.")
     if metrics and not task.gives_scores:
         raise RecipeError(
             f"evaluate.metrics needs logits, which task={task.recipe.task} does not give; leave it out, or override "
             "collectors() in a task of yours."
         )
-    reserved = {metric.name for metric in task.metrics} | {each.name for each in fields(EvaluationEvent)}
-    reserved |= {"event", "last", "best", "input_mean", "input_std"}
     for name in metrics:
-        if not name.isidentifier() or name in reserved:
+        if not name.isidentifier() or name in own | recorded:
             raise RecipeError(
                 f"evaluate.metrics has the name '{name}', but a name is letters, digits and underscores, and not one "
-                f"that records use: {', '.join(sorted(reserved))}."
+                f"that records use: {', '.join(sorted(own | recorded))}."
             )
 
 

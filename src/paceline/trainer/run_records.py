@@ -140,7 +140,7 @@ def _write_artifacts(run: Run, evaluation: Evaluation) -> None:
 
 
 def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True) -> None:
-    """Record unreadable samples that were left out.
+    """Record unreadable samples that were left out; a collective.
 
     Raises:
         DataError: If there are more than the recipe allows.
@@ -155,9 +155,13 @@ def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True
             f"'{each.path}' could not be read ({each.reason}) and was left out.",
             {"path": each.path, "sample": each.id, "split": "train" if training else "validation"},
         )
-    count, data = len(run.window.broken_ids) + len(run.progress.broken_evaluation_ids), run.recipe.data
+    if not new:
+        return
+    # Between two step records, each process knows only the samples that it read itself.
+    training_ids: set[int] = set().union(*run.collectives.gather(run.window.broken_ids))
+    count, data = len(training_ids) + len(known_ids), run.recipe.data
     limit = data.unread_limit(run.plan.train_samples + run.plan.evaluation_samples)
-    if new and count > limit:
+    if count > limit:
         problem = f"'{new[-1].path}' could not be read: {new[-1].reason}. {count} broken sample(s) so far, and"
         advice = (
             f"data.max_broken={limit}; the same command with data.max_broken={count} continues without them, or repair "

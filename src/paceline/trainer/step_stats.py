@@ -45,6 +45,7 @@ class Progress:
         resumes: How often the run was resumed.
         best: Best evaluation so far: step, position, weights, metric and value; empty before the first.
         last: Results of the last evaluation by set of weights.
+        evaluated_at: Position of the last evaluation; -1 before the first.
         evaluations_since_best: Evaluations without a better one, for early stopping.
         broken_evaluation_ids: Evaluation samples known to be unreadable.
         earlier_seconds: Time of the run's earlier launches, up to their last save.
@@ -58,6 +59,7 @@ class Progress:
     resumes: int = 0
     best: dict[str, Any] = field(default_factory=dict)
     last: Results = field(default_factory=dict)
+    evaluated_at: int = -1
     evaluations_since_best: int = 0
     broken_evaluation_ids: list[int] = field(default_factory=list)
     earlier_seconds: float = 0.0
@@ -90,7 +92,7 @@ class Progress:
 
     def take_results(self, results: Results, metric: Metric) -> None:
         """Record an evaluation, and whether it is the best so far over all sets of weights."""
-        self.last = results
+        self.last, self.evaluated_at = results, self.position
         goodness = {name: _goodness(values[metric.name], metric) for name, values in results.items()}
         weights = max(goodness, key=lambda name: goodness[name])
         value = results[weights][metric.name]
@@ -117,7 +119,7 @@ class Progress:
 
 def _goodness(value: float, metric: Metric) -> float:
     """Return a number that is larger for better values; non-finite values rank worst."""
-    if math.isnan(value):
+    if not math.isfinite(value):
         return -math.inf
     return value if metric.higher_is_better else -value
 

@@ -440,7 +440,12 @@ def _train_to_end(run: Run) -> TrainResult:
             check_outcome(run.task, run.recorder, run.last_good)
             if warning := divergence(run.window, run.progress.last):
                 run.recorder.incident("diverged", warning)
-        return _finish(run, status, ending)
+        run.recorder.flush(durable=True)
+        run.collectives.on_rank_zero(run.directory.check_in_place)
+        run.collectives.barrier()
+        sha256 = digests(run) if run.strategy.is_sharded or run.world.is_first else {}
+        summary = run.collectives.on_rank_zero(lambda: _write_summary(run, status, ending, sha256))
+        return TrainResult(status=status, run_dir=run.directory.root, summary=summary)
     except ValueError as error:
         # The plan cannot foresee it if the other samples are unreadable, or if a module normalises by itself.
         if "more than 1 value per channel" in str(error):
@@ -496,15 +501,6 @@ def _load_data(run: Run) -> None:
     name = run.plan.sample_name
     run.pipeline.load(lambda done, total: run.display.status(f"reading {name}: {done} of {total}"))
     run.display.status("")
-
-
-def _finish(run: Run, status: Status, ending: str) -> TrainResult:
-    run.recorder.flush(durable=True)
-    run.collectives.on_rank_zero(run.directory.check_in_place)
-    run.collectives.barrier()
-    sha256 = digests(run) if run.strategy.is_sharded or run.world.is_first else {}
-    summary = run.collectives.on_rank_zero(lambda: _write_summary(run, status, ending, sha256))
-    return TrainResult(status=status, run_dir=run.directory.root, summary=summary)
 
 
 def _write_summary(run: Run, status: Status, ending: str, sha256: Mapping[str, str], **details: str) -> Summary:

@@ -85,10 +85,7 @@ def watched_disk(act: Act) -> Iterator[None]:
 
 
 def components(value: float) -> dict[str, dict[str, Any]]:
-    return {
-        "model": {"w": torch.full((300,), value), "n": torch.tensor(int(value))},
-        "counters": {"value": value},
-    }
+    return {"model": {"w": torch.full((300,), value), "n": torch.tensor(int(value))}, "counters": {"value": value}}
 
 
 def value_of(path: Path) -> float:

@@ -45,12 +45,7 @@ def trials() -> dict[str, Any]:
 
 def check_outcome(trial: dict[str, Any]) -> None:
     """Old or new, whole, and nothing else; the next save cleans up."""
-    old_and_new = {
-        "save": [[1, 2], [1, 2, 3]],
-        "replace": [[1, 2], [1, 22]],
-        "prune": [[1, 2], [2]],
-        "best": [[1, 2]],
-    }
+    old_and_new = {"save": [[1, 2], [1, 2, 3]], "replace": [[1, 2], [1, 22]], "prune": [[1, 2], [2]], "best": [[1, 2]]}
     assert trial["damaged"] == [], trial
     assert trial["values"] in old_and_new[trial["action"]], trial
     assert trial["newest"] == trial["values"][-1], trial

@@ -33,16 +33,7 @@ from paceline.errors import CheckpointError
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
-    *(
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint64,
-        torch.uint32,
-        torch.uint16,
-        torch.uint8,
-    ),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8),
     *(torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu),
 ]
 
@@ -241,14 +232,7 @@ def test_a_structure_of_no_known_form_is_an_error_not_a_crash(structure: object)
 
 def test_numbers_keep_their_bits() -> None:
     signalling = struct.unpack(">d", bytes.fromhex("7ff8000000000123"))[0]
-    state = {
-        "zero": -0.0,
-        "tiny": 5e-324,
-        "inf": -math.inf,
-        "nan": signalling,
-        "large": -(2**4000),
-        "one": 1.0,
-    }
+    state = {"zero": -0.0, "tiny": 5e-324, "inf": -math.inf, "nan": signalling, "large": -(2**4000), "one": 1.0}
     assert same(state, decode(json.loads(json.dumps(encode(state)[0], allow_nan=False)), {}))
 
 

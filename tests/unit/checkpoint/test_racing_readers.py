@@ -19,9 +19,10 @@ SOURCES = Path(__file__).parents[3] / "src"
 # Renames a step for a new one, replaces one, and prunes: as fast as it can, without waiting for the disk.
 WRITER = """
 import os, sys, torch
+from pathlib import Path
 os.fsync = lambda descriptor: None
 from paceline.checkpoint.store import Best, CheckpointStore
-store, step = CheckpointStore(sys.argv[1]), 0
+store, step = CheckpointStore(Path(sys.argv[1])), 0
 while True:
     step += 1
     for replace in (False, True):

@@ -203,10 +203,7 @@ def test_a_manifest_cannot_name_a_component_elsewhere(checkpoint: Path, name: st
             "expected 64 hexadecimal digits",
         ),
         (lambda m: m["components"]["model"].update(tensors={}), "lists the files"),
-        (
-            lambda m: m["components"]["counters"]["tensors"].update(x={"dtype": "int8", "shape": []}),
-            "lists the files",
-        ),
+        (lambda m: m["components"]["counters"]["tensors"].update(x={"dtype": "int8", "shape": []}), "lists the files"),
     ],
 )
 def test_a_manifest_of_another_form_is_refused(
@@ -230,19 +227,10 @@ def test_garbage_in_the_place_of_the_manifest(checkpoint: Path, text: str) -> No
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (
-            lambda t: t["w"].update(shape=[3, 2]),
-            r"'w' is float32 \[2, 3\], but .* float32 \[3, 2\]",
-        ),
-        (
-            lambda t: t["b"].update(dtype="float16"),
-            r"'b' is bfloat16 \[2\], but .* float16 \[2\]",
-        ),
+        (lambda t: t["w"].update(shape=[3, 2]), r"'w' is float32 \[2, 3\], but .* float32 \[3, 2\]"),
+        (lambda t: t["b"].update(dtype="float16"), r"'b' is bfloat16 \[2\], but .* float16 \[2\]"),
         (lambda t: t.pop("b"), r"'b' is bfloat16 \[2\], but the manifest lists none"),
-        (
-            lambda t: t.update(x=SCALAR),
-            r"'x' is absent, but .* int8 \[\]",
-        ),
+        (lambda t: t.update(x=SCALAR), r"'x' is absent, but .* int8 \[\]"),
     ],
 )
 def test_an_inventory_that_differs_from_the_file_is_found(

@@ -13,24 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.format import (
-    Part,
-    TensorSpec,
-    encode,
-    inventory,
-    map_tensors,
-    read_header,
-    read_tensor_file,
-)
+from paceline.checkpoint.format import Part, TensorSpec, encode, inventory, map_tensors, read_header, read_tensor_file
 from paceline.checkpoint.reading import read_components, read_manifest, verify
-from paceline.checkpoint.sharded import (
-    Chunk,
-    ShardedSave,
-    assemble,
-    check_cover,
-    read_chunks,
-    write_parts,
-)
+from paceline.checkpoint.sharded import Chunk, ShardedSave, assemble, check_cover, read_chunks, write_parts
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError
@@ -106,11 +91,7 @@ def test_parts_make_the_whole(tmp_path: Path, world_size: int) -> None:
     assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == listed
 
 
-@given(
-    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3),
-    writers=st.integers(1, 8),
-    readers=st.integers(1, 8),
-)
+@given(sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3), writers=st.integers(1, 8), readers=st.integers(1, 8))
 def test_any_number_reads_what_any_number_wrote(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], writers: int, readers: int
 ) -> None:

@@ -97,10 +97,7 @@ def test_missing_and_extra_components_are_named_and_nothing_changes() -> None:
     ("saved", "message"),
     [
         (network(5), r"'0\.weight' is float32 \[5, 3\] .* float32 \[4, 3\]"),
-        (
-            network(4, torch.bfloat16),
-            r"'0\.weight' is bfloat16 \[4, 3\] .* float32 \[4, 3\]",
-        ),
+        (network(4, torch.bfloat16), r"'0\.weight' is bfloat16 \[4, 3\] .* float32 \[4, 3\]"),
         (nn.Sequential(nn.Linear(3, 4)), r"'1\.weight' is absent in the checkpoint, .* float32 \[4\]"),
         (nn.Sequential(*network(), nn.Linear(4, 1)), r"'2\.weight' is float32 \[1, 4\] .* object has absent"),
     ],

@@ -142,21 +142,11 @@ def test_what_cannot_be_saved_is_found_before_anything_is_written(tmp_path: Path
 
 def test_only_directories_with_the_exact_name_are_checkpoints(tmp_path: Path) -> None:
     store = store_with(tmp_path, 3, 20)
-    for name in (
-        "step-7",
-        "step-000000000007",
-        ".saving-step-00000009-00000000",
-        "step-00000008.damaged",
-        "x",
-    ):
+    for name in ("step-7", "step-000000000007", ".saving-step-00000009-00000000", "step-00000008.damaged", "x"):
         (store.directory / name).mkdir()
     (store.directory / "step-00000009").write_text("a file")
     assert store.steps() == [3, 20]
-    assert [step_of(Path(name)) for name in ("step-00000120", "step-123456789", "step-7")] == [
-        120,
-        123456789,
-        None,
-    ]
+    assert [step_of(Path(name)) for name in ("step-00000120", "step-123456789", "step-7")] == [120, 123456789, None]
     assert CheckpointStore(tmp_path / "absent").steps() == []
     assert CheckpointStore(tmp_path / "absent").newest_complete() == (None, [])
 
@@ -234,13 +224,7 @@ def test_a_run_that_goes_back_discards_the_later_steps(tmp_path: Path) -> None:
 def test_the_next_save_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path) -> None:
     store = store_with(tmp_path, 1)
     own = [".saving-step-00000002-0123abcd", ".deleting-step-00000001-0123abcd"]
-    others = [
-        ".saving-step-2-0123abcd",
-        ".saving",
-        ".nfs0001",
-        ".saving-step-00000002-0123abcd.txt",
-        "notes.replaced",
-    ]
+    others = [".saving-step-2-0123abcd", ".saving", ".nfs0001", ".saving-step-00000002-0123abcd.txt", "notes.replaced"]
     for name in (*own, *others, "notes"):
         (store.directory / name).mkdir()
         (store.directory / name / "file").write_text("x")
@@ -349,9 +333,7 @@ def test_the_newest_whole_one_is_chosen_and_the_damaged_are_named(store: Checkpo
     assert store.steps() == [10, 20, 30]
 
 
-def test_without_checkpoints_a_run_begins_and_with_only_damaged_ones_it_is_told(
-    store: CheckpointStore,
-) -> None:
+def test_without_checkpoints_a_run_begins_and_with_only_damaged_ones_it_is_told(store: CheckpointStore) -> None:
     nothing = choose_resume_point(CheckpointStore(store.directory / "absent"))
     assert nothing == ResumePoint(None, 0)
     assert not nothing.has_only_damaged

@@ -208,6 +208,13 @@ def test_the_launcher_is_told_which_rank_failed(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "rank-1.json").read_text())["message"] == "no such data"
 
 
+def test_an_error_is_told_though_it_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".rank-1").mkdir()
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "PACELINE_ERROR_DIRECTORY": str(tmp_path)}
+    assert report_error(DataError("no such data"), environ) == 2
+    assert capsys.readouterr().err == "paceline: rank 1: no such data\n"
+
+
 def test_the_cause_comes_before_its_echo_and_is_told_without_its_notes(tmp_path: Path) -> None:
     environ = {**os.environ, "WORLD_SIZE": "2", "PACELINE_ERROR_DIRECTORY": str(tmp_path)}
     assert report_error(OtherProcessError("the first process failed"), {**environ, "RANK": "1"}) == 1

@@ -307,12 +307,15 @@ def test_clipping() -> None:
         torch.testing.assert_close(norm, torch.cat([each.flatten() for each in before]).norm())
 
 
-def test_adaptive_clipping_spares_the_classifier() -> None:
-    model = timm.create_model("resnet10t", num_classes=3)
+@pytest.mark.parametrize(
+    ("name", "head"), [("resnet10t", ("fc.",)), ("deit_tiny_distilled_patch16_224", ("head.", "head_dist."))]
+)
+def test_adaptive_clipping_spares_the_classifier(name: str, head: tuple[str, ...]) -> None:
+    model = timm.create_model(name, num_classes=3)
     before = gradients(model)
     Clipping(model, section(clip_adaptive=0.02))(measure=False)
-    for (name, each), old in zip(model.named_parameters(), before, strict=True):
-        if name.startswith("fc."):
+    for (parameter, each), old in zip(model.named_parameters(), before, strict=True):
+        if parameter.startswith(head):
             assert torch.equal(each.grad, old)
             continue
         over = tuple(range(1, each.ndim)) or (0,)

@@ -46,10 +46,7 @@ class HostEvent:
 
 
 def clocks(warmup_steps: int) -> list[StepClock]:
-    return [
-        HostStepClock(warmup_steps=warmup_steps),
-        EventStepClock(HostEvent, warmup_steps=warmup_steps),
-    ]
+    return [HostStepClock(warmup_steps=warmup_steps), EventStepClock(HostEvent, warmup_steps=warmup_steps)]
 
 
 def check_one_step(clock: StepClock, simulated_time: Any, step: Callable[[], None]) -> None:

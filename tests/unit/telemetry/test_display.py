@@ -18,13 +18,7 @@ from rich.console import Console
 
 from paceline.plan.epochs import Epochs
 from paceline.records.events import EvaluationEvent, IncidentEvent, ResumeEvent, StepEvent, StopEvent
-from paceline.telemetry.display import (
-    Display,
-    LiveDisplay,
-    PlainDisplay,
-    RunProgress,
-    choose_display,
-)
+from paceline.telemetry.display import Display, LiveDisplay, PlainDisplay, RunProgress, choose_display
 
 
 def start(display: Display) -> None:
@@ -175,8 +169,7 @@ def test_a_loss_that_is_not_finite_is_said_to_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "place"),
-    [(0, (1, 0, 40)), (1, (1, 1, 40)), (40, (1, 40, 40)), (41, (2, 1, 40)), (100, (3, 20, 20))],
+    ("step", "place"), [(0, (1, 0, 40)), (1, (1, 1, 40)), (40, (1, 40, 40)), (41, (2, 1, 40)), (100, (3, 20, 20))]
 )
 def test_place_in_the_run(step: int, place: tuple[int, int, int]) -> None:
     progress = RunProgress(100, step, Epochs.cut(40, [(0, 1, 1)]), "samples")
@@ -252,6 +245,12 @@ def test_a_display_that_cannot_be_written_is_told_of_once(capsys: pytest.Capture
         "paceline: progress is no longer shown (No space left on device); the run continues.\n"
     )
     assert stream.getvalue() == "digits\n"
+    open_stream = io.StringIO()
+    display = choose_display(open_stream)
+    open_stream.close()
+    for each in (display, choose_display(open_stream)):
+        each.message("more")
+    assert capsys.readouterr().err.count("is no longer shown (I/O operation on closed file)") == 1
 
 
 @pytest.mark.parametrize(("encoding", "shown"), [("utf-8", "é \\udce9"), ("ascii", "\\xe9 \\udce9")])

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.errors import RecipeError
 from paceline.records.events import EvaluationEvent, IncidentEvent, StepEvent
-from paceline.telemetry.trackers import TensorBoardTracker, build_trackers
+from paceline.telemetry.trackers import TensorBoardTracker, check_trackers
 
 
 def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
@@ -35,13 +35,7 @@ def step_event(step: int, loss: float) -> dict[str, object]:
 def test_scalars_carry_the_names_of_the_records(tmp_path: Path) -> None:
     tracker = TensorBoardTracker(tmp_path / "tensorboard")
     evaluation = EvaluationEvent(
-        step=10,
-        epoch=1,
-        split="validation",
-        weights="ema",
-        samples=7,
-        seconds=0.5,
-        metrics={"top1_accuracy": 97.5},
+        step=10, epoch=1, split="validation", weights="ema", samples=7, seconds=0.5, metrics={"top1_accuracy": 97.5}
     )
     incident = IncidentEvent(step=10, incident="broken_sample", message="…")
     tracker.write([step_event(10, 1.5), evaluation.to_json(), incident.to_json()])
@@ -89,8 +83,8 @@ def test_no_file_and_no_library_before_the_first_record(tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from paceline.telemetry.trackers import build_trackers\n"
-        "trackers = build_trackers(['tensorboard'], Path(sys.argv[1]))\n"
+        "from paceline.telemetry.trackers import TrackerFacts, build_trackers\n"
+        "trackers = build_trackers(['tensorboard'], Path(sys.argv[1]), TrackerFacts())\n"
         "assert trackers[0].write({'event': 'start', 'step': 0}) == ''\n"
         "assert trackers[0].close(60) == ''\n"
         "assert not {'torch', 'tensorboard'} & sys.modules.keys()\n"
@@ -99,17 +93,17 @@ def test_no_file_and_no_library_before_the_first_record(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_unknown_tracker_is_told_with_what_there_is(tmp_path: Path) -> None:
+def test_an_unknown_tracker_is_told_with_what_there_is() -> None:
     with pytest.raises(
         RecipeError, match=r"'tensorbord'.*available are: csv, mlflow, tensorboard, wandb. Did you mean 'tensorboard'\?"
     ):
-        build_trackers(["tensorbord"], tmp_path)
+        check_trackers(["tensorbord"])
 
 
-def test_one_that_is_not_installed_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_that_is_not_installed_is_told_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"'wandb', which is not installed: run pip install 'paceline\[wandb\]'"):
-        build_trackers(["wandb"], tmp_path)
+        check_trackers(["wandb"])
 
 
 @pytest.mark.needs("mlflow", "sqlalchemy", "alembic")

@@ -16,6 +16,7 @@ from paceline.data.batch import Batch
 from paceline.data.image.pipeline import ImagePipeline
 from paceline.errors import DataError, RunDirectoryError
 from paceline.report.audit import audit_run
+from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 
 Make = Callable[..., Any]
 
@@ -178,8 +179,9 @@ def test_a_name_without_a_utf_8_form_is_told_as_others_are(
     os.rename(photos / "train/dog/05.png", broken)
     spoil(Path(broken))
     if most:
-        result = train_photos("run", {"data.max_broken": most})
+        result = train_photos("run", {"data.max_broken": most, "telemetry.trackers": ["csv"]})
         assert result.status == "completed"
+        assert "caf\\udce9.png" in (runs / "run" / "csv" / "incident.csv").read_text(encoding="utf-8")
     else:
         with pytest.raises(DataError, match=r"caf\udce9.png' could not be read"):
             train_photos("run", {"data.max_broken": most})
@@ -284,3 +286,12 @@ def test_a_run_that_met_a_broken_image_goes_on_without_it(train_photos: Make, ph
     with pytest.raises(DataError, match=r"data\.max_broken=1 continues without them"):
         train_photos("run", {})
     assert train_photos("run", {"data.max_broken": 1}).status == "completed"
+
+
+def test_held_out_images_that_are_all_broken_give_no_score(tiny_recipe: Path, photos: Path, runs: Path) -> None:
+    overrides = {"data.dataset": "image_folder", "data.path": str(photos), "train.duration": "1 steps"}
+    paceline.train(tiny_recipe, overrides=overrides, run_dir=runs / "run", quiet=True)
+    spoil(*(photos / "val").rglob("*.png"))
+    request = EvaluationRequest(target=runs / "run", overrides={"data.max_broken": 2 * PER_CLASS})
+    with pytest.raises(DataError, match=f"none of the {2 * PER_CLASS} samples could be read"):
+        evaluate_target(request)

@@ -16,6 +16,7 @@ import paceline
 from paceline.metrics.accumulator import Accumulator, Metric
 from paceline.tasks.image_classification import ImageClassification
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+from paceline.trainer.step_stats import Progress
 from paceline.world import World
 
 Make = Callable[..., Any]
@@ -109,6 +110,13 @@ def test_a_run_records_what_it_found(train_tiny: Make, events: Make) -> None:
         assert "top5_accuracy" not in event
     assert result.metrics["top1_accuracy"] == found[-1]["top1_accuracy"]
     assert result.metrics["last"]["model"]["loss"] == found[-2]["loss"]
+
+
+def test_an_infinite_metric_is_never_the_best() -> None:
+    progress, metric = Progress(), Metric(name="ratio", higher_is_better=True)
+    for value in (math.inf, 0.5, math.inf):
+        progress.take_results({"model": {"ratio": value}}, metric)
+    assert (progress.best["value"], progress.evaluations_since_best) == (0.5, 1)
 
 
 def test_without_held_out_samples_there_is_no_evaluation(train_tiny: Make, events: Make) -> None:

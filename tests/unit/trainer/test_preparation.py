@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from paceline.errors import DataError, ModelError, RecipeError, TrainingError
+from paceline.metrics.accumulator import Metric
 from paceline.plan import MachineFacts
 from paceline.recipe.load import load_recipe
+from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import build_task
 from paceline.trainer.preparation import plan_network, planner
 from paceline.world import World
@@ -47,6 +49,11 @@ def test_a_sample_that_counts_for_nothing(train_tiny: Make, tiny_task: Make, run
     with pytest.raises(DataError, match=r"training sample 2 counts for 0 images .*leave them out"):
         train_tiny("refused", {}, task=weighted)
     assert not (runs / "refused").exists()
+
+
+def test_a_metric_with_a_name_that_records_use(train_tiny: Make, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ImageClassification, "metrics", (Metric(name="samples", of="loss"),))
+    assert "metrics has the name 'samples', which records use" in refused(train_tiny, None, runs, {})
 
 
 def test_an_exact_run_whose_norms_add_up_over_the_processes(train_tiny: Make, tiny_task: Make, runs: Path) -> None:
