@@ -164,15 +164,18 @@ def said(launch: Launch) -> str:
     return ended[-1] if ended else ""
 
 
-def check_can_watch() -> None:
-    """Check that launches can be disturbed from here.
+def check_can_watch(study: str) -> None:
+    """Check that this process may start launches, and find and end all their processes.
+
+    Args:
+        study: The study that starts them, for the message.
 
     Raises:
-        LaunchError: If this system has no ``/proc``, or this process is one of a launch's.
+        LaunchError: If this system has no ``/proc``, or this process is itself part of a launch.
     """
     if not can_find_descendants():
-        raise LaunchError("a drill needs /proc to find its processes, which only Linux has; run it there.")
-    check_alone("a drill")
+        raise LaunchError(f"{study} needs /proc to find its processes, which only Linux has; run it there.")
+    check_alone(study)
 
 
 def check_alone(study: str) -> None:

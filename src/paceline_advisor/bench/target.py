@@ -32,7 +32,7 @@ from paceline.tasks.task import build_task
 from paceline.trainer.preparation import find_metric, without_mirror
 from paceline.world import World
 from paceline_advisor.commands import Bench
-from paceline_advisor.launches import Launch, check_alone, check_can_watch, said
+from paceline_advisor.launches import Launch, check_can_watch, said
 
 _HOUR = 3600.0
 _LIMIT_SECONDS = 30 * 24 * _HOUR
@@ -118,8 +118,7 @@ def run_to_target(options: Bench, log: Log) -> tuple[LoadedRecipe, Target, list[
         TrainingError: If no run succeeded.
     """
     target = Target.parse(options.to or "")
-    check_alone("bench --to")
-    check_can_watch()
+    check_can_watch("bench --to")
     loaded = load_recipe(options.recipe, options.overrides)
     if loaded.recipe.evaluate.every is None:
         raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
