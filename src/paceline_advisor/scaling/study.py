@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from paceline.clusters import Cluster, Link, find_cluster
 from paceline.command import Log
@@ -81,7 +81,6 @@ class Loop:
         )
 
 
-LoopName = Literal["paceline", "nvidia-convnets"]
 LOOPS: Mapping[str, Loop] = MappingProxyType(
     {
         "paceline": Loop(
@@ -106,7 +105,7 @@ LOOPS: Mapping[str, Loop] = MappingProxyType(
 
 _HOUR = 3600
 
-_MOST_HERE = 16
+MOST_HERE = 16
 _ROUNDS = 5
 
 
@@ -335,6 +334,8 @@ class Scaling:
         if why and strategies == ("fsdp",):
             raise RecipeError(f"--strategy fsdp {why}; ask for ddp.")
         self._strategies = tuple(each for each in strategies if each != "fsdp") if why else strategies
+        if len(self._strategies) == 1:  # measured too, whatever the recipe has
+            self._recipe = replace(recipe, parallel=replace(recipe.parallel, strategy=self._strategies[0]))
         milliseconds = options.cpu_ms_per_sample
         self._host = LOOPS[options.loop].host(
             self.cluster,
@@ -354,10 +355,10 @@ class Scaling:
                 f"--world-sizes asks for {max(options.sizes)} devices, but {cluster.title} has {cluster.max_devices}; "
                 "ask for fewer, or name a cluster (--cluster)."
             )
-        if cluster.shares_cores and options.cluster is None and max(options.sizes) > _MOST_HERE:
+        if cluster.shares_cores and options.cluster is None and max(options.sizes) > MOST_HERE:
             raise RecipeError(
                 f"--world-sizes {max(options.sizes)}: without --cluster, the link between processes of this machine is "
-                f"measured with that many, at most {_MOST_HERE}; name a cluster, or ask for fewer."
+                f"measured with that many, at most {MOST_HERE}; name a cluster, or ask for fewer."
             )
         if options.measure and options.cluster is not None and not is_here(cluster.device):
             raise RecipeError(
