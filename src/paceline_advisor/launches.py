@@ -20,6 +20,7 @@ from paceline.errors import LaunchError
 from paceline.processes import ProcessGroup, can_find_descendants, without_rank_variables
 
 _POLL_SECONDS = 0.002
+_STOP_SECONDS = 120.0
 
 
 class OverdueError(Exception):
@@ -102,6 +103,12 @@ class Launch:
     def kill(self) -> None:
         """Send SIGKILL to every process, like a power failure."""
         self._group.kill()
+
+    def stop(self) -> None:
+        """Ask it to stop, unless it has ended, and wait for its last checkpoint; kills it if that takes too long."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.wait_alone(_STOP_SECONDS)
 
     def wait(self) -> int:
         """Wait for its end and return its exit code, negative after a signal.

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import RecipeError, RunDirectoryError
+from paceline.errors import RecipeError, RunDirectoryError, TrainingError
 from paceline.records.reader import read_events
 
 pytest.importorskip("optuna")
@@ -103,3 +103,10 @@ def test_a_recipe_that_changes_meanwhile_ends_the_search(
     with pytest.raises(RecipeError, match=r"mine\.yaml has changed"):
         module.tune(search, edited)
     assert [path.name for path in sorted(search.output.glob("trial-*"))] == ["trial-000"]
+
+
+def test_a_search_without_held_out_samples_says_so(requested: Callable[..., Tune]) -> None:
+    search = requested("optimizer.lr: [0.05]", trials=3)
+    search = replace(search, overrides=("train.duration=4 steps", "data.validation_fraction=0"))
+    with pytest.raises(TrainingError, match="the first 3 trials failed: it was never evaluated"):
+        module.tune(search, lambda _: None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.clusters import Cluster, Link, find_cluster
 from paceline.command import Log
-from paceline.devices import Device, find_device
+from paceline.devices import find_device
 from paceline.errors import PacelineError, RecipeError
 from paceline.machine import available_cores, busy_message
 from paceline.metrics.intervals import Interval
@@ -327,7 +327,8 @@ class Scaling:
         else:
             self.cluster = cluster_here(options.sizes, on_cpu=on_cpu)
         self.device = None if self.cluster.device is None else find_device(self.cluster.device)
-        self.precision = _precision(recipe, self.device)
+        automatic = "bf16" if self.device is not None and self.device.peak("bf16") is not None else "fp32"
+        self.precision = automatic if recipe.train.precision == "auto" else recipe.train.precision
         self._check()
         self.subject = describe(recipe, options.samples) if subject is None else subject
         why, strategies = self.subject.unsharded, options.strategies
@@ -534,10 +535,3 @@ def fabric_of(cluster: Cluster, devices: int, link: Link | None = None) -> Fabri
         # gloo has only one algorithm for sums of any size.
         algorithm="ring" if cluster.shares_cores else None,
     )
-
-
-def _precision(recipe: Recipe, device: Device | None) -> str:
-    precision = recipe.train.precision
-    if precision != "auto":
-        return precision
-    return "bf16" if device is not None and device.peak("bf16") is not None else "fp32"

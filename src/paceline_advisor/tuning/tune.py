@@ -11,9 +11,7 @@ import json
 import math
 import os
 import shlex
-import signal
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +36,11 @@ from paceline.tasks.task import build_task
 from paceline.trainer.preparation import best_metric
 from paceline.units import format_count
 from paceline.world import World
-from paceline_advisor.bench.target import Target, TargetRun, follow
+from paceline_advisor.bench.target import Target, TargetRun, follow, looks
 from paceline_advisor.commands import Tune
 from paceline_advisor.launches import Launch, check_can_watch, said
 
 JOURNAL = "trials.log"
-_LOOK_SECONDS, _END_SECONDS = 0.2, 120.0
 # If so many trials end and all of them fail, the recipe is at fault and not the values.
 _FAILURES = 3
 # Trials before pruning starts, which compares later ones with the median; and evaluations of a trial before it may be
@@ -203,16 +200,14 @@ def _run_trial(
         variables = {LAUNCHER_VARIABLE: str(os.getpid())}  # the run stops if this process is killed
         with Launch(arguments, Path(scratch) / "launch", limit_seconds=math.inf, variables=variables) as launch:
             try:
-                while launch.process.poll() is None and not is_pruned:
-                    time.sleep(_LOOK_SECONDS)
-                    follow(run, run_dir, target)
+                for _ in looks(run, run_dir, target):
                     for number, each in enumerate(run.evaluations[reported:-1], start=reported):
                         trial.report(_value_of(each, target), number)
                         reported, is_pruned = number + 1, trial.should_prune()
+                    if launch.process.poll() is not None or is_pruned:
+                        break
             finally:
-                if launch.process.poll() is None:  # pruned, or interrupted: it saves, and can be resumed
-                    launch.process.send_signal(signal.SIGTERM)
-                    launch.wait_alone(_END_SECONDS)
+                launch.stop()  # pruned, or interrupted: it saves, and can be resumed
             code, why = launch.process.wait(), said(launch)
     follow(run, run_dir, target)
     value = _value_of(run.evaluations[-1], target) if run.evaluations else math.nan
@@ -224,7 +219,7 @@ def _run_trial(
     if code == 0 and math.isfinite(value):
         study.tell(trial, value)
         return result
-    reason = why or f"exit code {code}"
+    reason = why or f"exit code {code}" if code else "it was never evaluated"
     trial.set_user_attr("trouble", reason)
     study.tell(trial, state=TrialState.FAIL)
     return f"failed: {reason}"
