@@ -33,7 +33,6 @@ from pipeline_harness import Contender, Setting, as_json, main
 HERE = Path(__file__).parent
 PEERS = HERE / "input_pipeline_peers.py"
 OURS = "Paceline, folder"
-SIZES = [(500, 375)] * 5 + [(500, 333)] * 2 + [(375, 500)] * 2 + [(480, 360)]
 
 
 # ------------------------------------------------------------------------------------------------ our contenders

@@ -20,6 +20,7 @@ from paceline.errors import LaunchError
 from paceline.processes import ProcessGroup, can_find_descendants, without_rank_variables
 
 _POLL_SECONDS = 0.002
+_STOP_SECONDS = 120.0
 
 
 class OverdueError(Exception):
@@ -103,6 +104,12 @@ class Launch:
         """Send SIGKILL to every process, like a power failure."""
         self._group.kill()
 
+    def stop(self) -> None:
+        """Ask it to stop, unless it has ended, and wait for its last checkpoint; kills it if that takes too long."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.wait_alone(_STOP_SECONDS)
+
     def wait(self) -> int:
         """Wait for its end and return its exit code, negative after a signal.
 
@@ -164,15 +171,18 @@ def said(launch: Launch) -> str:
     return ended[-1] if ended else ""
 
 
-def check_can_watch() -> None:
-    """Check that launches can be disturbed from here.
+def check_can_watch(study: str) -> None:
+    """Check that this process may start launches, and find and end all their processes.
+
+    Args:
+        study: The study that starts them, for the message.
 
     Raises:
-        LaunchError: If this system has no ``/proc``, or this process is one of a launch's.
+        LaunchError: If this system has no ``/proc``, or this process is itself part of a launch.
     """
     if not can_find_descendants():
-        raise LaunchError("a drill needs /proc to find its processes, which only Linux has; run it there.")
-    check_alone("a drill")
+        raise LaunchError(f"{study} needs /proc to find its processes, which only Linux has; run it there.")
+    check_alone(study)
 
 
 def check_alone(study: str) -> None:

@@ -240,6 +240,20 @@ def test_a_sweep_that_does_not_bound_its_knee_is_still_shown(
     assert len(write_result(tmp_path, "sweep-batch", report)) == 2
 
 
+def test_a_run_that_failed_does_not_say_how_many_samples_a_step_has() -> None:
+    swept = synthetic()
+    # 1,438 samples in two steps; of the first run, which failed, nothing but the batch is known.
+    runs = {key: replace(run, samples_per_step=719) if run.batch == 1024 else run for key, run in swept.runs.items()}
+    failed = next(key for key in runs if key[0] == 1024)
+    changes: dict[str, Any] = {"reached": False, "steps": 0.0, "evaluations": 0, "trouble": "it broke"}
+    runs[failed] = replace(runs[failed], samples_per_step=1024, **changes)
+    linear = conclude(replace(swept, runs=runs)).rules[0]
+    row = linear.rows[-1]
+    assert row.steps is not None
+    assert row.samples == 719 * row.steps.middle
+    assert "" not in table_rows(linear)[-1]
+
+
 def test_the_best_rate_is_the_one_with_which_most_get_there() -> None:
     swept = synthetic()
     runs = {}

@@ -80,6 +80,7 @@ def measured(tiny_recipe: Path, tasks: Path) -> dict[str, Any]:
         "starved": recipe(tiny_recipe, "Starved"),
         "starved, computing": Variant(recipe=recipe(tiny_recipe, "Starved"), part="compute"),
         "starved, data": Variant(recipe=recipe(tiny_recipe, "Starved"), part="data"),
+        "grown": load_recipe(tiny_recipe, {"batch.global_size": 240, "batch.growth.1": 360}).recipe,
     }
     return run_interleaved(variants, rounds=4, block_seconds=0.2)
 
@@ -98,6 +99,13 @@ def test_what_takes_longer_is_told_apart(measured: dict[str, Any]) -> None:
     assert plain.warm_up_seconds >= 0.2
     assert plain.warm_up_steps > 3
     assert plain.peak_memory_bytes > 2**26
+
+
+def test_a_batch_that_grows_is_measured_at_its_first_size(measured: dict[str, Any]) -> None:
+    grown = measured["grown"]
+    # In the micro-batches that both sizes have.
+    assert (grown.trouble, grown.facts["micro_batch_size"]) == ("", 120)
+    assert all(each.samples <= 240 * each.steps for each in grown.rounds)
 
 
 @pytest.mark.thorough

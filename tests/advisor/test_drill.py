@@ -25,6 +25,11 @@ def test_a_shortened_recipe_saves_often_and_keeps_its_own_warm_up_in_percent() -
     assert not recipe.parallel.exact
 
 
+def test_a_run_is_drilled_to_its_end() -> None:
+    requested = Drill(recipe="digits", overrides=("train.until=10 steps",))
+    assert load_recipe("digits", (*requested.overrides, *shortened(requested))).recipe.train.until is None
+
+
 def test_a_warm_up_of_epochs_is_shortened_with_the_run() -> None:
     requested = Drill(recipe="digits", overrides=("schedule.warmup=5 epochs",), steps=40)
     warmup = load_recipe("digits", (*requested.overrides, *shortened(requested))).recipe.schedule.warmup
@@ -72,6 +77,17 @@ def test_a_run_that_is_refused_once_it_has_been_planned_is_a_mistake_too(tmp_pat
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="without /proc a drill is refused")
+def test_a_run_that_never_resumes_is_a_failure_and_no_error_of_the_drill(tmp_path: Path) -> None:
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / "events.jsonl").write_text('{"event": "start", "step": 0, "time": 1}\n' * 4)
+    context = DrillContext(
+        recipe="no_such", overrides=(), processes=1, steps=SHORTEST, every=2, scratch=tmp_path, limit_seconds=100
+    )
+    (fault,) = (each for each in all_faults(1) if each.name == "cut-events")
+    assert "the same command again ended with exit code 2" in fault.perform(context, fault.name).objections[0]
+
+
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_every_fault_has_a_name_of_its_own_and_says_what_it_does(processes: int) -> None:
     faults = all_faults(processes)
@@ -88,6 +104,7 @@ def test_only_one_class_of_the_images_is_copied(tmp_path: Path, train: str) -> N
     for place in [f"{train}cat", f"{train}dog", *(["val/cat", "val/dog"] if train else [])]:
         (images / place).mkdir(parents=True)
         (images / place / "a.png").write_text(place)
+        (images / place / ".thumbnails").mkdir()  # not an image: it is ignored
     copies = _copy_of_a_class(images, tmp_path / "copy")
     assert [path.relative_to(tmp_path / "copy") for path in copies] == [Path(f"{train}dog/a.png")]
     found = {str(path.relative_to(images)) for path in images.rglob("*.png")}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.checkpoint.store import checkpoint_name
 from paceline.errors import RecipeError, RunDirectoryError
 from paceline.metrics.gradient_noise import Estimate, NoiseAverages
 from paceline.pages.page import Chart, Table
@@ -69,6 +70,15 @@ def test_a_run_is_measured_at_each_checkpoint_and_stays_as_it_is(tmp_path: Path)
     assert one != other
     # The batch is cut for itself: one process, one micro-batch in the recipe.
     assert report.micro_batch_size == 8
+    # A run that still trains removes checkpoints meanwhile.
+
+    def removing(line: str) -> None:
+        reported.append(line)
+        shutil.rmtree(run / "checkpoints" / checkpoint_name(8), ignore_errors=True)
+
+    report = measure_noise(NoiseScale(target=str(run), steps=2), removing)
+    assert [point.step for point in report.points] == [4]
+    assert reported[-1].startswith("step 8: left out: ")
 
 
 def test_an_open_interval_and_a_missing_value_are_shown_apart() -> None:
@@ -124,8 +134,24 @@ def test_batch_norms_groups_fit_the_parts() -> None:
     assert measure_noise(NoiseScale(target="digits", overrides=ghosts, steps=2), print).micro_batch_size == 8
 
 
+def test_the_first_batch_size_is_measured() -> None:
+    grown = (*SMALL, "batch.growth.2=36")
+    report = measure_noise(NoiseScale(target="digits", overrides=grown, steps=2), print)
+    assert (report.global_batch_size, report.micro_batch_size) == (32, 8)
+
+
 def test_a_gradient_lost_in_noise_is_said_to_be() -> None:
     report = measure_noise(NoiseScale(target="digits", overrides=(*SMALL, "batch.global_size=2"), steps=2), print)
     assert report.points[0].step == 0
     assert in_words(report.points[0])
     assert report.to_json()["points"][0]["steps_measured"] == 2
+
+
+def test_a_shipped_name_means_the_recipe_and_not_a_run_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train_recipe(load_recipe("digits", (*SMALL, "train.duration=2 steps")), Options(run_dir=Path("digits")))
+    # The run's network is another one.
+    report = measure_noise(NoiseScale(target="digits", overrides=("model.options.width=8",), steps=2), print)
+    assert [point.step for point in report.points] == [0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,9 @@ def test_this_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert this_cpu().flops_per_second == first.flops_per_second
     kept.write_text("torn")
     assert this_cpu().bytes_per_second > 0
+    shutil.rmtree(kept.parent)
+    kept.parent.touch()  # where nothing can be kept, nothing is said to be
+    assert "kept" not in this_cpu().source
     assert choose("CPU").name == "cpu"
 
 

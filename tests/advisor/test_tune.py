@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.errors import RecipeError, RunDirectoryError
+from paceline.errors import RecipeError, RunDirectoryError, TrainingError
+from paceline.records.reader import read_events
 
 pytest.importorskip("optuna")
 
@@ -72,3 +74,39 @@ def test_a_bad_trial_is_stopped_and_another_search_is_refused(
     assert document["best"] == report.ranked[0].user_attrs["run"]
     with pytest.raises(RunDirectoryError, match="another search"):
         module.tune(requested("optimizer.lr: [0.1]", trials=9), lambda _: None)
+
+
+def test_trials_are_compared_at_their_end_also_by_a_loss(requested: Callable[..., Tune]) -> None:
+    short = ("evaluate.metric=loss", "train.duration=60 steps", "train.until=30 steps")
+    search = requested("optimizer.lr: {low: 0.01, high: 0.1, log: true}", *short, trials=1)
+    # What is edited or removed meanwhile is for the next search.
+    report = module.tune(search, lambda _: search.search.unlink(missing_ok=True))
+    (trial,) = report.trials
+    events = list(read_events(search.output / "trial-000" / "events.jsonl", kinds={"evaluation"}))
+    losses = {step: min(each["loss"] for each in events if each["step"] == step) for step in (10, 60)}
+    assert trial.value == losses[60] != losses[10]
+    (chart,) = report.__paceline__().on_page
+    assert chart.layout["xaxis"]["type"] == "log"
+
+
+def test_a_recipe_that_changes_meanwhile_ends_the_search(
+    requested: Callable[..., Tune], tiny_recipe: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(tiny_recipe.read_text())
+
+    def edited(line: str) -> None:
+        if line.startswith("  "):  # the result of a trial
+            mine.write_text(tiny_recipe.read_text() + "seed: 7\n")
+
+    search = replace(requested("optimizer.lr: [0.05]", "train.duration=20 steps"), recipe=str(mine))
+    with pytest.raises(RecipeError, match=r"mine\.yaml has changed"):
+        module.tune(search, edited)
+    assert [path.name for path in sorted(search.output.glob("trial-*"))] == ["trial-000"]
+
+
+def test_a_search_without_held_out_samples_says_so(requested: Callable[..., Tune]) -> None:
+    search = requested("optimizer.lr: [0.05]", trials=3)
+    search = replace(search, overrides=("train.duration=4 steps", "data.validation_fraction=0"))
+    with pytest.raises(TrainingError, match="the first 3 trials failed: it was never evaluated"):
+        module.tune(search, lambda _: None)

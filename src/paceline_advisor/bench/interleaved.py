@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from paceline.distributed.local_launch import rank_variables
+from paceline.errors import RecipeError
 from paceline.machine import available_cores
 from paceline.metrics.intervals import Interval, paired_ratio
+from paceline.plan.batching import micro_batch_size
 from paceline.processes import Child, ProcessGroup, without_rank_variables
 from paceline.recipe.load import to_yaml
 from paceline.recipe.running import Profile
@@ -240,7 +242,8 @@ class _VariantRunner:
         for each in (folder, temporary, meeting):
             each.mkdir()
         recipe = folder / "recipe.yaml"
-        recipe.write_text(to_yaml(recipe_for_timing(variant.recipe)), encoding="utf-8")
+        timed = recipe_for_timing(without_growth(variant.recipe, variant.processes))
+        recipe.write_text(to_yaml(timed), encoding="utf-8")
         run_dir, scratch = str(folder / "run"), str(self._scratch)
         config = partial(
             WorkerConfig, recipe=str(recipe), run_dir=run_dir, scratch=scratch, part=variant.part, parent=os.getpid()
@@ -273,8 +276,9 @@ class _VariantRunner:
             return
         try:
             action()
-        except MemberError as error:
-            self.measured.trouble, self.measured.out_of_memory = str(error), error.out_of_memory
+        except (MemberError, RecipeError) as error:
+            self.measured.trouble = str(error)
+            self.measured.out_of_memory = isinstance(error, MemberError) and error.out_of_memory
             self.kill()
 
     def open(self) -> None:
@@ -421,6 +425,17 @@ def recipe_for_timing(recipe: Recipe) -> Recipe:
         parallel=replace(recipe.parallel, timeout=max(timeout, _PATIENCE, key=lambda each: each.seconds)),
         telemetry=replace(recipe.telemetry, profile=Profile(), mlperf=False),
     )
+
+
+def without_growth(recipe: Recipe, processes: int) -> Recipe:
+    """Return the recipe with its first batch size only, in the micro-batches that it has together with the later sizes.
+
+    Raises:
+        RecipeError: If the processes cannot share the batch.
+    """
+    if not recipe.batch.growth:
+        return recipe
+    return replace(recipe, batch=replace(recipe.batch, micro_size=micro_batch_size(recipe, processes), growth={}))
 
 
 def of_all(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -130,27 +130,19 @@ class _TurnClock(Display):
             "peak_memory_bytes": peak_memory_bytes(run.device.type),
         }
 
-    def opened(self, seconds: float) -> None:
+    def opened(self) -> None:
         """Report that the run is open, with its facts."""
         plan = self._run.plan
+        names = ["device", "device_name", "precision", "micro_batch_size", "threads_per_process", "parameters"]
         self._turns.send(
             {
-                "opened": seconds,
-                "device": plan.device,
-                "device_name": plan.device_name,
-                "precision": plan.precision,
-                "global_batch_size": plan.global_batch_size,
-                "micro_batch_size": plan.micro_batch_size,
-                "threads_per_process": plan.threads_per_process,
-                "channels_last": plan.channels_last,
-                "compile": plan.compile,
+                **{name: getattr(plan, name) for name in (*names, "channels_last", "compile")},
                 "backend": plan.data.get("backend"),
                 "workers": plan.data.get("workers", 0),
                 "workers_asked": self._run.recipe.data.workers,
                 "workers_reason": plan.reasons.get("data.workers", ""),
                 "workers_measured": remembered(self._run.recipe, self._run.world) is not None,
                 "prefetch": self._run.recipe.data.prefetch,
-                "parameters": plan.parameters,
                 "energy_of": self._energy.of,
                 "no_energy": self._energy.unavailable_reason,
             }
@@ -227,7 +219,6 @@ def _remove_folder(scratch: Path) -> None:
 
 
 def _take_turns(config: WorkerConfig, connection: Connection[Any, Any]) -> None:
-    start_time = time.perf_counter()
     repeats_first = config.part == "compute"
     with opened_run(load_recipe(config.recipe), Options(run_dir=Path(config.run_dir))) as run:
         # Only now: a process forked next to a thread inherits its locks.
@@ -235,7 +226,7 @@ def _take_turns(config: WorkerConfig, connection: Connection[Any, Any]) -> None:
         turns = _TurnClock(run, connection, repeats_first=repeats_first)
         run.pipeline = _TurnPipeline(run.pipeline, turns, repeats_first=repeats_first)
         run.display = turns
-        turns.opened(time.perf_counter() - start_time)
+        turns.opened()
         if config.part == "data":
             _only_data(run)
         else:

@@ -178,11 +178,10 @@ def _measured(subject: _Subject, scenario: str, size: int, seconds: float) -> di
         _queries(subject, images, _WARM_QUERIES, _WARM_SECONDS)
         energy = EnergyCounter(subject.device)
         before = energy.joules()
-        each = 1
         if scenario == "offline":
             times, each = _offline(subject, images, seconds)
         else:
-            times = _queries(subject, images, _FEWEST_QUERIES, seconds)
+            times, each = _queries(subject, images, _FEWEST_QUERIES, seconds), 1
         after = energy.joules()
     except (RuntimeError, MemoryError) as error:
         if on_gpu:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import math
 import os
 import re
-import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,10 @@ from paceline.tasks.task import build_task
 from paceline.trainer.preparation import find_metric, without_mirror
 from paceline.world import World
 from paceline_advisor.commands import Bench
-from paceline_advisor.launches import Launch, check_alone, check_can_watch, said
+from paceline_advisor.launches import Launch, check_can_watch, said
 
 _HOUR = 3600.0
 _LIMIT_SECONDS = 30 * 24 * _HOUR
-_END_SECONDS = 120.0
 _LOOK_SECONDS = 0.2
 
 
@@ -118,8 +116,7 @@ def run_to_target(options: Bench, log: Log) -> tuple[LoadedRecipe, Target, list[
         TrainingError: If no run succeeded.
     """
     target = Target.parse(options.to or "")
-    check_alone("bench --to")
-    check_can_watch()
+    check_can_watch("bench --to")
     loaded = load_recipe(options.recipe, options.overrides)
     if loaded.recipe.evaluate.every is None:
         raise RecipeError("evaluate.every=off: a run that is never evaluated reaches no target; give it an interval.")
@@ -157,12 +154,11 @@ def one_run(target: Target, loaded: LoadedRecipe, folder: Path, index: int, *, p
     # The run stops if this process is killed.
     followed = {LAUNCHER_VARIABLE: str(os.getpid())}
     with Launch(arguments, folder / "launch", limit_seconds=_LIMIT_SECONDS, variables=followed) as launch:
-        while launch.process.poll() is None and not (run.reached or run.trouble):
-            time.sleep(_LOOK_SECONDS)
-            follow(run, run_dir, target)
-        if run.reached and launch.process.poll() is None:
-            launch.process.send_signal(signal.SIGTERM)
-            launch.wait_alone(_END_SECONDS)
+        for _ in looks(run, run_dir, target):
+            if launch.process.poll() is not None or run.reached or run.trouble:
+                break
+        if run.reached:
+            launch.stop()
         follow(run, run_dir, target)
         if not (run.reached or run.trouble) and (code := launch.process.poll()):
             run.trouble = said(launch) or f"exit code {code}"
@@ -172,6 +168,17 @@ def one_run(target: Target, loaded: LoadedRecipe, folder: Path, index: int, *, p
     if not (run.reached or run.trouble or run.evaluations):
         run.trouble = "it was never evaluated"
     return run
+
+
+def looks(run: TargetRun, run_dir: Path, target: Target) -> Iterator[None]:
+    """Follow a run without end, and yield after each look; looks at a long run, whose records grow, are rarer."""
+    while True:
+        started = time.perf_counter()
+        follow(run, run_dir, target)
+        # So that watching takes at most a twentieth of a core.
+        pause = max(_LOOK_SECONDS, 20 * (time.perf_counter() - started))
+        yield
+        time.sleep(pause)
 
 
 def follow(run: TargetRun, run_dir: Path, target: Target) -> None:

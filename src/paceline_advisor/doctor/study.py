@@ -17,7 +17,7 @@ from paceline.distributed.affinity import read_topology
 from paceline.errors import PacelineError
 from paceline.pages.shown import Shown
 from paceline.plan import MachineFacts, Plan
-from paceline.recipe.load import LoadedRecipe, load_recipe
+from paceline.recipe.load import LoadedRecipe, load_recipe, shipped_recipes
 from paceline.recipe.named_code import named_code
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_for_report
@@ -201,6 +201,7 @@ def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
     if trouble:
         unseen["code"] = trouble
     is_linux, events = hasattr(os, "sched_getaffinity"), RunDirectory(Path(options.recipe)).events
+    is_run = options.recipe not in shipped_recipes()  # such a name means the recipe, whatever is here
     subject = Subject(
         recipe=loaded.recipe,
         plan=plan,
@@ -210,7 +211,7 @@ def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
         loaders=tuple(dict.fromkeys(loaders)),
         environment=environment,
         sockets=len(read_topology(frozenset(os.sched_getaffinity(0))).nodes) if is_linux else 1,
-        run=tuple(read_for_report(events)[0]) if events.is_file() else (),
+        run=tuple(read_for_report(events)[0]) if is_run and events.is_file() else (),
         shortage=shortage,
     )
     looked = time.perf_counter()

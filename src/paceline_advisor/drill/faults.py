@@ -365,10 +365,11 @@ def _cut_events(context: DrillContext, name: str) -> FaultedRun:
     added, resumed_at = events.read_bytes().removeprefix(first_half), resumes(faulted.run_dir)
     if b'"missing_records"' not in added or not audit_problems(faulted.run_dir):
         faulted.objections.append("records are missing, but no incident or no audit failure reports it")
-    events.write_bytes(content)
-    truncate_after(events, resumed_at[-1])
-    with events.open("ab") as file:
-        file.write(added)
+    if resumed_at:  # else there is an objection already
+        events.write_bytes(content)
+        truncate_after(events, resumed_at[-1])
+        with events.open("ab") as file:
+            file.write(added)
     return faulted
 
 
@@ -419,7 +420,7 @@ def _copy_of_a_class(images: Path, target: Path) -> list[Path]:
                 (target / entry.name).symlink_to(entry)
         source, target = copied, target / copied.name
         target.mkdir()
-    return [Path(shutil.copyfile(path, target / path.name)) for path in sorted(source.iterdir())]
+    return [Path(shutil.copyfile(path, target / path.name)) for path in sorted(source.iterdir()) if path.is_file()]
 
 
 def _zeroed(image: Path) -> None:

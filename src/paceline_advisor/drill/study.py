@@ -117,7 +117,7 @@ def drill(options: Drill, log: Callable[[str], None]) -> DrillReport:
     Raises:
         PacelineError: If the recipe is wrong, a fault is unknown, or the undisturbed run fails.
     """
-    check_can_watch()
+    check_can_watch("a drill")
     faults = {fault.name: fault for fault in all_faults(options.processes)}
     for name in options.only:
         if name not in faults:
@@ -172,6 +172,7 @@ def shortened(options: Drill) -> tuple[str, ...]:
     recipe = load_recipe(options.recipe, options.overrides).recipe
     short = [
         f"train.duration={options.steps} steps",
+        "train.until=null",
         f"checkpoint.every={max(2, options.steps // 10)} steps",
         f"checkpoint.keep={max(3, recipe.checkpoint.keep)}",
         "telemetry.log_every=1 steps",

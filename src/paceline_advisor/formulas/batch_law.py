@@ -33,6 +33,7 @@ _GRID = 121
 FEWEST_BATCHES = 3
 FEWEST_RUNS = 4
 _LEAST_SPREAD = 1e-9
+_CONFIDENCE = 0.95  # as that of an Interval
 _LARGEST_LOGARITHM = math.log(np.finfo(np.float64).max)
 
 
@@ -104,12 +105,11 @@ def why_no_law(points: Sequence[SweepPoint]) -> str:
     return ""
 
 
-def fit_batch_law(points: Sequence[SweepPoint], *, confidence: float = 0.95) -> BatchLaw:
+def fit_batch_law(points: Sequence[SweepPoint]) -> BatchLaw:
     """Fit the law by maximum likelihood; if all runs reached the target, this is least squares of logarithms.
 
     Args:
         points: The runs. At least four must have reached the target, with at least three batch sizes.
-        confidence: Confidence level of the intervals, in (0, 1).
 
     Raises:
         ValueError: If the points are too few; see :func:`why_no_law`.
@@ -119,17 +119,14 @@ def fit_batch_law(points: Sequence[SweepPoint], *, confidence: float = 0.95) -> 
     """
     if why := why_no_law(points):
         raise ValueError(f"no law can be fitted: {why}")
-    fit = _Fit(points, confidence)
+    fit = _Fit(points)
     best, knee = fit.knee()
     mean, spread = fit.at(best)[1:]
     half = fit.half_widths(best, spread)
-    count = fit.count
-    fewest_steps = _around(mean, half[0], count, confidence)
-    fewest_examples = _around(mean + best, half[1], count, confidence)
     return BatchLaw(
-        fewest_steps=fewest_steps,
-        fewest_examples=fewest_examples,
-        critical_batch=Interval(knee.middle, knee.low, knee.high, count, confidence),
+        fewest_steps=_around(mean, half[0], fit.count),
+        fewest_examples=_around(mean + best, half[1], fit.count),
+        critical_batch=knee,
         spread=spread,
         worst=fit.worst(best, mean),
     )
@@ -138,14 +135,14 @@ def fit_batch_law(points: Sequence[SweepPoint], *, confidence: float = 0.95) -> 
 class _Fit:
     """The likelihood of runs as a function of the knee, with the other two parameters optimised."""
 
-    def __init__(self, points: Sequence[SweepPoint], confidence: float) -> None:
+    def __init__(self, points: Sequence[SweepPoint]) -> None:
         reached = np.array([each.reached for each in points])
         logs = np.log(np.array([each.steps for each in points], dtype=np.float64))
         batches = np.array([each.batch for each in points], dtype=np.float64)
         self._logs, self._batches = logs[reached], batches[reached]
         self._ended_logs, self._ended_batches = logs[~reached], batches[~reached]
         self.count = len(self._logs)
-        self._quantile = float(stdtrit(self.count - 2, (1 + confidence) / 2))
+        self._quantile = float(stdtrit(self.count - 2, (1 + _CONFIDENCE) / 2))
         self._bounds = (math.log(batches.min() / _BEYOND), math.log(batches.max() * _BEYOND))
 
     def at(self, knee: float) -> tuple[float, float, float]:
@@ -221,7 +218,7 @@ def _crossing(beyond: Callable[[float], float], best: float, outwards: Floats) -
     return None
 
 
-def _around(logarithm: float, half: float, count: int, confidence: float) -> Interval:
+def _around(logarithm: float, half: float, count: int) -> Interval:
     # If the batches do not determine one of the two, its upper end may be too large for a float.
     high = math.inf if logarithm + half > _LARGEST_LOGARITHM else math.exp(logarithm + half)
-    return Interval(math.exp(logarithm), math.exp(logarithm - half), high, count, confidence)
+    return Interval(math.exp(logarithm), math.exp(logarithm - half), high, count)

@@ -157,7 +157,6 @@ RULES: Mapping[str, Rule] = {
 MEDIAN = "median"
 # The rules that choose a point on the descent, not on the flat part before it or on the rise after it.
 _OF_MEDIAN = ("trough", "steepest", "minimum")
-NAMES = (MEDIAN, *RULES)
 
 
 def suggest(

@@ -97,9 +97,8 @@ class Line:
         known = ", ".join(f"{rise:.4g} ({on})" for on, rise in self.barrier.items() if not math.isnan(rise))
         odd = " and ".join(on for on, rise in self.barrier.items() if math.isnan(rise))
         said = [f"the loss rises above the line between the two by {known}"] if known else []
-        said += (
-            [f"how far it rises is not known for {odd}: the loss is not finite somewhere on the path"] if odd else []
-        )
+        if odd:
+            said.append(f"how far it rises is not known for {odd}: the loss is not finite somewhere on the path")
         return "; ".join(said)
 
 

@@ -289,11 +289,8 @@ def read_trajectory(opened: OpenedRun) -> tuple[list[int], list[Tensor]]:
     Raises:
         CheckpointError: If there are too few checkpoints.
     """
-    store, network, like = (
-        CheckpointStore(opened.target / "checkpoints"),
-        opened.subject.network,
-        opened.subject.current_weights(),
-    )
+    store = CheckpointStore(opened.target / "checkpoints")
+    network, like = opened.subject.network, opened.subject.current_weights()
     steps: list[int] = []
     weights: list[Tensor] = []
     # Up to the weights under study, which may be the best and not the newest.

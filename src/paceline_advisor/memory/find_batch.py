@@ -214,6 +214,7 @@ def shortened(recipe: Recipe, micro_batch: int, global_size: int) -> Recipe:
             patience=None,
             # By default, it would follow the trial's global batch, which is smaller than the run's.
             batch_size=resolve_evaluation_batch(recipe),
+            keep_examples=0,
         ),
         checkpoint=Checkpoint(every=None, keep_best=False),
         parallel=replace(recipe.parallel, logical_ranks="auto"),

@@ -170,12 +170,8 @@ class Evidence:
     @property
     def runs(self) -> list[ObservedRun]:
         """Every run, without duplicates."""
-        in_process = [
-            self.one_batch,
-            self.micro_batched,
-            *([] if self.unchanged is self.micro_batched else [self.unchanged]),
-        ]
-        return in_process + ([] if self.distributed is None else [self.distributed])
+        others = [run for run in self.unchanged_runs if run is not self.micro_batched]
+        return [self.one_batch, self.micro_batched, *others]
 
     @property
     def unchanged_runs(self) -> list[ObservedRun]:

@@ -20,7 +20,7 @@ from paceline.recipe.schema import Recipe
 from paceline_advisor.commands import Plan
 from paceline_advisor.scaling.here import cluster_here
 from paceline_advisor.scaling.room import Room, rooms
-from paceline_advisor.scaling.study import Row, ScaleReport, Scaling, shown_hours
+from paceline_advisor.scaling.study import MOST_HERE, Row, ScaleReport, Scaling, shown_hours
 
 LARGEST_WITHOUT_LOSS = 8192
 """Largest batch, in samples, that costs ResNet-50 no accuracy in as many epochs of ImageNet (Goyal et al. 2017)."""
@@ -243,8 +243,11 @@ def _sizes(recipe: Recipe, options: Plan) -> tuple[int, ...]:
     Raises:
         RecipeError: If no number can share the recipe's global batch.
     """
-    cluster = cluster_here((1,)) if options.cluster is None else find_cluster(options.cluster)
+    on_cpu = recipe.parallel.device == "cpu"
+    cluster = cluster_here((1,), on_cpu=on_cpu) if options.cluster is None else find_cluster(options.cluster)
     available = available_cores() if cluster.shares_cores else cluster.max_devices or options.most_gpus
+    if cluster.shares_cores and options.cluster is None:  # the link between so many processes is measured
+        available = min(available, MOST_HERE)
     most = min(options.most_gpus, available)
     sizes = [2**power for power in range(int(math.log2(most)) + 1)]
     if options.batch_per_gpu is None:

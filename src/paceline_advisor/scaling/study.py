@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from paceline.clusters import Cluster, Link, find_cluster
 from paceline.command import Log
-from paceline.devices import Device, find_device
+from paceline.devices import find_device
 from paceline.errors import PacelineError, RecipeError
 from paceline.machine import available_cores, busy_message
 from paceline.metrics.intervals import Interval
@@ -81,7 +81,6 @@ class Loop:
         )
 
 
-LoopName = Literal["paceline", "nvidia-convnets"]
 LOOPS: Mapping[str, Loop] = MappingProxyType(
     {
         "paceline": Loop(
@@ -106,7 +105,7 @@ LOOPS: Mapping[str, Loop] = MappingProxyType(
 
 _HOUR = 3600
 
-_MOST_HERE = 16
+MOST_HERE = 16
 _ROUNDS = 5
 
 
@@ -328,13 +327,16 @@ class Scaling:
         else:
             self.cluster = cluster_here(options.sizes, on_cpu=on_cpu)
         self.device = None if self.cluster.device is None else find_device(self.cluster.device)
-        self.precision = _precision(recipe, self.device)
+        automatic = "bf16" if self.device is not None and self.device.peak("bf16") is not None else "fp32"
+        self.precision = automatic if recipe.train.precision == "auto" else recipe.train.precision
         self._check()
         self.subject = describe(recipe, options.samples) if subject is None else subject
         why, strategies = self.subject.unsharded, options.strategies
         if why and strategies == ("fsdp",):
             raise RecipeError(f"--strategy fsdp {why}; ask for ddp.")
         self._strategies = tuple(each for each in strategies if each != "fsdp") if why else strategies
+        if len(self._strategies) == 1:  # measured too, whatever the recipe has
+            self._recipe = replace(recipe, parallel=replace(recipe.parallel, strategy=self._strategies[0]))
         milliseconds = options.cpu_ms_per_sample
         self._host = LOOPS[options.loop].host(
             self.cluster,
@@ -354,10 +356,10 @@ class Scaling:
                 f"--world-sizes asks for {max(options.sizes)} devices, but {cluster.title} has {cluster.max_devices}; "
                 "ask for fewer, or name a cluster (--cluster)."
             )
-        if cluster.shares_cores and options.cluster is None and max(options.sizes) > _MOST_HERE:
+        if cluster.shares_cores and options.cluster is None and max(options.sizes) > MOST_HERE:
             raise RecipeError(
                 f"--world-sizes {max(options.sizes)}: without --cluster, the link between processes of this machine is "
-                f"measured with that many, at most {_MOST_HERE}; name a cluster, or ask for fewer."
+                f"measured with that many, at most {MOST_HERE}; name a cluster, or ask for fewer."
             )
         if options.measure and options.cluster is not None and not is_here(cluster.device):
             raise RecipeError(
@@ -533,10 +535,3 @@ def fabric_of(cluster: Cluster, devices: int, link: Link | None = None) -> Fabri
         # gloo has only one algorithm for sums of any size.
         algorithm="ring" if cluster.shares_cores else None,
     )
-
-
-def _precision(recipe: Recipe, device: Device | None) -> str:
-    precision = recipe.train.precision
-    if precision != "auto":
-        return precision
-    return "bf16" if device is not None and device.peak("bf16") is not None else "fp32"

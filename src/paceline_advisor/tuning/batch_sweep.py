@@ -161,7 +161,7 @@ def sweep(options: SweepBatch, log: Log = lambda _: None) -> Swept:
     """
     check_alone("sweep-batch")
     if options.processes > 1:
-        check_can_watch()
+        check_can_watch("sweep-batch")
     loaded = load_recipe(options.recipe, options.overrides)
     recipe = loaded.recipe
     if recipe.batch.growth:
@@ -211,13 +211,8 @@ def sweep(options: SweepBatch, log: Log = lambda _: None) -> Swept:
 def in_words(run: SweepRun) -> str:
     """Format a run as one line."""
     what = f"batch {run.batch}, rate {run.lr:.3g}, seed {run.seed}"
-    if run.trouble:
-        return f"{what}: {run.trouble}"
-    return (
-        f"{what}: {run.steps:.0f} steps to the target"
-        if run.reached
-        else f"{what}: target missed after {run.steps:.0f}"
-    )
+    outcome = f"{run.steps:.0f} steps to the target" if run.reached else f"target missed after {run.steps:.0f}"
+    return f"{what}: {run.trouble or outcome}"
 
 
 def _check_plans(options: SweepBatch, recipe: Recipe, planned: Sequence[tuple[int, float, int]]) -> None:
@@ -521,7 +516,8 @@ def _of_rule(swept: Swept, rule: Rule) -> RuleResult:
             steps, ends = [run.steps for run in watched], [run.reached for run in watched]
             row = BatchRow(
                 batch=batch,
-                samples_per_step=runs[0].samples_per_step,
+                # Of a run that failed before its first evaluation, only the batch is known.
+                samples_per_step=min(run.samples_per_step for run in runs),
                 lr=rate,
                 runs=len(runs),
                 reached=sum(run.reached for run in runs),

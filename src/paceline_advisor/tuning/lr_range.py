@@ -21,7 +21,6 @@ from paceline.errors import RecipeError, TrainingError, did_you_mean
 from paceline.optim.schedules import Schedules
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
-from paceline.plan.batching import micro_batch_size
 from paceline.plan.rates import LearningRate, lr_factor
 from paceline.recipe.load import LoadedRecipe, Overrides, load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.running import Profile
@@ -36,6 +35,7 @@ from paceline.trainer.warmup import check_first_batch, warm_up
 from paceline.units import Duration, format_count
 from paceline.world import World
 from paceline_advisor.apply import write_new
+from paceline_advisor.bench.interleaved import without_growth
 from paceline_advisor.commands import FindLr, Sweep
 from paceline_advisor.formulas.learning_rate import MEDIAN, Suggestion, smoothed, suggest
 
@@ -51,13 +51,9 @@ def as_tested(recipe: Recipe, steps: int, *, world_size: int) -> Recipe:
         steps: Steps of the test.
         world_size: Number of processes.
     """
-    batch = recipe.batch
-    if batch.growth:
-        # Keep the first batch size, in the micro-batches that it has together with the later sizes.
-        batch = replace(batch, micro_size=micro_batch_size(recipe, world_size), growth={})
+    recipe = without_growth(recipe, world_size)
     return replace(
         recipe,
-        batch=batch,
         model=replace(recipe.model, unfreeze={}, freeze_after={}),
         schedule=Schedule(name="constant"),
         train=replace(recipe.train, duration=Duration(steps + MOST_SKIPPED, "steps"), until=None, ema=None),

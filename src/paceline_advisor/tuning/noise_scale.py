@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,13 @@ from paceline.command import Log
 from paceline.data.batch import Batch
 from paceline.distributed.environment import read_launch
 from paceline.distributed.strategy import Replicas
-from paceline.errors import RecipeError, RunDirectoryError
+from paceline.errors import CheckpointError, RecipeError, RunDirectoryError, UnreadableError
 from paceline.metrics.critical_batch import examples_ratio, steps_ratio
 from paceline.metrics.gradient_noise import Estimate, NoiseAverages, critical_range, estimate, linear_rate_excess
 from paceline.pages.page import Chart, Table, Text
 from paceline.pages.shown import Shown
 from paceline.plan.batching import fixed_logical_ranks, with_nearest_ghost_size
-from paceline.recipe.load import load_recipe
+from paceline.recipe.load import load_recipe, shipped_recipes
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
@@ -127,6 +128,7 @@ class NoiseReport:
             (step, _figure(found.middle), span(found.low, found.high), span(*ends)) for step, found, *ends in points
         ]
         unmeasured = len(self.points) - len(measured)
+        hidden = f"At {unmeasured} of {len(self.points)} points the noise hides the gradient."
         costs = {}
         if (ratios := self.costs()) is not None:
             costs = {
@@ -169,11 +171,7 @@ class NoiseReport:
                     rows=rows,
                     caption=f"Measured, in {self.unit}",
                 ),
-                *(
-                    [f"At {unmeasured} of {len(self.points)} points the noise hides the gradient."]
-                    if unmeasured
-                    else []
-                ),
+                *([hidden] if unmeasured else []),
                 *([costs] if costs else []),
                 "The critical batch is of the noise scale's order of magnitude; `paceline sweep-batch` measures it.",
             ],
@@ -198,10 +196,11 @@ def measure_noise(options: NoiseScale, log: Log) -> NoiseReport:
     """Measure the noise scale; collective: every rank must call this.
 
     Raises:
-        PacelineError: For mistakes in the recipe or the data, or if weights are sharded.
+        PacelineError: For mistakes in the recipe or the data, if weights are sharded, or if no checkpoint is left.
     """
     loaded = load_recipe(options.target, options.overrides)
-    checkpoints = _checkpoints(Path(options.target))
+    # A shipped name means the recipe, whatever is here.
+    checkpoints = [] if options.target in shipped_recipes() else _checkpoints(Path(options.target))
     recipe = _into_micro_batches(loaded.recipe, read_launch(os.environ).world.world_size)
     if checkpoints:
         recipe = resumed_recipe(recipe, Path(options.target))
@@ -229,14 +228,14 @@ def measure_noise(options: NoiseScale, log: Log) -> NoiseReport:
         steps = min(options.steps, plan.total_steps)
         # For images the unit is samples, as in earlier versions.
         unit = "samples" if run.task.sample_weights() is None else run.task.unit
-        for step, path in checkpoints or [(0, None)]:
-            if path is not None:
-                run.network.load_state_dict(read_weights(path, "model").state)
+        for step in _loaded(run, checkpoints, log):
             batches = run.train_batches()
             estimates = [_of_step(run, run.strategy, list(micro_batches(run, batches))) for _ in range(steps)]
             averages = NoiseAverages.of(each for each in estimates if each is not None)
             points.append(NoisePoint(step=step, averages=averages, steps=steps))
             log(in_words(points[-1], unit))
+        if not points:
+            raise CheckpointError(f"none of the checkpoints of '{options.target}' could be measured.")
         batch_weight = plan.global_batch_size * mean_weight(run.geometry)
     return NoiseReport(
         name=loaded.name,
@@ -261,7 +260,26 @@ def in_words(point: NoisePoint, unit: str = "samples") -> str:
     return f"step {point.step}: noise scale {found.middle:.3g} {unit} ({found.low:.3g} to {high})"
 
 
-def _checkpoints(target: Path) -> list[tuple[int, Path | None]]:
+def _loaded(run: Run, checkpoints: Sequence[tuple[int, Path]], log: Log) -> Iterator[int]:
+    """Load the weights of each checkpoint and yield its step; 0 without checkpoints, for initial weights.
+
+    Those that are gone or damaged are left out. Collective: every rank must call this.
+    """
+    if not checkpoints:
+        yield 0
+    for step, path in checkpoints:
+        try:
+            saved = run.collectives.on_all_ranks(partial(read_weights, path, "model"))
+        except UnreadableError:
+            raise
+        except CheckpointError as error:  # a run that still trains removes old checkpoints
+            log(f"step {step}: left out: {error}")
+            continue
+        run.network.load_state_dict(saved.state)
+        yield step
+
+
+def _checkpoints(target: Path) -> list[tuple[int, Path]]:
     directory = RunDirectory(target)
     if not directory.exists():
         return []
@@ -275,11 +293,12 @@ def _checkpoints(target: Path) -> list[tuple[int, Path | None]]:
 
 
 def _into_micro_batches(recipe: Recipe, processes: int) -> Recipe:
-    """Return the recipe with at least two micro-batches per step; sizes that it sets are kept.
+    """Return the recipe with at least two micro-batches per step, without growth; sizes that it sets are kept.
 
     Raises:
         RecipeError: If its batch cannot be split.
     """
+    recipe = replace(recipe, batch=replace(recipe.batch, growth={}))
     batch = recipe.batch.global_size
     open_ = recipe.batch.micro_size == "auto" and recipe.parallel.logical_ranks == "auto"
     if not open_ and fixed_logical_ranks(recipe) == 1:

@@ -11,9 +11,7 @@ import json
 import math
 import os
 import shlex
-import signal
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,12 +36,11 @@ from paceline.tasks.task import build_task
 from paceline.trainer.preparation import best_metric
 from paceline.units import format_count
 from paceline.world import World
-from paceline_advisor.bench.target import Target, TargetRun, follow
+from paceline_advisor.bench.target import Target, TargetRun, follow, looks
 from paceline_advisor.commands import Tune
-from paceline_advisor.launches import Launch, check_alone, check_can_watch, said
+from paceline_advisor.launches import Launch, check_can_watch, said
 
 JOURNAL = "trials.log"
-_LOOK_SECONDS, _END_SECONDS = 0.2, 120.0
 # If so many trials end and all of them fail, the recipe is at fault and not the values.
 _FAILURES = 3
 # Trials before pruning starts, which compares later ones with the median; and evaluations of a trial before it may be
@@ -61,8 +58,7 @@ def tune(options: Tune, log: Log) -> TuneReport:
         PacelineError: For a mistake in the recipe or the search, or an output of another search; before any trial.
         TrainingError: If three trials or more have ended, and all of them failed.
     """
-    check_alone("tune")
-    check_can_watch()
+    check_can_watch("tune")
     recipe = load_recipe(options.recipe, options.overrides).recipe
     search = read_search(options.search)
     for key, value in ((key, value) for key, space in search.items() for value in ends_of(space)):
@@ -75,7 +71,9 @@ def tune(options: Tune, log: Log) -> TuneReport:
     task = build_task(recipe)
     task.data_facts(World())
     metric = best_metric(task)
-    target = Target(metric.name, math.inf, less_is_better=not metric.higher_is_better)
+    # No value meets it, so that each trial is followed to its end.
+    unreachable = math.inf if metric.higher_is_better else -math.inf
+    target = Target(metric.name, unreachable, less_is_better=not metric.higher_is_better)
     options.output.mkdir(parents=True, exist_ok=True)
     study = _open_study(options, recipe, search, target)
     # Trials that a killed search left running: their runs resume.
@@ -84,6 +82,8 @@ def tune(options: Tune, log: Log) -> TuneReport:
             study.enqueue_trial(unfinished.params, user_attrs=unfinished.user_attrs)
         study.tell(unfinished.number, state=TrialState.FAIL)
     while (finished := len(_finished(study))) < options.trials:
+        if load_recipe(options.recipe, options.overrides).recipe != recipe:
+            raise RecipeError(f"{options.recipe} has changed since the search began; undo that, or search anew.")
         trial = study.ask()
         if "run" not in trial.user_attrs:
             trial.set_user_attr("run", f"trial-{len(_by_run(study)):03d}")
@@ -94,7 +94,7 @@ def tune(options: Tune, log: Log) -> TuneReport:
         failed = _finished(study)
         if len(failed) >= _FAILURES and all("trouble" in each.user_attrs for each in failed):
             raise TrainingError(f"the first {len(failed)} trials failed: {failed[-1].user_attrs['trouble']}")
-    return TuneReport(options=options, target=target, trials=_finished(study))
+    return TuneReport(options=options, search=search, target=target, trials=_finished(study))
 
 
 def read_search(path: Path) -> Search:
@@ -190,7 +190,7 @@ def _run_trial(
 ) -> str:
     """Train with these values, and report the result to the study and the user."""
     run, run_dir = TargetRun(seed=0), options.output / trial.user_attrs["run"]
-    arguments = ["train", options.recipe, *options.overrides, "checkpoint.mirror=null"]
+    arguments = ["train", options.recipe, *options.overrides, "checkpoint.mirror=null", "train.until=null"]
     arguments += [as_override(key, value) for key, value in values.items()]
     arguments += ["--run-dir", str(run_dir), "--processes", str(options.processes)]
     arguments += ["--trust-code"] * is_code_trusted()
@@ -200,16 +200,14 @@ def _run_trial(
         variables = {LAUNCHER_VARIABLE: str(os.getpid())}  # the run stops if this process is killed
         with Launch(arguments, Path(scratch) / "launch", limit_seconds=math.inf, variables=variables) as launch:
             try:
-                while launch.process.poll() is None and not is_pruned:
-                    time.sleep(_LOOK_SECONDS)
-                    follow(run, run_dir, target)
+                for _ in looks(run, run_dir, target):
                     for number, each in enumerate(run.evaluations[reported:-1], start=reported):
                         trial.report(_value_of(each, target), number)
                         reported, is_pruned = number + 1, trial.should_prune()
+                    if launch.process.poll() is not None or is_pruned:
+                        break
             finally:
-                if launch.process.poll() is None:  # pruned, or interrupted: it saves, and can be resumed
-                    launch.process.send_signal(signal.SIGTERM)
-                    launch.wait_alone(_END_SECONDS)
+                launch.stop()  # pruned, or interrupted: it saves, and can be resumed
             code, why = launch.process.wait(), said(launch)
     follow(run, run_dir, target)
     value = _value_of(run.evaluations[-1], target) if run.evaluations else math.nan
@@ -221,7 +219,7 @@ def _run_trial(
     if code == 0 and math.isfinite(value):
         study.tell(trial, value)
         return result
-    reason = why or f"exit code {code}"
+    reason = why or f"exit code {code}" if code else "it was never evaluated"
     trial.set_user_attr("trouble", reason)
     study.tell(trial, state=TrialState.FAIL)
     return f"failed: {reason}"
@@ -239,11 +237,13 @@ class TuneReport:
 
     Attributes:
         options: The command's options.
+        search: The search space.
         target: The metric, and which direction is better.
         trials: Optuna's trials, each with its run directory in its ``user_attrs``.
     """
 
     options: Tune
+    search: Search
     target: Target
     trials: Sequence[optuna.trial.FrozenTrial]
 
@@ -297,7 +297,7 @@ class TuneReport:
 
     def _chart(self, key: str, ranked: Sequence[optuna.trial.FrozenTrial]) -> Chart:
         values = [each.params.get(key) for each in ranked]
-        is_log = isinstance(space := read_search(self.options.search).get(key), dict) and bool(space.get("log"))
+        is_log = isinstance(space := self.search.get(key), dict) and bool(space.get("log"))
         names = [each.user_attrs["run"] for each in ranked]
         points = {"mode": "markers", "x": values, "y": [each.value for each in ranked], "text": names}
         axis = {"title": key, "type": "log" if is_log else None}

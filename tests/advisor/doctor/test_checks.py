@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from planted_networks import CELLS, DEPTHWISE, DISORDERED, POINTWISE, RECURRENT, RELAID
 
 from paceline.recipe.load import load_recipe
+from paceline.records.run_directory import RunDirectory
 from paceline.tasks.task import build_task
 from paceline.trainer.preparation import plan_run
 from paceline.world import World
+from paceline_advisor.commands import Doctor
 from paceline_advisor.doctor.anatomy import Anatomy
 from paceline_advisor.doctor.behaviour import Calls
 from paceline_advisor.doctor.checks import training
+from paceline_advisor.doctor.study import examine
 from paceline_advisor.doctor.subject import Subject, choose_target
 
 Examined = Callable[..., Any]
@@ -179,3 +183,19 @@ def test_a_step_that_does_not_fit_breaks(examined: Examined) -> None:
     smaller = examined(requested | {"batch.micro_size": proposed}, device="a100", room=True)
     names = [each.name for each in smaller.findings]
     assert "does_not_fit" not in names
+
+
+def test_a_shipped_name_means_the_recipe_and_not_a_run_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory(tmp_path / "digits")
+    run.root.mkdir()
+    run.recipe.write_text("base: digits\n")
+    run.events.write_text('{"event": "incident", "incident": "slow_rank", "message": "m", "step": 1, "time": 1}\n')
+    shipped, here = (
+        [each.name for each in examine(Doctor(recipe=recipe, device="cpu"), lambda _: None).findings]
+        for recipe in ("digits", "./digits")
+    )
+    assert "slow_rank" in here
+    assert "slow_rank" not in shipped

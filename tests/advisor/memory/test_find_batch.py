@@ -88,7 +88,7 @@ def test_a_trial_is_the_recipe_s_step_and_learns_nothing() -> None:
 
 @pytest.mark.slow
 def test_the_global_batch_and_the_rate_stay() -> None:
-    requested = ("model.options={width: 8, stages: 1}", "parallel.device=cpu")
+    requested = ("model.options={width: 8, stages: 1}", "parallel.device=cpu", "evaluate.keep_examples=8")
     small = load_recipe("digits", requested)
     found = find_batch(FindBatch(recipe="digits", overrides=requested, processes=1), lambda _: None)
     assert (found.largest, found.refused) == (64, None)

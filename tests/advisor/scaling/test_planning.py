@@ -10,11 +10,12 @@ from typing import Any, Literal
 import pytest
 
 from paceline.errors import RecipeError
+from paceline.machine import cpu_quota
 from paceline.recipe.load import load_recipe
 from paceline.units import TimeSpan
 from paceline_advisor.commands import Plan
 from paceline_advisor.memory.estimate import MemoryEstimate, estimate_memory
-from paceline_advisor.scaling.planning import TrainingPlan, plan_training
+from paceline_advisor.scaling.planning import TrainingPlan, _sizes, plan_training
 
 LrRule = Literal["none", "linear", "sqrt"]
 RULES: tuple[LrRule, ...] = ("none", "linear", "sqrt")
@@ -229,3 +230,12 @@ def test_a_recipe_that_scales_its_rate_by_itself_is_planned_with_the_scaled_one(
     assert rates[1] == pytest.approx([0.1, 0.2])
     assert rates[2] == pytest.approx([0.4 / 4**0.5, 0.4 / 2**0.5])
     assert "learning rate stays" not in plans[0].choices[0].warning
+
+
+@pytest.mark.skipif(cpu_quota() is not None, reason="a quota stays what it is")
+def test_as_many_processes_are_planned_here_as_their_link_is_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)  # which the recipe does not use
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
+    recipe = load_recipe("digits", ("parallel.device=cpu",)).recipe
+    assert _sizes(recipe, Plan(recipe="digits", deadline=_hours(1))) == (1, 2, 4, 8, 16)

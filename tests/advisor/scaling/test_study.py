@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import RecipeError
+from paceline.errors import RecipeError, TrainingError
 from paceline.pages.page import Chart
 from paceline.pages.shown import write_result
 from paceline.recipe.load import load_recipe
@@ -68,6 +68,23 @@ def test_a_detector_is_predicted_without_what_it_refuses() -> None:
     assert any("FSDP does not work with task=detection" in each for each in report.notices)
     with pytest.raises(RecipeError, match="--strategy fsdp does not work with task=detection"):
         Scaling(loaded, replace(requested, strategy="fsdp"), print, subject=scaling.subject)
+
+
+def test_what_is_measured_is_the_strategy_asked_for() -> None:
+    # DDP would train it.
+    overrides = (SMALL, "parallel.device=cpu", "parallel.unused_parameters=allow")
+    requested = Scale(
+        recipe="digits",
+        overrides=overrides,
+        world_sizes=(2,),
+        strategy="fsdp",
+        throughput=1000,
+        one_gpu_batch=64,
+        measure=True,
+        rounds=1,
+    )
+    with pytest.raises(TrainingError, match=r"2 processes could not be measured: .* parallel\.strategy=fsdp"):
+        Scaling(load_recipe("digits", overrides), requested, print).report()
 
 
 def test_the_page_has_each_strategy_beside_an_even_share(tmp_path: Path) -> None:
