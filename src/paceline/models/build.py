@@ -69,9 +69,10 @@ def check_accepts(network: nn.Module, size: int | tuple[int, int], *, channels: 
     """
     height, width = (size, size) if isinstance(size, int) else size
     try:
-        # A copy, because a custom network may write to its buffers even in evaluation mode, or draw random numbers.
+        # A custom network may write to its buffers even in evaluation mode, or draw random numbers.
+        copied = copy.deepcopy(network, {id(each): each for each in network.parameters()})
         with torch.random.fork_rng(devices=[]):
-            return copy.deepcopy(network).eval()(torch.zeros(1, channels, height, width))
+            return copied.eval()(torch.zeros(1, channels, height, width))
     except Exception as error:  # a custom network may raise anything
         if torch.are_deterministic_algorithms_enabled() and "deterministic implementation" in str(error):
             raise ModelError(f"train.deterministic=true: {' '.join(str(error).split())[:300]}") from error
