@@ -30,10 +30,6 @@ def fit(run: Run, *, forecasts: bool = True) -> str:
 def _fit(run: Run, batches: Iterator[Batch]) -> str:
     plan, progress = run.plan, run.progress
     ending = run.ending(ControlFlags())  # a resumed run may already be at its end
-    if ending == "duration" and plan.evaluates and progress.evaluated_at < progress.position:
-        evaluate(run)  # train.duration was shortened to a step that was not the last one
-        run.saved_position = -1
-        save_checkpoint(run)
     run.clock.start()
     while not ending:
         stepped = train_step(run, batches)

@@ -45,7 +45,6 @@ class Progress:
         resumes: How often the run was resumed.
         best: Best evaluation so far: step, position, weights, metric and value; empty before the first.
         last: Results of the last evaluation by set of weights.
-        evaluated_at: Position of the last evaluation; -1 before the first.
         evaluations_since_best: Evaluations without a better one, for early stopping.
         broken_evaluation_ids: Evaluation samples known to be unreadable.
         earlier_seconds: Time of the run's earlier launches, up to their last save.
@@ -59,7 +58,6 @@ class Progress:
     resumes: int = 0
     best: dict[str, Any] = field(default_factory=dict)
     last: Results = field(default_factory=dict)
-    evaluated_at: int = -1
     evaluations_since_best: int = 0
     broken_evaluation_ids: list[int] = field(default_factory=list)
     earlier_seconds: float = 0.0
@@ -92,7 +90,7 @@ class Progress:
 
     def take_results(self, results: Results, metric: Metric) -> None:
         """Record an evaluation, and whether it is the best so far over all sets of weights."""
-        self.last, self.evaluated_at = results, self.position
+        self.last = results
         goodness = {name: _goodness(values[metric.name], metric) for name, values in results.items()}
         weights = max(goodness, key=lambda name: goodness[name])
         value = results[weights][metric.name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -35,13 +34,3 @@ def test_some_steps_of_a_longer_run_take_its_schedule(train_tiny: Make, events: 
     part = train_tiny("part", {**falling, "train.until": "3 steps"})
     assert (part.status, part.summary.step) == ("stopped", 3)
     assert [each["lr"] for each in events(part.run_dir, "step")] == [each["lr"] for each in whole[:3]]
-
-
-def test_a_run_that_is_shortened_to_its_checkpoint_evaluates_its_last_step(train_tiny: Make, events: Any) -> None:
-    asked = {"optimizer.lr": 0.001, "checkpoint.keep_best": True}
-    train_tiny("run", {**asked, "train.until": "6 steps"})
-    result = train_tiny("run", {**asked, "train.duration": "6 steps"})
-    assert [each["step"] for each in events(result.run_dir, "evaluation")] == [4, 6]
-    best = json.loads((result.run_dir / "checkpoints/best.json").read_text())
-    assert (best["step"], best["value"]) == (result.metrics["best"]["step"], result.metrics["best"]["value"])
-    assert train_tiny("run", {**asked, "train.duration": "6 steps"}).was_complete
