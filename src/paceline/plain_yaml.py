@@ -186,7 +186,9 @@ def load_whole(text: str) -> Any:
     value, scalars = load_plain(text), [each for each in yaml.scan(text) if isinstance(each, yaml.ScalarToken)]
     for sign in re.finditer(r"(?<!\S)#", text):
         if not any(each.start_mark.index <= sign.start() < each.end_mark.index for each in scalars):
-            raise yaml.YAMLError("'#' after a space begins a comment, which would be dropped; put the value in quotes.")
+            raise yaml.YAMLError(
+                "'#' at the start or after a space begins a comment, which would be dropped; put the value in quotes."
+            )
     return value
 
 

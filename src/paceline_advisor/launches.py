@@ -105,7 +105,7 @@ class Launch:
         self._group.kill()
 
     def stop(self) -> None:
-        """Ask it to stop, unless it has ended, and wait for its last checkpoint; kills it if that takes too long."""
+        """Request a stop, unless it has ended, and wait for its last checkpoint; kills it if that takes too long."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.wait_alone(_STOP_SECONDS)

@@ -67,7 +67,7 @@ class _Bash(BashComplete):
 
 
 class _WithoutUnfinished(ShellComplete):
-    """A shell that needs not know which words go on."""
+    """A shell that shows unfinished words like complete ones."""
 
     def format_completion(self, item: CompletionItem[Any]) -> str:
         item.type = "plain" if item.type == UNFINISHED else item.type

@@ -32,6 +32,8 @@ OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "lecture_net": lecture_net,
 }
 HUB = "hf-hub:"
+# From this side on, in pixels, images are large enough for the strides of published networks.
+_LARGE_SIDE = 96
 _HUB_CONFIG = "config.json"
 _HUB_SECONDS = 3.0  # a slower answer from the hub is treated as none
 # File names of weights on the hub, most common first.
@@ -57,7 +59,16 @@ def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Modul
     try:
         return make(model, num_classes=num_classes, in_channels=in_channels)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
+        raise ModelError(
+            f"model.name={model.name}: model.options {model.options} do not fit: {str(error) or type(error).__name__}."
+        ) from error
+
+
+def takes_usual_size(network: nn.Module, side: int) -> bool:
+    """Whether a published network surely takes square images of this size: large ones, or those it was made for."""
+    config = getattr(network, "pretrained_cfg", None) or {}
+    fixed = config["input_size"][-1] if config.get("fixed_input_size") else getattr(network, "image_size", side)
+    return side >= _LARGE_SIDE and side == fixed
 
 
 @torch.no_grad()

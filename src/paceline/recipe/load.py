@@ -57,9 +57,9 @@ class LoadedRecipe:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The overrides as they are typed, with absolute paths."""
-        keys = (key for key, origin in self.origins.items() if origin == "override")
-        return tuple(f"{key}={yaml_line(plain(attrgetter(key)(self.recipe)))}" for key in keys)
+        """The overrides as they are typed, with absolute paths; without mappings, which YAML cannot repeat exactly."""
+        values = {key: attrgetter(key)(self.recipe) for key, origin in self.origins.items() if origin == "override"}
+        return tuple(f"{key}={yaml_line(plain(each))}" for key, each in values.items() if not isinstance(each, dict))
 
     def checked(self, unused: Mapping[str, str]) -> LoadedRecipe:
         """Return the same with a notice for every key that a plan does not use, with the reason (``Plan.unused``).

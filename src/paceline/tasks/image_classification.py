@@ -39,13 +39,13 @@ from paceline.data.slices import SampleShapes
 from paceline.errors import PacelineError, RecipeError
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
-from paceline.models.build import build_model, check_accepts
+from paceline.models.build import build_model, check_accepts, takes_usual_size
 from paceline.models.speed_net import WHITENING_IMAGES, whitening_layers
 from paceline.plan import DataFacts
 from paceline.recipe.data import Data, Progressive
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Train
-from paceline.references import call_reference
+from paceline.references import call_reference, is_reference
 from paceline.registry import load
 from paceline.tasks.task import Model, Task
 from paceline.world import World
@@ -233,8 +233,13 @@ class ImageTask(Task):
         """Check the network with each image size of training and evaluation."""
         dataset, data = self.dataset, self.recipe.data
         sides = self._training_sides | {evaluation_size(data, dataset)}
-        # A loss of one's own may call the network in another way, and a network without values may need some.
-        if type(self).loss.__module__.partition(".")[0] != "paceline" or any(p.is_meta for p in network.parameters()):
+        # Custom code may call the network in another way, and a network on the meta device has no values.
+        methods = (getattr(type(self), name) for name in ("loss", "open_pipeline", "build_model", "first_weights"))
+        is_custom = is_reference(self.recipe.model.name) or any(
+            not each.__module__.startswith("paceline.") for each in methods
+        )
+        is_empty = any(each.is_meta for each in network.parameters())
+        if is_custom or is_empty or takes_usual_size(network, dataset.image_size):
             sides -= {dataset.image_size}
         rectangles = () if self._shapes is None else distinct_sizes(self._shapes)
         for shape in sorted({*((side, side) for side in sides), *rectangles}):

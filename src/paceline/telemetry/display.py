@@ -54,7 +54,7 @@ class Display:
 
 def choose_display(stream: TextIO | None) -> Display:
     """Return live bars if the stream is a terminal that supports them, else plain lines; neither can fail a run."""
-    if stream is None or stream.closed:  # None: it was closed when Python started
+    if stream is None or getattr(stream, "closed", False):  # None: it was closed when Python started
         return Display()
     safe_stream = cast("TextIO", _SafeStream(stream))
     if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":

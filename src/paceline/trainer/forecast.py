@@ -30,7 +30,7 @@ from paceline.units import counted, format_bytes, format_count, format_seconds
 # A shorter run ends before a forecast is worth its passes.
 _MIN_STEPS = 20
 # Timed passes end after this many seconds, or this many passes. Batches are read ahead by loader processes and for a
-# GPU; how fast shows only after those that were ready.
+# GPU; their speed shows only after those that were ready.
 _SECONDS, _SECONDS_READ_AHEAD, _PASSES = 0.3, 1.0, 30
 # A first pass that takes longer is used as the measurement itself. On a GPU the first pass searches for the fastest
 # kernels, so its time means nothing.

@@ -171,7 +171,7 @@ def one_run(target: Target, loaded: LoadedRecipe, folder: Path, index: int, *, p
 
 
 def looks(run: TargetRun, run_dir: Path, target: Target) -> Iterator[None]:
-    """Follow a run without end, and yield after each look; looks at a long run, whose records grow, are rarer."""
+    """Follow a run and yield after each look; long runs, whose records grow, are looked at less often."""
     while True:
         started = time.perf_counter()
         follow(run, run_dir, target)

@@ -246,7 +246,7 @@ def _sizes(recipe: Recipe, options: Plan) -> tuple[int, ...]:
     on_cpu = recipe.parallel.device == "cpu"
     cluster = cluster_here((1,), on_cpu=on_cpu) if options.cluster is None else find_cluster(options.cluster)
     available = available_cores() if cluster.shares_cores else cluster.max_devices or options.most_gpus
-    if cluster.shares_cores and options.cluster is None:  # the link between so many processes is measured
+    if cluster.shares_cores and options.cluster is None:  # the link between the processes is measured
         available = min(available, MOST_HERE)
     most = min(options.most_gpus, available)
     sizes = [2**power for power in range(int(math.log2(most)) + 1)]

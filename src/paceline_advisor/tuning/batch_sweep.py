@@ -159,9 +159,7 @@ def sweep(options: SweepBatch, log: Log = lambda _: None) -> Swept:
             if the output contains another sweep.
         TrainingError: If the first run fails.
     """
-    check_alone("sweep-batch")
-    if options.processes > 1:
-        check_can_watch("sweep-batch")
+    (check_can_watch if options.processes > 1 else check_alone)("sweep-batch")
     loaded = load_recipe(options.recipe, options.overrides)
     recipe = loaded.recipe
     if recipe.batch.growth:

@@ -235,7 +235,7 @@ def measure_noise(options: NoiseScale, log: Log) -> NoiseReport:
             points.append(NoisePoint(step=step, averages=averages, steps=steps))
             log(in_words(points[-1], unit))
         if not points:
-            raise CheckpointError(f"none of the checkpoints of '{options.target}' could be measured.")
+            raise CheckpointError(f"no checkpoint of '{options.target}' could be measured: see above; give its recipe.")
         batch_weight = plan.global_batch_size * mean_weight(run.geometry)
     return NoiseReport(
         name=loaded.name,

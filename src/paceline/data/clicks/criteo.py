@@ -257,15 +257,20 @@ def load_clicks(path: Path, cache: str, left_out: SkippedItems, *, max_broken: i
     sources = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     key_facts = {"version": _VERSION, "sources": sources}
     key = hashlib.sha256(json.dumps(key_facts, sort_keys=True).encode()).hexdigest()[:16]
-    lock = _open_lock(path, cache, key)
-    folder = Path(lock.name).with_name(f"clicks-{key}")
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until no other process is creating the same copy
-        if _opened(folder) is None:
-            _convert(files, folder, max_broken)
-    found = _opened(folder)
+    folders = _cache_folders(path, cache)
+    found = next((copy for folder in folders if (copy := _opened(folder / f"clicks-{key}")) is not None), None)
     if found is None:
-        raise DataError(f"the copy of the data in '{folder}' cannot be read back; delete that folder and start again.")
+        lock = _open_lock(folders, path, cache, key)
+        folder = Path(lock.name).with_name(f"clicks-{key}")
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until no other process is creating the same copy
+            if _opened(folder) is None:
+                _convert(files, folder, max_broken)
+        found = _opened(folder)
+        if found is None:
+            raise DataError(
+                f"the copy of the data in '{folder}' cannot be read back; delete that folder and start again."
+            )
     if len(found.faults) > max_broken:
         raise _too_many(found.faults, max_broken)
     for each in found.faults:
@@ -359,20 +364,25 @@ def _too_many(faults: tuple[LineFault, ...] | list[LineFault], max_broken: int) 
     )
 
 
-def _open_lock(path: Path, cache: str, key: str) -> TextIO:
-    """Open the lock of a copy, in the folder for copies; creates both if needed.
+def _cache_folders(path: Path, cache: str) -> tuple[Path, ...]:
+    """Return the folders that may hold the copy, the preferred one first."""
+    if cache != "auto":
+        return (Path(cache).expanduser(),)
+    return (path if path.is_dir() else path.parent) / ".paceline", cache_folder()
+
+
+def _open_lock(folders: tuple[Path, ...], path: Path, cache: str, key: str) -> TextIO:
+    """Open the lock of a copy, in the first folder that can be written; creates both if needed.
 
     Raises:
-        DataError: If they cannot be written.
+        DataError: If there is none.
     """
-    local = (path if path.is_dir() else path.parent) / ".paceline"
-    shared = cache_folder()
-    for folder in (local, shared) if cache == "auto" else (Path(cache).expanduser(),):
+    for folder in folders:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             return open(folder / f"lock-{key}", "w", encoding="utf-8")
     raise DataError(
-        f"a binary copy of '{path}' is needed, and neither '{local}' nor '{shared}' can be written; set "
+        f"a binary copy of '{path}' is needed, and neither '{folders[0]}' nor '{folders[-1]}' can be written; set "
         "data.recommendation.cache to a folder that can."
         if cache == "auto"
         else f"data.recommendation.cache={cache} cannot be written; give a folder that can."

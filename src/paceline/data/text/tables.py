@@ -17,7 +17,7 @@ from paceline.recipe.data import Data
 _LINES, _TSV = ("jsonl",), ("tsv", "tab")
 _ENDINGS = ("csv", *_TSV, *_LINES)
 _KINDS = "a .csv, .tsv, .jsonl or .parquet file, a folder of them, or a folder that save_to_disk wrote"
-_LARGEST_HEAD = 2**16
+_LARGEST_HEAD, _LARGEST_ROW = 2**16, 2**26
 
 Choose = Callable[[Sequence[str], Mapping[str, Any], str], Sequence[str]]
 """Chooses columns: called with all of them, Hugging Face's metadata of each, and the table's name for messages."""
@@ -131,9 +131,9 @@ def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bo
     arrow = require_pyarrow()
     refuse_special_inputs(file)
     with explain_errors(file), mapped(file) as content:
-        # A row must fit into a block, and a block's text into an array.
-        block_size = min(max(2**20, content.size()), 2**30)
         if has_extension(file.name, _LINES):
+            # A line must fit into a block, and a block's text into an array.
+            block_size = min(max(2**20, content.size()), 2**30)
             read_json = partial(arrow.json.read_json, content, arrow.json.ReadOptions(block_size=block_size))
             table = read_json()
             if dates := [each for each in table.schema if arrow.types.is_timestamp(each.type)]:  # they are text
@@ -144,7 +144,7 @@ def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bo
             head = content.read_at(min(_LARGEST_HEAD, content.size()), 0).partition(b"\n")[0].decode("utf-8-sig")
             delimiter = "\t" if has_extension(file.name, _TSV) else max(",;\t", key=head.count)
             parse = arrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-            read = arrow.csv.ReadOptions(block_size=block_size)
+            read = arrow.csv.ReadOptions(block_size=_LARGEST_ROW)
             names = arrow.csv.open_csv(content, read, parse).schema.names
             content.seek(0)
             as_text = arrow.csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()))

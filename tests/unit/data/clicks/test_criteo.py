@@ -138,11 +138,10 @@ def test_the_copy_is_made_once_and_again_where_the_text_changes(
     assert copy.stat().st_mode == copy.parent.stat().st_mode  # who may read the folder may read the copy
     with monkeypatch.context() as patch:
         patch.setattr(stored_module, "read_blocks", lambda _: pytest.fail("the text was read again"))
+        (lock,) = copy.parent.glob("lock-*")
+        lock.unlink()
+        lock.mkdir()  # like another user's, it cannot be opened
         assert open_clicks(data(path)).digest == first.digest
-    (lock,) = copy.parent.glob("lock-*")
-    lock.unlink()
-    lock.mkdir()  # like another user's, it cannot be opened
-    assert open_clicks(data(path)).digest == first.digest
     write(path, [line(number) for number in range(11)])
     assert open_clicks(data(path)).digest != first.digest
 
