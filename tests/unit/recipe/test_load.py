@@ -180,11 +180,12 @@ def test_an_override_without_what_yaml_drops_is_refused(text: str) -> None:
 
 def test_overrides_are_told_as_they_are_typed() -> None:
     overrides = {"optimizer": {"name": "adamw", "betas": (0.8, 0.9)}, "data.path": "a: #1", "seed": None}
-    overrides |= {"data.only_classes": ["07", 3], "data.saved_split": "off", "batch.growth": {2: 512}}
+    overrides |= {"data.only_classes": ["07", 3], "data.saved_split": "off"}
     loaded = load_recipe("image_folder", overrides | {"train.duration": "3 epochs"})
     assert load_recipe("image_folder", loaded.overrides).recipe == loaded.recipe
     assert {"train.duration=3 epochs", "data.saved_split='off'"} <= set(loaded.overrides)
     assert not any(each.startswith("seed") for each in loaded.overrides)
+    assert load_recipe("image_folder", {"batch.growth": {2: 512}}).overrides == ()
 
 
 # ------------------------------------------------------------------------------------ off, auto, null
