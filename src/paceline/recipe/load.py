@@ -57,7 +57,7 @@ class LoadedRecipe:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """The overrides in command-line form, with absolute paths; mappings, which one line may change, are left out."""
+        """The overrides in command-line form, with absolute paths; without mappings, which one line may change."""
         values = {key: attrgetter(key)(self.recipe) for key, origin in self.origins.items() if origin == "override"}
         return tuple(f"{key}={yaml_line(plain(each))}" for key, each in values.items() if not isinstance(each, dict))
 
