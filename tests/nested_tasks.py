@@ -75,7 +75,7 @@ class _Own(paceline.Task):
         return DataFacts(
             train_samples=_SAMPLES[True],
             evaluation_samples=_SAMPLES[False],
-            # Of its own format: one NumPy number.
+            # A task may describe its data as it likes: here one NumPy number for all channels.
             description={"dataset": type(self).__name__, "digest": "1", "mean": np.float32(0.5)},
             unused=all_but(["data.dataset"], _WHY),
         )

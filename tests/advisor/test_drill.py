@@ -65,7 +65,7 @@ def test_a_rank_of_a_launch_cannot_drill(monkeypatch: pytest.MonkeyPatch) -> Non
         drill(Drill(recipe="digits"), lambda _: None)
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="without /proc a drill is refused")
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="a drill needs /proc to find its processes")
 def test_a_run_that_is_refused_once_it_has_been_planned_is_a_mistake_too(tmp_path: Path) -> None:
     (tmp_path / "undisturbed").mkdir()
     (tmp_path / "undisturbed" / "mine.txt").write_text("")
@@ -77,7 +77,7 @@ def test_a_run_that_is_refused_once_it_has_been_planned_is_a_mistake_too(tmp_pat
     assert caught.value.exit_code == 2
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="without /proc a drill is refused")
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="a drill needs /proc to find its processes")
 def test_a_run_that_never_resumes_is_a_failure_and_no_error_of_the_drill(tmp_path: Path) -> None:
     (tmp_path / "killed").mkdir()
     (tmp_path / "killed" / "events.jsonl").write_text('{"event": "start", "step": 0, "time": 1}\n' * 4)

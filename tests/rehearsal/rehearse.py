@@ -16,10 +16,10 @@ import torch
 rehearsed_gpu.install()
 
 import paceline  # noqa: E402  # its modules are imported under the device's name
-from paceline.data import pipeline  # noqa: E402  # as above
-from paceline.distributed import strategy  # noqa: E402  # as above
-from paceline.distributed.data_parallel import DataParallel  # noqa: E402  # as above
-from paceline.tasks.image_classification import ImageClassification  # noqa: E402  # as above
+from paceline.data import pipeline  # noqa: E402  # the device must be registered first
+from paceline.distributed import strategy  # noqa: E402  # the device must be registered first
+from paceline.distributed.data_parallel import DataParallel  # noqa: E402  # the device must be registered first
+from paceline.tasks.image_classification import ImageClassification  # noqa: E402  # the device must be registered first
 
 # Here the host may wait: records, evaluations, saves, and all that comes before the first step.
 _MAY_WAIT = {"write_step", "evaluate", "save_checkpoint", "finish_saving", "forecast", "warm_up", "keep_first_batch"}

@@ -232,7 +232,7 @@ def test_a_recipe_that_scales_its_rate_by_itself_is_planned_with_the_scaled_one(
     assert "learning rate stays" not in plans[0].choices[0].warning
 
 
-@pytest.mark.skipif(cpu_quota() is not None, reason="a quota stays what it is")
+@pytest.mark.skipif(cpu_quota() is not None, reason="a CPU quota limits the cores whatever the faked number is")
 def test_as_many_processes_are_planned_here_as_their_link_is_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)  # which the recipe does not use

@@ -29,7 +29,7 @@ def test_what_is_written_grows_with_what_the_device_has(tmp_path: Path, monkeypa
     assert max(after - before for before, after in zip([0, *sizes], sizes, strict=False)) < 2000
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux alone counts the calls of a process")
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="only Linux counts a process's writes")
 def test_the_system_is_given_a_mebibyte_at_a_time(tmp_path: Path) -> None:
     """Larger calls took twice as much of the processor (docs/decisions/0005)."""
 
