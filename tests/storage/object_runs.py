@@ -155,7 +155,6 @@ def main(folder: Path, requested: dict[str, Any]) -> dict[str, Any]:
         "mine": outcome(run_dir),
         "theirs": outcome(folder / "undisturbed"),
         "resumes": [event["step"] for event in found if event["event"] == "resume"],
-        "incidents": [event for event in found if event["event"] == "incident"],
         "positions": [event["position"] for event in found if event["event"] == "step"],
         "said": output,
     }
