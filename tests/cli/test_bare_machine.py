@@ -40,3 +40,11 @@ def test_too_small_an_address_space_is_named(tiny: tuple[str, ...], tmp_path: Pa
     assert code == 2
     assert len(reported.splitlines()) == 1
     assert "ulimit -v" in reported
+
+
+def test_a_removed_directory_is_told(tiny: tuple[str, ...], tmp_path: Path, in_shell: InShell) -> None:
+    script = f'mkdir gone && cd gone && rmdir {tmp_path}/gone && exec "$@"'
+    code, reported = in_shell(script, "train", "digits", *tiny)
+    assert code == 2
+    assert len(reported.splitlines()) == 1
+    assert "current directory was removed" in reported

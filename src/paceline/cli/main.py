@@ -145,6 +145,7 @@ def run(arguments: list[str]) -> int:
 
         answer_shells()
     try:
+        os.getcwd()  # importing torch in a removed directory ends the process
         code = cli.main(arguments, prog_name="paceline", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         echo(error.format_message())
@@ -169,6 +170,8 @@ def _machine_limit(error: Exception) -> str:
     """Return a sentence for an error caused by this machine or a limit on this process; empty for any other error."""
     if isinstance(error, FileNotFoundError) and "temporary directory" in str(error):
         return f"{error.strerror}; set TMPDIR to a writable folder."
+    if isinstance(error, FileNotFoundError) and error.filename is None and error.errno == errno.ENOENT:  # getcwd()
+        return "the current directory was removed; change to one that exists."
     if getattr(error, "errno", None) in (errno.ENAMETOOLONG, errno.ELOOP) or "Symlink loop" in str(error):
         return f"{error}; give another path."
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

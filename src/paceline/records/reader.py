@@ -352,8 +352,7 @@ def delete_evaluations_after(directory: RunDirectory, position: int) -> None:
         if not path.is_file():
             continue
         try:
-            result = read_json(path)
-            is_later = int(result["position"]) > position
+            is_later = int(read_json(path)["position"]) > position
         except (RunDirectoryError, KeyError, TypeError, ValueError):
             is_later = True  # a partial file of another disk: nobody could read it
         if is_later:

@@ -444,8 +444,7 @@ def draw_chart(points: Points, *, width: int, height: int) -> list[str]:
     labels = [f"{high:.4g}", *[""] * (height - 2), f"{low:.4g}"]
     margin = max(map(len, labels)) + 1
     columns = max(4, width - margin)
-    dots = _dots(finite, low, high, columns * 2, height * 4)
-    cells = dots.reshape(height, 4, columns, 2).transpose(0, 2, 1, 3)
+    cells = _dots(finite, low, high, columns * 2, height * 4).reshape(height, 4, columns, 2).transpose(0, 2, 1, 3)
     codes = (cells * _BITS).sum(axis=(2, 3)) + _EMPTY
     first, last = f"{finite[0, 0]:g}", f"{finite[-1, 0]:g}"
     positions = f"{first}{last:>{max(1, columns - len(first))}}" if len(finite) > 1 else first

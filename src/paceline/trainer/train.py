@@ -474,8 +474,7 @@ def _log_start(run: Run, loaded: LoadedRecipe, decision: ResumeDecision, notices
     if run.utilisation is not None:
         run.recorder.write(run.utilisation.event(run.progress.here))
     if restarts := read_launch(os.environ).restarts:
-        message = f"the processes died and were restarted, {counted(restarts, 'time')} so far"
-        run.recorder.incident("restart", message)
+        run.recorder.incident("restart", f"the processes died and were restarted, {counted(restarts, 'time')} so far")
     for notice in (*loaded.notices, *notices, *decision.notices):
         run.display.message(notice)
     device = f"{plan.device_name}, {counted(plan.world_size, 'process')}, {plan.precision}"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from paceline.checkpoint.store import CheckpointStore, checkpoint_name
 from paceline.files import is_ignored
+from paceline.plain_yaml import yaml_line
 from paceline.recipe.load import load_recipe
 from paceline.records.events import truncate_after
 from paceline.records.reader import read_plan
@@ -402,17 +403,16 @@ def _with_images(
     for path in _copy_of_a_class(Path(data.path), folder):
         corrupt(path)
     faulted = context.killed(name)
-    restart = RestartOptions(overrides=(f"data.path={folder}", "data.max_broken=0"))
+    restart = RestartOptions(overrides=(f"data.path={yaml_line(str(folder))}", "data.max_broken=0"))
     _refused(context, faulted, *expected_words, restart=restart)
     context.recover(faulted)
     return faulted
 
 
-def _copy_of_a_class(images: Path, target: Path) -> list[Path]:
+def _copy_of_a_class(source: Path, target: Path) -> list[Path]:
     """Create a folder of links to the images, with copies for its last training class; returns the copies."""
-    source = images
     target.mkdir()
-    for name in ("train", None) if (images / "train").is_dir() else (None,):
+    for name in ("train", None) if (source / "train").is_dir() else (None,):
         entries = sorted(each for each in source.iterdir() if not is_ignored(each.name))
         copied = source / name if name else max(each for each in entries if each.is_dir())
         for entry in entries:
