@@ -30,21 +30,16 @@ def test_without_a_folder_for_temporary_files_the_launcher_says_so(
     read_only = f"for each in /tmp /var/tmp {tmp_path}; do mount --bind -o ro $each $each; done; cd {tmp_path}"
     script = f"""TMPDIR=/no-such unshare -m bash -c '{read_only} && exec "$@"' "$0" "$@" """
     code, reported = in_shell(script, "train", "digits", *tiny, "--processes", "2", "--run-dir", "run")
-    assert code == 2
-    assert len(reported.splitlines()) == 1
-    assert "TMPDIR" in reported
+    assert (code, len(reported.splitlines()), "TMPDIR" in reported) == (2, 1, True), reported
 
 
-def test_too_small_an_address_space_is_named(tiny: tuple[str, ...], tmp_path: Path, in_shell: InShell) -> None:
-    code, reported = in_shell('ulimit -v 1500000; exec "$@"', "train", "digits", *tiny)
-    assert code == 2
-    assert len(reported.splitlines()) == 1
-    assert "ulimit -v" in reported
+MISSING = {
+    "ulimit -v": 'ulimit -v 1500000; exec "$@"',
+    "current directory was removed": 'mkdir gone && cd gone && rmdir ../gone && exec "$@"',
+}
 
 
-def test_a_removed_directory_is_told(tiny: tuple[str, ...], tmp_path: Path, in_shell: InShell) -> None:
-    script = f'mkdir gone && cd gone && rmdir {tmp_path}/gone && exec "$@"'
-    code, reported = in_shell(script, "train", "digits", *tiny)
-    assert code == 2
-    assert len(reported.splitlines()) == 1
-    assert "current directory was removed" in reported
+@pytest.mark.parametrize("named", MISSING)
+def test_what_is_missing_is_named(tiny: tuple[str, ...], in_shell: InShell, named: str) -> None:
+    code, reported = in_shell(MISSING[named], "train", "digits", *tiny)
+    assert (code, len(reported.splitlines()), named in reported) == (2, 1, True), reported
