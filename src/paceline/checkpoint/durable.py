@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -40,9 +41,9 @@ _PAUSES_SECONDS = (0.1, 0.4, 1.5)
 # fills do not crowd out the data's.
 _FLUSH_BYTES = 64 * 2**20
 # Maximum bytes per call: larger ones took twice as much processor time (docs/decisions/0005, benchmarks/checkpoint.py).
-_WRITE_BYTES = 2**20
+PIECE_BYTES = 2**20
 
-_ALGORITHMS: dict[str, Callable[..., Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
+ALGORITHMS: dict[str, Callable[..., Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 P = ParamSpec("P")
@@ -66,7 +67,7 @@ class FileFacts:
     @classmethod
     def of(cls, content: bytes | bytearray, algorithm: str = "blake3") -> FileFacts:
         """Describe a file with this content."""
-        return cls(len(content), _ALGORITHMS[algorithm](content).hexdigest(), algorithm)
+        return cls(len(content), ALGORITHMS[algorithm](content).hexdigest(), algorithm)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> FileFacts:
@@ -137,8 +138,8 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
     size = flushed = 0
     with open(path, "xb") as file:
         for chunk in chunks:
-            for start in range(0, len(chunk), _WRITE_BYTES):
-                piece = chunk[start : start + _WRITE_BYTES]
+            for start in range(0, len(chunk), PIECE_BYTES):
+                piece = chunk[start : start + PIECE_BYTES]
                 digest.update(piece)
                 file.write(piece)
                 size += len(piece)
@@ -155,7 +156,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
 def hash_file(path: Path, algorithm: str = "blake3") -> FileFacts:
     """Read a file in pieces and return its facts; memory use does not depend on its size."""
     with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, _ALGORITHMS[algorithm])
+        digest = hashlib.file_digest(file, ALGORITHMS[algorithm])
         return FileFacts(file.tell(), digest.hexdigest(), algorithm)
 
 
@@ -169,12 +170,17 @@ def size_of(directory: Path) -> int:
     return size
 
 
-@with_retries
-def read_regular_file(path: Path) -> bytearray:
-    """Read a complete file; a pipe or a device, which might never end, is refused with an :class:`OSError`."""
+def open_regular_file(path: Path) -> BufferedReader:
+    """Open a file for reading; a pipe or a device, which might never end, is refused with an :class:`OSError`."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"{path} is not a regular file")
-    with open(path, "rb") as file:
+    return open(path, "rb")
+
+
+@with_retries
+def read_regular_file(path: Path) -> bytearray:
+    """Read a complete file, if it is a regular one."""
+    with open_regular_file(path) as file:
         content = bytearray(os.fstat(file.fileno()).st_size)
         del content[file.readinto(content) :]  # the file may have become shorter
         return content

@@ -6,7 +6,7 @@ key that begins with ``$``: tuples, dictionaries with keys that are not plain st
 their exact bits), very large integers, and tensors.
 
 Safetensors files are written here piece by piece, so that a save needs no second copy in memory and the digest is
-computed while writing. A load needs none either: its tensors keep the bytes of the file.
+computed while writing. A load needs none either: each tensor is read into its own memory, and hashed meanwhile.
 
 The manifest is the last file written. It lists every other file with size and digest and every tensor with dtype and
 shape, and ends with a digest of itself, so that one flipped bit anywhere in a checkpoint is found.
@@ -30,7 +30,10 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.durable import (
+    ALGORITHMS,
+    PIECE_BYTES,
     FileFacts,
+    open_regular_file,
     read_regular_file,
     reporting_disk_errors,
     with_retries,
@@ -307,23 +310,38 @@ def read_tensor_file(path: Path) -> TensorFile:
     """
     try:
         with reporting_disk_errors("read", path):
-            content = read_regular_file(path)
-        return parse_tensor_file(content)
+            return read_tensors(path)[0]
     except ValueError as error:
         raise CheckpointError(f"{path} is not a whole safetensors file: {error}.") from error
 
 
-def parse_tensor_file(content: bytearray) -> TensorFile:
-    """Build the tensors of a file on its bytes, which they keep.
+@with_retries
+def read_tensors(path: Path, algorithm: str = "blake3") -> tuple[TensorFile, FileFacts]:
+    """Read a safetensors file, and describe the bytes that its tensors came from.
 
     Raises:
+        OSError: If it cannot be read.
         ValueError: Naming the broken rule.
     """
-    header, metadata, raw = _parse_header(content, len(content))
-    try:
-        tensors = dict(_tensors_on(content, header))
-    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ValueError(f"its header does not describe its content ({error})") from error
+    tensors, digest = {}, ALGORITHMS[algorithm]()
+    with open_regular_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(_PREFIX_BYTES)
+        start += file.read(_header_length(start, size))
+        digest.update(start)
+        header, metadata, raw = _parse_header(start, size)
+        try:
+            layout = list(_layout(header, len(start), size))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"its header does not describe its content ({error})") from error
+        for name, dtype, shape, size_bytes in layout:
+            content = torch.empty(size_bytes, dtype=torch.uint8)
+            # Each piece is hashed while it is in the processor's cache.
+            for piece in (content.numpy().data[at : at + PIECE_BYTES] for at in range(0, size_bytes, PIECE_BYTES)):
+                if file.readinto(piece) != len(piece):
+                    raise ValueError("it became shorter while it was read")
+                digest.update(piece)
+            tensors[name] = content.view(dtype).reshape(shape)
     for name, dtype_name in raw.items():
         dtype, stored = dtype_of(dtype_name), tensors.get(name)
         if stored is None:
@@ -331,32 +349,28 @@ def parse_tensor_file(content: bytearray) -> TensorFile:
         if stored.dtype is not torch.uint8 or stored.ndim == 0 or stored.shape[-1] != dtype.itemsize:
             raise ValueError(f"it holds a tensor whose bytes do not match its dtype {dtype_name!r}")
         empty = torch.empty(stored.shape[:-1], dtype=dtype)
-        # A copy is aligned for any dtype: torch reads 16 bytes of a complex number at once.
-        tensors[name] = stored.clone().view(dtype).squeeze(-1) if stored.numel() else empty
+        tensors[name] = stored.view(dtype).squeeze(-1) if stored.numel() else empty
     metadata.pop(_RAW_DTYPES, None)
-    return TensorFile(tensors, metadata)
+    return TensorFile(tensors, metadata), FileFacts(size, digest.hexdigest(), algorithm)
 
 
-def _tensors_on(content: bytearray, header: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file, after checking that they fill it without gaps and without overlaps."""
-    start = end = _PREFIX_BYTES + _header_length(content[:_PREFIX_BYTES], len(content))
+def _layout(header: Mapping[str, Any], start: int, file_size: int) -> Iterator[tuple[str, torch.dtype, list[int], int]]:
+    """Yield each tensor's name, dtype, shape and bytes, after checking that they fill the file from ``start`` on."""
+    end = start
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         if (dtype_name := _DTYPES.get(entry["dtype"])) is None:
             raise ValueError(f"it holds a tensor of the unknown dtype {entry['dtype']!r}")
         dtype, shape = dtype_of(dtype_name), entry["shape"]
         # Checked before they are multiplied: products of very long numbers take hours.
-        if len(shape) > _MOST_SIDES or not all(type(side) is int and 0 <= side < 2**63 for side in shape):
+        is_shape = len(shape) <= _MOST_SIDES and all(type(side) is int and 0 <= side < 2**63 for side in shape)
+        if not is_shape or math.prod(side or 1 for side in shape) >= 2**63:
             raise ValueError(f"{name!r} has no shape of a tensor")
-        count = math.prod(shape)
-        begin, end = end, end + count * dtype.itemsize
-        if entry["data_offsets"] != [begin - start, end - start] or end > len(content):
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        if entry["data_offsets"] != [begin - start, end - start] or end > file_size:
             raise ValueError(f"{name!r} is not where the tensor before it ends")
-        # Other programs may not align their tensors.
-        source, offset = (content[begin:end], 0) if begin % dtype.itemsize else (content, begin)
-        options: dict[str, Any] = {"dtype": dtype, "count": count, "offset": offset}
-        yield name, torch.frombuffer(source, **options).reshape(shape) if count else torch.empty(shape, dtype=dtype)
-    if end != len(content):
-        raise ValueError(f"{len(content) - end} bytes belong to no tensor")
+        yield name, dtype, shape, end - begin
+    if end != file_size:
+        raise ValueError(f"{file_size - end} bytes belong to no tensor")
 
 
 @with_retries

@@ -25,9 +25,9 @@ from paceline.checkpoint.format import (
     TensorFile,
     decode,
     parse_manifest,
-    parse_tensor_file,
     pickle_hint,
     read_header,
+    read_tensors,
 )
 from paceline.checkpoint.sharded import ChunkOf, assemble, check_cover, read_chunks
 from paceline.errors import CheckpointError, UnreadableError, did_you_mean
@@ -166,7 +166,8 @@ def _read_tensors(path: Path, name: str, entry: ComponentEntry) -> TensorFile:
     def files() -> Iterator[TensorFile]:
         for file in entry.tensor_files:
             with _naming(path, file):
-                content = parse_tensor_file(_read_checked(path, file, entry.files[file]))
+                content, found = read_tensors(path / file, entry.files[file].algorithm)
+                _compare(found, entry.files[file])
             metadata.update(content.metadata)
             yield content
 

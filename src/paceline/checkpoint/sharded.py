@@ -128,8 +128,7 @@ def assemble(specs: Mapping[str, TensorSpec], files: Iterable[TensorFile]) -> di
         inventory = {key: TensorSpec.of(tensor) for key, tensor in file.tensors.items()}
         for key, chunk in _chunks_in_file(specs, inventory, file.metadata).items():
             if chunk.sizes == specs[key].shape:
-                # A copy, which does not keep the parts of other tensors in this file.
-                tensors[key] = file.tensors[key].clone()
+                tensors[key] = file.tensors[key]
                 continue
             if key not in tensors:
                 tensors[key] = torch.empty(specs[key].shape, dtype=file.tensors[key].dtype)

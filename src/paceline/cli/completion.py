@@ -108,8 +108,7 @@ class Completion:
 
     def run(self, _: Log) -> Result:
         """Return the completion script."""
-        group = click.get_current_context().find_root().command
-        script = _SHELLS[self.shell](group, {}, "paceline", VARIABLE).source()
+        script = _SHELLS[self.shell](click.get_current_context().find_root().command, {}, "paceline", VARIABLE).source()
         return Document(document={"shell": self.shell, "script": script}, shown=Shown(blocks=[script.rstrip("\n")]))
 
 

@@ -265,8 +265,7 @@ def _launched(command: Any, values: dict[str, Any]) -> int | None:
     ]
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
         scratch = ["--scratch", folder] if "scratch" in values else []
-        name = str(context.info_name)
-        return launch(count, [name, *scratch, *arguments])
+        return launch(count, [str(context.info_name), *scratch, *arguments])
 
 
 def _print(shown: Shown) -> None:

@@ -96,8 +96,7 @@ class Evaluate:
         from paceline.checkpoint.weights import read_weights
 
         saved = read_weights(self.target, self.weights, best=self.best)
-        recipe = stored_recipe(saved.description("recipe"), str(saved.path), self.overrides)
-        return usable_gpus(recipe.parallel.device)
+        return usable_gpus(stored_recipe(saved.description("recipe"), str(saved.path), self.overrides).parallel.device)
 
     def run(self, _: Log) -> Result:
         """Score the weights; a collective of all ranks."""

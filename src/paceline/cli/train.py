@@ -176,8 +176,7 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
         from paceline.trainer.train import Options, train_recipe
 
     display = choose_display(sys.stderr if as_json else sys.stdout)
-    options = Options(run_dir=run_dir, resume=resume, display=display, report=report_at_the_end)
-    result = train_recipe(loaded, options)
+    result = train_recipe(loaded, Options(run_dir=run_dir, resume=resume, display=display, report=report_at_the_end))
     code = store_exit_code(StoppedError.exit_code if result.status == "stopped" else 0)
     if is_first_process():
         if as_json:

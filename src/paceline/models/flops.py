@@ -279,8 +279,7 @@ class WorkCounter:
         dtype = next((str(each.dtype).removeprefix("torch.") for each in tensors if each.is_floating_point()), "")
         name = func.overloadpacket.__name__ if isinstance(func, OpOverload) else str(func)
         for part, phase in zip(parts, phases, strict=True):
-            key = (origin.layer, phase, name, dtype, part.product, part.is_known)
-            sums = self._found.setdefault(key, [0, 0, 0, 0])
+            sums = self._found.setdefault((origin.layer, phase, name, dtype, part.product, part.is_known), [0, 0, 0, 0])
             for index, value in enumerate((1, part.flops, part.bytes_read, part.bytes_written)):
                 sums[index] += value
 

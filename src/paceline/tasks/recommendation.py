@@ -110,8 +110,7 @@ class Recommendation(Task):
         if not isinstance(source, SyntheticClicks):
             return {}
         ids = np.arange(len(source))
-        labels = source.read(ids).labels.astype(bool)
-        return {"best_possible_auc": area_under_curve(source.probabilities(ids), labels)}
+        return {"best_possible_auc": area_under_curve(source.probabilities(ids), source.read(ids).labels.astype(bool))}
 
     def _unused(self) -> dict[str, str]:
         """Return keys that have no effect on this task or data set."""

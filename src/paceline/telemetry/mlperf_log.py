@@ -131,8 +131,7 @@ def _read(directory: RunDirectory, overrides: Sequence[str]) -> _Facts:
         raise RecipeError(
             f"found '{invalid[0]}', but for a finished run only telemetry.submission keys can be changed."
         )
-    changes = ["telemetry.mlperf=true", *overrides]
-    recipe = stored_recipe(read_recipe(directory), str(directory.recipe), changes)
+    recipe = stored_recipe(read_recipe(directory), str(directory.recipe), ["telemetry.mlperf=true", *overrides])
     plan = read_plan(directory)
     check_mlperf(recipe, evaluation_samples=plan["evaluation_samples"], peak_lr=plan["peak_lr"])
     return _Facts(

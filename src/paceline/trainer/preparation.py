@@ -465,8 +465,7 @@ def load_initial_weights(network: nn.Module, model: Model) -> list[str]:
     """
     if model.initialize_from is None:
         return []
-    source = Path(local_path(model.initialize_from, key="model.initialize_from"))
-    saved = read_weights(source)
+    saved = read_weights(Path(local_path(model.initialize_from, key="model.initialize_from")))
     state_on_disk, changed = adapt_weights(network.state_dict(), saved.plain)
     state = with_shared(network, state_on_disk)
     notices = [f"model.initialize_from: {saved.path}: {each}" for each in changed]

@@ -135,8 +135,7 @@ def _write_artifacts(run: Run, evaluation: Evaluation) -> None:
             failure = str(error)
     if failure:
         run.recorder.saves_examples = False
-        message = f"examples of the evaluation are not saved: {failure}"
-        run.recorder.incident("not_kept", message)
+        run.recorder.incident("not_kept", f"examples of the evaluation are not saved: {failure}")
 
 
 def report_broken(run: Run, broken: list[BrokenSample], *, training: bool = True) -> None:

@@ -222,8 +222,7 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
     launch = without_standby_ranks(full_launch, recipe)
     if launch is None:
         assert options.run_dir is not None  # checked by _check_restarts
-        summary = wait_for_training(options.run_dir)
-        return TrainResult(status="completed", run_dir=options.run_dir, summary=summary)
+        return TrainResult(status="completed", run_dir=options.run_dir, summary=wait_for_training(options.run_dir))
     loaded = replace(loaded, notices=(*loaded.notices, *elastic_notices(full_launch, launch)))
     with _opened(loaded, options, launch, started) as (checked, opened):
         if opened.decision.completed:

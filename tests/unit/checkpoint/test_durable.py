@@ -13,7 +13,7 @@ from paceline.checkpoint import durable
 
 def test_what_is_written_grows_with_what_the_device_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "_FLUSH_BYTES", 1000)
-    monkeypatch.setattr(durable, "_WRITE_BYTES", 500)
+    monkeypatch.setattr(durable, "PIECE_BYTES", 500)
     sizes, real = [], os.fsync
 
     def fsync(descriptor: int) -> None:

@@ -228,8 +228,7 @@ class Objects:
 
     def trainable(self, height: int, width: int) -> Objects:
         """Return which objects a network can learn from: not crowds, empty boxes or empty masks."""
-        edges = np.array([width, height, width, height], dtype=np.float64)
-        boxes = np.clip(self.boxes, 0, edges)
+        boxes = np.clip(self.boxes, 0, np.array([width, height, width, height], dtype=np.float64))
         keep = ~self.crowd & (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
         keep &= True if self.masks is None else self.masks.max(axis=(1, 2)) > 0
         masks = None if self.masks is None else self.masks[keep]

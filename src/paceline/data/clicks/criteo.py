@@ -462,8 +462,7 @@ class InMemoryRows:
         # In chunks: reading needs several times the size of a chunk.
         for begin in range(0, len(source), _READ_AT_ONCE):
             ids = np.arange(begin, min(begin + _READ_AT_ONCE, len(source)))
-            read = source.read(ids)
-            self._rows.dense[ids], self._rows.categories[ids], self._rows.labels[ids] = read
+            self._rows.dense[ids], self._rows.categories[ids], self._rows.labels[ids] = source.read(ids)
 
     def __len__(self) -> int:
         return len(self._rows.labels)

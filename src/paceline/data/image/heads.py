@@ -74,8 +74,7 @@ def broken_files(source: FileSource) -> dict[int, str]:
 
     with ThreadPoolExecutor(_READERS) as pool:
         stamps = list(pool.map(stamp_or_none, paths))
-        key = (_VERSION, HEIF_ENDINGS, paths)
-        faults = cached("heads", key, stamps, find, now=now, is_kept=is_kept)
+        faults = cached("heads", (_VERSION, HEIF_ENDINGS, paths), stamps, find, now=now, is_kept=is_kept)
     return {int(samples[index]): reason for index, reason in faults}
 
 

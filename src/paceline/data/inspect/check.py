@@ -145,8 +145,7 @@ def check_data(
             )
         check_place(subject.root, quarantine)
     # Images without exactly one class are checked as if they had one.
-    labels = np.concatenate([strata(each.labels) for each in subject.splits.values()])
-    samples = JoinedSource(subject.splits, labels)
+    samples = JoinedSource(subject.splits, np.concatenate([strata(each.labels) for each in subject.splits.values()]))
     workers = workers or available_cores()
     dataset = subject.dataset
     viewers = [

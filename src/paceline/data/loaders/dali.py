@@ -566,8 +566,7 @@ class DaliBackend:
             inputs = vary(inputs, self._view.augment, work.draws.select(intact))
         if work.draws is not None:
             inputs = shrunk(inputs, self._view.size_at(work.piece.epoch), self._view.interpolation)
-        targets = torch.from_numpy(self._source.labels[ids])
-        return Batch(inputs, targets, ids, work.piece, broken)
+        return Batch(inputs, torch.from_numpy(self._source.labels[ids]), ids, work.piece, broken)
 
     def _inputs(self, work: _Work) -> torch.Tensor:
         rows = [row for row in work.rows if not isinstance(row, BrokenSample)]

@@ -157,8 +157,7 @@ def _side_by_side(
         rows[key] = (key, *marked)
     if len(runs) > 1:
         if differing:
-            caption = f"Where the {noun}s differ"
-            yield Table(columns=columns, rows=[rows[key] for key in differing], caption=caption)
+            yield Table(columns=columns, rows=[rows[key] for key in differing], caption=f"Where the {noun}s differ")
         else:
             yield Text(f"The {noun}s are the same.")
     yield Table(columns=columns, rows=[*rows.values()], caption=f"The whole {noun}", folded=folded)

@@ -67,8 +67,7 @@ def ledger_counts(runs: Sequence[RunRecord]) -> Iterator[Block]:
     ]
     if rows:
         columns = ("run", "epochs complete", "used twice", "missing", "broken", "each sample once per epoch")
-        caption = "Samples in the ledger, counted when the run ended"
-        yield Table(columns=columns, rows=rows, caption=caption)
+        yield Table(columns=columns, rows=rows, caption="Samples in the ledger, counted when the run ended")
     for name, each in counts:
         if each is None:
             yield Text(f"{name}: the ledger is counted when a run completes or is stopped, which it has not been.")

@@ -111,8 +111,7 @@ def test_transparency_is_laid_over_white() -> None:
     image = Image.new("RGBA", (2, 1), (255, 0, 0, 255))
     image.putpixel((1, 0), (0, 0, 0, 0))
     assert decode(png(image), 3).tolist() == [[[255, 0, 0], [255, 255, 255]]]
-    half = Image.new("LA", (1, 1), (0, 127))
-    assert decode(png(half), 1).tolist() == [[[128]]]
+    assert decode(png(Image.new("LA", (1, 1), (0, 127))), 1).tolist() == [[[128]]]
 
 
 def test_palette_with_transparency() -> None:

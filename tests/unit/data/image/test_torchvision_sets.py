@@ -145,8 +145,7 @@ def test_sets_that_load_a_pickle_are_refused(name: str, tmp_path: Path) -> None:
 def test_what_only_torchvision_knows_is_asked_of_it() -> None:
     options = {"size": 40, "image_size": (3, 12, 10), "num_classes": 4}
     found = opened("FakeData", None, options=options, validation_fraction=0)
-    theirs = known.FakeData(**options)
-    assert same(found.train, theirs, "RGB")
+    assert same(found.train, known.FakeData(**options), "RGB")
     assert (len(found.classes), found.reasons["path"]) == (4, "torchvision returns the images one by one")
     assert (
         opened("FakeData", None, options=options | {"random_offset": 1}, validation_fraction=0).digest != found.digest
