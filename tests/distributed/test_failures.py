@@ -144,7 +144,7 @@ def test_a_broken_image_is_told_once(studio: Path, run: Call, run_here: Call, tm
     assert "data.on_bad=skip" in refused.err
     assert allowed.code == 0, allowed.err
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    # Other incidents may stand beside it: other work on the machine makes a rank slow indeed.
+    # Other work on the machine may add an incident of a slow rank.
     broken_images = [event["path"] for event in events if event.get("incident") == "broken_sample"]
     assert [path.endswith("007.png") for path in broken_images] == [True]
     audit = run_here("audit", tmp_path / "run", "--json").document
