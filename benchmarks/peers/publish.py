@@ -176,7 +176,7 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def readme(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """README with its rows of the page's table as they are now."""
+    """Return README's text with the ratios of these results in its table."""
     table = {(row.workload, row.key): row for row in rows(results)}
     for title, key in _IN_README.items():
         if key in table:

@@ -363,7 +363,7 @@ def _layout(header: Mapping[str, Any], start: int, file_size: int) -> Iterator[t
         dtype, shape = dtype_of(dtype_name), entry["shape"]
         # Checked before they are multiplied: products of very long numbers take hours.
         is_shape = len(shape) <= _MOST_SIDES and all(type(side) is int and 0 <= side < 2**63 for side in shape)
-        if not is_shape or math.prod(side or 1 for side in shape) >= 2**63:
+        if not is_shape or type(shape) is not list or math.prod(side or 1 for side in shape) >= 2**63:
             raise ValueError(f"{name!r} has no shape of a tensor")
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         if entry["data_offsets"] != [begin - start, end - start] or end > file_size:

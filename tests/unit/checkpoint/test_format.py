@@ -313,7 +313,7 @@ def test_files_of_the_safetensors_library_are_read(tmp_path: Path) -> None:
 
 
 def test_a_load_needs_no_second_copy(tmp_path: Path) -> None:
-    """In a process of its own, which may have little more memory than the state takes."""
+    """A separate process reads it, and its memory limit is little more than the state."""
     state = {"a": torch.rand(10_000_000), "b": torch.rand(10_000_000).to(torch.float8_e4m3fnuz)}
     saved = CheckpointStore(tmp_path).save(1, {"model": state}, {})
     script = """
@@ -376,6 +376,8 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         ({"a": {**ENTRY, "shape": [2**62] * 1_000_000}}, b"12345678", None, "does not describe"),
         ({"a": {**ENTRY, "shape": [3]}}, b"12345678", None, "does not describe"),
         ({"a": {**ENTRY, "shape": [1 << 62, 1 << 62]}}, b"12345678", None, "does not describe"),
+        ({"a": {"dtype": "F64", "shape": {}, "data_offsets": [0, 8]}}, b"12345678", None, "does not describe"),
+        ({"a": {**ENTRY, "shape": [0, 2**62, 2**62], "data_offsets": [0, 0]}}, b"", None, "does not describe"),
         ({"a": {**ENTRY, "data_offsets": [8, 16]}}, b"12345678", None, "does not describe"),
         ({"a": {**ENTRY, "data_offsets": [0, 800]}}, b"12345678", None, "does not describe"),
         ({"a": ENTRY}, b"1234567", None, "does not describe"),

@@ -190,8 +190,7 @@ def test_data_in_memory_are_checked() -> None:
 
 def test_an_archive_is_checked(tmp_path: Path) -> None:
     """Copies in CIFAR-10's test images, as they are in the one that is published."""
-    draws = np.random.default_rng(0)
-    pixels = draws.integers(0, 256, (6, 20, 3072), dtype=np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 20, 3072), dtype=np.uint8)
     pixels[5, 3] = pixels[2, 7]
     for number, batch in enumerate(pixels):
         name = f"data_batch_{number + 1}.bin" if number < 5 else "test_batch.bin"

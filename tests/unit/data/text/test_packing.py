@@ -60,8 +60,7 @@ def test_the_same_seed_packs_the_same_and_another_otherwise() -> None:
 
 
 def test_long_pieces_stand_first_no_more_often_than_last() -> None:
-    lengths = np.random.default_rng(2).integers(1, 64, 6000)
-    table = packed_rows(lengths, 128, 3)
+    table = packed_rows(np.random.default_rng(2).integers(1, 64, 6000), 128, 3)
     sizes, starts, ends = table.ends - table.begins, table.starts[:-1], table.starts[1:] - 1
     several = starts < ends
     first, last = sizes[starts[several]].mean(), sizes[ends[several]].mean()
