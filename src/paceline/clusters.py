@@ -32,7 +32,8 @@ class Cluster:
     """Identical machines, and the network between them.
 
     Attributes:
-        name: Its name on the command line: ``dgx-a100``. title: Its full name.
+        name: Its name on the command line: ``dgx-a100``.
+        title: Its full name.
         device: Its accelerator's name in :mod:`paceline.devices`; None for any.
         devices_per_node: Accelerators per machine.
         within: Link between the accelerators of a machine, per accelerator.

@@ -21,7 +21,8 @@ class Device:
     """One accelerator.
 
     Attributes:
-        name: Its name on the command line: ``a100-80gb``. title: The vendor's name.
+        name: Its name on the command line: ``a100-80gb``.
+        title: The vendor's name.
         memory_bytes: Memory available to programs.
         bytes_per_second: Peak rate of that memory.
         flops_per_second: Dense peaks by the precision of the products' inputs: ``fp32`` (no matrix units), ``tf32``,

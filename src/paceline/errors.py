@@ -92,7 +92,9 @@ def did_you_mean(value: str, options: Iterable[str], *, count: int = 3, shown: C
     """Return a sentence with the nearest option names, preceded by a space, or an empty string.
 
     Args:
-        value: The given name. options: The possible names. count: Maximum number of names.
+        value: The given name.
+        options: The possible names.
+        count: Maximum number of names.
         shown: How a name is written in the sentence, if that differs from how names are compared.
     """
     matches = difflib.get_close_matches(value, list(options), n=count, cutoff=_CUTOFF)

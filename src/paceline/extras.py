@@ -17,7 +17,9 @@ class Library:
     """One optional library.
 
     Attributes:
-        distribution: Its package name. module: Its import name. min_version: Minimum version; empty for any.
+        distribution: Its package name.
+        module: Its import name.
+        min_version: Minimum version; empty for any.
         instead: Another distribution of the same module; empty if there is none.
     """
 

@@ -33,6 +33,11 @@ _KILL_POLL_SECONDS = 0.005
 _KILL_SECONDS = 20.0
 
 
+def signal_name(code: int) -> str:
+    """Return the name of the signal of a negative exit code; most real-time signals have only a number."""
+    return signal.Signals(-code).name if -code in [*signal.Signals] else f"signal {-code}"
+
+
 @dataclass(eq=False)
 class Child:
     """A process that a group has started.
@@ -60,7 +65,7 @@ class Child:
             return "is still running"
         if code < 0:
             hint = " (the system may have been out of memory)" if code == -signal.SIGKILL else ""
-            return f"was ended by {signal.Signals(-code).name}{hint}"
+            return f"was ended by {signal_name(code)}{hint}"
         lines = self.errors.read_text(encoding="utf-8", errors="replace").strip().splitlines() if self.errors else []
         return lines[-1] if lines else f"ended with exit code {code} and no message"
 

@@ -17,7 +17,7 @@ from typing import Self
 
 from paceline.distributed.environment import read_launch
 from paceline.errors import LaunchError
-from paceline.processes import ProcessGroup, can_find_descendants, without_rank_variables
+from paceline.processes import ProcessGroup, can_find_descendants, signal_name, without_rank_variables
 
 _POLL_SECONDS = 0.002
 _STOP_SECONDS = 120.0
@@ -166,7 +166,7 @@ def said(launch: Launch) -> str:
             return others[-1] if "Traceback" in message else " ".join([first, *map(str.strip, others)])
         return first
     if code is not None and code < 0:
-        return f"ended by {signal.Signals(-code).name}"
+        return f"ended by {signal_name(code)}"
     ended = [line for line in launch.out.splitlines() if line.startswith(("Stopped", "Completed"))]
     return ended[-1] if ended else ""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import LabError
+from paceline.processes import signal_name
 from paceline_course.cells import names_in, read_notebook, tags_of
 from paceline_course.course import Lab
 from paceline_course.exercises import Verdict
@@ -170,5 +170,5 @@ def _why(ended: ScratchResult, seconds: float) -> str:
     if ended.code is None:
         return f"was still running after {seconds:g} s: is there an infinite loop? (--seconds gives more time)"
     if ended.code < 0:
-        return f"ended Python with {signal.Signals(-ended.code).name}"
+        return f"ended Python with {signal_name(ended.code)}"
     return f"ended Python with exit code {ended.code}"

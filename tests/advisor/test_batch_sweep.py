@@ -167,8 +167,7 @@ def test_a_run_that_fails_later_leaves_the_others(tmp_path: Path, monkeypatch: p
 )
 def test_steps_lie_between_two_evaluations(scores: Sequence[float], reached: bool, steps: float) -> None:
     evaluations = [{"step": 5 * number, "top1_accuracy": score} for number, score in enumerate(scores, start=1)]
-    run = TargetRun(seed=0, reached=reached, evaluations=evaluations)
-    assert steps_to(run, TARGET) == steps
+    assert steps_to(TargetRun(seed=0, reached=reached, evaluations=evaluations), TARGET) == steps
 
 
 def synthetic(knee: float = 100) -> Swept:

@@ -44,8 +44,7 @@ def test_what_the_recipe_switches_off_stays_off() -> None:
 
 
 def test_several_processes_are_drilled_exactly() -> None:
-    requested = Drill(recipe="digits", processes=2)
-    assert load_recipe("digits", shortened(requested)).recipe.parallel.exact
+    assert load_recipe("digits", shortened(Drill(recipe="digits", processes=2))).recipe.parallel.exact
 
 
 def test_a_run_too_short_to_be_disturbed_is_refused() -> None:

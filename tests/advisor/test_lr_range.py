@@ -142,8 +142,7 @@ def test_rates_rise_as_asked(find: Callable[..., Any]) -> None:
 def test_the_process_is_as_it_was(find: Callable[..., Any], custom: None, deterministic: bool) -> None:
     before = process()
     overrides = {**SENSITIVE, "train.deterministic": deterministic, "train.float32_matmul": "highest"}
-    found = find(overrides, on_loss=disturb)
-    assert len(found.rates) == 30
+    assert len(find(overrides, on_loss=disturb).rates) == 30
     assert process() == before
 
 

@@ -70,8 +70,7 @@ def test_a_bad_trial_is_stopped_and_another_search_is_refused(
     assert {rate for rate, _ in states} == {0.05, 1e-12}
     assert all(state == ("COMPLETE" if rate == 0.05 else "PRUNED") for rate, state in states[good:]), states
     assert report.ranked[0].params == {"optimizer.lr": 0.05}
-    document = report.to_json()
-    assert document["best"] == report.ranked[0].user_attrs["run"]
+    assert report.to_json()["best"] == report.ranked[0].user_attrs["run"]
     with pytest.raises(RunDirectoryError, match="another search"):
         module.tune(requested("optimizer.lr: [0.1]", trials=9), lambda _: None)
 

@@ -224,8 +224,7 @@ def test_it_can_be_used_by_keyboard_and_heard(folder: Path, show: Call) -> None:
     assert page.locator("main").count() == page.locator("h1").count() == page.locator("header").count() == 1
     for plot in page.locator(".plot").all():
         assert len(str(plot.get_attribute("aria-label"))) > 4
-    headings = page.locator("h2").all_inner_texts()
-    assert headings == page.locator("nav a").all_inner_texts()
+    assert page.locator("h2").all_inner_texts() == page.locator("nav a").all_inner_texts()
 
 
 def test_a_name_does_nothing(folder: Path, show: Call) -> None:

@@ -55,8 +55,7 @@ def paceline_here(
 
     def call(*arguments: object) -> Done:
         capfd.readouterr()
-        code = run_command_line([str(each) for each in arguments])
-        return Done(code, *capfd.readouterr())
+        return Done(run_command_line([str(each) for each in arguments]), *capfd.readouterr())
 
     return call
 

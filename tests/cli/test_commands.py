@@ -63,8 +63,7 @@ def test_what_starts_its_ranks_itself_says_so(
     assert "Leave it out under torchrun" not in said
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
-    done = paceline_here(*words).refused()
-    assert "run it alone, with --processes N" in " ".join(done.err.split())
+    assert "run it alone, with --processes N" in " ".join(paceline_here(*words).refused().err.split())
 
 
 def test_without_a_command_it_explains_itself_too(paceline_here: Call) -> None:
@@ -152,8 +151,7 @@ def test_a_recipe_shown_can_be_saved_and_trained(paceline_here: Call, tmp_path: 
     shown = paceline_here("recipes", "show", "digits")
     (tmp_path / "mine.yaml").write_text(shown.out)
     resolved = paceline_here("recipes", "show", "digits", "--json").document
-    plan = paceline_here("train", "mine.yaml", "--plan-only", "--json").document
-    assert plan["recipe"] == resolved
+    assert paceline_here("train", "mine.yaml", "--plan-only", "--json").document["recipe"] == resolved
     assert resolved["data"]["dataset"] == "digits"
 
 
@@ -174,8 +172,7 @@ def test_environment(paceline_here: Call) -> None:
     assert document["jpeg_decoder"].startswith("compiled, with ") or "is not available (" in document["jpeg_decoder"]
     assert document["backends"]["pytorch"] == "available"
     assert document["backends"]["dali"] == "available" or "pip install" in document["backends"]["dali"]
-    reported = paceline_here("env").ended(0)
-    assert "devices" in reported.out
+    assert "devices" in paceline_here("env").ended(0).out
 
 
 # ----------------------------------------------------------------------------------------------- what a run is
@@ -397,8 +394,7 @@ def test_predict_reports_what_it_leaves_out(
     assert (done.code, done.err.count("\n")) == (0, 1)
     assert "1 left out ('photos/notes.md')" in done.err
     assert done.document["left_out"] == [done.err.removeprefix("note: ").rstrip()]
-    answers = (tmp_path / "answers.csv").read_text(encoding="utf-8")
-    assert "\nphotos/caf\\udce9.png,1," in answers
+    assert "\nphotos/caf\\udce9.png,1," in (tmp_path / "answers.csv").read_text(encoding="utf-8")
     reported = paceline_here("predict", finished, "photos")
     assert (reported.code, reported.err) == (0, done.err)
     os.mkfifo(tmp_path / "pipe.png")

@@ -50,8 +50,7 @@ def test_a_part_of_a_table_counts_each_image_once(
     # What is scored elsewhere need not have as many images as were trained on.
     write(tables / "few.csv", list(range(8)))
     where = ("data.dataset=csv", "data.path=few.csv", "data.validation_fraction=0.5")
-    scored = paceline_here("evaluate", "run", *where, "--json").ended(0)
-    assert scored.document["samples"] == 4
+    assert paceline_here("evaluate", "run", *where, "--json").ended(0).document["samples"] == 4
 
 
 def test_a_part_of_a_table_is_packed(paceline_here: Call, tables: Path) -> None:

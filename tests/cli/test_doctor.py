@@ -120,5 +120,4 @@ def test_a_run_that_diverged_is_told_and_found(paceline_here: Call, tiny: tuple[
     for _ in range(2):
         done = paceline_here("train", "digits", *tiny, *rate)
         assert (done.code, "became" in done.err) == (1, True) or "the run diverged" in done.err
-    found = paceline_here("doctor", "run").ended(1)
-    assert "spoils  diverged: " in found.out
+    assert "spoils  diverged: " in paceline_here("doctor", "run").ended(1).out

@@ -32,8 +32,7 @@ def test_the_reference_knows_the_keys_of_the_schema() -> None:
 
 
 def test_a_key(paceline_here: Call) -> None:
-    done = paceline_here("explain", "schedule.period_factor").ended(0)
-    assert "schedule.name = cosine" in done.out
+    assert "schedule.name = cosine" in paceline_here("explain", "schedule.period_factor").ended(0).out
     found = paceline_here("explain", "optimizer.momentum", "--json").document
     assert (found["key"], found["default"], found["value"]) == ("optimizer.momentum", "0.9", "number ≥ 0 and < 1")
     assert "sgd" in found["used_with"]

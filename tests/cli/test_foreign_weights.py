@@ -157,5 +157,4 @@ def test_a_stored_recipe_keeps_its_values(finished: Path, tmp_path: Path) -> Non
 
     (tmp_path / "recipe.yaml").write_text(text := "a: 1e-3\nb: 010\nc: on\nd: 1.0e-3\ne: '010'\nf: ~\ng: [1, 2.5]\n")
     assert read_recipe(RunDirectory(tmp_path)) == yaml.safe_load(text)
-    stored = (finished / "recipe.yaml").read_text()
-    assert read_recipe(RunDirectory(finished)) == yaml.safe_load(stored)
+    assert read_recipe(RunDirectory(finished)) == yaml.safe_load((finished / "recipe.yaml").read_text())

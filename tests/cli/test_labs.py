@@ -75,8 +75,7 @@ def test_mistakes(paceline_here: Call, tmp_path: Path, words: tuple[str, ...], m
     (tmp_path / "notes.txt").write_text("notes")
     (tmp_path / "broken.ipynb").write_text("{")
     (tmp_path / "other.py").write_text("print(1)\n")
-    done = paceline_here("labs", *words).refused(message)
-    assert len(done.err.strip().splitlines()) == 1
+    assert len(paceline_here("labs", *words).refused(message).err.strip().splitlines()) == 1
 
 
 def test_without_the_extra(tmp_path: Path) -> None:
@@ -132,8 +131,7 @@ def test_start_opens_jupyter_on_a_terminal(tmp_path: Path, options: tuple[str, .
 
 def test_reference_program_passes(paceline: Call) -> None:
     reference = SOURCES / "paceline_course" / "notebooks" / "instructor" / "reference.py"
-    right = paceline("labs", "grade", reference, timeout=280).ended(0)
-    assert right.out.splitlines()[-1] == "Passed."
+    assert paceline("labs", "grade", reference, timeout=280).ended(0).out.splitlines()[-1] == "Passed."
 
 
 def test_lost_points_have_reasons(paceline: Call, tmp_path: Path) -> None:

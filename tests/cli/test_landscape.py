@@ -21,8 +21,7 @@ def test_a_look_at_a_run(paceline_here: Call, finished: Path, tmp_path: Path) ->
     shown = paceline_here("landscape", finished, *QUICK, "--json").document
     assert shown == written
     assert shown["runs"][0]["surface"]["values"]["loss"]
-    page = (tmp_path / "seen" / "landscape.html").read_text()
-    assert "Loss around the weights, rotatable" in page
+    assert "Loss around the weights, rotatable" in (tmp_path / "seen" / "landscape.html").read_text()
 
 
 @pytest.mark.thorough  # the same as of the study itself, through the launcher

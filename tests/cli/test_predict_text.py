@@ -43,8 +43,7 @@ def test_a_prompt_is_gone_on_from(paceline_here: Call, trained: Call) -> None:
     assert document["text"] + "\n" == first.out
     assert (document["written"], document["seed"], document["top_k"]) == (5, 3, 4)
     paceline_here("predict", run_dir, "--prompt", "", "--tokens", 5).ended(0)  # a document begins
-    refused = paceline_here("predict", run_dir, Path(__file__).parent).refused()
-    assert "contains no image" in refused.err
+    assert "contains no image" in paceline_here("predict", run_dir, Path(__file__).parent).refused().err
     paceline_here("predict", run_dir, Path(__file__).parent / "gone.txt").refused(
         "a language model", "give --prompt TEXT"
     )

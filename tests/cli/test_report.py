@@ -23,8 +23,7 @@ def test_training_leaves_a_report_and_says_where(paceline_here: Call, tiny: tupl
 
 def test_a_stopped_run_has_its_report(paceline_here: Call, tiny: tuple[str, ...], tmp_path: Path) -> None:
     paceline_here("train", "digits", *tiny, "--run-dir", "run", "--until", "4 steps").ended(75)
-    first = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert "The run was stopped" in first
+    assert "The run was stopped" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert paceline_here("train", "digits", *tiny, "--run-dir", "run").code == 0
     second = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "The run was stopped" not in second

@@ -464,8 +464,7 @@ def test_names_it_may_be_asked_as(host: str, allowed: tuple[str, ...], name: str
 
     address = bind(host, 0, allowed)
     address.socket.close()
-    problem = address.sites.problem(Headers({"host": name}))
-    assert (name in problem) != is_let_in
+    assert (name in address.sites.problem(Headers({"host": name}))) != is_let_in
 
 
 def test_without_the_extra(finished: Path, tmp_path: Path) -> None:

@@ -47,8 +47,7 @@ def test_the_exit_code_is_right_where_nothing_can_be_said(
 
 @pytest.mark.everyday
 def test_a_run_ends_as_if_its_streams_were_there(tiny: tuple[str, ...], tmp_path: Path, in_shell: InShell) -> None:
-    words = ("train", "digits", *tiny, "--run-dir", "run")
-    assert in_shell('"$@" <&- >&- 2>&-', *words) == (0, "")
+    assert in_shell('"$@" <&- >&- 2>&-', *("train", "digits", *tiny, "--run-dir", "run")) == (0, "")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
 
 

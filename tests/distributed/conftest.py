@@ -330,8 +330,7 @@ def run_here(
 
     def runner(*arguments: object) -> Done:
         capfd.readouterr()
-        code = run_command_line([str(each) for each in arguments])
-        return Done(code, *capfd.readouterr())
+        return Done(run_command_line([str(each) for each in arguments]), *capfd.readouterr())
 
     yield runner
     torch.set_num_threads(threads)

@@ -88,8 +88,7 @@ def why_not() -> str | None:
 
 def recipe_of(batch: int) -> Recipe:
     """What is trained: digits, with a network that has something to send."""
-    recipe = load_recipe("digits", OVERRIDES).recipe
-    return replace(recipe, batch=Batch(global_size=batch))
+    return replace(load_recipe("digits", OVERRIDES).recipe, batch=Batch(global_size=batch))
 
 
 def compare(

@@ -162,8 +162,7 @@ def test_the_loss_is_the_weighted_mean_over_the_global_batch(
     reference = plain_loop(criterion)
     for micro in (8, 2, 1):
         weighted = {"batch.micro_size": micro, "train.loss": loss, "train.class_weights": asked}
-        run_dir = train(ground, f"micro-{micro}", **weighted)
-        assert furthest(weights(run_dir), reference) <= 1e-12
+        assert furthest(weights(train(ground, f"micro-{micro}", **weighted)), reference) <= 1e-12
     assert furthest(weights(train(ground, "without", **{"train.class_weights": {"dog": 3}})), reference) > 0.01
 
 
@@ -306,8 +305,7 @@ def test_two_processes_draw_what_one_does(ground: Path, train_in_ranks: Call) ->
     alone = train_in_ranks(ground, RECIPE, 1, *cases.items())
     for name in cases:
         (ground / name).rename(ground / f"{name}-alone")
-    together = train_in_ranks(ground, RECIPE, 2, *cases.items())
-    assert together["exact"] == alone["exact"]
+    assert train_in_ranks(ground, RECIPE, 2, *cases.items())["exact"] == alone["exact"]
     assert furthest(weights(ground / "plain"), weights(ground / "plain-alone")) <= 1e-12
     assert all(audit_run(ground / name).passed for name in cases)
 

@@ -56,8 +56,7 @@ def test_killed_and_resumed_to_the_bit_with_nothing_left(
     command = ("train", "recipe.yaml", *SETTINGS, *model, "--run-dir")
     whole, run_dir = jpegs / "dali-whole", jpegs / "dali-killed"
     assert run_here(*command, whole).code == 0
-    killed = run(*command, run_dir, where=jpegs, variables={"DIE_AT": "90"})
-    assert killed.code == -signal.SIGKILL
+    assert run(*command, run_dir, where=jpegs, variables={"DIE_AT": "90"}).code == -signal.SIGKILL
     # Other threads and another depth of prefetching, too.
     done = run_here(*command[:-1], "data.workers=1", "data.prefetch=3", "--run-dir", run_dir)
     assert (done.code, "resumed from step" in done.out) == (0, True), done.err

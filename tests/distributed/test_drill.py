@@ -121,7 +121,6 @@ def test_a_drill_that_is_ended_leaves_nothing(start: Call) -> None:
     launched = start("drill", *DIGITS)
     launched.wait_for(lambda: list(launched.temporary.glob("paceline-drill-*/undisturbed/events.jsonl")))
     os.kill(launched.process.pid, signal.SIGTERM)
-    done = launched.wait(60)
-    assert done.code != 0
+    assert launched.wait(60).code != 0
     launched.seconds_until_alone()
     assert launched.leftovers() == []

@@ -164,8 +164,7 @@ def test_who_asks_for_an_end_is_given_one(studio: Path, start: Call, steps_recor
     launched = start(*EXACT, "--processes", 2, "--max-restarts", 3, "--run-dir", run_dir, where=studio)
     launched.wait_for(lambda: steps_recorded(run_dir) >= 3)
     launched.process.send_signal(number)
-    done = launched.wait().ended(75)
-    assert "restart" not in done.err
+    assert "restart" not in launched.wait().ended(75).err
 
 
 def test_a_mistake_is_not_tried_again(studio: Path, start: Call, tmp_path: Path) -> None:

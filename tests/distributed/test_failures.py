@@ -72,8 +72,7 @@ def test_an_exception_on_one_rank(studio: Path, frail: Call, run: Call, run_here
     assert 'frail.py", line' in done.err
     assert summary(run_dir)["status"] == "failed"
     # The fault repaired, the same command goes on from the checkpoint before it.
-    again = run(*TRAIN, run_dir, where=studio).ended(0)
-    assert "resumed from step-00000004" in again.out
+    assert "resumed from step-00000004" in run(*TRAIN, run_dir, where=studio).ended(0).out
     assert run_here("audit", run_dir).code == 0
 
 

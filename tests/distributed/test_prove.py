@@ -126,7 +126,6 @@ def test_a_proof_that_is_ended_leaves_nothing(start: Call, place: str, number: s
     launched = start("prove", *DIGITS)
     launched.wait_for(lambda: list(launched.temporary.glob(f"paceline-prove-{place}")))
     os.kill(launched.process.pid, number)
-    done = launched.wait(60)
-    assert done.code != 0
+    assert launched.wait(60).code != 0
     launched.seconds_until_alone()
     assert launched.leftovers() == []

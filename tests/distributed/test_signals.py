@@ -124,8 +124,7 @@ def test_stopped_again_and_again(
     assert [name for name in launched.leftovers() if not name.startswith("paceline-launch-")] == []
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
     reached = same_so_far(run_dir)
-    done = run(*command, where=studio).ended(0)
-    assert f"resumed from step-{reached:08d}" in done.out
+    assert f"resumed from step-{reached:08d}" in run(*command, where=studio).ended(0).out
     same_outcome(run_dir)
 
 
@@ -199,8 +198,7 @@ def test_a_second_signal_ends_at_once(
     assert "Traceback" not in done.err
     launched.seconds_until_alone(5)
     assert launched.leftovers() == []
-    again = run(*command).ended(0)
-    assert "resumed from step-" in again.out
+    assert "resumed from step-" in run(*command).ended(0).out
     assert run_here("audit", tmp_path / "patient").code == 0
 
 

@@ -117,8 +117,7 @@ def faulty(studio: Path, start: Call, run: Call, tmp_path: Path) -> Call:
         launched.seconds_until_alone(5)
         assert launched.leftovers() == []
         if goes_on:
-            again = run(*command, where=studio, **options).ended(0)
-            assert "resumed from step-00000004" in again.out
+            assert "resumed from step-00000004" in run(*command, where=studio, **options).ended(0).out
         return done, seconds
 
     return trainer
@@ -176,8 +175,7 @@ def _trap(studio: Path, run: Call) -> Path:
     if not (before / "summary.json").exists():
         run(*TRAIN, "train.duration=6 steps", "--run-dir", before, "--processes", "2", where=studio).ended(0)
     ids = [entry.ids for entry in used_samples(before, 1) if entry.step == 5]
-    sample = int(np.concatenate(ids)[-1])
-    return sorted((studio / "photos" / "train").rglob("*.png"))[sample]
+    return sorted((studio / "photos" / "train").rglob("*.png"))[int(np.concatenate(ids)[-1])]
 
 
 @pytest.fixture
@@ -205,8 +203,7 @@ def trapped(studio: Path, start: Call, run: Call, tmp_path: Path) -> Iterator[Ca
     finally:
         if kept.exists():
             kept.replace(image)
-    again = run(*command, where=studio).ended(0)
-    assert "resumed from step-00000004" in again.out
+    assert "resumed from step-00000004" in run(*command, where=studio).ended(0).out
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -121,8 +121,7 @@ def options_of(name: str) -> set[str]:
     command = command_of(name)
     commands = [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
     parameters = [each for one in commands for each in one.params if isinstance(each, click.Option)]
-    given = [option for parameter in parameters for option in parameter.opts]
-    return {*given, "--help"}
+    return {*[option for parameter in parameters for option in parameter.opts], "--help"}
 
 
 @OF_PAGES

@@ -143,8 +143,7 @@ def test_started_processes_are_ended(how: str, host: Host, tmp_path: Path) -> No
     program.write_text(
         f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import time; time.{mark}'], {how})\n"
     )
-    marks = grade(program, limits=LIMITS, host=host)
-    assert marks.points <= 1
+    assert grade(program, limits=LIMITS, host=host).points <= 1
     lines = [entry / "cmdline" for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     assert [path for path in lines if mark.encode() in content(path)] == []
 

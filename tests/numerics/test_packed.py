@@ -124,8 +124,7 @@ def test_shapes_come_from_the_index(photos: Path, tmp_path: Path, runs: Path, tr
     root = packed(photos, tmp_path / "packed")
     shown = {**CROPS, "data.evaluation_shape": "rectangular", "data.evaluation_multiple": 4}
     folder = train("folder", "image_folder", photos, **shown)
-    ours = train("packed", "packed", root, **shown)
-    assert ours.summary.metrics == folder.summary.metrics
+    assert train("packed", "packed", root, **shown).summary.metrics == folder.summary.metrics
     plans = [read_plan(RunDirectory(runs / name))["data"]["evaluation_shapes"] for name in ("folder", "packed")]
     assert plans[0] == plans[1]
     assert len(plans[0]) > 1

@@ -49,8 +49,7 @@ def resnet() -> nn.Module:
 
 def ids_of(step: int, samples: int) -> np.ndarray:
     per_epoch = math.ceil(samples / BATCH)
-    order = epoch_order(SEED, step // per_epoch, samples)
-    return order[step % per_epoch * BATCH :][:BATCH]
+    return epoch_order(SEED, step // per_epoch, samples)[step % per_epoch * BATCH :][:BATCH]
 
 
 def plain_loop(

@@ -153,8 +153,7 @@ def test_records_say_what_was_computed(train: Call) -> None:
         step: sum(int(lengths[batch.ids].sum()) for batch in shown[1:] if batch.slice.step == step) for step in range(8)
     }
     for step, event in enumerate(events(result)):
-        positions = sum(computed[step])
-        assert event["padding_fraction"] == pytest.approx(1 - ledger[step] / positions)
+        assert event["padding_fraction"] == pytest.approx(1 - ledger[step] / sum(computed[step]))
         assert event["token_imbalance"] == 1
         assert 0 <= event["padding_fraction"] < 0.5
     rated = events(result)[3:]  # without warm-up

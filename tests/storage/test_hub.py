@@ -43,8 +43,7 @@ def built(name: str = NET, *, classes: int = 5, **more: Any) -> torch.nn.Module:
 
 def test_a_network_from_the_hub(hub: HubServer, published: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     hub.files["models/me/net"] = published | {"pytorch_model.bin": b"never opened"}
-    network = built()
-    assert network.global_pool == "avg", "its options are the folder's"
+    assert built().global_pool == "avg", "its options are the folder's"
     assert not any("safetensors" in each for each in hub.requests), "weights are not fetched for their shapes"
     weights = built(pretrained=True).state_dict()
     expected = timm.create_model("test_vit", num_classes=5, global_pool="avg", class_token=False)

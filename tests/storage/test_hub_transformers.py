@@ -243,8 +243,7 @@ def test_a_run_needs_the_hub_once(published: HubServer, folder: Path, recipe: Pa
     shutil.rmtree(tmp_path / "hub-cache")
     published.requests.clear()
     resumed = paceline.train(recipe, overrides=asked, run_dir=run, quiet=True)
-    plan = json.loads((run / "plan.json").read_text())
-    assert plan["network_config"] == kept
+    assert json.loads((run / "plan.json").read_text())["network_config"] == kept
     overrides = {**asked, "model.name": f"transformers:{folder}"}
     whole = paceline.train(recipe, overrides=overrides, run_dir=tmp_path / "whole", quiet=True)
     assert resumed.summary.weights_sha256 == whole.summary.weights_sha256
@@ -263,8 +262,7 @@ def test_a_run_needs_the_hub_once(published: HubServer, folder: Path, recipe: Pa
 
 def test_weights_are_not_scored_with_another_tokenizer(published: HubServer, recipe: Path, tmp_path: Path) -> None:
     run = paceline.train(recipe, run_dir=tmp_path / "run", quiet=True)
-    again = evaluate_target(EvaluationRequest(target=run.run_dir))
-    assert again.metrics["loss"] == run.metrics["loss"]
+    assert evaluate_target(EvaluationRequest(target=run.run_dir)).metrics["loss"] == run.metrics["loss"]
     files = published.files["models/me/bert"]
     other = files["tokenizer.json"].replace(b'"cat"', b'"was"').replace(b'"dog"', b'"cat"').replace(b'"was"', b'"dog"')
     published.files["models/me/bert"] = files | {"tokenizer.json": other}

@@ -205,8 +205,7 @@ def test_data_from_an_address_and_a_stop_that_waits_for_the_copy(
     assert process.returncode == 75, output
     assert "copied s3://bucket/shapes: 24 files" in output
     newest = list_commits(Remote("s3://bucket/stopped")).commits[0]
-    steps = CheckpointStore(tmp_path / "run/checkpoints").steps()
-    assert newest.step == steps[-1]
+    assert newest.step == CheckpointStore(tmp_path / "run/checkpoints").steps()[-1]
     assert "data:\n" in _text(tmp_path / "run/recipe.yaml")
     assert "path: s3://bucket/shapes" in _text(tmp_path / "run/recipe.yaml")
     assert secret not in output

@@ -50,8 +50,7 @@ def test_functions_are_short_and_take_little(tmp_path: Path) -> None:
 def test_names_say_something(tmp_path: Path) -> None:
     for name in ("utils/x.py", "run_manager.py", "commonplace.py"):
         write(tmp_path / "src" / name, "")
-    lines = budget(tmp_path)
-    assert [line.split(":")[0] for line in lines] == ["src/run_manager.py", "src/utils/x.py"]
+    assert [line.split(":")[0] for line in budget(tmp_path)] == ["src/run_manager.py", "src/utils/x.py"]
 
 
 def test_a_notebook_may_be_long_and_its_cells_may_not(tmp_path: Path) -> None:

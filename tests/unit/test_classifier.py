@@ -49,8 +49,7 @@ def test_networks_of_transformers(kind: str, sizes: dict[str, Any], expected: li
     config = getattr(transformers, f"{kind}Config")(vocab_size=9, num_hidden_layers=1, num_attention_heads=2, **sizes)
     network = getattr(transformers, f"{kind}ForSequenceClassification")(config)
     assert classifier_layers(network) == expected
-    around = nn.Sequential(network)
-    assert classifier_layers(around) == [f"0.{name}" for name in expected]
+    assert classifier_layers(nn.Sequential(network)) == [f"0.{name}" for name in expected]
 
 
 def test_any_other_network() -> None:

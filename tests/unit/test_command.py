@@ -131,5 +131,4 @@ def test_other_ranks_write_and_refuse_no_files(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_wrong_values_are_named(words: tuple[str, ...], message: str) -> None:
-    done = call(*words)
-    assert message in str(done.exception)
+    assert message in str(call(*words).exception)

@@ -126,8 +126,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, 
         words, input=requested, cwd=folder, env=own, capture_output=True, text=True, check=False, timeout=200
     )
     assert done.returncode == 0, done.stderr
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    return dict(zip(commands, answers, strict=True))
+    return dict(zip(commands, [json.loads(line) for line in done.stdout.splitlines()], strict=True))
 
 
 def write_photos(folder: Path) -> None:

@@ -92,15 +92,20 @@ def test_descendants_have_time_to_remove_what_a_killed_child_leaves(tmp_path: Pa
 
 
 @LINUX_ONLY
-@pytest.mark.parametrize("leave", [0.0, 0.2])
-def test_a_killed_child_is_named_and_its_descendants_do_not_outlive_the_group(tmp_path: Path, leave: float) -> None:
+@pytest.mark.parametrize(
+    ("leave", "number", "name"),
+    [(0.0, signal.SIGKILL, "SIGKILL (the system may have been out of memory)"), (0.2, 40, "signal 40")],
+)
+def test_a_killed_child_is_named_and_its_descendants_do_not_outlive_the_group(
+    tmp_path: Path, leave: float, number: int, name: str
+) -> None:
     path = tmp_path / "pid"
     with ProcessGroup(grace_seconds=leave) as group:
         child = start(group, WITH_DESCENDANT.format(descendant=FOR_EVER, path=str(path)))
         wait_for(path)
-        child.process.kill()
+        child.process.send_signal(number)
         assert group.wait().failed == (child,)
-        assert child.exit_message == "was ended by SIGKILL (the system may have been out of memory)"
+        assert child.exit_message == f"was ended by {name}"
     assert_gone(int(path.read_text() or 0))
 
 

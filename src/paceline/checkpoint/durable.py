@@ -27,8 +27,9 @@ from paceline.errors import CheckpointError
 _ADVICE = {
     errno.ENOSPC: "Free some space, or keep fewer checkpoints.",
     errno.EDQUOT: "Free some of the quota, or keep fewer checkpoints.",
-    errno.EACCES: "Give this user write permission there, or choose another run directory.",
-    errno.EPERM: "Give this user write permission there, or choose another run directory.",
+    errno.EACCES: "Give this user permission for it, or choose another directory.",
+    errno.EPERM: "Give this user permission for it, or choose another directory.",
+    errno.EISDIR: "Give a regular file.",
     errno.EROFS: "Choose a run directory on a writable file system.",
 }
 
@@ -173,7 +174,7 @@ def size_of(directory: Path) -> int:
 def open_regular_file(path: Path) -> BufferedReader:
     """Open a file for reading; a pipe or a device, which might never end, is refused with an :class:`OSError`."""
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(f"{path} is not a regular file")
+        raise OSError(errno.EISDIR, "it is not a regular file", str(path))
     return open(path, "rb")
 
 

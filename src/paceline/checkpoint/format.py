@@ -74,7 +74,7 @@ _OTHER_FORMATS = {
     LFS_START[:8]: LFS_POINTER,
     b"<!doctyp": "an HTML page: download the file itself",
     b"<html": "an HTML page: download the file itself",
-    b"\x1f\x8b": "compressed by gzip: unpack it first",
+    b"\x1f\x8b\x08": "compressed by gzip: unpack it first",
 }
 
 T = TypeVar("T")
@@ -454,7 +454,7 @@ def _parse_header(content: bytes | bytearray, file_size: int) -> tuple[dict[str,
         raise ValueError(f"its header is not JSON{pickle_hint(content[:_PREFIX_BYTES])}") from error
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
-    metadata = _strings(header.pop(_METADATA, {}), "metadata")
+    metadata = _strings(header.pop(_METADATA, None) or {}, "metadata")
     try:
         raw = load_json(metadata.get(_RAW_DTYPES, "{}"))
     except ValueError as error:
@@ -581,11 +581,13 @@ def _component(name: str, entry: Any) -> ComponentEntry:
     tensors, files = {}, {}
     for key, value in _field(entry, "tensors", dict).items():
         shape = _field(value, "shape", list)
-        if not all(type(size) is int and size >= 0 for size in shape):
+        if len(shape) > _MOST_SIDES or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
             raise ValueError(f"it holds {shape!r} where a shape is expected")
         tensors[key] = TensorSpec(_field(value, "dtype", str), tuple(shape))
     for key, value in _field(entry, "files", dict).items():
         files[key] = FileFacts.from_json(value if isinstance(value, dict) else {})
+    if sum(math.prod(spec.shape) for spec in tensors.values()) > sum(each.size_bytes for each in files.values()):
+        raise ValueError(f"its files have fewer bytes than {name!r} has numbers")
     # Comparing with the only allowed names, rather than searching for '..', rules out paths outside the directory.
     parts = {key for key in files if key.startswith(name) and _PART.fullmatch(key, len(name))}
     expected = {f"{name}.json"} | ((parts or {f"{name}.safetensors"}) if tensors else set())

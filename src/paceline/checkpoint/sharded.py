@@ -154,12 +154,13 @@ def read_chunks(files: Iterable[Path], specs: Mapping[str, TensorSpec], chunk_of
         try:
             with safe_open(file, framework="pt") as content:
                 for key, chunk in stored.items():
-                    if not chunk.sizes:
-                        result[key].copy_(content.get_tensor(key))
-                        continue
-                    common = chunk.overlap(requested[key])
+                    common, dtype = chunk.overlap(requested[key]), result[key].dtype
                     if math.prod(common.sizes):
-                        values = content.get_slice(key)[common.within(chunk).slices]
+                        part = common.within(chunk).slices
+                        values = content.get_slice(key)[part] if part else content.get_tensor(key)
+                        # Some are stored as bytes, which may begin at any address of the mapped file.
+                        if values.dtype is not dtype:
+                            values = values.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)
                         result[key][common.within(requested[key]).slices] = values
         except SafetensorError as error:
             raise ValueError(f"its header does not describe its content ({error})") from error

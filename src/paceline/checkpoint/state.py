@@ -31,7 +31,7 @@ WRAPPERS = ("module.", "_orig_mod.", "model.")
 """Prefixes that DistributedDataParallel, torch.compile and other trainers add to every name."""
 
 _MAX_THREADS = 4  # more threads do not increase memory throughput
-# Options for how the update is executed, not what it computes: the live optimizer's values are kept.
+# Options for how the update is executed: the live optimizer's values are kept.
 _EXECUTION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_COMPARED = _EXECUTION_OPTIONS | {"params", "param_names", "initial_lr"}
 # State that has its parameter's shape in every optimizer that uses the name.
@@ -280,7 +280,8 @@ def load_optimizer_state(optimizer: Optimizer, state: State) -> None:
     """Restore an optimizer: its options, and its per-parameter state with the saved dtypes.
 
     Tensors are placed where the optimizer expects them (moments to their parameter's device, in the parameter's memory
-    format). Options that affect only how the update is executed (``fused``, ``foreach``, ...) keep their live values.
+    format). Options for how the update is executed (``foreach``, ``capturable``, ...) keep their live values; ``fused``
+    is only kept on a CPU if it was saved.
 
     Raises:
         CheckpointError: If the state has other groups, parameters, options or shapes; nothing is changed then.
@@ -289,7 +290,10 @@ def load_optimizer_state(optimizer: Optimizer, state: State) -> None:
     groups = []
     for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
         defaults = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append({**defaults, **saved, **{key: group[key] for key in _EXECUTION_OPTIONS if key in group}})
+        live = {key: group[key] for key in _EXECUTION_OPTIONS if key in group}
+        if live.get("fused") and all(each.device.type == "cpu" for each in group["params"]):
+            live["fused"] = saved.get("fused")  # it rounds differently, and earlier versions did not use it there
+        groups.append({**defaults, **saved, **live})
     optimizer.load_state_dict({**state, "param_groups": groups})
     parameters = _parameters(optimizer, groups)
     for index, values in state["state"].items():

@@ -58,8 +58,7 @@ class _Job:
         if device in ("cuda", "xpu") and not is_available(device):  # the job will have them
             parallel = replace(loaded.recipe.parallel, device="auto")
             local = replace(loaded, recipe=replace(loaded.recipe, parallel=parallel))
-        plan = plan_only(local, world_size=processes, on_other_machine=True)
-        checked = loaded.checked(plan.unused)
+        checked = loaded.checked(plan_only(local, world_size=processes, on_other_machine=True).unused)
         for notice in checked.notices:
             log(f"note: {notice}")
         return checked

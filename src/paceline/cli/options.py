@@ -132,8 +132,8 @@ class Processes:
 
     Attributes:
         count: Number of ranks.
-        notice: Why it is not what you might expect. fewer: Numbers that may continue after a failure, the largest
-        first.
+        notice: Why it is not what you might expect.
+        fewer: Numbers that may continue after a failure, the largest first.
     """
 
     count: int

@@ -126,7 +126,8 @@ class Batch:
             and normalised floats after the prefetcher.
         targets: Likewise. For images class indices, int64 [N]; for mixed samples probabilities, float [N, classes].
         ids: Ids of the samples in the batch, int64 [N]: the slice's ids without broken samples.
-        slice: The requested slice. broken: Samples of the slice that could not be read.
+        slice: The requested slice.
+        broken: Samples of the slice that could not be read.
     """
 
     inputs: Nested

@@ -74,7 +74,8 @@ def cached(
     Args:
         kind: Folder in the cache.
         key: Identifies the result and its files.
-        stamps: Stamps of the files; None for a missing one. find: Computes the result.
+        stamps: Stamps of the files; None for a missing one.
+        find: Computes the result.
         now: A time before the stamps were taken, in ns.
         is_kept: Whether the result is worth caching.
     """

@@ -82,7 +82,8 @@ def check_machine(loading: Loading, shared_memory: Path = SHARED_MEMORY) -> Find
     """Compare a run's requirements with this process's limits.
 
     Args:
-        loading: The requirements. shared_memory: Path of the system's shared memory.
+        loading: The requirements.
+        shared_memory: Path of the system's shared memory.
     """
     if loading.workers == 0:
         return Findings()

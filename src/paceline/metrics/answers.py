@@ -159,8 +159,7 @@ class Examples:
 
         for is_mistake, best in self._kinds.items():
             goodness = answers.probability.nan_to_num(0.0) if is_mistake else random_keys
-            score = torch.where(is_wrong == is_mistake, goodness, nobody)
-            best.add({"score": score, **columns}, shown)
+            best.add({"score": torch.where(is_wrong == is_mistake, goodness, nobody), **columns}, shown)
 
     def candidates(self) -> list[Candidate]:
         """Return this process's candidates; waits for the device."""

@@ -98,8 +98,7 @@ def check_accepts(network: nn.Module, size: int | tuple[int, int], *, channels: 
 
 def _how_to_take_any_size(network: nn.Module) -> str:
     """Suggest how a network could accept other image sizes."""
-    embedding = getattr(network, "patch_embed", None)
-    if hasattr(embedding, "dynamic_img_pad"):  # timm's transformers
+    if hasattr(getattr(network, "patch_embed", None), "dynamic_img_pad"):  # timm's transformers
         if hasattr(network, "pos_embed"):
             return "timm's vision transformers do with model.options={dynamic_img_size: true}"
         return "some of timm's transformers do with model.options={strict_img_size: false}"

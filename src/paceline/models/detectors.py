@@ -136,8 +136,7 @@ def small_retinanet(
     backbone = _backbone(width, levels, channels)
     # Three sizes per level, as in the paper: there is no second stage to refine a box.
     sizes = tuple(tuple(int(smallest * 2**level * 2 ** (k / 3)) for k in range(3)) for level in range(levels))
-    anchors = AnchorGenerator(sizes, (_RATIOS,) * levels)
-    defaults = {"anchor_generator": anchors, "detections_per_img": 20}
+    defaults = {"anchor_generator": AnchorGenerator(sizes, (_RATIOS,) * levels), "detections_per_img": 20}
     network: nn.Module = RetinaNet(backbone, num_classes, **(defaults | options))
     return network
 

@@ -100,8 +100,7 @@ def build_segmenter(model: Model, *, num_classes: int, in_channels: int = 3) -> 
     if factory := named_factory(model, OWN_SEGMENTERS):
         return call_factory(model, factory, num_classes=num_classes, in_channels=in_channels)
     name = model.name.removeprefix(TORCHVISION)
-    known = _published()
-    if not model.name.startswith(TORCHVISION) or name not in known:
+    if not model.name.startswith(TORCHVISION) or name not in _published():
         raise unknown_model(model, "segmentation network", segmenter_names())
     from torchvision.models import get_model_builder
 

@@ -272,8 +272,7 @@ def _locate(source: str | Path, base_dir: Path = Path()) -> Path:
         raise RecipeError(f"'{source}' is {kind}, but a recipe is a name or a YAML file. Correct the path.")
     if path.suffix in _ENDINGS or (os.sep in str(source) and "=" not in str(source)):
         raise RecipeError(_no_file(str(source), base_dir))
-    candidates = [*shipped, *(entry.name for entry in base_dir.glob("*.y*ml"))]
-    if hint := did_you_mean(str(source), candidates):
+    if hint := did_you_mean(str(source), [*shipped, *(entry.name for entry in base_dir.glob("*.y*ml"))]):
         raise RecipeError(f"no recipe '{source}'.{hint} `paceline recipes` lists all.")
     raise RecipeError(
         f"no recipe '{source}': it is neither a shipped recipe nor an existing file or run directory; "

@@ -54,8 +54,7 @@ class Batch:
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        sizes = list(self.sizes().values())
-        if any(size == following for size, following in pairwise(sizes)):
+        if any(size == following for size, following in pairwise(self.sizes().values())):
             raise ValueError(f"found growth={dict(sorted(self.growth.items()))}, but each must change the batch's size")
         return self
 

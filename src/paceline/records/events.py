@@ -410,7 +410,8 @@ def parse_line(line: bytes, path: Path, number: int, *, is_last: bool) -> dict[s
         return None
     try:
         event = load_json(line)
-        if isinstance(event["step"], int) and isinstance(event["event"], str):
+        counts = event["step"], event.get("position", 0)
+        if isinstance(event["event"], str) and all(isinstance(each, int) for each in counts):
             # Each line has new strings for its keys: shared, a run's records take a third less memory.
             return {sys.intern(key): value for key, value in event.items()}
     except (ValueError, TypeError, KeyError):

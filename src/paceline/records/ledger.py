@@ -20,12 +20,12 @@ import hashlib
 import heapq
 import io
 import math
-import mmap
 import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ _HEADER = struct.Struct("<4sB3xIQII")
 _POSITION = struct.Struct("<Q8s")
 _CHECKSUM = struct.Struct("<I")
 _BUFFER_BYTES = 1 << 18
+_BLOCK_BYTES = 1 << 16
 # Micro-batches encoded together: between two steps, code that ran long ago costs ten times as much as code that just
 # ran, since the network has taken its place in the processor's caches.
 _QUEUE = 16
@@ -174,8 +175,17 @@ def ledger_path(directory: Path, rank: int) -> Path:
 
 
 def ledger_files(directory: Path) -> list[Path]:
-    """Return the files of all ranks that ever took part, in order of rank."""
-    return sorted(directory.glob("rank-*.ids"))
+    """Return the files of all ranks that ever took part, in order of rank.
+
+    Raises:
+        RunDirectoryError: If the folder cannot be read.
+    """
+    try:  # not Path.glob: it takes a folder that must not be read for an empty one
+        return [directory / name for name in sorted(os.listdir(directory)) if fnmatch(name, "rank-*.ids")]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise file_error("read", directory, error, noun="folder") from error
 
 
 def read_ledger(path: Path) -> Iterator[Entry]:
@@ -206,8 +216,7 @@ def truncate_ledgers(directory: Path, step: int) -> int:
             samples += entry.samples
         try:
             detach(path)
-            size = path.stat().st_size
-            if keep < size:
+            if keep < path.stat().st_size:
                 with path.open("r+b") as file:
                     file.truncate(keep)
                     os.fsync(file.fileno())
@@ -233,36 +242,37 @@ def _framed(body: bytes) -> bytes:
 
 
 def _records(path: Path) -> Iterator[tuple[int, Entry]]:
-    """Yield each record with the offset of its end."""
+    """Yield each record with the offset of its end, up to the end of the file or its torn end.
+
+    The file is not open meanwhile: a run may have had more ranks than a process may open files.
+    """
     refuse_special_file(path)
-    try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                yield from _parse(data, path)
-    except OSError as error:
-        raise file_error("read", path, error) from error
+    content, begin = b"", 0  # what was read and not decoded yet, and its place in the file
+    while True:
+        try:
+            with path.open("rb", buffering=0) as file:
+                file.seek(begin + len(content))
+                # A record may be longer than a block.
+                block = file.read(max(_BLOCK_BYTES, len(content)))
+        except OSError as error:
+            raise file_error("read", path, error) from error
+        if not block:
+            break
+        content += block
+        offset = 0
+        while record := _decode(content, offset):
+            offset, entry = record
+            yield begin + offset, entry
+        content, begin = content[offset:], begin + offset
+    if _has_record_after(content):
+        raise RunDirectoryError(
+            f"The ledger '{path}' is damaged at byte {begin}: a checksum does not match, and intact records "
+            "follow. The samples used can no longer be proved: restore the file from a "
+            "copy, or start the run in another directory."
+        )
 
 
-def _parse(data: mmap.mmap, path: Path) -> Iterator[tuple[int, Entry]]:
-    """Walk the records of a mapped file up to its end or its torn end."""
-    offset = 0
-    while offset < len(data):
-        record = _decode(data, offset)
-        if record is None:
-            if _has_record_after(data, offset):
-                raise RunDirectoryError(
-                    f"The ledger '{path}' is damaged at byte {offset}: a checksum does not match, and intact records "
-                    "follow. The samples used can no longer be proved: restore the file from a "
-                    "copy, or start the run in another directory."
-                )
-            return
-        offset = record[0]
-        yield record
-
-
-def _decode(data: mmap.mmap, offset: int) -> tuple[int, Entry] | None:
+def _decode(data: bytes, offset: int) -> tuple[int, Entry] | None:
     """Return the record at an offset with the offset of its end, or None if there is no complete one."""
     body = offset + _HEADER.size
     if body > len(data):
@@ -282,14 +292,12 @@ def _decode(data: mmap.mmap, offset: int) -> tuple[int, Entry] | None:
     return end, LedgerEntry(step, epoch, all_ids[:used], all_ids[used:])
 
 
-def _has_record_after(data: mmap.mmap, offset: int) -> bool:
-    """Whether a complete record begins anywhere after an offset."""
-    position = data.find(_MAGIC, offset + 1)
-    while position >= 0:
-        if _decode(data, position) is not None:
-            return True
+def _has_record_after(data: bytes) -> bool:
+    """Whether a complete record begins anywhere after the first byte."""
+    position = data.find(_MAGIC, 1)
+    while position >= 0 and _decode(data, position) is None:
         position = data.find(_MAGIC, position + 1)
-    return False
+    return position >= 0
 
 
 _CHUNK = 1 << 20  # ids or positions handled at a time

@@ -25,9 +25,10 @@ from paceline.escaping import utf8
 from paceline.files import refuse_special_outputs, special_kind
 
 _ADVICE = {
-    errno.EACCES: "Choose a directory you may write to.",
-    errno.EPERM: "Choose a directory you may write to.",
+    errno.EACCES: "Give yourself permission for it, or choose another directory.",
+    errno.EPERM: "Give yourself permission for it, or choose another directory.",
     errno.EROFS: "The file system is read-only: choose another directory.",
+    errno.EMFILE: "This process may not open more files: raise its limit (ulimit -n).",
     errno.ENOTDIR: "A part of the path is a file: choose another directory.",
     errno.EEXIST: "A part of the path is a file: choose another directory.",
     errno.ENOSPC: "The disk is full: free some space or choose another directory.",

@@ -58,7 +58,8 @@ class Comparison:
         lines: One for each measurement in either result.
         tolerance: Share by which B may be slower.
         confidence: Confidence over all lines together.
-        differences: Differences between the two machines, by name: (A, B). notes: Further notes.
+        differences: Differences between the two machines, by name: (A, B).
+        notes: Further notes.
     """
 
     lines: tuple[Line, ...]

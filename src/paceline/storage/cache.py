@@ -79,7 +79,8 @@ class Cache:
         """Return the local copy of a file or folder, fetching it if missing; it is kept for this process's lifetime.
 
         Args:
-            remote: Its address. log: Receives progress lines.
+            remote: Its address.
+            log: Receives progress lines.
 
         Raises:
             StorageError: If it does not exist, cannot be read, changed during the copy, or does not fit.

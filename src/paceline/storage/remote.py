@@ -61,8 +61,7 @@ class Remote:
         # Cached listings would be out of date.
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         protocol = self.address.protocol
-        configured = fsspec.config.conf.get(protocol, {})
-        if protocol == "s3" and "config_kwargs" not in configured:
+        if protocol == "s3" and "config_kwargs" not in fsspec.config.conf.get(protocol, {}):
             # A server that accepts a connection and never answers must fail the request before the user gives up.
             timeout = min(max(self.retries.patience_seconds, _MIN_READ_TIMEOUT), _MAX_READ_TIMEOUT)
             options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": timeout, "retries": {"max_attempts": 1}}

@@ -85,7 +85,7 @@ class LanguageModeling(Task):
                 "data.text.objective=masked needs a mask token, which this tokenizer "
                 f"(data.text.tokenizer={text.tokenizer}) does not have; give it one, or choose objective=causal."
             )
-        if self._is_masked and dataset.train.asked is not None:
+        if self._is_masked and dataset.train.is_target is not None:
             raise DataError(
                 f"data.dataset={dataset.name} says which tokens to predict: set data.text.objective=causal."
             )
@@ -123,7 +123,7 @@ class LanguageModeling(Task):
     def sample_weights(self) -> SampleWeights:
         """Return the number of tokens to predict in each training sample."""
         table, corpus = self.train_rows, self.dataset.train
-        if corpus.asked is not None:
+        if corpus.is_target is not None:
             return target_count(corpus, table)
         return masked_count(table.tokens, self.recipe.data.text.mask_fraction) if self._is_masked else table.targets
 

@@ -1,7 +1,7 @@
 """The step clock: time of each part of a step, measured without waiting for the device.
 
 Exactly one phase of the step is active at any time, so the phases of a step add up to it. On the host a change of phase
-reads ``perf_counter`` once: a span, two changes, costs about half a microsecond with its ``with`` statement. On an
+reads ``perf_counter`` once: a span changes it twice, which costs about half a microsecond. On an
 accelerator it is an event recorded into the stream and read when a log record is due, so that nothing synchronises in
 between. There ``data_wait`` is the time the stream was idle while the host waited for data, which is the true cost of
 data: a host that waits while the device still works costs nothing.

@@ -15,9 +15,9 @@ PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer
 """Parts of a step, in the order in which they come:
 
 - ``data_wait``: for the next batch.
-- ``h2d``: bringing it to the device, normalised and mixed; where that is done beside the step, waiting for it.
+- ``h2d``: copying the batch to the device, normalised and mixed; if that is done beside the step, the wait for it.
 - ``forward`` and ``backward``: these passes.
-- ``communication``: exchanging gradients, as far as it is not hidden behind the backward pass.
+- ``communication``: the exchange of gradients, without what overlaps the backward pass.
 - ``optimizer``: clipping and update.
 - ``ema``: the moving average.
 - ``logging``: writing the record of the steps before.
@@ -140,7 +140,7 @@ class Totals:
         data_wait_fraction: Likewise.
         phase_fractions: Share of each phase, likewise; empty if there were no others.
         throughput_tokens_per_second: Likewise; also None if samples have no tokens.
-        comparable_steps: The latest of these steps, all measured under the present conditions (:class:`Meter`).
+        comparable_steps: The latest of these steps without warm-up, all under the present conditions (:class:`Meter`).
         comparable_seconds: Time in those.
     """
 
@@ -167,7 +167,7 @@ class Meter:
 
     def __init__(self, *, warmup_steps: int) -> None:
         self.conditions: dict[str, Any] = {}
-        self._incomparable = (0, 0.0)  # steps and seconds under other conditions
+        self._incomparable = (0, 0.0)  # steps and seconds of warm-ups, and under other conditions
         self._warmup_left = warmup_steps
         self._warmup = StepSums()  # since the last log record, like _window
         self._window = StepSums()
@@ -181,6 +181,7 @@ class Meter:
         self._steps += 1
         if self._warmup_left > 0:
             self._warmup_left -= 1
+            self._incomparable = (self._incomparable[0] + 1, self._incomparable[1] + seconds)
             self._warmup.add(samples, seconds, phase_seconds, load)
         else:
             self._window.add(samples, seconds, phase_seconds, load)

@@ -11,6 +11,7 @@ import importlib.util
 import io
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -171,6 +172,7 @@ class CsvTracker:
 
     def _widen(self, kind: str, row: Mapping[str, Any]) -> None:
         """Add a row's columns to a table: create it, or replace it atomically by a wider one."""
+        csv.field_size_limit(sys.maxsize)  # of the cells that are read back
         first = [each for each in _FIRST_COLUMNS if each in row]
         self._columns[kind] = list(dict.fromkeys((*self._columns.get(kind, first), *row)))
         path, wider = self._directory / f"{kind}.csv", self._directory / f"{kind}.csv.partial"

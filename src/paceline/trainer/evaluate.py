@@ -149,8 +149,7 @@ class AnswerCollector:
                 self._confusion.add(answers)
         if answers is not None and self._keep.examples:
             with self.guarded("pictures"):
-                draws = uniforms(0, 0, batch.ids, 1)[:, 0]
-                self._examples.add(batch.ids, draws, batch.inputs, answers)
+                self._examples.add(batch.ids, uniforms(0, 0, batch.ids, 1)[:, 0], batch.inputs, answers)
 
     def part(self) -> RankAnswers:
         """Return this process's results; waits for the device."""

@@ -83,8 +83,7 @@ def with_placeholder_text(recipe: Recipe) -> tuple[Recipe, str | None]:
     tokens = f"{VOCABULARY:,} different tokens are assumed, as in GPT-2"
     if recipe.data.text.tokenizer != "bytes":
         tokens = "the tokens of data.text.tokenizer are assumed"
-    assumed = replace(recipe.data, dataset=REFERENCE)
-    return replace(recipe, data=assumed), f"data.path is not set: {tokens}"
+    return replace(recipe, data=replace(recipe.data, dataset=REFERENCE)), f"data.path is not set: {tokens}"
 
 
 def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:

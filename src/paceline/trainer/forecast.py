@@ -29,8 +29,8 @@ from paceline.units import counted, format_bytes, format_count, format_seconds
 
 # A shorter run ends before a forecast is worth its passes.
 _MIN_STEPS = 20
-# Timed passes end after this many seconds, or this many passes. Batches are read ahead by loader processes and for a
-# GPU; their speed shows only after those that were ready.
+# Timed passes end after this many seconds, or this many passes. Loader processes and GPU runs read batches ahead: their
+# real speed shows only once the batches that were ready are used up.
 _SECONDS, _SECONDS_READ_AHEAD, _PASSES = 0.3, 1.0, 30
 # A first pass that takes longer is used as the measurement itself. On a GPU the first pass searches for the fastest
 # kernels, so its time means nothing.
@@ -120,7 +120,7 @@ def measure(run: Run, ahead: ReadAhead, *, cautious: bool = False) -> Measuremen
     memory = "" if costs.memory is None else f", {format_bytes(costs.memory)} of memory"
     shorter = ""
     if run.device.type == "cpu" and seconds > _LONG_SECONDS:
-        hour = position + max(1, int((plan.total_steps - position) * _LONG_SECONDS / seconds))
+        hour = position + max(1, int(steps * _LONG_SECONDS / seconds))
         shorter = (
             f'. That is long on a CPU: train.duration="{hour} steps" takes about an hour; a smaller model.name or '
             "data.image_size takes less time, and a GPU far less"

@@ -380,7 +380,7 @@ def look(directory: RunDirectory, address: str, request: ResumeRequest, say: Say
         return MirrorState(found.damaged, found.names)
     if request.resume == "never":
         raise RunDirectoryError(
-            f"checkpoint.mirror={address} holds a copy of a run already and resume=never was asked; choose another "
+            f"checkpoint.mirror={address} holds a copy of a run already, but resume=never was given; choose another "
             "address, or leave resume out to continue it."
         )
 
@@ -436,7 +436,7 @@ def _check_ours(found: CommitListing, directory: RunDirectory, address: str) -> 
     if found.commits and (found.commits[0].run != run if run is not None else not never_trained(directory)):
         raise RunDirectoryError(
             f"checkpoint.mirror={address} holds a copy of another run than '{directory.root}'; choose another address, "
-            "or another run directory to go on from that copy."
+            "or another run directory to resume from that copy."
         )
 
 

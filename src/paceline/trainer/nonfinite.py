@@ -78,7 +78,7 @@ class NonFiniteGuard:
         self._reader = reader or FlagReader(device)
         self._found = False
         self._finite_flag, self._nonfinite_flag = torch.zeros(()), torch.ones(())
-        self._buffer_slots = list(buffers_of(network)) if self.skips else []
+        self._buffer_slots = list(buffers_of(network)) if self.skips or not active else []
         self._buffers = [tensor for *_, tensor in self._buffer_slots]
         self._saved_buffers = [torch.empty_like(each) for each in self._buffers]
         self._losses: deque[list[tuple[torch.Tensor, SampleIds]]] = deque(maxlen=VOTE_LAG + 1)
@@ -113,15 +113,18 @@ class NonFiniteGuard:
             nonfinite = torch.maximum(nonfinite.float(), self._flag(clip_norm))
         if self._waits:
             self._found = nonfinite.item() > 0
-            if self._found and self._buffers:
-                self._restore_buffers()
-                torch._foreach_copy_(self._buffers, self._saved_buffers)
             return not self._found
         if all(group.get("fused") for group in self._optimizer.param_groups):
             # torch's fused kernels read it on the device, as they do for loss scaling, for which it was made.
             self._optimizer.found_inf = (nonfinite > 0).float()  # type: ignore[attr-defined]
         self._reader.push(nonfinite)
         return True
+
+    def undo(self) -> None:
+        """Restore the state from before the step, after it was skipped."""
+        if self._buffers:
+            self._restore_buffers()
+            torch._foreach_copy_(self._buffers, self._saved_buffers)
 
     def report(self, collectives: Collectives, recorder: Recorder, last_good: str) -> None:
         """After the step is counted, record what was found, and end the run if it must stop; the same on every process.

@@ -533,7 +533,7 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
 
 
 def _is_depthwise(network: nn.Module) -> bool:
-    """Return when fp32 is the faster precision on CPUs, as measured by benchmarks/precision_families.py."""
+    """Whether fp32 is faster than bf16 on CPUs (measured by benchmarks/precision_families.py)."""
     modules = list(network.modules())
     wide = [each for each in modules if isinstance(each, nn.Conv2d) and max(each.kernel_size) > 1]
     depthwise = sum(each.groups == each.in_channels > 1 for each in wide)

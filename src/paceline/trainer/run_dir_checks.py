@@ -147,7 +147,10 @@ def prepare_resume(directory: RunDirectory, requested: Path | None, recipe: Reci
     choice = choose_resume_point(store, requested=requested, foreign=[each.step or 0 for each in foreign])
     _check_choice(directory, choice, foreign)
     facts = {} if choice.path is None else read_manifest(choice.path).facts
-    position = int(facts["position"]) if facts else -1
+    for name in ("position", "samples") if choice.path else ():
+        if type(facts.get(name)) is not int:
+            raise CheckpointError(f"{choice.path} says {name!r} is {facts.get(name)!r}, which is no whole number.")
+    position = facts["position"] if facts else -1
     if position > total_steps:
         raise RunDirectoryError(
             f"the run in '{directory.root}' is at step {position}, beyond the {total_steps} steps of "
@@ -169,7 +172,7 @@ def prepare_resume(directory: RunDirectory, requested: Path | None, recipe: Reci
         store.discard_after(choice.step)
     truncate_after(directory.events, position)
     samples = truncate_ledgers(directory.ledger, max(position, 0))
-    if samples < facts.get("samples", 0):
+    if facts and samples < facts["samples"]:
         lost.append(f"the ledger has {samples} of the {facts['samples']} samples used by then")
     reader.delete_evaluations_after(directory, position)
     incidents = [
@@ -359,7 +362,7 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
         )
     if request.resume == "never" and CheckpointStore(directory.checkpoints).steps():
         raise RunDirectoryError(
-            f"'{directory.root}' holds a run already and resume=never was asked; choose another run directory, "
+            f"'{directory.root}' holds a run already, but resume=never was given; choose another run directory, "
             "or leave resume out to continue it."
         )
     check_links(directory)

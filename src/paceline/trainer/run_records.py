@@ -26,9 +26,9 @@ from paceline.trainer.forecast import ReadAhead
 from paceline.trainer.mirroring import report_mirror
 from paceline.trainer.noise import linear_rule_warning
 from paceline.trainer.nonfinite import check_loss, divergence
+from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.recorder import find_slowest, summarize_ranks
 from paceline.trainer.run import Run
-from paceline.trainer.warmup import restore_torch_random_states
 from paceline.units import counted
 
 # Samples of the first batch shown in the report.
@@ -259,7 +259,7 @@ def _keep_figures(run: Run) -> None:
     try:
         with (
             evaluation_mode(run.models().values()),
-            restore_torch_random_states(run.device),
+            restore_random_states(run.device.type),
             torch.no_grad(),
             run.precision.autocast(),
         ):

@@ -79,4 +79,6 @@ def _update(run: Run) -> bool:
     clip_norm = run.window.grad_norm if run.clipping.uses_norm else None
     stepped = run.guard.allows_step(run.strategy.nonfinite(), clip_norm) and run.precision.step(run.optimizer)
     run.optimizer.zero_grad(set_to_none=True)
+    if not stepped:
+        run.guard.undo()
     return stepped

@@ -535,8 +535,7 @@ def _directory(
 
     root = collectives.on_rank_zero(take)
     try:
-        patience_seconds = min(60, loaded.recipe.parallel.timeout.seconds / 2)
-        check_visible(root, collectives, patience_seconds=patience_seconds)
+        check_visible(root, collectives, patience_seconds=min(60, loaded.recipe.parallel.timeout.seconds / 2))
         yield RunDirectory(root), locks[0] if locks else None
     finally:
         for lock in locks:

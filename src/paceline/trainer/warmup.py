@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -24,6 +24,7 @@ from paceline.metrics.named import NamedMetrics
 from paceline.models.compiled import shape_of
 from paceline.records.events import MeasurementEvent
 from paceline.trainer.evaluate import evaluation_mode
+from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.run import Run
 from paceline.trainer.step import seed_forward
 from paceline.world import World
@@ -93,13 +94,6 @@ def _text(ratios: Sequence[float]) -> str:
     return f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f}, {len(ratios)} rounds)"
 
 
-def restore_torch_random_states(device: torch.device) -> AbstractContextManager[None]:
-    """Context that restores torch's random states of the CPU and this device afterwards."""
-    if device.type == "cpu":
-        return torch.random.fork_rng(devices=[])
-    return torch.random.fork_rng(devices=[device.index or 0], device_type=device.type)
-
-
 class GradientProbe:
     """Runs passes of one micro-batch without changing weights, buffers, gradients or random states."""
 
@@ -117,7 +111,7 @@ class GradientProbe:
             reduces: Whether backward passes inside are reduced over processes.
         """
         with (
-            restore_torch_random_states(self.run.device),
+            restore_random_states(self.run.device.type),
             preserve_buffers(self.run.network),
             ExitStack() if reduces else self._replicas.no_reduction(),
         ):

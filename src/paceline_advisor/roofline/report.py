@@ -242,7 +242,8 @@ class RooflineReport:
         least_seconds: Lower bound on the time of one micro-batch and the update, with each operator run separately.
         products_seconds: The part of operators with products, as if all others were fused into them.
         arithmetic_seconds: Time of the model's computation only.
-        notices: Notices for the user. top: Number of layers to show.
+        notices: Notices for the user.
+        top: Number of layers to show.
     """
 
     recipe: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paceline.machine import available_cores
+from paceline.processes import signal_name
 from paceline_course.assignment import TRAINING_SAMPLES
 from paceline_course.grading.runs import Finding, Run, Runs, Vector, listing, on_several, with_processes
 
@@ -187,7 +187,7 @@ def _writers(run: Run) -> dict[int, tuple[str, ...]]:
 
 def _by_signal(run: Run, ranks: Sequence[int]) -> str:
     codes = [run.exit_codes[rank] for rank in ranks if rank < len(run.exit_codes)]
-    return f" with {signal.Signals(-codes[0]).name}" if codes and codes[0] < 0 else ""
+    return f" with {signal_name(codes[0])}" if codes and codes[0] < 0 else ""
 
 
 def _is_same(first: Vector, second: Vector) -> bool:

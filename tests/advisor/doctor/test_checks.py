@@ -181,8 +181,7 @@ def test_a_step_that_does_not_fit_breaks(examined: Examined) -> None:
     proposed = found.advice.overrides["batch.micro_size"]
     assert 8192 % proposed == 0
     smaller = examined(requested | {"batch.micro_size": proposed}, device="a100", room=True)
-    names = [each.name for each in smaller.findings]
-    assert "does_not_fit" not in names
+    assert "does_not_fit" not in [each.name for each in smaller.findings]
 
 
 def test_a_shipped_name_means_the_recipe_and_not_a_run_of_that_name(

@@ -105,8 +105,7 @@ def test_data_come_no_faster_than_the_cores_give_them() -> None:
 
 def test_every_node_has_loaders_of_its_own() -> None:
     host = Host(seconds_per_sample=10e-3, cores_per_device=4)
-    two = predict(NETWORK, ONE, replace(FABRIC, devices=16), host, WAY)
-    assert two.rate == pytest.approx(16 * 400)
+    assert predict(NETWORK, ONE, replace(FABRIC, devices=16), host, WAY).rate == pytest.approx(16 * 400)
 
 
 def test_a_small_share_ends_at_what_the_host_can_launch() -> None:

@@ -178,8 +178,7 @@ def test_components_are_those_of_the_way() -> None:
 
 def test_three_checkpoints_lie_in_their_plane() -> None:
     torch.manual_seed(1)
-    weights = [torch.randn(50) for _ in range(3)]
-    assert sum(principal_plane(weights).explained) == pytest.approx(1)
+    assert sum(principal_plane([torch.randn(50) for _ in range(3)]).explained) == pytest.approx(1)
 
 
 def test_a_run_that_never_moved_has_no_plane() -> None:

@@ -70,8 +70,7 @@ def test_results_are_those_of_evaluate(trained: Trained) -> None:
     run = trained("a")
     report = inspected(run, samples=None, measure=("curve",))
     expected = evaluate_target(EvaluationRequest(target=run)).metrics
-    found = report.runs[0].results["validation"]
-    assert found == pytest.approx(dict(expected), rel=1e-5)
+    assert report.runs[0].results["validation"] == pytest.approx(dict(expected), rel=1e-5)
     assert report.samples == {"train": 1438, "validation": 359}
     assert report.runs[0].gap == pytest.approx(
         report.runs[0].results["train"]["top1_accuracy"] - expected["top1_accuracy"], rel=1e-5
@@ -234,5 +233,4 @@ def test_two_processes_find_what_one_does(
     words = (str(run), "parallel.threads=1")
     requested = Landscape(runs=words, samples=300, points=4, grid=3, products=3, tolerance=0.5)
     alone = explore(requested, lambda _: None)
-    expected = json.loads(json.dumps(alone.to_json(), default=str))
-    assert first == second == expected
+    assert first == second == json.loads(json.dumps(alone.to_json(), default=str))

@@ -107,8 +107,7 @@ def test_a_score_that_needs_its_numbers_is_left_out_and_said_to_be(own_network: 
     found = requested(task="mine:task")
     assert EVALUATION not in found.peak.parts
     assert any(each.startswith("evaluation is not in the estimate: ") for each in found.notices)
-    plain = requested(evaluate__every="off")
-    assert found.peak.allocated == plain.peak.allocated
+    assert found.peak.allocated == requested(evaluate__every="off").peak.allocated
 
 
 class _Squares(nn.Module):

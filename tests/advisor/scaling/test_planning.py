@@ -57,8 +57,7 @@ def test_a_deadline_takes_the_fewest_gpus_that_meet_it() -> None:
     assert plan.chosen is not None
     assert plan.chosen.gpus == 4
     assert plan.chosen.high_hours <= 2.0
-    before = next(each for each in plan.choices if each.gpus == 2)
-    assert before.high_hours > 2.0
+    assert next(each for each in plan.choices if each.gpus == 2).high_hours > 2.0
     # The recipe's batch and rate stay.
     assert (plan.chosen.row.prediction.samples, plan.chosen.learning_rate) == (64, 0.2)
 
@@ -116,8 +115,7 @@ def test_no_more_gpus_are_planned_than_there_are(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"gpus_per_node: 4\nwithin: {link}\nnetwork: {link}\nmost_gpus: 8\n")
     requested = Plan(recipe="digits", cluster=str(path), throughput=1, one_gpu_batch=64, deadline=_hours(0.001))
-    plan = plan_training(requested, print)
-    assert [each.gpus for each in plan.choices] == [1, 2, 4, 8]
+    assert [each.gpus for each in plan_training(requested, print).choices] == [1, 2, 4, 8]
 
 
 @pytest.mark.parametrize(
@@ -162,8 +160,7 @@ def t4s(tmp_path: Path) -> str:
 
 
 def _estimated(gpus: int, micro: int) -> MemoryEstimate:
-    loaded = load_recipe("synthetic", [*LARGE, f"batch.micro_size={micro}"])
-    return estimate_memory(loaded, "t4", gpus)
+    return estimate_memory(load_recipe("synthetic", [*LARGE, f"batch.micro_size={micro}"]), "t4", gpus)
 
 
 def test_nothing_is_planned_that_estimate_says_does_not_fit(t4s: str) -> None:

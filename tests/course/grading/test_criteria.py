@@ -45,8 +45,7 @@ def test_correct_program_loses_nothing(criterion: Any, runs_with: Any) -> None:
 def test_without_runs_only_inside_earns_points(runs_with: Any) -> None:
     from paceline_course.grading.runs import Runs
 
-    earned = [item.name for item in marking_sheet(SCHEDULE) if item.mark(Runs({})).points]
-    assert earned == ["inside"]
+    assert [item.name for item in marking_sheet(SCHEDULE) if item.mark(Runs({})).points] == ["inside"]
     assert sum(item.points for item in marking_sheet(SCHEDULE)) == 100
 
 

@@ -181,7 +181,7 @@ def locked(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_directory_without_the_right_to_write(locked: Path) -> None:
     store = CheckpointStore(locked)
-    advice = r"Permission denied \(EACCES\)\. Give this user write permission there"
+    advice = r"Permission denied \(EACCES\)\. Give this user permission for it, or choose another directory"
     with pytest.raises(CheckpointError, match=rf"Cannot write the checkpoint of step 2 .*{advice}"):
         store.save(2, STATE, {})
     with pytest.raises(CheckpointError, match=rf"Cannot write .*best\.json.*{advice}"):

@@ -197,6 +197,8 @@ def test_a_manifest_cannot_name_a_component_elsewhere(checkpoint: Path, name: st
         (lambda m: m.update(components=[]), "'components'"),
         (lambda m: m["components"].update(counters=None), "'tensors'"),
         (lambda m: m["components"]["model"]["tensors"]["w"].update(shape=[-1]), "where a shape is expected"),
+        (lambda m: m["components"]["model"]["tensors"]["w"].update(shape=[2**70]), "where a shape is expected"),
+        (lambda m: m["components"]["model"]["tensors"]["w"].update(shape=[2**40, 2**40]), "have fewer bytes than"),
         (lambda m: m["components"]["model"]["tensors"]["w"].update(dtype=1), "'dtype'"),
         (
             lambda m: m["components"]["model"]["files"]["model.json"].update(blake3="x"),

@@ -24,6 +24,8 @@ WHOLE = {
     "matrix": torch.arange(35.0).reshape(7, 5),
     "half": torch.arange(6, dtype=torch.bfloat16),
     "counter": torch.tensor(7),  # whole on every process
+    "stored as bytes": torch.ones(3, dtype=torch.complex128),
+    "number as bytes": torch.tensor(1j, dtype=torch.complex128),
 }
 FACTS = {"version": "1", "recipe_sha256": "0", "world_size": 3, "position": 4, "samples": 9, "precision": "fp32"}
 

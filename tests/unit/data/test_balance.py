@@ -128,8 +128,7 @@ def test_repeated_samples_stay_together() -> None:
     shape = StepGeometry(
         seed=1, samples=80, global_batch_size=8, logical_ranks=1, repeats=2, lengths=SampleLengths(tokens=np.arange(80))
     )
-    ids = shape.slices(0, World())[0].ids
-    assert sorted(Counter((ids % 40).tolist()).values()) == [2, 2, 2, 2]
+    assert sorted(Counter((shape.slices(0, World())[0].ids % 40).tolist()).values()) == [2, 2, 2, 2]
 
 
 # ---------------------------------------------------------------------------------------------------- steps

@@ -20,8 +20,7 @@ def parallel(**changes: Any) -> Parallel:
 
 
 def test_blocks_of_a_residual_net() -> None:
-    found = list(modules_to_shard(small_resnet(10, stages=2, depth=2), parallel()))
-    assert found == [
+    assert list(modules_to_shard(small_resnet(10, stages=2, depth=2), parallel())) == [
         *("stages.1.refine.1", "stages.1.refine.0", "stages.1"),
         *("stages.0.refine.1", "stages.0.refine.0", "stages.0"),
     ]

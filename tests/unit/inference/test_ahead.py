@@ -287,8 +287,7 @@ def test_several_views_of_an_image(trained: Path, pictures: Path, onnx_file: Cal
     image = predictor.prepare(picture.read_bytes())
     with torch.inference_mode():
         views = predictor.probabilities(torch.stack([image, image.flip(2)])).mean(dim=0).tolist()
-    wanted = dict(zip(predictor.classes, views, strict=True))
-    assert by_class(two) == pytest.approx(wanted, abs=1e-5)
+    assert by_class(two) == pytest.approx(dict(zip(predictor.classes, views, strict=True)), abs=1e-5)
     assert one.probabilities != pytest.approx(two.probabilities, abs=1e-5)
     with pytest.raises(CheckpointError, match="five_crop"):
         open_predictor(onnx_file(recipe=crops), device=CPU)

@@ -78,8 +78,7 @@ def test_neither_order_nor_processes_change_a_bit() -> None:
 
 def test_what_has_no_value_is_no_number() -> None:
     scores, labels = drawn()
-    none = scored(scores, np.zeros_like(labels), [np.arange(300)])[0]
-    assert all(map(math.isnan, none.values()))
+    assert all(map(math.isnan, scored(scores, np.zeros_like(labels), [np.arange(300)])[0].values()))
     scores[7, 1] = math.nan
     assert math.isnan(scored(scores, labels, [np.arange(300)])[0]["map"])
     for largest in (100, math.inf):

@@ -133,8 +133,7 @@ def test_a_stem_for_other_channels_differs_in_nothing_else() -> None:
     options = {"stride": 2, "padding": 1, "dilation": 2, "padding_mode": "reflect", "bias": False}
     network = nn.Sequential(nn.Conv2d(3, 6, 3, **options))
     _replace_stem(network, 1, "torchvision:any")
-    expected = nn.Conv2d(1, 6, 3, **options)
-    assert repr(network[0]) == repr(expected)
+    assert repr(network[0]) == repr(nn.Conv2d(1, 6, 3, **options))
 
 
 def test_a_stem_whose_groups_the_channels_cannot_form_is_refused() -> None:

@@ -123,8 +123,7 @@ def test_a_network_of_ones_own(tmp_path: object, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(nn, "OwnClicks", Own, raising=False)
     asked = Model(name="torch.nn:OwnClicks", options={"width": 3})
-    found = build_click_model(asked, dense_features=3, table_rows=(10, 20))
-    assert found.sizes == (3, (10, 20), 3)
+    assert build_click_model(asked, dense_features=3, table_rows=(10, 20)).sizes == (3, (10, 20), 3)
 
 
 def test_what_tables_take() -> None:

@@ -67,8 +67,7 @@ def test_the_lecture_s_network_has_the_parameters_that_it_prints() -> None:
     network = lecture_net(10)
     assert parameter_count(network) == 120_078
     # "(post net.to) GPU max_memory_allocated: 0.481792 MB": torch's allocator rounds each tensor up to 512 bytes.
-    rounded = sum(-(-each.numel() * 4 // 512) * 512 for each in network.parameters())
-    assert rounded / 1e6 == 0.481792
+    assert sum(-(-each.numel() * 4 // 512) * 512 for each in network.parameters()) / 1e6 == 0.481792
     assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 

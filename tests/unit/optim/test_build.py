@@ -81,8 +81,7 @@ def test_groups_that_would_be_empty_are_left_out() -> None:
 def test_shared_parameters_come_once_and_frozen_ones_not_at_all() -> None:
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
-    groups = parameter_groups(tied, section(weight_decay=0.1))
-    assert sum(len(group["params"]) for group in groups) == 3
+    assert sum(len(group["params"]) for group in parameter_groups(tied, section(weight_decay=0.1))) == 3
     tied[0].bias.requires_grad_(requires_grad=False)
     assert sum(len(group["params"]) for group in parameter_groups(tied, section(weight_decay=0.1))) == 2
 

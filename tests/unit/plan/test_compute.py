@@ -72,8 +72,7 @@ def test_full_batches_and_frequent_small_ones_are_compiled() -> None:
     made = plan(COMPILE)
     assert made.compile == "inductor, default"
     assert (made.compiled_train_sizes, made.compiled_evaluation_sizes) == ((64, 40), (64, 44))
-    rarely = plan(COMPILE, samples=64 * 25 + 1)
-    assert rarely.compiled_train_sizes == (64,)
+    assert plan(COMPILE, samples=64 * 25 + 1).compiled_train_sizes == (64,)
     assert plan(COMPILE, "evaluate.every=off").compiled_evaluation_sizes == ()
 
 

@@ -397,8 +397,7 @@ def test_every_growing_plan_adds_up(first: int, factors: list[int], world: int, 
     for phase, size in zip(made.batch_phases, sizes, strict=True):
         assert phase.logical_ranks * made.micro_batch_size == phase.global_batch_size == size
         assert phase.logical_ranks % world == 0
-    used = [made.step_samples(position) for position in range(made.total_steps)]
-    assert sum(used) == 9 * samples
+    assert sum([made.step_samples(position) for position in range(made.total_steps)]) == 9 * samples
     assert made.samples_before(made.total_steps) == 9 * samples
 
 

@@ -217,8 +217,7 @@ def test_options_of_ones_own_are_taken_as_they_are(tmp_path: Path) -> None:
     path = write(tmp_path, "mine.yaml", "model: {options: {width: 4, name: null, deep: {a: off, b: [1, x]}}}\n")
     loaded = load_recipe(path, ["model.options.stages=2"])
     assert loaded.recipe.model.options == {"width": 4, "name": None, "deep": {"a": False, "b": [1, "x"]}, "stages": 2}
-    again = load_recipe(write(tmp_path, "again.yaml", to_yaml(loaded.recipe))).recipe
-    assert again == loaded.recipe
+    assert load_recipe(write(tmp_path, "again.yaml", to_yaml(loaded.recipe))).recipe == loaded.recipe
 
 
 # ---------------------------------------------------------------------------------- no silent configuration
@@ -259,8 +258,7 @@ def test_keys_of_a_misspelt_data_set_are_left_to_who_opens_it() -> None:
 def test_another_choice_drops_what_the_old_one_had_and_says_so(tmp_path: Path) -> None:
     text = "optimizer: {name: adamw, betas: [0.8, 0.9], eps: 1.0e-6}\ndata: {augment: {crop: pad, padding: 2}}\n"
     path = write(tmp_path, "mine.yaml", text)
-    loaded = load_recipe(path, ["optimizer.name=sgd", "data.augment.crop=none"])
-    assert loaded.notices == (
+    assert load_recipe(path, ["optimizer.name=sgd", "data.augment.crop=none"]).notices == (
         "optimizer.betas=[0.8, 0.9] dropped: it has no effect with optimizer.name=sgd",
         "optimizer.eps=1.0e-6 dropped: it has no effect with optimizer.name=sgd",
         "data.augment.padding=2 dropped: it has no effect with data.augment.crop=none",

@@ -117,8 +117,7 @@ def test_of_very_many_records_a_report_reads_few(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("paceline.records.reader.MAX_STEP_RECORDS", 30)
     found, notes = read_for_report(path)
     assert notes == ("Of 101 step records, one in 4 is used.",)
-    steps = [each["step"] for each in found if each["event"] == "step"]
-    assert steps == [*range(4, 101, 4), 101]
+    assert [each["step"] for each in found if each["event"] == "step"] == [*range(4, 101, 4), 101]
     assert [each["step"] for each in found if each["event"] == "checkpoint"] == [20, 40, 60, 80, 100]
     assert [each["event"] for each in found[-2:]] == ["step", "finish"]
     assert sorted(found, key=lambda each: each["time"]) == found
@@ -170,7 +169,16 @@ def test_truncation_drops_a_torn_line_and_leaves_an_intact_file_alone(tmp_path: 
         assert path.read_bytes() == whole
 
 
-@pytest.mark.parametrize("damage", [b"\x00\x00\x00\n", b"[1]\n", b'{"event": "step"}\n', b'{"event": "step", "st\n'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"\x00\x00\x00\n",
+        b"[1]\n",
+        b'{"event": "step"}\n',
+        b'{"event": "step", "st\n',
+        b'{"event": "step", "step": 1, "position": null}\n',
+    ],
+)
 def test_damage_in_the_middle_is_named(tmp_path: Path, damage: bytes) -> None:
     path = tmp_path / "events.jsonl"
     good = json.dumps(step_event(1).to_json()).encode() + b"\n"

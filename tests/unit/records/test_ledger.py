@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -95,6 +96,37 @@ def test_torn_anywhere_the_whole_records_are_read(tmp_path: Path) -> None:
         assert read(path) == records[: sum(end <= size for end in ends)]
     path.write_bytes(whole[: ends[1]] + bytes(1000))  # what a power cut can leave: length without content
     assert read(path) == records[:2]
+
+
+def test_records_are_shorter_and_longer_than_the_blocks_that_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records: list[Record] = [(step, 0, list(range(step**2)), []) for step in range(1, 12)]
+    path = ledger_path(tmp_path, 0)
+    write(path, records)
+    for size in (1, 30, 300):
+        monkeypatch.setattr("paceline.records.ledger._BLOCK_BYTES", size)
+        assert read(path) == records
+    entries = read_ledger(path)
+    next(entries)
+    os.truncate(path, 0)
+    assert not list(entries)[20:]
+
+
+def test_more_ranks_took_part_than_files_may_be_open(tmp_path: Path) -> None:
+    write_run(tmp_path, epochs=1, samples=95, world_size=40)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 10, limits[1]))
+    try:
+        assert count_epochs(tmp_path, 95).facts.epochs_complete == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "ledger").touch()
+    with pytest.raises(RunDirectoryError, match="Cannot read the folder"):
+        ledger_files(tmp_path / "ledger")
 
 
 def test_every_flipped_bit_before_the_last_record_is_found(tmp_path: Path) -> None:

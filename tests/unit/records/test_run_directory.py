@@ -71,7 +71,7 @@ def test_create_where_one_may_not_write(tmp_path: Path) -> None:
             timeout=60,
         )
         assert "RunDirectoryError: Cannot use the run directory" in done.stderr
-        assert "Permission denied. Choose a directory you may write to." in done.stderr
+        assert "Permission denied. Give yourself permission for it, or choose another directory." in done.stderr
     tmp_path.chmod(0o755)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from paceline.data.batch import Batch, select_rows
 from paceline.data.order import StepGeometry
@@ -183,6 +184,25 @@ def test_samples_are_not_named_unless_their_digest_matches(honest: Path, tmp_pat
     write(path, first_replaced([*read_ledger(path)], digest=bytes(8)))
     with pytest.raises(RunDirectoryError, match=r"step 1 in .* the digest does not match"):
         next(used_samples(tmp_path / "run", 0))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "wanted"),
+    [
+        ("plan.json", {"global_batch_size": 0}, r"plan.json is damaged \(ZeroDivisionError"),
+        ("plan.json", {"train_samples": 0}, r"plan.json is damaged \(ZeroDivisionError"),
+        ("recipe.yaml", {"seed": 2**64}, r"plan.json is damaged \(OverflowError"),
+        ("plan.json", {"train_samples": 2**24 + 1}, "by a version that used another order for 16777217 samples"),
+    ],
+)
+def test_a_plan_that_gives_no_order(
+    honest: Path, tmp_path: Path, name: str, change: dict[str, int], wanted: str
+) -> None:
+    shutil.copytree(honest, tmp_path / "run")
+    file = tmp_path / "run" / name
+    file.write_text(json.dumps(yaml.safe_load(file.read_text()) | change))
+    with pytest.raises(RunDirectoryError, match=wanted):
+        audit_run(tmp_path / "run")
 
 
 def test_another_seed_than_the_runs_is_found(honest: Path, tmp_path: Path) -> None:

@@ -214,8 +214,7 @@ def answered(tmp_path: Path, recorded_run: Any, write: Any) -> Callable[..., Pat
 
 def test_predictions_come_second_and_mistakes_first(answered: Callable[..., Path]) -> None:
     text = page(answered())
-    headings = re.findall(r"<h2[^>]*>(.*?)</h2>", text)
-    assert headings[:3] == ["Outcome", "Predictions", "Training"]
+    assert re.findall(r"<h2[^>]*>(.*?)</h2>", text)[:3] == ["Outcome", "Predictions", "Training"]
     assert text.count("<img ") == 2
     message = texts(text).partition("Most confident mistakes")[2]
     assert message.startswith(": actual → predicted, confidence (ema weights, after step 40)")

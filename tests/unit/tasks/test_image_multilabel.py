@@ -336,8 +336,7 @@ def test_evaluation_repeats_and_shows_each_class(trained: Path) -> None:
     assert {name: kept[name] for name in ("loss", "map", "macro_f1", "micro_f1")} == report.metrics
     details = json.loads((trained / "evaluation" / "details.json").read_text())
     assert details["label_scores"] == list(report.per_class)
-    shown = run(Evaluate, trained, "--per-class")
-    assert "best threshold" in shown.output
+    assert "best threshold" in run(Evaluate, trained, "--per-class").output
     answer = json.loads(run(Evaluate, trained, "--per-class", "--json").output)
     assert [each["class"] for each in answer["per_class"]] == [each["class"] for each in report.per_class]
     assert answer["mean"]["average_precision"] == pytest.approx(report.metrics["map"])

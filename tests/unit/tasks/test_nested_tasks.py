@@ -74,8 +74,7 @@ def command(*words: str) -> tuple[int, str, str]:
 
 
 def opened(name: str) -> tuple[Any, Any]:
-    task = build_task(load_recipe(f"{name}.yaml").recipe)
-    return task, plan_only(load_recipe(f"{name}.yaml"))
+    return build_task(load_recipe(f"{name}.yaml").recipe), plan_only(load_recipe(f"{name}.yaml"))
 
 
 def test_samples_of_nested_batches_are_taken_and_put_together() -> None:
@@ -159,8 +158,7 @@ def test_memory_is_estimated_from_its_own_batches(name: str) -> None:
     assert found.fits
     assert found.largest is not None
     assert found.largest >= 8
-    loops = [each for each in found.notices if "one by one" in each]
-    assert bool(loops) == (name == "Boxes")
+    assert bool([each for each in found.notices if "one by one" in each]) == (name == "Boxes")
     if name == "Sequences":  # of the other, samples are as large as they happen to be
         single = dataclasses.replace(loaded.recipe, batch=dataclasses.replace(loaded.recipe.batch, micro_size=8))
         measured = measured_peak(single, 8, torch.device("cpu"))
@@ -247,8 +245,7 @@ def test_people_are_told_its_own_headline() -> None:
     assert row(watched)[5].startswith("accuracy ")
     (run,) = read_runs([Path("run")])
     (tiles,) = (block for block in outcome([run]) if isinstance(block, Tiles))
-    labels = [tile.label for tile in tiles.tiles]
-    assert {"best accuracy", "last accuracy"} <= {*labels}
+    assert {"best accuracy", "last accuracy"} <= {*[tile.label for tile in tiles.tiles]}
     titles = [block.title for block in training([run]) if isinstance(block, Chart)]
     assert {"Accuracy", "Median loss"} <= {*titles}
 

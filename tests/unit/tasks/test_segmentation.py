@@ -345,8 +345,7 @@ def test_the_first_batch_is_shown_under_its_masks(trained: Path) -> None:
 def test_each_class_s_iou_is_in_the_report(trained: Path) -> None:
     details = json.loads((trained / "evaluation/details.json").read_text())
     assert {row["class"] for row in details["class_iou"]} == {"background", "disc", "rectangle", "triangle"}
-    page = (trained / "report.html").read_text()
-    assert "Intersection over union by class" in page
+    assert "Intersection over union by class" in (trained / "report.html").read_text()
 
 
 def test_each_class_s_iou_is_shown(trained: Path) -> None:

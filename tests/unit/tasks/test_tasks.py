@@ -152,8 +152,7 @@ def test_top_k_is_measured_where_it_means_something(top_k: int, expected: list[s
 
 
 def test_the_model_fits_the_data(tiny_task: Callable[..., Any]) -> None:
-    task = tiny_task(classes=7)(digits())
-    assert task.build_model()(torch.zeros(2, 1, 8, 8)).shape == (2, 7)
+    assert tiny_task(classes=7)(digits()).build_model()(torch.zeros(2, 1, 8, 8)).shape == (2, 7)
 
 
 @pytest.mark.parametrize("method", ["loss", "open_pipeline", "first_weights"])

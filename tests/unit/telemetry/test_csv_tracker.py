@@ -64,7 +64,7 @@ def test_each_kind_has_a_table(tmp_path: Path) -> None:
 
 def test_a_number_that_comes_later_is_a_last_column(tmp_path: Path) -> None:
     launch = Launch(tmp_path)
-    launch.write([step(1), step(2)])
+    launch.write([step(1, details={"long": "x" * 200_000}), step(2)])
     before = (tmp_path / "csv" / "step.csv").read_text().splitlines()
     seconds = {"minimum": 1.0, "rank": 0}
     launch.write([step(3, metrics={"mfu": 0.5}, details={"rank_seconds": {"forward": seconds}}), step(4)])

@@ -226,6 +226,5 @@ def test_one_that_cannot_be_written_ends_no_run(tmp_path: Path, capsys: pytest.C
     paceline.train(tmp_path / "recipe.yaml", overrides={**short, "train.until": "1 steps"}, run_dir=run, quiet=True)
     shutil.rmtree(run / "mlperf")
     (run / "mlperf").write_text("in the way")
-    result = paceline.train(tmp_path / "recipe.yaml", overrides=short, run_dir=run)
-    assert result.status == "completed"
+    assert paceline.train(tmp_path / "recipe.yaml", overrides=short, run_dir=run).status == "completed"
     assert "note: the log in MLPerf's format could not be written: Cannot make" in capsys.readouterr().out

@@ -61,8 +61,7 @@ def test_a_run_that_goes_on_keeps_those_of_its_beginning(train_tiny: Make, runs:
 
 @pytest.mark.parametrize("overrides", [{"evaluate.keep_examples": 0, **SHOWN}, {"telemetry.report": False}])
 def test_none_are_kept_where_none_are_shown(train_tiny: Make, overrides: dict[str, Any]) -> None:
-    run = train_tiny("run", overrides)
-    assert not (run.run_dir / "first_batch.json").exists()
+    assert not (train_tiny("run", overrides).run_dir / "first_batch.json").exists()
 
 
 @pytest.mark.parametrize(("where", "name"), [(ImageClassification, "shown"), (run_records, "write_text")])
@@ -83,8 +82,7 @@ def test_where_they_cannot_be_shown_or_written_the_run_trains_as_before(
 def drawn(model: Any) -> list[tuple[torch.Tensor, str]]:
     """What a task draws: noise, and whether the model was in evaluation mode."""
     assert not torch.is_grad_enabled()
-    noise = (torch.rand(1, 8, 8) * 255).to(torch.uint8)
-    return [(noise, f"training: {model.training}")]
+    return [((torch.rand(1, 8, 8) * 255).to(torch.uint8), f"training: {model.training}")]
 
 
 def test_a_task_draws_figures_after_each_evaluation(train_tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,8 +157,7 @@ def test_what_happened_before_patience_ended_is_recorded(scripted: Make) -> None
 def test_patience_counts_across_resumes(stop: int, scripted: Make) -> None:
     script = [10, 20, 15, 20, 10, 30, 40]
     scripted("run", script[:stop], SAVE)
-    result = scripted("run", script, {**SAVE, "evaluate.patience": 3})
-    assert result.summary.step == 5
+    assert scripted("run", script, {**SAVE, "evaluate.patience": 3}).summary.step == 5
 
 
 def test_a_run_that_stopped_early_is_complete_until_it_has_more_patience(scripted: Make) -> None:

@@ -182,8 +182,7 @@ def test_a_run_that_goes_back_forgets_what_came_later(train_tiny: Make) -> None:
     assert before[0]["step"] == 8
     checkpoint = first.run_dir / "checkpoints" / "step-00000004"
     gone = {"train.until": "5 steps", "checkpoint.keep": 9}
-    stopped = train_tiny("run", gone, resume=str(checkpoint))
-    assert stopped.status == "stopped"
+    assert train_tiny("run", gone, resume=str(checkpoint)).status == "stopped"
     assert list((first.run_dir / "evaluation").iterdir()) == []
     train_tiny("run", {"checkpoint.keep": 9})
     assert (told(first.run_dir, "confusion"), told(first.run_dir, "examples")) == before

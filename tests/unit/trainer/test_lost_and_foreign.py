@@ -112,8 +112,7 @@ def test_what_failed_in_its_first_save_begins_again(
         refuse_renames(patched)
         with pytest.raises(TrainingError, match="No space left"):
             train_tiny("run", {"checkpoint.every": "4 steps", **LONGER})
-    events = (runs / "run/events.jsonl").read_text()
-    assert events.count('"event": "checkpoint"') == 1
+    assert (runs / "run/events.jsonl").read_text().count('"event": "checkpoint"') == 1
     if older:
         (runs / "run/run.json").unlink()
     assert train_tiny("run", LONGER).summary.weights_sha256 == whole

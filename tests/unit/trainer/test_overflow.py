@@ -58,7 +58,11 @@ def test_a_skipped_step_advances_nothing_but_the_data(train_tiny: Make, events: 
 
 def test_neither_weights_nor_average_nor_optimizer_move(train_tiny: Make, tiny_task: Make, weights: Make) -> None:
     """A run that skips its last steps ends where it would have ended without them."""
-    task = tiny_task(make_network=lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), on_loss=poisoned({6, 7, 8}))
+
+    def network() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 3))
+
+    task = tiny_task(make_network=network, on_loss=poisoned({6, 7, 8}))
     overrides = {**FP16, "schedule.name": "constant", "train.duration": "8 steps"}
     skipping = train_tiny("skipping", overrides, task=task)
     short = train_tiny("short", {**overrides, "train.duration": "5 steps"}, task=task)

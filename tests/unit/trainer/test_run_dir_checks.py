@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from run_directories import fingerprint
 from torch import nn
 
 import paceline
+from paceline.checkpoint.reading import read_manifest
+from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import CheckpointError, RunDirectoryError
 from paceline.recipe.load import load_recipe
 from paceline.records.reader import read_recipe, read_summary
@@ -154,8 +157,7 @@ def test_what_changes_no_step_may_change(train_tiny: Make, runs: Path) -> None:
         "data.max_broken": 7,
         "parallel.threads": 1,
     }
-    result = train_tiny("run", free)
-    assert result.summary.weights_sha256 == whole.summary.weights_sha256
+    assert train_tiny("run", free).summary.weights_sha256 == whole.summary.weights_sha256
     assert read_recipe(RunDirectory(runs / "run"))["checkpoint"]["keep"] == 5
 
 
@@ -210,7 +212,7 @@ def test_a_mistake_found_before_the_first_step_can_be_mended(train_tiny: Make, t
 
 def test_never(train_tiny: Make) -> None:
     assert train_tiny("run", resume="never").status == "completed"
-    with pytest.raises(RunDirectoryError, match="holds a run already and resume=never was asked"):
+    with pytest.raises(RunDirectoryError, match="holds a run already, but resume=never was given"):
         train_tiny("run", resume="never")
 
 
@@ -292,6 +294,18 @@ def test_a_damaged_checkpoint_asked_for_is_never_replaced_by_another(train_tiny:
 
 
 # ------------------------------------------------------------------------------------------ the lock
+
+
+def test_a_checkpoint_that_does_not_know_its_position_is_refused(train_tiny: Make) -> None:
+    result = train_tiny("run", {"train.until": "4 steps"})
+    path = CheckpointStore(result.run_dir / "checkpoints").path(4)
+    manifest = read_manifest(path)
+    for facts in ({"position": "x"}, {"samples": None}):
+        (path / "manifest.json").write_bytes(replace(manifest, facts={**manifest.facts, **facts}).to_bytes())
+        with pytest.raises(
+            CheckpointError, match=rf"{path} says '{next(iter(facts))}' is .*, which is no whole number"
+        ):
+            train_tiny("run")
 
 
 def test_two_runs_do_not_share_a_directory(train_tiny: Make) -> None:

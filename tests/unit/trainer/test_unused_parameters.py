@@ -45,8 +45,7 @@ def test_it_may_be_allowed_and_stays_as_it_was(train_tiny: Make, weights: Make) 
         return network
 
     asked = {"parallel.unused_parameters": "allow", "optimizer.weight_decay": 0.1}
-    result = train_tiny("run", asked, make_network=make)
-    assert torch.equal(weights(result)["spare.weight"], made[-1])
+    assert torch.equal(weights(train_tiny("run", asked, make_network=make))["spare.weight"], made[-1])
 
 
 def test_a_frozen_one_is_none(train_tiny: Make) -> None:

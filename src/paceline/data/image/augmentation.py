@@ -108,8 +108,7 @@ def random_resized_box(
         part_height = round(math.sqrt(area / aspect))
         if 0 < part_width <= width and 0 < part_height <= height:
             top = int(top_draw * (height - part_height + 1))
-            left = int(left_draw * (width - part_width + 1))
-            return Box(top, left, part_height, part_width)
+            return Box(top, int(left_draw * (width - part_width + 1)), part_height, part_width)
     return _central_box(height, width, ratio)
 
 

@@ -94,8 +94,7 @@ def stratified_order(labels: Ids, hashes: Hashes) -> Ids:
     labels = strata(labels)
     by_class = np.lexsort((np.arange(len(labels)), hashes, labels))
     counts = np.bincount(labels, minlength=1)
-    starts = np.repeat(np.cumsum(counts) - counts, counts)
-    rank = np.arange(len(labels)) - starts
+    rank = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
     # Position of a sample: the middle of its share of the class, with the first sample of every class ahead.
     position = np.where(rank == 0, -1.0, (rank + 0.5) / np.repeat(counts, counts))
     ordered: Ids = by_class[np.lexsort((hashes[by_class], position))]
@@ -140,8 +139,9 @@ class SkippedFile(NamedTuple):
     """A file or folder that is unusable but can be skipped.
 
     Attributes:
-        kind: A key of ``BAD``.
-        path: Its path. detail: Further detail.
+        kind: A key of ``SKIP_REASONS``.
+        path: Its path.
+        detail: Further detail.
     """
 
     kind: str

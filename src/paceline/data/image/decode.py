@@ -305,8 +305,7 @@ class LazyImage:
             image.load()
             if image.format == "PNG":
                 _correct_transparency(image, self._content)
-            grey_depth = _grey_depth(image)
-            return _pixels(_upright(image) if self._is_turned else image, self._channels, grey_depth)
+            return _pixels(_upright(image) if self._is_turned else image, self._channels, _grey_depth(image))
 
 
 class DecodedImage:

@@ -31,7 +31,8 @@ class MappedFile(NamedTuple):
     """A file in the state in which it was opened.
 
     Attributes:
-        path: Its path. size: Its length in bytes.
+        path: Its path.
+        size: Its length in bytes.
         changed: Its inode and modification time in nanoseconds, to detect a replaced file.
     """
 

@@ -174,8 +174,7 @@ class SliceReader:
             flat = torch.empty(size, dtype=torch.uint8)
         else:
             # As in torch's collation: a batch in other memory would be copied on transfer.
-            storage = _new_shared(size)
-            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+            flat = torch.empty(0, dtype=torch.uint8).set_(_new_shared(size))
         if self._shifts or has_variation(self._augment):
             # Shifts use rows of one channel, and torchvision's operations may round differently with channels last.
             return flat.view(count, channels, height, width)

@@ -340,8 +340,7 @@ def encoded_source(source: SampleSource) -> EncodedSource | None:
 
 def _decodes_as_we_do(kind: type) -> bool:
     """Whether ``read`` and ``encoded`` belong together: a class that overrides only one may decode differently."""
-    first = next(each for each in kind.__mro__ if {"read", "encoded"} & vars(each).keys())
-    return "encoded" in vars(first)
+    return "encoded" in vars(next(each for each in kind.__mro__ if {"read", "encoded"} & vars(each).keys()))
 
 
 def as_array(source: SampleSource) -> Image | None:
@@ -361,8 +360,7 @@ _LUMA = np.array([19595, 38470, 7471], dtype=np.uint32)
 
 def with_channels(images: Image, wanted: int) -> Image:
     """Return images uint8 [..., C] with ``wanted`` channels, 1 or 3."""
-    have = images.shape[-1]
-    if have == wanted:
+    if images.shape[-1] == wanted:
         return images
     if wanted == 3:
         return np.repeat(images, 3, axis=-1)

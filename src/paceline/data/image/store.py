@@ -187,8 +187,7 @@ def vary(images: torch.Tensor, augment: Augment, draws: Draws) -> torch.Tensor:
         )
         store = ImageStore(shape, images.device)
         store.put(0, images)
-        starts = store.starts(np.arange(count), draws)
-        images = store.gather(torch.from_numpy(starts)).contiguous()
+        images = store.gather(torch.from_numpy(store.starts(np.arange(count), draws))).contiguous()
     return flip_some(images, draws.flip)
 
 

@@ -80,8 +80,7 @@ def file_problem(path: Path) -> str | None:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                text = line.decode("utf-8-sig").strip()
-                row = load_json(text or "{}") if is_json else {}
+                row = load_json(line.decode("utf-8-sig").strip() or "{}") if is_json else {}
                 if not isinstance(row, dict):
                     raise ValueError
             except UnicodeDecodeError as error:

@@ -92,8 +92,7 @@ class MemoryBackend:
         return both[0], both[1]
 
     def _inputs(self, starts: torch.Tensor, keys: SampleIds, epoch: int) -> torch.Tensor:
-        size = self._view.size_at(epoch)
-        inputs = shrunk(self._opened().gather(starts), size, self._view.interpolation)
+        inputs = shrunk(self._opened().gather(starts), self._view.size_at(epoch), self._view.interpolation)
         if self._one_by_one:
             # In the memory format of loader processes' batches, since results may depend on it.
             inputs = self._variation(inputs.contiguous(), keys, epoch)
@@ -188,8 +187,7 @@ class SyntheticBackend:
                 words = np.random.Philox(key=_KEY).random_raw(-(-length // 8))
                 noise = torch.from_numpy(words.view(np.uint8)[:length].reshape(shape))
                 self._noise[count] = noise.pin_memory() if self._pin_memory else noise
-            targets = torch.from_numpy(self._labels[piece.ids])
-            yield Batch(self._noise[count], targets, piece.ids, piece)
+            yield Batch(self._noise[count], torch.from_numpy(self._labels[piece.ids]), piece.ids, piece)
 
     def close(self) -> None:
         """Release the noise."""

@@ -69,8 +69,7 @@ class OpenedOrigin:
         """Maximum number of reading threads: the row groups that they read must fit into the cache together."""
         leaves = [leaf for split in self.splits.values() for leaf, _ in leaf_sources(split, np.arange(0))]
         tables = [each for each in leaves if isinstance(each, TableSource) and not each.is_mapped]
-        groups = [group.size for each in tables for group in each.groups]
-        return max(1, LARGEST_KEPT // max(groups, default=1))
+        return max(1, LARGEST_KEPT // max([group.size for each in tables for group in each.groups], default=1))
 
     def name(self, source: SampleSource, sample: int) -> str:
         """Return an image's name in the packed dataset: as in its container file, or its path within the source."""

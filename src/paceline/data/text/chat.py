@@ -52,7 +52,7 @@ def open_chat(data: Data) -> TextDataset:
             names.append(row.name)
             documents.append((ids[: context + 1], is_target[: context + 1]))
         corpus = stored(zip(names, (ids for ids, _ in documents), strict=True), tokenizer)
-        corpus.asked = np.concatenate([np.empty(0, bool), *(asked for _, asked in documents)])
+        corpus.is_target = np.concatenate([np.empty(0, bool), *(asked for _, asked in documents)])
         corpora.append(corpus)
     train, validation = corpora
     if not len(train.lengths):

@@ -32,8 +32,7 @@ Named = TypeVar("Named", bound=tuple[Any, ...])
 
 def held_out(name: str, fraction: float) -> bool:
     """Whether a document is held out: depends on its name alone, so that added or removed documents have no effect."""
-    hash_value = int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:8], "big")
-    return hash_value < fraction * 2**64
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:8], "big") < fraction * 2**64
 
 
 def split_by_name(documents: Sequence[Named], fraction: float) -> tuple[list[Named], list[Named]]:
@@ -51,7 +50,7 @@ class StoredCorpus:
         tokens: Ids, unsigned integers [tokens].
         lengths: Tokens of each document, int64 [documents].
         names: Name of each document.
-        asked: Whether each token is to be predicted from those before it, bool [tokens]; None: all are.
+        is_target: Whether each token is to be predicted from those before it, bool [tokens]; None: all are.
 
     Attributes:
         begins: First token of each document, and the end of the last, int64 [documents + 1].
@@ -67,7 +66,7 @@ class StoredCorpus:
         self.lengths = lengths
         self.tokens = tokens
         self.names = names
-        self.asked = is_target
+        self.is_target = is_target
         self.begins = np.concatenate([[0], np.cumsum(lengths)])
 
     def read(self, document: int, begin: int, end: int) -> TokenIds:
@@ -78,12 +77,12 @@ class StoredCorpus:
     def target_mask(self, document: int, begin: int, end: int) -> NDArray[np.bool_]:
         """Return whether some of a document's tokens are to be predicted."""
         first = self.begins[document]
-        return np.ones(end - begin, bool) if self.asked is None else self.asked[first + begin : first + end]
+        return np.ones(end - begin, bool) if self.is_target is None else self.is_target[first + begin : first + end]
 
     def digest(self) -> str:
         """Return a digest of names, tokens and which of them are predicted."""
-        asked = b"" if self.asked is None else np.packbits(self.asked).tobytes()
-        return text_digest(self.tokens.tobytes(), self.lengths.tobytes(), asked, *map(str.encode, self.names))
+        targets = b"" if self.is_target is None else np.packbits(self.is_target).tobytes()
+        return text_digest(self.tokens.tobytes(), self.lengths.tobytes(), targets, *map(str.encode, self.names))
 
     def name(self, document: int) -> str:
         """Return its name."""
@@ -131,8 +130,7 @@ def stored(documents: Iterable[tuple[str, TokenIds]], tokenizer: Tokenizer) -> S
     for name, ids in documents:
         names.append(name)
         parts.append(ids.astype(kind))
-    lengths = np.array([len(part) for part in parts[1:]], dtype=np.int64)
-    return StoredCorpus(np.concatenate(parts), lengths, names)
+    return StoredCorpus(np.concatenate(parts), np.array([len(part) for part in parts[1:]], dtype=np.int64), names)
 
 
 MANIFEST = "tokens.json"

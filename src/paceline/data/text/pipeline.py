@@ -239,8 +239,8 @@ def single_rows(lengths: IntArray, context: int) -> RowTable:
 
 def target_count(corpus: StoredCorpus, table: RowTable) -> IntArray:
     """Return how many tokens each row predicts, int64 [rows], if the corpus says which; documents are isolated."""
-    assert corpus.asked is not None
-    cumulative = np.concatenate([[0], np.cumsum(corpus.asked)])
+    assert corpus.is_target is not None
+    cumulative = np.concatenate([[0], np.cumsum(corpus.is_target)])
     first = (np.cumsum(corpus.lengths) - corpus.lengths)[table.documents]
     stops = np.minimum(table.ends + 1, corpus.lengths[table.documents])
     return _segment_sums(cumulative[first + stops] - cumulative[first + table.begins + 1], table.starts)
@@ -291,8 +291,7 @@ def read_row(corpus: StoredCorpus, table: RowTable, row: int) -> Row:
 
 def _segment_sums(values: IntArray, starts: IntArray) -> IntArray:
     """Return sums of consecutive values, from each start to the next."""
-    cumulative = np.concatenate([[0], np.cumsum(values)])
-    return np.diff(cumulative[starts])
+    return np.diff(np.concatenate([[0], np.cumsum(values)])[starts])
 
 
 # Separates these draws from those of an epoch's order, which start at epoch 0.

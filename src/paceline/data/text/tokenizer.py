@@ -313,8 +313,7 @@ class HuggingFaceTokenizer:
     @cached_property
     def _unread(self) -> frozenset[int]:
         """Ids that represent no text."""
-        added = self._library.get_added_tokens_decoder()
-        special = {number for number, token in added.items() if token.special}
+        special = {number for number, token in self._library.get_added_tokens_decoder().items() if token.special}
         return frozenset(special | {each for each in (self.end, self.mask, self.pad) if each is not None})
 
     @cached_property

@@ -162,8 +162,7 @@ def _add_predict(app: FastAPI, service: Service, model: str) -> None:
         try:
             async with asyncio.timeout(limits.request_seconds):
                 uploads = await _uploads(request, limits)
-                images = [content for _, content in uploads]
-                answers = await while_connected(request, service.answers(images, most))
+                answers = await while_connected(request, service.answers([content for _, content in uploads], most))
         except TimeoutError:
             within = f"within {limits.request_seconds:g} seconds"
             if not uploads:

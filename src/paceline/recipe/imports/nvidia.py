@@ -63,8 +63,7 @@ def preset(name: str, platform: str, precision: str, mode: str) -> dict[str, Any
         RecipeError: If there is no such preset; names the existing ones.
     """
     model, later = _named("model", name, PRESETS["models"]), _named("mode", mode, PRESETS["modes"])
-    sizes = _named("precision", precision, _named("platform", platform, PRESETS["sizes"][model["sizes"]]))
-    micro, batch = sizes
+    micro, batch = _named("precision", precision, _named("platform", platform, PRESETS["sizes"][model["sizes"]]))
     by_batch = PRESETS["rates"].get(batch, {}) if model["family"] == "resnet" else {}
     return {
         "arch": name,

@@ -39,8 +39,7 @@ def cifar_like(count: int, size: int = 32) -> ImageDataset:
 
 
 def test_small_images_go_to_memory() -> None:
-    dataset = cifar_like(60_000 - 359)
-    assert choose_backend(Data(dataset="cifar10"), dataset) == (
+    assert choose_backend(Data(dataset="cifar10"), cifar_like(60_000 - 359)) == (
         "memory",
         "60,000 images of 32x32x3 take 176 MiB",
     )

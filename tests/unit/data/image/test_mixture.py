@@ -121,8 +121,7 @@ def test_sets_are_joined_by_the_names_of_their_classes(sets: Path) -> None:
     assert (len(found.train), len(found.validation)) == (32 + 8 + 4, 8 + 2 + 1)
     assert found.train.read(39).shape == found.train.read(0).shape == (20, 20, 3)
     for sample in range(len(found.train)):
-        path = Path(found.train.path(sample))
-        assert found.classes[found.train.labels[sample]] == path.parent.name
+        assert found.classes[found.train.labels[sample]] == Path(found.train.path(sample)).parent.name
     numbers = part_numbers(found.train)
     assert numbers is not None
     assert np.bincount(numbers).tolist() == [8, 4, 32]

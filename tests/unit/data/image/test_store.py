@@ -110,8 +110,7 @@ def test_a_store_takes_the_room_that_it_says() -> None:
         StoreShape.of(augment, count=10, channels=3, size=32),
         StoreShape.of(None, count=10, channels=3, size=32),
     ):
-        store = ImageStore(shape, CPU)
-        assert store._memory.nbytes == shape.bytes
+        assert ImageStore(shape, CPU)._memory.nbytes == shape.bytes
     assert StoreShape.of(None, count=10, channels=3, size=32).bytes == 10 * 3072 + 96
     assert StoreShape.of(augment, count=10, channels=3, size=32).bytes == 2 * 10 * 4800 + 120
 

@@ -80,11 +80,9 @@ def test_reflection_has_a_limit() -> None:
     ("epoch", "size"), [(0, 128), (4, 128), (5, 128), (6, 160), (7, 160), (8, 192), (9, 192), (10, 224), (99, 224)]
 )
 def test_images_grow_from_epoch_to_epoch(epoch: int, size: int) -> None:
-    growing = Progressive(start_size=128, begin=5, end=10, multiple=32)
-    assert growing.size_at(epoch, 224) == size
+    assert Progressive(start_size=128, begin=5, end=10, multiple=32).size_at(epoch, 224) == size
     # As ffcv-imagenet's training script has it: a straight line between the epochs, to the nearest multiple.
-    line = np.interp([epoch], [5, 10], [128, 224])[0]
-    assert size == int(np.round(line / 32)) * 32
+    assert size == int(np.round(np.interp([epoch], [5, 10], [128, 224])[0] / 32)) * 32
 
 
 def test_growing_images_stay_between_their_ends() -> None:

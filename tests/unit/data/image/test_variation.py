@@ -141,8 +141,7 @@ def test_rectangles_are_erased_to_the_mean_as_often_as_asked() -> None:
     images = torch.full((2000, 3, 16, 16), 255, dtype=torch.uint8)
     erased = Variation(Augment(erase=0.3), MEAN, seed=0)(images, ids, 0)
     hit = (erased != 255).any(dim=1)
-    count = int(hit.flatten(1).any(dim=1).sum())
-    assert stats.binomtest(count, 2000, 0.3).pvalue > 1e-6
+    assert stats.binomtest(int(hit.flatten(1).any(dim=1).sum()), 2000, 0.3).pvalue > 1e-6
     assert {tuple(pixel) for pixel in erased.permute(0, 2, 3, 1)[hit].tolist()} == {tuple(FILL)}
     share = hit.flatten(1).float().mean(dim=1)
     assert share[share > 0].min() > 0.005

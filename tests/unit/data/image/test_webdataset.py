@@ -105,8 +105,7 @@ def test_an_index_is_remembered_until_the_tar_changes(
 def test_where_nothing_can_be_remembered_it_is_read_anyway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    path = write_tar(tmp_path / "x.tar", samples(range(4)))
-    assert len(index_tar(MappedFile.at(path)).names) == 8
+    assert len(index_tar(MappedFile.at(write_tar(tmp_path / "x.tar", samples(range(4))))).names) == 8
 
 
 def test_a_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
@@ -136,6 +135,9 @@ def test_samples_of_a_pattern(tmp_path: Path) -> None:
             assert np.array_equal(train.read(number), decode(jpeg(number), 3))
             assert train.size(number) == decode(jpeg(number), 3).shape[:2]  # type: ignore[attr-defined]
         assert train.path(9) == f"000009.jpg in {tmp_path / 't-001.tar'}"
+    for pattern, what in (("{t-*,t-001}.tar", "a tar twice"), ("t-{001..000}.tar", "no tar")):
+        with pytest.raises(DataError, match=f"names {what}: correct the pattern"):
+            opened_set("webdataset", tmp_path / pattern, channels=None)
 
 
 def test_a_name_that_looks_like_a_pattern_is_a_name(tmp_path: Path) -> None:

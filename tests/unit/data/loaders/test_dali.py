@@ -106,8 +106,7 @@ def test_shows_what_pytorch_shows(charts: FileSource, augment: Augment | None, s
 def test_another_box_or_flip_would_be_seen(charts: FileSource, slices: Slices) -> None:
     """What the test before holds, it holds: a box moved by one pixel, or a flip too many, is out of tolerance."""
     (one,) = pytorch(charts, slices(range(24)), view(None))
-    moved = replace(one, inputs=one.inputs.roll(1, dims=-1))
-    assert not agree([one], [moved])
+    assert not agree([one], [replace(one, inputs=one.inputs.roll(1, dims=-1))])
     flipped = one.inputs.clone()
     flipped[3] = flipped[3].flip(-1)
     assert not agree([one], [replace(one, inputs=flipped)])

@@ -81,8 +81,7 @@ def test_classes_without_names_are_numbers_and_some_images_are_held_out(folder: 
     assert len(set(both)) == 11
     again = opened(path)
     assert (again.train, again.digest) == (found.train, found.digest)
-    every = opened(path, validation_fraction=1.0)
-    assert sorted(map(every.validation.path, range(11))) == sorted(both)
+    assert sorted(map(opened(path, validation_fraction=1.0).validation.path, range(11))) == sorted(both)
     where = next(path for path in both if "palette" in path)
     source = found.train if where in found.train.images else found.validation
     assert source.read(source.images.index(where))[1].tolist() == [[0, 4], [255, 1]]

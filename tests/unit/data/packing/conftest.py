@@ -83,7 +83,6 @@ def run_pack_here(capfd: pytest.CaptureFixture[str]) -> Callable[..., subprocess
 
     def call(*words: str | Path) -> subprocess.CompletedProcess[str]:
         capfd.readouterr()
-        code = run(["pack", *map(str, words)])
-        return subprocess.CompletedProcess(words, code, *capfd.readouterr())
+        return subprocess.CompletedProcess(words, run(["pack", *map(str, words)]), *capfd.readouterr())
 
     return call

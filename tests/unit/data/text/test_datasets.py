@@ -122,8 +122,7 @@ def test_what_lies_beside_the_splits_is_reported(tmp_path: Path) -> None:
     for name in ("train/a.txt", "val/b.txt", "test/c.txt", "README.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("some text")
-    found = folder(tmp_path)
-    assert sorted(found.left_out) == [
+    assert sorted(folder(tmp_path).left_out) == [
         "files outside train/: 1 left out ('README.md')",
         "folders outside train/: 1 left out ('test')",
     ]

@@ -42,8 +42,7 @@ def test_a_preset_converts_loads_and_plans(model: str, platform: str, precision:
     conversion = convert(launch(model, platform, precision))
     assert conversion.refused == ()
     loaded = load(conversion, tmp_path)
-    plan = plan_of(loaded, 8)
-    assert plan.global_batch_size == loaded.recipe.batch.global_size
+    assert plan_of(loaded, 8).global_batch_size == loaded.recipe.batch.global_size
     assert loaded.recipe.train.precision == ("fp16" if precision == "AMP" else "fp32")
     assert str(loaded.recipe.train.duration) == ("250 epochs" if model.startswith(("res", "se-")) else "400 epochs")
 

@@ -136,8 +136,7 @@ def test_a_published_command_line_converts_loads_and_plans(name: str, tmp_path: 
     loaded = load(conversion, tmp_path)
     assert loaded.notices == ()
     assert loaded.recipe.batch.global_size % loaded.recipe.batch.micro_size == 0  # type: ignore[operator]  # a number
-    plan = plan_of(loaded, conversion.processes)
-    assert plan.global_batch_size == loaded.recipe.batch.global_size
+    assert plan_of(loaded, conversion.processes).global_batch_size == loaded.recipe.batch.global_size
 
 
 THE_SAME = {

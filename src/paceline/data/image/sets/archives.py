@@ -360,8 +360,7 @@ def downloading(root: Path, name: str) -> Iterator[None]:
         root.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
             with suppress(OSError):  # a read-only folder, or one without locks: digests verify the files
-                lock = held.enter_context(open(root / _LOCK, "ab"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                fcntl.flock(held.enter_context(open(root / _LOCK, "ab")), fcntl.LOCK_EX)
             yield
     except (OSError, RuntimeError, EOFError) as error:
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error

@@ -201,8 +201,7 @@ def _from_cache(
         listings.append(Listing(tuple(names), Names(arrays[f"joined{index}"], ends), arrays[f"sizes{index}"], labels))
     for listing in listings:
         # Checks different files each time.
-        chosen = np.random.default_rng().permutation(len(listing.names))[:_SPOT_CHECKS].tolist()
-        for index in chosen:
+        for index in np.random.default_rng().permutation(len(listing.names))[:_SPOT_CHECKS].tolist():
             size = 0
             with suppress(OSError):
                 size = os.stat(os.path.join(os.fsencode(root), listing.names[index])).st_size

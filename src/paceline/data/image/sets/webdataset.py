@@ -216,6 +216,8 @@ def _tars(pattern: str) -> list[Path]:
         if not matches:
             raise DataError(f"{pattern!r} names {written!r}, which does not exist: correct the path.")
         found += map(Path, matches)
+    if len({os.path.realpath(each) for each in found}) < len(found) or not found:
+        raise DataError(f"{pattern!r} names {'a tar twice' if found else 'no tar'}: correct the pattern.")
     return found
 
 
