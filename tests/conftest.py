@@ -268,8 +268,7 @@ def _facts(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _events(run_dir: Path, *kinds: str) -> list[dict[str, Any]]:
-    lines = (run_dir / "events.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
+    found = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     return [event for event in found if event["event"] in kinds] if kinds else found
 
 

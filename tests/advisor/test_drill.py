@@ -15,8 +15,7 @@ from paceline_advisor.drill.study import SHORTEST, drill, shortened
 
 
 def test_a_shortened_recipe_saves_often_and_keeps_its_own_warm_up_in_percent() -> None:
-    requested = Drill(recipe="digits", steps=40)
-    recipe = load_recipe("digits", shortened(requested)).recipe
+    recipe = load_recipe("digits", shortened(Drill(recipe="digits", steps=40))).recipe
     assert str(recipe.train.duration) == "40 steps"
     assert (recipe.checkpoint.every.value, recipe.checkpoint.keep) == (4, 3)
     assert str(recipe.evaluate.every) == "10 steps"

@@ -123,8 +123,7 @@ def test_losses_are_those_of_a_run_with_such_a_schedule(
     found = find({**SENSITIVE, "schedule.warmup": "2 steps"}, lowest=1e-4, highest=0.1, steps=30)
     schedule = {"schedule.name": "exponential", "schedule.end_lr": 0.1, "optimizer.lr": 1e-4}
     often = {"telemetry.log_every": "1 steps", "evaluate.every": "off", "train.duration": "29 steps"}
-    run = train_tiny("beside", {**SENSITIVE, **schedule, **often})
-    records = events(run.run_dir, "step")
+    records = events(train_tiny("beside", {**SENSITIVE, **schedule, **often}).run_dir, "step")
     assert [each["lr"] for each in records] == list(found.rates[:29])
     assert [each["loss"] for each in records] == list(found.losses[:29])
 
@@ -164,8 +163,7 @@ def test_the_following_training_has_the_same_bits(find: Callable[..., Any], trai
     after = train_tiny("after", SENSITIVE).summary
     with pytest.raises(DataError):
         find(SENSITIVE, on_loss=fail_at(9, a_broken_loader))
-    last = train_tiny("after an error", SENSITIVE).summary
-    for each in (after, last):
+    for each in (after, train_tiny("after an error", SENSITIVE).summary):
         assert (each.weights_sha256, each.ema_sha256) == (alone.weights_sha256, alone.ema_sha256)
 
 

@@ -91,8 +91,7 @@ def test_an_open_interval_and_a_missing_value_are_shown_apart() -> None:
         NoisePoint(step=step, averages=NoiseAverages.of(found), steps=len(found)) for step, found in measured.items()
     ]
     sizes = {"global_batch_size": 64, "micro_batch_size": 8, "batch_weight": 64.0}
-    report = NoiseReport(name="digits", processes=1, points=points, **sizes)
-    shown = report.__paceline__()
+    shown = NoiseReport(name="digits", processes=1, points=points, **sizes).__paceline__()
     table, missing, *_ = shown.blocks
     chart = shown.on_page[0]
     assert isinstance(table, Table)

@@ -146,8 +146,7 @@ def test_nothing_is_cut_off_or_lies_upon_another(folder: Path, show: Call, name:
 
 @pytest.mark.everyday
 def test_every_chart_is_drawn(folder: Path, show: Call) -> None:
-    page = show(folder / "resumed" / "report.html").page
-    for plot in page.locator(".plot").all():
+    for plot in show(folder / "resumed" / "report.html").page.locator(".plot").all():
         pixels = np.asarray(Image.open(io.BytesIO(plot.screenshot())).convert("RGB"))
         colours = np.unique(pixels.reshape(-1, 3), axis=0)
         coloured = [colour for colour in colours if int(colour.max()) - int(colour.min()) > 60]

@@ -113,8 +113,7 @@ def test_by_keyboard(opened: Call) -> None:
     assert page.evaluate("document.activeElement.id") == "files"
     outline = page.eval_on_selector("#drop", "each => getComputedStyle(each).outlineStyle")
     assert outline == "solid"
-    chooser = chooser_by_key(page)
-    chooser.set_files(files(("x.png", picture(0))))
+    chooser_by_key(page).set_files(files(("x.png", picture(0))))
     page.wait_for_selector("#answers [role=meter]")
     page.keyboard.press("Tab")
     page.keyboard.type("2")

@@ -142,8 +142,7 @@ def test_a_damaged_record(
     shutil.copytree(finished, tmp_path / "run")
     (tmp_path / "run" / name).write_text("[{\n" * 2)
     longer = "train.duration=8 steps"
-    done = paceline_here("train", "digits", *tiny, longer, "--run-dir", "run")
-    assert_refused(done, name)
+    assert_refused(paceline_here("train", "digits", *tiny, longer, "--run-dir", "run"), name)
 
 
 # ------------------------------------------------------------------------------------------ evaluate and predict

@@ -148,8 +148,7 @@ def test_recipes(paceline_here: Call) -> None:
 
 
 def test_a_recipe_shown_can_be_saved_and_trained(paceline_here: Call, tmp_path: Path) -> None:
-    shown = paceline_here("recipes", "show", "digits")
-    (tmp_path / "mine.yaml").write_text(shown.out)
+    (tmp_path / "mine.yaml").write_text(paceline_here("recipes", "show", "digits").out)
     resolved = paceline_here("recipes", "show", "digits", "--json").document
     assert paceline_here("train", "mine.yaml", "--plan-only", "--json").document["recipe"] == resolved
     assert resolved["data"]["dataset"] == "digits"
@@ -355,6 +354,8 @@ def test_evaluate_at_several_sizes(paceline_here: Call, finished: Path, tiny: tu
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
 def test_predictions_file(paceline_here: Call, finished: Path, tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"predictions.{suffix}"
+    file.write_text("before")
+    os.link(file, tmp_path / "before")
     answer = paceline_here("evaluate", finished, "--json", "--predictions", file).document
     lines = file.read_text().splitlines()
     if suffix == "csv":
@@ -367,6 +368,7 @@ def test_predictions_file(paceline_here: Call, finished: Path, tmp_path: Path, s
         assert all(str(row["target"]) == row["target_class"] for row in rows)  # the classes of digits
         pairs = [[row["prediction"], row["target"]] for row in rows]
     assert len(pairs) == 359
+    assert (tmp_path / "before").read_text() == "before", "a file appears when it is complete"
     assert sum(remaining == right for remaining, right in pairs) == answer["top1_correct"]
 
 

@@ -41,8 +41,7 @@ def test_without_output_standard_output_is_the_recipe_alone(tmp_path: Path) -> N
 
 
 def test_json_is_one_document_with_everything() -> None:
-    done = CliRunner().invoke(command_of("import"), ["timm", "--json", A3])
-    document = json.loads(done.stdout)
+    document = json.loads(CliRunner().invoke(command_of("import"), ["timm", "--json", A3]).stdout)
     assert document["recipe"]["batch"] == {"global_size": 2048, "micro_size": 512}
     assert document["processes"] == 4
     assert {each["option"] for each in document["mapped"]} >= {"--opt", "--lr", "--aa", "data"}

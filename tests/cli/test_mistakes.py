@@ -109,6 +109,7 @@ MISTAKES = [
     ("launch torchrun digits --run-dir r --nodes 2 --dry-run", "2 hosts need a rendezvous address"),
     ("launch torchrun digits --run-dir r --nodes 2 --rdzv-endpoint host1 --dry-run", "host1 is not HOST:PORT"),
     (f"{KUBERNETES} --run-dir /tmp/a", "is not below /runs, where the volume is"),
+    (f"{KUBERNETES} --run-dir /runs/../a", "is not below /runs, where the volume is"),
     (f"{KUBERNETES} --run-dir /runs/a --job-name My_Run", "--job-name My_Run is not a valid name for a Kubernetes job"),
     # What was trained.
     ("evaluate x --batch-size 64", "batch.global_size="),

@@ -138,8 +138,7 @@ def test_a_mask_of_zeros_and_minus_infinity_is_meant_so() -> None:
 def test_outputs_that_overflow_are_no_answer(
     paceline_here: Call, finished: Path, written: Write, picture: Path
 ) -> None:
-    weights = written(finished, huge)
-    requested = questions(weights, picture, picture.parent)
+    requested = questions(written(finished, huge), picture, picture.parent)
     done = paceline_here(*requested["predict"]).ended(1)
     assert "picture.png" in done.out
     assert "not a finite number" in done.out

@@ -56,8 +56,7 @@ def test_gpus_that_cannot_share_the_batch_are_left_out_and_this_is_told(gpus: An
     assert six.count == 4
     assert six.notice == "4 of 6 GPUs are used: more cannot share batch.global_size=64 evenly"
     gpus(8)
-    in_parts = load_recipe("digits", ["batch.micro_size=32"]).recipe
-    notice = choose_processes(None, in_parts).notice
+    notice = choose_processes(None, load_recipe("digits", ["batch.micro_size=32"]).recipe).notice
     assert notice is not None
     assert notice.startswith("2 of 8 GPUs are used")
     assert "batch.global_size=64 in micro-batches of 32" in notice

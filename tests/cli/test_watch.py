@@ -119,8 +119,7 @@ def _content(path: Path) -> bytes:
 
 
 def test_how_it_stands_as_one_document(paceline_here: Call, finished: Path) -> None:
-    done = paceline_here("watch", finished, finished, "--json")
-    (one, other) = done.document["runs"]
+    (one, other) = paceline_here("watch", finished, finished, "--json").document["runs"]
     assert one == {**other, "seconds_since_last_event": one["seconds_since_last_event"]}
     assert (one["status"], one["step"], one["total_steps"]) == ("completed", 6, 6)
     assert one["last_evaluations"].keys() == {"model", "ema"}

@@ -39,8 +39,7 @@ def test_open_exercises_and_right_answers(lab: Lab, student: Student, tmp_path: 
     }
     assert missing(lab, student(RIGHT)) == {"9b.1": "", "9b.2": ""}
     text = tmp_path / "mine.py"
-    notebook = read_notebook(student(lab.answers))
-    jupytext.write(notebook, text, fmt="py:percent")
+    jupytext.write(read_notebook(student(lab.answers)), text, fmt="py:percent")
     assert "# %%writefile" in text.read_text()
     assert missing(lab, text) == {"9b.1": "", "9b.2": ""}
 

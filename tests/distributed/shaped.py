@@ -97,8 +97,7 @@ def compare(
     """Predict, then measure, so many processes that share a batch over links of a rate; one alone is no test of it."""
     recipe = recipe_of(batch)
     shares = {size: Share(size, batch // size, 1) for size in sizes}
-    threads = dict.fromkeys(sizes, 1)
-    alone, _ = measure(recipe, shares, {}, threads, rounds, lambda _: None)
+    alone, _ = measure(recipe, shares, {}, dict.fromkeys(sizes, 1), rounds, lambda _: None)
     found = []
     for size in sizes:
         prediction = predicted(recipe, shares[size], alone[size], megabits)

@@ -193,8 +193,7 @@ def loss(**train: object) -> ClassificationLoss:
 
 
 def test_a_mixed_sample_counts_as_its_classes_do_by_their_shares() -> None:
-    drawn = torch.Generator().manual_seed(0)
-    logits = torch.randn(8, 3, generator=drawn, dtype=torch.float64)
+    logits = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     labels = torch.tensor([0, 0, 0, 1, 0, 2, 1, 0])
     own = torch.tensor(BALANCED, dtype=torch.float64)
     targets = 0.7 * F.one_hot(labels, 3) + 0.3 * F.one_hot(labels.roll(1), 3)

@@ -46,8 +46,7 @@ def _trials(done: Any) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(("processes", "only"), [(1, _OF_ONE), (2, _OF_SEVERAL)])
 def test_every_kind_of_fault_is_survived(run: Call, tmp_path: Path, processes: int, only: str) -> None:
     asked = ("--processes", processes, "--steps", "80", "--only", only, "--json")
-    done = run("drill", *DIGITS, *asked, timeout=1700).ended(0)
-    trials = _trials(done)
+    trials = _trials(run("drill", *DIGITS, *asked, timeout=1700).ended(0))
     assert sorted(trials) == sorted(only.split(","))
     for name, trial in trials.items():
         if trial["result"] == "skipped":

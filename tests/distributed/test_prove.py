@@ -107,8 +107,7 @@ def test_processes_that_fail_are_told(run: Call, tmp_path: Path) -> None:
         "        assert os.environ.get('RANK', '0') == '0', 'only for one'\n"
         "        return super().loss(model, batch)\n"
     )
-    done = run("prove", *DIGITS, "task=alone:Alone", "--json").ended(1)
-    checks = _checks(done)
+    checks = _checks(run("prove", *DIGITS, "task=alone:Alone", "--json").ended(1))
     assert "only for one" in checks["processes"]["found"]
     assert checks["processes"]["verdict"] == checks["run"]["verdict"] == "failed"
     assert checks["gradient"]["verdict"] == "passed"

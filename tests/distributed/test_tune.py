@@ -23,8 +23,7 @@ def test_killed_it_goes_on_with_the_run_that_was_under_way(
     launched.wait(60)
     launched.seconds_until_alone()
     before = summary(tmp_path / "out" / "trial-000")
-    done = run(*words, "3", "--json", timeout=200).ended(0)
-    trials = done.document["trials"]
+    trials = run(*words, "3", "--json", timeout=200).ended(0).document["trials"]
     assert [(each["run"], each["state"]) for each in trials] == [(f"trial-00{n}", "complete") for n in range(3)]
     assert summary(tmp_path / "out" / "trial-000") == before
     assert [summary(tmp_path / "out" / each["run"])["resumes"] for each in trials] == [0, 1, 0]

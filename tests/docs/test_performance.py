@@ -66,8 +66,7 @@ def test_times_and_rates_become_costs_in_one_direction(publish: Any) -> None:
 
 
 def test_the_page_names_who_is_ahead_and_who_failed(publish: Any) -> None:
-    text = publish.page(RESULTS)
-    table, _, rest = text.partition("## Where another is ahead")
+    table, _, rest = publish.page(RESULTS).partition("## Where another is ahead")
     ahead, _, figures = rest.partition("## In figures")
     assert "| small network, batch 64: milliseconds a step | 2.00 | **0.90** | — |" in table
     assert "time for the same images | 1.01 | failed | 2.00 |" in table
@@ -142,8 +141,7 @@ def test_what_a_gpu_measured_has_a_section_and_a_machine_of_its_own(publish: Any
     fast = (1100, 1200, 1200)
     measured = result("ResNet-50 on a GPU", IMAGES, {**DDP, "raw": fast, "paceline-packed": fast})
     resident = {**measured, "facts": facts}
-    text = publish.page({**RESULTS, "gpu-resident": resident})
-    cpu, _, gpu = text.partition("## On a GPU")
+    cpu, _, gpu = publish.page({**RESULTS, "gpu-resident": resident}).partition("## On a GPU")
     assert "Nothing here was measured on a GPU" not in cpu
     assert "ResNet-50" not in cpu, "two machines are not in one table"
     assert "Measured on NVIDIA H200 with 16 cores, PyTorch 2.11.0" in gpu

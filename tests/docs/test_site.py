@@ -104,8 +104,7 @@ def test_a_search_finds_what_is_written(site: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which runs the site's own search")
 def test_the_search_answers_what_a_newcomer_asks(site: Path) -> None:
-    script = Path(__file__).with_name("search.js")
-    words = ["node", str(script), str(site), *QUESTIONS]
+    words = ["node", str(Path(__file__).with_name("search.js")), str(site), *QUESTIONS]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
     found = json.loads(done.stdout)
     assert {question: pages[0] for question, pages in found.items()} == QUESTIONS, found

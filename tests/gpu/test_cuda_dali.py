@@ -38,8 +38,7 @@ def photos(tmp_path: Path) -> Path:
     for name, slope in (("left", 1 - across), ("right", across)):
         (tmp_path / "photos" / name).mkdir(parents=True)
         for number in range(24):
-            colour = generator.uniform(0.3, 1, 3)
-            pixels = 255 * colour * (0.8 * slope + 0.2 * down)[:, :, None]
+            pixels = 255 * generator.uniform(0.3, 1, 3) * (0.8 * slope + 0.2 * down)[:, :, None]
             path = tmp_path / "photos" / name / f"{number:02d}.jpg"
             Image.fromarray(pixels.astype(np.uint8)).save(path, quality=92)
     return tmp_path / "photos"

@@ -82,8 +82,7 @@ def limited_run(overrides: dict[str, Any], room: int, variables: dict[str, str])
     machine = describe_machine(torch.device("cuda", 0))
     allocator, _ = allocator_settings(variables)
     with without_collection(), fake_step(recipe, machine=machine, scores=True) as step:
-        steps = trace_steps(step)
-        job = Job(step, steps, machine, shards=1, allocator=allocator)
+        job = Job(step, trace_steps(step), machine, shards=1, allocator=allocator)
         # PyTorch's limit counts its own segments only; the driver's and libraries' share is beside it.
         largest = job.largest(room + job.outside)
     ground = TrialRunner(recipe=recipe, processes=1, share=job.share, memory=room, device_type="cuda", log=print)

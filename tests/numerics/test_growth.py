@@ -60,14 +60,12 @@ def test_the_same_bits_as_a_plain_loop(
     model = small_resnet(3, 1, width=4, stages=1, depth=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     used = 0
-    records = events(result.run_dir, "step")
-    for record, (epoch, ids) in zip(records, steps(), strict=True):
+    for record, (epoch, ids) in zip(events(result.run_dir, "step"), steps(), strict=True):
         optimizer.param_groups[0]["lr"] = rate(rule, epoch)
         optimizer.zero_grad()
         # As many micro-batches as the whole step has, as equal as they can be.
         for part in np.array_split(ids, SIZES[epoch] // MICRO):
-            loss = F.cross_entropy(model(inputs[part]), targets[part])
-            (loss * (len(part) / len(ids))).backward()
+            (F.cross_entropy(model(inputs[part]), targets[part]) * (len(part) / len(ids))).backward()
         optimizer.step()
         used += len(ids)
         assert (record["epoch"], record["samples"]) == (epoch + 1, used)

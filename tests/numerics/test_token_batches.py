@@ -98,8 +98,7 @@ def one_by_one(recipe: Path, rows: str, steps: int) -> dict[str, torch.Tensor]:
     """A plain loop: each piece of a document by itself, without padding or masks; one mean over the step's tokens."""
     from paceline.recipe.load import load_recipe
 
-    loaded = load_recipe(str(recipe), [f"data.text.rows={rows}"]).recipe
-    asked = task()(loaded)
+    asked = task()(load_recipe(str(recipe), [f"data.text.rows={rows}"]).recipe)
     facts = asked.data_facts(World())
     table, corpus = asked.train_rows, asked.dataset.train
     shape = StepGeometry(

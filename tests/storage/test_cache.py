@@ -6,7 +6,10 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,42 @@ def test_over_http_a_single_file_is_read_and_a_folder_refused(moto_port: int, pu
     put("open/a.bin", b"content")
     address = f"http://127.0.0.1:{moto_port}/bucket/open/a.bin"
     assert local_copy(address, cache=Cache(tmp_path), log=quiet).read_bytes() == b"content"
+
+
+class Failing(SimpleHTTPRequestHandler):
+    """Serves the files of a folder, without tags; the first requests fail."""
+
+    left = 2
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+    def do_HEAD(self) -> None:
+        """Fail a few times; fsspec asks by GET too."""
+        self.send_error(501)
+
+    def do_GET(self) -> None:
+        """Fail a few times."""
+        Failing.left -= 1
+        if Failing.left >= 0:
+            self.send_error(503)
+        else:
+            super().do_GET()
+
+
+def test_a_web_server_that_fails_is_asked_again_and_a_changed_file_is_fetched_again(tmp_path: Path) -> None:
+    (tmp_path / "www").mkdir()
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Failing, directory=str(tmp_path / "www"))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address, file = f"http://127.0.0.1:{server.server_port}/a.csv", tmp_path / "www" / "a.csv"
+        for number, content in enumerate((b"cat", b"dog")):
+            file.write_bytes(content)
+            os.utime(file, (number, number))
+            assert local_copy(address, cache=Cache(tmp_path), log=quiet).read_bytes() == content
+        file.unlink()
+        with pytest.raises(StorageError, match="there is nothing at"):
+            local_copy(address, cache=Cache(tmp_path), log=quiet)
+        server.shutdown()
 
 
 def test_a_disk_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +143,7 @@ def test_requests_that_fail_now_and_then_are_tried_again_and_told(s3: Any, put: 
     for number in range(30):
         put(f"shaky/{number}.bin", bytes([number]) * 50_000)
     s3.share, lines = 0.3, list[str]()
-    remote = Remote("s3://bucket/shaky", Retries(log=lines.append))
-    copy = Cache(tmp_path).copy_of(remote, quiet)
+    copy = Cache(tmp_path).copy_of(Remote("s3://bucket/shaky", Retries(log=lines.append)), quiet)
     assert all((copy / f"{n}.bin").read_bytes() == bytes([n]) * 50_000 for n in range(30))
     assert s3.failed > 5
 
@@ -121,8 +159,7 @@ def test_the_copy_unused_for_longest_goes_first(s3: Any, put: Any, tmp_path: Pat
         put(f"{name}/x.bin", name.encode() * 1000)
     cache = Cache(tmp_path, 2500)
     subprocess.run([sys.executable, "-c", program, "a", "b"], check=True)  # lets go of them when it ends
-    of_a = next(copy for copy in cache.copies.iterdir() if (copy / "a").exists())
-    os.utime(of_a)
+    os.utime(next(copy for copy in cache.copies.iterdir() if (copy / "a").exists()))
     subprocess.run([sys.executable, "-c", program, "c"], check=True)
     kept = {path.name for copy in cache.copies.iterdir() for path in copy.iterdir() if path.is_dir()}
     assert kept == {"a", "c"}
@@ -149,6 +186,7 @@ def test_two_that_make_room_at_once_do_not_disturb_each_other(tmp_path: Path) ->
     with ThreadPoolExecutor(2) as pool:
         copies = list(pool.map(lambda name: cache.copy_of(Remote(f"file://{tmp_path}/{name}"), quiet), "ab"))
     assert [(copy / "x").stat().st_size for copy in copies] == [1000, 1000]
+    assert cache._evict(cache.copies / "gone")
 
 
 def test_several_processes_copy_once(s3: Any, put: Any, tmp_path: Path) -> None:
@@ -165,12 +203,13 @@ def test_several_processes_copy_once(s3: Any, put: Any, tmp_path: Path) -> None:
     assert sum(method == "GET" and path.startswith("/bucket/shared/3.bin") for method, path in s3.log) == 1
 
 
-def test_the_environment_says_where_and_how_much(tmp_path: Path) -> None:
+def test_the_environment_says_where_and_how_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: 1 / 0)  # of a container's user without a home
     found = Cache.from_environment({"PACELINE_CACHE": str(tmp_path), "PACELINE_CACHE_GB": "1.5"})
     assert (found.root, found.limit_bytes) == (tmp_path, 1_500_000_000)
     assert Cache.from_environment({"XDG_CACHE_HOME": "/x"}).root == Path("/x/paceline/storage")
     with pytest.raises(StorageError, match="PACELINE_CACHE_GB=lots"):
-        Cache.from_environment({"PACELINE_CACHE_GB": "lots"})
+        Cache.from_environment({"PACELINE_CACHE": "/x", "PACELINE_CACHE_GB": "lots"})
 
 
 def test_a_file_that_was_cut_short_here_is_fetched_again(s3: Any, put: Any, tmp_path: Path) -> None:

@@ -120,8 +120,7 @@ def test_what_is_damaged_is_never_chosen(
     for step in (1, 2):
         mirror.send(home.save(step), home.root)
     remote = Remote(address)
-    newest = list_commits(remote).commits[0]
-    name = newest.files["model.safetensors"].name
+    name = list_commits(remote).commits[0].files["model.safetensors"].name
     content = remote.read(name)
     if damage == "shorter":
         remote.write(name, content[:-1])
@@ -165,6 +164,11 @@ def test_a_checkpoint_that_went_is_given_up(s3: Any, home: Home, address: str) -
     home.store.prune(keep=1)
     with pytest.raises(CheckpointError):
         mirror.send(first, home.root)
+    rotten = home.save(3)
+    weights = rotten.path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="has changed since it was saved, and was not copied"):
+        mirror.send(rotten, home.root)
     assert list_commits(Remote(address)).commits == ()
 
 

@@ -145,9 +145,7 @@ def map_tensors(state: Any, change: Callable[[Tensor], Any]) -> Any:
         return replace(state, tensor=change(state.tensor))
     if isinstance(state, Mapping):
         return {key: map_tensors(value, change) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(map_tensors(value, change) for value in state)
-    return state
+    return type(state)(map_tensors(value, change) for value in state) if type(state) in (list, tuple) else state
 
 
 def decode(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -573,8 +571,7 @@ def parse_manifest(path: Path) -> Manifest:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
 
 
 def _component(name: str, entry: Any) -> ComponentEntry:

@@ -206,7 +206,7 @@ class Mirror:
             if piece.name not in uploaded or uploaded[piece.name].size_bytes != piece.facts.size_bytes
         }
         run_concurrently(
-            lambda name: self._upload(checkpoint.path / name, missing[name].name),
+            lambda name: self._upload(checkpoint.path / name, missing[name]),
             missing,
             threads=_MAX_UPLOADS,
             name="mirror-upload",
@@ -222,10 +222,12 @@ class Mirror:
                 raise StorageError(f"{self._remote.path(piece.name)} does not have the size that was uploaded.")
         return files
 
-    def _upload(self, source: Path, name: str) -> None:
+    def _upload(self, source: Path, piece: Piece) -> None:
         if not source.is_file():
             raise CheckpointError(f"{source} was deleted before it was copied.")
-        self._remote.upload(source, name, lambda sent: self._record_progress(name, sent))
+        if hash_file(source, piece.facts.algorithm) != piece.facts:
+            raise CheckpointError(f"{source} has changed since it was saved, and was not copied; check the disk.")
+        self._remote.upload(source, piece.name, lambda sent: self._record_progress(piece.name, sent))
 
     def _record_progress(self, name: str, sent: int) -> None:
         # Resending data that was sent before and lost does not count as progress.

@@ -300,6 +300,8 @@ def _answer_images(options: Predict, device: torch.device, *, as_json: bool) -> 
 
 def _drawer(folder: Path, classes: Sequence[str]) -> Seen:
     """Return a function that writes images with drawn predictions, under the image names, numbered where needed."""
+    if folder.is_dir() and any(folder.iterdir()):
+        raise DataError(f"--draw={folder} is not empty, and nothing in it is overwritten; give another name.")
     names: dict[Path, str] = {}
     used: set[str] = set()
 

@@ -101,8 +101,7 @@ def balance_steps(order: SampleIds, tokens: NDArray[np.int64], batch_size: int) 
     if steps < 2 or batch_size < 2:
         return order
     complete = order[: steps * batch_size]
-    descending = np.argsort(-tokens[complete], kind="stable")
-    assignment = _deal(descending[None], tokens[complete], steps)
+    assignment = _deal(np.argsort(-tokens[complete], kind="stable")[None], tokens[complete], steps)
     # A step takes the position at which its longest sample was drawn, which is independent of length.
     assignment = assignment[np.argsort(assignment[:, 0])]
     return np.concatenate([complete[assignment.ravel()], order[steps * batch_size :]])

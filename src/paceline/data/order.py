@@ -76,8 +76,7 @@ def _balanced_cut(
     seed: int, epoch: int, lengths: SampleLengths, position: int, batch_size: int, logical_ranks: int
 ) -> tuple[SampleIds, tuple[int, ...]]:
     """Return a step's samples and the bounds of its parts; cached, since batches and records both need it."""
-    order = balanced_order(seed, epoch, lengths, batch_size)
-    ids = order[position * batch_size : (position + 1) * batch_size]
+    ids = balanced_order(seed, epoch, lengths, batch_size)[position * batch_size : (position + 1) * batch_size]
     ids = ids[np.argsort(-lengths.tokens[ids], kind="stable")]
     places, bounds = partition_costs(lengths.padded(ids), logical_ranks)
     return ids[places], bounds

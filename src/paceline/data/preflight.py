@@ -88,8 +88,7 @@ def check_machine(loading: Loading, shared_memory: Path = SHARED_MEMORY) -> Find
     if loading.workers == 0:
         return Findings()
     memory, tight = _shared_memory(loading, shared_memory)
-    descriptors = _descriptors(loading)
-    return Findings(memory or descriptors, tuple(each for each in (tight, _cores(loading)) if each))
+    return Findings(memory or _descriptors(loading), tuple(each for each in (tight, _cores(loading)) if each))
 
 
 def _shared_memory(loading: Loading, path: Path) -> tuple[str, str]:

@@ -160,8 +160,7 @@ def _nearby_cores(topology: Topology, device_nodes: Sequence[int | None]) -> lis
         nearby = [tuple(sorted(core for node in part for core in node)) for part in parts]
     else:
         nearby = [topology.nodes.get(-1 if node is None else node, topology.cores) for node in device_nodes]
-    are_disjoint = all(a == b or not set(a) & set(b) for a in nearby for b in nearby)
-    return nearby if are_disjoint else [topology.cores] * count
+    return nearby if all(a == b or not set(a) & set(b) for a in nearby for b in nearby) else [topology.cores] * count
 
 
 def _part(rank: int, count: int, nodes: int) -> slice:

@@ -154,8 +154,7 @@ class Collectives:
             torch.distributed.broadcast(flat, src=0)
             if self.world.is_first:
                 return
-            sizes = [piece.numel() for piece in pieces]
-            for tensor, piece in zip(ordered, torch.split(flat, sizes), strict=True):
+            for tensor, piece in zip(ordered, torch.split(flat, [piece.numel() for piece in pieces]), strict=True):
                 tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
 
     def on_rank_zero(self, action: Callable[[], T]) -> T:

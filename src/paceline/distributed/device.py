@@ -168,9 +168,7 @@ def _lacks(device: torch.device, *, no_bf16_reason: str) -> dict[str, str]:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    if device.type == "xpu":
-        return str(torch.xpu.get_device_name(device))
-    return cpu_name()
+    return str(torch.xpu.get_device_name(device)) if device.type == "xpu" else cpu_name()
 
 
 def _fast_bf16(device: torch.device) -> tuple[bool, str]:

@@ -8,6 +8,7 @@ written last); running it again overwrites the partial file.
 from __future__ import annotations
 
 import csv
+import fcntl
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -101,8 +102,7 @@ class _Parquet(AnswerWriter):
         self._arrow = pa
         columns = {"path": pa.string()}
         if predictor.classes:
-            measures = PLURALS[predictor.kind.measure]
-            columns |= {"labels": pa.list_(pa.string()), measures: pa.list_(pa.float64())}
+            columns |= {"labels": pa.list_(pa.string()), PLURALS[predictor.kind.measure]: pa.list_(pa.float64())}
         if predictor.finds_boxes:
             columns["boxes"] = pa.list_(pa.list_(pa.float64(), 4))
         if predictor.finds_words:
@@ -165,16 +165,22 @@ def answer_file(path: Path, predictor: ImagePredictor) -> Iterator[AnswerWriter]
     check_output(path)
     partial = path.with_name(f"{path.name}.partial")
     try:
-        writer = _WRITERS[path.suffix](partial, predictor)
-        try:
-            yield writer
-        except BaseException:
-            with suppress(OSError):
-                writer.close()  # only complete output
-            raise
-        writer.close()
-        partial.replace(path)
-        sync_directory(path.parent)
+        with open(partial, "ab") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise DataError(f"--output={path}: another command is writing it; give another name.") from None
+            check_output(path)  # the other command may have completed it just now
+            writer = _WRITERS[path.suffix](partial, predictor)
+            try:
+                yield writer
+            except BaseException:
+                with suppress(OSError):
+                    writer.close()  # only complete output
+                raise
+            writer.close()
+            partial.replace(path)
+            sync_directory(path.parent)
     except (PacelineError, BrokenPipeError):
         raise
     except OSError as error:

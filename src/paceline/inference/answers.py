@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -173,12 +173,14 @@ def predict_ahead(
     batch_size = min(batch_size, predictor.largest_batch or batch_size)
     threads = available_cores()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="decoder")
-    waiting: deque[tuple[PictureFile, Future[Prepared]]] = deque()
+    waiting: deque[tuple[Path, Future[Prepared]]] = deque()
     source = iter(pictures)
     try:
         while True:
             for picture in islice(source, 2 * batch_size + threads - len(waiting)):
-                waiting.append((picture, pool.submit(lambda each: predictor.prepare(each.read()), picture)))
+                waiting.append((picture.path, pool.submit(lambda each: predictor.prepare(each.read()), picture)))
+                if len(waiting) >= 4 * threads:  # members of a tar are in memory until they are decoded
+                    wait([waiting[-4 * threads][1]])
             if not waiting:
                 return
             batch = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
@@ -190,25 +192,25 @@ def predict_ahead(
 
 def _predict_batch(
     predictor: ImagePredictor,
-    batch: Iterable[tuple[PictureFile, Future[Prepared]]],
+    batch: Iterable[tuple[Path, Future[Prepared]]],
     top_k: int,
     on_prediction: Seen | None,
 ) -> Iterator[Answer]:
     prepared: list[Prepared] = []
-    outcomes: list[tuple[PictureFile, str | None]] = []
-    for picture, decoding in batch:
+    outcomes: list[tuple[Path, str | None]] = []
+    for path, decoding in batch:
         try:
             prepared.append(decoding.result())
-            outcomes.append((picture, None))
+            outcomes.append((path, None))
         except BrokenImageError as error:
-            outcomes.append((picture, error.reason))
+            outcomes.append((path, error.reason))
     answers = iter(zip(prepared, predictor.answer(prepared, top_k), strict=True) if prepared else ())
-    for picture, reason in outcomes:
+    for path, reason in outcomes:
         if reason is not None:
-            yield predictor.unreadable(picture.path, reason)
+            yield predictor.unreadable(path, reason)
             continue
         image, answer = next(answers)
-        answer = replace(answer, path=picture.path)
+        answer = replace(answer, path=path)
         if on_prediction is not None:
             on_prediction(image, answer)
         yield answer

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.weights import SavedWeights
+from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Normalize, Placement
@@ -206,7 +207,12 @@ def calibration_images(saved: SavedWeights, overrides: Overrides, *, trust_code:
 
     def shown(source: SampleSource, limit: int) -> tuple[Tensor, list[int]]:
         ids = np.unique(np.linspace(0, max(0, len(source) - 1), min(limit, len(source))).astype(int)).tolist()
-        images = [evaluation_image(source.read(each), size, crop, recipe.data.interpolation) for each in ids]
+        try:
+            pixels = [source.read(each) for each in ids]
+        except BrokenImageError as error:
+            raise DataError(f"--quantize int8 reads images of the run: {error}; restore it, or remove it.") from None
+        always = bool(data.get("always_resized"))
+        images = [evaluation_image(each, size, crop, recipe.data.interpolation, always=always) for each in pixels]
         return torch.stack(images) if images else torch.empty((0, dataset.channels, size, size), dtype=torch.uint8), ids
 
     held_out, ids = shown(dataset.validation, HELD_OUT_IMAGES)

@@ -254,8 +254,9 @@ def preprocessing(saved: SavedWeights, inputs: Sequence[Input]) -> str:
         return taken
     size, crop = int(data.get("evaluation_size", data["image_size"])), float(data["evaluation_crop"])
     colours = "one grey channel" if data["channels"] == 1 else "RGB"
+    unless = "" if data.get("always_resized") else f"if the image is not {size}x{size} already, "
     return (
-        f"{taken}. Decode to {colours}; if the image is not {size}x{size} already, resize its shorter side to "
+        f"{taken}. Decode to {colours}; {unless}resize its shorter side to "
         f"{round(size / crop)} pixels ({data.get('interpolation', 'bilinear')}, antialiased) and keep the centre "
         f"{size}x{size}; {_normalised(data)}; channels first."
     )

@@ -120,8 +120,7 @@ class TextPredictor:
     def _prompt(self, prompt: str) -> TokenIds:
         """Return a prompt's tokens; one to a network trained on chats is a message of the user."""
         if self.answers_chats and isinstance(self.tokenizer, HuggingFaceTokenizer):
-            encoded = self.tokenizer.chat([{"role": "user", "content": prompt}], asks=True)
-            return self.tokenizer.encode_chat(encoded)[0]
+            return self.tokenizer.encode_chat(self.tokenizer.chat([{"role": "user", "content": prompt}], asks=True))[0]
         return self.tokenizer.encode(prompt)
 
     def fill(self, prompt: str, *, top_k: int = 3) -> Filled:

@@ -59,8 +59,7 @@ def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
                 )
             recipe = replace(recipe, task=trained)
         # The recipe's data set is not opened, so its code need not be trusted.
-        named = {"task": recipe.task, "model": tree.get("model", {})}
-        refuse_foreign_code(named, recipe, where, trusted=trust_code)
+        refuse_foreign_code({"task": recipe.task, "model": tree.get("model", {})}, recipe, where, trusted=trust_code)
         return build_task(recipe)
 
     return make

@@ -63,8 +63,7 @@ class Confusion:
     def add(self, answers: Answers) -> None:
         """Add one batch. No host-device synchronisation."""
         self.classes = answers.classes
-        millionths = (1e6 * answers.probability.nan_to_num(0.0)).round()
-        columns = (answers.label, answers.predicted, millionths)
+        columns = (answers.label, answers.predicted, (1e6 * answers.probability.nan_to_num(0.0)).round())
         self._answers.append(torch.stack([each.to(torch.int32) for each in columns]))
 
     def counts(self) -> tuple[Triples, Reliability]:

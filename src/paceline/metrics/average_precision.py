@@ -67,7 +67,7 @@ class AveragePrecision:
         would fill its memory.
 
         Args:
-            values: ``detections`` and ``truth``, each with a dict per picture: ``boxes`` [·, 4], ``labels``, ``scores``
+            values: ``found`` and ``truth``, each with a dict per picture: ``boxes`` [·, 4], ``labels``, ``scores``
                 for detections, ``crowd`` for objects, and bool ``masks`` [·, H, W] if they are compared.
             ids: The pictures' numbers.
         """

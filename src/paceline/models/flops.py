@@ -272,8 +272,7 @@ class WorkCounter:
             origin = self._forward_origin(again=node is not None, weights=weights)
             phases = [origin.phase] * len(parts)
         else:
-            is_sum = _sums_gradients(func, args, kwargs, node)
-            origin = _WHERE_BRANCHES_PART if is_sum else self._origin_of(node)
+            origin = _WHERE_BRANCHES_PART if _sums_gradients(func, args, kwargs, node) else self._origin_of(node)
             adds_up = getattr(func, "overloadpacket", None) in _OVER_SAMPLES
             phases = [_backward_phase(each, origin, any(from_weights), adds_up) for each in parts]
         dtype = next((str(each.dtype).removeprefix("torch.") for each in tensors if each.is_floating_point()), "")

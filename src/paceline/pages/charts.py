@@ -133,8 +133,7 @@ def _series(chart: Chart) -> tuple[list[str], list[list[object]]]:
             xs, ys, axis = ys, xs, "xaxis"
         name = str(trace.get("name") or _axis_title(chart.layout, axis) or chart.title)
         upper = f"{name}, {'above' if 'arrayminus' in error else '±'}"
-        series = {name: ys, upper: error.get("array"), f"{name}, below": error.get("arrayminus")}
-        for title, values in series.items():
+        for title, values in {name: ys, upper: error.get("array"), f"{name}, below": error.get("arrayminus")}.items():
             if values is not None:
                 for x, y in zip(xs, values, strict=False):
                     values_by_x.setdefault(x, {})[len(columns)] = y

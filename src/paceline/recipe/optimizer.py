@@ -179,9 +179,7 @@ class Optimizer:
 
     def has(self, name: Literal["momentum", "betas"]) -> bool:
         """Whether the rule has such a setting."""
-        if name == "betas" and self.uses_sgd_for_rest:
-            return False
-        return name in self.rule.keys
+        return False if name == "betas" and self.uses_sgd_for_rest else name in self.rule.keys
 
     @property
     def has_layers_to_scale(self) -> bool:

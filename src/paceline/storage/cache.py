@@ -57,8 +57,10 @@ class Cache:
             StorageError: If the limit is not a positive number.
         """
         values = os.environ if environment is None else environment
-        base = values.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-        root = Path(values.get("PACELINE_CACHE") or Path(base) / "paceline" / "storage")
+        root = Path(
+            values.get("PACELINE_CACHE")
+            or Path(values.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "storage"
+        )
         limit_text = values.get("PACELINE_CACHE_GB")
         if not limit_text:
             return Cache(root)
@@ -162,7 +164,8 @@ class Cache:
                 except OSError:
                     return False
             evicted = path.with_name(f"{_EVICTED}{path.name}-{os.getpid()}")
-            os.replace(path, evicted)
+            with contextlib.suppress(FileNotFoundError):  # who filled it has just ended
+                os.replace(path, evicted)
             shutil.rmtree(evicted, ignore_errors=True)
         return True
 

@@ -22,7 +22,10 @@ T = TypeVar("T")
 _MAX_THREADS = 8
 # Read timeout of a server, in seconds.
 _MIN_READ_TIMEOUT, _MAX_READ_TIMEOUT = 5.0, 60.0
-_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
+_TAGS = (
+    *("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest"),
+    *("LastModified", "Last-Modified", "last_modified", "mtime", "created"),
+)
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,15 @@ class Remote:
         """Return the result of a request; None if there is nothing."""
 
         def call_or_none() -> Any:
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 return call()
-            return None
+            except FileNotFoundError as error:
+                # fsspec takes any failure of a web server for a missing file.
+                cause = error.__cause__ if self.address.protocol in ("http", "https") else None
+                is_missing = isinstance(cause, FileNotFoundError) or getattr(cause, "status", 0) in (404, 410)
+                if cause is not None and not is_missing:
+                    raise cause from None
+                return None
 
         return self.retries(action, call_or_none)
 

@@ -359,8 +359,7 @@ class ImageClassification(ClassTask):
     def evaluated(self, model: Model) -> Model:
         """Return the network, or a wrapper that averages several views of each image."""
         kind = self.recipe.evaluate.augment
-        side = evaluation_size(self.recipe.data, self.dataset)
-        return model if kind == "none" else AveragedViews(model, kind, side)
+        return model if kind == "none" else AveragedViews(model, kind, evaluation_size(self.recipe.data, self.dataset))
 
     def score(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
         """Return the loss without smoothing, and whether the label is the top or among the top k predictions."""

@@ -110,7 +110,7 @@ class ImageMultilabel(ClassTask):
         """Return each image's binary cross-entropy, a mean over classes, and the inputs of the metrics."""
         logits = model(batch.inputs).float()
         losses = F.binary_cross_entropy_with_logits(logits, batch.targets.float(), reduction="none")
-        return {"loss": losses.mean(dim=1), "logit": logits, "label": batch.targets}
+        return {"loss": losses.mean(dim=1), "logit": logits, "label": batch.targets.long()}
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return the collector of mean average precision and F1, in percent."""

@@ -91,9 +91,9 @@ class Recommendation(Task):
         logits = _logits(model, batch)
         return {
             "loss": F.binary_cross_entropy_with_logits(logits, batch.targets, reduction="none"),
-            "accuracy": (logits > 0) == (batch.targets > 0.5),
+            "accuracy": ((logits > 0) == (batch.targets > 0.5)) & ~logits.isnan(),
             "logit": logits,
-            "label": batch.targets,
+            "label": batch.targets.long(),
         }
 
     def collectors(self) -> tuple[Collector, ...]:

@@ -103,9 +103,7 @@ class AsyncTracker:
         if missing := self._accepted - self._delivered + self._skipped:
             total = self._accepted + self._skipped
             return f"{self.name} did not take {missing} of {total} records in time; events.jsonl has them all."
-        if self._thread.is_alive():
-            return f"{self.name} took all records, but did not close in time."
-        return ""
+        return f"{self.name} took all records, but did not close in time." if self._thread.is_alive() else ""
 
     def _work(self) -> None:
         tracker: Tracker | None = None

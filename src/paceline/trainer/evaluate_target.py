@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ from paceline.recipe.data import SPLIT_OFF, Data
 from paceline.recipe.load import Overrides, refuse_unused_overrides, set_by, stored_recipe, to_tree
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
-from paceline.records.run_directory import encode_json
+from paceline.records.run_directory import encode_json, write_bytes
 from paceline.references import is_reference
 from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Task, build_task, check_supported, task_name
@@ -455,21 +456,18 @@ class _Predictions:
 
     def write(self, path: Path, collectives: Collectives) -> None:
         """Write the lines of all processes in sample order; a collective."""
-        parts = collectives.gather(self._lines)
-        rows = sorted((line for part in parts for line in part), key=lambda line: line["id"])
+        rows = sorted((line for part in collectives.gather(self._lines) for line in part), key=lambda line: line["id"])
 
         def on_first() -> None:
-            try:
-                # File names may not be valid text; invalid bytes are escaped.
-                with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-                    if path.suffix == ".jsonl":
-                        file.writelines(encode_json(row) + "\n" for row in rows)
-                    elif rows:
-                        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-                        writer.writeheader()
-                        writer.writerows({key: csv_cell(value) for key, value in row.items()} for row in rows)
-            except OSError as error:
-                raise PacelineError(f"--predictions={path} could not be written: {error.strerror}.") from None
+            file = io.StringIO(newline="")
+            if path.suffix == ".jsonl":
+                file.writelines(encode_json(row) + "\n" for row in rows)
+            elif rows:
+                writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+                writer.writeheader()
+                writer.writerows({key: csv_cell(value) for key, value in row.items()} for row in rows)
+            # File names may not be valid text; invalid bytes are escaped.
+            write_bytes(path, file.getvalue().encode("utf-8", "backslashreplace"))
 
         collectives.on_rank_zero(on_first)
 

@@ -119,9 +119,7 @@ class Mirroring:
         with self._changed:
             if self._stopped_reason:
                 return self._stopped_reason
-            if self._is_idle():
-                return self._failure
-            return self._failure or "it was still being copied"
+            return self._failure if self._is_idle() else self._failure or "it was still being copied"
 
     def submit(self, item: LocalCheckpoint) -> None:
         """Queue a complete checkpoint to be copied; of those already queued only the best one is kept. Never waits."""

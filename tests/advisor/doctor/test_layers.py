@@ -42,8 +42,7 @@ class Odd(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.silent()
-        hidden = self.mix(self.mix(self.up(inputs))).mean(1)
-        out: Tensor = self.head(self.over(hidden)[0])
+        out: Tensor = self.head(self.over(self.mix(self.mix(self.up(inputs))).mean(1))[0])
         return out
 
 

@@ -37,8 +37,7 @@ def test_the_lecture_s_network_takes_481_792_bytes() -> None:
 
 def test_a_freed_block_is_used_again_and_nothing_is_given_back() -> None:
     allocator = CachingAllocator()
-    first = allocator.allocate(30 * MIB)
-    allocator.free(first)
+    allocator.free(allocator.allocate(30 * MIB))
     assert (allocator.allocated, allocator.reserved) == (0, 30 * MIB)
     allocator.allocate(29 * MIB)
     # What is left, 1 MiB, is too little to be split off, and counts as in use.

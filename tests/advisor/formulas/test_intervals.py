@@ -95,8 +95,7 @@ def test_unpaired_ratios_cover_the_truth_where_spreads_differ() -> None:
 
 def test_means_by_students_own_table() -> None:
     # Student's (1908) example: additional hours of sleep by ten patients; t = 4.06, 9 degrees of freedom.
-    gained = [1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4]
-    found = mean_interval(gained)
+    found = mean_interval([1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4])
     assert found.middle == pytest.approx(1.58)
     assert found.middle / ((found.high - found.middle) / 2.2622) == pytest.approx(4.06, abs=0.005)
 

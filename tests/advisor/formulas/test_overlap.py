@@ -10,8 +10,7 @@ MIB = 2**20
 
 
 def test_buckets_close_when_they_reach_their_cap_and_the_first_is_small() -> None:
-    gradients = [Gradient(MIB / 2, (index + 1) / 10) for index in range(10)]
-    found = buckets(gradients, 2 * MIB)
+    found = buckets([Gradient(MIB / 2, (index + 1) / 10) for index in range(10)], 2 * MIB)
     assert [each.size_bytes / MIB for each in found] == [1.0, 2.0, 2.0]
     assert [each.ready for each in found] == pytest.approx([0.2, 0.6, 1.0])
 
@@ -67,8 +66,7 @@ def test_where_sending_takes_all_of_the_device_nothing_is_hidden() -> None:
 
 def test_fsdp_waits_for_its_first_weights_and_its_last_gradients() -> None:
     units = [Unit(1, 1, 0.5), Unit(1, 1, 0.5)]
-    passes = Passes(forward_seconds=10, backward_seconds=20)
-    found = gather_around(units, passes, lambda size: size)
+    found = gather_around(units, Passes(forward_seconds=10, backward_seconds=20), lambda size: size)
     # Two gathers a pass, and two reductions: all hidden but the first gather of each pass and the last reduction.
     assert found.busy_seconds == 6
     assert found.exposed_seconds == pytest.approx(3)

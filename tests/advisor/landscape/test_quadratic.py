@@ -153,8 +153,7 @@ def test_a_subspace_of_all_dimensions_has_a_box_of_its_own(bowl: Bowls) -> None:
 
 
 def test_a_cliff_is_infinitely_sharp(bowl: Bowls) -> None:
-    subject = bowl(torch.eye(6) * 1e38, AT)
-    found = climb(subject, AT, "train", 0.9, "weights")
+    found = climb(bowl(torch.eye(6) * 1e38, AT), AT, "train", 0.9, "weights")
     assert math.isinf(found.largest_loss)
     assert math.isinf(sharpness(1.0, [found], 0.9).percent)
 

@@ -153,8 +153,7 @@ def test_accumulated_gradients_are_there_in_the_second_micro_batch() -> None:
 
 
 def test_what_gradients_are_added_to_is_there_all_along() -> None:
-    kept = [Allocation(10 * MIB, "gradients")]
-    added = peak_of(with_gradients(step(8), kept), caching=False)
+    added = peak_of(with_gradients(step(8), [Allocation(10 * MIB, "gradients")]), caching=False)
     assert added.allocated == (30 + 3 * 24 + 4 + 10) * MIB
     assert added.parts[START] == 40 * MIB
 

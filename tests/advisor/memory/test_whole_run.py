@@ -212,8 +212,7 @@ def test_fsdp_holds_the_parts_that_a_part_lies_in() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    parallel = recipe().parallel
-    found = sharding_of(Net(), parallel, 2)
+    found = sharding_of(Net(), recipe().parallel, 2)
     root, block = 4 * (8 * 64 + 30), 4 * 8 * 32
     assert found.gathered == root + block + 2 * max(root, block)
     assert found.gradients == root + block + max(root, block)

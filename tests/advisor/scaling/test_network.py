@@ -24,8 +24,7 @@ def test_every_gradient_is_there_once_and_the_last_layer_comes_first() -> None:
     found = describe(recipe)
     from paceline.tasks.task import build_task
 
-    network = build_task(recipe).build_model()
-    sizes = [each.numel() * 4 for each in network.parameters()]
+    sizes = [each.numel() * 4 for each in build_task(recipe).build_model().parameters()]
     assert sorted(each.size_bytes for each in found.network.gradients) == sorted(sizes)
     ready = [each.ready for each in found.network.gradients]
     assert ready == sorted(ready)

@@ -194,8 +194,7 @@ def test_who_cannot_write_is_named(tmp_path: Path) -> None:
 
 def test_who_does_not_write_is_named(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
-    staging_dir = store.make_staging_dir(4)
-    sharded = ShardedSave(staging_dir, 0, 2, patience_seconds=0.1)
+    sharded = ShardedSave(store.make_staging_dir(4), 0, 2, patience_seconds=0.1)
     with pytest.raises(CheckpointError, match="rank 1 has not written its part of the checkpoint in"):
         store.save(4, {"model": state(0, 2)}, FACTS, sharded=sharded)
     assert store.steps() == []

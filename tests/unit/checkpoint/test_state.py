@@ -174,8 +174,7 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_values_and_layout_are_kept_and_nothing_is_shared(name: str) -> None:
     live = TENSORS[name].clone(memory_format=torch.preserve_format) if name != "broadcast" else TENSORS[name]
-    copies = HostCopies()
-    taken = snapshot(copies, {"a": live})["a"]
+    taken = snapshot(HostCopies(), {"a": live})["a"]
     assert taken.dtype == live.dtype
     assert torch.equal(taken, live)
     if name == "channels last":

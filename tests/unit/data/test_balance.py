@@ -104,8 +104,7 @@ def test_epochs_differ_and_repeat_themselves() -> None:
 
 def test_no_step_is_the_one_that_has_the_longest_sample() -> None:
     """Dealt without another draw, the first step of each epoch would."""
-    lengths = SampleLengths(tokens=np.arange(1, 81))
-    shape = steps_of(lengths, 8, 1)
+    shape = steps_of(SampleLengths(tokens=np.arange(1, 81)), 8, 1)
     found = Counter(
         next(step % 10 for step in range(epoch * 10, epoch * 10 + 10) if 79 in shape.slices(step, World())[0].ids)
         for epoch in range(500)
@@ -170,8 +169,7 @@ def test_a_step_is_cut_by_what_its_parts_cost() -> None:
     lengths = long_tailed(2048)
     shape, drawn = steps_of(lengths, 256, 8), steps_of(lengths, 256, 8, balanced=False)
     loads = [shape.load(step, 8) for step in range(8)]
-    naive = [drawn.load(step, 8) for step in range(8)]
-    for load, other in zip(loads, naive, strict=True):
+    for load, other in zip(loads, [drawn.load(step, 8) for step in range(8)], strict=True):
         assert load is not None
         assert other is not None
         assert load.busiest * 8 / load.positions < 1.1
@@ -207,8 +205,7 @@ def test_no_other_cut_costs_less(lengths: list[int], parts: int) -> None:
 
 def test_processes_cost_about_the_same_where_parts_cannot() -> None:
     """Single samples for parts: in the order of their lengths, the first process would have all long ones."""
-    lengths = long_tailed(2048)
-    shape = steps_of(lengths, 32, 32)
+    shape = steps_of(long_tailed(2048), 32, 32)
     for processes in (2, 4, 8):
         loads = [load for step in range(60) if (load := shape.load(step, processes)) is not None]
         busiest = sum(load.busiest for load in loads)
@@ -259,8 +256,7 @@ def test_the_load_of_a_step_is_counted_by_process() -> None:
 
 
 def test_rows_of_one_width_are_left_in_the_order_that_was_drawn() -> None:
-    tokens = long_tailed(100).tokens
-    shape = steps_of(SampleLengths(tokens=tokens, width=512), 10, 2)
+    shape = steps_of(SampleLengths(tokens=long_tailed(100).tokens, width=512), 10, 2)
     plain = StepGeometry(seed=5, samples=100, global_batch_size=10, logical_ranks=2)
     for step in range(12):
         mine, theirs = shape.slices(step, World()), plain.slices(step, World())

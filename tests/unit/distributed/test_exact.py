@@ -200,8 +200,7 @@ def test_buffers_that_cannot_be_averaged_end_as_the_first_logical_rank_leaves_th
 def test_a_buffer_that_is_replaced_is_averaged_and_stays_the_same_tensor() -> None:
     network = Awkward()
     buffer = network.centre
-    strategy = ExactDataParallel(network, network, Collectives(World()))
-    take_step(strategy, network)
+    take_step(ExactDataParallel(network, network, Collectives(World())), network)
     assert network.centre is buffer
     parts = []
     for x in images():

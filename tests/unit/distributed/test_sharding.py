@@ -27,8 +27,7 @@ def test_blocks_of_a_residual_net() -> None:
 
 
 def test_layers_of_a_transformer() -> None:
-    timm = pytest.importorskip("timm")
-    network = timm.create_model("vit_tiny_patch16_224", depth=3)
+    network = pytest.importorskip("timm").create_model("vit_tiny_patch16_224", depth=3)
     assert list(modules_to_shard(network, parallel())) == ["blocks.2", "blocks.1", "blocks.0"]
 
 

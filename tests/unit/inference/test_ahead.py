@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from paceline.inference.detection import Detections
 from paceline.inference.labelling import ImageLabeller
 from paceline.inference.predict import load_predictor, open_predictor
 from paceline.inference.sources import PictureFile
+from paceline.machine import available_cores
 
 CPU = torch.device("cpu")
 NOISE = {"dataset": "synthetic", "image_size": 16, "channels": 3, "classes": 7}
@@ -99,16 +101,19 @@ def test_other_batches_say_the_same(trained: Path, pictures: Path, size: int) ->
 
 
 class Counting:
-    """Endless pictures, of which it is known how many were asked for, and are held."""
+    """Endless pictures, of which it is known how many were asked for, and how many were in memory at most."""
 
     def __init__(self, content: bytes) -> None:
-        self.asked = 0
+        self.asked = self.most_held = 0
         self._content = content
+        self._held = weakref.WeakSet[Callable[[], bytes]]()
 
     def __iter__(self) -> Iterator[PictureFile]:
         while True:
             self.asked += 1
-            yield PictureFile(Path(str(self.asked)), lambda: self._content)
+            self._held.add(read := lambda: self._content)
+            self.most_held = max(self.most_held, len(self._held))
+            yield PictureFile(Path(str(self.asked)), read)
 
 
 def test_no_more_is_read_ahead_than_two_batches(trained: Path) -> None:
@@ -117,6 +122,7 @@ def test_no_more_is_read_ahead_than_two_batches(trained: Path) -> None:
     for number in range(1, 201):
         assert next(answers).path == Path(str(number))
         assert counting.asked - number <= 16 + 64  # two batches, and a picture for each thread
+    assert counting.most_held <= 5 * available_cores() + 2
     before = threading.active_count()
     answers.close()
     assert threading.active_count() < before
@@ -194,6 +200,8 @@ def test_a_file_is_whole_or_not_there(here: Path) -> None:
             assert not Path("a.jsonl").exists()
             # What a kill would leave.
             assert len(Path("a.jsonl.partial").read_text().splitlines()) == 1
+            with pytest.raises(DataError, match="another command is writing it"), answer_file(Path("a.jsonl"), LABELS):
+                pass
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -167,8 +167,7 @@ def test_run_to_hub_folder_to_timm_resized(photos: Path, folder: Path, tmp_path:
 def test_what_the_card_says(digits: Path, tmp_path: Path) -> None:
     hub = tmp_path / "hub"
     written(digits, hub, "timm", weights="model")
-    card = (hub / "README.md").read_text()
-    front, _, body = card.removeprefix("---\n").partition("\n---\n")
+    front, _, body = (hub / "README.md").read_text().removeprefix("---\n").partition("\n---\n")
     matter = yaml.safe_load(front)
     assert matter["library_name"] == "timm"
     saved = read_weights(digits, "model")

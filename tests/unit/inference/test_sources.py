@@ -177,8 +177,7 @@ def test_holes_cannot_fill_the_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [100, 700, 1000])
 def test_what_comes_before_the_damage_is_read(tmp_path: Path, cut: int) -> None:
     archive = written_tar(tmp_path / "x.tar", {"1.png": b"1" * 512, "2.png": b"2" * 512})
-    content = archive.read_bytes()
-    archive.write_bytes(content[: 512 + 1024 + cut])
+    archive.write_bytes(archive.read_bytes()[: 512 + 1024 + cut])
     found = [read(each) for each in members(archive, SkippedItems())]
     assert found[0] == b"1" * 512
     assert "the archive is damaged" in str(found[1])

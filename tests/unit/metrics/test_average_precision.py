@@ -161,7 +161,6 @@ def test_as_the_published_program(kind: str) -> None:
 
 
 def test_neither_the_parts_nor_their_order_change_a_bit() -> None:
-    pictures = drawn(seed=2, pictures=20)
-    whole = collected(*pictures, kinds=("box", "mask"))
+    whole = collected(*drawn(seed=2, pictures=20), kinds=("box", "mask"))
     parts: list[list[ImageDetections]] = [whole.part()[index::3] for index in range(3)]
     assert whole.results([parts[2], parts[0], parts[1]]) == figures(whole)

@@ -112,8 +112,12 @@ def test_what_cannot_be_is_refused_before_training(recipe: str, metrics: Any, sa
 
 def test_labels_and_clicks_have_them_too(tmp_path: Path) -> None:
     small: dict[str, Any] = {"train.duration": "4 steps", "telemetry.trackers": [], "telemetry.report": False}
-    several = {"hamming": {"name": "torchmetrics.classification:MultilabelHammingDistance", "num_labels": 3}}
-    one = {"kappa": {"name": "torchmetrics.classification:BinaryCohenKappa"}}
+    library = "torchmetrics.classification:"
+    several = {
+        name: {"name": f"{library}Multilabel{name}", "num_labels": 3}
+        for name in ("HammingDistance", "AveragePrecision")
+    }
+    one = {name: {"name": f"{library}Binary{name}"} for name in ("CohenKappa", "AveragePrecision")}
     for recipe, metrics in (("figures", several), ("dlrm-synthetic", one)):
         run = tmp_path / recipe
         paceline.train(recipe, overrides={**small, "evaluate.metrics": metrics}, run_dir=run, quiet=True)

@@ -77,8 +77,7 @@ def test_names_of_columns_become_names_of_metrics() -> None:
 
 
 def test_the_pairs_that_are_kept_are_in_units_and_the_same_over_any_processes() -> None:
-    draws = np.random.default_rng(0)
-    targets, found = draws.normal(size=(2, 30, 50, 2))
+    targets, found = np.random.default_rng(0).normal(size=(2, 30, 50, 2))
 
     def kept(shares: list[list[int]]) -> dict[str, Any]:
         parts = []

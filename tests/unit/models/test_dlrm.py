@@ -32,8 +32,7 @@ def test_it_computes_what_the_paper_says() -> None:
         vectors = [network.bottom(dense[sample]), *rows]
         products = [vectors[i] @ vectors[j] for i in range(3) for j in range(i)]
         expected = network.top(torch.cat([vectors[0], torch.stack(products)]))
-        found = network(dense, categories)[sample]
-        torch.testing.assert_close(found, expected.squeeze())
+        torch.testing.assert_close(network(dense, categories)[sample], expected.squeeze())
     assert not any("pairs" in name for name in network.state_dict())
 
 

@@ -81,8 +81,7 @@ def test_it_is_computed_in_bf16_and_compiled() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert ghosts(given).isfinite().all()
     wanted = copy.deepcopy(ghosts)(given)
-    compiled = torch.compile(ghosts, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(given), wanted)
+    torch.testing.assert_close(torch.compile(ghosts, backend="eager", fullgraph=True)(given), wanted)
 
 
 def test_networks_that_cannot_are_refused() -> None:

@@ -141,8 +141,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 def test_attention_is_kept_unless_it_drops_out(kind: str) -> None:
     """What is drawn after it would otherwise be other numbers the second time."""
     operation = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention").default
-    names = [each.name for each in operation._schema.arguments]
-    plain = [0.0] * names.index("dropout_p")
+    plain = [0.0] * [each.name for each in operation._schema.arguments].index("dropout_p")
     assert _policy(None, operation, *plain, 0.0) is CheckpointPolicy.MUST_SAVE
     assert _policy(None, operation, *plain) is CheckpointPolicy.MUST_SAVE
     assert _policy(None, operation, *plain, 0.1) is CheckpointPolicy.PREFER_RECOMPUTE

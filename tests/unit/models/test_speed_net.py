@@ -63,8 +63,7 @@ def test_images_without_patches_or_numbers_are_refused() -> None:
 
 def test_convolutions_begin_by_handing_inputs_through() -> None:
     torch.manual_seed(0)
-    network = speed_net(10, 3, widths=(32, 48))
-    for block in network.blocks:
+    for block in speed_net(10, 3, widths=(32, 48)).blocks:
         for conv in block.convs:
             x = torch.randn(2, conv.in_channels, 5, 5)
             torch.testing.assert_close(conv(x)[:, : conv.in_channels], x[:, : conv.out_channels])
@@ -78,8 +77,7 @@ def test_it_takes_small_images_of_any_size(side: int, depth: int) -> None:
 
 
 def test_a_third_convolution_is_added_to_the_first() -> None:
-    network = speed_net(10, 3, widths=(32,), depth=3).eval()
-    (block,) = network.blocks
+    (block,) = speed_net(10, 3, widths=(32,), depth=3).eval().blocks
     block.norms[2].weight.data.zero_()
     x = torch.randn(2, 24, 8, 8)
     first = functional.gelu(block.norms[0](functional.max_pool2d(block.convs[0](x), 2)))

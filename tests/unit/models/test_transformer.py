@@ -49,8 +49,7 @@ def test_gpt_looks_back_and_bert_both_ways(tokens: torch.Tensor, options: dict[s
 def test_documents_in_a_row_are_as_if_each_stood_alone(tokens: torch.Tensor, name: str, options: Any) -> None:
     network = build(name, **options)
     positions = torch.tensor([[*range(5), *range(4), 0, 0, 0]] * 2)
-    documents = torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3] * 2)
-    packed = network(tokens, positions, documents)
+    packed = network(tokens, positions, torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3] * 2))
     assert packed.isfinite().all()
     torch.testing.assert_close(packed[:, :5], network(tokens[:, :5]), rtol=0, atol=1e-12)
     torch.testing.assert_close(packed[:, 5:9], network(tokens[:, 5:9]), rtol=0, atol=1e-12)

@@ -208,8 +208,7 @@ def test_momentum_and_weight_decay_move(name: str) -> None:
     moving = {"momentum": {"name": "linear", "end": 0.5}, "weight_decay": {"name": "cosine", "end": 0.4}}
     overrides = {"optimizer": {"name": name, "weight_decay": 0.04}, "schedule": moving}
     recipe, plan = planned({"train.duration": "100 steps", **overrides})
-    net = torch.nn.Linear(3, 3)
-    optimizer = build_optimizer(net, recipe.optimizer, torch.device("cpu"))
+    optimizer = build_optimizer(torch.nn.Linear(3, 3), recipe.optimizer, torch.device("cpu"))
     apply_settings(optimizer, build_schedules(recipe, plan).at(25))
     decayed, free = optimizer.param_groups
     # As Caron et al. 2021 raise it: end + (start - end) * (1 + cos(pi * t / T)) / 2.

@@ -70,8 +70,7 @@ def test_figures_are_what_was_given(tmp_path: Path) -> None:
 
 
 def test_every_script_is_one_that_the_policy_knows(tmp_path: Path) -> None:
-    text = document(tmp_path, line())
-    elements = Elements(text)
+    elements = Elements(document(tmp_path, line()))
     policy = next(str(each["content"]) for each, _ in elements.of("meta") if "http-equiv" in each)
     assert "default-src 'none'" in policy
     assert "unsafe-inline" not in policy.split("script-src")[1].split(";")[0]

@@ -19,8 +19,7 @@ Sizes = list[tuple[int, int, int]]
 @st.composite
 def growths(draw: Any) -> tuple[int, Sizes]:
     """Samples per epoch, and up to three later sizes; larger ones, smaller ones, and larger than the data."""
-    gaps = draw(st.lists(st.integers(1, 4), max_size=3))
-    epochs = [0, *itertools.accumulate(gaps)]
+    epochs = [0, *itertools.accumulate(draw(st.lists(st.integers(1, 4), max_size=3)))]
     sizes = draw(st.lists(st.integers(1, 70), min_size=len(epochs), max_size=len(epochs)))
     return draw(st.integers(1, 60)), [(epoch, size, 1) for epoch, size in zip(epochs, sizes, strict=True)]
 

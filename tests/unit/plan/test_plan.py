@@ -337,8 +337,7 @@ def test_a_batch_that_grows() -> None:
 )
 def test_a_decay_is_counted_back_from_the_end(decay: str, first: int) -> None:
     """Of 44 steps, the last epoch has four and the one before it eight."""
-    trapezoid = ("schedule.name=trapezoid", f"schedule.decay={decay}")
-    made = plan(*GROWING, *trapezoid)
+    made = plan(*GROWING, *("schedule.name=trapezoid", f"schedule.decay={decay}"))
     assert made.total_steps - made.decay_steps == first
     with pytest.raises(RecipeError, match=r"schedule\.decay='5 epochs' is \d+ steps, longer than the run's 44"):
         plan(*GROWING, "schedule.name=trapezoid", "schedule.decay=5 epochs")

@@ -60,8 +60,7 @@ def test_a_replica_that_fits_is_kept_whole() -> None:
 
 def test_a_replica_that_leaves_no_room_is_spread() -> None:
     large = ParameterNumbers(every=7 * 10**9, trained=7 * 10**9)
-    requested = recipe("train.ema=off", "optimizer.name=adamw")
-    made = plan(requested, large)
+    made = plan(recipe("train.ema=off", "optimizer.name=adamw"), large)
     assert made.strategy == "fsdp"
     assert "take 104 GiB, more than 70% of the 80 GiB" in made.reasons["parallel.strategy"]
     assert "sharded over the processes it is 13 GiB each" in made.reasons["parallel.strategy"]
@@ -71,8 +70,7 @@ def test_a_replica_that_leaves_no_room_is_spread() -> None:
 
 @pytest.mark.parametrize("change", [{"world_size": 1}, {"memory_bytes": None}])
 def test_where_there_is_nothing_to_weigh(change: dict[str, Any]) -> None:
-    requested = recipe("train.ema=off")
-    made = plan(requested, ParameterNumbers(10**11, 10**11), **change)
+    made = plan(recipe("train.ema=off"), ParameterNumbers(10**11, 10**11), **change)
     assert made.strategy == ("single" if change.get("world_size") == 1 else "ddp")
 
 
@@ -125,8 +123,7 @@ def test_one_process_has_nobody_to_share_with() -> None:
 
 
 def test_keys_of_what_is_not_done() -> None:
-    requested = recipe("parallel.shard_size=2")
-    made = plan(requested, BILLION)
+    made = plan(recipe("parallel.shard_size=2"), BILLION)
     assert made.unused["parallel.shard_size"] == "parallel.strategy=auto chose ddp, which shards nothing"
     assert "parallel.bucket_cap_mb" not in made.unused
     spread = recipe("parallel.strategy=fsdp", "parallel.bucket_cap_mb=50")

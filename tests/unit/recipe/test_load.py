@@ -349,8 +349,7 @@ def test_what_scoring_depends_on_may_be_overridden() -> None:
 
 def test_base_is_another_recipe_with_changes(tmp_path: Path) -> None:
     write(tmp_path, "base.yaml", "seed: 3\noptimizer: {name: adamw, betas: [0.8, 0.9], lr: 0.5}\n")
-    path = write(tmp_path, "mine.yaml", "base: base.yaml\noptimizer: {name: sgd}\n")
-    loaded = load_recipe(path)
+    loaded = load_recipe(write(tmp_path, "mine.yaml", "base: base.yaml\noptimizer: {name: sgd}\n"))
     assert (loaded.recipe.seed, loaded.recipe.optimizer.lr, loaded.recipe.optimizer.name) == (3, 0.5, "sgd")
     assert loaded.notices == ("optimizer.betas=[0.8, 0.9] dropped: it has no effect with optimizer.name=sgd",)
     assert loaded.name == "mine"

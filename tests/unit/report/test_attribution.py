@@ -87,8 +87,7 @@ def late(step: int, factor: float = 1.8, rank: int = 2) -> dict[str, Any]:
 
 
 def test_who_waits_for_whom(tmp_path: Path) -> None:
-    events = [start(0, 4), *(late(step) for step in (10, 20, 30, 40))]
-    found = attribute_run(write(tmp_path, events))
+    found = attribute_run(write(tmp_path, [start(0, 4), *(late(step) for step in (10, 20, 30, 40))]))
     assert found.waiting is not None
     assert (found.waiting.rank, found.waiting.phase, found.waiting.waiting_rank) == (2, "data_wait", 0)
     assert found.waiting.waiting_share == pytest.approx(0.03 / 0.12)

@@ -71,8 +71,7 @@ def test_verdicts(tmp_path: Path) -> None:
     a = result(tmp_path / "a", {1: steady, 2: steady, 4: steady, 8: [[1.0, 2.0, 3.0]], 16: steady, 32: steady})
     slow, fast = [[1.5 * x for x in steady[0]]], [[0.5 * x for x in steady[0]]]
     rows = {1: steady, 2: slow, 4: fast, 8: [[1.0, 3.0, 2.0]], 16: "out of memory"}
-    b = result(tmp_path / "b", rows, cpu="other")
-    found = compare(a, b)
+    found = compare(a, result(tmp_path / "b", rows, cpu="other"))
     verdicts = ["no slower", "slower", "faster", "not enough evidence", "not comparable", "not comparable"]
     assert [line.verdict for line in found.lines] == verdicts
     assert "batch_size=2" in found.lines[1].name

@@ -311,8 +311,7 @@ def test_an_ssd_starts_from_the_backbone_that_fits_its_preprocessing(
 
 @pytest.mark.parametrize("name", ["small_maskrcnn", "small_retinanet"])
 def test_how_a_detector_scales_is_found_out_without_memory(task: Make, name: str) -> None:
-    options = {"width": 8, "levels": 2, "channels": 8}
-    made = task({"model.name": name, "model.options": options})
+    made = task({"model.name": name, "model.options": {"width": 8, "levels": 2, "channels": 8}})
     found = describe(made.recipe)
     assert found.numbers.every == sum(each.numel() for each in made.build_model().parameters())
     assert not found.notices
@@ -328,8 +327,9 @@ def test_the_scales_of_a_network_without_memory_are_those_of_any(task: Make) -> 
 
 def test_copies_with_what_was_found_do_not_overwrite_one_another(train: Make, coco: Path, runs: Path) -> None:
     run = train("run", {"train.duration": "2 steps"}).run_dir
-    code = command(["predict", str(run), str(coco / "train"), str(coco / "val"), "--draw", str(runs / "found")])
-    assert code == 1  # 1.png is no image
+    drawing = ["predict", str(run), str(coco / "train"), str(coco / "val"), "--draw"]
+    assert command([*drawing, str(coco / "train")]) == 2, "nothing is overwritten"
+    assert command([*drawing, str(runs / "found")]) == 1  # 1.png is no image
     found = {each.name for each in (runs / "found").iterdir()}
     assert found == {"0.png", "2.png", "3.png", "0-2.png", "2-2.png", "3-2.png"}
 

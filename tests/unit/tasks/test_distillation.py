@@ -74,8 +74,7 @@ def test_the_loss_is_the_formulas(teacher: Path, kind: str) -> None:
         taught_loss = (p * (p.log() - q.log())).sum(1).mean() * 9
     else:
         taught_loss = F.cross_entropy(logits, answers.argmax(1))
-    smoothing = recipe.train.label_smoothing
-    own = F.cross_entropy(logits, batch.targets, label_smoothing=smoothing)
+    own = F.cross_entropy(logits, batch.targets, label_smoothing=recipe.train.label_smoothing)
     torch.testing.assert_close(found, 0.7 * own + 0.3 * taught_loss)
     found.backward()
 

@@ -64,7 +64,7 @@ def opened(path: Path, kind: str = "csv", **keys: Any) -> Any:
 
 def test_columns_of_flags_hold_0_or_1_and_all_others_are_told_at_once(tmp_path: Path) -> None:
     bad = ["2,1", ",0", "0.5,1", "yes,1", "-1,1", "nan,1"]
-    path = image_table(tmp_path, ["1,0", " 0 ,1.0", "0,0", *bad], "image,cat,dog")
+    path = image_table(tmp_path, ["1,0", " 0 ,1.0", "False,0", *bad], "image,cat,dog")
     keys: dict[str, Any] = {"target_columns": ("cat", "dog")}
     with pytest.raises(DataError) as refused:
         opened(path, **keys)
@@ -169,8 +169,7 @@ def test_a_recipe_for_classes_becomes_one_for_labels(tmp_path: Path) -> None:
 
 
 def test_classes_without_images_are_told(tmp_path: Path) -> None:
-    rows = ["1,0,0,train", "1,1,0,train", "1,0,0,val"]
-    path = image_table(tmp_path, rows, "image,a,b,c,split")
+    path = image_table(tmp_path, ["1,0,0,train", "1,1,0,train", "1,0,0,val"], "image,a,b,c,split")
     keys = {"data.dataset": "csv", "data.path": str(path), "data.samples": None}
 
     def told(columns: list[str]) -> str:

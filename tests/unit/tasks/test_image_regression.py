@@ -229,8 +229,7 @@ def test_a_hub_folder_of_timms_is_refused(trained: Path, tmp_path: Path) -> None
 
 
 def test_what_is_exported_is_compared_in_standard_deviations(trained: Path) -> None:
-    saved = read_weights(trained)
-    exportable = open_exportable(saved, trust_code=False, target="onnx")
+    exportable = open_exportable(read_weights(trained), trust_code=False, target="onnx")
 
     def in_units_of(mean: float, std: float) -> Exportable:
         assert exportable.outputs is not None

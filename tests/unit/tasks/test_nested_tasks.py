@@ -124,8 +124,7 @@ def test_made_up_batches_look_like_those_that_are_read(count: int) -> None:
 
 
 def test_the_samples_that_count_for_most_are_those_of_a_made_up_batch() -> None:
-    geometry = one_batch(0, 2, np.array([3, 9, 1, 8]))
-    (part,) = geometry.slices(0, World())
+    (part,) = one_batch(0, 2, np.array([3, 9, 1, 8])).slices(0, World())
     assert (part.ids.tolist(), part.step_weight) == ([1, 3], 2)
 
 

@@ -309,8 +309,7 @@ def test_images_may_have_any_number_of_channels(train: Make, runs: Path) -> None
     assert result.metrics["miou"] > 90  # which the first three channels do not tell
     again = evaluate_target(EvaluationRequest(target=result.run_dir, trust_code=True))
     assert again.metrics["miou"] == result.metrics["miou"]
-    pixels = np.zeros((16, 16, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(runs / "grey.png")
+    Image.fromarray(np.zeros((16, 16, 3), dtype=np.uint8)).save(runs / "grey.png")
     answer = command(result.run_dir, runs / "grey.png", "--trust-code")
     assert "image files have 3 channels, but the network takes 5" in answer.output
     with pytest.raises(PacelineError, match=r"data\.std has 3 numbers, but images have 5 channels: give 5"):

@@ -405,8 +405,7 @@ def test_each_type_s_entities_are_scored(train: Make, tmp_path: Path) -> None:
 
 
 def test_entities_add_up_over_any_number_of_processes() -> None:
-    draws = np.random.default_rng(1)
-    counts = torch.from_numpy(draws.integers(0, 9, (12, 3, 3)))
+    counts = torch.from_numpy(np.random.default_rng(1).integers(0, 9, (12, 3, 3)))
     expected: tuple[Any, Any] | None = None
     for ranks in (1, 2, 3):
         parts = []
@@ -426,8 +425,7 @@ def test_tags_that_are_no_entities_are_told(train: Make, tmp_path: Path, is_numb
     rows[2]["tags"][0] = "PER"
     if is_numbered:
         rows = [{**row, "tags": [int(tag != "O") for tag in row["tags"]]} for row in rows]
-    path = write_lines(tmp_path / "odd.jsonl", rows)
-    run_dir = train("run", {"data.path": str(path)}).run_dir
+    run_dir = train("run", {"data.path": str(write_lines(tmp_path / "odd.jsonl", rows))}).run_dir
     (note,) = json.loads((run_dir / "plan.json").read_text())["left_out"]
     told = r"tag '[01]' in row \d+" if is_numbered else "tag 'PER' in row 3"
     assert re.fullmatch(f"entity_f1 is not reported: {told} of 'odd.jsonl' is not O, B-X or I-X", note)
@@ -524,6 +522,7 @@ def test_a_rare_tag_may_be_held_out_and_long_texts_are_reported(tmp_path: Path) 
         ),
         ([{"tokens": ["a"], "tags": None}], {}, r"found \['a'\] and None: give both"),
         ([{"tokens": [1], "tags": ["O"]}], {}, "needs a list of words and a list of tags"),
+        ([{"tokens": '["\\ud800"]', "tags": '["O"]'}], {}, r"has the word '\\ud800', which is no text: correct it"),
         (
             [{"tokens": ["a"], "ner_tags": ["O"]}],
             {},

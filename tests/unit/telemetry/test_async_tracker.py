@@ -119,8 +119,7 @@ def test_an_abandoned_one_does_nothing_more() -> None:
 
 def test_what_finds_no_room_is_counted_but_the_end_always_does(hang: Any) -> None:
     tracker = AsyncTracker("wandb", lambda: Scripted(make=hang), capacity=5)
-    messages = [tracker.write(step(number)) for number in range(100)]
-    (message,) = filter(None, messages)
+    (message,) = filter(None, [tracker.write(step(number)) for number in range(100)])
     assert "5 records are waiting" in message
     assert tracker.write(FINISH) == ""
     assert "did not take 101 of 101 records" in tracker.close(0.1)

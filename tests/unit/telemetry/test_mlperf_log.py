@@ -61,8 +61,7 @@ def train(folder: Path, overrides: Mapping[str, Any], name: str = "run") -> Path
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
-    text = (run / "mlperf" / "result_0.txt").read_text()
-    head, *lines = text.splitlines()
+    head, *lines = (run / "mlperf" / "result_0.txt").read_text().splitlines()
     assert "not an MLPerf result" in head
     assert all(line.startswith(TOKEN) for line in lines)
     return [json.loads(line.removeprefix(TOKEN)) for line in lines]

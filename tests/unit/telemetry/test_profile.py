@@ -120,8 +120,7 @@ def test_of_steps_that_an_earlier_launch_has_profiled_nothing_is_said(stop: str,
 def test_a_place_that_cannot_be_written_does_not_end_the_run(train_tiny: Any, runs: Path, events: Any) -> None:
     train_tiny("run", {"train.until": "1 steps"})
     (runs / "run" / "profile").write_text("in the way")
-    done = train_tiny("run", PROFILED)
-    (incident,) = events(done.run_dir, "incident")
+    (incident,) = events(train_tiny("run", PROFILED).run_dir, "incident")
     assert incident["incident"] == "profile"
     assert "could not be written" in incident["message"]
 

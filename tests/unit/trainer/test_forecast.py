@@ -98,8 +98,7 @@ def test_what_a_gpu_sets_up_for_a_new_shape_is_not_counted(
 def test_a_resumed_run_counts_what_is_left(timed_task: Make, train_tiny: Make, events: Make) -> None:
     asked = LONG | {"train.ema": "off"}
     before = train_tiny("run", asked | {"train.until": "24 steps"}, task=timed_task(0.01)).summary
-    result = train_tiny("run", asked, task=timed_task(0.01))
-    first, second = events(result.run_dir, "measurement")
+    first, second = events(train_tiny("run", asked, task=timed_task(0.01)).run_dir, "measurement")
     assert "24 steps and 2 evaluations" in first["message"]
     assert second["step"] == 24
     assert "24 steps at the speed so far, plus 3 evaluations" in second["message"]

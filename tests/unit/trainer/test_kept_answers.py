@@ -284,8 +284,7 @@ def test_names_that_are_no_text_are_kept_as_text(opened: Make, tmp_path: Path, e
 
 def test_a_directory_that_cannot_be_written_does_not_end_the_run(train_tiny: Make, runs: Path, events: Make) -> None:
     (runs / "run").mkdir()
-    stopped = train_tiny("run", {"train.until": "2 steps"})
-    (stopped.run_dir / "evaluation").write_text("in the way")
+    (train_tiny("run", {"train.until": "2 steps"}).run_dir / "evaluation").write_text("in the way")
     result = train_tiny("run")
     assert result.status == "completed"
     assert [each["incident"] for each in events(result.run_dir, "incident")] == ["not_kept"]

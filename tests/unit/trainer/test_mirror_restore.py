@@ -123,8 +123,7 @@ def test_a_checkpoint_that_was_asked_for_comes_from_the_copy(
 @pytest.mark.parametrize("gone", ["run", "run/checkpoints"])
 def test_the_copy_is_of_the_same_run(mirrored: Make, runs: Path, events: Make, gone: str) -> None:
     whole = mirrored("whole", {"checkpoint.mirror": None})
-    first = mirrored("run", {"train.until": "6 steps"})
-    identity = (first.run_dir / "run.json").read_text()
+    identity = (mirrored("run", {"train.until": "6 steps"}).run_dir / "run.json").read_text()
     shutil.rmtree(runs / gone)
     again = mirrored("run")
     assert [each["step"] for each in events(again.run_dir, "resume")] == [6]

@@ -176,8 +176,7 @@ def test_a_run_that_has_ended_goes_on_without_the_step(train_tiny: Make, tiny_ta
 
 
 def test_a_gradient_that_is_clipped_is_looked_at_too(train_tiny: Make, events: Make, runs: Path) -> None:
-    clipped = {**SKIP, "optimizer.clip_norm": 1.0}
-    result = train_tiny("run", clipped, on_loss=steep({4}))
+    result = train_tiny("run", {**SKIP, "optimizer.clip_norm": 1.0}, on_loss=steep({4}))
     assert result.summary.step == 9
     (incident,) = events(result.run_dir, "incident")
     assert (incident["incident"], incident["position"]) == ("nonfinite_gradient", 4)

@@ -85,8 +85,7 @@ def pooled() -> nn.Module:
 def test_a_micro_batch_of_one_is_found_before_training(
     train_tiny: Make, tiny_task: Make, runs: Path, more: dict[str, Any], overrides: dict[str, Any]
 ) -> None:
-    task = tiny_task(make_network=pooled, **more)
-    message = refused(train_tiny, task, runs, overrides)
+    message = refused(train_tiny, tiny_task(make_network=pooled, **more), runs, overrides)
     assert "brings a micro-batch of one sample, and this model cannot train on a single one" in message
 
 

@@ -225,8 +225,7 @@ def test_pictures_are_predicted_at_their_shape_whatever_is_held_out(
     if asked:
         asked = {**asked, "data.path": str(photos / "train"), "data.image_size": 16, "batch.global_size": 8}
     shape = {"data.evaluation_shape": "rectangular", "data.evaluation_multiple": 8, "train.duration": "2 steps"}
-    loaded = load_recipe(tiny_recipe, {**asked, **shape})
-    plan = plan_only(loaded)
+    plan = plan_only(load_recipe(tiny_recipe, {**asked, **shape}))
     assert "data.evaluation_shape" not in plan.unused
     assert plan.reasons["data.evaluation_shape"] == why
     predictor = load_predictor(

@@ -406,8 +406,7 @@ def test_a_new_run_starts_from_a_runs_weights(train_tiny: Make, weights: Make) -
         (first.run_dir / "checkpoints/step-00000008/model.safetensors", "model"),
     ):
         start = {"model.initialize_from": str(source), "optimizer.lr": 1e-30, "train.duration": "1 steps"}
-        second = train_tiny(f"second-{which}", start)
-        loaded, expected = weights(second), weights(first, which)
+        loaded, expected = weights(train_tiny(f"second-{which}", start)), weights(first, which)
         for key, value in expected.items():
             if "running" not in key and "num_batches" not in key:
                 torch.testing.assert_close(loaded[key], value, rtol=0, atol=1e-12, msg=key)

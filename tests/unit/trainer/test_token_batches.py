@@ -21,8 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    drawn = np.random.default_rng(0)
-    sizes = np.clip(drawn.lognormal(3, 1, 40), 5, 150).astype(int)
+    sizes = np.clip(np.random.default_rng(0).lognormal(3, 1, 40), 5, 150).astype(int)
     for split, found in {"train": sizes, "val": np.sort(sizes)}.items():
         (tmp_path / split).mkdir()
         for number, size in enumerate(found):

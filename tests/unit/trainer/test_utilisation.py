@@ -127,8 +127,7 @@ def test_a_network_that_needs_numbers_says_why_there_is_no_figure(
 
 def test_growing_images_have_no_figure(known_cpu: Device, train_tiny: Make, events: Make) -> None:
     changes = {"data.progressive.start_size": 4, "data.progressive.multiple": 4}
-    result = train_tiny("growing", {**SENSITIVE, **changes})
-    (said,) = events(result.run_dir, "measurement")
+    (said,) = events(train_tiny("growing", {**SENSITIVE, **changes}).run_dir, "measurement")
     assert said["message"] == "mfu is not recorded: data.progressive changes the size of images"
 
 

@@ -305,7 +305,8 @@ class LazyImage:
             image.load()
             if image.format == "PNG":
                 _correct_transparency(image, self._content)
-            return _pixels(_upright(image) if self._is_turned else image, self._channels, _grey_depth(image))
+            grey_depth = _grey_depth(image)
+            return _pixels(_upright(image) if self._is_turned else image, self._channels, grey_depth)
 
 
 class DecodedImage:

@@ -346,8 +346,7 @@ def take_classes(
             raise RecipeError(
                 f"{key}={list(requested)} leaves no {name} images: none is of these classes; take others."
             )
-    train = next(iter(parts.values()))
-    if empty := sorted(set(range(len(chosen))) - set(train.labels.tolist())):
+    if empty := sorted(set(range(len(chosen))) - set(next(iter(parts.values())).labels.tolist())):
         raise RecipeError(f"{key} names {names[empty[0]]!r}, which has no training image: leave it out.")
     return names, parts
 

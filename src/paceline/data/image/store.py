@@ -134,8 +134,7 @@ class ImageStore:
         Args:
             starts: Starts on the store's device, int64 [N].
         """
-        runs = self._runs.index_select(0, starts)
-        return _pictures(runs, self.shape, self.shape.size)[..., : self.shape.size]
+        return _pictures(self._runs.index_select(0, starts), self.shape, self.shape.size)[..., : self.shape.size]
 
     def _pictures(self) -> list[torch.Tensor]:
         """Return writable views of the plain images [N, C, side, side], and of the mirrored ones if stored."""

@@ -80,7 +80,8 @@ def file_problem(path: Path) -> str | None:
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                row = load_json(line.decode("utf-8-sig").strip() or "{}") if is_json else {}
+                text = line.decode("utf-8-sig").strip()
+                row = load_json(text or "{}") if is_json else {}
                 if not isinstance(row, dict):
                     raise ValueError
             except UnicodeDecodeError as error:
@@ -168,7 +169,10 @@ def number_classes(
         classes = tuple(sorted(map(str, set(parts[0]))))
         number = {name: index for index, name in enumerate(classes)}
         if unknown := sorted(map(str, distinct - number.keys())):
-            raise DataError(f"{path!r} has held-out samples of the class {unknown[0]!r}, but none to train on.")
+            raise DataError(
+                f"{path!r} has held-out samples of the class {unknown[0]!r}, but none to train on: add "
+                "some, or hold out others (data.validation_fraction, or a column 'split')."
+            )
     if len(classes) < 2 and not one_class:
         raise DataError(f"{path!r} has one class, {classes[0]!r}, but a classifier needs at least two.")
     return classes, [np.array([number[label] for label in labels], dtype=np.int64) for labels in parts]
@@ -265,7 +269,11 @@ def read_numbers(
     columns, rule = request.data.target_columns, "a target is a finite number"
     if request.several_labels:
         rule = "a label is 0 or 1"
-        values = [tuple(int(cell) if isinstance(cell, bool) else cell for cell in row) for row in values]
+        words = {"true": 1, "false": 0}
+        values = [
+            tuple(words.get(str(cell).lower(), cell) if isinstance(cell, str | bool) else cell for cell in row)
+            for row in values
+        ]
     found = np.full((len(values), len(columns)), np.nan)
     for row in rows.tolist():
         found[row] = [_number_in(cell) for cell in values[row]]

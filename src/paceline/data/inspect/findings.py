@@ -65,8 +65,7 @@ def _candidates(hashes: Hashes, queries: Ids, known_ids: Ids) -> Iterator[tuple[
         band = (hashes >> np.uint64(shift)) & np.uint64((1 << width) - 1)
         order = known_ids[np.argsort(band[known_ids], kind="stable")]
         begins = np.searchsorted(band[order], band[queries], side="left")
-        ends = np.searchsorted(band[order], band[queries], side="right")
-        counts = np.minimum(ends - begins, _MOST_IN_BAND)
+        counts = np.minimum(np.searchsorted(band[order], band[queries], side="right") - begins, _MOST_IN_BAND)
         totals = np.cumsum(counts)
         start = 0
         while start < len(queries):

@@ -396,8 +396,7 @@ def look_hash(image: Pixels) -> int:
     parts = grey_parts(image, 9, 8).astype(np.int16)
     if parts.max() - parts.min() < _FLAT:
         return 0
-    bits = np.packbits(parts[:, 1:] > parts[:, :-1])
-    return int.from_bytes(bits.tobytes(), "big")
+    return int.from_bytes(np.packbits(parts[:, 1:] > parts[:, :-1]).tobytes(), "big")
 
 
 def grey_parts(image: Pixels, width: int, height: int) -> Pixels:

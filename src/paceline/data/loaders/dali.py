@@ -573,8 +573,7 @@ class DaliBackend:
         decoded = [row for row in rows if isinstance(row, torch.Tensor)]
         if work.images is not None and not decoded:
             return work.images
-        shape = (len(rows), self._view.channels, *work.shape)
-        inputs = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        inputs = torch.empty((len(rows), self._view.channels, *work.shape), dtype=torch.uint8, device=self._device)
         is_decoded = torch.tensor([isinstance(row, torch.Tensor) for row in rows], dtype=torch.bool)
         if work.images is not None:
             inputs[self._to_device((~is_decoded).nonzero()[:, 0])] = work.images

@@ -82,8 +82,7 @@ class MemoryBackend:
 
     def _indices(self, ids: SampleIds, draws: Draws | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the images' starts in the store and their labels, on the device; for many batches at once."""
-        starts = self._opened().starts(ids % self._images, draws)
-        both = torch.from_numpy(np.stack((starts, ids)))
+        both = torch.from_numpy(np.stack((self._opened().starts(ids % self._images, draws), ids)))
         if self._device.type == "cuda":
             # From pinned memory, since the copy would otherwise block; torch keeps it until the copy is done.
             both = both.pin_memory().to(self._device, non_blocking=True)

@@ -117,8 +117,7 @@ def _content_digest(
     rows: Mapping[str, np.ndarray[Any, Any]], classes: Sequence[str], form: Form, samples: Mapping[Split, int]
 ) -> str:
     """SHA-256 over all that a run can see of the images, which excludes their positions."""
-    head = json.dumps([list(classes), asdict(form), dict(samples)], sort_keys=True)
-    digest = hashlib.sha256(head.encode())
+    digest = hashlib.sha256(json.dumps([list(classes), asdict(form), dict(samples)], sort_keys=True).encode())
     for column in ("label", "height", "width", "name_ends", "name", "sha256"):
         digest.update(rows[column].tobytes())
     return digest.hexdigest()

@@ -228,8 +228,7 @@ def _write(
                 size = 0
             waiting.append(content)
             size += len(content)
-            digest = hashlib.sha256(content).digest()
-            row = (int(source.labels[sample]), name, height, width, len(content), digest)
+            row = (int(source.labels[sample]), name, height, width, len(content), hashlib.sha256(content).digest())
             for column, value in zip(rows.values(), row, strict=True):
                 column.append(value)
         note(count_written)

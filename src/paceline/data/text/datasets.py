@@ -155,10 +155,10 @@ def _open_huggingface(data: Data) -> TextDataset:
     for split in (train, *(() if held_out is None else (held_out,))):
         documents[split] = []
         cells = (
-            cells_of(file, partial(_checked, column=data.text.column, file=file), is_parquet=files.is_parquet)[0]
+            cells_of(file, partial(_checked, column=data.text.column, file=file), is_parquet=files.is_parquet)
             for file in files.splits[split]
         )
-        for row, text in enumerate(chain.from_iterable(cells)):
+        for row, (text,) in enumerate(chain.from_iterable(cells)):
             if text:
                 documents[split].append((f"{split}[{row}]", text.removeprefix("\ufeff")))
             else:

@@ -20,6 +20,7 @@ from paceline.data.text.pipeline import IGNORED_TARGET
 from paceline.data.text.tables import Row, TextTable, read_table
 from paceline.data.text.tokenizer import TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError
+from paceline.escaping import utf8
 from paceline.files import SkippedItems
 from paceline.plain_json import load_json
 from paceline.recipe.data import Data
@@ -159,7 +160,7 @@ def _encode_text(row: Row, tokenizer: Tokenizer, context: int, left_out: Skipped
         return None
     if len(ids) == context < len(tokenizer.encode_whole(text, context + 1)):
         left_out.add("ends of texts beyond data.text.context", row.name)
-    return ids, [value], np.zeros(1, dtype=np.int64), []
+    return ids, [value.strip() if isinstance(value, str) else value], np.zeros(1, dtype=np.int64), []
 
 
 def _encode_words(row: Row, tokenizer: Tokenizer, context: int, left_out: SkippedItems) -> Encoded | None:
@@ -173,6 +174,8 @@ def _encode_words(row: Row, tokenizer: Tokenizer, context: int, left_out: Skippe
             fix = 'in CSV, write JSON lists, such as ["Ada"] (in pandas, to_json(FILE, orient="records", lines=True))'
         found = f"{shortened(words)} and {shortened(tags)}"
         raise DataError(f"{row.name} needs a list of words and a list of tags, found {found}: {fix}.")
+    if odd := [word for word in words if utf8(word) != word]:
+        raise DataError(f"{row.name} has the word {odd[0]!r}, which is no text: correct it.")
     if len(words) != len(tags):
         raise DataError(f"{row.name} has {len(words)} words and {len(tags)} tags: give each word one tag.")
     ids, starts = tokenizer.encode_words(words, context)

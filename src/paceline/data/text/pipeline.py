@@ -338,8 +338,7 @@ def _cut(lengths: IntArray, context: int) -> tuple[IntArray, IntArray, IntArray]
     """
     count = np.maximum(0, -(-(lengths - 1) // context))
     document = np.repeat(np.arange(len(lengths)), count)
-    first = np.repeat(np.cumsum(count) - count, count)
-    begin = (np.arange(len(document)) - first) * context
+    begin = (np.arange(len(document)) - np.repeat(np.cumsum(count) - count, count)) * context
     return document, begin, np.minimum(begin + context, lengths[document])
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from paceline.data.image.sets.csv import read_csv
 from paceline.data.image.sets.huggingface import HuggingFaceFiles, choose_splits, find_files
 from paceline.data.image.tables import explain_errors, find_column, mapped, parts_of, require_pyarrow, splits_of_files
 from paceline.data.text.corpus import split_by_name
@@ -14,10 +16,9 @@ from paceline.errors import DataError
 from paceline.files import SkippedItems, has_extension, refuse_special_inputs, visible_entries
 from paceline.recipe.data import Data
 
-_LINES, _TSV = ("jsonl",), ("tsv", "tab")
-_ENDINGS = ("csv", *_TSV, *_LINES)
+_LINES, _SEPARATED = ("jsonl",), ("csv", "tsv", "tab")
+_ENDINGS = (*_SEPARATED, *_LINES)
 _KINDS = "a .csv, .tsv, .jsonl or .parquet file, a folder of them, or a folder that save_to_disk wrote"
-_LARGEST_HEAD, _LARGEST_ROW = 2**16, 2**26
 
 Choose = Callable[[Sequence[str], Mapping[str, Any], str], Sequence[str]]
 """Chooses columns: called with all of them, Hugging Face's metadata of each, and the table's name for messages."""
@@ -80,7 +81,7 @@ def read_table(data: Data, choose: Choose, left_out: SkippedItems) -> TextTable:
                 has_words = word is not None
                 return [*choose(schema.names, files.features, where), *([] if word is None else [word])]
 
-            for number, cells in enumerate(zip(*cells_of(file, pick, is_parquet=files.is_parquet), strict=True)):
+            for number, cells in enumerate(cells_of(file, pick, is_parquet=files.is_parquet)):
                 rows.append(Row(f"row {number + 1} of {file.name!r}", cells[: len(cells) - has_words]))
                 words += [str(cells[-1])] * has_words
         if 0 < len(words) < len(rows):
@@ -117,17 +118,22 @@ def _plain_files(root: Path, left_out: SkippedItems) -> HuggingFaceFiles | None:
     return HuggingFaceFiles(root=root, splits=splits, is_parquet=False, features={}) if paths else None
 
 
-def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bool) -> list[list[Any]]:
-    """Return the cells of some columns of a CSV, JSON lines or parquet file, or an Arrow stream.
+def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bool) -> Iterator[tuple[Any, ...]]:
+    """Yield each row's cells of some columns of a CSV, JSON lines or parquet file, or an Arrow stream.
 
     Args:
         file: The file.
-        pick: Chooses columns from the table's schema, pyarrow's.
+        pick: Chooses columns from the table's schema, pyarrow's; of CSV, it has only their ``names``.
         is_parquet: Whether a file without another known ending is a parquet file.
 
     Raises:
-        DataError: If it cannot be read, or pyarrow is missing.
+        DataError: If it cannot be read, or pyarrow is missing, which CSV does without.
     """
+    if has_extension(file.name, _SEPARATED):
+        header, rows, _ = read_csv(file)
+        columns = [header.index(name) for name in pick(SimpleNamespace(names=header))]
+        yield from (tuple(row[each] for each in columns) for row in rows)
+        return
     arrow = require_pyarrow()
     refuse_special_inputs(file)
     with explain_errors(file), mapped(file) as content:
@@ -140,19 +146,10 @@ def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bo
                 content.seek(0)
                 texts = arrow.schema([each.with_type(arrow.string()) for each in dates])
                 table = read_json(arrow.json.ParseOptions(explicit_schema=texts)).select(table.schema.names)
-        elif has_extension(file.name, _ENDINGS):
-            head = content.read_at(min(_LARGEST_HEAD, content.size()), 0).partition(b"\n")[0].decode("utf-8-sig")
-            delimiter = "\t" if has_extension(file.name, _TSV) else max(",;\t", key=head.count)
-            parse = arrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-            read = arrow.csv.ReadOptions(block_size=_LARGEST_ROW)
-            names = arrow.csv.open_csv(content, read, parse).schema.names
-            content.seek(0)
-            as_text = arrow.csv.ConvertOptions(column_types=dict.fromkeys(names, arrow.string()))
-            table = arrow.csv.read_csv(content, read, parse, as_text)
         elif is_parquet:
             opened = arrow.parquet.ParquetFile(content)
             table = opened.read(columns=list(pick(opened.schema_arrow)))
         else:
             table = arrow.ipc.open_stream(content).read_all()
         table.validate(full=True)
-        return [table.column(name).to_pylist() for name in pick(table.schema)]
+        yield from zip(*(table.column(name).to_pylist() for name in pick(table.schema)), strict=True)

@@ -71,7 +71,7 @@ def check(workload: Workload) -> None:
             f"hyphens, "
             "a letter first, 52 at most."
         )
-    if not workload.run_dir.is_relative_to(workload.mount):
+    if ".." in workload.run_dir.parts or not workload.run_dir.is_relative_to(workload.mount):
         raise LaunchError(
             f"--run-dir {workload.run_dir} is not below {workload.mount}, where the volume is (--mount), so it would "
             "be lost with its pod."

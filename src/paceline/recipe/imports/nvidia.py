@@ -52,8 +52,7 @@ def read_nvidia(words: Sequence[str]) -> tuple[Source, Table, dict[str, Any]]:
     missing = [f"--{key}" for key in _PRESET_KEYS if key not in given]
     if missing:
         raise RecipeError(f"launch.py needs {' and '.join(missing)} too, to find its preset.")
-    preset_values = preset(*(given[key] for key in _PRESET_KEYS))
-    return source, LAUNCH, MAIN.read_tree(preset_values, _OF_PLATFORM) | given
+    return source, LAUNCH, MAIN.read_tree(preset(*(given[key] for key in _PRESET_KEYS)), _OF_PLATFORM) | given
 
 
 def preset(name: str, platform: str, precision: str, mode: str) -> dict[str, Any]:

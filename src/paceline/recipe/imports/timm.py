@@ -179,8 +179,7 @@ def _rate(draft: Conversion, value: float | None) -> Any:
     by_root = scale == "sqrt" or (not scale and any(part in str(draft["opt"]).lower() for part in ("ada", "lamb")))
     ratio = batch / draft["lr_base_size"]
     rate = float(f"{draft['lr_base'] * (ratio**0.5 if by_root else ratio):.12g}")
-    sources = ("lr_base", "lr_base_size", "lr_base_scale")
-    draft.put("optimizer.lr", rate, *sources, note=f"for {batch} samples a step")
+    draft.put("optimizer.lr", rate, *("lr_base", "lr_base_size", "lr_base_scale"), note=f"for {batch} samples a step")
     return {}
 
 

@@ -36,8 +36,7 @@ def training(runs: Sequence[RunRecord]) -> Iterator[Block]:
         )
     title = "Training loss" if len(runs) > 1 else "Loss"
     weighted = " or ".join(dict.fromkeys(run.weight_unit for run in runs))
-    is_usual = all(run.headline == "top1_accuracy" for run in runs)
-    unit = "nats per sample" if is_usual else f"mean over {weighted}"
+    unit = "nats per sample" if all(run.headline == "top1_accuracy" for run in runs) else f"mean over {weighted}"
     lines, description = of_runs(runs, "loss", "training"), "In training, mean since the previous record."
     if len(runs) == 1:
         lines += _evaluated(runs, "loss")

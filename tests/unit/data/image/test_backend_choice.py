@@ -214,8 +214,7 @@ def test_only_training_images_are_varied(tmp_path: Path) -> None:
             Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
     data = Data(path=str(tmp_path), validation_fraction=0.5, augment=Augment(flip=1.0))
     dataset = open_dataset(data)
-    ids = np.arange(4)
-    piece = SampleSlice(step=0, epoch=0, logical_rank=0, ids=ids, step_weight=4)
+    piece = SampleSlice(step=0, epoch=0, logical_rank=0, ids=np.arange(4), step_weight=4)
     types = {"memory": MemoryBackend, "pytorch": PytorchBackend, "synthetic": SyntheticBackend}
     for name, kind in types.items():
         for split, source in (("train", dataset.train), ("validation", dataset.validation)):

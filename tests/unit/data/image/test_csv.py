@@ -97,8 +97,8 @@ def test_columns_are_named(tmp_path: Path) -> None:
         ("path,path\na.png,x\n", "has two columns called 'path'"),
         ("path,label\nhttps://me:hush@host/a.png,x\n", "line 2 of '.*' names a URL, but a table names files"),
         ("path,label\n", "has no rows"),
-        ("", "has no rows"),
-        ('path,label\n"a.png,x\n', r"cannot be read as a table .*unexpected end of data"),
+        ("", "is empty: write it again"),
+        ('path,label\n"a.png,x\n', r"the table .* cannot be read \(line 2: unexpected end of data\): correct it"),
     ],
 )
 def test_what_is_wrong_is_told(tmp_path: Path, text: str, message: str) -> None:
@@ -109,10 +109,8 @@ def test_what_is_wrong_is_told(tmp_path: Path, text: str, message: str) -> None:
 
 def test_what_is_no_table_is_told(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_bytes(b"path,label\n\xff\xfe,\x00\n")
-    with pytest.raises(DataError, match=r"it is not in UTF-8: .*; save it again in that encoding"):
-        open_dataset(opened(tmp_path / "x.csv"))
-    unreadable = "cannot be read as a table of paths and labels"
-    for name, said in (("x.csv", unreadable), ("missing.csv", unreadable), (".", "is a folder, not a file")):
+    missing = "missing.csv' cannot be read .No such file or directory"
+    for name, said in (("x.csv", "is not UTF-8: byte 1"), ("missing.csv", missing), (".", "is a folder, not a file")):
         with pytest.raises(DataError, match=said):
             open_dataset(opened(tmp_path / name))
 

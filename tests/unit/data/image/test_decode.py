@@ -48,8 +48,7 @@ def test_colour_and_greyscale() -> None:
 
 
 def test_greyscale_becomes_three_equal_channels() -> None:
-    image = Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16))
-    pixels = decode(png(image), 3)
+    pixels = decode(png(Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16))), 3)
     assert pixels.shape == (16, 16, 3)
     assert (pixels == pixels[..., :1]).all()
 
@@ -102,8 +101,7 @@ def test_heic_stands_upright_as_its_jpeg_does() -> None:
 
 
 def test_damaged_exif_does_not_lose_the_picture() -> None:
-    image = quadrants()
-    data = encoded(image, "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff", quality=95)
+    data = encoded(quadrants(), "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff", quality=95)
     assert decode(data, 3).shape == (32, 16, 3)
 
 

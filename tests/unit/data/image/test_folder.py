@@ -157,6 +157,8 @@ def test_every_missing_class_is_named(tmp_path: Path) -> None:
 
 def test_held_out_images_alone(tmp_path: Path) -> None:
     fault("has 'val' but no 'train'", make(tmp_path, "val/cat/1.png", "val/dog/1.png"))
+    root = make(tmp_path / "b", *(f"{split}/{name}/1.png" for split in ("train", "valid") for name in ("cat", "dog")))
+    fault("has 'valid', whose images would not be held out: rename it to 'val'", root)
 
 
 def everything_wrong(root: Path) -> Path:
@@ -171,8 +173,7 @@ def everything_wrong(root: Path) -> Path:
     (root / "train" / "fox").mkdir()
     (root / "val" / "fox").mkdir()
     os.mkfifo(root / "train" / "dog" / "pipe.png")  # opening one waits until somebody writes to it
-    whole = (root / "train/cat/0.png").read_bytes()
-    (root / "train/cat/cut.png").write_bytes(whole[:40])
+    (root / "train/cat/cut.png").write_bytes((root / "train/cat/0.png").read_bytes()[:40])
     (root / "train/cat/empty.png").touch()
     (root / "val/eel/page.png").write_bytes(b"<html>404</html>")
     return root
@@ -242,6 +243,7 @@ def test_what_cannot_be_left_out_is_refused_with_the_rest(tmp_path: Path) -> Non
     (tmp_path / "one" / "dog").mkdir(parents=True)
     with pytest.raises(DataError, match="one class folder, 'cat'"):
         opened(make(tmp_path / "one", "cat/1.png"), on_bad="skip")
+    assert opened(tmp_path / "one", 1.0, on_bad="skip").classes == ("cat",)
 
 
 def test_a_class_whose_images_are_all_broken_does_not_leave_one_class_in_silence(tmp_path: Path) -> None:

@@ -97,8 +97,7 @@ def test_a_name_on_the_hub_is_no_folder(tmp_path: Path) -> None:
 def test_columns_are_named(tmp_path: Path, whole: Any, files: list[str]) -> None:
     features = hub.Features({**whole.features, "thumbnail": hub.Image()})
     columns = {"id": list(range(12)), "image": files[::-1], "label": whole["label"][:], "thumbnail": files}
-    two = hub.Dataset.from_dict(columns, features=features)
-    two.save_to_disk(tmp_path / "c")
+    hub.Dataset.from_dict(columns, features=features).save_to_disk(tmp_path / "c")
     with pytest.raises(DataError, match=r"has 2 columns of images.*data.image_column"):
         opened(tmp_path / "c")
     assert same(opened(tmp_path / "c", image_column="thumbnail", validation_fraction=0).train, whole)

@@ -92,8 +92,7 @@ def test_several_pictures_in_one_file_are_left_to_pillow() -> None:
 def test_no_damage_to_the_head_raises() -> None:
     """Each byte of a head in turn, set to each of some values: a size, or nothing."""
     content = bytearray(jpeg(exif=turned(1)[24:60]))
-    scan = content.index(b"\xff\xda")
-    for at in range(scan):
+    for at in range(content.index(b"\xff\xda")):
         before = content[at]
         for value in (0x00, 0x01, 0xFF, before ^ 0x10):
             content[at] = value

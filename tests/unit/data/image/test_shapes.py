@@ -88,8 +88,7 @@ def test_a_source_that_does_not_tell_sizes_is_refused() -> None:
 )
 def test_any_image_covers_any_shape(height: int, width: int, shape: tuple[int, int], crop: float) -> None:
     """Nothing is padded, and nothing but the border is cut away."""
-    image = np.full((height, width, 1), 200, dtype=np.uint8)
-    shown = evaluation_image(image, shape, crop)
+    shown = evaluation_image(np.full((height, width, 1), 200, dtype=np.uint8), shape, crop)
     assert tuple(shown.shape) == (1, *shape)
     assert (shown == 200).all()
 

@@ -65,8 +65,7 @@ IDS = np.arange(40, dtype=np.int64)
 
 
 def pictures(count: int = 40, channels: int = 3) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    coarse = torch.rand(count, channels, 5, 5, generator=generator)
+    coarse = torch.rand(count, channels, 5, 5, generator=torch.Generator().manual_seed(0))
     return (torch.nn.functional.interpolate(coarse, size=(32, 32), mode="bicubic").clamp(0, 1) * 255).to(torch.uint8)
 
 

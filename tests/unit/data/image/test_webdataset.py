@@ -244,8 +244,7 @@ def test_what_is_ignored_changes_no_digest(tmp_path: Path) -> None:
 
 
 def test_what_is_no_tar_is_told(tmp_path: Path) -> None:
-    path = write_tar(tmp_path / "x.tar", samples(range(4)))
-    content = path.read_bytes()
+    content = write_tar(tmp_path / "x.tar", samples(range(4))).read_bytes()
     second = content.index(b"000000.cls")
     for name, damaged, message in (
         ("short", content[:700], "extends beyond the end"),

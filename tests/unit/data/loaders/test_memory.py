@@ -31,8 +31,7 @@ def view(augment: Augment | None = None, *, image_size: int = 12, seed: int = 7)
 
 
 def test_images_come_as_they_are(small: FileSource, slices: Slices) -> None:
-    backend = MemoryBackend(small, view())
-    batches = list(backend.batches(slices([3, 1, 2], [0], [])))
+    batches = list(MemoryBackend(small, view()).batches(slices([3, 1, 2], [0], [])))
     assert [batch.ids.tolist() for batch in batches] == [[3, 1, 2], [0], []]
     assert batches[0].targets.tolist() == [0, 1, 2]
     assert batches[0].targets.dtype == torch.int64

@@ -138,8 +138,7 @@ def test_the_digest_is_of_the_images(photos: Path, tmp_path: Path) -> None:
 def test_opening_reads_no_image(photos: Path, tmp_path: Path) -> None:
     packed(photos, tmp_path / "dest")
     for path in (tmp_path / "dest").glob("*-*.arrow"):
-        found = path.stat()
-        path.write_bytes(bytes(found.st_size))
+        path.write_bytes(bytes(path.stat().st_size))
     train, _ = splits(tmp_path / "dest")
     assert len(train) == 12
     assert train.path(0).startswith("train/cat/000.jpg in ")
@@ -377,8 +376,7 @@ def test_the_command(photos: Path, tmp_path: Path, run_pack: Run, run_pack_here:
 
     shard = tmp_path / "dest" / "train-00000.arrow"
     content = bytearray(shard.read_bytes())
-    place = open_packed(tmp_path / "dest").index.ranges
-    content[int(place.begin[3]) + 5] ^= 1
+    content[int(open_packed(tmp_path / "dest").index.ranges.begin[3]) + 5] ^= 1
     shard.write_bytes(bytes(content))
     done = run_pack_here(tmp_path / "dest", "--verify")
     assert done.returncode == 1

@@ -217,6 +217,22 @@ def test_text_in_another_encoding_is_named_with_its_line(tmp_path: Path, name: s
         found(path)
 
 
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_a_stray_quotation_mark_swallows_no_rows(tmp_path: Path, ending: str) -> None:
+    separator = "," if ending == "csv" else "\t"
+    lines = [f"text{separator}label", *(f"word {n}{separator}{'ab'[n % 2]}" for n in range(20))]
+    lines[4] = f'"so" they said{separator}a'
+    path = tmp_path / f"x.{ending}"
+    path.write_text("\n".join(lines))
+    with pytest.raises(DataError, match=rf"cannot be read \(line 5: '{separator}' expected after '\"'\)"):
+        found(path)
+
+
+def test_labels_have_no_spaces_around_them(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("text,label\n" + "one two, a\nthree four,a\nfive,b \nsix,b\n" * 9)
+    assert found(tmp_path / "x.csv").classes == ("a", "b")
+
+
 def test_paragraphs_of_the_documentation() -> None:
     opened = open_labelled(Data(dataset="docs", text=Text(context=64)))
     assert opened.classes == ("debugger", "expressions", "special methods", "statements", "types")

@@ -295,8 +295,7 @@ def find_mnist(path: Path, kind: str | None = None) -> Path | None:
 
 def mnist_kind(folder: Path) -> str:
     """Return which of the two sets a folder contains, by its name or its parent's."""
-    is_fashion = any("fashion" in part.lower() for part in folder.absolute().parts[-2:])
-    return "fashion_mnist" if is_fashion else "mnist"
+    return "fashion_mnist" if any("fashion" in part.lower() for part in folder.absolute().parts[-2:]) else "mnist"
 
 
 def _named_for(folder: Path) -> str | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import sys
 from pathlib import Path
 
 from paceline.data.image.dataset import DatasetRequest, StoredImages
 from paceline.data.image.sets import IMAGENET, TABLE
-from paceline.data.image.tables import find_columns, open_paths, parts_of
+from paceline.data.image.tables import file_problem, find_columns, open_paths, parts_of
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 from paceline.escaping import text_of_cell
@@ -26,7 +27,7 @@ def open_csv(request: DatasetRequest) -> StoredImages:
         DataError: If it cannot be read, or a column, a label or a path is missing.
     """
     file = request.path
-    header, rows, lines = _read(file)
+    header, rows, lines = read_csv(file)
     columns = find_columns(request.data, header, repr(str(file)))
     image, labels = header.index(columns.image), [header.index(each) for each in columns.labels]
     splits = None if columns.split is None else [row[header.index(columns.split)] for row in rows]
@@ -47,9 +48,14 @@ def open_csv(request: DatasetRequest) -> StoredImages:
     )
 
 
-def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
-    """Return the header, the rows, and each row's line number."""
+def read_csv(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
+    """Return the header of a CSV or TSV file, the rows, and each row's line number.
+
+    Raises:
+        DataError: If it cannot be read, has no rows, or a row does not fit the header.
+    """
     refuse_special_inputs(file)
+    csv.field_size_limit(sys.maxsize)
     try:
         with open(file, encoding="utf-8-sig", newline="") as opened:
             first = opened.readline(_LARGEST_HEAD)
@@ -62,16 +68,14 @@ def _read(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
                 if row:
                     rows.append(row)
                     lines.append(reader.line_num)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        if isinstance(error, UnicodeDecodeError):
-            reason = f"it is not in UTF-8: {reason}; save it again in that encoding"
-        raise DataError(
-            f"data.path is {str(file)!r}, which cannot be read as a table of paths and labels ({reason}): correct it, "
-            "or the path."
-        ) from None
+    except UnicodeDecodeError:
+        raise DataError(file_problem(file)) from None
+    except (OSError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"line {reader.line_num}: {error}"
+        raise DataError(f"the table {str(file)!r} cannot be read ({reason}): correct it, or the path.") from None
     if not rows:
-        raise DataError(f"{str(file)!r} has no rows: expected a line of column names and one line for each image.")
+        reason = "has no rows: expected a line of column names and one line for each sample."
+        raise DataError(file_problem(file) or f"{str(file)!r} {reason}")
     twice = sorted({name for name in header if header.count(name) > 1})
     if twice:
         raise DataError(f"{str(file)!r} has two columns called {twice[0]!r}: rename one of them.")

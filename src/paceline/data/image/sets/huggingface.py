@@ -71,8 +71,7 @@ def find_files(path: str | Path, left_out: SkippedItems | None = None) -> Huggin
         return None
     _, features = read_schema(parquet[0])
     splits: dict[str, list[Path]] = {}
-    named = splits_of_files(parquet, root if root.is_dir() else root.parent)
-    for file, split in zip(parquet, named, strict=True):
+    for file, split in zip(parquet, splits_of_files(parquet, root if root.is_dir() else root.parent), strict=True):
         splits.setdefault(split, []).append(file)
     return HuggingFaceFiles(root=root, splits=splits, is_parquet=True, features=features)
 

@@ -24,6 +24,7 @@ from paceline.data.disk_cache import TOO_FRESH_NS, Arrays, recall_arrays, rememb
 from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, SkippedFile, StoredImages, file_splits
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
+from paceline.data.splits import held_out_among
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.files import SkippedItems, has_extension, is_folder, visible_entries
@@ -242,7 +243,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
     if request.data.on_bad == "skip" and not request.tolerant:
         used = np.unique(np.concatenate([each.labels_among(classes) for each in listings]))
         kept = tuple(classes[label] for label in used.tolist())
-        if len(kept) < 2 <= len(classes):
+        if len(kept) < (1 if problems.allows_one_class else 2) <= len(classes):
             problems.add(_ONE_CLASS, repr(str(root)), ", ".join(map(repr, kept)) or "none with an image")
         classes = kept
     for name in unread_entries(root):
@@ -313,6 +314,8 @@ def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[
             others = (str(root / name) for name in names if name != held_out)
             problems.bad += [SkippedFile("unread_folders", other) for other in others]
         return (root if held_out is None else root / held_out), None
+    if held_out is None and (other := held_out_among(names)):
+        problems.add("{} has {}, whose images would not be held out: rename it to 'val'.", repr(str(root)), repr(other))
     for name in names:
         if name not in ("train", *_HELD_OUT):
             problems.bad.append(SkippedFile("unread_folders", str(root / name)))

@@ -177,8 +177,7 @@ def expand(pattern: str) -> list[str]:
         if index % 2 == 0:
             choices.append([piece])
         elif (match := _RANGE.fullmatch(piece)) is not None:
-            numbers = range(int(match[1]), int(match[2]) + 1)
-            choices.append([str(number).zfill(len(match[1])) for number in numbers])
+            choices.append([str(number).zfill(len(match[1])) for number in range(int(match[1]), int(match[2]) + 1)])
         else:
             choices.append(piece.split(","))
     return ["".join(chosen) for chosen in product(*choices)]
