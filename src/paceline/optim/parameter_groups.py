@@ -49,8 +49,7 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer) -> Groups:
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     named = dict(model.named_parameters())
     for name, treatment in treatments(model, optimizer).items():
-        key = (treatment.weight_decay, treatment.lr_factor, treatment.decay_moves)
-        groups.setdefault(key, []).append(named[name])
+        groups.setdefault((treatment.weight_decay, treatment.lr_factor, treatment.decay_moves), []).append(named[name])
     return [
         {"params": parameters, "weight_decay": decay, "lr_factor": factor, "decay_moves": moves}
         for (decay, factor, moves), parameters in sorted(groups.items(), key=lambda item: -item[0][0])
