@@ -172,11 +172,11 @@ class Backend(types.ModuleType):
             "max_memory_allocated": Device.peak,
             "mem_get_info": (_MEMORY - Device.allocated, _MEMORY),
             "get_device_properties": types.SimpleNamespace(total_memory=_MEMORY, uuid="0", multi_processor_count=1),
-            "get_rng_state": torch.zeros(8, dtype=torch.uint8),
+            "get_rng_state_all": [torch.zeros(8, dtype=torch.uint8)],
         }
         if name in answers:
             return lambda *_, **__: answers[name]
-        if name in ("set_device", "manual_seed", "manual_seed_all", "set_rng_state", "init"):
+        if name in ("set_device", "manual_seed", "manual_seed_all", "set_rng_state_all", "init"):
             return lambda *_, **__: None
         raise AttributeError(name)
 
