@@ -95,7 +95,7 @@ def make_audited(samples: int, folder: Path) -> None:
     geometry = StepGeometry(seed=0, samples=samples, global_batch_size=_AUDITED_BATCH, logical_ranks=1)
     steps = geometry.epochs.first_step(1)
     for name, changes in (
-        ("plan.json", {"train_samples": samples, "global_batch_size": _AUDITED_BATCH}),
+        ("plan.json", {"train_samples": samples, "global_batch_size": _AUDITED_BATCH, "data": {"order": "keyed"}}),
         ("summary.json", {"step": steps, "samples": samples}),
     ):
         path = run / name
