@@ -82,7 +82,6 @@ def test_fsdp_that_keeps_its_weights_gathers_them_once() -> None:
 
 def test_fsdp_on_a_slow_link_is_bound_by_it() -> None:
     units = [Unit(1, 1, 0.5), Unit(1, 1, 0.5)]
-    passes = Passes(forward_seconds=1, backward_seconds=2)
-    found = gather_around(units, passes, lambda size: 100 * size)
+    found = gather_around(units, Passes(forward_seconds=1, backward_seconds=2), lambda size: 100 * size)
     assert found.busy_seconds == 600
     assert 3 + found.exposed_seconds == pytest.approx(600, rel=0.01)
