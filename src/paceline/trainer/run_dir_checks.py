@@ -149,7 +149,7 @@ def prepare_resume(directory: RunDirectory, requested: Path | None, recipe: Reci
     facts = {} if choice.path is None else read_manifest(choice.path).facts
     for name in ("position", "samples") if choice.path else ():
         if type(facts.get(name)) is not int:
-            raise CheckpointError(f"{choice.path} says {name!r} is {facts.get(name)!r}, which is no whole number.")
+            raise CheckpointError(f"{choice.path} says {name!r} is {facts.get(name)!r}, expected a whole number.")
     position = facts["position"] if facts else -1
     if position > total_steps:
         raise RunDirectoryError(

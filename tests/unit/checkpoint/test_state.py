@@ -328,7 +328,7 @@ def test_options_return_but_how_the_update_is_executed_stays(fused: bool | None)
     group = live.param_groups[0]
     assert (group["lr"], group["betas"], group["initial_lr"]) == (0.5, (0.5, 0.6), 0.7)
     assert (group["foreach"], group["fused"]) == (True, None)
-    # On a CPU, fused updates round differently: a run that was begun without them goes on so.
+    # On a CPU, fused updates round differently: a run begun without them resumes without them.
     fused_live = AdamW(convolutions().parameters(), fused=True)
     load_optimizer_state(fused_live, state)
     assert fused_live.param_groups[0]["fused"] is fused

@@ -522,7 +522,7 @@ def test_a_rare_tag_may_be_held_out_and_long_texts_are_reported(tmp_path: Path) 
         ),
         ([{"tokens": ["a"], "tags": None}], {}, r"found \['a'\] and None: give both"),
         ([{"tokens": [1], "tags": ["O"]}], {}, "needs a list of words and a list of tags"),
-        ([{"tokens": '["\\ud800"]', "tags": '["O"]'}], {}, r"has the word '\\ud800', which is no text: correct it"),
+        ([{"tokens": '["\\ud800"]', "tags": '["O"]'}], {}, r"has the word '\\ud800', which is not valid text"),
         (
             [{"tokens": ["a"], "ner_tags": ["O"]}],
             {},

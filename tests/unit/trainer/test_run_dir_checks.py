@@ -302,9 +302,7 @@ def test_a_checkpoint_that_does_not_know_its_position_is_refused(train_tiny: Mak
     manifest = read_manifest(path)
     for facts in ({"position": "x"}, {"samples": None}):
         (path / "manifest.json").write_bytes(replace(manifest, facts={**manifest.facts, **facts}).to_bytes())
-        with pytest.raises(
-            CheckpointError, match=rf"{path} says '{next(iter(facts))}' is .*, which is no whole number"
-        ):
+        with pytest.raises(CheckpointError, match=rf"{path} says '{next(iter(facts))}' is .*, expected a whole number"):
             train_tiny("run")
 
 

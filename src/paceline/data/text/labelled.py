@@ -175,7 +175,7 @@ def _encode_words(row: Row, tokenizer: Tokenizer, context: int, left_out: Skippe
         found = f"{shortened(words)} and {shortened(tags)}"
         raise DataError(f"{row.name} needs a list of words and a list of tags, found {found}: {fix}.")
     if odd := [word for word in words if utf8(word) != word]:
-        raise DataError(f"{row.name} has the word {odd[0]!r}, which is no text: correct it.")
+        raise DataError(f"{row.name} has the word {odd[0]!r}, which is not valid text: correct it.")
     if len(words) != len(tags):
         raise DataError(f"{row.name} has {len(words)} words and {len(tags)} tags: give each word one tag.")
     ids, starts = tokenizer.encode_words(words, context)
