@@ -15,7 +15,7 @@ PHASES = ("data_wait", "h2d", "forward", "backward", "communication", "optimizer
 """Parts of a step, in the order in which they come:
 
 - ``data_wait``: for the next batch.
-- ``h2d``: copying the batch to the device, normalised and mixed; if that is done beside the step, the wait for it.
+- ``h2d``: copying, normalising and mixing the batch; only the wait for it, if a side stream does this.
 - ``forward`` and ``backward``: these passes.
 - ``communication``: the exchange of gradients, without what overlaps the backward pass.
 - ``optimizer``: clipping and update.

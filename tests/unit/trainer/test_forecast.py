@@ -169,7 +169,7 @@ def test_nothing_is_measured_of_a_short_run(train_tiny: Make, events: Make) -> N
 def test_measuring_leaves_no_trace(train_tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     def trained(name: str) -> Any:
         random.seed(1)
-        np.random.seed(1)  # noqa: NPY002  # the state that a user's loss may draw from
+        np.random.seed(1)  # noqa: NPY002  # a user's loss may draw from this old generator
         draw = np.random.rand
         return train_tiny(name, LONG | SENSITIVE, on_loss=lambda _, loss: loss * draw() * random.random())
 
