@@ -21,6 +21,7 @@ from networks import stepper
 from torch import nn
 
 from paceline.machine import available_cores
+from paceline.models.build import to_memory_format
 from paceline.trainer.process_settings import keep_freed_memory
 
 FAMILIES = [
@@ -53,8 +54,7 @@ def build(name: str, size: int) -> nn.Module:
     """A network of timm's for ten classes."""
     torch.manual_seed(0)
     given = {"img_size": size} if name.startswith(("vit", "deit")) else {}
-    model: nn.Module = timm.create_model(name, num_classes=10, **given).to(memory_format=torch.channels_last)
-    return model
+    return to_memory_format(timm.create_model(name, num_classes=10, **given), channels_last=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

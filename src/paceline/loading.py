@@ -1,4 +1,4 @@
-"""Import libraries without running Python's garbage collector.
+"""Import libraries without running Python's garbage collector, and torchvision without torch's compiler.
 
 ``import torch`` creates hundreds of thousands of live objects, which the collector would search repeatedly; see
 ``docs/decisions/0069-start-up-and-memory.md``.
@@ -8,18 +8,45 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
+import sys
 from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
 
 # From this many new objects on, it pays to skip the next collection; a library creates far more.
 _MANY = 10_000
 # Id of the process in which a block is active.
 _open_in: set[int] = set()
+_COMPILER = "torch._dynamo.utils"
+
+
+class _CompilerLater(ModuleType):
+    """Placeholder for a module of torch's compiler, which is loaded when it is used.
+
+    ``torchvision.ops`` imports one function of it, which only region pooling calls. The compiler takes several times
+    as long to load as the rest of torchvision.
+    """
+
+    def is_compile_supported(self, device_type: Any) -> Any:
+        return self.__getattr__("is_compile_supported")(device_type)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # the import system asks for these
+            raise AttributeError(name)
+        _remove_placeholder()
+        return getattr(importlib.import_module(_COMPILER), name)
+
+
+def _remove_placeholder() -> None:
+    if isinstance(sys.modules.get(_COMPILER), _CompilerLater):
+        del sys.modules[_COMPILER]
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Context without garbage collection, for imports of large libraries; it may be nested.
+    """Context for imports of large libraries, without garbage collection and torch's compiler; it may be nested.
 
     A process forked inside, such as a loader process, collects garbage as usual.
     """
@@ -28,9 +55,11 @@ def loading() -> Iterator[None]:
         return
     gc.disable()
     _open_in.add(os.getpid())
+    sys.modules.setdefault(_COMPILER, _CompilerLater(_COMPILER))
     try:
         yield
     finally:
+        _remove_placeholder()
         _open_in.clear()
         if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
             # Move the loaded objects from the youngest generation, where the next collection would scan all of them, to

@@ -1,4 +1,4 @@
-"""Libraries load without a search for garbage, and everything else is searched as ever."""
+"""Libraries load without a search for garbage and without torch's compiler, and everything else is as ever."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import gc
 import importlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +130,42 @@ def test_a_run_is_opened_so_and_trains_as_ever(tmp_path: Path, monkeypatch: pyte
     paceline.train("digits", overrides=changes, run_dir=tmp_path / "run", quiet=True)
     assert importlib.import_module("garbage_watched").searched == {"built": False, "stepped": True}
     assert gc.isenabled()
+
+
+COMPILER_PROGRAMS = {
+    # When this no longer holds, the placeholder for the compiler can go.
+    "torchvision loads it": """
+import torchvision.ops
+assert "torch._dynamo" in sys.modules
+""",
+    "not within": """
+with loading():
+    import torchvision.ops
+assert not {"torch._dynamo", "torch._dynamo.utils"} & set(sys.modules)
+pooled = torchvision.ops.roi_align(torch.ones(1, 1, 8, 8), [torch.tensor([[0.0, 0.0, 4.0, 4.0]])], 2)
+assert pooled.tolist() == [[[[1.0, 1.0], [1.0, 1.0]]]]
+assert torchvision.ops.roi_align.__globals__["is_compile_supported"]("cpu") is True
+assert sys.modules["torch._dynamo.utils"].counters is not None
+""",
+    "who needs it has it": """
+with loading():
+    import torch._dynamo.utils as utils
+    from torch._dynamo.utils import counters
+    assert utils.counters is counters
+assert sys.modules["torch._dynamo.utils"].counters is torch._dynamo.utils.counters is counters
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item() == 2
+assert counters["frames"]["ok"] == 1
+""",
+    "it stays": """
+import torch._dynamo.utils as before
+with loading():
+    assert sys.modules["torch._dynamo.utils"] is before
+assert sys.modules["torch._dynamo.utils"] is before
+""",
+}
+
+
+@pytest.mark.parametrize("program", COMPILER_PROGRAMS.values(), ids=COMPILER_PROGRAMS)
+def test_torchvision_is_loaded_without_the_compiler(program: str) -> None:
+    imports = "import sys\nimport torch\nfrom paceline.loading import loading\n"
+    subprocess.run([sys.executable, "-c", imports + program], check=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
+from paceline.loading import loading
 from paceline.models.factories import TORCHVISION, call_factory, named_factory, no_weights, unknown_model
 from paceline.models.language import OWN_LANGUAGE_MODELS
 from paceline.models.lecture_net import lecture_net
@@ -22,9 +23,11 @@ from paceline.models.small_resnet import small_resnet
 from paceline.models.speed_net import speed_net
 from paceline.models.transfer import zero_classifier
 from paceline.plain_json import load_json
-from paceline.recipe.imports.timm import InputSettings
 from paceline.recipe.model import OPENING_OPTIONS, Model
 from paceline.storage.hub import repository_copy
+
+if TYPE_CHECKING:
+    from paceline.recipe.imports.timm import InputSettings
 
 OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_resnet": small_resnet,
@@ -41,6 +44,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetenso
 _BLOCK = 16  # maximum number of channels that oneDNN computes at once
 
 
+@loading()
 def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
     """Build the recipe's network for the given data.
 
@@ -311,7 +315,8 @@ def to_memory_format(network: nn.Module, *, channels_last: bool) -> nn.Module:
 
 
 def _contiguous(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor.contiguous() for tensor in inputs)
+    # Images of one channel would be returned as they are by `contiguous`: their strides are those of both formats.
+    return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs)
 
 
 def _overruns(layer: nn.Conv2d) -> bool:
@@ -326,6 +331,8 @@ def published_settings(name: str) -> InputSettings | None:
         name: Name as in timm's train.py, with or without a weights tag: ``resnet50``, ``resnet50.a1_in1k``.
     """
     import timm
+
+    from paceline.recipe.imports.timm import InputSettings
 
     if not timm.is_model(name.partition(".")[0]):
         return None

@@ -119,12 +119,8 @@ def _check_graphs(recipe: Recipe, device: str, accumulation_steps: int) -> None:
 
 
 def without_slow_bf16(machine: MachineFacts, network: NetworkFacts | None) -> MachineFacts:
-    """Return the machine, without fast bf16 if it computes this network faster in fp32.
-
-    Measured on a processor with avx512_bf16; whether it holds for AMX is not known.
-    """
-    has_amx = "amx" in machine.reasons.get("fast_bf16", "")
-    if network is None or not network.is_depthwise or machine.device != "cpu" or has_amx:
+    """Return the machine, without fast bf16 if it computes this network faster in fp32."""
+    if network is None or not network.is_depthwise or machine.device != "cpu" or not machine.fast_bf16:
         return machine
     reason = "nearly all wide convolutions are depthwise, which this processor computes faster in fp32"
     return replace(machine, fast_bf16=False, reasons=machine.reasons | {"fast_bf16": reason})

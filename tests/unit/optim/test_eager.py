@@ -94,17 +94,23 @@ def test_who_has_such_a_method_of_its_own_keeps_it() -> None:
     assert eager(torch.optim.SGD) is eager(torch.optim.SGD)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "rmsprop", "adafactor", "muon, rest: sgd"])
-def test_a_training_loads_no_compiler(tmp_path: Path, tiny_recipe: Path, name: str) -> None:
-    """Trained, saved, stopped and gone on with."""
+@pytest.mark.parametrize(
+    ("name", "network"),
+    [(each, "small_resnet") for each in ("sgd", "adamw", "rmsprop", "adafactor", "muon, rest: sgd")]
+    + [("sgd", "torchvision:resnet18")],
+)
+def test_a_training_loads_no_compiler(tmp_path: Path, tiny_recipe: Path, name: str, network: str) -> None:
+    """Trained, saved, stopped, gone on with and evaluated."""
     program = (
         "import sys\n"
         "from paceline.cli.main import run\n"
         "for until in ('4 steps', 'off'):\n"
         "    assert run(['train', *sys.argv[1:], f'train.until={until}']) in (0, 75)\n"
+        "assert run(['evaluate', sys.argv[-1]]) == 0\n"
         "assert 'torch' in sys.modules\n"
         "print(*(name for name in ('torch._dynamo', 'sympy', 'torch.distributed.tensor') if name in sys.modules))\n"
     )
-    words = [str(tiny_recipe), f"optimizer={{name: {name}, lr: 0.01}}", "--run-dir", str(tmp_path / "run")]
+    words = [str(tiny_recipe), f"optimizer={{name: {name}, lr: 0.01}}", f"model={{name: {network}}}"]
+    words += ["--run-dir", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == ""
