@@ -53,7 +53,7 @@ def depthwise_share(model: nn.Module, images: torch.Tensor) -> float:
 def build(name: str, size: int) -> nn.Module:
     """A network of timm's for ten classes."""
     torch.manual_seed(0)
-    given = {"img_size": size} if name.startswith(("vit", "deit")) else {}
+    given: dict[str, Any] = {"img_size": size} if name.startswith(("vit", "deit")) else {}
     return to_memory_format(timm.create_model(name, num_classes=10, **given), channels_last=True)
 
 

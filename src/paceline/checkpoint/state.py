@@ -233,7 +233,8 @@ class HostCopies:
             # Page-locked for CUDA, so that the device copies asynchronously, and all tensors at once.
             copy = torch.empty_like(live, device="cpu", pin_memory=live.is_cuda)
             self._copies[key] = layout, copy
-        if live.device.type == "cpu" and live.stride() == copy.stride() and _is_dense(live):
+        is_dense = live.is_contiguous() or (live.dim() == 4 and live.is_contiguous(memory_format=torch.channels_last))
+        if live.device.type == "cpu" and live.stride() == copy.stride() and is_dense:
             self._pending.append((_bytes_of(copy), _bytes_of(live)))
             return copy
         with torch.no_grad():
@@ -246,11 +247,6 @@ class HostCopies:
 def _copy_all(pairs: list[tuple[Any, Any]]) -> None:
     for copy, live in pairs:
         np.copyto(copy, live)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill one contiguous block of memory, in any order."""
-    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
 
 
 def _bytes_of(tensor: Tensor) -> Any:

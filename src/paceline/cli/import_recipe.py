@@ -67,7 +67,7 @@ class Import:
         if settings is None:
             echo(f"Note: the installed timm has no network {name}; its image settings are not known.", err=True)
         return convert_timm(
-            options, arguments, settings or InputSettings(), processes=self.processes, skipped=self.skip
+            options, arguments, InputSettings(**settings or {}), processes=self.processes, skipped=self.skip
         )
 
     def stream(self, *, as_json: bool) -> int:

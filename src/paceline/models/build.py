@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -25,9 +25,6 @@ from paceline.models.transfer import zero_classifier
 from paceline.plain_json import load_json
 from paceline.recipe.model import OPENING_OPTIONS, Model
 from paceline.storage.hub import repository_copy
-
-if TYPE_CHECKING:
-    from paceline.recipe.imports.timm import InputSettings
 
 OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_resnet": small_resnet,
@@ -324,15 +321,16 @@ def _overruns(layer: nn.Conv2d) -> bool:
     return is_narrow and layer.kernel_size == (1, 1) and max(layer.stride) > 1
 
 
-def published_settings(name: str) -> InputSettings | None:
-    """Return timm's preprocessing settings of a network with its default weights; None if timm does not have it.
+def published_settings(name: str) -> dict[str, Any] | None:
+    """Return timm's preprocessing settings of a network with its default weights, as ``InputSettings`` names them.
 
     Args:
         name: Name as in timm's train.py, with or without a weights tag: ``resnet50``, ``resnet50.a1_in1k``.
+
+    Returns:
+        None if timm does not have the network, or no such weights of it.
     """
     import timm
-
-    from paceline.recipe.imports.timm import InputSettings
 
     if not timm.is_model(name.partition(".")[0]):
         return None
@@ -344,10 +342,10 @@ def published_settings(name: str) -> InputSettings | None:
     settings = data.resolve_data_config(
         {}, pretrained_cfg={} if pretrained_config is None else pretrained_config.to_dict()
     )
-    return InputSettings(
-        image_size=int(settings["input_size"][-1]),
-        interpolation=str(settings["interpolation"]),
-        crop=float(settings["crop_pct"]),
-        mean=tuple(map(float, settings["mean"])),
-        std=tuple(map(float, settings["std"])),
-    )
+    return {
+        "image_size": int(settings["input_size"][-1]),
+        "interpolation": str(settings["interpolation"]),
+        "crop": float(settings["crop_pct"]),
+        "mean": tuple(map(float, settings["mean"])),
+        "std": tuple(map(float, settings["std"])),
+    }

@@ -134,7 +134,9 @@ def audit_run(run_dir: Path) -> Audit:
         raise RunDirectoryError(
             f"the run in '{run_dir}' failed and was not finished; run its train command again, then audit it."
         )
-    steps = _steps_done(summary.samples, geometry)
+    epoch, within = divmod(summary.samples, geometry.samples)
+    batch = geometry.epochs.phase_of_epoch(epoch).global_batch_size
+    steps = geometry.epochs.first_step(epoch) + -(-within // batch)
     epochs: tuple[EpochCount, ...] = ()
     objections: list[str] = []
     try:
@@ -277,11 +279,6 @@ def _geometry(plan: Mapping[str, Any], recipe: Mapping[str, Any]) -> StepGeometr
             f"the run was begun by a version that used another order for {geometry.samples} samples: use that version."
         )
     return geometry
-
-
-def _steps_done(samples: int, geometry: StepGeometry) -> int:
-    epoch, within = divmod(samples, geometry.samples)
-    return geometry.epochs.first_step(epoch) + -(-within // geometry.epochs.phase_of_epoch(epoch).global_batch_size)
 
 
 def _wrong_counts(epochs: tuple[EpochCount, ...], *, is_drawn: bool) -> Iterator[str]:

@@ -110,13 +110,10 @@ class AllocationTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
                 self._record(each, describe)
 
     def _cause_of(self, operation: str, phase: str, args: tuple[Any, ...]) -> str:
-        if operation.startswith("_to_copy") and self._is_weight(args[0]):
+        number = self.number_of(args[0]) if operation.startswith("_to_copy") else None
+        if number is not None and self.allocations[number].cause in ("weights", "average"):
             return COPIES
         return "activations" if phase in ("forward", "evaluation") else "temporary"
-
-    def _is_weight(self, tensor: Tensor) -> bool:
-        number = self.number_of(tensor)
-        return number is not None and self.allocations[number].cause in ("weights", "average")
 
     def _record(self, tensor: Tensor, describe: Callable[[int], Allocation]) -> None:
         storage, key = tensor.untyped_storage(), _key(tensor)

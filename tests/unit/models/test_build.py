@@ -217,9 +217,9 @@ def test_the_settings_are_those_that_train_py_resolves(name: str) -> None:
     found = published_settings(name)
     assert found is not None
     wanted = resolve_data_config({}, pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
-    assert (3, found.image_size, found.image_size) == wanted["input_size"]
-    assert (found.interpolation, found.crop) == (wanted["interpolation"], wanted["crop_pct"])
-    assert (found.mean, found.std) == (wanted["mean"], wanted["std"])
+    assert (3, found["image_size"], found["image_size"]) == wanted["input_size"]
+    assert (found["interpolation"], found["crop"]) == (wanted["interpolation"], wanted["crop_pct"])
+    assert (found["mean"], found["std"]) == (wanted["mean"], wanted["std"])
 
 
 @pytest.mark.parametrize("name", ["my_own_net", "resnet50.no_such_weights", "hf-hub:user/net", ""])

@@ -191,14 +191,9 @@ def _eps(draft: Conversion, value: float) -> float:
     return value
 
 
-def _own_clip(draft: Conversion) -> float | None:
-    """Return the norm to which timm's LAMB clips the complete gradient by itself."""
-    is_lamb = draft.flat.get("optimizer.name") == "lamb"
-    return draft["opt_kwargs"].get("max_grad_norm", _OWN_CLIP) if is_lamb else None
-
-
 def _clip(draft: Conversion, value: float | None) -> Any:
-    own_limit, mode = _own_clip(draft), draft["clip_mode"]
+    is_lamb, mode = draft.flat.get("optimizer.name") == "lamb", draft["clip_mode"]
+    own_limit = draft["opt_kwargs"].get("max_grad_norm", _OWN_CLIP) if is_lamb else None
     if not value:
         if own_limit:
             sources = ["opt_kwargs"] if own_limit != _OWN_CLIP else []
