@@ -2,7 +2,7 @@
 
 Each part is a separate command with its own time limit, so that one that fails or hangs does not affect the others.
 Its output goes to ``OUT/PART.log``, and the result files that it writes in ``benchmarks/results`` are copied to OUT. A
-part whose log says that it is done is not run again: a suite that was interrupted continues there.
+part whose log says that it is done, or failed, is not run again: a suite that was interrupted continues there.
 
     python benchmarks/gpu_suite.py OUT [--minutes 10] [--only PART …] [--cifar10 PATH] [--record PROGRAM] [--tiny]
 
@@ -72,7 +72,7 @@ def run(name: str, limit: float, command_words: Sequence[str], out: Path) -> str
             command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=variables, check=False
         ).returncode
         seconds = time.monotonic() - started
-        if code != 124:  # a part that its limit ended is run again
+        if code not in (124, 137):  # a part that its limit ended or killed is run again
             file.write(f"{DONE}{seconds:.0f} s, exit code {code}\n")
     return f"{name}: exit code {code} after {seconds:.0f} s"
 
@@ -82,11 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="a folder for logs and results")
     parser.add_argument("--minutes", type=float, default=10.0, help="begin no part after them, and end the last there")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="these parts; a wrong name lists all")
     parser.add_argument("--cifar10", type=Path, metavar="PATH", help="CIFAR-10's images, for the speed run")
     parser.add_argument("--record", type=Path, metavar="PROGRAM", help="the public record's own program beside it")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal without a GPU")
     options = parser.parse_args(arguments)
+    if unknown := set(options.only).difference(parts(options)):
+        parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(parts(options))}")
+    if options.record and not options.cifar10:
+        parser.error("--record runs beside the speed run, which needs --cifar10")
     options.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + 60 * options.minutes
     for name, (limit, command_words) in parts(options).items():

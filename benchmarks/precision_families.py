@@ -28,6 +28,7 @@ FAMILIES = [
     *("tf_efficientnet_lite0", "efficientnet_b0", "mobilenetv2_100", "mobilenetv3_small_100", "mobilenetv3_large_100"),
     *("mnasnet_100", "ghostnet_100", "edgenext_xx_small", "mobilevit_xxs", "convnext_atto", "convnext_nano"),
     *("regnety_004", "resnext26ts", "resnet18", "resnet50", "vit_tiny_patch16_224", "deit_tiny_patch16_224"),
+    *("mobilevit_s", "mobilenetv4_conv_small", "tf_efficientnetv2_b0", "repvit_m0_9", "xception41"),
 ]
 
 

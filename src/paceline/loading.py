@@ -11,6 +11,7 @@ import gc
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -20,14 +21,11 @@ _MANY = 10_000
 # Id of the process in which a block is active.
 _open_in: set[int] = set()
 _COMPILER = "torch._dynamo.utils"
+_removing = threading.Lock()
 
 
 class _CompilerLater(ModuleType):
-    """Placeholder for a module of torch's compiler, which is loaded when it is used.
-
-    ``torchvision.ops`` imports one function of it, which only region pooling calls. The compiler takes several times
-    as long to load as the rest of torchvision.
-    """
+    """Placeholder for a module of torch's compiler, which is loaded when it is used."""
 
     def is_compile_supported(self, device_type: Any) -> Any:
         return self.__getattr__("is_compile_supported")(device_type)
@@ -35,18 +33,34 @@ class _CompilerLater(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # the import system asks for these
             raise AttributeError(name)
-        _remove_placeholder()
+        _remove(self)
         return getattr(importlib.import_module(_COMPILER), name)
 
 
-def _remove_placeholder() -> None:
-    if isinstance(sys.modules.get(_COMPILER), _CompilerLater):
-        del sys.modules[_COMPILER]
+def _remove(placeholder: ModuleType) -> None:
+    with _removing:  # another thread may have loaded the compiler meanwhile
+        if sys.modules.get(_COMPILER) is placeholder:
+            del sys.modules[_COMPILER]
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Context in which ``import torchvision.ops`` does not load torch's compiler; it may be nested.
+
+    torchvision imports one function of it, which only region pooling calls. The compiler takes several times as long to
+    load as the rest of torchvision.
+    """
+    placeholder = _CompilerLater(_COMPILER)
+    sys.modules.setdefault(_COMPILER, placeholder)
+    try:
+        yield
+    finally:
+        _remove(placeholder)
 
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Context for imports of large libraries, without garbage collection and torch's compiler; it may be nested.
+    """Context without garbage collection, for imports of large libraries; it may be nested.
 
     A process forked inside, such as a loader process, collects garbage as usual.
     """
@@ -55,11 +69,9 @@ def loading() -> Iterator[None]:
         return
     gc.disable()
     _open_in.add(os.getpid())
-    sys.modules.setdefault(_COMPILER, _CompilerLater(_COMPILER))
     try:
         yield
     finally:
-        _remove_placeholder()
         _open_in.clear()
         if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
             # Move the loaded objects from the youngest generation, where the next collection would scan all of them, to

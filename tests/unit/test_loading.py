@@ -139,7 +139,7 @@ import torchvision.ops
 assert "torch._dynamo" in sys.modules
 """,
     "not within": """
-with loading():
+with without_compiler():
     import torchvision.ops
 assert not {"torch._dynamo", "torch._dynamo.utils"} & set(sys.modules)
 pooled = torchvision.ops.roi_align(torch.ones(1, 1, 8, 8), [torch.tensor([[0.0, 0.0, 4.0, 4.0]])], 2)
@@ -148,7 +148,7 @@ assert torchvision.ops.roi_align.__globals__["is_compile_supported"]("cpu") is T
 assert sys.modules["torch._dynamo.utils"].counters is not None
 """,
     "who needs it has it": """
-with loading():
+with without_compiler():
     import torch._dynamo.utils as utils
     from torch._dynamo.utils import counters
     assert utils.counters is counters
@@ -158,7 +158,7 @@ assert counters["frames"]["ok"] == 1
 """,
     "it stays": """
 import torch._dynamo.utils as before
-with loading():
+with without_compiler():
     assert sys.modules["torch._dynamo.utils"] is before
 assert sys.modules["torch._dynamo.utils"] is before
 """,
@@ -167,5 +167,5 @@ assert sys.modules["torch._dynamo.utils"] is before
 
 @pytest.mark.parametrize("program", COMPILER_PROGRAMS.values(), ids=COMPILER_PROGRAMS)
 def test_torchvision_is_loaded_without_the_compiler(program: str) -> None:
-    imports = "import sys\nimport torch\nfrom paceline.loading import loading\n"
+    imports = "import sys\nimport torch\nfrom paceline.loading import without_compiler\n"
     subprocess.run([sys.executable, "-c", imports + program], check=True)

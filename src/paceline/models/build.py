@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError, did_you_mean
-from paceline.loading import loading
+from paceline.loading import without_compiler
 from paceline.models.factories import TORCHVISION, call_factory, named_factory, no_weights, unknown_model
 from paceline.models.language import OWN_LANGUAGE_MODELS
 from paceline.models.lecture_net import lecture_net
@@ -41,7 +41,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "open_clip_model.safetenso
 _BLOCK = 16  # maximum number of channels that oneDNN computes at once
 
 
-@loading()
+@without_compiler()
 def build_model(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
     """Build the recipe's network for the given data.
 
@@ -296,12 +296,12 @@ def _replace_stem(network: nn.Module, in_channels: int, name: str) -> None:
 def to_memory_format(network: nn.Module, *, channels_last: bool) -> nn.Module:
     """Convert the filters of images to the batches' memory format, in place.
 
-    torch supports channels-last for four-dimensional tensors; others, such as those of Conv3d, stay unchanged. So do,
-    on a CPU, convolutions in whose backward pass oneDNN would write past its workspace (uxlfoundation/oneDNN#6035).
+    torch supports channels-last for four-dimensional tensors; others, such as those of Conv3d, stay unchanged. So do
+    those of :func:`overrunning`.
     """
     if not channels_last:
         return network.to(memory_format=torch.contiguous_format)
-    unsafe = [each for each in network.modules() if isinstance(each, nn.Conv2d) and _overruns(each)]
+    unsafe = overrunning(network)
     kept = {id(each.weight) for each in unsafe}
     for each in unsafe:
         each.register_forward_pre_hook(_contiguous)
@@ -316,9 +316,14 @@ def _contiguous(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.T
     return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs)
 
 
-def _overruns(layer: nn.Conv2d) -> bool:
-    is_narrow = layer.in_channels // layer.groups < _BLOCK and layer.weight.device.type == "cpu"
-    return is_narrow and layer.kernel_size == (1, 1) and max(layer.stride) > 1
+def overrunning(network: nn.Module) -> list[nn.Conv2d]:
+    """Return the convolutions on a CPU that must not be channels last.
+
+    In their backward pass oneDNN would write past its workspace (uxlfoundation/oneDNN#6035).
+    """
+    strided = (each for each in network.modules() if isinstance(each, nn.Conv2d) and max(each.stride) > 1)
+    narrow = (each for each in strided if each.in_channels // each.groups < _BLOCK and each.kernel_size == (1, 1))
+    return [each for each in narrow if each.weight.device.type == "cpu"]
 
 
 def published_settings(name: str) -> dict[str, Any] | None:

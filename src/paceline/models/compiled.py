@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.errors import ModelError, did_you_mean
+from paceline.models.build import overrunning
 from paceline.recipe.model import Model
 
 # One graph per size, for training and for each evaluated set of weights; torch's default limit is 8.
@@ -131,7 +132,7 @@ class CompiledNetwork(nn.Module):
             network,
             dynamic=False,
             backend=model.compile_backend,
-            options=_options(model.compile_mode, deterministic) if model.compile_backend == "inductor" else None,
+            options=self._options(deterministic) if model.compile_backend == "inductor" else None,
         )
         self.training = network.training
 
@@ -149,6 +150,15 @@ class CompiledNetwork(nn.Module):
             self._seen.add(key)
         # A loss is read some steps later, when the next replays of a CUDA graph have overwritten it.
         return tree_map(lambda each: each.clone() if isinstance(each, Tensor) and not each.ndim else each, output)
+
+    def _options(self, deterministic: bool) -> dict[str, Any]:
+        from torch._inductor import list_mode_options
+
+        # Dropout then draws as in the uncompiled network, so that both can be compared and a run can switch between
+        # them. Inductor would make all convolutions channels last.
+        layout = {"layout_optimization": False} if overrunning(self.network) else {}
+        fixed = {"fallback_random": True, "deterministic": deterministic}
+        return list_mode_options(self._model.compile_mode) | layout | fixed
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -175,13 +185,6 @@ def shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
     if args and isinstance(args[0], list):
         return ()
     return next((tuple(each.shape) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)), ())
-
-
-def _options(mode: str, deterministic: bool) -> dict[str, Any]:
-    from torch._inductor import list_mode_options
-
-    # Dropout then draws as in the uncompiled network, so that both can be compared and a run can switch between them.
-    return {**list_mode_options(mode), "fallback_random": True, "deterministic": deterministic}
 
 
 def check_backend(model: Model) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.errors import ModelError, did_you_mean
-from paceline.loading import loading
+from paceline.loading import without_compiler
 from paceline.models.factories import TORCHVISION, call_factory, check_options, named_factory, no_weights, unknown_model
 from paceline.recipe.data import Boxes
 from paceline.recipe.model import Model
@@ -186,7 +186,7 @@ _SIZES = ("min_size", "max_size")
 _WHOLE = 512  # in pixels, a multiple of every pyramid level's stride
 
 
-@loading()
+@without_compiler()
 def build_detector(model: Model, boxes: Boxes, *, num_classes: int) -> nn.Module:
     """Build the recipe's detector.
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.errors import ModelError
-from paceline.loading import loading
+from paceline.loading import without_compiler
 from paceline.models.detectors import build_published
 from paceline.models.factories import TORCHVISION, call_factory, check_options, named_factory, unknown_model
 from paceline.recipe.model import Model
@@ -91,7 +91,7 @@ def _published() -> list[str]:
     return found
 
 
-@loading()
+@without_compiler()
 def build_segmenter(model: Model, *, num_classes: int, in_channels: int = 3) -> nn.Module:
     """Build the recipe's network.
 

@@ -122,8 +122,8 @@ class NetworkFacts:
         parameters: Number of its parameters.
         groups: Its parameters as the optimizer treats them.
         fp8_layers: Names of the layers that compute in fp8.
-        is_depthwise: Whether CPUs compute it faster in fp32: nearly all of its convolutions larger than 1 x 1 are
-            depthwise.
+        is_depthwise: Whether CPUs compute it faster in fp32: a large share of its products are depthwise convolutions,
+            and it has BatchNorm.
         config: What the configuration of a network of Transformers was made from.
     """
 

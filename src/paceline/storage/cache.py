@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -296,7 +297,7 @@ def local_copy(
         StorageError: If it cannot be fetched or does not fit.
     """
     parsed = parse_address(address, key=key)
-    log_line = log or _log_to_stderr
+    log_line = log or functools.partial(print, file=sys.stderr, flush=True)
     if parsed.protocol == "hf":
         return hub_copy(parsed, log_line)
     if cache is not None:
@@ -309,8 +310,3 @@ def local_copy(
 def local_path(text: str, *, key: str) -> str:
     """Return a path unchanged; for an address, the path of its local copy."""
     return str(local_copy(text, key=key)) if is_address(text) else text
-
-
-def _log_to_stderr(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()

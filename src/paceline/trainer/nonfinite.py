@@ -262,7 +262,8 @@ def divergence(window: Window, results: Results) -> str:
         return ""
     # A loss below one nat has not diverged, however small the first loss was.
     limit = _EXPLODED * max(first, 1.0)
-    message = f"the run diverged: its training loss began at {first:.4g}, rose to {worst:.4g} and ended at {last:.4g}"
+    rose = f", rose to {worst:.4g}" if worst > first else ""
+    message = f"the run diverged: its training loss began at {first:.4g}{rose} and ended at {last:.4g}"
     if last > limit or (worst > limit and last > _LEARNED * first):
         return f"{message}; {_REMEDY}."
     held_out = {name: each.get("loss", first) for name, each in results.items()}

@@ -121,26 +121,34 @@ class Volumes(nn.Module):
         return self.head(self.back(x).relu().mean((2, 3, 4)))
 
 
-def test_convolutions_that_would_overrun_stay_as_they_are() -> None:
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_convolutions_that_would_overrun_stay_as_they_are(*, compiled: bool) -> None:
     if not Path("/lib/x86_64-linux-gnu/libc_malloc_debug.so.0").exists():
         pytest.skip("glibc's checks of the heap are not here")
     code = """
+import sys
 import torch
 from torch import nn
 from paceline.models.build import to_memory_format
-for narrow in (1, 3, 8, 15):
+from paceline.models.compiled import CompiledNetwork, CompileLog
+from paceline.recipe.model import Model
+compiled = "compiled" in sys.argv
+for narrow in (3, 8) if compiled else (1, 3, 8, 15):
     stem = nn.Conv2d(narrow, narrow, 3, padding=1)
-    branch = nn.Conv2d(narrow, 48, 1, stride=2)
-    to_memory_format(nn.ModuleList([stem, branch]), channels_last=True)
+    branch = to_memory_format(nn.Sequential(stem, nn.Conv2d(narrow, 48, 1, stride=2)), channels_last=True)
+    if compiled:
+        given = {"train_sizes": [32], "evaluation_sizes": [], "log": CompileLog()}
+        branch = CompiledNetwork(branch, Model(name="net", compile=True), **given)
     for _ in range(3):
         # As batches are stored; with one channel, torch takes these strides for those of both formats.
         images = torch.rand(32, 96, 96, narrow).permute(0, 3, 1, 2)
-        (branch(images) + branch(stem(images))).square().mean().backward()
+        (branch(images) + (0 if compiled else branch[1](images))).square().mean().backward()
         held = [torch.rand(size) for size in range(1, 300)]
 assert stem.weight.is_contiguous(memory_format=torch.channels_last)
 """
     environment = {**os.environ, "LD_PRELOAD": "libc_malloc_debug.so.0", "MALLOC_CHECK_": "3"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    words = [sys.executable, "-c", code, *["compiled"] * compiled]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -163,7 +171,9 @@ def test_filters_of_volumes_stay_as_they_are(train_tiny: Make, asked: object) ->
         ("mobilenetv3_small_050", "fp32"),
         ("tf_efficientnet_lite0", "fp32"),
         ("convnext_atto", "bf16"),  # depthwise, without BatchNorm
-        ("tf_efficientnetv2_b0", "bf16"),  # as many of its wide convolutions are whole
+        ("tf_efficientnetv2_b0", "bf16"),  # they have many channels
+        ("mobilenetv4_conv_small", "fp32"),
+        ("mobilevit_xxs", "fp32"),
         ("resnet18", "bf16"),
     ],
 )
