@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := set(options.only).difference(parts(options)):
         parser.error(f"no part is called {', '.join(unknown)}; there are {', '.join(parts(options))}")
     if options.record and not options.cifar10:
-        parser.error("--record runs beside the speed run, which needs --cifar10")
+        parser.error("--record needs --cifar10: it is compared with the speed run")
     options.out.mkdir(parents=True, exist_ok=True)
     ends = time.monotonic() + 60 * options.minutes
     for name, (limit, command_words) in parts(options).items():

@@ -312,7 +312,7 @@ def to_memory_format(network: nn.Module, *, channels_last: bool) -> nn.Module:
 
 
 def _contiguous(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    # Images of one channel would be returned as they are by `contiguous`: their strides are those of both formats.
+    # `contiguous` returns images of one channel unchanged: torch takes their strides for those of both formats.
     return tuple(tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs)
 
 

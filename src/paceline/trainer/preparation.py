@@ -537,8 +537,8 @@ def plan_network(make_plan: Planner, network: nn.Module, recipe: Recipe) -> Plan
 def _is_depthwise(network: nn.Module) -> bool:
     """Whether fp32 is faster than bf16 on CPUs (measured by benchmarks/precision_families.py).
 
-    That depends on the share of depthwise convolutions in all products: they take kernel² per value, and the 1×1
-    convolutions beside them about as many as there are channels.
+    That depends on the share of depthwise convolutions in all products: they take kernel² products per value, and a 1×1
+    convolution takes one per channel.
     """
     modules = list(network.modules())
     wide = [each for each in modules if isinstance(each, nn.Conv2d) and max(each.kernel_size) > 1]
