@@ -71,11 +71,6 @@ def check_known(tree: Mapping[str, Any], where: str, section: type[Any] = Recipe
     fields = field_types(section)
     for key, value in tree.items():
         dotted = f"{path}{key}"
-        if dotted == "parallel.powersgd" or (dotted, value) == ("parallel.gradient_compression", "powersgd"):
-            raise RecipeError(
-                f"{where}: PowerSGD was removed. Set parallel.gradient_compression to bf16, which halves the traffic, "
-                "or none, and remove parallel.powersgd."
-            )
         if key not in fields:
             owner = f"'{path.rstrip('.')}'" if path else "a recipe"
             # ``batch.size`` may mean `batch.global_size` or `batch.micro_size`.

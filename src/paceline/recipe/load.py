@@ -136,11 +136,6 @@ def load_recipe(source: str | Path | None, overrides: Overrides = ()) -> LoadedR
 def stored_recipe(tree: Mapping[str, Any], where: str, overrides: Overrides = ()) -> Recipe:
     """Return a resolved recipe that was stored with weights, with overrides applied."""
     notices: list[str] = []
-    parallel = tree.get("parallel")
-    if isinstance(parallel, Mapping) and parallel.get("gradient_compression") == "powersgd":
-        # Removed since; the weights do not depend on how gradients were sent.
-        remaining = {key: value for key, value in parallel.items() if key not in ("gradient_compression", "powersgd")}
-        tree = {**tree, "parallel": remaining}
     tree = with_new_names(tree)
     layers.check_known(tree, where)
     return _validate(layers.merge(tree, _override_layer(overrides), notices), where)

@@ -69,7 +69,7 @@ class Model:
     `torchvision:NAME`, for language models `gpt`, `bert`, `transformers:NAME` (an architecture of Hugging Face
     Transformers: gpt2, bert, llama, …), `transformers:FOLDER` (with a config.json) or `transformers:OWNER/NAME` (on the
     hub), or `package.module:factory`."""
-    # Earlier versions stored it as false with every run.
+    # False is accepted with `initialize_from`: it turns off what a recipe file turned on.
     pretrained: Annotated[Switch, Applies("initialize_from", (None,), also_off=False)] = False
     """Start from the library's published weights; with `transformers:FOLDER` or `OWNER/NAME`, from those there."""
     initialize_from: Annotated[LocalPath | None, Off] = None

@@ -9,7 +9,7 @@ import pytest
 from paceline.errors import RecipeError
 from paceline.plan import DataFacts, MachineFacts, NetworkFacts, ParameterNumbers, Plan, make
 from paceline.plan.strategy import replica_bytes
-from paceline.recipe.load import load_recipe, stored_recipe, to_tree
+from paceline.recipe.load import load_recipe
 from paceline.recipe.schema import Recipe
 from paceline.world import World
 
@@ -104,17 +104,6 @@ def test_what_does_not_go_with_it_is_refused(overrides: list[str], message: str)
     requested = recipe(*overrides)
     with pytest.raises(RecipeError, match=message):
         plan(requested, large)
-
-
-@pytest.mark.parametrize("key", ["parallel.gradient_compression=powersgd", "parallel.powersgd.rank=4"])
-def test_powersgd_is_refused_with_what_to_use_instead(key: str) -> None:
-    with pytest.raises(RecipeError, match=r"PowerSGD was removed. Set parallel.gradient_compression to bf16"):
-        recipe(key)
-
-
-def test_weights_of_a_run_with_powersgd_still_open() -> None:
-    stored = {**to_tree(recipe()), "parallel": {"gradient_compression": "powersgd", "powersgd": {"rank": 4}}}
-    assert stored_recipe(stored, "weights").parallel.gradient_compression == "none"
 
 
 def test_one_process_has_nobody_to_share_with() -> None:

@@ -520,8 +520,8 @@ def test_every_path_of_a_recipe_may_begin_at_home(tmp_path: Path, monkeypatch: p
         assert (text.count(str(tmp_path / "x")), "~" in text) == (len(paths), False)
 
 
-def test_runs_of_earlier_versions_stored_that_they_were_not_pretrained() -> None:
+def test_pretrained_may_be_turned_off_with_initial_weights_of_ones_own() -> None:
     stored = {"model": {"pretrained": False, "initialize_from": "/weights.safetensors"}}
-    assert stored_recipe(stored, "an old run").model.initialize_from == "/weights.safetensors"
+    assert stored_recipe(stored, "a recipe").model.initialize_from == "/weights.safetensors"
     with pytest.raises(RecipeError, match=r"'model\.pretrained' has no effect"):
         stored_recipe({"model": {**stored["model"], "pretrained": True}}, "a recipe")
