@@ -44,7 +44,6 @@ _FLUSH_BYTES = 64 * 2**20
 # Maximum bytes per call: larger ones took twice as much processor time (docs/decisions/0005, benchmarks/checkpoint.py).
 PIECE_BYTES = 2**20
 
-ALGORITHMS: dict[str, Callable[..., Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 P = ParamSpec("P")
@@ -57,18 +56,16 @@ class FileFacts:
 
     Attributes:
         size_bytes: Its size.
-        digest: Digest of its content, in lower-case hexadecimal.
-        algorithm: ``blake3``, or ``sha256`` for the files of older versions.
+        digest: BLAKE3 digest of its content, in lower-case hexadecimal.
     """
 
     size_bytes: int
     digest: str
-    algorithm: str = "blake3"
 
     @classmethod
-    def of(cls, content: bytes | bytearray, algorithm: str = "blake3") -> FileFacts:
+    def of(cls, content: bytes | bytearray) -> FileFacts:
         """Describe a file with this content."""
-        return cls(len(content), ALGORITHMS[algorithm](content).hexdigest(), algorithm)
+        return cls(len(content), blake3(content).hexdigest())
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> FileFacts:
@@ -77,17 +74,16 @@ class FileFacts:
         Raises:
             ValueError: Naming the entry that is not valid.
         """
-        size, algorithm = value.get("size_bytes"), "blake3" if "blake3" in value else "sha256"
+        size, digest = value.get("size_bytes"), value.get("blake3")
         if type(size) is not int or size < 0:
             raise ValueError(f"its entry 'size_bytes' is {size!r}, expected a whole number of 0 or more")
-        digest = value.get(algorithm)
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-            raise ValueError(f"its entry {algorithm!r} is {digest!r}, expected 64 hexadecimal digits")
-        return cls(size, digest, algorithm)
+            raise ValueError(f"its entry 'blake3' is {digest!r}, expected 64 hexadecimal digits")
+        return cls(size, digest)
 
     def to_json(self) -> dict[str, Any]:
         """Return size and digest, the latter under the name of its algorithm."""
-        return {"size_bytes": self.size_bytes, self.algorithm: self.digest}
+        return {"size_bytes": self.size_bytes, "blake3": self.digest}
 
 
 def is_disk_failure(error: OSError) -> bool:
@@ -154,11 +150,11 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileFacts:
 
 
 @with_retries
-def hash_file(path: Path, algorithm: str = "blake3") -> FileFacts:
+def hash_file(path: Path, algorithm: Callable[..., Any] = blake3) -> FileFacts:
     """Read a file in pieces and return its facts; memory use does not depend on its size."""
     with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, ALGORITHMS[algorithm])
-        return FileFacts(file.tell(), digest.hexdigest(), algorithm)
+        digest = hashlib.file_digest(file, algorithm)
+        return FileFacts(file.tell(), digest.hexdigest())
 
 
 def size_of(directory: Path) -> int:

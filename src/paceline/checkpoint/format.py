@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from paceline.checkpoint.durable import (
-    ALGORITHMS,
     PIECE_BYTES,
     FileFacts,
     open_regular_file,
@@ -45,7 +45,6 @@ from paceline.plain_json import load_json
 
 MANIFEST = "manifest.json"
 _FORMAT_VERSION = 2
-_OLDER_VERSIONS = (1,)  # the same with SHA-256 digests of the files
 _SIZE_LIMIT_BYTES = 100_000_000  # limit for a manifest, and for a safetensors header
 _COMPONENT = re.compile(r"(?!manifest$)[A-Za-z][A-Za-z0-9_-]*")
 _PART = re.compile(r"/part-\d{5}\.safetensors")
@@ -314,14 +313,14 @@ def read_tensor_file(path: Path) -> TensorFile:
 
 
 @with_retries
-def read_tensors(path: Path, algorithm: str = "blake3") -> tuple[TensorFile, FileFacts]:
+def read_tensors(path: Path) -> tuple[TensorFile, FileFacts]:
     """Read a safetensors file, and describe the bytes that its tensors came from.
 
     Raises:
         OSError: If it cannot be read.
         ValueError: Naming the broken rule.
     """
-    tensors, digest = {}, ALGORITHMS[algorithm]()
+    tensors, digest = {}, blake3()
     with open_regular_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(_PREFIX_BYTES)
@@ -349,7 +348,7 @@ def read_tensors(path: Path, algorithm: str = "blake3") -> tuple[TensorFile, Fil
         empty = torch.empty(stored.shape[:-1], dtype=dtype)
         tensors[name] = stored.view(dtype).squeeze(-1) if stored.numel() else empty
     metadata.pop(_RAW_DTYPES, None)
-    return TensorFile(tensors, metadata), FileFacts(size, digest.hexdigest(), algorithm)
+    return TensorFile(tensors, metadata), FileFacts(size, digest.hexdigest())
 
 
 def _layout(header: Mapping[str, Any], start: int, file_size: int) -> Iterator[tuple[str, torch.dtype, list[int], int]]:
@@ -551,10 +550,8 @@ def parse_manifest(path: Path) -> Manifest:
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
     version = content.get("format_version")
-    if version not in (*_OLDER_VERSIONS, _FORMAT_VERSION) or isinstance(version, bool):
-        raise ValueError(
-            f"its format version is {version!r}, but this version of Paceline reads 1 to {_FORMAT_VERSION}"
-        )
+    if version != _FORMAT_VERSION:
+        raise ValueError(f"its format version is {version!r}, but this version of Paceline reads {_FORMAT_VERSION}")
     if content.pop("digest", None) != _digest(content):
         raise ValueError("its content does not match its own digest")
     entries = _field(content, "components", dict)

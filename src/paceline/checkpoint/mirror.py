@@ -40,7 +40,6 @@ from paceline.storage.remote import Remote, run_concurrently
 from paceline.units import format_bytes
 
 _FORMAT_VERSION = 2
-_OLDER_VERSIONS = (1,)  # the same with SHA-256 digests
 _COMMIT = re.compile(r"commits/(\d{8,})-[0-9a-f]{8}\.json")
 # Concurrent uploads: a library may hold some 100 MiB of each file.
 _MAX_UPLOADS = 4
@@ -179,10 +178,8 @@ class Mirror:
             StorageError: If the address reports an error, or another launch writes there.
         """
         newest = next(iter(commit_chain(self._commits.values())), None)
-        if newest is not None:
-            sent = newest.files[MANIFEST].facts
-            if sent == FileFacts.of(_manifest_bytes(checkpoint.path), sent.algorithm):
-                return
+        if newest is not None and newest.files[MANIFEST].facts == FileFacts.of(_manifest_bytes(checkpoint.path)):
+            return
         files = self._send_files(checkpoint)
         records = {name: self._send_growing(root / name, name, size) for name, size in checkpoint.growing.items()}
         records |= {name: (self._send_small(root / name, name),) for name in checkpoint.small}
@@ -225,7 +222,7 @@ class Mirror:
     def _upload(self, source: Path, piece: Piece) -> None:
         if not source.is_file():
             raise CheckpointError(f"{source} was deleted before it was copied.")
-        if hash_file(source, piece.facts.algorithm) != piece.facts:
+        if hash_file(source) != piece.facts:
             raise CheckpointError(f"{source} has changed since it was saved, and was not copied; check the disk.")
         self._remote.upload(source, piece.name, lambda sent: self._record_progress(piece.name, sent))
 
@@ -393,7 +390,7 @@ def _from_bytes(text: bytes, commit_name: str) -> Commit:
     content = load_json(text)
     if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
         raise ValueError("its content does not match its own digest")
-    if content.pop("format_version", None) not in (*_OLDER_VERSIONS, _FORMAT_VERSION):
+    if content.pop("format_version", None) != _FORMAT_VERSION:
         raise StorageError(
             "the copy at checkpoint.mirror was written by another version of Paceline; resume with that version."
         )
@@ -513,7 +510,7 @@ def _fetch_record(remote: Remote, pieces: Iterable[Piece], target: Path) -> None
                 for piece in pieces:
                     _check_size(remote, piece)
                     content = remote.read(piece.name)
-                    _check_content(remote, piece, FileFacts.of(content, piece.facts.algorithm))
+                    _check_content(remote, piece, FileFacts.of(content))
                     file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -534,7 +531,7 @@ def _fetch_checkpoint(remote: Remote, commit: Commit, store: CheckpointStore) ->
                 target.parent.mkdir(exist_ok=True)
                 _check_size(remote, piece)
                 remote.download(piece.name, target, piece.facts.size_bytes)
-                _check_content(remote, piece, hash_file(target, piece.facts.algorithm))
+                _check_content(remote, piece, hash_file(target))
                 with target.open("rb") as file:
                     os.fsync(file.fileno())
         try:

@@ -90,7 +90,7 @@ def verify(path: Path) -> Manifest:
         headers = []
         for name, facts in entry.files.items():
             with _naming(path, name):
-                _compare(hash_file(path / name, facts.algorithm), facts)
+                _compare(hash_file(path / name), facts)
         for name in entry.tensor_files:
             with _naming(path, name):
                 headers.append(read_header(path / name))
@@ -166,7 +166,7 @@ def _read_tensors(path: Path, name: str, entry: ComponentEntry) -> TensorFile:
     def files() -> Iterator[TensorFile]:
         for file in entry.tensor_files:
             with _naming(path, file):
-                content, found = read_tensors(path / file, entry.files[file].algorithm)
+                content, found = read_tensors(path / file)
                 _compare(found, entry.files[file])
             metadata.update(content.metadata)
             yield content
@@ -178,7 +178,7 @@ def _read_tensors(path: Path, name: str, entry: ComponentEntry) -> TensorFile:
 def _read_checked(path: Path, name: str, facts: FileFacts) -> bytearray:
     with _naming(path, name):
         content = read_regular_file(path / name)
-        _compare(FileFacts.of(content, facts.algorithm), facts)
+        _compare(FileFacts.of(content), facts)
         return content
 
 

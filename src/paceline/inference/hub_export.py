@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -166,7 +167,7 @@ def model_card(saved: SavedWeights, architecture: str, *, weights_file: Path, ru
     versions = _versions(origin)
     version = f" {versions['paceline']}" if "paceline" in versions else ""
     made = f"Trained with Paceline{version}, exported with `paceline export --format timm`"
-    hashes = {f"`{weights_file.name}` (SHA-256 of the file)": f"`{hash_file(weights_file, 'sha256').digest}`"}
+    hashes = {f"`{weights_file.name}` (SHA-256 of the file)": f"`{hash_file(weights_file, hashlib.sha256).digest}`"}
     if ROUNDED not in saved.metadata:
         key = "ema_sha256" if saved.weights == "ema" else "weights_sha256"
         hashes[f"weights (`{key}` in `summary.json`)"] = f"`{weights_sha256(saved.plain)}`"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import io
 import math
@@ -278,7 +279,7 @@ class OnnxPredictor(ImageLabeller):
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the file."""
-        return hash_file(self._path, "sha256").digest
+        return hash_file(self._path, hashlib.sha256).digest
 
     def probabilities(self, images: torch.Tensor) -> torch.Tensor:
         """Return class probabilities, float32 [N, classes] on the CPU; or the numbers, float64 [N, numbers].

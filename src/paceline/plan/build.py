@@ -28,7 +28,7 @@ from paceline.plan.compute import (
     resolve_threads,
     without_slow_bf16,
 )
-from paceline.plan.epochs import SORTED_AT_MOST, Epochs
+from paceline.plan.epochs import Epochs
 from paceline.plan.facts import DataFacts, MachineFacts, NetworkFacts, ParameterGroupFacts, TaskFacts
 from paceline.plan.mlperf import check_mlperf
 from paceline.plan.rates import LearningRate, LearningRatePoint, Rates, explain_rates, plan_schedule
@@ -217,7 +217,7 @@ def make(
         threads_per_process=threads,
         train_samples=data.train_samples,
         evaluation_samples=data.evaluation_samples,
-        data=data.description | ({"order": "keyed"} if data.train_samples > SORTED_AT_MOST else {}),
+        data=data.description,
         global_batch_size=recipe.batch.global_size,
         micro_batch_size=micro,
         accumulation_steps=parts[0] // world.world_size,

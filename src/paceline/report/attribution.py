@@ -24,8 +24,6 @@ from paceline.units import counted
 
 # Minimum ratio to the other ranks' time, and minimum share of records, to report that ranks wait for one.
 _SLOW_FACTOR, _SLOW_SHARE = 1.25, 0.75
-# Below this share of a step, a difference is noise.
-_VISIBLE = 1e-3
 # If the host spends this share of the device's time on launching its passes, the device waits for the host.
 _LAUNCHING = 0.9
 Record = Mapping[str, Any]
@@ -105,7 +103,6 @@ class Attribution:
         step_seconds: Mean per step.
         median_step_seconds: Median of the records' means.
         phases: In the order of a step.
-        rest_seconds: Seconds per step outside all phases; only for runs of earlier versions.
         waiting: Which ranks wait for which; None if unclear.
         bottleneck: The bottleneck, in a sentence; None if unclear.
         notes: What the records cannot show, one sentence each.
@@ -118,7 +115,6 @@ class Attribution:
     step_seconds: float
     median_step_seconds: float
     phases: tuple[PhaseTime, ...]
-    rest_seconds: float
     waiting: Waiting | None
     bottleneck: str | None
     notes: tuple[str, ...]
@@ -138,10 +134,9 @@ class Attribution:
         columns = ["phase", "ms per step", "share", *["ms of the host"] * has_launches]
         if self.world_size > 1:
             columns += ["least", "middle", "most over ranks", "whose"]
-        rest = PhaseTime(name="rest", seconds=self.rest_seconds, share=self.rest_seconds / self.step_seconds)
         total = PhaseTime(name="step", seconds=self.step_seconds, share=1.0)
         rows: list[Sequence[str]] = []
-        for each in (*self.phases, *[rest] * bool(self.rest_seconds), total):
+        for each in (*self.phases, total):
             row = [each.name, _ms(each.seconds), f"{each.share:.1%}"]
             if has_launches:
                 row.append("" if each.launch_seconds is None else _ms(each.launch_seconds))
@@ -195,7 +190,6 @@ def attribute_events(run_dir: Path, events: Iterable[Mapping[str, Any]], plan: M
         )
     phases = tuple(_phases(records))
     mean = _mean(records, "step_seconds")
-    rest = mean - sum(each.seconds for each in phases)
     waiting = _waiting(records)
     return Attribution(
         run_dir=run_dir,
@@ -205,10 +199,9 @@ def attribute_events(run_dir: Path, events: Iterable[Mapping[str, Any]], plan: M
         step_seconds=mean,
         median_step_seconds=median(each["step_seconds"] for each in records),
         phases=phases,
-        rest_seconds=rest if rest > _VISIBLE * mean else 0.0,
         waiting=waiting,
         bottleneck=_bottleneck(records, waiting, plan),
-        notes=tuple(_notes(records[-1], records)),
+        notes=tuple(_notes(records[-1])),
     )
 
 
@@ -284,12 +277,10 @@ def _waiting(records: Sequence[Record]) -> Waiting | None:
     )
 
 
-def _notes(last: Record, records: Sequence[Record]) -> Iterator[str]:
+def _notes(last: Record) -> Iterator[str]:
     for phase, sentence in _HIDDEN.items():
-        if f"{phase}_seconds" in last and last[f"{phase}_seconds"] is None:
+        if last.get(f"{phase}_seconds", 0.0) is None:
             yield sentence
-    if any(f"{phase}_seconds" not in each for each in records for phase in PHASES):
-        yield "these records are from an earlier version, which did not separate all phases."
 
 
 # Minimum number of records, and the share of a step that a phase must reach in three of four of them.

@@ -23,7 +23,6 @@ from paceline.data.slices import SampleSlice
 from paceline.errors import RunDirectoryError
 from paceline.pages.blocks import Table
 from paceline.pages.shown import Shown
-from paceline.plan.epochs import SORTED_AT_MOST
 from paceline.records.ledger import (
     Entry,
     EpochCount,
@@ -256,7 +255,7 @@ def _geometry(plan: Mapping[str, Any], recipe: Mapping[str, Any]) -> StepGeometr
     """Return the geometry of the run's full steps; how a step is split over ranks does not matter here.
 
     Raises:
-        RunDirectoryError: If recipe or plan is damaged, or an earlier version ordered such samples in another way.
+        RunDirectoryError: If recipe or plan is damaged.
     """
     try:
         geometry = StepGeometry(
@@ -268,16 +267,11 @@ def _geometry(plan: Mapping[str, Any], recipe: Mapping[str, Any]) -> StepGeometr
             growth=tuple((int(p["first_epoch"]), int(p["global_batch_size"]), 1) for p in plan["batch_phases"][1:]),
         )
         list(geometry.slices(0, World()))  # fails here with numbers that no run has
-        is_sorted = geometry.samples > SORTED_AT_MOST and plan.get("data", {}).get("order") != "keyed"
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(
             f"the run's recipe.yaml or plan.json is damaged ({type(error).__name__}: {str(error)[:200]}); restore it "
             "from a copy."
         ) from error
-    if is_sorted and not any(plan.get(each) for each in ("sampling", "mixture", "lengths_sha256")):
-        raise RunDirectoryError(
-            f"the run was begun by a version that used another order for {geometry.samples} samples: use that version."
-        )
     return geometry
 
 

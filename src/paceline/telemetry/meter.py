@@ -231,7 +231,6 @@ class Meter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore saved sums; this process has its own warm-up."""
         phases = state["rated_phase_seconds"]
-        unnamed = state["rated_seconds"] - sum(phases.values())
         self._train_seconds = state["train_seconds"]
         self._steps = state["steps"]
         is_comparable = state.get("conditions") == self.conditions
@@ -240,7 +239,6 @@ class Meter:
             state["rated_steps"],
             state["rated_samples"],
             state["rated_seconds"],
-            # Earlier versions had fewer phases; the rest was host time.
-            [phases.get(name, unnamed if name == "host" else 0.0) for name in PHASES],
+            [phases[name] for name in PHASES],
             LoadSums(tokens=state.get("rated_tokens", 0)),
         )

@@ -228,8 +228,6 @@ _FIXED_DATA = {
     "digest": "the data of the run in {where} has changed since it started: other files, names or sizes; restore them",
     "content_digest": "images of the run in {where} have changed since it started, under the same names and sizes "
     "({pixels}): restore them",
-    "order": "the run in {where} was begun by a version that used another order for sets of this size; finish it with "
-    "that version",
     "teacher": "the run in {where} started with another teacher than {teacher} is now; give distillation.teacher the "
     "same weights, preferably a checkpoint file",
 }

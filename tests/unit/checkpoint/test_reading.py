@@ -57,32 +57,6 @@ def relist(path: Path, name: str) -> None:
     rewrite(path, lambda manifest: manifest["components"][component]["files"].update({name: facts}))
 
 
-def as_version_1(path: Path) -> None:
-    """List SHA-256 digests, as versions before BLAKE3 did."""
-
-    def change(manifest: dict[str, Any]) -> None:
-        manifest["format_version"] = 1
-        for entry in manifest["components"].values():
-            for name, facts in entry["files"].items():
-                del facts["blake3"]
-                facts["sha256"] = hashlib.sha256((path / name).read_bytes()).hexdigest()
-
-    rewrite(path, change)
-
-
-def test_a_checkpoint_with_sha_256_digests_is_verified_and_read(checkpoint: Path) -> None:
-    before = read_components(checkpoint)
-    as_version_1(checkpoint)
-    assert verify(checkpoint).step == 3
-    assert str(read_components(checkpoint)) == str(before)
-    content = bytearray((checkpoint / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    (checkpoint / "model.safetensors").write_bytes(content)
-    for read in (verify, read_components):
-        with pytest.raises(CheckpointError, match=r"model\.safetensors: its digest is"):
-            read(checkpoint)
-
-
 def test_a_whole_checkpoint_verifies(checkpoint: Path) -> None:
     manifest = verify(checkpoint)
     assert manifest.step == 3
@@ -187,7 +161,7 @@ def test_a_manifest_cannot_name_a_component_elsewhere(checkpoint: Path, name: st
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (lambda m: m.update(format_version=3), "format version is 3, but this version of Paceline reads 1 to 2"),
+        (lambda m: m.update(format_version=3), "format version is 3, but this version of Paceline reads 2"),
         (lambda m: m.update(format_version=True), "format version is True"),
         (lambda m: m.pop("format_version"), "format version is None"),
         (lambda m: m.update(step="3"), "entry 'step' is '3'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -178,7 +179,7 @@ def test_what_the_card_says(digits: Path, tmp_path: Path) -> None:
     summary = json.loads((digits / "summary.json").read_text())
     digests = (saved.description("data")["digest"], weights_sha256(saved.plain), summary["weights_sha256"])
     assert [
-        each for each in (*digests, hash_file(hub / "model.safetensors", "sha256").digest) if each not in body
+        each for each in (*digests, hash_file(hub / "model.safetensors", hashlib.sha256).digest) if each not in body
     ] == []
     recipe = body.partition("```yaml\n")[2].partition("```")[0]
     assert yaml.safe_load(recipe) == saved.description("recipe")

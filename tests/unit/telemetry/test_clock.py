@@ -176,18 +176,6 @@ def test_beside_the_device_s_time_there_is_the_host_s(simulated_time: Any) -> No
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
-def test_a_state_of_an_earlier_version_is_taken(kind: int) -> None:
-    clock = clocks(warmup_steps=0)[kind]
-    phases = {"data_wait": 1.0, "forward": 2.0, "backward": 3.0, "optimizer": 1.0}
-    counts = {"steps": 5, "rated_steps": 5, "rated_samples": 50}
-    clock.load_state_dict({"train_seconds": 8.0, "rated_seconds": 8.0, **counts, "rated_phase_seconds": phases})
-    totals = clock.totals
-    assert totals.data_wait_fraction == 1 / 8
-    assert totals.phase_fractions["host"] == 1 / 8
-    assert sum(totals.phase_fractions.values()) == 1
-
-
-@pytest.mark.parametrize("kind", [0, 1], ids=["host", "events"])
 def test_warm_up_gives_times_but_no_rates(kind: int) -> None:
     clock = clocks(warmup_steps=3)[kind]
     assert set(clock.drain().values()) == {None}

@@ -63,15 +63,6 @@ def test_another_torch_is_told(train_tiny: Make, tiny_recipe: Path, tiny_task: M
     assert any(text.startswith(f"torch: 2.0.0 before, {torch.__version__} now") for text in listening.heard)
 
 
-def test_a_run_whose_samples_had_another_order_is_refused(train_tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    train_tiny("run", {"train.until": "3 steps"})
-    monkeypatch.setattr("paceline.plan.build.SORTED_AT_MOST", 10)
-    with pytest.raises(RunDirectoryError, match="begun by a version that used another order for sets of this size"):
-        train_tiny("run")
-    train_tiny("new", {"train.until": "3 steps"})
-    assert train_tiny("new").summary.resumes == 1
-
-
 @pytest.mark.parametrize("steps", [1, 7, 8])
 def test_asked_for_less_it_is_complete_too(steps: int, train_tiny: Make) -> None:
     train_tiny("run")
