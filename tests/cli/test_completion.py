@@ -13,18 +13,14 @@ from pathlib import Path
 
 import fork_server
 import pytest
+from calls import Call
 
 SOURCES = Path(__file__).parents[2] / "src"
 
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Path]:
-    """A folder with a run, a recipe and a folder of pictures."""
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
-    (tmp_path / "runs" / "mine" / "recipe.yaml").touch()
-    (tmp_path / "my.yaml").touch()
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "loop").symlink_to("loop")
+    """A folder where shells find the command."""
     (tmp_path / ".bin").mkdir()
     with fork_server.commands_for_shells(tmp_path / ".bin", {"paceline": ["-m", "paceline"]}):
         yield tmp_path
@@ -49,63 +45,39 @@ def call(*command: str, cwd: Path, **environment: str) -> str:
 TYPED = {
     "paceline find": {"find-lr", "find-batch"},
     "paceline train dig": {"digits"},
-    "paceline train m": {"maskrcnn_resnet50_fpn_coco", "my.yaml"},
-    "paceline report ": {"runs/mine", "runs/", "photos/"},
-    "paceline train digits --run-dir runs/": {"runs/mine"},
+    "paceline noise-scale dig": {"digits"},
+    "paceline train digits --run": {"--run-dir"},
     "paceline train digits schedule.warmup_s": {"schedule.warmup_shape="},
-    "paceline train digits train.duration='2 steps' optimizer.lr_s": {"optimizer.lr_scaling="},
-    "paceline train digits model.channels_last=": {
-        f"model.channels_last={value}" for value in ("auto", "true", "false")
-    },
-    "paceline train digits data.dataset=ima": {"data.dataset=image_folder"},
-    "paceline train digits optimizer.name=la": {"optimizer.name=lamb", "optimizer.name=lars"},
-    "paceline train image_folder data.path=ph": {"data.path=photos/"},
 }
 
 
 def test_bash(here: Path) -> None:
-    """Bash breaks words at ``=`` and replaces what comes after it; so that is what it must be given."""
     requested = "\n".join(
-        f"COMP_LINE={shlex.quote(line)} COMP_POINT={len(line)}; _paceline_completion paceline 2>/dev/null; "
-        "printf '%s\\n' \"${COMPREPLY[@]}\"; echo =="
+        f"COMP_WORDS=({line}); COMP_CWORD=$(({len(shlex.split(line))} - 1)); COMPREPLY=(); "
+        "_paceline_completion paceline 2>/dev/null; printf '%s\\n' \"${COMPREPLY[@]}\"; echo =="
         for line in TYPED
     )
     bash = shutil.which("bash")
     assert bash is not None
     out = call(bash, "--norc", "-c", f'eval "$(paceline completion bash)"\n{requested}', cwd=here)
     answers = [set(lines.split("\n")) - {""} for lines in re.split(r"^==\n", out, flags=re.MULTILINE)[:-1]]
-    for (line, expected), given in zip(TYPED.items(), answers, strict=True):
-        after = line.split()[-1].rpartition("=")[1] if not line.endswith(" ") else ""
-        assert given == {item.rpartition("=")[2] if after else item for item in expected}, line
+    assert dict(zip(TYPED, answers, strict=True)) == TYPED
 
 
-def test_fish(here: Path) -> None:
-    fish = shutil.which("fish")
-    if fish is None:
-        pytest.skip("needs fish")
-    requested = "; ".join(f"complete -C {shlex.quote(line)}; echo ==" for line in TYPED)
-    out = call(fish, "--no-config", "-c", f"paceline completion fish | source; {requested}", cwd=here)
-    for (line, expected), given in zip(TYPED.items(), re.split(r"^==\n", out, flags=re.MULTILINE), strict=False):
-        assert {item.split("\t")[0] for item in given.splitlines()} == expected, line
+@pytest.mark.parametrize(("shell", "without_a_space"), [("bash", "compopt -o nospace"), ("zsh", "compadd -U -S ''")])
+def test_no_space_follows_a_key(shell: str, without_a_space: str, paceline_here: Call) -> None:
+    assert without_a_space in paceline_here("completion", shell).out
 
 
-def test_zsh(here: Path) -> None:
-    """What zsh is told: what follows a key is no new word, and descriptions stand beside names."""
-    zsh = shutil.which("zsh")
-    script = call("paceline", "completion", "zsh", cwd=here)
-    assert "compadd -U -S ''" in script
-    requested = {
-        "COMP_WORDS": "paceline train digits schedule.warmup_s",
-        "COMP_CWORD": "3",
-        "_PACELINE_COMPLETE": "zsh_complete",
-    }
-    assert call("paceline", cwd=here, **requested) == "plain\nschedule.warmup_shape=\n_\n"
-    requested |= {"COMP_WORDS": "paceline train dig", "COMP_CWORD": "2"}
-    assert call("paceline", cwd=here, **requested).startswith("plain\ndigits\nHandwritten digits")
-    if zsh is None:
-        pytest.skip("needs zsh, to see that it reads the script")
-    (here / "_paceline").write_text(script)
-    call(zsh, "-f", "-n", "_paceline", cwd=here)
+def test_zsh_and_fish_are_given_values_and_descriptions(here: Path) -> None:
+    for shell, typed, expected in (
+        ("zsh", "dig", "plain\ndigits\nHandwritten digits"),
+        ("zsh", "digits optimizer.name=lam", "plain\noptimizer.name=lamb\n_\n"),
+        ("fish", "digits model.channels_last=t", "plain,model.channels_last=true\n"),
+    ):
+        requested = {"COMP_WORDS": f"paceline train {typed}", "_PACELINE_COMPLETE": f"{shell}_complete"}
+        requested["COMP_CWORD"] = str(len(typed.split()) + 1) if shell == "zsh" else typed.split()[-1]
+        assert expected in call("paceline", cwd=here, **requested)
 
 
 def test_a_shell_waits_for_no_torch(here: Path) -> None:
@@ -117,6 +89,7 @@ def test_a_shell_waits_for_no_torch(here: Path) -> None:
             "PYTHONPATH": str(SOURCES),
             "_PACELINE_COMPLETE": "bash_complete",
             "COMP_WORDS": "paceline train digits optimizer.",
+            "COMP_CWORD": "3",
         },
         capture_output=True,
         text=True,

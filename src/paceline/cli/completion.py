@@ -1,102 +1,31 @@
-"""`paceline completion`: shell completion.
-
-click generates the completions. The differences from click's own are that no space follows a key before its value, and
-that the whole line is read from bash, which splits `optimizer.lr=0.1` into three words.
-"""
+"""`paceline completion`: click's shell completion, with the names and keys of recipes."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import click
-from click.shell_completion import (
-    BashComplete,
-    CompletionItem,
-    FishComplete,
-    ShellComplete,
-    ZshComplete,
-    add_completion_class,
-)
-from click.shell_completion import split_arg_string as split
+from click.shell_completion import CompletionItem, get_completion_class
 
 from paceline.command import Log, command
-from paceline.files import is_folder
 from paceline.pages.shown import Document, Result, Shown
 
 VARIABLE = "_PACELINE_COMPLETE"
-
-_BASH = r"""
-%(complete_func)s() {
-    local IFS=$'\n' line kind value
-    COMPREPLY=()
-    while IFS=',' read -r kind value; do
-        case $kind in
-            dir) compopt -o dirnames ;;
-            file) compopt -o default ;;
-            plain) COMPREPLY+=("$value") ;;
-            unfinished) COMPREPLY+=("$value"); compopt -o nospace ;;
-        esac
-    done < <(COMP_WORDS="${COMP_LINE:0:COMP_POINT}" COMP_WORDBREAKS="$COMP_WORDBREAKS" \
-        %(complete_var)s=bash_complete "$1")
+# click's scripts add a space after each word; a key's value follows without one.
+_SPACES = {
+    "bash": ("COMPREPLY+=($value)", "COMPREPLY+=($value); [[ $value == *= ]] && compopt -o nospace"),
+    "zsh": ("compadd -U", "compadd -U -S ''"),
+    "fish": ("", ""),  # adds none after `=`
 }
-complete -o nosort -F %(complete_func)s %(prog_name)s
-"""
-
-
-class _Bash(BashComplete):
-    """Bash, which also splits words at ``=`` and ``:``, and replaces only the text after the last of these."""
-
-    source_template = _BASH
-
-    def get_completion_args(self) -> tuple[list[str], str]:
-        line = os.environ["COMP_WORDS"]
-        words = split(line)[1:]
-        return (words, "") if not words or line[-1:].isspace() else (words[:-1], words[-1])
-
-    def format_completion(self, item: CompletionItem[Any]) -> str:
-        _, incomplete = self.get_completion_args()
-        breaks = set("=:") & set(os.environ.get("COMP_WORDBREAKS", "=:"))
-        start = max((incomplete.rfind(character) + 1 for character in breaks), default=0)
-        return f"{item.type},{item.value[start:]}"
-
-
-class _WithoutUnfinished(ShellComplete):
-    """A shell that shows unfinished words like complete ones."""
-
-    def format_completion(self, item: CompletionItem[Any]) -> str:
-        item.type = "plain" if item.type == UNFINISHED else item.type
-        return super().format_completion(item)
-
-
-class _Zsh(_WithoutUnfinished, ZshComplete):
-    """Zsh, which does not add a space after a key or after other values without a description."""
-
-    source_template = ZshComplete.source_template.replace("compadd -U", "compadd -U -S ''")
-
-
-class _Fish(_WithoutUnfinished, FishComplete):
-    """Fish, which does not add a space after ``=`` and ``/`` by default."""
-
-
-_SHELLS: dict[str, type[ShellComplete]] = {"bash": _Bash, "zsh": _Zsh, "fish": _Fish}
-
-
-def answer_shells() -> None:
-    """Register these classes with click."""
-    for kind in _SHELLS.values():
-        add_completion_class(kind)
 
 
 @command("completion")
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """Print the script that makes SHELL complete commands, options, recipes, keys, values and run directories.
+    """Print the script that makes SHELL complete commands, options, recipes, keys, values and paths.
 
     Examples:
       echo 'eval "$(paceline completion bash)"' >> ~/.bashrc
@@ -108,95 +37,33 @@ class Completion:
 
     def run(self, _: Log) -> Result:
         """Return the completion script."""
-        script = _SHELLS[self.shell](click.get_current_context().find_root().command, {}, "paceline", VARIABLE).source()
+        kind = get_completion_class(self.shell)
+        assert kind is not None
+        script = kind(click.get_current_context().find_root().command, {}, "paceline", VARIABLE).source()
+        script = script.replace(*_SPACES[self.shell])
         return Document(document={"shell": self.shell, "script": script}, shown=Shown(blocks=[script.rstrip("\n")]))
 
 
-Suggest = Callable[[str], Iterator["CompletionItem[str]"]]
-UNFINISHED = "unfinished"
-"""The kind of an item after which the same word goes on: a key before its value, a folder."""
-
-
-def add_completion(command: click.Command) -> None:
-    """Add completion to the parameters of a command and its subcommands, in place."""
-    for parameter in command.params:
-        suggest = _SUGGESTIONS.get((command.name or "", parameter.name or "")) or _SUGGESTIONS.get(
-            ("", parameter.name or "")
-        )
-        if suggest is not None:
-            parameter.type = _Suggesting(suggest)
-    if isinstance(command, click.Group):
-        for inner in command.commands.values():
-            add_completion(inner)
-
-
-class _Suggesting(click.types.StringParamType):
-    """A parameter type that accepts any text and suggests some values."""
-
-    name = "text"
-
-    def __init__(self, suggest: Suggest) -> None:
-        self._suggest = suggest
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
-        """Return possible completions of the typed text."""
-        return [item for item in self._suggest(incomplete) if item.value.startswith(incomplete)]
-
-
-def recipes(incomplete: str) -> Iterator[CompletionItem[str]]:
-    """Suggest shipped recipes, YAML files, and run directories, whose recipe can be repeated."""
-    yield from _recipe_names(incomplete)
-    yield from _files(incomplete, suffix=".yaml")
-
-
-def _recipe_names(_: str) -> Iterator[CompletionItem[str]]:
+def recipes(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Suggest paths and shipped recipes."""
     from paceline.recipe.load import shipped_recipes
 
+    found = [CompletionItem(incomplete, type="file")]
     for name, path in shipped_recipes().items():
-        with path.open(encoding="utf-8") as file:
-            yield CompletionItem(name, help=file.readline().removeprefix("#").strip())
+        if name.startswith(incomplete):
+            with path.open(encoding="utf-8") as file:
+                found.append(CompletionItem(name, help=file.readline().removeprefix("#").strip()))
+    return found
 
 
-def overrides(incomplete: str) -> Iterator[CompletionItem[str]]:
-    """Suggest keys of a recipe and, after a key, its values if there are few, or a path."""
+def overrides(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+    """Suggest keys of a recipe and, after a key, its values if there are few."""
     from paceline.recipe.schema import Recipe
 
-    key, typed, value = incomplete.partition("=")
+    key, typed, _value = incomplete.partition("=")
     kinds = dict(_keys(Recipe, ""))
-    if not typed:
-        yield from (CompletionItem(f"{name}=", type=UNFINISHED) for name in kinds)
-    elif key.endswith("path"):
-        yield from (CompletionItem(f"{key}={item.value}", type=item.type) for item in _files(value))
-    elif key in kinds:
-        yield from (CompletionItem(f"{key}={value}") for value in _values(kinds[key]))
-
-
-def runs(incomplete: str) -> Iterator[CompletionItem[str]]:
-    """Suggest run directories in the current directory, in `runs/`, and below the typed path."""
-    if not incomplete and Path("runs").is_dir():
-        yield from (item for item in _files("runs/", suffix=None) if item.type != UNFINISHED)
-    yield from _files(incomplete, suffix=None)
-
-
-def targets(incomplete: str) -> Iterator[CompletionItem[str]]:
-    """Suggest run directories and weights files."""
-    yield from runs(incomplete)
-    yield from (item for item in _files(incomplete, suffix=".safetensors") if item.value.endswith(".safetensors"))
-
-
-# By command and parameter; an entry without a command applies to the parameter of any command.
-_SUGGESTIONS: dict[tuple[str, str], Suggest] = {
-    ("", "recipe"): recipes,
-    ("", "overrides"): overrides,
-    ("", "run"): runs,
-    ("", "runs"): runs,
-    ("", "run_dir"): runs,
-    ("", "target"): targets,
-    ("mlperf", "targets"): runs,
-    ("noise-scale", "target"): lambda incomplete: chain(_recipe_names(incomplete), runs(incomplete)),
-    ("recipes", "action"): lambda _: iter([CompletionItem("show")]),
-    ("recipes", "name"): _recipe_names,
-}
+    words = [f"{key}={value}" for value in _values(kinds.get(key))] if typed else [f"{name}=" for name in kinds]
+    return [CompletionItem(word) for word in words if word.startswith(incomplete)]
 
 
 def _keys(section: type[Any], path: str) -> Iterator[tuple[str, Any]]:
@@ -224,21 +91,3 @@ def _values(kind: Any) -> Iterator[str]:
     elif get_origin(kind) in (Union, UnionType):
         for part in get_args(kind):
             yield from ["off"] if part is type(None) else _values(part)
-
-
-def _files(incomplete: str, suffix: str | None = "") -> Iterator[CompletionItem[str]]:
-    """Suggest folders, also run directories, and files with the extension at the typed path; None for no files."""
-    folder, prefix = os.path.split(incomplete)
-    try:
-        entries = sorted(os.scandir(os.path.expanduser(folder or ".")), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
-        if entry.name.startswith(".") and not prefix.startswith("."):
-            continue
-        path = os.path.join(folder, entry.name)  # as typed: with ~, and without ./
-        if is_folder(entry):
-            is_run = os.path.isfile(os.path.join(entry.path, "recipe.yaml"))
-            yield CompletionItem(path, help="run") if is_run else CompletionItem(f"{path}/", type=UNFINISHED)
-        elif suffix is not None and entry.name.endswith(suffix):
-            yield CompletionItem(path)

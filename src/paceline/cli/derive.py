@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import click
 from annotated_types import Ge, Gt, Le, Lt
 
+from paceline.cli.completion import overrides, recipes
 from paceline.cli.options import (
     TRUST_CODE,
     FiniteRange,
@@ -97,6 +98,8 @@ def _parameter(name: str, annotation: Any, default: Any) -> click.Parameter:
     click_type = _click_type(item_type, extras, shape)
     if shape.argument or (default is MISSING and not shape.required):
         arity: dict[str, Any] = {"nargs": -1} if is_list else {} if default is MISSING else {"default": default}
+        if name == "overrides" or (shape.recipe and kind is str):
+            arity["shell_complete"] = overrides if name == "overrides" else recipes
         return click.Argument([name], type=click_type, metavar=shape.metavar, required=default is MISSING, **arity)
     option = shape.name or f"--{name.replace('_', '-')}"
     if kind is bool:

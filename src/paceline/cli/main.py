@@ -22,8 +22,6 @@ from paceline.extras import missing_library
 from paceline.loading import loading
 from paceline.units import format_bytes
 
-# Set by a shell that requests completions.
-_COMPLETING = "_PACELINE_COMPLETE"
 _EVERYTHING = "paceline.everything"
 
 
@@ -39,12 +37,7 @@ class _LazyGroup(click.Group):
         if cmd_name not in COMMANDS and cmd_name not in added_commands():
             return None
         with loading():
-            command = command_of(cmd_name)
-        if _COMPLETING in os.environ:
-            from paceline.cli.completion import add_completion
-
-            add_completion(command)
-        return command
+            return command_of(cmd_name)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
         if incomplete.startswith("-"):
@@ -140,10 +133,6 @@ def run(arguments: list[str]) -> int:
     from paceline.distributed.local_launch import end_torchrun, follow_launcher, is_permanent_error, report_error
 
     follow_launcher(os.environ)
-    if _COMPLETING in os.environ:
-        from paceline.cli.completion import answer_shells
-
-        answer_shells()
     try:
         os.getcwd()  # importing torch in a removed directory ends the process
         code = cli.main(arguments, prog_name="paceline", standalone_mode=False)
