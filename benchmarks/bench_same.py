@@ -19,8 +19,7 @@ from hardware import write_result
 
 from paceline.metrics.intervals import share_interval
 from paceline.report.benchmark_comparison import compare
-from paceline_advisor.bench.grid import measure_grid
-from paceline_advisor.bench.report import BenchReport
+from paceline_advisor.bench.report import BenchReport, measure_grid
 from paceline_advisor.commands import Bench
 
 RECIPE = "digits"

@@ -20,8 +20,7 @@ from PIL import Image
 
 from paceline_advisor.commands import Doctor
 from paceline_advisor.doctor.findings import Gain
-from paceline_advisor.doctor.improving import measure
-from paceline_advisor.doctor.study import examine
+from paceline_advisor.doctor.study import examine, measure
 
 WIDE = (
     *("model.name=small_resnet", "model.options={width: 32, stages: 2}", "data.image_size=32", "data.classes=10"),

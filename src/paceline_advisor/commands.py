@@ -344,7 +344,7 @@ class Formulas:
 # ------------------------------------------------------------------------------------------------ what slows a run
 
 
-@command("doctor", runs="paceline_advisor.doctor.improving:diagnose")
+@command("doctor", runs="paceline_advisor.doctor.study:diagnose")
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Find what limits a run's speed, and measure each change.

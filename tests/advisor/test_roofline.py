@@ -20,8 +20,7 @@ from paceline.models.operator_work import Product
 from paceline.pages.page import Chart
 from paceline.pages.shown import write_result
 from paceline_advisor.commands import Roofline
-from paceline_advisor.roofline.report import layer_bounds, shape_findings
-from paceline_advisor.roofline.study import choose, roofline, this_cpu
+from paceline_advisor.roofline.study import choose, layer_bounds, roofline, shape_findings, this_cpu
 
 A100 = find_device("a100")
 

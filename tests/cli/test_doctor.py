@@ -8,7 +8,7 @@ import pytest
 from calls import Call
 
 from paceline.recipe.load import load_recipe
-from paceline_advisor.doctor.improving import runs_here
+from paceline_advisor.doctor.study import runs_here
 
 SMALL = (
     "model.options={width: 64, stages: 1}",

@@ -14,7 +14,7 @@ from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events
 from paceline.records.run_directory import RunDirectory
 from paceline_advisor.prove.evidence import Evidence
-from paceline_advisor.prove.notes import Check, ObservedRun, named, nan_as_infinite, same_content
+from paceline_advisor.prove.recorder import Check, ObservedRun, named, nan_as_infinite, same_content
 from paceline_advisor.prove.reference import Difference, Dropout, PlainLoop, difference, dropouts, joined, parts_of
 
 _MOST_TRIED = 8

@@ -15,7 +15,7 @@ from paceline.errors import RecipeError
 from paceline.optim.embedding_optim import has_sparse_gradients
 from paceline.plan import Plan
 from paceline.recipe.schema import Recipe
-from paceline_advisor.prove.notes import ObservedRun, copies_of, rows_of
+from paceline_advisor.prove.recorder import ObservedRun, copies_of, rows_of
 from paceline_advisor.prove.reference import PlainLoop, difference, dropouts, make_deterministic, norms
 from paceline_advisor.prove.runs import Runner, Sizes, shortened
 

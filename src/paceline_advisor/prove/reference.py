@@ -23,8 +23,7 @@ from paceline.tasks.task import build_task
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.preparation import prepare
 from paceline.world import World
-from paceline_advisor.prove.notes import RecorderConfig, nan_as_infinite, tensors_of
-from paceline_advisor.prove.recorder import Recorder
+from paceline_advisor.prove.recorder import Recorder, RecorderConfig, nan_as_infinite, tensors_of
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.train import Options, train_recipe
 from paceline.units import Duration
 from paceline_advisor.launches import Launch, OverdueError, said
-from paceline_advisor.prove.notes import CONFIG_VARIABLE, ObservedRun, RecorderConfig
-from paceline_advisor.prove.recorder import REFERENCE, Recorder
+from paceline_advisor.prove.recorder import CONFIG_VARIABLE, REFERENCE, ObservedRun, Recorder, RecorderConfig
 
 # Keys of ``parallel`` that only determine how several devices divide the work.
 _OF_OTHER_MACHINES = (

@@ -29,8 +29,7 @@ from paceline_advisor.commands import Prove
 from paceline_advisor.launches import check_alone
 from paceline_advisor.prove.checks import CHECKS
 from paceline_advisor.prove.evidence import Evidence, NumericsProbe, probe_numerics
-from paceline_advisor.prove.notes import Check, ObservedRun, named
-from paceline_advisor.prove.recorder import can_shorten
+from paceline_advisor.prove.recorder import Check, ObservedRun, can_shorten, named
 from paceline_advisor.prove.reference import PlainLoop
 from paceline_advisor.prove.runs import Runner, Sizes, portable, shortened, unproved_settings, unused
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline_advisor.doctor.behaviour import OURS, TORCH, Calls, CallWatcher, place_of
-from paceline_advisor.prove.notes import digest_of
+from paceline_advisor.prove.recorder import digest_of
 
 NETWORK = nn.Linear(3, 2)
 STORED = torch.tensor([1.0, 2.0, 3.0])

@@ -12,7 +12,7 @@ from planted_networks import POINTWISE
 
 from paceline.recipe.load import load_recipe
 from paceline_advisor.doctor.findings import Advice, Finding
-from paceline_advisor.doctor.improving import Plans, measure, write_improved
+from paceline_advisor.doctor.study import Plans, measure, write_improved
 
 Examined = Callable[..., Any]
 

@@ -16,7 +16,7 @@ from paceline.recipe.schema import Recipe
 from paceline_advisor.apply import check_new
 from paceline_advisor.bench.interleaved import Measurement, Round, Variant
 from paceline_advisor.doctor.findings import Advice, Finding, Gain, Severity, ranked
-from paceline_advisor.doctor.improving import gain_of, worthwhile, write_improved
+from paceline_advisor.doctor.study import gain_of, worthwhile, write_improved
 
 CERTAIN = Gain(middle=1.2, low=1.1, high=1.3, rounds=8)
 DOUBTFUL = Gain(middle=1.02, low=0.98, high=1.06, rounds=8)

@@ -22,7 +22,7 @@ from paceline_advisor.landscape.measures import (
     surface,
     top_eigenvalue,
 )
-from paceline_advisor.landscape.report import Line
+from paceline_advisor.landscape.study import Line
 from paceline_advisor.landscape.subject import Subject
 
 Bowls = Callable[..., Subject]

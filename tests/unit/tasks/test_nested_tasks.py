@@ -39,7 +39,7 @@ from paceline_advisor.commands import Landscape, NoiseScale, Prove
 from paceline_advisor.landscape.subject import open_run
 from paceline_advisor.memory.batch_trial import TrialConfig, TrialTask
 from paceline_advisor.memory.estimate import estimate_memory
-from paceline_advisor.prove.notes import content_of, same_content
+from paceline_advisor.prove.recorder import content_of, same_content
 from paceline_advisor.prove.study import prove
 from paceline_advisor.scaling.network import describe
 from paceline_advisor.tuning.noise_scale import measure_noise
