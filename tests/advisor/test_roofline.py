@@ -15,8 +15,7 @@ from paceline.devices import find_device
 from paceline.errors import RecipeError
 from paceline.machine import cache_folder
 from paceline.models.ceilings import Ceilings
-from paceline.models.flops import StepWork, Work
-from paceline.models.operator_work import Product
+from paceline.models.flops import Product, StepWork, Work
 from paceline.pages.page import Chart
 from paceline.pages.shown import write_result
 from paceline_advisor.commands import Roofline

@@ -33,7 +33,7 @@ _OURS = "paceline.cli"
 GROUPS: dict[str, dict[str, Listed]] = {
     "Train": {
         "train": Listed("Train a recipe, or your images.", f"{_OURS}.train:Train"),
-        "resume": Listed("Resume a run with the options it was started with.", f"{_OURS}.resume:Resume"),
+        "resume": Listed("Resume a run with the options it was started with.", f"{_OURS}.train:Resume"),
         "watch": Listed("Watch runs in the terminal while they train.", f"{_OURS}.watch:Watch"),
         "launch": Listed("Write and submit a job for Slurm, torchrun or Kubernetes.", f"{_OURS}.launch:Launch"),
     },

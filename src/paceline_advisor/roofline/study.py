@@ -20,8 +20,7 @@ from paceline.devices import Device, find_device, recognise
 from paceline.errors import RecipeError
 from paceline.machine import available_cores, cache_folder, cpu_name, memory_bytes
 from paceline.models.ceilings import Ceilings, ceilings_of
-from paceline.models.flops import PHASES, StepWork, Work, WorkCounter
-from paceline.models.operator_work import Product
+from paceline.models.flops import PHASES, Product, StepWork, Work, WorkCounter
 from paceline.pages.charts import log_axis
 from paceline.pages.page import Chart, Table
 from paceline.pages.shown import Shown

@@ -18,8 +18,7 @@ from torch import nn
 from paceline.distributed.sharding import modules_to_shard
 from paceline.errors import DataError
 from paceline.models.build import build_model
-from paceline.models.flops import StepWork, WorkCounter
-from paceline.models.operator_work import tensors_in
+from paceline.models.flops import StepWork, WorkCounter, tensors_in
 from paceline.models.transfer import adapt
 from paceline.plan import ParameterNumbers
 from paceline.recipe.schema import Recipe

@@ -14,8 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.models.flops import SUM_OF_GRADIENTS, StepWork, Work, WorkCounter
-from paceline.models.operator_work import Product
+from paceline.models.flops import SUM_OF_GRADIENTS, Product, StepWork, Work, WorkCounter
 
 
 def count(network: nn.Module, inputs: Tensor, *, train: bool = True) -> StepWork:
