@@ -33,7 +33,7 @@ def test_a_run_of_two_processes_goes_on_with_two(paceline: Call, tiny: Any, tmp_
     assert "nothing to do" in paceline("resume", "part").out
 
 
-def test_what_an_earlier_version_recorded_goes_on_too(paceline_here: Call, tiny: Any) -> None:
+def test_what_a_script_recorded_or_nobody_goes_on_too(paceline_here: Call, tiny: Any) -> None:
     assert paceline_here("train", "digits", *tiny, "train.until=2 steps", "--run-dir", "run").code == 75
     script = json.dumps({"command": "job.py --processes 2 --max-restarts 1", "directory": "/gone"})
     Path("run/environment.json").write_text(script)

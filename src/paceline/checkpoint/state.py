@@ -288,7 +288,7 @@ def load_optimizer_state(optimizer: Optimizer, state: State) -> None:
         defaults = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         live = {key: group[key] for key in _EXECUTION_OPTIONS if key in group}
         if live.get("fused") and all(each.device.type == "cpu" for each in group["params"]):
-            live["fused"] = saved.get("fused")  # it rounds differently, and earlier versions did not use it there
+            live["fused"] = saved.get("fused")  # it rounds differently
         groups.append({**defaults, **saved, **live})
     optimizer.load_state_dict({**state, "param_groups": groups})
     parameters = _parameters(optimizer, groups)

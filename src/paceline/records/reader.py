@@ -120,7 +120,7 @@ def read_plan_to_resume(run: RunDirectory) -> dict[str, Any]:
     Raises:
         RunDirectoryError: If it is missing, damaged, or lacks one of them.
     """
-    plan = {"batch_phases": [], **read_plan(run)}  # missing in runs of earlier versions
+    plan = read_plan(run)
     for key, kind in _NEEDED.items():
         if not isinstance(plan.get(key), kind):
             raise RunDirectoryError(
@@ -147,7 +147,6 @@ def read_recipe(run: RunDirectory) -> dict[str, Any]:
     """
     existing_run(run.root)
     try:
-        # The values of PyYAML's SafeLoader, which earlier versions wrote.
         document = yaml.load(_read_text(run.recipe), Loader=BoundedLoader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date or number
         raise RunDirectoryError(f"'{run.recipe}' is damaged: {' '.join(str(error).split())}") from error
@@ -299,7 +298,7 @@ class Identity:
 
 
 def read_identity(directory: RunDirectory) -> Identity | None:
-    """Return a run's identity; None if ``run.json`` is damaged, or missing as in runs of earlier versions.
+    """Return a run's identity; None if ``run.json`` is damaged, or missing.
 
     Raises:
         RunDirectoryError: If it cannot be read.

@@ -104,7 +104,7 @@ def fixed_differences(old: Recipe, new: Recipe) -> str:
 def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[DamagedCheckpoint]:
     """Find the checkpoints that belong to another run: by its identity, or by the recipe that their weights carry.
 
-    Damaged checkpoints are left out; those of earlier versions have no identity.
+    Damaged checkpoints are left out.
 
     Args:
         directory: The run directory.
@@ -385,7 +385,7 @@ def _save(directory: RunDirectory, request: ResumeRequest, decision: ResumeDecis
             each.unlink(missing_ok=True)
     for folder in (directory.checkpoints, directory.ledger):
         folder.mkdir(exist_ok=True)
-    # A run of an earlier version has no run.json, and a kill may come between a checkpoint and its entry there.
+    # run.json may be lost, and a kill may come between a checkpoint and its entry there.
     own, path = reader.read_identity(directory), decision.choice.path
     if own is None:
         stored = None if path is None else read_manifest(path).facts.get("run")
@@ -529,7 +529,7 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
         )
     old_facts, new_facts = plan["data"], request.plan.data
     for key, message in _FIXED_DATA.items():
-        # Runs of earlier versions, and of very large data sets, have no digest of their content.
+        # Very large data sets have no digest of their content.
         is_known = key != "content_digest" or (key in old_facts and key in new_facts)
         if is_known and old_facts.get(key) != new_facts.get(key):
             problem = message.format(

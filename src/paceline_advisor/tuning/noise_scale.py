@@ -226,7 +226,7 @@ def measure_noise(options: NoiseScale, log: Log) -> NoiseReport:
             )
         plan = run.plan
         steps = min(options.steps, plan.total_steps)
-        # For images the unit is samples, as in earlier versions.
+        # For images the unit is samples.
         unit = "samples" if run.task.sample_weights() is None else run.task.unit
         for step in _loaded(run, checkpoints, log):
             batches = run.train_batches()

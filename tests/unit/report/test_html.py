@@ -151,7 +151,7 @@ def test_a_run_under_way_tells_what_there_is(tmp_path: Path, recorded_run: Any, 
 def test_gaps_are_gaps(tmp_path: Path, recorded_run: Any, write: Any, figures: Any, points: Any) -> None:
     reported = recorded_run().start().record(1, loss=3.0).record(2, loss=None).record(3, loss=2.0, grad_norm=None)
     folder = write(tmp_path / "run", reported, summary=None)
-    # Of an earlier version: not strict JSON.
+    # Not strict JSON.
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({**reported.events[-1], "step": 4, "loss": math.nan}) + "\n")
     assert points(figures(page(folder))["Loss"], "training") == [(1, 3.0), (2, None), (3, 2.0), (4, None)]
@@ -232,7 +232,6 @@ def test_a_matrix_has_named_axes_and_its_classes_the_worst_first(answered: Any, 
     precision, recall = found["Precision and recall by class"]["data"]
     assert [html.unescape(each) for each in precision["customdata"]] == [HOSTILE, "cat", "owl"]
     assert (precision["x"], recall["x"]) == ([0, 100, 100], [0, 75, 100])
-    # Evaluations of earlier versions did not count it.
     assert "Reliability" not in found
 
 

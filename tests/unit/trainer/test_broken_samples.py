@@ -227,7 +227,7 @@ def test_other_images_of_the_same_names_and_sizes_are_refused_at_a_resume(
         train_photos("run", {"data.on_bad": "skip"})
     one.write_bytes(contents[0])
     other.write_bytes(contents[1])
-    # A run of before there were digests of contents is compared by names and sizes.
+    # Very large data sets have no digest of their content: names and sizes are compared.
     plan = json.loads((runs / "run" / "plan.json").read_text())
     del plan["data"]["content_digest"]
     (runs / "run" / "plan.json").write_text(json.dumps(plan))

@@ -8,14 +8,12 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from run_directories import fingerprint, saved_steps
 
-from paceline.checkpoint.format import MANIFEST
 from paceline.checkpoint.reading import read_manifest
 from paceline.errors import CheckpointError, RunDirectoryError, TrainingError
 from paceline.records.reader import read_identity, write_identity
@@ -24,15 +22,6 @@ from paceline.report.audit import audit_run
 
 Make = Callable[..., Any]
 LONGER = {"train.duration": "12 steps"}
-
-
-def make_older(run: Path) -> None:
-    """Make a run as an earlier version left it: without an identity."""
-    (run / "run.json").unlink()
-    for checkpoint in (run / "checkpoints").glob("step-*"):
-        found = read_manifest(checkpoint)
-        facts = {key: value for key, value in found.facts.items() if key != "run"}
-        (checkpoint / MANIFEST).write_bytes(replace(found, facts=facts).to_bytes())
 
 
 @pytest.fixture
@@ -54,17 +43,17 @@ def link_to_nothing(folder: Path) -> None:
     folder.symlink_to(folder.parent.parent / "not-mounted")
 
 
-@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("has_identity", [True, False])
 @pytest.mark.parametrize(
     "leave", [lambda _: None, Path.mkdir, link_to_nothing], ids=["removed", "emptied", "unmounted"]
 )
 @pytest.mark.everyday
 def test_without_its_checkpoints_nothing_is_begun_again(
-    train_tiny: Make, runs: Path, whole: str, leave: Callable[[Path], None], older: bool
+    train_tiny: Make, runs: Path, whole: str, leave: Callable[[Path], None], has_identity: bool
 ) -> None:
     run = train_tiny("run").run_dir
-    if older:
-        make_older(run)
+    if not has_identity:
+        (run / "run.json").unlink()
     checkpoints, disk = run / "checkpoints", runs / "disk"
     checkpoints.rename(disk)
     leave(checkpoints)
@@ -104,17 +93,14 @@ def refuse_renames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "rename", refuse)
 
 
-@pytest.mark.parametrize("older", [False, True])
 def test_what_failed_in_its_first_save_begins_again(
-    train_tiny: Make, runs: Path, whole: str, older: bool, monkeypatch: pytest.MonkeyPatch
+    train_tiny: Make, runs: Path, whole: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
         refuse_renames(patched)
         with pytest.raises(TrainingError, match="No space left"):
             train_tiny("run", {"checkpoint.every": "4 steps", **LONGER})
     assert (runs / "run/events.jsonl").read_text().count('"event": "checkpoint"') == 1
-    if older:
-        (runs / "run/run.json").unlink()
     assert train_tiny("run", LONGER).summary.weights_sha256 == whole
     assert audit_run(runs / "run").passed
 
@@ -199,14 +185,13 @@ def test_a_directory_that_has_gone_does_not_hide_why_a_run_failed(train_tiny: Ma
 # ------------------------------------------------------------------------------------------ of another run
 
 
-@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("has_identity", [True, False])
 @pytest.mark.everyday
-def test_a_checkpoint_of_another_run_is_set_aside(train_tiny: Make, whole: str, older: bool) -> None:
+def test_a_checkpoint_of_another_run_is_set_aside(train_tiny: Make, whole: str, has_identity: bool) -> None:
     other = train_tiny("other", {"seed": 5, "optimizer.lr": 0.2, **LONGER}).run_dir
     run = train_tiny("run").run_dir
-    if older:
-        make_older(other)
-        make_older(run)
+    if not has_identity:
+        (run / "run.json").unlink()
     foreign = run / "checkpoints/step-00000012"
     shutil.copytree(other / "checkpoints/step-00000012", foreign)
     with pytest.raises(CheckpointError, match="another run"):
@@ -235,11 +220,8 @@ def test_with_nothing_but_checkpoints_of_another_run_it_is_refused(train_tiny: M
     assert fingerprint(run) == before
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_copy_and_a_run_of_an_earlier_version_go_on(train_tiny: Make, runs: Path, whole: str, older: bool) -> None:
+def test_a_copy_goes_on(train_tiny: Make, runs: Path, whole: str) -> None:
     run = train_tiny("run").run_dir
-    if older:
-        make_older(run)
     shutil.copytree(run, runs / "copy")
     assert train_tiny("copy", LONGER).summary.weights_sha256 == whole
     assert incidents(runs / "copy") == []
