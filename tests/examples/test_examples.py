@@ -78,8 +78,8 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 
     def imported(name: str) -> Any:
         if name in LIBRARIES:
-            module, _, package = LIBRARIES[name]
-            pytest.importorskip(module, reason=f"the example needs it: pip install {package}")
+            module = LIBRARIES[name][0]
+            pytest.importorskip(module, reason=f"needs {module}")
         return importlib.import_module(name)
 
     return imported
