@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from paceline.checkpoint.reading import read_components
 from paceline.models.ema import ExponentialMovingAverage
 
 
@@ -67,3 +71,21 @@ def test_a_mask_of_infinities_stays() -> None:
     average.update(10)
     assert average.module.mask.tolist() == [0.0, -torch.inf]
     assert average.module.centre.tolist() == [0.5, 0.5]
+
+
+def test_a_run_averages_the_weights_that_its_steps_leave(train_tiny: Callable[..., Any]) -> None:
+    """After one step of two micro-batches: a tenth of the first weights, the rest of the second."""
+    first: dict[str, torch.Tensor] = {}
+
+    def network() -> nn.Module:
+        made = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+        first.update({name: each.clone() for name, each in made.state_dict().items()})
+        return made
+
+    one_step = {"train.duration": "1 steps", "evaluate.every": "off", "batch.micro_size": 8, "train.ema": 0.9}
+    run = train_tiny("a", one_step, make_network=network)
+    saved = read_components(run.run_dir / "checkpoints" / "step-00000001", ("model", "ema"))
+    for name, before in first.items():
+        after = saved["model"][name]
+        assert not torch.equal(before, after)
+        torch.testing.assert_close(saved["ema"][name], 0.1 * before + 0.9 * after)
