@@ -32,7 +32,6 @@ LINKED = (
     "constraints.txt",
     "README.md",
     "CONTRIBUTING.md",
-    ".venv",
 )
 LEFT_OUT = ("gpu", "slurm", "browser", "rehearsal", "labs", "golden", "planted")
 AT_ONCE = 3
