@@ -58,7 +58,7 @@ _LONGEST_FIRST = ("labs", "distributed", "slurm", "cli", "docs")
 _SHOWN = 15
 # What a test function may take in the everyday run, in seconds of the processor: as many of its cases as fit into it
 # are run, and the others are thorough. The file has what a case of a dearer one takes; WRITE_COSTS=1 measures anew.
-_SHARE = 1.0
+_SHARE = 0.5
 _COSTS = Path(__file__).with_name("costs.txt")
 # What the thorough tests of changed code may take, in the same seconds.
 _SHARE_OF_A_CHANGE = 120.0

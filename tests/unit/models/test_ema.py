@@ -74,7 +74,7 @@ def test_a_mask_of_infinities_stays() -> None:
 
 
 def test_a_run_averages_the_weights_that_its_steps_leave(train_tiny: Callable[..., Any]) -> None:
-    """After one step of two micro-batches: a tenth of the first weights, the rest of the second."""
+    """Once per step of two micro-batches, and after it."""
     first: dict[str, torch.Tensor] = {}
 
     def network() -> nn.Module:
@@ -82,10 +82,12 @@ def test_a_run_averages_the_weights_that_its_steps_leave(train_tiny: Callable[..
         first.update({name: each.clone() for name, each in made.state_dict().items()})
         return made
 
-    one_step = {"train.duration": "1 steps", "evaluate.every": "off", "batch.micro_size": 8, "train.ema": 0.9}
-    run = train_tiny("a", one_step, make_network=network)
-    saved = read_components(run.run_dir / "checkpoints" / "step-00000001", ("model", "ema"))
-    for name, before in first.items():
-        after = saved["model"][name]
-        assert not torch.equal(before, after)
-        torch.testing.assert_close(saved["ema"][name], 0.1 * before + 0.9 * after)
+    two_steps = {"train.duration": "2 steps", "batch.micro_size": 8, "train.ema": 0.9, "checkpoint.every": "1 steps"}
+    run = train_tiny("a", {**two_steps, "evaluate.every": "off"}, make_network=network)
+    average = first
+    for step, kept in enumerate((1 / 10, 2 / 11), start=1):
+        saved = read_components(run.run_dir / "checkpoints" / f"step-{step:08}", ("model", "ema"))
+        for name, before in average.items():
+            assert not torch.equal(before, saved["model"][name])
+            torch.testing.assert_close(saved["ema"][name], kept * before + (1 - kept) * saved["model"][name])
+        average = saved["ema"]
