@@ -59,7 +59,8 @@ def unguarded(file: Path, lacking: set[str]) -> Iterator[str]:
                 yield f"{file.relative_to(TESTS)}::{function.name} imports {name}: mark it needs({name!r})"
 
 
-def test_what_needs_an_extra_says_so(tmp_path: Path) -> None:
+@pytest.mark.everyday
+def test_what_needs_an_extra_says_so() -> None:
     """What reaches a library through our own code is found where CI runs all tests without extras (.ci/run)."""
     lacking = modules_that_dev_lacks()
     assert {"onnx", "onnxruntime", "aiohttp", "s3fs", "moto", "jupytext", "nvidia", "pyspiel"} <= lacking
@@ -77,6 +78,7 @@ def test_an_import_without_a_mark_is_found(guard: str) -> None:
         planted.unlink()
 
 
+@pytest.mark.everyday
 def test_every_planted_bug_fits_the_sources() -> None:
     patches = sorted((TESTS / "planted").glob("*.patch"))
     tried = (TESTS / "planted" / "RESULT.md").read_text()
@@ -84,7 +86,7 @@ def test_every_planted_bug_fits_the_sources() -> None:
         command = ["git", "apply", "--check", str(patch)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{patch.name}: {done.stderr}"
-        assert f"| {patch.stem} |" in tried, f"run tests/planted/run.py {patch.stem} --write"
+        assert f"| {patch.stem} |" in tried, f"run scripts/planted.py {patch.stem} --write"
     promises = {each for patch in patches for each in re.findall(r"\bP\d+", patch.read_text().splitlines()[1])}
     assert {f"P{number}" for number in range(1, 14)} - promises == set()
     assert len(patches) >= 40

@@ -1,10 +1,11 @@
-"""Plant each bug of this folder in a copy of the sources, and find out which everyday tests fail.
+#!/usr/bin/env python3
+"""Plant each bug of tests/planted in a copy of the sources, and find out which everyday tests fail.
 
-    tests/planted/run.py [NAME…] [--tests FILE…] [--files 12] [--write]
+    scripts/planted.py [NAME…] [--tests FILE…] [--files 12] [--write]
 
 A patch begins with what the bug does and which promise it breaks (docs/decisions/0074). Tests are chosen by
 `scripts/affected.py`: the three nearest files, those that stand for promises, then others, until one fails or --files
-have been run. --write puts the outcome into RESULT.md.
+have been run. --write puts the outcome into RESULT.md. Each run is forked from a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-from affected import affected  # noqa: E402
+from affected import affected
+
+ROOT = Path(__file__).parents[1]
+HERE = ROOT / "tests" / "planted"
 
 COPIED = ("src", "tests", "scripts")
 LINKED = (
@@ -45,27 +48,42 @@ def described(patch: Path) -> tuple[str, str, set[Path]]:
     return says, breaks.removeprefix("Breaks ").rstrip("."), files
 
 
-def failing(copy: Path, files: list[Path]) -> list[str]:
+def failing(copy: Path, files: list[str]) -> list[str]:
     """Return the everyday tests that fail in some files, at most two."""
-    options = ["-m", "not thorough", "-q", "--maxfail=2", "-p", "no:cacheprovider", "-o", "timeout=200"]
-    environment = os.environ | {"PYTHONPATH": str(copy / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *(str(each.relative_to(ROOT)) for each in files)],
-        cwd=copy,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return re.findall(r"^(?:FAILED|ERROR) ([^[\s]+)", done.stdout, re.MULTILINE)
+    import pytest
+    import torchvision  # noqa: F401  # so that each run has it, and torch
+
+    output = copy / "output"
+    if (child := os.fork()) == 0:
+        try:
+            written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(written, 1)
+            os.dup2(written, 2)
+            os.chdir(copy)
+            os.environ.update(PYTHONPATH=str(copy / "src"), OMP_NUM_THREADS="1")
+            sys.path[:0] = [str(copy / "src")]
+            options = ["-m", "not thorough", "-q", "--maxfail=2", "-p", "no:cacheprovider", "-o", "timeout=300"]
+            pytest.main([*options, *files])
+            sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    return re.findall(r"^(?:FAILED|ERROR) ([^[\s]+)", output.read_text(), re.MULTILINE)
 
 
-def try_one(copy: Path, patch: Path, asked: list[Path], most: int) -> list[str]:
-    """Plant one bug, run tests, and remove it again."""
-    changed = described(patch)[2]
+def nearest(changed: set[Path]) -> Iterator[str]:
+    """Yield the test files that reach changed files: the nearest, those that stand for promises, and the others."""
     reached = [each for each in affected(changed) if each.relative_to(ROOT).parts[1] not in LEFT_OUT]
     promises = [each for each in reached if "mark.everyday" in each.read_text()]
-    tests = asked or list(dict.fromkeys([*reached[:AT_ONCE], *promises, *reached]))[:most]
+    for each in dict.fromkeys([*reached[:AT_ONCE], *promises, *reached]):
+        yield str(each.relative_to(ROOT))
+
+
+def try_one(copy: Path, patch: Path, asked: list[str], most: int) -> list[str]:
+    """Plant one bug, run tests, and remove it again."""
+    tests = asked or list(nearest(described(patch)[2]))[:most]
     subprocess.run(["git", "apply", str(patch)], cwd=copy, check=True)
     try:
         for first in range(0, len(tests), AT_ONCE):
@@ -80,7 +98,7 @@ def main() -> int:
     """Run the command line; 1 if more than one bug in forty is not caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--tests", nargs="+", type=Path, default=[])
+    parser.add_argument("--tests", nargs="+", default=[])
     parser.add_argument("--files", type=int, default=12)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
@@ -88,14 +106,14 @@ def main() -> int:
     result = HERE / "RESULT.md"
     rows = dict(re.findall(r"^\| ([\w-]+) (\|.*\|)$", result.read_text(), re.MULTILINE)) if result.exists() else {}
     missed = 0
-    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
-        copy = Path(folder)
+    copy = Path(tempfile.mkdtemp(prefix="planted-"))
+    try:
         for name in COPIED:
             shutil.copytree(ROOT / name, copy / name)
         for name in LINKED:
             (copy / name).symlink_to(ROOT / name)
         for patch in patches:
-            found = try_one(copy, patch, [ROOT / each for each in options.tests], options.files)
+            found = try_one(copy, patch, options.tests, options.files)
             missed += not found
             print(f"{patch.stem}: {', '.join(found) or 'NOT CAUGHT'}", flush=True)
             tests = ", ".join(f"`{each.removeprefix('tests/')}`" for each in found[:1]) or "**nothing**"
@@ -103,6 +121,8 @@ def main() -> int:
             if options.write:
                 text = HEADER + "".join(f"| {name} {rows[name]}\n" for name in sorted(rows.keys() - {"bug"}))
                 result.write_text(text)
+    finally:
+        shutil.rmtree(copy)
     return int(missed * 40 > len(patches))
 
 
