@@ -33,10 +33,7 @@ def _file_of(module: str) -> Path | None:
 
 def _names(node: ast.AST, package: str) -> Iterator[str]:
     """Yield the names that may be modules, in imports and in strings below a node of a file of a package."""
-    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-        children: list[ast.stmt] = node.orelse
-    else:
-        children = list(ast.iter_child_nodes(node))  # type: ignore[arg-type]
+    is_for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
     if isinstance(node, ast.Import):
         yield from (each.name for each in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module:
@@ -44,7 +41,7 @@ def _names(node: ast.AST, package: str) -> Iterator[str]:
     elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
         yield from NAMED.findall(node.value)
         yield from (f"{package}.{name}" for name in SIBLING.findall(node.value))
-    for child in children:
+    for child in node.orelse if is_for_types else ast.iter_child_nodes(node):
         yield from _names(child, package)
 
 

@@ -3,9 +3,9 @@
 
     scripts/planted.py [NAME…] [--tests FILE…] [--files 12] [--write]
 
-A patch begins with what the bug does and which promise it breaks (docs/decisions/0074). Tests are chosen by
-`scripts/affected.py`: the three nearest files, those that stand for promises, then others, until one fails or --files
-have been run. --write puts the outcome into RESULT.md. Each run is forked from a process that has imported torch.
+A patch begins with what the bug does and which promise it breaks (docs/decisions/0074). First comes the test file that
+RESULT.md names; then those chosen by `scripts/affected.py`: the three nearest, those that stand for promises, and
+others, until a test fails or --files have been run. --write puts the outcome into RESULT.md.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def failing(copy: Path, files: list[str]) -> list[str]:
             options = ["-m", "not thorough", "-q", "--maxfail=2", "-p", "no:cacheprovider", "-o", "timeout=300"]
             pytest.main([*options, *files])
             sys.stdout.flush()
-        except BaseException:
+        except BaseException:  # noqa: BLE001  # it must not reach the code of the parent
             traceback.print_exc()
         finally:
             os._exit(0)
@@ -113,7 +113,10 @@ def main() -> int:
         for name in LINKED:
             (copy / name).symlink_to(ROOT / name)
         for patch in patches:
-            found = try_one(copy, patch, options.tests, options.files)
+            known = re.findall(r"`([^:`]+)::", rows.get(patch.stem, ""))
+            found = try_one(copy, patch, options.tests or [f"tests/{each}" for each in known], options.files)
+            if known and not found and not options.tests:
+                found = try_one(copy, patch, [], options.files)
             missed += not found
             print(f"{patch.stem}: {', '.join(found) or 'NOT CAUGHT'}", flush=True)
             tests = ", ".join(f"`{each.removeprefix('tests/')}`" for each in found[:1]) or "**nothing**"

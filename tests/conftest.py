@@ -62,7 +62,7 @@ _SHARE = 0.5
 _COSTS = Path(__file__).with_name("costs.txt")
 # What the thorough tests of changed code may take, in the same seconds.
 _SHARE_OF_A_CHANGE = 120.0
-_SKIP_REASONS = 9
+_MAX_REASONS = 9  # for skipping tests, the most frequent first
 _COUNTED = pytest.StashKey[float]()
 
 
@@ -187,9 +187,9 @@ def _tell_skipped(reporter: Any, root: Path) -> None:
         return
     reporter.section("skipped")
     told = Counter(reasons.values()).most_common()
-    for reason, count in told[:_SKIP_REASONS]:
+    for reason, count in told[:_MAX_REASONS]:
         reporter.write_line(f"{count:5}  {reason.splitlines()[0][:100]}")
-    if rest := told[_SKIP_REASONS:]:
+    if rest := told[_MAX_REASONS:]:
         reporter.write_line(f"{sum(count for _, count in rest):5}  for {len(rest)} other reasons: -rs lists them")
 
 
