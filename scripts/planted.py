@@ -113,14 +113,14 @@ def main() -> int:
         for name in LINKED:
             (copy / name).symlink_to(ROOT / name)
         for patch in patches:
-            known = re.findall(r"`([^:`]+)::", rows.get(patch.stem, ""))
+            known = re.findall(r"`([^:`]+)::", rows.get(patch.stem, ""))[:1]
             found = try_one(copy, patch, options.tests or [f"tests/{each}" for each in known], options.files)
             if known and not found and not options.tests:
                 found = try_one(copy, patch, [], options.files)
             missed += not found
             print(f"{patch.stem}: {', '.join(found) or 'NOT CAUGHT'}", flush=True)
-            tests = ", ".join(f"`{each.removeprefix('tests/')}`" for each in found[:1]) or "**nothing**"
-            rows[patch.stem] = f"| {described(patch)[1]} | {tests}{f' and {len(found) - 1} more' * (len(found) > 1)} |"
+            tests = ", ".join(f"`{each.removeprefix('tests/')}`" for each in dict.fromkeys(found)) or "**nothing**"
+            rows[patch.stem] = f"| {described(patch)[1]} | {tests} |"
             if options.write:
                 text = HEADER + "".join(f"| {name} {rows[name]}\n" for name in sorted(rows.keys() - {"bug"}))
                 result.write_text(text)
