@@ -58,8 +58,11 @@ _LONGEST_FIRST = ("labs", "distributed", "slurm", "cli", "docs")
 _SHOWN = 15
 # What a test function may take in the everyday run, in seconds of the processor: as many of its cases as fit into it
 # are run, and the others are thorough. The file has what a case of a dearer one takes; WRITE_COSTS=1 measures anew.
-_SHARE = 1.0
+_SHARE = 0.5
 _COSTS = Path(__file__).with_name("costs.txt")
+# What the thorough tests of changed code may take, in the same seconds.
+_SHARE_OF_A_CHANGE = 120.0
+_MAX_REASONS = 9  # for skipping tests, the most frequent first
 _COUNTED = pytest.StashKey[float]()
 
 
@@ -105,10 +108,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         spent[_function(item.nodeid)] += costs.get(_function(item.nodeid), 0)
         if spent[_function(item.nodeid)] > _SHARE and not item.get_closest_marker("everyday"):
             item.add_marker("thorough")
-    quarter = os.environ.get("THOROUGH_QUARTER")
-    if quarter is not None:
-        left_out = [item for item in items if item.get_closest_marker("thorough") and _quarter(item) != int(quarter)]
-        config.hook.pytest_deselected(items=left_out)
+    quarter, changed = os.environ.get("THOROUGH_QUARTER"), os.environ.get("THOROUGH_FILES")
+    if quarter is not None or changed is not None:
+        thorough = [item for item in items if item.get_closest_marker("thorough")]
+        if changed is None:
+            turn = {item for item in thorough if _quarter(item) == int(quarter or 0)}
+        else:
+            turn = set(_within_share(thorough, changed.split(), costs))
+        left_out = {item for item in thorough if item not in turn}
+        config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
     ranks = {name: rank for rank, name in enumerate(_LONGEST_FIRST)}
     items.sort(key=lambda item: ranks.get(_folder(item.nodeid), len(ranks)))
@@ -118,7 +126,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a package that is not here."""
     for mark in item.iter_markers("needs"):
         if missing := [name for name in mark.args if find_spec(name) is None]:
-            pytest.skip(f"needs {', '.join(missing)}: pip install 'paceline[ci]'")
+            pytest.skip(f"needs {', '.join(missing)}")
 
 
 def _function(nodeid: str) -> str:
@@ -133,6 +141,17 @@ def _costs() -> dict[str, float]:
 def _quarter(item: pytest.Item) -> int:
     """Which of the four a thorough test belongs to: all cases of one function to the same."""
     return zlib.crc32(_function(item.nodeid).encode()) % 4
+
+
+def _within_share(items: list[pytest.Item], files: list[str], costs: Mapping[str, float]) -> Iterator[pytest.Item]:
+    """Yield the tests of some files, the first files first, until their share is used up."""
+    ranks, spent = {name: rank for rank, name in enumerate(files)}, 0.0
+    mine = [item for item in items if item.nodeid.partition("::")[0] in ranks]
+    for item in sorted(mine, key=lambda item: ranks[item.nodeid.partition("::")[0]]):
+        cost = costs.get(_function(item.nodeid), _SHARE / 2)
+        if spent + cost <= _SHARE_OF_A_CHANGE:
+            spent += cost
+            yield item
 
 
 def _processor_seconds() -> float:
@@ -158,8 +177,28 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say where the time went, if it was much: the processor's, which other work on the machine does not change."""
+def _tell_skipped(reporter: Any, root: Path) -> None:
+    """Count what was skipped, by reason, and keep the list of what lacks a package for `scripts/test --skipped`."""
+    reasons = {each.nodeid: each.longrepr[2].removeprefix("Skipped: ") for each in reporter.stats.get("skipped", ())}
+    (root / ".pytest_cache").mkdir(exist_ok=True)
+    lacking = sorted(nodeid for nodeid, reason in reasons.items() if reason.startswith("needs "))
+    (root / ".pytest_cache" / "skipped").write_text("\n".join(lacking))
+    if not reasons:
+        return
+    reporter.section("skipped")
+    told = Counter(reasons.values()).most_common()
+    for reason, count in told[:_MAX_REASONS]:
+        reporter.write_line(f"{count:5}  {reason.splitlines()[0][:100]}")
+    if rest := told[_MAX_REASONS:]:
+        reporter.write_line(f"{sum(count for _, count in rest):5}  for {len(rest)} other reasons: -rs lists them")
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say what was skipped, and where the time went, if it was much.
+
+    The time is the processor's, which other work on the machine does not change.
+    """
+    _tell_skipped(terminalreporter, config.rootpath)
     tests: Counter[str] = Counter()
     folders: Counter[str] = Counter()
     marked = set()

@@ -128,7 +128,8 @@ def test_help_loads_no_torch_and_is_there_at_once(paceline: Call) -> None:
     assert min(seconds) < max(0.3, 12 * min(bare))
 
 
-@pytest.mark.parametrize("arguments", [("recipes",), ("recipes", "show", "digits"), ("audit", "nowhere")])
+@pytest.mark.everyday
+@pytest.mark.parametrize("arguments", [("recipes", "show", "digits"), ("audit", "nowhere"), ("report", "nowhere")])
 def test_what_needs_no_torch_loads_none(paceline: Call, arguments: tuple[str, ...]) -> None:
     traced = paceline(*arguments, interpreter=("-X", "importtime"))
     assert not re.search(r"\|\s+torch$", traced.err, re.MULTILINE)

@@ -13,7 +13,7 @@ from paceline.recipe.model import Model
 
 
 def test_what_is_written_is_said(paceline_here: Call, finished: Path, tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     done = paceline_here("export", finished, "--format", "onnx", "--output", "a.onnx").ended(0)
     lines = done.out.splitlines()
     assert lines[0].startswith("a.onnx: ")

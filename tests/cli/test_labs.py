@@ -145,7 +145,7 @@ def test_lost_points_have_reasons(paceline: Call, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_slides(paceline: Call, tmp_path: Path) -> None:
     """Run the whole command on a very short lab."""
-    pytest.importorskip("nbclient", reason="needs nbclient, which the extra labs installs")
+    pytest.importorskip("nbclient", reason="needs nbclient")
     ignored = shutil.ignore_patterns("__pycache__", "notebooks")
     shutil.copytree(SOURCES, tmp_path / "src", ignore=ignored)
     notebooks = tmp_path / "src" / "paceline_course" / "notebooks"

@@ -103,7 +103,7 @@ def lab(tmp_path: Path) -> Any:
     """A lab of two exercises, with an additional file."""
     from paceline_course.course import Lab
 
-    pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs installs")
+    pytest.importorskip("jupytext", reason="needs jupytext")
     path = tmp_path / "course" / "9b_sums.py"
     (path.parent / "sums").mkdir(parents=True)
     (path.parent / "sums" / "extra.txt").write_text("extra")

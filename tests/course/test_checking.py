@@ -16,7 +16,7 @@ from paceline_course.cells import read_notebook
 from paceline_course.checking import check_lab
 from paceline_course.course import Lab
 
-pytestmark = pytest.mark.needs("jupytext", "IPython")
+pytestmark = pytest.mark.needs("jupytext", "nbformat", "IPython")
 
 RIGHT = {"9b.1": "def add(values):\n    return sum(values)", "9b.2": "%%writefile guess.py\ntotal = 6"}
 Student = Callable[..., Path]

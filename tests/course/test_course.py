@@ -24,7 +24,7 @@ def test_title_duration_and_parts_of_a_lab(lab: Lab) -> None:
 
 
 def test_outline_equals_notebook() -> None:
-    pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs installs")
+    pytest.importorskip("jupytext", reason="needs jupytext")
     for lab in all_labs():
         pairs = list(zip(lab.outline.cells, lab.notebook.cells, strict=True))
         assert all(ours.cell_type == theirs.cell_type and tags_of(ours) == tags_of(theirs) for ours, theirs in pairs)

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import LabError
 
-pytest.importorskip("nbformat", reason="needs nbformat, which the extra labs installs")
+pytest.importorskip("nbformat", reason="needs nbformat")
 
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 

@@ -126,6 +126,7 @@ def test_killed_in_every_part_of_a_window(studio: Path, run: Call, run_here: Cal
 
 
 @pytest.mark.world_size(1)
+@pytest.mark.everyday
 def test_skipped_steps_are_recorded_once(
     studio: Path, run: Call, run_here: Call, summary: Call, same_end: Call
 ) -> None:

@@ -65,6 +65,7 @@ def _checks(done: Any) -> dict[str, dict[str, Any]]:
     return {check["name"]: check for check in done.document["checks"]}
 
 
+@pytest.mark.everyday
 @pytest.mark.world_size(2)
 def test_two_processes_of_a_network_with_batchnorm_and_dropout(run: Call, tmp_path: Path) -> None:
     done = run("prove", *DIGITS, "--json")

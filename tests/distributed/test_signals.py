@@ -220,6 +220,19 @@ def test_stopped_before_it_has_begun(studio: Path, start: Call, number: int) -> 
     assert launched.leftovers() == []
 
 
+@pytest.mark.everyday
+def test_a_signal_to_one_rank_stops_both(
+    tmp_path: Path, patient: tuple[object, ...], start: Call, training_world: Call, summary: Call
+) -> None:
+    run_dir = tmp_path / "run"
+    launched = start(*patient, "--processes", "2", "--run-dir", run_dir, where=tmp_path)
+    launched.wait_for(lambda: training_world(run_dir) == 2)
+    to_last_rank(launched, signal.SIGTERM)
+    launched.wait(60).ended(75)
+    step = summary(run_dir)["step"]
+    assert [[*read_ledger(file)][-1].step for file in ledger_files(run_dir)] == [step] * 2
+
+
 # It comes to the meeting, and then does nothing, as a process does that hangs.
 HANGS = """
 import time, torch

@@ -103,7 +103,7 @@ def test_in_tensorboard(run: Path) -> None:
 
 
 def test_in_tables(run: Path) -> None:
-    pandas = pytest.importorskip("pandas", reason="reads the tables back: pip install pandas")
+    pandas = pytest.importorskip("pandas", reason="needs pandas")
     loss, top1 = expected(run)
     steps = pandas.read_csv(run / "csv" / "step.csv")
     assert dict(zip(steps["step"].tolist(), steps["loss"].tolist(), strict=True)) == loss
@@ -115,7 +115,7 @@ def test_in_tables(run: Path) -> None:
     assert pandas.read_csv(run / "csv" / "resume.csv")["resumes"].tolist() == [1]
 
 
-@pytest.mark.skipif(missing("mlflow"), reason="needs MLflow: pip install 'paceline[mlflow]'")
+@pytest.mark.needs("mlflow")
 def test_in_mlflow(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a SQLite database where the packages for it are installed, else in files."""
     database = run / "mlflow" / "mlflow.db"
@@ -177,7 +177,7 @@ def items(entry: Any) -> dict[str, Any]:
     return {each.key or "/".join(each.nested_key): json.loads(each.value_json) for each in entry}
 
 
-@pytest.mark.skipif(missing("wandb"), reason="needs Weights & Biases: pip install 'paceline[wandb]'")
+@pytest.mark.needs("wandb")
 def test_in_weights_and_biases(run: Path) -> None:
     files = sorted((run / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(files) in (1, 2)  # one, if the first launch was killed before the library was imported
@@ -196,7 +196,7 @@ def test_in_weights_and_biases(run: Path) -> None:
 
 
 def test_in_a_log_in_mlperfs_format(run: Path, tmp_path: Path) -> None:
-    pytest.importorskip("mlperf_logging", reason="needs MLPerf's checker: pip install mlperf-logging")
+    pytest.importorskip("mlperf_logging", reason="needs mlperf_logging")
     log = run / "mlperf" / "result_0.txt"
     lines = [json.loads(line.split(" ", 1)[1]) for line in log.read_text().splitlines()[1:]]
     _, top1 = expected(run)

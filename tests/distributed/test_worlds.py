@@ -81,6 +81,18 @@ def test_evaluation_is_exact_in_any_world(
     assert [answer["loss"] for answer in answers] == pytest.approx([answers[0]["loss"]] * 2, rel=1e-9)
 
 
+@pytest.mark.world_size(2)
+@pytest.mark.everyday
+def test_two_processes_score_the_network_that_they_save(undisturbed: Path, run_here: Call) -> None:
+    """Each has BatchNorm statistics of its own samples: those of the first are scored, as they are saved."""
+    recorded = (undisturbed / "events.jsonl").read_text().splitlines()
+    scores = {each["weights"]: each for each in map(json.loads, recorded) if each["event"] == "evaluation"}
+    for weights in ("model", "ema"):
+        answer = run_here("evaluate", undisturbed, "--weights", weights, "--json").ended(0).document
+        assert answer["top1_accuracy"] == scores[weights]["top1_accuracy"]
+        assert answer["loss"] == pytest.approx(scores[weights]["loss"], rel=1e-9)
+
+
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("processes", [1, 3])
 def test_fewer_samples_than_processes(
@@ -138,10 +150,12 @@ def test_images_of_many_shapes_and_views_are_exact_in_any_world(
 def test_two_processes_train_as_one_does(studio: Path, train: Call, audited: Call) -> None:
     """The same slots of the same batches with the same dropout: equal but for the order of sums.
 
-    90 samples in batches of 88: every other step has two, both the first rank's, and the second rank has none.
+    90 samples in batches of 88: every other step has two, both the first rank's, and the second rank has none. Nothing
+    is clipped: that would hide a gradient that is too long.
     """
     alone, both = studio / "as-one", studio / "as-two"
     changes = (*PLAIN_MODEL, "batch.global_size=88", "train.duration=6 epochs", "schedule.warmup=1 steps")
+    changes += ("optimizer.clip_norm=off",)
     train(alone, *changes, processes=1)
     train(both, *changes, processes=2)
     assert [len(ids) for ids in batches(both).values()] == [88, 2] * 6

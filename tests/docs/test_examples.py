@@ -54,7 +54,7 @@ def test_example_reaches_its_number(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.needs("nbclient", "ipykernel")
+@pytest.mark.needs("nbclient", "nbformat", "ipykernel")
 def test_the_notebook_runs_and_is_kept_without_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import nbformat
     from nbclient import NotebookClient

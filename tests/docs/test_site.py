@@ -97,11 +97,6 @@ def test_every_page_command_and_public_name_is_there(pages: dict[Path, Addresses
     assert "optimizer" in pages[site / "recipe-reference.html"].places
 
 
-def test_a_search_finds_what_is_written(site: Path) -> None:
-    index = (site / "search" / "search_index.json").read_text(encoding="utf-8")
-    assert "python make_pictures.py" in index
-
-
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node, which runs the site's own search")
 def test_the_search_answers_what_a_newcomer_asks(site: Path) -> None:
     words = ["node", str(Path(__file__).with_name("search.js")), str(site), *QUESTIONS]

@@ -32,8 +32,9 @@ def _threads() -> Any:
     torch.set_num_threads(before)
 
 
-# By name: the recipe it starts from, what is overridden to be shorter, a metric, and the range it must be in.
-SMALL: dict[str, tuple[str, dict[str, Any], str, tuple[float, float]]] = {
+# By name: the recipe it starts from, what is overridden to be shorter, and a metric with the range it must be in; None
+# where the loss says as much, which must fall by a tenth.
+SMALL: dict[str, tuple[str, dict[str, Any], str, tuple[float, float] | None]] = {
     "unet3d": ("digits", {"task": "unet3d:OrganAndTumour", "train.duration": "40 steps"}, "organ_dice", (50, 100)),
     "cosmoflow": ("digits", {"task": "cosmoflow:Universes", "train.duration": "40 steps"}, "mae", (0, 0.45)),
     "deepcam": ("shapes-segmentation", {"train.duration": "60 steps"}, "miou", (45, 100)),
@@ -41,9 +42,9 @@ SMALL: dict[str, tuple[str, dict[str, Any], str, tuple[float, float]]] = {
         "shapes-maskrcnn",
         {"train.duration": "8 steps", "data.detection.generated.samples": 40},
         "loss",
-        (0, 16),
+        None,
     ),
-    "rnnt": ("digits", {"task": "rnnt:Transcription", "train.duration": "60 steps"}, "loss", (0, 14)),
+    "rnnt": ("digits", {"task": "rnnt:Transcription", "train.duration": "60 steps"}, "loss", None),
     "diffusion": ("digits", {"task": "diffusion:Denoising", "train.duration": "40 steps"}, "loss", (0, 0.6)),
     "dimenet": ("digits", {"task": "dimenet:Energies", "train.duration": "120 steps"}, "loss", (0, 0.5)),
     "minigo": ("digits", {"task": "minigo:Go", "train.duration": "60 steps"}, "move_accuracy", (10, 100)),
@@ -78,8 +79,8 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
 
     def imported(name: str) -> Any:
         if name in LIBRARIES:
-            module, _, package = LIBRARIES[name]
-            pytest.importorskip(module, reason=f"the example needs it: pip install {package}")
+            module = LIBRARIES[name][0]
+            pytest.importorskip(module, reason=f"needs {module}")
         return importlib.import_module(name)
 
     return imported
@@ -105,12 +106,12 @@ def check_estimate(name: str, recipe: str, overrides: dict[str, Any]) -> None:
 def test_it_learns_survives_sigkill_and_is_scored_alike_by_one_to_three_processes(
     name: str, example: Callable[[str], Any], runs: Path
 ) -> None:
-    recipe, changes, metric, (lowest, highest) = SMALL[name]
+    recipe, changes, metric, allowed = SMALL[name]
     overrides = {**example(name).OVERRIDES, **changes, "telemetry.log_every": "4 steps"}
     check_estimate(name, recipe, overrides)
     overrides["checkpoint.every"] = "3 steps"
     whole = paceline.train(recipe, overrides=overrides, run_dir=runs / "whole", quiet=True)
-    assert lowest < whole.metrics[metric] < highest
+    assert allowed is None or allowed[0] < whole.metrics[metric] < allowed[1]
     losses = [each["loss"] for each in whole.history("step")]
     assert losses[-1] < 0.9 * losses[0]
 

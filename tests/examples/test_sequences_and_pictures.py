@@ -17,7 +17,7 @@ pytestmark = pytest.mark.thorough
 
 @pytest.fixture
 def rnnt(monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("torchaudio", reason="the example needs it: pip install torchaudio")
+    pytest.importorskip("torchaudio", reason="needs torchaudio")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     return importlib.import_module("rnnt")
 
@@ -61,7 +61,7 @@ def test_the_transcription_follows_the_most_probable_letters(rnnt: Any) -> None:
 
 
 def test_the_unet_s_loss_is_monai_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    losses = pytest.importorskip("monai.losses", reason="the example needs it: pip install monai")
+    losses = pytest.importorskip("monai.losses", reason="needs monai")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     unet3d = importlib.import_module("unet3d")
     draws = torch.Generator().manual_seed(0)
@@ -72,7 +72,7 @@ def test_the_unet_s_loss_is_monai_s(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_frechet_distance_is_zero_for_the_same_images_and_adds_a_shift(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("diffusers", reason="the example needs it: pip install diffusers")
+    pytest.importorskip("diffusers", reason="needs diffusers")
     monkeypatch.syspath_prepend(str(EXAMPLES))
     distance = importlib.import_module("diffusion").frechet_distance
     images = torch.randn(200, 5, generator=torch.Generator().manual_seed(0)).double()

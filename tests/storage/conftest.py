@@ -143,8 +143,8 @@ class Proxy:
 
 @pytest.fixture(scope="session")
 def moto_port() -> Iterator[int]:
-    pytest.importorskip("moto.server", reason="the extra ci (moto) is not installed")
-    pytest.importorskip("s3fs", reason="the extra s3 is not installed")
+    pytest.importorskip("moto.server", reason="needs moto")
+    pytest.importorskip("s3fs", reason="needs s3fs")
     with subprocess.Popen(
         [sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as server:

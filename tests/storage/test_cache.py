@@ -79,6 +79,7 @@ class Failing(SimpleHTTPRequestHandler):
             super().do_GET()
 
 
+@pytest.mark.needs("aiohttp")
 def test_a_web_server_that_fails_is_asked_again_and_a_changed_file_is_fetched_again(tmp_path: Path) -> None:
     (tmp_path / "www").mkdir()
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Failing, directory=str(tmp_path / "www"))) as server:

@@ -95,7 +95,7 @@ def test_without_a_network(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> N
 
 def pictures(count: int) -> dict[str, bytes]:
     """Two classes of pictures in parquet files, as data sets on the hub are stored."""
-    datasets = pytest.importorskip("datasets", reason="the extra dev (datasets) is not installed")
+    datasets = pytest.importorskip("datasets", reason="needs datasets")
     draws = np.random.default_rng(0)
     rows: dict[str, list[Any]] = {"image": [], "label": []}
     for number in range(count):

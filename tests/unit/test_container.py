@@ -6,6 +6,7 @@ It cannot be built in a test: that takes a container engine, and a download of P
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -18,26 +19,28 @@ def instructions() -> list[tuple[str, str]]:
     return [(words[0], words[1]) for line in lines if len(words := line.split(None, 1)) == 2]
 
 
+def copied_from_here() -> set[str]:
+    """Files and folders of this repository that some COPY takes."""
+    copies = (argument for name, argument in instructions() if name == "COPY" and "--from" not in argument)
+    return {source for argument in copies for source in argument.split()[:-1]}
+
+
 def test_what_is_copied_is_here_and_is_sent_to_the_builder() -> None:
     ignore = (ROOT / ".containerignore").read_text(encoding="utf-8").splitlines()
     assert "*" in ignore
     sent = {line.removeprefix("!") for line in ignore if line.startswith("!")}
-    copied = {
-        source
-        for name, argument in instructions()
-        if name == "COPY" and "--from" not in argument
-        for source in argument.split()[:-1]
-    }
-    assert copied == sent
-    assert all((ROOT / source).exists() for source in copied)
+    assert copied_from_here() == sent
+    assert [source for source in sent if not (ROOT / source).exists()] == []
     assert (ROOT / ".dockerignore").resolve() == ROOT / ".containerignore"
 
 
-def test_everything_that_a_build_needs_is_copied() -> None:
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    last = [argument for name, argument in instructions() if name == "COPY"]
-    for needed in re.findall(r'"(README\.md|LICENSE)"', project):
-        assert any(needed in argument for argument in last)
+def test_everything_that_a_build_reads_is_copied() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    manifest = (ROOT / "MANIFEST.in").read_text(encoding="utf-8")
+    named = {project["project"]["readme"], *project["project"]["license-files"]}
+    named |= {each for line in re.findall(r"^include (.*)", manifest, re.MULTILINE) for each in line.split()}
+    folders = project["tool"]["setuptools"]["packages"]["find"]["where"]
+    assert {"pyproject.toml", "setup.py", "MANIFEST.in", *folders, *named} == copied_from_here()
 
 
 def test_libraries_are_pinned_and_the_command_runs_as_a_user() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import paceline
 
-pytest.importorskip("build", reason="needs build, which the extra ci brings")
+pytest.importorskip("build", reason="needs build")
 pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,7 @@ def test_the_installed_command_trains_outside_the_checkout(installed: Path, tmp_
 
 
 def test_the_installed_command_has_the_course(installed: Path, tmp_path: Path) -> None:
-    pytest.importorskip("jupytext", reason="needs jupytext, which the extra labs brings")
+    pytest.importorskip("jupytext", reason="needs jupytext")
     command = installed / "paceline"
     listed = json.loads(call(command, "labs", "list", "--json", cwd=tmp_path))
     call(command, "labs", "start", listed[0]["number"], cwd=tmp_path)

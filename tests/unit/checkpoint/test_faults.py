@@ -87,8 +87,7 @@ def test_kills_at_random_moments_never_lose_a_finished_save(tmp_path: Path) -> N
         assert trial["damaged"] == []
         assert trial["acknowledged"] <= trial["newest"] <= trial["acknowledged"] + 1
         assert trial["best"] <= trial["newest"]
-    assert len(trials) >= 15
-    assert trials[-1]["newest"] > 1
+    assert trials[-1]["newest"] >= len(trials) == 18  # of three trials, one waits for a save and one for two
     assert trials[-1]["kept"] == [trials[-1]["newest"], 10_000_000]
 
 

@@ -225,3 +225,21 @@ def test_the_cause_comes_before_its_echo_and_is_told_without_its_notes(tmp_path:
     assert (cause.rank, cause.summary, cause.is_echo) == (0, "RuntimeError: lost", False)
     assert "(after 3.2 s)" in cause.message
     assert (echo.rank, echo.summary) == (1, "the first process failed")
+
+
+@pytest.mark.real_processes
+def test_ranks_do_not_import_from_the_current_directory(tmp_path: Path) -> None:
+    """A file there may have the name of a library: real ranks, as `python -m` is what searches the directory first."""
+    for name in ("click", "rich", "paceline"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current directory')")
+    launch = "import sys; from paceline.distributed.local_launch import launch_local as launch; "
+    launch += "sys.exit(launch(['--version'], 2, cores=2))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", launch],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": SOURCE},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.count(f"version {paceline.__version__}")) == (0, 2), done.stderr

@@ -252,7 +252,7 @@ def test_what_has_no_effect_is_refused(
 def onnx_file(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``onnx_file(**metadata)`` writes the network of the run with these metadata besides its own."""
     for library in ("onnx", "onnxruntime", "onnxscript"):
-        pytest.importorskip(library, reason=f"{library} is not installed: pip install 'paceline[onnx]'")
+        pytest.importorskip(library, reason=f"needs {library}")
     import onnx
 
     folder = tmp_path_factory.mktemp("onnx")

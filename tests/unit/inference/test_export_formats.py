@@ -193,8 +193,8 @@ def test_what_the_card_says(digits: Path, tmp_path: Path) -> None:
 
 
 def test_run_to_onnx(digits: Path, tmp_path: Path) -> None:
-    onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
-    ort = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    onnx = pytest.importorskip("onnx", reason="needs onnx")
+    ort = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     path = tmp_path / "digits.onnx"
     done = written(digits, path, "onnx")
     assert is_exact(done)
@@ -255,7 +255,7 @@ def test_rounded_to_bf16(digits: Path, tmp_path: Path) -> None:
 
 
 def test_in_whole_numbers(digits: Path, tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     path, whole = tmp_path / "small.onnx", tmp_path / "whole.onnx"
     done = written(digits, path, "onnx", quantize="int8")
     written(digits, whole, "onnx")
@@ -274,7 +274,7 @@ def test_in_whole_numbers(digits: Path, tmp_path: Path) -> None:
 
 
 def test_text(tiny_recipe: Path, tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     (tmp_path / "books").mkdir()
     for number in range(4):
         (tmp_path / "books" / f"{number}.txt").write_text("a book of many words. " * 20)
@@ -301,7 +301,7 @@ def test_clicks(tiny_recipe: Path, tmp_path: Path) -> None:
         "train.duration": "2 steps",
     }
     paceline.train(tiny_recipe, overrides=overrides, run_dir=tmp_path / "run", quiet=True)
-    pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     assert is_exact(written(tmp_path / "run", tmp_path / "clicks.onnx", "onnx"))
 
 
@@ -341,7 +341,7 @@ def left(folder: Path) -> set[str]:
 )
 def test_what_is_refused(digits: Path, tmp_path: Path, form: str, output: str, options: Any, said: str) -> None:
     if form == "onnx":
-        pytest.importorskip("onnx")
+        pytest.importorskip("onnx", reason="needs onnx")
     (tmp_path / "there").mkdir()
     (tmp_path / "mine.safetensors").write_text("mine")
     with pytest.raises(PacelineError, match=said):
@@ -380,7 +380,7 @@ def undecided(num_classes):
 
 
 def test_a_network_that_cannot_be_traced(train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("onnx")
+    pytest.importorskip("onnx", reason="needs onnx")
     (tmp_path / "undecided_network.py").write_text(UNEXPORTABLE)
     monkeypatch.syspath_prepend(tmp_path)
     own = {"model.name": "undecided_network:undecided", "model.options": None, "train.duration": "1 steps"}
@@ -408,7 +408,7 @@ def test_what_no_format_but_safetensors_holds() -> None:
 
 
 def test_a_missing_extra_is_named(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("onnx")
+    pytest.importorskip("onnx", reason="needs onnx")
     monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
     with pytest.raises(PacelineError, match=r"needs onnxruntime .*pip install 'paceline\[onnx\]'"):
         written(digits, tmp_path / "a.onnx", "onnx")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from paceline.checkpoint.reading import read_components
 from paceline.models.ema import ExponentialMovingAverage
 
 
@@ -67,3 +71,23 @@ def test_a_mask_of_infinities_stays() -> None:
     average.update(10)
     assert average.module.mask.tolist() == [0.0, -torch.inf]
     assert average.module.centre.tolist() == [0.5, 0.5]
+
+
+def test_a_run_averages_the_weights_that_its_steps_leave(train_tiny: Callable[..., Any]) -> None:
+    """Once per step of two micro-batches, and after it."""
+    first: dict[str, torch.Tensor] = {}
+
+    def network() -> nn.Module:
+        made = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+        first.update({name: each.clone() for name, each in made.state_dict().items()})
+        return made
+
+    two_steps = {"train.duration": "2 steps", "batch.micro_size": 8, "train.ema": 0.9, "checkpoint.every": "1 steps"}
+    run = train_tiny("a", {**two_steps, "evaluate.every": "off"}, make_network=network)
+    average = first
+    for step, kept in enumerate((1 / 10, 2 / 11), start=1):
+        saved = read_components(run.run_dir / "checkpoints" / f"step-{step:08}", ("model", "ema"))
+        for name, before in average.items():
+            assert not torch.equal(before, saved["model"][name])
+            torch.testing.assert_close(saved["ema"][name], kept * before + (1 - kept) * saved["model"][name])
+        average = saved["ema"]

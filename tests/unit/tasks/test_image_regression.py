@@ -194,6 +194,7 @@ def test_evaluation_is_in_the_users_units_and_repeats(trained: Path, tmp_path: P
         evaluate_target(EvaluationRequest(target=trained, overrides=("data.target_columns=[radius]",)))
 
 
+@pytest.mark.needs("onnx", "onnxruntime")
 def test_predictions_are_those_of_evaluation_as_are_those_of_an_onnx_file(
     trained: Path, pictures: Path, tmp_path: Path
 ) -> None:

@@ -430,7 +430,9 @@ class _One:
         return "one"
 
 
-@pytest.mark.parametrize("form", ["onnx", "torch-export", "safetensors"])
+@pytest.mark.parametrize(
+    "form", [pytest.param("onnx", marks=pytest.mark.needs("onnx", "onnxruntime")), "torch-export", "safetensors"]
+)
 def test_it_is_exported(trained: Path, tmp_path: Path, form: str) -> None:
     output = tmp_path / f"model{ {'onnx': '.onnx', 'torch-export': '.pt2'}.get(form, '.safetensors') }"
     export(ExportRequest(target=trained, output=output, form=form, trust_code=True))
@@ -460,10 +462,13 @@ def test_what_is_for_labels_of_images_refuses_it(trained: Path, tmp_path: Path) 
         export(ExportRequest(target=trained, output=tmp_path / "hub", form="timm", trust_code=True))
     with pytest.raises(PacelineError, match="a segmentation network and does not classify images"):
         load_predictor(trained, trust_code=True)
+
+
+@pytest.mark.needs("onnx", "onnxruntime")
+def test_whole_numbers_are_for_labels_of_images(trained: Path, tmp_path: Path) -> None:
+    request = ExportRequest(target=trained, output=tmp_path / "m.onnx", form="onnx", quantize="int8", trust_code=True)
     with pytest.raises(PacelineError, match="int8"):
-        export(ExportRequest(
-            target=trained, output=tmp_path / "m.onnx", form="onnx", quantize="int8", trust_code=True
-        ))  # fmt: skip
+        export(request)
 
 
 def test_a_folder_of_masks_is_trained_on(train: Make, runs: Path) -> None:

@@ -122,7 +122,7 @@ def test_one_that_is_asked_for_later_has_all_that_was_before(tmp_path: Path) -> 
 def test_of_a_real_run_they_are_the_events(
     train_tiny: Callable[..., Any], events: Callable[..., list[dict[str, Any]]]
 ) -> None:
-    pandas = pytest.importorskip("pandas", reason="reads the tables back: pip install pandas")
+    pandas = pytest.importorskip("pandas", reason="needs pandas")
     train_tiny("a", {"telemetry.trackers": ["csv"], "train.until": "5 steps"})
     run = train_tiny("a", {"telemetry.trackers": ["csv"]}).run_dir
     recorded = events(run)

@@ -15,7 +15,7 @@ from paceline.data.packing.origins import detect
 from paceline.errors import DataError
 from paceline.recipe.data import Data
 
-hub = pytest.importorskip("datasets", reason="it is the library that is read back")
+hub = pytest.importorskip("datasets", reason="needs datasets")
 
 LABELS = ["cat", "dog", "owl"]
 

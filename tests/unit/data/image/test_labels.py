@@ -125,6 +125,14 @@ def test_text_in_is_text_out(tmp_path: Path, source: str) -> None:
     assert sorted(open_dataset(chosen).classes) == ["007", "07"]
 
 
+@pytest.mark.parametrize("source", SOURCES)
+def test_numbers_with_leading_zeros_are_names(tmp_path: Path, source: str) -> None:
+    dataset, write = SOURCES[source]
+    path = write(tmp_path / "set", ("007", "07", "7"))
+    found = open_dataset(Data(dataset=dataset, path=str(path), validation_fraction=0))
+    assert (sorted(found.classes), sorted(found.train.labels)) == (["007", "07", "7"], [0, 1, 2])
+
+
 @pytest.mark.parametrize("source", ["csv", "parquet", "tar", "tar_of_json"])
 def test_text_is_a_number_where_all_of_it_is_one(tmp_path: Path, source: str) -> None:
     dataset, write = SOURCES[source]

@@ -165,7 +165,7 @@ def has(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-@pytest.mark.skipif(not has("datasets"), reason="Hugging Face's datasets is not installed")
+@pytest.mark.needs("datasets")
 @pytest.mark.filterwarnings("ignore")  # of its own dependencies
 def test_datasets_reads_what_we_read(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
