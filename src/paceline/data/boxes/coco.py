@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.boxes.pipeline import BoxDataset, Objects
+from paceline.data.boxes.plausibility import implausible
 from paceline.data.image.decode import decode
 from paceline.data.image.source import Image
 from paceline.errors import DataError
@@ -65,6 +66,23 @@ def _has_pixels(outline: Any, height: int, width: int) -> bool:
     from pycocotools import mask
 
     return bool(mask.area(mask.frPyObjects(outline, height, width)).any())
+
+
+def _edges(outline: Any, height: int) -> tuple[float, float, float, float]:
+    """Return left, top, right and bottom edge of a valid segmentation; NaN if it covers no pixel."""
+    if not isinstance(outline, dict):
+        xs, ys = [x for each in outline for x in each[::2]], [y for each in outline for y in each[1::2]]
+        return min(xs), min(ys), max(xs), max(ys)
+    counts = _counts(outline["counts"])
+    assert counts is not None
+    ends = np.cumsum(counts)
+    begins, ends = (ends - counts)[1::2][counts[1::2] > 0], ends[1::2][counts[1::2] > 0]
+    if not len(begins):
+        return (np.nan,) * 4
+    tops, bottoms = begins % height, (ends - 1) % height
+    if (begins // height < (ends - 1) // height).any():  # a run goes on in the next column
+        tops, bottoms = np.array([0]), np.array([height - 1])
+    return begins[0] // height, tops.min(), (ends[-1] - 1) // height + 1, bottoms.max() + 1
 
 
 def _polygon_fault(polygon: Any, height: int, width: int) -> str | None:
@@ -136,6 +154,7 @@ class Annotations:
         labels: Class indices, int64 [M].
         crowd: bool [M].
         outlines: Polygons or run lengths of each object, as in the file; None if not requested.
+        implausible: A sentence for each kind of implausible box or outline.
     """
 
     names: list[str]
@@ -145,6 +164,7 @@ class Annotations:
     labels: NDArray[np.int64]
     crowd: NDArray[np.bool_]
     outlines: list[Any] | None
+    implausible: list[str]
 
 
 class CocoSource:
@@ -229,6 +249,7 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
                 f"{key.removesuffix('_left_out').replace('_', ' ')}: {n:,} left out of training"
                 for key, n in counts.items()
             ),
+            *(sentence for _, _, said, _ in splits_read for sentence in said.implausible),
             *left_out.summaries(),
         ),
     )
@@ -265,7 +286,7 @@ def read_annotations(
         note: Called with the file's content, for its digest.
 
     Raises:
-        DataError: If it is malformed; names the first faults and says how many there are.
+        DataError: If it is malformed, or most of its boxes are implausible; names the first faults and their number.
     """
     refuse_special_inputs(file)
     try:
@@ -282,7 +303,10 @@ def read_annotations(
     _refuse(file, faults)
     rows = list(_rows(tree["annotations"], images, classes, faults, masks=masks))
     _refuse(file, faults)
-    return _arranged(images, classes, rows, masks=masks), classes
+    sides = np.array([images[row[0]][:0:-1] for row in rows], dtype=np.float64)
+    edges = np.array([_edges(row[4], images[row[0]][1]) for row in rows], dtype=np.float64) if masks else None
+    told = implausible(file, tree["annotations"], sides, edges)
+    return _arranged(images, classes, rows, told, masks=masks), classes
 
 
 def _refuse(file: Path, faults: list[str]) -> None:
@@ -375,7 +399,9 @@ def _annotation_fault(each: Any, images: dict[int, Any], classes: dict[int, str]
     return None
 
 
-def _arranged(images: dict[int, Any], classes: dict[int, str], rows: list[Any], *, masks: bool) -> Annotations:
+def _arranged(
+    images: dict[int, Any], classes: dict[int, str], rows: list[Any], implausible: list[str], *, masks: bool
+) -> Annotations:
     """Sort rows by image, keeping the file's order within each."""
     position = {number: index for index, number in enumerate(images)}
     index_of = {number: index for index, number in enumerate(classes)}
@@ -393,6 +419,7 @@ def _arranged(images: dict[int, Any], classes: dict[int, str], rows: list[Any], 
         labels=np.array([index_of[row[1]] for row in rows], dtype=np.int64)[order],
         crowd=np.array([row[3] for row in rows], dtype=bool)[order],
         outlines=[rows[index][4] for index in order] if masks else None,
+        implausible=implausible,
     )
 
 

@@ -6,14 +6,16 @@ import copy
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, strategies
 from PIL import Image
 
-from paceline.data.boxes.coco import files_of_pictures, mask_of, open_coco, outline_fault
+from paceline.data.boxes.coco import files_of_pictures, mask_of, open_coco, outline_fault, read_annotations
 from paceline.data.boxes.pipeline import BoxDataset
 from paceline.data.image.datasets import content_of_files
 from paceline.errors import DataError
@@ -97,6 +99,11 @@ def test_what_is_left_out_is_counted(root: Path) -> None:
     assert opened(root, keep_empty=False).left_out == (
         "pictures without objects: 1 left out of training",
         "boxes without extent: 1 left out of training",
+        *(
+            f"{split}/annotations.json: 1 of 4 boxes {fault}, first annotations[{first}]"
+            for split in ("train", "val")
+            for fault, first in (("reach beyond their picture", 2), ("are less than a pixel wide or high", 3))
+        ),
         "files that the annotations do not name: 3 left out ('train/d.png', 'train/sub/c.png', 'val/a (1).png')",
     )
     # One that lies outside its picture has no extent within it.
@@ -128,10 +135,10 @@ def test_polygons_and_run_lengths_are_drawn(root: Path) -> None:
 @pytest.mark.parametrize("outline", [{"counts": [192], "size": [12, 16]}, [[2] * 6], [[-9, -9, -5, -9, -5, -5]]])
 def test_a_mask_without_pixels_is_left_out_and_counted(root: Path, outline: Any) -> None:
     pytest.importorskip("pycocotools")
-    write(root, annotations=[BOX | {"segmentation": each} for each in (SQUARE, outline)])
+    write(root, annotations=[BOX | {"segmentation": each} for each in (SQUARE, SQUARE, outline)])
     found = opened(root, masks=True, keep_empty=False)
     assert "masks without pixels: 1 left out of training" in found.left_out
-    assert len(found.train.objects(0, masks=True).trainable(12, 16).labels) == 1
+    assert len(found.train.objects(0, masks=True).trainable(12, 16).labels) == 2
 
 
 def test_the_published_folders_are_found_too(root: Path) -> None:
@@ -326,3 +333,110 @@ def test_what_is_not_there_is_named(root: Path) -> None:
     (root / "val" / "annotations.json").unlink()
     with pytest.raises(DataError, match="neither annotations/instances_val2017"):
         opened(root)
+
+
+def converted(box: list[int], notation: str) -> list[float]:
+    x, y, width, height = box
+    notations: dict[str, list[float]] = {
+        "corners": [x, y, x + width, y + height],
+        "fractions": [x / 64, y / 48, width / 64, height / 48],
+        "centres": [x + width / 2, y + height / 2, width, height],
+        "y before x": [y, x, height, width],
+    }
+    return notations[notation]
+
+
+def corners_of(box: list[int]) -> list[float]:
+    x, y, width, height = box
+    return [x, y, x + width, y, x + width, y + height, x, y + height]
+
+
+boxes_of_64x48 = strategies.tuples(
+    strategies.integers(0, 63), strategies.integers(0, 47), strategies.integers(1, 64), strategies.integers(1, 48)
+).map(lambda box: [box[0], box[1], min(box[2], 64 - box[0]), min(box[3], 48 - box[1])])
+
+
+def told_of(folder: Path, boxes: list[Any], outlines: list[Any] | None = None) -> str:
+    """What is said of some boxes in a picture of 64x48, and of their outlines."""
+    entries = [
+        {"id": 70 + at, "image_id": 1, "category_id": 1, "bbox": box, "segmentation": outline}
+        for at, (box, outline) in enumerate(zip(boxes, outlines or boxes, strict=True))
+    ]
+    image = {"id": 1, "file_name": "a.png", "width": 64, "height": 48}
+    tree = {"images": [image], "categories": [{"id": 1, "name": "bolt"}], "annotations": entries}
+    (folder / "annotations.json").write_text(json.dumps(tree))
+    try:
+        found, _ = read_annotations(folder / "annotations.json", masks=outlines is not None)
+    except DataError as error:
+        return f"refused: {error}"
+    return " ".join(found.implausible)
+
+
+@pytest.mark.parametrize("notation", ["corners", "fractions", "centres", "y before x"])
+def test_boxes_in_another_notation_are_refused_with_the_likely_one(tmp_path: Path, notation: str) -> None:
+    right = [[30, 20, 25, 20], [50, 4, 12, 30], [40, 25, 24, 23]]
+    said = told_of(tmp_path, [converted(box, notation) for box in right])
+    assert said.startswith("refused")
+    assert f"look like {notation}" in said
+    assert "annotations[0] (id 70)" in said
+    assert told_of(tmp_path, right) == ""
+
+
+def test_some_implausible_boxes_are_told_with_their_number(tmp_path: Path) -> None:
+    fine = [[30, 20, 25, 20]] * 6
+    said = told_of(tmp_path, [*fine, [60, 40, 9, 4], [1, 1, 0.4, 9], [-3, 0, 9, 9]])
+    assert "2 of 9 boxes reach beyond their picture, first annotations[6] (id 76)" in said
+    assert "1 of 9 boxes are less than a pixel wide or high, first annotations[7] (id 77)" in said
+    assert "look like" not in said
+
+
+@pytest.mark.parametrize(
+    ("outline", "said"),
+    [
+        ([[x / 64, y / 48] for x, y in ((30, 20), (55, 20), (55, 40))], "refused.*look like fractions"),
+        ([[30, 20], [70, 20], [55, 40]], "refused.*reach beyond their picture"),
+        ([[20, 3], [20, 8], [40, 8]], "1 of 1 outlines lie outside their box, first annotations.0. .id 70."),
+        ({"counts": [0, 1200, 1872], "size": [48, 64]}, "lie outside their box"),  # row by row
+    ],
+)
+def test_implausible_outlines_are_refused_or_told(tmp_path: Path, outline: Any, said: str) -> None:
+    pytest.importorskip("pycocotools")
+    outline = outline if isinstance(outline, dict) else [list(itertools.chain(*outline))]
+    assert re.search(said, told_of(tmp_path, [[30, 20, 25, 20]], [outline]))
+
+
+@given(strategies.lists(boxes_of_64x48, min_size=1, max_size=6), strategies.booleans(), strategies.floats(0, 0.9))
+def test_what_lies_in_its_picture_is_never_called_implausible(
+    tmp_path_factory: pytest.TempPathFactory, boxes: list[list[int]], as_runs: bool, rounding: float
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    outlines: list[Any] = [[corners_of(box)] for box in boxes]
+    if as_runs:
+        masks = [np.zeros((48, 64), dtype=np.uint8) for _ in boxes]
+        for mask, (x, y, width, height) in zip(masks, boxes, strict=True):
+            mask[y : y + height, x : x + width] = 1
+        counts = [[len(list(run)) for _, run in itertools.groupby([0, *mask.T.ravel().tolist()])] for mask in masks]
+        outlines = [{"counts": [first - 1, *rest], "size": [48, 64]} for first, *rest in counts]
+    assert (
+        told_of(folder, [[x - rounding, y, width + 2 * rounding, height] for x, y, width, height in boxes], outlines)
+        == ""
+    )
+
+
+@given(strategies.lists(boxes_of_64x48, min_size=2, max_size=6), strategies.data())
+def test_what_leaves_its_picture_or_has_no_pixel_is_always_counted(
+    tmp_path_factory: pytest.TempPathFactory, boxes: list[list[int]], data: strategies.DataObject
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    at = data.draw(strategies.integers(0, len(boxes) - 1))
+    x, y, width, height = boxes[at]
+    broken = [
+        [x, y, 66 - x, height],
+        [x, y, width, 50 - y],
+        [-2, y, width, height],
+        [x, y, 0.5, height],
+        [x, y, width, 0],
+    ]
+    said = told_of(folder, [*boxes[:at], data.draw(strategies.sampled_from(broken)), *boxes[at + 1 :]])
+    assert f"1 of {len(boxes)} boxes" in said
+    assert f"annotations[{at}] (id {70 + at})" in said
