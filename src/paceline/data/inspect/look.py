@@ -18,7 +18,7 @@ from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from paceline.data.image import heads
-from paceline.data.image.decode import LARGEST_PIXELS, guess_format
+from paceline.data.image.decode import LARGEST_PIXELS, NEEDS_HEIF, UNSUPPORTED, guess_format
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource, SampleSource, encoded_source
 
 Severity = Literal["breaks", "spoils", "costs", "notice"]
@@ -63,6 +63,7 @@ OF_SAMPLES = (
     Kind("not_permitted", "breaks", "this user may not read it", "allow it (chmod a+r), or train as its owner"),
     Kind("empty_file", "breaks", "it has no content", _AGAIN),
     Kind("not_an_image", "breaks", "not an image in a supported format", "convert or remove it"),
+    Kind("unsupported", "breaks", "an image of a kind that is not read", "convert it, for example to a PNG of 8 bits"),
     Kind("truncated", "breaks", "it ends before its last pixel", _AGAIN),
     Kind("corrupt", "breaks", "its content is damaged", _AGAIN),
     Kind("too_large", "breaks", f"it has more than {LARGEST_PIXELS:,} pixels", "shrink it"),
@@ -279,6 +280,8 @@ def cause(content: Content, reason: str) -> tuple[str, str]:
         return "too_large", reason
     if "no fixed range" in reason:
         return "no_fixed_range", reason
+    if UNSUPPORTED in reason or reason == NEEDS_HEIF:
+        return "unsupported", reason.removesuffix(UNSUPPORTED).strip()
     head = bytes(content[:512])
     if header is None and not head.startswith(_BEGINNINGS):
         return "not_an_image", guess_format(head) or reason
