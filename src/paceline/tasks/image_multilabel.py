@@ -94,12 +94,13 @@ class ImageMultilabel(ClassTask):
             )
         counts = [labels.sum(axis=0) for labels in (dataset.train.labels, dataset.validation.labels)]
         empty, unscored = (int((count == 0).sum()) for count in counts)
+        notices, of = [*filter(None, [reasons.get("data.classes")])], f"of {len(dataset.classes):,} classes have no"
         if empty:
-            reasons["data.classes"] = f"{empty:,} of {len(dataset.classes):,} classes have no image to train on"
+            notices.append(f"{empty:,} {of} image to train on")
         elif unscored and len(dataset.validation):
-            reasons["data.classes"] = (
-                f"{unscored:,} of {len(dataset.classes):,} classes have no held-out image; map and macro_f1 skip them"
-            )
+            notices.append(f"{unscored:,} {of} held-out image; map and macro_f1 skip them")
+        if notices:
+            reasons["data.classes"] = "; ".join(notices)
         return {
             "classes": len(dataset.classes),
             **({"classes_without_images": empty} if empty else {}),

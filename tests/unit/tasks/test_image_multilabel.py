@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +89,44 @@ def test_a_cell_of_names_has_any_number_of_them(tmp_path: Path) -> None:
         opened(image_table(tmp_path, [*rows, "cow,val"], "image,label,split"))
     with pytest.raises(DataError, match="no label in any row"):
         opened(image_table(tmp_path, [",train", ";,train"], "image,label,split"))
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["['cat']", "['cat', 'dog']", "[]", "['dog']"],
+        ['["cat"]', '["cat","dog"]', "[ ]", '["dog"]'],
+        ["('cat',)", "{'dog', 'cat'}", "{}", '["dog"]'],
+        ["['cat']", "['cat' 'dog']", "[]", " ['dog'] "],  # numpy's
+    ],
+)
+def test_a_cell_shows_a_list_in_another_notation(tmp_path: Path, cells: list[str]) -> None:
+    quoted = ['"{}",train'.format(cell.replace('"', '""')) for cell in cells]
+    found = opened(image_table(tmp_path, quoted, "image,label,split"))
+    assert found.classes == ("cat", "dog")
+    assert found.train.labels.tolist() == [[1, 0], [1, 1], [0, 0], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("cells", "quoted"),
+    [
+        (["cat", "dog", "cat|dog", ""], "has the label 'cat|dog', whose parts are labels too: separate"),
+        (["cat", "dog", "cat, dog", ""], "has the label 'cat, dog', whose parts are labels too: separate"),
+        (["a|b", "b|c", "a|c"], "each name like 'a|b' (3 of 3) is taken for one class: separate several labels"),
+        (["{a,b}", "{b}", "{c}"], "each name like '{a,b}' (3 of 3) is taken for one class"),
+        (["clear primary", "primary haze", "clear", "haze", "haze clear", "primary"], "each name like 'clear primary'"),
+        (["tench, Tinca tinca", "hot dog", "a (b)", "AC/DC"], ""),
+    ],
+)
+def test_names_that_join_others_are_refused_or_told(tmp_path: Path, cells: list[str], quoted: str) -> None:
+    path = image_table(tmp_path, [f'"{cell}",train' for cell in cells], "image,label,split")
+    if "parts are labels" in quoted:
+        with pytest.raises(DataError, match=re.escape(quoted)):
+            opened(path)
+    else:
+        said = opened(path).reasons.get("classes", "")
+        assert said.startswith(quoted)
+        assert bool(said) == bool(quoted)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "path"])

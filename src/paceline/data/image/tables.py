@@ -6,6 +6,7 @@ names.
 
 from __future__ import annotations
 
+import ast
 import codecs
 import hashlib
 import math
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, StoredImages, file_splits
+from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, StoredImages, file_splits, similar_names
 from paceline.data.image.source import FileSource, Ids
 from paceline.data.splits import SPLIT_NAMES, TRAIN, split_of
 from paceline.errors import DataError, did_you_mean
@@ -173,9 +174,13 @@ def number_classes(
                 f"{path!r} has held-out samples of the class {unknown[0]!r}, but none to train on: add "
                 "some, or hold out others (data.validation_fraction, or a column 'split')."
             )
-    if len(classes) < 2 and not one_class:
-        raise DataError(f"{path!r} has one class, {classes[0]!r}, but a classifier needs at least two.")
+    _refuse_one_class({classes[number[label]] for label in parts[0]}, path, one_class=one_class)
     return classes, [np.array([number[label] for label in labels], dtype=np.int64) for labels in parts]
+
+
+def _refuse_one_class(trained: set[str], path: str, *, one_class: bool) -> None:
+    if len(trained) == 1 and not one_class:
+        raise DataError(f"{path!r} has one class, {trained.pop()!r}, but a classifier needs at least two.")
 
 
 def _are_numbers(labels: set[int | str], path: str) -> bool:
@@ -247,6 +252,7 @@ def number_rows(
                 "the table again."
             )
         numbered.append(np.array(said, dtype=np.int64))
+    _refuse_one_class({classes[each] for each in np.unique(numbered[0])}, path, one_class=one_class)
     return classes, numbered
 
 
@@ -291,16 +297,20 @@ def name_rows(
 ) -> tuple[tuple[str, ...], list[NDArray[np.float32]]]:
     """Return the class names of multi-label rows, and each row's labels, 0 or 1 [rows, classes].
 
-    A cell is a list, or text with names separated by ``;`` and optional spaces; an empty cell means no labels. The
-    arguments are those of :func:`number_rows`.
+    A cell is a list, also one in Python's or JSON's notation, or text with names separated by ``;`` and optional
+    spaces; an empty cell means no labels. The arguments are those of :func:`number_rows`.
 
     Raises:
-        DataError: If a label is not a name, a held-out label is not a training class, or there are no labels.
+        DataError: If a label is not a name, or joins others, a held-out label is not a training class, or there are no
+            labels.
     """
 
     def labels(row: int) -> set[str]:
         cell = "" if values[row] is None else values[row]
-        listed = cell.split(";") if isinstance(cell, str) else cell if isinstance(cell, list) else [cell]
+        listed: list[Any] = cell if isinstance(cell, list) else [cell]
+        if isinstance(cell, str):
+            found = _list_in(cell.strip())
+            listed = cell.split(";") if found is None else found
         texts = (each.strip() if isinstance(each, str) else each for each in listed)
         return {str(as_label(each, name(row))) for each in texts if each != ""}
 
@@ -311,11 +321,57 @@ def name_rows(
     if unknown := sorted(set().union(*(each for part in found for each in part)).difference(classes)):
         raise DataError(f"{path!r} has held-out images of the class {unknown[0]!r}, but none to train on.")
     numbers = {name: number for number, name in enumerate(classes)}
+    for separator in "|,":
+        for each in classes:
+            if separator in each and all(part.strip() in numbers for part in each.split(separator)):
+                raise DataError(
+                    f"{path!r} has the label {each!r}, whose parts are labels too: separate labels by ';' instead of "
+                    f"{separator!r}."
+                )
     numbered = [np.zeros((len(part), len(classes)), dtype=np.float32) for part in found]
     for part, rows in zip(found, numbered, strict=True):
         for named, row in zip(part, rows, strict=True):
             row[[numbers[each] for each in named]] = 1
     return classes, numbered
+
+
+# In Python's or JSON's notation, or numpy's, which has no commas.
+_ITEM = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[0-9]+"""
+_LIST = re.compile(rf"[\[({{]\s*(?:(?:{_ITEM})(?:[\s,]+(?:{_ITEM}))*)?,?\s*[\])}}]")
+
+
+def _list_in(cell: str) -> list[str] | None:
+    """Return the items of a list of quoted names or numbers that a cell's text shows; None if it shows none."""
+    if not _LIST.fullmatch(cell):
+        return None
+    try:
+        return [str(ast.literal_eval(item) if item[0] == "'" else load_json(item)) for item in re.findall(_ITEM, cell)]
+    except (ValueError, SyntaxError):
+        return None
+
+
+def listed_names(classes: Sequence[str]) -> list[str]:
+    """Return the names that look like lists of labels: by ``;`` or brackets, or since their parts are few."""
+    found = {name for name in classes if ";" in name or (name[0] in "[{" and name[-1] in "]}")}
+    # Names of one class may have a comma, as in WordNet, or a space.
+    for separator, share in (("|", 1.0), (",", 1.0), ("/", 0.5), (" ", 0.5)):
+        joined = [name for name in classes if separator in name]
+        parts = {part.strip() for name in classes for part in name.split(separator)}
+        found.update(joined if len(parts) <= share * len(classes) else ())
+    return [name for name in classes if name in found]
+
+
+def odd_class_names(classes: Sequence[str], fix: str) -> list[str]:
+    """Return warnings about suspicious class names; ``fix`` says what to do about names that look like lists."""
+    listed, similar = listed_names(classes), similar_names(classes)
+    notes = []
+    if listed:
+        count = f"{len(listed):,} of {len(classes):,}"
+        notes.append(f"each name like {listed[0]!r} ({count}) is taken for one class: {fix}")
+    if similar:
+        more = f", and {len(similar) - 1:,} more pairs" if len(similar) > 1 else ""
+        notes.append(f"the classes {' and '.join(map(repr, similar[0]))} differ by case or space only{more}")
+    return notes
 
 
 def _number_in(cell: Any) -> float:

@@ -151,7 +151,12 @@ OF_SETS = (
         "no held-out image of the class, so it is not scored",
         "add held-out images, or training images to hold some out of",
     ),
-    Kind("listed_names", "notice", "a class whose name is a list", "set task=image_multilabel, if these are labels"),
+    Kind(
+        "listed_names",
+        "notice",
+        "a class whose name looks like a list",
+        "if these are labels, set task=image_multilabel and separate them by ';'",
+    ),
     Kind("alike_names", "notice", "classes whose names differ only in case or spaces", "merge them, if they are one"),
     Kind("unread", "notice", "in the folder, and not read by a run", "move it, if it should be read"),
 )

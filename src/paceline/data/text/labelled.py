@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.tables import find_column, number_rows
+from paceline.data.image.tables import find_column, number_rows, odd_class_names
 from paceline.data.text.corpus import StoredCorpus, TextDataset, split_by_name, stored
 from paceline.data.text.datasets import python_documentation
 from paceline.data.text.pipeline import IGNORED_TARGET
@@ -40,6 +40,7 @@ _KINDS = {
     "typesseq-mutable",
     "debugger": "debugger",
 }
+_SEVERAL = "a text has one; correct it, if it is a list"
 _FEWEST_WORDS = 8  # in a paragraph
 
 
@@ -147,7 +148,7 @@ def from_rows(
         tokenizer=tokenizer,
         digest=text_digest(*map(str.encode, content), *(each.tobytes() for each in labels)),
         reason=table.reason,
-        left_out=left_out.summaries(),
+        left_out=(*left_out.summaries(), *([] if per_word else odd_class_names(classes, _SEVERAL))),
     )
 
 

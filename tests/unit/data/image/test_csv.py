@@ -57,6 +57,8 @@ def test_lists_that_are_taken_for_classes_are_told(tmp_path: Path) -> None:
     assert told.startswith("each name like 'cat;dog' (1 of 2) is taken for one class: ")
     assert "set task=image_multilabel, with data.dataset=csv" in told
     assert "classes" not in open_dataset(opened(path), several_labels=True).reasons
+    other = table(tmp_path, "path,label\n" + "".join(f"{name},['{name[0]}']\n" for name in names), "other.csv")
+    assert "each name like \"['a']\" (4 of 4)" in open_dataset(opened(other)).reasons["classes"]
     found = {
         each.kind.name: [entry.name for entry in each.entries] for each in check_data(str(path), workers=1).findings
     }
@@ -90,6 +92,8 @@ def test_columns_are_named(tmp_path: Path) -> None:
         ("path,label\na.png,x\na.png,y\n", "names too, with the label 'x' there and 'y' here: keep one"),
         ("path,label\na.png,1.5\nb.png,2\n", "has the label 1.5, but labels are whole numbers from 0, or names"),
         ("path,label\na.png,x\nb.png,x\n", "has one class, 'x'"),
+        ("path,label\na.png,7\nb.png,7\n", "has one class, '7'"),
+        ("path,label,split\na.png,7,train\nb.png,3,val\n", "has one class, '7'"),
         ("path,label,split\na.png,x,train\nb.png,y,tset\n", "has the split 'tset' .* Did you mean 'test'"),
         ("path,label,split\na.png,x,val\nb.png,y,val\n", "has no row whose split is train"),
         ("path,label,split\na.png,x,train\nb.png,y,val\n", "held-out samples of the class 'y', but none to train on"),

@@ -207,6 +207,7 @@ def test_a_damaged_file_is_refused_or_read_alike_twice(tmp_path: Path) -> None:
     [
         ([0, -1, 1], r"row 1 \(counted from 0\) of .* has no label \(-1\)"),
         ([0, 2, 1], "label 2, .* classes are 0 … 1"),
+        ([1, 1, 1], "has one class, '"),
     ],
 )
 def test_labels_of_no_class_are_refused(tmp_path: Path, labels: list[int | None], message: str) -> None:
