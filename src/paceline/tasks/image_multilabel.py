@@ -97,7 +97,9 @@ class ImageMultilabel(ClassTask):
         notices, of = [*filter(None, [reasons.get("data.classes")])], f"of {len(dataset.classes):,} classes have no"
         if empty:
             notices.append(f"{empty:,} {of} image to train on")
-        elif unscored and len(dataset.validation):
+        if unscored == len(dataset.classes) and len(dataset.validation):
+            notices.append(self.leave_out_collected("no held-out image has a label"))
+        elif unscored and not empty and len(dataset.validation):
             notices.append(f"{unscored:,} {of} held-out image; map and macro_f1 skip them")
         if notices:
             reasons["data.classes"] = "; ".join(notices)
@@ -115,7 +117,7 @@ class ImageMultilabel(ClassTask):
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return the collector of mean average precision and F1, in percent."""
-        return (LabelScores(self.dataset.classes, self.thresholds),)
+        return (LabelScores(self.dataset.classes, self.thresholds),) if len(self.metrics) > 1 else ()
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         """Return for each class its probability, float64, and whether it is predicted and labelled, 0 or 1 [N]."""

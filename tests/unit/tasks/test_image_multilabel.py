@@ -41,6 +41,7 @@ from paceline.tasks.image_multilabel import AsymmetricLoss, ImageMultilabel
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.fake_batch import with_placeholder_data
+from paceline.trainer.train import plan_only
 from paceline.world import World
 
 CPU = torch.device("cpu")
@@ -127,6 +128,19 @@ def test_names_that_join_others_are_refused_or_told(tmp_path: Path, cells: list[
         said = opened(path).reasons.get("classes", "")
         assert said.startswith(quoted)
         assert bool(said) == bool(quoted)
+
+
+def test_metrics_that_held_out_images_leave_undefined_are_not_reported(tmp_path: Path) -> None:
+    path = image_table(tmp_path, ["cat,train", "dog,train", ",val", ",val"], "image,label,split")
+    keys: dict[str, Any] = {"data.dataset": "csv", "data.path": str(path), "data.samples": None, "data.image_size": 32}
+    keys |= {"evaluate.thresholds": 0.5}
+    keys |= {"train.duration": "2 steps", "batch.global_size": 2, "evaluate.every": "1 steps"}
+    result = paceline.train("figures", overrides={**SHORT, **keys}, run_dir=tmp_path / "run", quiet=True)
+    assert (result.metrics["best"]["metric"], "map" in result.metrics) == ("loss", False)
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert "map, macro_f1, micro_f1: undefined and not reported, since no held-out image has" in json.dumps(plan)
+    with pytest.raises(RecipeError, match=r"evaluate\.metric=map is not a metric of this task; choose one of: loss"):
+        plan_only(load_recipe("figures", {**SHORT, **keys, "evaluate.metric": "map"}))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "path"])

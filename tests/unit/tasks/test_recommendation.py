@@ -230,6 +230,15 @@ def test_lines_of_criteos_format_are_trained_on_and_predicted(train: Make, tmp_p
     assert command(["evaluate", str(done.run_dir), f"data.path={tmp_path / 'other.tsv'}", "--json"]) == 0
 
 
+def test_the_area_under_the_curve_is_not_reported_for_one_label(recipe: Path, tmp_path: Path) -> None:
+    text = ["\t".join([str(int(n < 30)), *(["3"] * 13), *([""] * 26)]) for n in range(60)]
+    (tmp_path / "clicks.tsv").write_text("\n".join(text))
+    data = {"dataset": "criteo", "path": str(tmp_path / "clicks.tsv"), "samples": None, "clicks": None}
+    plan = plan_only(load_recipe(recipe, {"data": data}))
+    assert plan.headline == "loss"
+    assert any("auc, normalized_entropy: undefined and not reported" in each for each in plan.left_out)
+
+
 def test_lines_that_were_left_out_are_told(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = ["\t".join([str(n % 2), *(["3"] * 13), *([""] * 26)]) for n in range(60)]
     (tmp_path / "clicks.tsv").write_text("\n".join(["wrong", *text, "as well"]))

@@ -244,6 +244,7 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
         classes=tuple(classes.values()),
         digest=digest.hexdigest(),
         facts=counts,
+        is_unscored=bool(len(held_out.names) and held_out.crowd.all()),
         left_out=(
             *(
                 f"{key.removesuffix('_left_out').replace('_', ' ')}: {n:,} left out of training"

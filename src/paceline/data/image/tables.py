@@ -533,6 +533,37 @@ def parts_of(splits: Sequence[str] | None, count: int, where: str, *, score_all:
     return Parts(train, test, "the rows whose split is test") if len(test) else Parts(train, None, "")
 
 
+def hold_out_labelled(parts: Parts, values: Sequence[Any], request: DatasetRequest) -> Parts:
+    """Return the parts without the held-out rows, if these have no label at all, as in a competition's test split.
+
+    Args:
+        parts: The rows of each split.
+        values: Values of the label column, one per row, or tuples for several columns.
+        request: Says what is read; an empty cell is a label if there are several.
+    """
+    is_needed = request.data.score_all or (request.several_labels and not request.data.target_columns)
+    if (
+        parts.held_out is None
+        or is_needed
+        or not are_unlabelled(*([values[row] for row in each] for each in parts.splits))
+    ):
+        return parts
+    return Parts(parts.train, None, f"{len(parts.held_out):,} rows without labels are not read ({parts.description})")
+
+
+def are_unlabelled(train: Sequence[Any], held_out: Sequence[Any]) -> bool:
+    """Whether all held-out labels are missing (null, empty or -1), and none in training."""
+    return bool(held_out) and all(map(_is_missing, held_out)) and not any(map(_is_missing, train))
+
+
+def _is_missing(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_missing, value))
+    if isinstance(value, tuple):  # numbers, of which -1 is one
+        return all(each is None or each == "" or each != each for each in value)
+    return value is None or value != value or value == -1 or (isinstance(value, str) and value.strip() in ("", "-1"))
+
+
 def files_ending_in(ending: str, root: Path, left_out: SkippedItems) -> list[Path]:
     """Return the files below a folder with these endings, in order; all others are counted in ``left_out``."""
     found = []
@@ -597,6 +628,7 @@ def open_paths(
     Raises:
         DataError: If a label or a path is missing.
     """
+    parts = hold_out_labelled(parts, labels, request)
     splits, data = parts.splits, request.data
     wanted = np.unique(np.concatenate(splits))
     sizes = _sizes(root, paths, labels, where, wanted, request.problems)

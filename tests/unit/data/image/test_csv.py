@@ -65,6 +65,21 @@ def test_lists_that_are_taken_for_classes_are_told(tmp_path: Path) -> None:
     assert found["listed_names"] == ["cat;dog"]
 
 
+@pytest.mark.parametrize("label", ["", "-1"])
+def test_a_test_split_without_labels_is_not_held_out(tmp_path: Path, label: str) -> None:
+    names = [f"{number}.png" for number in range(10)]
+    images(tmp_path, names)
+    rows = [f"{name},{'xy'[at % 2]},train" if at < 8 else f"{name},{label},test" for at, name in enumerate(names)]
+    found = open_dataset(opened(table(tmp_path, "\n".join(["path,label,split", *rows, ""])), validation_fraction=0.25))
+    assert (found.classes, len(found.train), len(found.validation), found.is_split_off) == (("x", "y"), 6, 2, True)
+    assert "2 rows without labels are not read (the rows whose split is test)" in found.reasons["validation"]
+    for file in ("all.csv", "one.csv"):  # of a split with some labels, or to be scored, each row needs one
+        rows[8] = rows[8] if file == "all.csv" else "8.png,x,test"
+        path = table(tmp_path, "\n".join(["path,label,split", *rows, ""]), file)
+        with pytest.raises(DataError, match=r"has no label|class '-1'"):
+            open_dataset(opened(path, validation_fraction=1))
+
+
 def test_columns_are_named(tmp_path: Path) -> None:
     images(tmp_path, ["a.png", "b.png"])
     path = table(tmp_path, "where\twhat\nb.png\t1\na.png\t0\n", "rows.tsv")
