@@ -91,10 +91,12 @@ def file_problem(path: Path) -> str | None:
                     f"{str(path)!r} is not UTF-8: byte {error.start + 1} of line {number:,} is "
                     f"0x{line[error.start]:02x}. Convert it, for example with `iconv -f {encoding} -t utf-8`."
                 )
-            except ValueError:
-                return (
-                    f"line {number:,} of {str(path)!r} is not a JSON object: write one object per line, not an array."
-                )
+            except ValueError as error:
+                fault, fix = "is not a JSON object", "write one object per line, not an array"
+                if text.startswith("{"):
+                    fault = f"does not hold one whole JSON object ({error})"
+                    fix = "if the file was cut off, copy it again; otherwise write each object on one line"
+                return f"line {number:,} of {str(path)!r} {fault}: {fix}."
             for key, value in row.items():
                 kind = "" if value is None else _KINDS[type(value)]
                 if kind and kinds.setdefault(key, kind) != kind:

@@ -216,7 +216,12 @@ def test_a_split_column_is_in_all_tables_or_in_none(tmp_path: Path) -> None:
 
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a", "label": "x"}\n{"text": \n')
+    for torn in ('{"text": \n', '{"text": "b', '{"text": "b", "label": "x"'):
+        path.write_text('{"text": "a", "label": "x"}\n' + torn)
+        said = r"line 2 of .*a.jsonl' does not hold one whole JSON object .*: if the file was cut off, copy it again"
+        with pytest.raises(DataError, match=said):
+            found(path)
+    path.write_text('{"text": "a", "label": "x"}\n3\n')
     with pytest.raises(DataError, match=r"line 2 of .*a.jsonl' is not a JSON object: write one object per line"):
         found(path)
     path.write_text('\n[{"text": "a", "label": "x"}]')
@@ -262,6 +267,18 @@ def test_a_stray_quotation_mark_swallows_no_rows(tmp_path: Path, ending: str) ->
     path.write_text("\n".join(lines))
     with pytest.raises(DataError, match=rf"cannot be read \(line 5: '{separator}' expected after '\"'\)"):
         found(path)
+
+
+def test_a_field_that_does_not_end_is_named_where_it_begins(tmp_path: Path) -> None:
+    lines = ["text,label", *(f"word {n},{'ab'[n % 2]}" for n in range(20))]
+    lines[4] = '"so,a'
+    for later in ("word,a", '"word" so,a'):  # to the end of the file, or to the next quotation mark
+        (tmp_path / "x.csv").write_text("\n".join([*lines, later]))
+        with pytest.raises(DataError, match=r"cannot be read \(line 5: a quotation mark opens a field that does not"):
+            found(tmp_path / "x.csv")
+    (tmp_path / "x.csv").write_text('text,label\n"a\nb",x\n"c\nd"\n')
+    with pytest.raises(DataError, match=r"line 4 of .* has 1 fields"):
+        found(tmp_path / "x.csv")
 
 
 def test_labels_have_no_spaces_around_them(tmp_path: Path) -> None:
