@@ -346,10 +346,11 @@ def _list_in(cell: str) -> list[str] | None:
     """Return the items of a list of quoted names or numbers that a cell's text shows; None if it shows none."""
     if not _LIST.fullmatch(cell):
         return None
-    try:
-        return [str(ast.literal_eval(item) if item[0] == "'" else load_json(item)) for item in re.findall(_ITEM, cell)]
-    except (ValueError, SyntaxError):
-        return None
+    items = re.findall(_ITEM, cell)
+    for read in (load_json, ast.literal_eval):
+        with suppress(ValueError, SyntaxError):
+            return [str(read(item)) for item in items]
+    return None
 
 
 def listed_names(classes: Sequence[str]) -> list[str]:

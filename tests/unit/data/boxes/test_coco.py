@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies
+from hypothesis import given, settings, strategies
 from PIL import Image
 
 from paceline.data.boxes.coco import files_of_pictures, mask_of, open_coco, outline_fault, read_annotations
@@ -405,6 +405,7 @@ def test_implausible_outlines_are_refused_or_told(tmp_path: Path, outline: Any, 
     assert re.search(said, told_of(tmp_path, [[30, 20, 25, 20]], [outline]))
 
 
+@settings(max_examples=40)
 @given(strategies.lists(boxes_of_64x48, min_size=1, max_size=6), strategies.booleans(), strategies.floats(0, 0.9))
 def test_what_lies_in_its_picture_is_never_called_implausible(
     tmp_path_factory: pytest.TempPathFactory, boxes: list[list[int]], as_runs: bool, rounding: float
@@ -423,6 +424,7 @@ def test_what_lies_in_its_picture_is_never_called_implausible(
     )
 
 
+@settings(max_examples=40)
 @given(strategies.lists(boxes_of_64x48, min_size=2, max_size=6), strategies.data())
 def test_what_leaves_its_picture_or_has_no_pixel_is_always_counted(
     tmp_path_factory: pytest.TempPathFactory, boxes: list[list[int]], data: strategies.DataObject

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, strategies
+from hypothesis import given, settings, strategies
 from tiny_text import reviews, tokenizer_folder, write_lines
 
 from paceline.data.text.corpus import split_by_class
@@ -77,6 +77,7 @@ def test_rows_are_the_same_in_every_kind_of_file(tmp_path: Path, name: str) -> N
     assert found(tmp_path / name).classes == ("animal", "other")
 
 
+@settings(max_examples=60)
 @given(
     strategies.lists(strategies.sampled_from("aaaabbc"), min_size=4, max_size=40), strategies.sampled_from((0.1, 0.3))
 )
