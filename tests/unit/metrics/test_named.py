@@ -68,7 +68,9 @@ def replace_metrics(recipe: Path, name: str) -> Any:
 
 def test_a_metric_that_is_never_a_number_chooses_no_evaluation(tiny_recipe: Path, runs: Path) -> None:
     asked = {"evaluate.metrics": {"odd": {"name": f"{__name__}:undefined"}}, "evaluate.metric": "odd"}
-    run = paceline.train(tiny_recipe, overrides={**asked, "evaluate.every": "2 steps"}, run_dir=runs / "run", quiet=True)
+    run = paceline.train(
+        tiny_recipe, overrides={**asked, "evaluate.every": "2 steps"}, run_dir=runs / "run", quiet=True
+    )
     assert run.metrics["best"] == {}
     assert not (run.run_dir / "checkpoints" / "best.json").exists()
     assert "odd is undefined (not a number) on the held-out samples" in run.summary.details["warning"]
