@@ -211,7 +211,7 @@ class Detection(Task):
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return the collector of mean average precision."""
-        return (AveragePrecision(self._kinds),) if len(self.metrics) > 1 else ()
+        return (AveragePrecision(self._kinds),) if any(each.is_collected for each in self.metrics) else ()
 
     def _losses(self, model: Model, batch: Batch) -> Tensor:
         """Return the loss of each picture by itself, [N]; random sampling is keyed by the picture's number."""

@@ -202,11 +202,6 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
         )
         ledger = counted.facts
     warning = divergence(run.window, progress.last) if status == "completed" else ""
-    if progress.last and not progress.best:
-        name = run.best_metric().name
-        warning = (
-            warning or f"{name} is undefined (not a number) on the held-out samples, so no evaluation is the best."
-        )
     details: dict[str, Any] = {"ending": ending, **({"warning": warning} if warning else {})}
     # The fraction of its data that the run has seen, if not all of it.
     if part := {key: plan.data[key] for key in ("only_classes", "subset", "split_file_sha256") if key in plan.data}:

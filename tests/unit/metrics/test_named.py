@@ -36,10 +36,6 @@ def no_number() -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     return lambda scores, _: scores
 
 
-def undefined() -> Callable[[torch.Tensor, torch.Tensor], float]:
-    return lambda scores, _: math.nan
-
-
 class Distance:
     higher_is_better = False
 
@@ -64,16 +60,6 @@ def test_it_is_the_same_however_samples_are_shared_out(ranks: int) -> None:
 
 def replace_metrics(recipe: Path, name: str) -> Any:
     return load_recipe(recipe, {"evaluate.metrics": {"one": {"name": name}}}).recipe
-
-
-def test_a_metric_that_is_never_a_number_chooses_no_evaluation(tiny_recipe: Path, runs: Path) -> None:
-    asked = {"evaluate.metrics": {"odd": {"name": f"{__name__}:undefined"}}, "evaluate.metric": "odd"}
-    run = paceline.train(
-        tiny_recipe, overrides={**asked, "evaluate.every": "2 steps"}, run_dir=runs / "run", quiet=True
-    )
-    assert run.metrics["best"] == {}
-    assert not (run.run_dir / "checkpoints" / "best.json").exists()
-    assert "odd is undefined (not a number) on the held-out samples" in run.summary.details["warning"]
 
 
 def test_without_a_sample_there_is_no_number() -> None:

@@ -68,21 +68,10 @@ def _has_pixels(outline: Any, height: int, width: int) -> bool:
     return bool(mask.area(mask.frPyObjects(outline, height, width)).any())
 
 
-def _edges(outline: Any, height: int) -> tuple[float, float, float, float]:
-    """Return left, top, right and bottom edge of a valid segmentation; NaN if it covers no pixel."""
-    if not isinstance(outline, dict):
-        xs, ys = [x for each in outline for x in each[::2]], [y for each in outline for y in each[1::2]]
-        return min(xs), min(ys), max(xs), max(ys)
-    counts = _counts(outline["counts"])
-    assert counts is not None
-    ends = np.cumsum(counts)
-    begins, ends = (ends - counts)[1::2][counts[1::2] > 0], ends[1::2][counts[1::2] > 0]
-    if not len(begins):
-        return (np.nan,) * 4
-    tops, bottoms = begins % height, (ends - 1) % height
-    if (begins // height < (ends - 1) // height).any():  # a run goes on in the next column
-        tops, bottoms = np.array([0]), np.array([height - 1])
-    return begins[0] // height, tops.min(), (ends[-1] - 1) // height + 1, bottoms.max() + 1
+def _edges(outline: Any) -> list[float]:
+    """Return left, top, right and bottom edge of a segmentation's polygons."""
+    numbers = [[number for polygon in outline for number in polygon[axis::2]] for axis in (0, 1)]
+    return [pick(each) for pick in (min, max) for each in numbers]
 
 
 def _polygon_fault(polygon: Any, height: int, width: int) -> str | None:
@@ -304,9 +293,9 @@ def read_annotations(
     _refuse(file, faults)
     rows = list(_rows(tree["annotations"], images, classes, faults, masks=masks))
     _refuse(file, faults)
-    sides = np.array([images[row[0]][:0:-1] for row in rows], dtype=np.float64)
-    edges = np.array([_edges(row[4], images[row[0]][1]) for row in rows], dtype=np.float64) if masks else None
-    told = implausible(file, tree["annotations"], sides, edges)
+    sides = np.array([images[row[0]][:0:-1] for row in rows], dtype=np.float64).reshape(-1, 2)
+    edges = [_edges(row[4]) if masks and isinstance(row[4], list) else [np.nan] * 4 for row in rows]
+    told = implausible(file, tree["annotations"], sides, np.array(edges, dtype=np.float64).reshape(-1, 4))
     return _arranged(images, classes, rows, told, masks=masks), classes
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from PIL import Image, JpegImagePlugin, UnidentifiedImageError
 
 from paceline.data.image.augmentation import Box
-from paceline.data.image.unsupported import plane_fault, unsupported_kind
+from paceline.data.image.unsupported import UNSUPPORTED, plane_fault, unsupported_kind
 from paceline.files import LFS_POINTER, LFS_START
 
 try:
@@ -391,7 +391,7 @@ def upright_size(path: str | Path | BinaryIO) -> tuple[int, int] | None:
 def check_head(path: str) -> None:
     """Read the header of an image file; raises BrokenImageError if it shows that the file cannot be decoded."""
     with open(path, "rb") as file:
-        _explain(path, lambda: _opened(file), file)
+        _explain(path, lambda: _opened(file))
         file.seek(0)
         # Pillow opens some JPEG files that it cannot decode.
         if (start := file.read(2)) == b"\xff\xd8" and (kind := unsupported_kind(start + file.read(_JPEG_HEAD))):
@@ -403,10 +403,11 @@ _OTHERS = (
     (b"%PDF", "a PDF document"),
     (b"PK\x03\x04", "a ZIP archive"),
     (b"\x1f\x8b", "gzip-compressed data"),
+    (b"\xff\x0a", "a JPEG XL image"),
+    (b"\0\0\0\x0cJXL ", "a JPEG XL image"),
 )
 _HTML = (b"<!doctype html", b"<html")
 _JPEG_HEAD = 2**18  # metadata before the frame's header
-UNSUPPORTED = "is not supported: convert it, for example to a PNG of 8 bits"
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 NEEDS_HEIF = "a HEIC image, which needs pip install 'paceline[heic]'"
 
@@ -442,8 +443,8 @@ def _opened(file: BinaryIO) -> Image.Image:
         raise ValueError(f"{image.width}x{image.height} pixels; at most {LARGEST_PIXELS:,} are decoded")
     if image.format == "TIFF":
         _check_tiles(image)
-        is_negative = _tag(image, _PHOTOMETRIC) == (_WHITE_IS_ZERO,)
-        if fault := plane_fault(image.tag_v2, is_negative=is_negative):  # type: ignore[attr-defined]
+        tags, is_negative = getattr(image, "tag_v2", {}), _tag(image, _PHOTOMETRIC) == (_WHITE_IS_ZERO,)
+        if fault := plane_fault(tags, is_negative=is_negative):
             raise ValueError(f"{fault} {UNSUPPORTED}")
         if _SIGNED in _tag(image, _SAMPLE_FORMAT):
             bits = (_tag(image, _BITS) or (1,))[0]
@@ -489,19 +490,17 @@ def _is_simple(image: Image.Image) -> bool:
     return is_usual and "progressive" not in image.info
 
 
-def _explain(name: str, read: Callable[[], Result], file: Content | BinaryIO) -> Result:
-    """Run a block and turn any error of Pillow for a file into BrokenImageError."""
+def _explain(name: str, read: Callable[[], Result], content: Content | None = None) -> Result:
+    """Run a block and turn any error of Pillow for a file, or its content, into BrokenImageError."""
     try:
         return read()
     except BrokenImageError:
         raise
     except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, ValueError, struct.error, KeyError, …
         reason = _reason(error)
-        if not (isinstance(error, OSError) and error.strerror) and UNSUPPORTED not in reason:
-            if not isinstance(file, Content):
-                file.seek(0)
-            kind = unsupported_kind(bytes(file) if isinstance(file, Content) else file.read(), str(error))
-            reason = f"{kind} {UNSUPPORTED}" if kind else reason
+        content = read_file(name) if content is None else content
+        if UNSUPPORTED not in reason and (kind := unsupported_kind(bytes(content), str(error))):
+            reason = f"{kind} {UNSUPPORTED}"
         raise BrokenImageError(name, reason) from error
 
 

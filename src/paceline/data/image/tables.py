@@ -303,16 +303,14 @@ def name_rows(
     spaces; an empty cell means no labels. The arguments are those of :func:`number_rows`.
 
     Raises:
-        DataError: If a label is not a name, or joins others, a held-out label is not a training class, or there are no
-            labels.
+        DataError: If a label is not a name, a held-out label is not a training class, or there are no labels.
     """
 
     def labels(row: int) -> set[str]:
         cell = "" if values[row] is None else values[row]
-        listed: list[Any] = cell if isinstance(cell, list) else [cell]
-        if isinstance(cell, str):
-            found = _list_in(cell.strip())
-            listed = cell.split(";") if found is None else found
+        listed: Any = cell if isinstance(cell, list) else [cell]
+        if isinstance(cell, str) and (listed := _list_in(cell.strip())) is None:
+            listed = cell.split(";")
         texts = (each.strip() if isinstance(each, str) else each for each in listed)
         return {str(as_label(each, name(row))) for each in texts if each != ""}
 
@@ -323,13 +321,6 @@ def name_rows(
     if unknown := sorted(set().union(*(each for part in found for each in part)).difference(classes)):
         raise DataError(f"{path!r} has held-out images of the class {unknown[0]!r}, but none to train on.")
     numbers = {name: number for number, name in enumerate(classes)}
-    for separator in "|,":
-        for each in classes:
-            if separator in each and all(part.strip() in numbers for part in each.split(separator)):
-                raise DataError(
-                    f"{path!r} has the label {each!r}, whose parts are labels too: separate labels by ';' instead of "
-                    f"{separator!r}."
-                )
     numbered = [np.zeros((len(part), len(classes)), dtype=np.float32) for part in found]
     for part, rows in zip(found, numbered, strict=True):
         for named, row in zip(part, rows, strict=True):
@@ -356,7 +347,7 @@ def _list_in(cell: str) -> list[str] | None:
 def listed_names(classes: Sequence[str]) -> list[str]:
     """Return the names that look like lists of labels: by ``;`` or brackets, or since their parts are few."""
     found = {name for name in classes if ";" in name or (name[0] in "[{" and name[-1] in "]}")}
-    # Names of one class may have a comma, as in WordNet, or a space.
+    # A name may hold a comma, as in WordNet, or a space.
     for separator, share in (("|", 1.0), (",", 1.0), ("/", 0.5), (" ", 0.5)):
         joined = [name for name in classes if separator in name]
         parts = {part.strip() for name in classes for part in name.split(separator)}
@@ -545,13 +536,10 @@ def hold_out_labelled(parts: Parts, values: Sequence[Any], request: DatasetReque
         request: Says what is read; an empty cell is a label if there are several.
     """
     is_needed = request.data.score_all or (request.several_labels and not request.data.target_columns)
-    if (
-        parts.held_out is None
-        or is_needed
-        or not are_unlabelled(*([values[row] for row in each] for each in parts.splits))
-    ):
+    labels = [[values[row] for row in each] for each in parts.splits]
+    if len(labels) == 1 or is_needed or not are_unlabelled(*labels):
         return parts
-    return Parts(parts.train, None, f"{len(parts.held_out):,} rows without labels are not read ({parts.description})")
+    return Parts(parts.train, None, f"{len(labels[1]):,} rows without labels are not read ({parts.description})")
 
 
 def are_unlabelled(train: Sequence[Any], held_out: Sequence[Any]) -> bool:

@@ -18,8 +18,9 @@ from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from paceline.data.image import heads
-from paceline.data.image.decode import LARGEST_PIXELS, NEEDS_HEIF, UNSUPPORTED, guess_format
+from paceline.data.image.decode import LARGEST_PIXELS, NEEDS_HEIF, guess_format
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource, SampleSource, encoded_source
+from paceline.data.image.unsupported import UNSUPPORTED
 
 Severity = Literal["breaks", "spoils", "costs", "notice"]
 
@@ -151,12 +152,7 @@ OF_SETS = (
         "no held-out image of the class, so it is not scored",
         "add held-out images, or training images to hold some out of",
     ),
-    Kind(
-        "listed_names",
-        "notice",
-        "a class whose name looks like a list",
-        "if these are labels, set task=image_multilabel and separate them by ';'",
-    ),
+    Kind("listed_names", "notice", "a class whose name looks like a list", "separate several labels by ';'"),
     Kind("alike_names", "notice", "classes whose names differ only in case or spaces", "merge them, if they are one"),
     Kind("unread", "notice", "in the folder, and not read by a run", "move it, if it should be read"),
 )

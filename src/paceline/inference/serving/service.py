@@ -12,8 +12,8 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from starlette.exceptions import HTTPException
 
-from paceline.data.image.decode import UNSUPPORTED, BrokenImageError, image_header
-from paceline.data.image.unsupported import unsupported_kind
+from paceline.data.image.decode import BrokenImageError, image_header
+from paceline.data.image.unsupported import UNSUPPORTED, unsupported_kind
 from paceline.inference.answers import Answer, ImagePredictor, Prepared
 from paceline.machine import available_cores
 
