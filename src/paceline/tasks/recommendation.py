@@ -52,9 +52,8 @@ class Recommendation(Task):
     def data_facts(self, world: World) -> DataFacts:
         """Open the data; for synthetic data, report the best possible score."""
         dataset = self.dataset
-        undefined: tuple[str, ...] = ()
-        if len(dataset.validation) and _has_one_label(dataset.validation):
-            undefined = (self.leave_out_collected("all held-out samples have the same label"),)
+        undefined = "auc and normalized_entropy are undefined: all held-out samples have the same label"
+        is_undefined = len(dataset.validation) > 0 and _has_one_label(dataset.validation)
         return DataFacts(
             train_samples=len(dataset.train),
             evaluation_samples=len(dataset.validation),
@@ -69,7 +68,7 @@ class Recommendation(Task):
             },
             reasons=dict(dataset.reasons),
             unused=self._unused(),
-            left_out=(*dataset.left_out, *undefined),
+            left_out=(*dataset.left_out, *([undefined] if is_undefined else [])),
         )
 
     def description(self) -> dict[str, Any]:
@@ -102,7 +101,7 @@ class Recommendation(Task):
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return the collector of scores for the area under the curve."""
-        return (RankedScores(),) if any(each.is_collected for each in self.metrics) else ()
+        return (RankedScores(),)
 
     def predict(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
         """Return the click probability."""
