@@ -162,7 +162,9 @@ def metric_unit(name: str) -> str:
 
 
 def format_metric(name: str, value: float) -> str:
-    """Format a metric's value: ``91.23 %`` for percentages, else four digits."""
+    """Format a metric's value: ``91.23 %`` for percentages, else four digits; ``undefined`` for NaN."""
+    if math.isnan(value):
+        return "undefined"
     return f"{value:.2f} %" if metric_unit(name) else f"{value:.4g}"
 
 

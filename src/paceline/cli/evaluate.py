@@ -205,5 +205,5 @@ def _not_finite(report: EvaluationReport) -> Iterator[NotFiniteError]:
 
 def _in_words(name: str, value: float) -> str:
     if math.isnan(value):
-        return "absent" if name.startswith("iou_") else "nan"
+        return "absent" if name.startswith("iou_") else "undefined"
     return f"{value:.2f} %" if metric_unit(name) else f"{value:.4f}"

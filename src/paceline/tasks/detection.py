@@ -102,6 +102,9 @@ class Detection(Task):
         self._threads, reason = reading_threads(workers, world)
         if workers == "auto" and is_generated:
             self._threads, reason = 0, "nothing is read"
+        undefined: tuple[str, ...] = ()
+        if dataset.is_unscored:
+            undefined = (self.leave_out_collected("no held-out picture has an object"),)
         content, content_told = content_of_files(files_of_pictures(dataset), dataset.digest)
         return DataFacts(
             train_samples=len(dataset.train),
@@ -122,7 +125,7 @@ class Detection(Task):
                 **({"data.content_digest": content_told} if content_told else {}),
             },
             unused=self._unused(is_generated=is_generated),
-            left_out=dataset.left_out,
+            left_out=(*dataset.left_out, *undefined),
         )
 
     def sample_keys(self) -> NDArray[np.float64] | None:
@@ -208,7 +211,7 @@ class Detection(Task):
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return the collector of mean average precision."""
-        return (AveragePrecision(self._kinds),)
+        return (AveragePrecision(self._kinds),) if any(each.is_collected for each in self.metrics) else ()
 
     def _losses(self, model: Model, batch: Batch) -> Tensor:
         """Return the loss of each picture by itself, [N]; random sampling is keyed by the picture's number."""

@@ -94,12 +94,15 @@ class ImageMultilabel(ClassTask):
             )
         counts = [labels.sum(axis=0) for labels in (dataset.train.labels, dataset.validation.labels)]
         empty, unscored = (int((count == 0).sum()) for count in counts)
+        notices, of = [*filter(None, [reasons.get("data.classes")])], f"of {len(dataset.classes):,} classes have no"
         if empty:
-            reasons["data.classes"] = f"{empty:,} of {len(dataset.classes):,} classes have no image to train on"
-        elif unscored and len(dataset.validation):
-            reasons["data.classes"] = (
-                f"{unscored:,} of {len(dataset.classes):,} classes have no held-out image; map and macro_f1 skip them"
-            )
+            notices.append(f"{empty:,} {of} image to train on")
+        if unscored == len(dataset.classes) and len(dataset.validation):
+            notices.append(self.leave_out_collected("no held-out image has a label"))
+        elif unscored and not empty and len(dataset.validation):
+            notices.append(f"{unscored:,} {of} held-out image; map and macro_f1 skip them")
+        if notices:
+            reasons["data.classes"] = "; ".join(notices)
         return {
             "classes": len(dataset.classes),
             **({"classes_without_images": empty} if empty else {}),
@@ -114,7 +117,11 @@ class ImageMultilabel(ClassTask):
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return the collector of mean average precision and F1, in percent."""
-        return (LabelScores(self.dataset.classes, self.thresholds),)
+        return (
+            (LabelScores(self.dataset.classes, self.thresholds),)
+            if any(each.is_collected for each in self.metrics)
+            else ()
+        )
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         """Return for each class its probability, float64, and whether it is predicted and labelled, 0 or 1 [N]."""

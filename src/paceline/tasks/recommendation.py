@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.data.batch import Batch
-from paceline.data.clicks.criteo import ClickDataset, ClickPipeline
+from paceline.data.clicks.criteo import ClickDataset, ClickPipeline, ClickSource
 from paceline.data.clicks.datasets import SyntheticClicks, open_clicks
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.metrics.accumulator import Collector, Metric
@@ -25,6 +25,7 @@ from paceline.world import World
 _GENERATOR = ("dense_features", "categories", "zipf", "rank", "evaluation_samples")
 _NO_IMAGES = "recommendation uses no images"
 _ONE_QUESTION = "recommendation is a binary task"
+_BLOCK = 1024
 
 
 class Recommendation(Task):
@@ -51,6 +52,8 @@ class Recommendation(Task):
     def data_facts(self, world: World) -> DataFacts:
         """Open the data; for synthetic data, report the best possible score."""
         dataset = self.dataset
+        undefined = "auc and normalized_entropy are undefined: all held-out samples have the same label"
+        is_undefined = len(dataset.validation) > 0 and _has_one_label(dataset.validation)
         return DataFacts(
             train_samples=len(dataset.train),
             evaluation_samples=len(dataset.validation),
@@ -65,7 +68,7 @@ class Recommendation(Task):
             },
             reasons=dict(dataset.reasons),
             unused=self._unused(),
-            left_out=dataset.left_out,
+            left_out=(*dataset.left_out, *([undefined] if is_undefined else [])),
         )
 
     def description(self) -> dict[str, Any]:
@@ -136,3 +139,10 @@ class Recommendation(Task):
 def _logits(model: Model, batch: Batch) -> torch.Tensor:
     logits: torch.Tensor = model(batch.inputs["dense"], batch.inputs["categories"])
     return logits.float()
+
+
+def _has_one_label(source: ClickSource) -> bool:
+    """Whether all samples have the same label; reads up to the first other one."""
+    first = source.read(np.arange(1)).labels[0]
+    blocks = range(0, len(source), _BLOCK)
+    return all((source.read(np.arange(at, min(at + _BLOCK, len(source)))).labels == first).all() for at in blocks)

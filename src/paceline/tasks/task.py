@@ -234,6 +234,14 @@ class Task(ABC):
         """Return collectors for metrics that are not means, for one evaluation of one set of weights."""
         return ()
 
+    def leave_out_collected(self, why: str) -> str:
+        """Stop reporting collected metrics, which the held-out samples leave undefined; return the notice."""
+        # Kept: the data may be opened again.
+        names = self.__dict__.setdefault("_undefined", [each.name for each in self.metrics if each.is_collected])
+        self.metrics = tuple(each for each in self.metrics if not each.is_collected)
+        self.headline = self.metrics[0].name
+        return f"{', '.join(names)}: undefined and not reported, since {why}; the lowest loss is the best evaluation"
+
     def evaluated(self, model: Model) -> Model:
         """Return the network as evaluation and prediction call it; by default the network itself."""
         return model

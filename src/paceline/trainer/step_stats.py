@@ -95,8 +95,9 @@ class Progress:
         weights = max(goodness, key=lambda name: goodness[name])
         value = results[weights][metric.name]
         comparable = self.best and self.best["metric"] == metric.name
-        if comparable and goodness[weights] <= _goodness(self.best["value"], metric):
-            self.evaluations_since_best += 1
+        is_undefined = goodness[weights] == -math.inf
+        if is_undefined or (comparable and goodness[weights] <= _goodness(self.best["value"], metric)):
+            self.evaluations_since_best += bool(self.best)
             return
         self.best = {**self.here, "weights": weights, "metric": metric.name, "value": value}
         self.best["results"] = results[weights]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,15 @@ def test_coco_s_files_are_trained_on_and_a_broken_one_is_left_out(train: Make, c
     assert "mask_map" not in done.summary.metrics
     with pytest.raises(PacelineError, match=r"1\.png"):
         train("strict", {**asked, "data.max_broken": 0, "train.duration": "4 steps"})
+
+
+def test_average_precision_is_not_reported_without_held_out_objects(task: Make, coco: Path, runs: Path) -> None:
+    shutil.copytree(coco, runs / "unscored")
+    file = runs / "unscored" / "val" / "annotations.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "annotations": []}))
+    made = task({**WITH_BOXES, "data.path": str(runs / "unscored")})
+    assert ([each.name for each in made.metrics], made.headline, made.collectors()) == (["loss"], "loss", ())
+    assert "box_map, box_map50: undefined" in " ".join(made.data_facts(World()).left_out)
 
 
 @pytest.mark.parametrize(

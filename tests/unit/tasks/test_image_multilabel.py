@@ -40,6 +40,7 @@ from paceline.tasks.image_multilabel import AsymmetricLoss, ImageMultilabel
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.fake_batch import with_placeholder_data
+from paceline.trainer.train import plan_only
 from paceline.world import World
 
 CPU = torch.device("cpu")
@@ -88,6 +89,53 @@ def test_a_cell_of_names_has_any_number_of_them(tmp_path: Path) -> None:
         opened(image_table(tmp_path, [*rows, "cow,val"], "image,label,split"))
     with pytest.raises(DataError, match="no label in any row"):
         opened(image_table(tmp_path, [",train", ";,train"], "image,label,split"))
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["['cat']", "['cat', 'dog']", "[]", "['dog']"],
+        ['["cat"]', '["cat","dog"]', "[ ]", '["dog"]'],
+        ["('cat',)", "{'dog', 'cat'}", "{}", '["dog"]'],
+        ["['cat']", "['cat' 'dog']", "[]", " ['dog'] "],  # numpy's
+    ],
+)
+def test_a_cell_shows_a_list_in_another_notation(tmp_path: Path, cells: list[str]) -> None:
+    quoted = ['"{}",train'.format(cell.replace('"', '""')) for cell in cells]
+    found = opened(image_table(tmp_path, quoted, "image,label,split"))
+    assert found.classes == ("cat", "dog")
+    assert found.train.labels.tolist() == [[1, 0], [1, 1], [0, 0], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("cells", "quoted"),
+    [
+        (["cat", "dog", "cat|dog", ""], "each name like 'cat|dog' (1 of 3) is taken for one class"),
+        (["cat", "dog", "cat, dog", ""], "each name like 'cat, dog' (1 of 3) is taken for one class"),
+        (["a|b", "b|c", "a|c"], "each name like 'a|b' (3 of 3) is taken for one class: separate several labels"),
+        (["{a,b}", "{b}", "{c}"], "each name like '{a,b}' (3 of 3) is taken for one class"),
+        (["clear primary", "primary haze", "clear", "haze", "haze clear", "primary"], "each name like 'clear primary'"),
+        (["tench, Tinca tinca", "hot dog", "a (b)", "AC/DC"], ""),
+    ],
+)
+def test_names_that_join_others_are_told(tmp_path: Path, cells: list[str], quoted: str) -> None:
+    path = image_table(tmp_path, [f'"{cell}",train' for cell in cells], "image,label,split")
+    said = opened(path).reasons.get("classes", "")
+    assert said.startswith(quoted)
+    assert bool(said) == bool(quoted)
+
+
+def test_metrics_that_held_out_images_leave_undefined_are_not_reported(tmp_path: Path) -> None:
+    path = image_table(tmp_path, ["cat,train", "dog,train", ",val", ",val"], "image,label,split")
+    keys: dict[str, Any] = {"data.dataset": "csv", "data.path": str(path), "data.samples": None, "data.image_size": 32}
+    keys |= {"evaluate.thresholds": 0.5}
+    keys |= {"train.duration": "2 steps", "batch.global_size": 2, "evaluate.every": "1 steps"}
+    result = paceline.train("figures", overrides={**SHORT, **keys}, run_dir=tmp_path / "run", quiet=True)
+    assert (result.metrics["best"]["metric"], "map" in result.metrics) == ("loss", False)
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert "map, macro_f1, micro_f1: undefined and not reported, since no held-out image has" in json.dumps(plan)
+    with pytest.raises(RecipeError, match=r"evaluate\.metric=map is not a metric of this task; choose one of: loss"):
+        plan_only(load_recipe("figures", {**SHORT, **keys, "evaluate.metric": "map"}))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "path"])

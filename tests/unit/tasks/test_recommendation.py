@@ -136,6 +136,9 @@ def test_predictions_and_figures_agree(train: Make, tmp_path: Path, capsys: Any)
 def test_one_class_only_has_no_area(train: Make) -> None:
     done = train("one", {"data.recommendation.evaluation_samples": 1, "train.duration": "4 steps"})
     assert done.status == "completed"
+    plan = json.loads((done.run_dir / "plan.json").read_text())
+    assert "auc and normalized_entropy are undefined: all held-out samples" in " ".join(plan["left_out"])
+    assert done.metrics["best"] == {}
     assert math.isnan(done.metrics["auc"])
     assert math.isfinite(done.metrics["loss"])
 

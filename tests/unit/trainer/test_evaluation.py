@@ -112,10 +112,14 @@ def test_a_run_records_what_it_found(train_tiny: Make, events: Make) -> None:
     assert result.metrics["last"]["model"]["loss"] == found[-2]["loss"]
 
 
-def test_an_infinite_metric_is_never_the_best() -> None:
-    progress, metric = Progress(), Metric(name="ratio", higher_is_better=True)
-    for value in (math.inf, 0.5, math.inf):
-        progress.take_results({"model": {"ratio": value}}, metric)
+@pytest.mark.parametrize("invalid", [math.inf, math.nan])
+@pytest.mark.parametrize("is_higher", [True, False])
+def test_a_metric_that_is_not_finite_is_never_the_best(invalid: float, is_higher: bool) -> None:
+    progress, metric = Progress(), Metric(name="ratio", higher_is_better=is_higher)
+    progress.take_results({"model": {"ratio": invalid}}, metric)
+    assert (progress.best, progress.evaluations_since_best) == ({}, 0)  # nothing to stop early on
+    progress.take_results({"model": {"ratio": 0.5}, "ema": {"ratio": invalid}}, metric)
+    progress.take_results({"model": {"ratio": invalid}}, metric)
     assert (progress.best["value"], progress.evaluations_since_best) == (0.5, 1)
 
 

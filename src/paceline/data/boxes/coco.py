@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.boxes.pipeline import BoxDataset, Objects
+from paceline.data.boxes.plausibility import implausible
 from paceline.data.image.decode import decode
 from paceline.data.image.source import Image
 from paceline.errors import DataError
@@ -65,6 +66,12 @@ def _has_pixels(outline: Any, height: int, width: int) -> bool:
     from pycocotools import mask
 
     return bool(mask.area(mask.frPyObjects(outline, height, width)).any())
+
+
+def _edges(outline: Any) -> list[float]:
+    """Return left, top, right and bottom edge of a segmentation's polygons."""
+    numbers = [[number for polygon in outline for number in polygon[axis::2]] for axis in (0, 1)]
+    return [pick(each) for pick in (min, max) for each in numbers]
 
 
 def _polygon_fault(polygon: Any, height: int, width: int) -> str | None:
@@ -136,6 +143,7 @@ class Annotations:
         labels: Class indices, int64 [M].
         crowd: bool [M].
         outlines: Polygons or run lengths of each object, as in the file; None if not requested.
+        implausible: A sentence for each kind of implausible box or outline.
     """
 
     names: list[str]
@@ -145,6 +153,7 @@ class Annotations:
     labels: NDArray[np.int64]
     crowd: NDArray[np.bool_]
     outlines: list[Any] | None
+    implausible: list[str]
 
 
 class CocoSource:
@@ -224,11 +233,13 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
         classes=tuple(classes.values()),
         digest=digest.hexdigest(),
         facts=counts,
+        is_unscored=bool(len(held_out.names) and held_out.crowd.all()),
         left_out=(
             *(
                 f"{key.removesuffix('_left_out').replace('_', ' ')}: {n:,} left out of training"
                 for key, n in counts.items()
             ),
+            *(sentence for _, _, said, _ in splits_read for sentence in said.implausible),
             *left_out.summaries(),
         ),
     )
@@ -265,7 +276,7 @@ def read_annotations(
         note: Called with the file's content, for its digest.
 
     Raises:
-        DataError: If it is malformed; names the first faults and says how many there are.
+        DataError: If it is malformed, or most of its boxes are implausible; names the first faults and their number.
     """
     refuse_special_inputs(file)
     try:
@@ -282,7 +293,10 @@ def read_annotations(
     _refuse(file, faults)
     rows = list(_rows(tree["annotations"], images, classes, faults, masks=masks))
     _refuse(file, faults)
-    return _arranged(images, classes, rows, masks=masks), classes
+    sides = np.array([images[row[0]][:0:-1] for row in rows], dtype=np.float64).reshape(-1, 2)
+    edges = [_edges(row[4]) if masks and isinstance(row[4], list) else [np.nan] * 4 for row in rows]
+    told = implausible(file, tree["annotations"], sides, np.array(edges, dtype=np.float64).reshape(-1, 4))
+    return _arranged(images, classes, rows, told, masks=masks), classes
 
 
 def _refuse(file: Path, faults: list[str]) -> None:
@@ -375,7 +389,9 @@ def _annotation_fault(each: Any, images: dict[int, Any], classes: dict[int, str]
     return None
 
 
-def _arranged(images: dict[int, Any], classes: dict[int, str], rows: list[Any], *, masks: bool) -> Annotations:
+def _arranged(
+    images: dict[int, Any], classes: dict[int, str], rows: list[Any], implausible: list[str], *, masks: bool
+) -> Annotations:
     """Sort rows by image, keeping the file's order within each."""
     position = {number: index for index, number in enumerate(images)}
     index_of = {number: index for index, number in enumerate(classes)}
@@ -393,6 +409,7 @@ def _arranged(images: dict[int, Any], classes: dict[int, str], rows: list[Any], 
         labels=np.array([index_of[row[1]] for row in rows], dtype=np.int64)[order],
         crowd=np.array([row[3] for row in rows], dtype=bool)[order],
         outlines=[rows[index][4] for index in order] if masks else None,
+        implausible=implausible,
     )
 
 

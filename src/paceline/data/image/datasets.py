@@ -16,10 +16,11 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.data.disk_cache import cached, stamp_of
-from paceline.data.image.dataset import DatasetRequest, ImageDataset, Problems, StoredImages, similar_names
+from paceline.data.image.dataset import DatasetRequest, ImageDataset, Problems, StoredImages
 from paceline.data.image.decode import read_file
 from paceline.data.image.selection import select
 from paceline.data.image.source import BrokenImageError, Content, encoded_source, files_of
+from paceline.data.image.tables import odd_class_names
 from paceline.dataset_registry import dataset_names, find_dataset
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.recipe.data import Data
@@ -107,6 +108,7 @@ def _hashed(content: Content) -> bytes:
 
 LARGEST_SMALL_IMAGE = 64
 _PHOTOGRAPH_SIZE = 224
+_SEVERAL = "if an image has several labels, set task=image_multilabel, with data.dataset=csv or parquet"
 # Statistics of ImageNet's training images, which pretrained models expect; averaged over channels for greyscale.
 _IMAGENET_MEAN = {3: (0.485, 0.456, 0.406), 1: (0.449,)}
 _IMAGENET_STD = {3: (0.229, 0.224, 0.225), 1: (0.226,)}
@@ -201,7 +203,9 @@ def _described(data: Data, stored: StoredImages) -> ImageDataset:
         reasons["validation"] = stored.split
     if stored.split and not stored.is_split_off:
         reasons["validation_fraction"] = f"the data has its own split, {stored.split}"
-    if stored.train.labels.ndim == 1 and (notes := _odd_class_names(stored.classes)):
+    is_several = stored.train.labels.ndim > 1
+    fix = "separate several labels of an image by ';'" if is_several else _SEVERAL
+    if not (is_several and data.target_columns) and (notes := odd_class_names(stored.classes, fix)):
         reasons["classes"] = "; ".join(notes)
     return ImageDataset(
         name=data.dataset,
@@ -219,21 +223,6 @@ def _described(data: Data, stored: StoredImages) -> ImageDataset:
         selection=stored.left_out_counts,
         left_out=stored.left_out,
     )
-
-
-def _odd_class_names(classes: Sequence[str]) -> list[str]:
-    """Return warnings about suspicious names of single-label classes."""
-    listed, similar = [name for name in classes if ";" in name], similar_names(classes)
-    notes = []
-    if listed:
-        notes.append(
-            f"each name like {listed[0]!r} ({len(listed):,} of {len(classes):,}) is taken for one class: if an image "
-            "has several labels, set task=image_multilabel, with data.dataset=csv or parquet"
-        )
-    if similar:
-        more = f", and {len(similar) - 1:,} more pairs" if len(similar) > 1 else ""
-        notes.append(f"the classes {' and '.join(map(repr, similar[0]))} differ by case or space only{more}")
-    return notes
 
 
 __all__ = ["ImageDataset", "LARGEST_SMALL_IMAGE", "open_dataset", "open_stored"]

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from PIL import Image, JpegImagePlugin, UnidentifiedImageError
 
 from paceline.data.image.augmentation import Box
+from paceline.data.image.unsupported import UNSUPPORTED, plane_fault, unsupported_kind
 from paceline.files import LFS_POINTER, LFS_START
 
 try:
@@ -229,7 +230,7 @@ class LazyImage:
             self.size = (width, height) if self._orientation in _LYING else (height, width)
             self.shrinks = self._orientation == 1
         else:
-            _explain(name, self._configure_pillow)
+            _explain(name, self._configure_pillow, content)
 
     def part(self, box: Box | None = None, shrink: int = 1) -> Pixels:
         """Decode a rectangle, or everything, to uint8 [H, W, channels]; the array may be read-only.
@@ -250,7 +251,7 @@ class LazyImage:
         if whole is None and self._is_simple and self._channels == 3:
             whole = read_whole(self._content, self.size, shrink)
         if whole is None:
-            whole = _explain(self._name, lambda: self._with_pillow(shrink))
+            whole = _explain(self._name, lambda: self._with_pillow(shrink), self._content)
         top, left, rows, columns = smaller
         return whole[top : top + rows, left : left + columns]
 
@@ -391,6 +392,10 @@ def check_head(path: str) -> None:
     """Read the header of an image file; raises BrokenImageError if it shows that the file cannot be decoded."""
     with open(path, "rb") as file:
         _explain(path, lambda: _opened(file))
+        file.seek(0)
+        # Pillow opens some JPEG files that it cannot decode.
+        if (start := file.read(2)) == b"\xff\xd8" and (kind := unsupported_kind(start + file.read(_JPEG_HEAD))):
+            raise BrokenImageError(path, f"{kind} {UNSUPPORTED}")
 
 
 _OTHERS = (
@@ -398,8 +403,11 @@ _OTHERS = (
     (b"%PDF", "a PDF document"),
     (b"PK\x03\x04", "a ZIP archive"),
     (b"\x1f\x8b", "gzip-compressed data"),
+    (b"\xff\x0a", "a JPEG XL image"),
+    (b"\0\0\0\x0cJXL ", "a JPEG XL image"),
 )
 _HTML = (b"<!doctype html", b"<html")
+_JPEG_HEAD = 2**18  # metadata before the frame's header
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 NEEDS_HEIF = "a HEIC image, which needs pip install 'paceline[heic]'"
 
@@ -435,6 +443,9 @@ def _opened(file: BinaryIO) -> Image.Image:
         raise ValueError(f"{image.width}x{image.height} pixels; at most {LARGEST_PIXELS:,} are decoded")
     if image.format == "TIFF":
         _check_tiles(image)
+        tags, is_negative = getattr(image, "tag_v2", {}), _tag(image, _PHOTOMETRIC) == (_WHITE_IS_ZERO,)
+        if fault := plane_fault(tags, is_negative=is_negative):
+            raise ValueError(f"{fault} {UNSUPPORTED}")
         if _SIGNED in _tag(image, _SAMPLE_FORMAT):
             bits = (_tag(image, _BITS) or (1,))[0]
             raise ValueError(f"signed numbers of {bits} bits have no fixed range; store unsigned ones of 8 or 16 bits")
@@ -479,14 +490,18 @@ def _is_simple(image: Image.Image) -> bool:
     return is_usual and "progressive" not in image.info
 
 
-def _explain(name: str, read: Callable[[], Result]) -> Result:
-    """Run a block and turn any error of Pillow into BrokenImageError."""
+def _explain(name: str, read: Callable[[], Result], content: Content | None = None) -> Result:
+    """Run a block and turn any error of Pillow for a file, or its content, into BrokenImageError."""
     try:
         return read()
     except BrokenImageError:
         raise
     except Exception as error:  # Pillow's plugins raise OSError, SyntaxError, ValueError, struct.error, KeyError, …
-        raise BrokenImageError(name, _reason(error)) from error
+        reason = _reason(error)
+        content = read_file(name) if content is None else content
+        if UNSUPPORTED not in reason and (kind := unsupported_kind(bytes(content), str(error))):
+            reason = f"{kind} {UNSUPPORTED}"
+        raise BrokenImageError(name, reason) from error
 
 
 def _reason(error: Exception) -> str:

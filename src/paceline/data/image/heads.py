@@ -30,7 +30,7 @@ from paceline.errors import DataError
 
 MAX_TRIED = 20_000
 MIN_CACHED_SECONDS = 0.2  # quicker checks are repeated
-_VERSION = 2  # limit of the cached result
+_VERSION = 3  # limit of the cached result
 _UNREADABLE = "it cannot be read"  # perhaps a temporary failure
 # Of the file or the link to it; any other error is the disk's.
 _WRONG_NAMES = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP)

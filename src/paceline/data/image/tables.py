@@ -6,6 +6,7 @@ names.
 
 from __future__ import annotations
 
+import ast
 import codecs
 import hashlib
 import math
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, StoredImages, file_splits
+from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, StoredImages, file_splits, similar_names
 from paceline.data.image.source import FileSource, Ids
 from paceline.data.splits import SPLIT_NAMES, TRAIN, split_of
 from paceline.errors import DataError, did_you_mean
@@ -90,10 +91,12 @@ def file_problem(path: Path) -> str | None:
                     f"{str(path)!r} is not UTF-8: byte {error.start + 1} of line {number:,} is "
                     f"0x{line[error.start]:02x}. Convert it, for example with `iconv -f {encoding} -t utf-8`."
                 )
-            except ValueError:
-                return (
-                    f"line {number:,} of {str(path)!r} is not a JSON object: write one object per line, not an array."
-                )
+            except ValueError as error:
+                fault, fix = "is not a JSON object", "write one object per line, not an array"
+                if text.startswith("{"):
+                    fault = f"does not hold one whole JSON object ({error})"
+                    fix = "if the file was cut off, copy it again; otherwise write each object on one line"
+                return f"line {number:,} of {str(path)!r} {fault}: {fix}."
             for key, value in row.items():
                 kind = "" if value is None else _KINDS[type(value)]
                 if kind and kinds.setdefault(key, kind) != kind:
@@ -173,9 +176,13 @@ def number_classes(
                 f"{path!r} has held-out samples of the class {unknown[0]!r}, but none to train on: add "
                 "some, or hold out others (data.validation_fraction, or a column 'split')."
             )
-    if len(classes) < 2 and not one_class:
-        raise DataError(f"{path!r} has one class, {classes[0]!r}, but a classifier needs at least two.")
+    _refuse_one_class({classes[number[label]] for label in parts[0]}, path, one_class=one_class)
     return classes, [np.array([number[label] for label in labels], dtype=np.int64) for labels in parts]
+
+
+def _refuse_one_class(trained: set[str], path: str, *, one_class: bool) -> None:
+    if len(trained) == 1 and not one_class:
+        raise DataError(f"{path!r} has one class, {trained.pop()!r}, but a classifier needs at least two.")
 
 
 def _are_numbers(labels: set[int | str], path: str) -> bool:
@@ -247,6 +254,7 @@ def number_rows(
                 "the table again."
             )
         numbered.append(np.array(said, dtype=np.int64))
+    _refuse_one_class({classes[each] for each in np.unique(numbered[0])}, path, one_class=one_class)
     return classes, numbered
 
 
@@ -291,8 +299,8 @@ def name_rows(
 ) -> tuple[tuple[str, ...], list[NDArray[np.float32]]]:
     """Return the class names of multi-label rows, and each row's labels, 0 or 1 [rows, classes].
 
-    A cell is a list, or text with names separated by ``;`` and optional spaces; an empty cell means no labels. The
-    arguments are those of :func:`number_rows`.
+    A cell is a list, also one in Python's or JSON's notation, or text with names separated by ``;`` and optional
+    spaces; an empty cell means no labels. The arguments are those of :func:`number_rows`.
 
     Raises:
         DataError: If a label is not a name, a held-out label is not a training class, or there are no labels.
@@ -300,7 +308,9 @@ def name_rows(
 
     def labels(row: int) -> set[str]:
         cell = "" if values[row] is None else values[row]
-        listed = cell.split(";") if isinstance(cell, str) else cell if isinstance(cell, list) else [cell]
+        listed: Any = cell if isinstance(cell, list) else [cell]
+        if isinstance(cell, str) and (listed := _list_in(cell.strip())) is None:
+            listed = cell.split(";")
         texts = (each.strip() if isinstance(each, str) else each for each in listed)
         return {str(as_label(each, name(row))) for each in texts if each != ""}
 
@@ -316,6 +326,46 @@ def name_rows(
         for named, row in zip(part, rows, strict=True):
             row[[numbers[each] for each in named]] = 1
     return classes, numbered
+
+
+# In Python's or JSON's notation, or numpy's, which has no commas.
+_ITEM = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[0-9]+"""
+_LIST = re.compile(rf"[\[({{]\s*(?:(?:{_ITEM})(?:[\s,]+(?:{_ITEM}))*)?,?\s*[\])}}]")
+
+
+def _list_in(cell: str) -> list[str] | None:
+    """Return the items of a list of quoted names or numbers that a cell's text shows; None if it shows none."""
+    if not _LIST.fullmatch(cell):
+        return None
+    items = re.findall(_ITEM, cell)
+    for read in (load_json, ast.literal_eval):
+        with suppress(ValueError, SyntaxError):
+            return [str(read(item)) for item in items]
+    return None
+
+
+def listed_names(classes: Sequence[str]) -> list[str]:
+    """Return the names that look like lists of labels: by ``;`` or brackets, or since their parts are few."""
+    found = {name for name in classes if ";" in name or (name[0] in "[{" and name[-1] in "]}")}
+    # A name may hold a comma, as in WordNet, or a space.
+    for separator, share in (("|", 1.0), (",", 1.0), ("/", 0.5), (" ", 0.5)):
+        joined = [name for name in classes if separator in name]
+        parts = {part.strip() for name in classes for part in name.split(separator)}
+        found.update(joined if len(parts) <= share * len(classes) else ())
+    return [name for name in classes if name in found]
+
+
+def odd_class_names(classes: Sequence[str], fix: str) -> list[str]:
+    """Return warnings about suspicious class names; ``fix`` says what to do about names that look like lists."""
+    listed, similar = listed_names(classes), similar_names(classes)
+    notes = []
+    if listed:
+        count = f"{len(listed):,} of {len(classes):,}"
+        notes.append(f"each name like {listed[0]!r} ({count}) is taken for one class: {fix}")
+    if similar:
+        more = f", and {len(similar) - 1:,} more pairs" if len(similar) > 1 else ""
+        notes.append(f"the classes {' and '.join(map(repr, similar[0]))} differ by case or space only{more}")
+    return notes
 
 
 def _number_in(cell: Any) -> float:
@@ -477,6 +527,34 @@ def parts_of(splits: Sequence[str] | None, count: int, where: str, *, score_all:
     return Parts(train, test, "the rows whose split is test") if len(test) else Parts(train, None, "")
 
 
+def hold_out_labelled(parts: Parts, values: Sequence[Any], request: DatasetRequest) -> Parts:
+    """Return the parts without the held-out rows, if these have no label at all, as in a competition's test split.
+
+    Args:
+        parts: The rows of each split.
+        values: Values of the label column, one per row, or tuples for several columns.
+        request: Says what is read; an empty cell is a label if there are several.
+    """
+    is_needed = request.data.score_all or (request.several_labels and not request.data.target_columns)
+    labels = [[values[row] for row in each] for each in parts.splits]
+    if len(labels) == 1 or is_needed or not are_unlabelled(*labels):
+        return parts
+    return Parts(parts.train, None, f"{len(labels[1]):,} rows without labels are not read ({parts.description})")
+
+
+def are_unlabelled(train: Sequence[Any], held_out: Sequence[Any]) -> bool:
+    """Whether all held-out labels are missing (null, empty or -1), and none in training."""
+    return bool(held_out) and all(map(_is_missing, held_out)) and not any(map(_is_missing, train))
+
+
+def _is_missing(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_missing, value))
+    if isinstance(value, tuple):  # numbers, of which -1 is one
+        return all(each is None or each == "" or each != each for each in value)
+    return value is None or value != value or value == -1 or (isinstance(value, str) and value.strip() in ("", "-1"))
+
+
 def files_ending_in(ending: str, root: Path, left_out: SkippedItems) -> list[Path]:
     """Return the files below a folder with these endings, in order; all others are counted in ``left_out``."""
     found = []
@@ -541,6 +619,7 @@ def open_paths(
     Raises:
         DataError: If a label or a path is missing.
     """
+    parts = hold_out_labelled(parts, labels, request)
     splits, data = parts.splits, request.data
     wanted = np.unique(np.concatenate(splits))
     sizes = _sizes(root, paths, labels, where, wanted, request.problems)

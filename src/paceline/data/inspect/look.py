@@ -18,8 +18,9 @@ from PIL import Image
 from PIL.TiffImagePlugin import TiffImageFile
 
 from paceline.data.image import heads
-from paceline.data.image.decode import LARGEST_PIXELS, guess_format
+from paceline.data.image.decode import LARGEST_PIXELS, NEEDS_HEIF, guess_format
 from paceline.data.image.source import BrokenImageError, Content, EncodedSource, SampleSource, encoded_source
+from paceline.data.image.unsupported import UNSUPPORTED
 
 Severity = Literal["breaks", "spoils", "costs", "notice"]
 
@@ -63,6 +64,7 @@ OF_SAMPLES = (
     Kind("not_permitted", "breaks", "this user may not read it", "allow it (chmod a+r), or train as its owner"),
     Kind("empty_file", "breaks", "it has no content", _AGAIN),
     Kind("not_an_image", "breaks", "not an image in a supported format", "convert or remove it"),
+    Kind("unsupported", "breaks", "an image of a kind that is not read", "convert it, for example to a PNG of 8 bits"),
     Kind("truncated", "breaks", "it ends before its last pixel", _AGAIN),
     Kind("corrupt", "breaks", "its content is damaged", _AGAIN),
     Kind("too_large", "breaks", f"it has more than {LARGEST_PIXELS:,} pixels", "shrink it"),
@@ -150,7 +152,7 @@ OF_SETS = (
         "no held-out image of the class, so it is not scored",
         "add held-out images, or training images to hold some out of",
     ),
-    Kind("listed_names", "notice", "a class whose name is a list", "set task=image_multilabel, if these are labels"),
+    Kind("listed_names", "notice", "a class whose name looks like a list", "separate several labels by ';'"),
     Kind("alike_names", "notice", "classes whose names differ only in case or spaces", "merge them, if they are one"),
     Kind("unread", "notice", "in the folder, and not read by a run", "move it, if it should be read"),
 )
@@ -279,6 +281,8 @@ def cause(content: Content, reason: str) -> tuple[str, str]:
         return "too_large", reason
     if "no fixed range" in reason:
         return "no_fixed_range", reason
+    if UNSUPPORTED in reason or reason == NEEDS_HEIF:
+        return "unsupported", reason.removesuffix(UNSUPPORTED).strip()
     head = bytes(content[:512])
     if header is None and not head.startswith(_BEGINNINGS):
         return "not_an_image", guess_format(head) or reason

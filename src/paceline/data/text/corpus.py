@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.image.dataset import stratified_split
 from paceline.data.text.tokenizer import TokenIds, Tokenizer, text_digest, tokenizer_from
 from paceline.errors import DataError
 from paceline.files import refuse_special_inputs
@@ -32,15 +33,33 @@ Named = TypeVar("Named", bound=tuple[Any, ...])
 
 def held_out(name: str, fraction: float) -> bool:
     """Whether a document is held out: depends on its name alone, so that added or removed documents have no effect."""
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:8], "big") < fraction * 2**64
+    return _hash_of(name) < fraction * 2**64
 
 
-def split_by_name(documents: Sequence[Named], fraction: float) -> tuple[list[Named], list[Named]]:
+def _hash_of(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8")).digest()[:8], "big")
+
+
+Split = tuple[list[Named], list[Named]]
+
+
+def split_by_name(documents: Sequence[Named], fraction: float) -> Split[Named]:
     """Return the training documents and the held-out ones; with a fraction of 1, to score all, all documents twice."""
     if fraction == 1:
         return (everything := [*documents]), everything
     train = [each for each in documents if not held_out(each[0], fraction)]
     return train, [each for each in documents if held_out(each[0], fraction)]
+
+
+def split_by_class(rows: Sequence[Named], fraction: float, label: Callable[[Named], object]) -> Split[Named]:
+    """Return training rows and held-out ones: of each class the same share, at least one of two, chosen by name."""
+    if fraction == 1:
+        return split_by_name(rows, fraction)
+    numbers: dict[str, int] = {}
+    labels = np.array([numbers.setdefault(str(label(row)).strip(), len(numbers)) for row in rows], dtype=np.int64)
+    hashes = np.array([_hash_of(row[0]) for row in rows], dtype=np.uint64)
+    train, held_out = (part.tolist() for part in stratified_split(labels, fraction, hashes=hashes))
+    return [rows[at] for at in train], [rows[at] for at in held_out]
 
 
 class StoredCorpus:

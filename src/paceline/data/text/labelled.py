@@ -13,8 +13,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.tables import find_column, number_rows
-from paceline.data.text.corpus import StoredCorpus, TextDataset, split_by_name, stored
+from paceline.data.image.tables import are_unlabelled, find_column, number_rows, odd_class_names
+from paceline.data.text.corpus import Split, StoredCorpus, TextDataset, split_by_class, split_by_name, stored
 from paceline.data.text.datasets import python_documentation
 from paceline.data.text.pipeline import IGNORED_TARGET
 from paceline.data.text.tables import Row, TextTable, read_table
@@ -40,6 +40,7 @@ _KINDS = {
     "typesseq-mutable",
     "debugger": "debugger",
 }
+_SEVERAL = "a text has one; correct it, if it is a list"
 _FEWEST_WORDS = 8  # in a paragraph
 
 
@@ -53,12 +54,14 @@ class LabelledTexts(TextDataset):
         classes: Class names.
         first_rows: The first row with each class, in the rows' order.
         words: For token classification, the words of each held-out text that have tags here.
+        is_stratified: Whether ``data.validation_fraction`` of each class is held out.
     """
 
     labels: tuple[NDArray[np.int64], NDArray[np.int64]]
     classes: tuple[str, ...]
     first_rows: Mapping[str, str] = field(default_factory=dict)
     words: Sequence[Sequence[str]] = ()
+    is_stratified: bool = False
 
     def with_classes(self, names: Sequence[str]) -> Self:
         """Return the same texts with labels as numbered in other class names, which include those of the texts."""
@@ -147,7 +150,7 @@ def from_rows(
         tokenizer=tokenizer,
         digest=text_digest(*map(str.encode, content), *(each.tobytes() for each in labels)),
         reason=table.reason,
-        left_out=left_out.summaries(),
+        left_out=(*left_out.summaries(), *([] if per_word else odd_class_names(classes, _SEVERAL))),
     )
 
 
@@ -208,11 +211,20 @@ def _open_table(data: Data, *, per_word: bool = False) -> LabelledTexts:
         return [text, label]
 
     left_out = SkippedItems()
-    table = read_table(data, choose, left_out)
+    # Tagged words of a text have several classes.
+    split: Callable[[list[Row], float], Split[Row]] = partial(split_by_class, label=lambda row: row.cells[1])
+    split = split_by_name if per_word else split
+    table = read_table(data, choose, left_out, split)
+    train, held_out = ([row.cells[1] for row in rows] for rows in (table.train, table.held_out))
+    if table.reason is not None and not data.score_all and are_unlabelled(train, held_out):
+        for row in table.held_out:
+            left_out.add(f"rows without labels ({table.reason})", row.name)
+        table = TextTable(*split(table.train, data.validation_fraction), None, table.features)
     feature = table.features.get(found)
     if per_word and isinstance(feature, Mapping):
         feature = feature.get("feature")
-    return from_rows(data, table, left_out, feature, per_word=per_word)
+    is_stratified = not per_word and table.reason is None and 0 < data.validation_fraction < 1
+    return replace(from_rows(data, table, left_out, feature, per_word=per_word), is_stratified=is_stratified)
 
 
 def _open_docs(data: Data) -> LabelledTexts:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from paceline.data.image.sets.csv import read_csv
 from paceline.data.image.sets.huggingface import HuggingFaceFiles, choose_splits, find_files
 from paceline.data.image.tables import explain_errors, find_column, mapped, parts_of, require_pyarrow, splits_of_files
-from paceline.data.text.corpus import split_by_name
+from paceline.data.text.corpus import Split, split_by_name
 from paceline.errors import DataError
 from paceline.files import SkippedItems, has_extension, refuse_special_inputs, visible_entries
 from paceline.recipe.data import Data
@@ -47,16 +47,19 @@ class TextTable(NamedTuple):
     features: Mapping[str, Any]
 
 
-def read_table(data: Data, choose: Choose, left_out: SkippedItems) -> TextTable:
+def read_table(
+    data: Data, choose: Choose, left_out: SkippedItems, split: Callable[[list[Row], float], Split[Row]] = split_by_name
+) -> TextTable:
     """Read the chosen columns of the table at ``data.path``.
 
     Rows are held out if their file, folder or split column says so. Otherwise ``data.validation_fraction`` of them is
-    held out, by their names: adding a row to the end changes nothing for the others.
+    held out, by default by their names: adding a row to the end changes nothing for the others.
 
     Args:
         data: The recipe's section.
         choose: Chooses the columns; raises DataError if one is missing.
         left_out: Receives unused files.
+        split: Splits rows, given that fraction.
 
     Raises:
         DataError: If there is no such table, or it cannot be read.
@@ -97,7 +100,7 @@ def read_table(data: Data, choose: Choose, left_out: SkippedItems) -> TextTable:
     rows, words = rows_of(train, data.split_column)
     parts = parts_of(words, len(rows), repr(str(root)), score_all=data.score_all)
     if parts.held_out is None:
-        return TextTable(*split_by_name(rows, data.validation_fraction), reason or None, files.features)
+        return TextTable(*split(rows, data.validation_fraction), reason or None, files.features)
     train_rows, held_out_rows = ([rows[row] for row in part.tolist()] for part in parts.splits)
     return TextTable(held_out_rows if data.score_all else train_rows, held_out_rows, parts.description, files.features)
 

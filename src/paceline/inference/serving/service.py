@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from starlette.exceptions import HTTPException
 
 from paceline.data.image.decode import BrokenImageError, image_header
+from paceline.data.image.unsupported import UNSUPPORTED, unsupported_kind
 from paceline.inference.answers import Answer, ImagePredictor, Prepared
 from paceline.machine import available_cores
 
@@ -215,7 +216,9 @@ def check_picture(content: bytes, limit: int) -> int:
     """
     head = image_header(content, FORMATS)
     if head is None:
-        raise BrokenImageError("", f"not an image of at most {limit:,} pixels in any of {', '.join(FORMATS)}")
+        kind = unsupported_kind(content)
+        wanted = f"an image of at most {limit:,} pixels in any of {', '.join(FORMATS)}"
+        raise BrokenImageError("", f"{kind} {UNSUPPORTED}" if kind else f"not {wanted}")
     (height, width), _ = head
     if height * width > limit:
         raise BrokenImageError("", f"{width}x{height} pixels; at most {limit:,} are decoded")

@@ -6,14 +6,16 @@ import copy
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies
 from PIL import Image
 
-from paceline.data.boxes.coco import files_of_pictures, mask_of, open_coco, outline_fault
+from paceline.data.boxes.coco import files_of_pictures, mask_of, open_coco, outline_fault, read_annotations
 from paceline.data.boxes.pipeline import BoxDataset
 from paceline.data.image.datasets import content_of_files
 from paceline.errors import DataError
@@ -97,6 +99,11 @@ def test_what_is_left_out_is_counted(root: Path) -> None:
     assert opened(root, keep_empty=False).left_out == (
         "pictures without objects: 1 left out of training",
         "boxes without extent: 1 left out of training",
+        *(
+            f"{split}/annotations.json: 1 of 4 boxes {fault}, first annotations[{first}]"
+            for split in ("train", "val")
+            for fault, first in (("reach beyond their picture", 2), ("are below a pixel", 3))
+        ),
         "files that the annotations do not name: 3 left out ('train/d.png', 'train/sub/c.png', 'val/a (1).png')",
     )
     # One that lies outside its picture has no extent within it.
@@ -128,10 +135,10 @@ def test_polygons_and_run_lengths_are_drawn(root: Path) -> None:
 @pytest.mark.parametrize("outline", [{"counts": [192], "size": [12, 16]}, [[2] * 6], [[-9, -9, -5, -9, -5, -5]]])
 def test_a_mask_without_pixels_is_left_out_and_counted(root: Path, outline: Any) -> None:
     pytest.importorskip("pycocotools")
-    write(root, annotations=[BOX | {"segmentation": each} for each in (SQUARE, outline)])
+    write(root, annotations=[BOX | {"segmentation": each} for each in (SQUARE, SQUARE, outline)])
     found = opened(root, masks=True, keep_empty=False)
     assert "masks without pixels: 1 left out of training" in found.left_out
-    assert len(found.train.objects(0, masks=True).trainable(12, 16).labels) == 1
+    assert len(found.train.objects(0, masks=True).trainable(12, 16).labels) == 2
 
 
 def test_the_published_folders_are_found_too(root: Path) -> None:
@@ -326,3 +333,91 @@ def test_what_is_not_there_is_named(root: Path) -> None:
     (root / "val" / "annotations.json").unlink()
     with pytest.raises(DataError, match="neither annotations/instances_val2017"):
         opened(root)
+
+
+boxes_of_64x48 = strategies.tuples(
+    strategies.integers(0, 63), strategies.integers(0, 47), strategies.integers(1, 64), strategies.integers(1, 48)
+).map(lambda box: [box[0], box[1], min(box[2], 64 - box[0]), min(box[3], 48 - box[1])])
+
+
+def told_of(folder: Path, boxes: list[Any], outlines: list[Any] | None = None) -> str:
+    """What is said of some boxes in a picture of 64x48, and of their outlines."""
+    entries = [
+        {"id": 70 + at, "image_id": 1, "category_id": 1, "bbox": box, "segmentation": outline}
+        for at, (box, outline) in enumerate(zip(boxes, outlines or boxes, strict=True))
+    ]
+    image = {"id": 1, "file_name": "a.png", "width": 64, "height": 48}
+    tree = {"images": [image], "categories": [{"id": 1, "name": "bolt"}], "annotations": entries}
+    (folder / "annotations.json").write_text(json.dumps(tree))
+    try:
+        found, _ = read_annotations(folder / "annotations.json", masks=outlines is not None)
+    except DataError as error:
+        return f"refused: {error}"
+    return " ".join(found.implausible)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "likely"),
+    [
+        ([[30, 20, 55, 40], [50, 4, 62, 34]], "corners"),
+        ([[30 / 64, 20 / 48, 25 / 64, 20 / 48], [0, 0, 0.5, 1]], "fractions"),
+        ([[42.5, 30, 25, 20], [56, 19, 12, 30]], "centres"),
+    ],
+)
+def test_boxes_in_another_format_are_refused_with_the_likely_one(
+    tmp_path: Path, boxes: list[list[float]], likely: str
+) -> None:
+    said = told_of(tmp_path, boxes)
+    assert said.startswith("refused")
+    assert f"look like {likely}" in said
+    assert "annotations[0] (id 70)" in said
+
+
+def test_some_implausible_boxes_are_told_with_their_number(tmp_path: Path) -> None:
+    fine = [[30, 20, 25, 20]] * 6
+    said = told_of(tmp_path, [*fine, [60, 40, 9, 4], [1, 1, 0.4, 9], [-3, 0, 9, 9]])
+    assert "2 of 9 boxes reach beyond their picture, first annotations[6] (id 76)" in said
+    assert "1 of 9 boxes are below a pixel, first annotations[7] (id 77)" in said
+    assert "look like" not in said
+
+
+@pytest.mark.parametrize(
+    ("outline", "said"),
+    [
+        ([[x / 64, y / 48] for x, y in ((30, 20), (55, 20), (55, 40))], "refused.*look like fractions"),
+        ([[30, 20], [70, 20], [55, 40]], "refused.*reach beyond their picture"),
+    ],
+)
+def test_implausible_outlines_are_refused(tmp_path: Path, outline: list[list[float]], said: str) -> None:
+    pytest.importorskip("pycocotools")
+    assert re.search(said, told_of(tmp_path, [[30, 20, 25, 20]], [[list(itertools.chain(*outline))]]))
+
+
+@settings(max_examples=40)
+@given(strategies.lists(boxes_of_64x48, min_size=1, max_size=6), strategies.floats(0, 0.9))
+def test_what_lies_in_its_picture_is_never_called_implausible(
+    tmp_path_factory: pytest.TempPathFactory, boxes: list[list[int]], rounding: float
+) -> None:
+    outlines = [[[x, y, x + width, y, x + width, y + height, x, y + height]] for x, y, width, height in boxes]
+    rounded = [[x - rounding, y, width + 2 * rounding, height] for x, y, width, height in boxes]
+    assert told_of(tmp_path_factory.getbasetemp(), rounded, outlines) == ""
+
+
+@settings(max_examples=40)
+@given(strategies.lists(boxes_of_64x48, min_size=2, max_size=6), strategies.data())
+def test_what_leaves_its_picture_or_has_no_pixel_is_always_counted(
+    tmp_path_factory: pytest.TempPathFactory, boxes: list[list[int]], data: strategies.DataObject
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    at = data.draw(strategies.integers(0, len(boxes) - 1))
+    x, y, width, height = boxes[at]
+    broken = [
+        [x, y, 66 - x, height],
+        [x, y, width, 50 - y],
+        [-2, y, width, height],
+        [x, y, 0.5, height],
+        [x, y, width, 0],
+    ]
+    said = told_of(folder, [*boxes[:at], data.draw(strategies.sampled_from(broken)), *boxes[at + 1 :]])
+    assert f"1 of {len(boxes)} boxes" in said
+    assert f"annotations[{at}] (id {70 + at})" in said

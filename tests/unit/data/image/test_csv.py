@@ -57,10 +57,27 @@ def test_lists_that_are_taken_for_classes_are_told(tmp_path: Path) -> None:
     assert told.startswith("each name like 'cat;dog' (1 of 2) is taken for one class: ")
     assert "set task=image_multilabel, with data.dataset=csv" in told
     assert "classes" not in open_dataset(opened(path), several_labels=True).reasons
+    other = table(tmp_path, "path,label\n" + "".join(f"{name},['{name[0]}']\n" for name in names), "other.csv")
+    assert "each name like \"['a']\" (4 of 4)" in open_dataset(opened(other)).reasons["classes"]
     found = {
         each.kind.name: [entry.name for entry in each.entries] for each in check_data(str(path), workers=1).findings
     }
     assert found["listed_names"] == ["cat;dog"]
+
+
+@pytest.mark.parametrize("label", ["", "-1"])
+def test_a_test_split_without_labels_is_not_held_out(tmp_path: Path, label: str) -> None:
+    names = [f"{number}.png" for number in range(10)]
+    images(tmp_path, names)
+    rows = [f"{name},{'xy'[at % 2]},train" if at < 8 else f"{name},{label},test" for at, name in enumerate(names)]
+    found = open_dataset(opened(table(tmp_path, "\n".join(["path,label,split", *rows, ""])), validation_fraction=0.25))
+    assert (found.classes, len(found.train), len(found.validation), found.is_split_off) == (("x", "y"), 6, 2, True)
+    assert "2 rows without labels are not read (the rows whose split is test)" in found.reasons["validation"]
+    for file in ("all.csv", "one.csv"):  # of a split with some labels, or to be scored, each row needs one
+        rows[8] = rows[8] if file == "all.csv" else "8.png,x,test"
+        path = table(tmp_path, "\n".join(["path,label,split", *rows, ""]), file)
+        with pytest.raises(DataError, match=r"has no label|class '-1'"):
+            open_dataset(opened(path, validation_fraction=1))
 
 
 def test_columns_are_named(tmp_path: Path) -> None:
@@ -90,6 +107,8 @@ def test_columns_are_named(tmp_path: Path) -> None:
         ("path,label\na.png,x\na.png,y\n", "names too, with the label 'x' there and 'y' here: keep one"),
         ("path,label\na.png,1.5\nb.png,2\n", "has the label 1.5, but labels are whole numbers from 0, or names"),
         ("path,label\na.png,x\nb.png,x\n", "has one class, 'x'"),
+        ("path,label\na.png,7\nb.png,7\n", "has one class, '7'"),
+        ("path,label,split\na.png,7,train\nb.png,3,val\n", "has one class, '7'"),
         ("path,label,split\na.png,x,train\nb.png,y,tset\n", "has the split 'tset' .* Did you mean 'test'"),
         ("path,label,split\na.png,x,val\nb.png,y,val\n", "has no row whose split is train"),
         ("path,label,split\na.png,x,train\nb.png,y,val\n", "held-out samples of the class 'y', but none to train on"),

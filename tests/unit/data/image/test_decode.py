@@ -14,6 +14,8 @@ from PIL import Image
 
 from paceline.data.image import decode as decode_module
 from paceline.data.image.decode import BrokenImageError, decode
+from paceline.data.image.heads import head_fault
+from paceline.data.inspect.look import cause
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 
@@ -259,6 +261,95 @@ def test_signed_tiffs_are_refused_as_such(bits: int, form: str, order: str) -> N
     data = raw_tiff(2, bits, 2, 1, struct.pack(order + form, 50, -4), order)
     with pytest.raises(BrokenImageError, match=f"signed numbers of {bits} bits"):
         decode(data, 1)
+
+
+def planar_tiff(planes: np.ndarray, photometric: int, order: str, *, packed: bool = False) -> bytes:
+    """A TIFF whose channels [C, H, W], uint8 or uint16, follow one another."""
+    channels, height, width = planes.shape
+    strips = [plane.astype(f"{order}u{planes.itemsize}").tobytes() for plane in planes]
+    strips = [zlib.compress(each) for each in strips] if packed else strips
+    starts = np.cumsum([8, *map(len, strips)]).tolist()
+    tags = {256: [width], 257: [height], 258: [planes.itemsize * 8] * channels, 259: [8 if packed else 1]}
+    tags |= {
+        262: [photometric],
+        273: starts[:-1],
+        277: [channels],
+        278: [height],
+        279: list(map(len, strips)),
+        284: [2],
+    }
+    entries, longer, end = b"", b"", starts[-1] + 2 + 12 * len(tags) + 4
+    for tag, values in tags.items():
+        entries += struct.pack(f"{order}HHI", tag, 4, len(values))
+        entries += struct.pack(f"{order}I", values[0] if len(values) == 1 else end + len(longer))
+        longer += struct.pack(f"{order}{len(values)}I", *values) if len(values) > 1 else b""
+    head = struct.pack(f"{order}2sHI", b"II" if order == "<" else b"MM", 42, starts[-1])
+    return head + b"".join(strips) + struct.pack(f"{order}H", len(tags)) + entries + bytes(4) + longer
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("channels", "photometric"), [(3, 2), (4, 5), (1, 1), (1, 0), (2, 1)])
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_channels_one_after_another_are_read_right_or_refused(
+    order: str, bits: int, channels: int, photometric: int, packed: bool
+) -> None:
+    shown = np.arange(2 * 3 * 5, dtype=np.uint8).reshape(2, 3, 5) * 8
+    colours = np.stack([shown[0], 255 - shown[0], shown[1]])[: 3 if channels > 2 else 1]
+    planes = np.concatenate([colours, np.zeros_like(colours[: channels - len(colours)])])
+    planes = planes if photometric in (1, 2) else np.concatenate([255 - colours, planes[len(colours) :]])
+    data = planar_tiff(planes.astype(f"u{bits // 8}") * (257 if bits == 16 else 1), photometric, order, packed=packed)
+    try:
+        pixels = decode(data, 3)
+    except BrokenImageError as error:
+        assert "is not supported: convert it" in str(error)  # noqa: PT017 (or read right)
+        assert channels in (1, 2) or not packed
+    else:
+        assert channels != 2
+        assert np.array_equal(pixels, np.broadcast_to(colours.transpose(1, 2, 0), pixels.shape))
+
+
+def as_process(marker: int, bits: int = 8, channels: int = 3) -> bytes:
+    """The header of a JPEG of another process, bit depth or number of channels."""
+    content = bytearray(encoded(quadrants(), "JPEG"))
+    frame = content.index(b"\xff\xc0")
+    content[frame + 1], content[frame + 4], content[frame + 9] = marker, bits, channels
+    return bytes(content)
+
+
+UNSUPPORTED = [
+    (as_process(0xC1, bits=12), "a JPEG of 12 bits"),
+    (as_process(0xC3), "a lossless JPEG of 8 bits"),
+    (as_process(0xC5), "a hierarchical JPEG"),
+    (as_process(0xCA), "an arithmetic-coded JPEG"),
+    (as_process(0xF7), "a JPEG-LS image"),
+    (as_process(0xC0, channels=2), "a JPEG of 8 bits, 2 channel(s)"),
+    (raw_tiff(2, 64, 3, 1, struct.pack("<2d", 0.5, 1)), "a TIFF of 1 channel(s) of 64-bit floating-point numbers"),
+    (raw_tiff(2, 64, 1, 1, bytes(16), ">"), "a TIFF of 1 channel(s) of 64 bits"),
+    (raw_tiff(2, 8, 1, 1, b"12").replace(struct.pack("<HHII", 259, 4, 1, 1), struct.pack("<HHII", 259, 4, 1, 50002)),
+     "a TIFF of compression 50002"),
+    (encoded(quadrants(), "BMP")[:30] + b"\4" + encoded(quadrants(), "BMP")[31:], "Unsupported BMP compression"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "named"), UNSUPPORTED)
+def test_what_is_not_supported_is_named_and_not_called_damaged(content: bytes, named: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(content)
+    with pytest.raises(BrokenImageError) as caught:
+        decode(tmp_path / "a.jpg", 3)
+    assert named in caught.value.reason
+    assert "is not supported: convert it" in caught.value.reason
+    assert cause(content, caught.value.reason)[0] == "unsupported"
+    early = "arithmetic" not in named  # most libraries decode it
+    assert not early or named in head_fault(str(tmp_path / "a.jpg"))
+
+
+def test_what_is_damaged_is_not_called_unsupported() -> None:
+    tiff, jpeg = raw_tiff(2, 8, 1, 1, b"12"), encoded(quadrants(), "JPEG")
+    for content in (tiff[:40], jpeg[:200], jpeg[:20], raw_png(9, 9, 8, 0, b"\0")):
+        with pytest.raises(BrokenImageError) as caught:
+            decode(content, 3)
+        assert cause(content, caught.value.reason)[0] in ("truncated", "corrupt")
 
 
 def bomb(width: int, height: int) -> bytes:

@@ -107,6 +107,28 @@ def test_a_split_that_is_not_read_is_reported(tmp_path: Path) -> None:
     assert found.left_out[0].startswith("files of splits that are not read: 2 left out (")
 
 
+@pytest.mark.parametrize("label", [-1, None])
+@pytest.mark.parametrize("kind", ["stream", "parquet"])
+def test_a_test_split_without_labels_is_not_held_out(tmp_path: Path, label: int | None, kind: str) -> None:
+    splits = {"train": table(range(8), [0, 1] * 4), "test": table(range(8, 11), [label] * 3)}
+    for name, content in splits.items():
+        if kind == "stream":
+            save(tmp_path / "hf" / name, content)
+        else:
+            (tmp_path / "hf").mkdir(exist_ok=True)
+            described = content.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": FEATURES}})})
+            pa.parquet.write_table(described, tmp_path / "hf" / f"{name}-00000-of-00001.parquet")
+    if kind == "stream":
+        (tmp_path / "hf" / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
+    found = opened_set("huggingface", tmp_path / "hf", channels=3, validation_fraction=0.25)
+    assert (len(found.train), len(found.validation), found.is_split_off) == (6, 2, True)
+    assert sorted([*found.train.labels, *found.validation.labels]) == [0] * 4 + [1] * 4
+    assert "3 rows without labels are not read (the " in found.split
+    assert "test" in found.split
+    with pytest.raises(DataError, match="has no label"):  # to be scored
+        opened_set("huggingface", tmp_path / "hf", channels=3, validation_fraction=1)
+
+
 def test_the_column_of_the_labels(tmp_path: Path) -> None:
     content = table(range(4), [0, 1, 0, 1], "fine").append_column("coarse", pa.array([1, 1, 0, 0], pa.int64()))
     classes = {"_type": "ClassLabel", "names": ["a", "b"]}
@@ -207,6 +229,7 @@ def test_a_damaged_file_is_refused_or_read_alike_twice(tmp_path: Path) -> None:
     [
         ([0, -1, 1], r"row 1 \(counted from 0\) of .* has no label \(-1\)"),
         ([0, 2, 1], "label 2, .* classes are 0 … 1"),
+        ([1, 1, 1], "has one class, '"),
     ],
 )
 def test_labels_of_no_class_are_refused(tmp_path: Path, labels: list[int | None], message: str) -> None:

@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import HealthCheck, assume, given, settings, strategies
 from PIL import Image
 
 from paceline.data.image.datasets import open_dataset
+from paceline.data.image.tables import name_rows
 from paceline.data.packing.pack import Request, pack
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.data import Data
@@ -131,6 +134,63 @@ def test_numbers_with_leading_zeros_are_names(tmp_path: Path, source: str) -> No
     path = write(tmp_path / "set", ("007", "07", "7"))
     found = open_dataset(Data(dataset=dataset, path=str(path), validation_fraction=0))
     assert (sorted(found.classes), sorted(found.train.labels)) == (["007", "07", "7"], [0, 1, 2])
+
+
+TRICKY = (
+    "07",
+    "nan",
+    "True",
+    "1e3",
+    " a",
+    "a ",
+    "=x",
+    "-1",
+    "café",
+    "cafe\u0301",
+    "null",
+    "[]",
+    "x;y",
+    "a|b",
+    "'q'",
+    "0",
+)
+names_of_classes = strategies.lists(
+    strategies.sampled_from(TRICKY) | strategies.text("aB7é =+-@,;|'[]()", min_size=1, max_size=6),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("source", SOURCES)
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(drawn=names_of_classes)
+def test_any_text_in_is_text_out(tmp_path_factory: pytest.TempPathFactory, source: str, drawn: list[str]) -> None:
+    dataset, write = SOURCES[source]
+    kept = [name.strip() if source in ("csv", "tar") else name for name in drawn]
+    names = tuple(dict.fromkeys(["a name", *(name for name in kept if name.strip() and not name.startswith("'="))]))
+    if len(names) > 1:
+        path = write(tmp_path_factory.mktemp("labels") / "set", names)
+        found = open_dataset(Data(dataset=dataset, path=str(path), validation_fraction=0))
+        grey = {found.classes[label]: int(found.train.read(at).max()) for at, label in enumerate(found.train.labels)}
+        assert grey == {name: number for number, name in enumerate(names)}
+
+
+@settings(max_examples=25)
+@given(
+    rows=strategies.lists(strategies.lists(strategies.sampled_from(TRICKY) | strategies.text(min_size=1)), min_size=1),
+    show=strategies.sampled_from([repr, json.dumps, lambda names: json.dumps(names, ensure_ascii=False)]),
+)
+def test_a_list_in_a_cell_has_the_names_that_were_written(rows: list[list[str]], show: Callable[[Any], str]) -> None:
+    expected = [{name.strip() for name in row if name.strip()} for row in rows]
+    assume(any(expected))
+    parts = [np.arange(len(rows))]
+    try:
+        classes, (found,) = name_rows([show(row) for row in rows], parts, str, "t.csv")
+    except DataError as error:  # a lone surrogate
+        assert "neither a number nor a class name" in str(error)  # noqa: PT017
+    else:
+        assert [{classes[at] for at in np.flatnonzero(row)} for row in found] == expected
 
 
 @pytest.mark.parametrize("source", ["csv", "parquet", "tar", "tar_of_json"])

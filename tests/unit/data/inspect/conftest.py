@@ -62,7 +62,7 @@ def _broken_files() -> dict[str, tuple[str, bytes]]:
         "words.jpg": ("not_an_image", b"these are words, and no picture"),
         "page.jpg": ("not_an_image", b"<!DOCTYPE html><html>404</html>"),
         "pointer.jpg": ("not_an_image", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
-        "phone.jpg": ("not_an_image", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100)),
+        "phone.jpg": ("unsupported", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(100)),
         "cut.jpg": ("truncated", jpeg[: len(jpeg) // 2]),
         "last.jpg": ("truncated", jpeg[:-2]),
         "cut.png": ("truncated", png[:middle]),

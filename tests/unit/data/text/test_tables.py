@@ -5,15 +5,19 @@ from __future__ import annotations
 import csv
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings, strategies
 from tiny_text import reviews, tokenizer_folder, write_lines
 
+from paceline.data.text.corpus import split_by_class
 from paceline.data.text.labelled import LabelledTexts, open_labelled
+from paceline.data.text.tables import Row
 from paceline.errors import DataError
 from paceline.recipe.data import Data, Text
 
@@ -71,6 +75,39 @@ def test_rows_are_the_same_in_every_kind_of_file(tmp_path: Path, name: str) -> N
     assert sorted([*train, *held_out]) == sorted((row["text"], row["label"]) for row in ROWS)
     assert 3 <= len(held_out) <= 20
     assert found(tmp_path / name).classes == ("animal", "other")
+
+
+@settings(max_examples=60)
+@given(
+    strategies.lists(strategies.sampled_from("aaaabbc"), min_size=4, max_size=40), strategies.sampled_from((0.1, 0.3))
+)
+def test_the_same_share_of_each_class_is_held_out(labels: list[str], fraction: float) -> None:
+    rows = [Row(f"row {place}", ("a text", label)) for place, label in enumerate(labels)]
+    train, held_out = split_by_class(rows, fraction, lambda row: row.cells[1])
+    assert sorted([*train, *held_out]) == sorted(rows)
+    for label, count in Counter(labels).items():
+        found = sum(row.cells[1] == label for row in held_out)
+        assert found == min(max(round(fraction * count), 1), count - 1)
+    more = split_by_class([*rows, Row("another", ("a text", "a"))], fraction, lambda row: row.cells[1])
+    assert len({*held_out} ^ {*more[1]}) <= 2  # at most one row gives way to another
+
+
+@pytest.mark.parametrize("label", ["", "-1", None])
+def test_held_out_texts_without_labels_are_not_scored(tmp_path: Path, label: str | None) -> None:
+    write_lines(tmp_path / "train.jsonl", ROWS[:20])
+    write_lines(tmp_path / "test.jsonl", [row | {"label": label} for row in ROWS[20:]])
+    opened = found(tmp_path, validation_fraction=0.2)
+    assert (len(opened.train.lengths), len(opened.validation.lengths)) == (16, 4)
+    assert "rows without labels (the split test): 10 left out" in " ".join(opened.left_out)
+    with pytest.raises(DataError, match=r"row 1 of 'test\.jsonl' has no label|the label -1"):
+        found(tmp_path, validation_fraction=1.0)
+
+
+def test_names_that_look_like_lists_are_told(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", [row | {"label": f"['{row['label']}']"} for row in ROWS])
+    assert "each name like \"['animal']\" (2 of 2) is taken for one class: a text has" in " ".join(
+        found(tmp_path / "a.jsonl").left_out
+    )
 
 
 def test_files_and_columns_may_name_the_split(tmp_path: Path) -> None:
@@ -180,7 +217,12 @@ def test_a_split_column_is_in_all_tables_or_in_none(tmp_path: Path) -> None:
 
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a", "label": "x"}\n{"text": \n')
+    for torn in ('{"text": \n', '{"text": "b', '{"text": "b", "label": "x"'):
+        path.write_text('{"text": "a", "label": "x"}\n' + torn)
+        said = r"line 2 of .*a.jsonl' does not hold one whole JSON object .*: if the file was cut off, copy it again"
+        with pytest.raises(DataError, match=said):
+            found(path)
+    path.write_text('{"text": "a", "label": "x"}\n3\n')
     with pytest.raises(DataError, match=r"line 2 of .*a.jsonl' is not a JSON object: write one object per line"):
         found(path)
     path.write_text('\n[{"text": "a", "label": "x"}]')
@@ -226,6 +268,18 @@ def test_a_stray_quotation_mark_swallows_no_rows(tmp_path: Path, ending: str) ->
     path.write_text("\n".join(lines))
     with pytest.raises(DataError, match=rf"cannot be read \(line 5: '{separator}' expected after '\"'\)"):
         found(path)
+
+
+def test_a_field_that_does_not_end_is_named_where_it_begins(tmp_path: Path) -> None:
+    lines = ["text,label", *(f"word {n},{'ab'[n % 2]}" for n in range(20))]
+    lines[4] = '"so,a'
+    for later in ("word,a", '"word" so,a'):  # to the end of the file, or to the next quotation mark
+        (tmp_path / "x.csv").write_text("\n".join([*lines, later]))
+        with pytest.raises(DataError, match=r"cannot be read \(line 5: a quotation mark opens a field that does not"):
+            found(tmp_path / "x.csv")
+    (tmp_path / "x.csv").write_text('text,label\n"a\nb",x\n"c\nd"\n')
+    with pytest.raises(DataError, match=r"line 4 of .* has 1 fields"):
+        found(tmp_path / "x.csv")
 
 
 def test_labels_have_no_spaces_around_them(tmp_path: Path) -> None:

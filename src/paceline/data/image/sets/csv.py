@@ -49,7 +49,7 @@ def open_csv(request: DatasetRequest) -> StoredImages:
 
 
 def read_csv(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
-    """Return the header of a CSV or TSV file, the rows, and each row's line number.
+    """Return the header of a CSV or TSV file, the rows, and the line in which each begins.
 
     Raises:
         DataError: If it cannot be read, has no rows, or a row does not fit the header.
@@ -62,16 +62,20 @@ def read_csv(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
             opened.seek(0)
             delimiter = "\t" if file.suffix.lower() in (".tsv", ".tab") else max(",;\t", key=first.count)
             reader = csv.reader(opened, delimiter=delimiter, strict=True)
+            rows, lines, begin = [], [], 1
             header = [name.strip() for name in next(reader, [])]
-            rows, lines = [], []
+            begin += reader.line_num
             for row in reader:
                 if row:
                     rows.append(row)
-                    lines.append(reader.line_num)
+                    lines.append(begin)
+                begin = reader.line_num + 1
     except UnicodeDecodeError:
         raise DataError(file_problem(file)) from None
     except (OSError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else f"line {reader.line_num}: {error}"
+        if isinstance(error, csv.Error) and begin < reader.line_num:
+            reason = f"line {begin}: a quotation mark opens a field that does not end there; {reason}"
         raise DataError(f"the table {str(file)!r} cannot be read ({reason}): correct it, or the path.") from None
     if not rows:
         reason = "has no rows: expected a line of column names and one line for each sample."

@@ -29,6 +29,7 @@ from paceline.data.image.tables import (
     explain_errors,
     files_ending_in,
     find_columns,
+    hold_out_labelled,
     mapped,
     name_rows,
     number_rows,
@@ -432,6 +433,7 @@ class ImageTable:
         Raises:
             DataError: If a row lacks a label or a numeric target.
         """
+        self.parts = hold_out_labelled(self.parts, self._label_cells(), self._request)
         parts, request = self.parts.splits, self._request
 
         def name(row: int) -> str:
@@ -487,9 +489,9 @@ class ImageTable:
     ) -> StoredImages:
         """Open the images of the table; ``facts`` are other attributes of :class:`StoredImages`."""
         source.channels = self._request.channels or (1 if probe.greyscale else 3)
-        held_out = self.parts.held_out
+        is_whole = self.parts.held_out is None and len(self.parts.train) == len(source)
         return in_splits(
-            [source] if held_out is None else [SubsetSource(source, each) for each in self.parts.splits],
+            [source] if is_whole else [SubsetSource(source, each) for each in self.parts.splits],
             self.parts.description,
             self._request.data.validation_fraction,
             classes=classes,
