@@ -30,7 +30,14 @@ from paceline.checkpoint.mirror import (
 )
 from paceline.checkpoint.store import CheckpointStore, ResumePoint, step_of
 from paceline.distributed.collectives import Collectives
-from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError, UnreadableError
+from paceline.errors import (
+    CheckpointError,
+    LaunchError,
+    RunDirectoryError,
+    StorageError,
+    UnreadableError,
+    VersionError,
+)
 from paceline.plain_json import load_json
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
@@ -263,7 +270,7 @@ def will_resume(recipe: Recipe, run_dir: Path | None, world: World) -> bool:
         return False
     try:
         return bool(list_commits(_remote(recipe.checkpoint.mirror)).commits)
-    except StorageError:
+    except (StorageError, VersionError):
         if world.world_size == 1:
             raise
         # The error is reported after the processes have joined: otherwise the others would wait for this one.

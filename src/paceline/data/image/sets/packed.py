@@ -225,7 +225,10 @@ def read_manifest(root: Path) -> Manifest:
         raise _damaged(path, str(error)) from error
     version = tree.pop("format", None) if isinstance(tree, dict) else None
     if version != FORMAT:
-        raise _damaged(path, f"its format is {version!r}, and only {FORMAT!r} is supported")
+        raise DataError(
+            f"{str(path)!r} has the format {version!r}, and this version of Paceline reads {FORMAT!r}: use the version "
+            "that wrote it, or pack the source again into another folder."
+        )
     if tree.pop("sha256", None) != _own_digest(tree):
         raise _damaged(path, "its content does not match its digest")
     try:
