@@ -582,10 +582,10 @@ def check_stamp(content: Any, name: object, versions: Collection[int], digest_of
     candidates = ({**content, "format_version": each} for each in versions)
     if type(version) is int and version not in versions and digest not in map(digest_of, candidates):
         raise VersionError.of(name, version)
-    if isinstance(version, bool) or digest != digest_of(content):
-        raise ValueError("its content does not match its own digest")
-    if version not in versions:
+    if isinstance(version, bool) or version not in versions:
         raise ValueError(f"its format version is {version!r}")
+    if digest != digest_of(content):
+        raise ValueError("its content does not match its own digest")
 
 
 def _digest(content: Mapping[str, Any]) -> str:

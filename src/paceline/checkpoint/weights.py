@@ -242,7 +242,7 @@ def _newest(target: Path, weights: str) -> SavedWeights:
         store = CheckpointStore(target / "checkpoints" if (target / "checkpoints").is_dir() else target)
 
     run = RunDirectory(store.directory.parent)
-    identity, recorded = read_identity(run), recorded_step(run)
+    identity, (recorded, is_final) = read_identity(run), recorded_step(run)  # before the weights: a run may be training
 
     def read(path: Path) -> SavedWeights | _MissingWeightsError:
         found = check_sizes(path).facts.get("run")
@@ -261,18 +261,16 @@ def _newest(target: Path, weights: str) -> SavedWeights:
     if saved is None:
         reason = damaged[0].reason
         raise CheckpointError(f"No checkpoint in {store.directory} is whole: {reason} Give another run or checkpoint.")
-    path = next(each for each in saved.path.parents if step_of(each) is not None)
-    if recorded is not None and recorded.step != step_of(path):
-        problem = (
-            f"the records of '{run.root}' end at step {recorded.step}, but these weights are of step {step_of(path)}"
+    path, step = next((each, step) for each in saved.path.parents if (step := step_of(each)) is not None)
+    if recorded is None or recorded == step:
+        return saved
+    problem = f"the records of '{run.root}' end at step {recorded}, but these weights are of step {step}"
+    if is_final and recorded > step:
+        raise CheckpointError(
+            f"{problem}: no newer checkpoint is intact. Restore it (the train command fetches it from "
+            f"checkpoint.mirror), or give {path} to use these.{''.join(f' {each.reason}' for each in damaged[:1])}"
         )
-        if recorded.is_final and recorded.step > (step_of(path) or 0):
-            reason = f" {damaged[0].reason}" if damaged else ""
-            raise CheckpointError(
-                f"{problem}: no newer checkpoint is there and whole.{reason} Restore the newer one (the run's train "
-                f"command fetches it from checkpoint.mirror), or give {path} to use this one."
-            )
-        _LOG.warning("%s", one_line(f"note: {problem}"))
+    _LOG.warning("%s", one_line(f"note: {problem}"))
     return saved
 
 

@@ -81,31 +81,18 @@ def read_for_report(
     return kept, (f"Of {number:,} step records, one in {every} is used.",) if every > 1 else ()
 
 
-@dataclass(frozen=True)
-class RecordedStep:
-    """The step of the newest weights that records name.
+def recorded_step(run: RunDirectory) -> tuple[int | None, bool]:
+    """Return the step that the outcome names or, while there is none, the last checkpoint's event.
 
-    Attributes:
-        step: The step.
-        is_final: Whether a launch ended there after its last save; otherwise a later save may have failed.
-    """
-
-    step: int
-    is_final: bool
-
-
-def recorded_step(run: RunDirectory) -> RecordedStep | None:
-    """Return the step that the outcome names or, while there is none, the last checkpoint's event; None without them.
-
-    Damaged records name none.
+    Returns:
+        The step, None if no intact record names one; and whether a launch ended there after its last save.
     """
     with contextlib.suppress(RunDirectoryError):
         if run.summary.exists():
             summary = read_summary(run)
-            return RecordedStep(summary.step, summary.status in ENDED)
-        saved = [event["step"] for event in read_events(run.events, kinds={"checkpoint"})]
-        return RecordedStep(max(saved), is_final=False) if saved else None
-    return None
+            return summary.step, summary.status in ENDED
+        return max((event["step"] for event in read_events(run.events, kinds={"checkpoint"})), default=None), False
+    return None, False
 
 
 ENDED = ("completed", "stopped")

@@ -30,14 +30,7 @@ from paceline.checkpoint.mirror import (
 )
 from paceline.checkpoint.store import CheckpointStore, ResumePoint, step_of
 from paceline.distributed.collectives import Collectives
-from paceline.errors import (
-    CheckpointError,
-    LaunchError,
-    RunDirectoryError,
-    StorageError,
-    UnreadableError,
-    VersionError,
-)
+from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError, UnreadableError
 from paceline.plain_json import load_json
 from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
@@ -261,7 +254,7 @@ def will_resume(recipe: Recipe, run_dir: Path | None, world: World) -> bool:
     """Whether there is a checkpoint to resume from, here or at the address; called before the processes have joined.
 
     Raises:
-        StorageError: If the address cannot be read, and this is the only process.
+        PacelineError: If the address cannot be read, and this is the only process.
     """
     if run_dir is not None and CheckpointStore(run_dir / "checkpoints").steps():
         return True
@@ -270,7 +263,7 @@ def will_resume(recipe: Recipe, run_dir: Path | None, world: World) -> bool:
         return False
     try:
         return bool(list_commits(_remote(recipe.checkpoint.mirror)).commits)
-    except (StorageError, VersionError):
+    except (StorageError, CheckpointError):
         if world.world_size == 1:
             raise
         # The error is reported after the processes have joined: otherwise the others would wait for this one.

@@ -571,11 +571,6 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
                 f"the run in {where} has {number}={old}, but here it would be {new}; it can only resume with the same "
                 f"value (see {key})."
             )
-    if plan.get("powersgd_start_step") is not None:
-        raise RunDirectoryError(
-            f"the run in {where} was trained with PowerSGD, which was removed, and its checkpoints hold PowerSGD's "
-            f"state. Start a new run {elsewhere}, with model.initialize_from set to its weights."
-        )
     old_config, new_config = plan.get("network_config") or {}, request.plan.network_config or {}
     # Another commit may have the same config, and runs of earlier versions stored none.
     changed_keys = sorted(

@@ -228,10 +228,7 @@ def open_tokens(root: Path) -> TextDataset:
         raise DataError(f"{path} cannot be read ({error}); write the folder again.") from error
     needed = {"version", "tokenizer", "bytes_per_token", "tokens", "files", "digest"}
     if not isinstance(tree, dict) or not needed <= tree.keys() or tree["version"] != _VERSION:
-        raise DataError(
-            f"{path} has a format that this version of Paceline cannot read; use the version that wrote it, or write "
-            "another folder."
-        )
+        raise DataError(f"{path} has a format that this version of Paceline cannot read; write the folder again.")
     kind = np.dtype(f"<u{tree['bytes_per_token']}")
     corpora = {split: _open_split(root, split, count, kind) for split, count in tree["tokens"].items()}
     return TextDataset(
