@@ -430,7 +430,7 @@ def _not_an_event(path: Path, where: str, found: str) -> RunDirectoryError:
 # Larger than any number that a run records; sums and products of smaller ones are finite.
 _LARGEST, _LARGEST_COUNT = 1e60, 2**63
 _LATEST = 253_370_764_800  # the year 9999, in Unix seconds
-_TYPES = {"int": int, "float": (int, float), "str": str, "Status": str, "Weights": str}
+_TYPES: Mapping[str, Any] = {"int": int, "float": (int, float), "str": str, "Status": str, "Weights": str}
 
 
 def for_display(event: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -441,7 +441,8 @@ def for_display(event: dict[str, Any], path: Path) -> dict[str, Any]:
     """
     own = next((fields(each) for each in Event.__subclasses__() if each.kind == event["event"]), fields(Event))
     for each in own:
-        value, name = event.get(each.name), str(each.type).removesuffix(" | None")
+        value: Any = event.get(each.name)
+        name = str(each.type).removesuffix(" | None")
         if value is None and (each.name not in event or name != each.type):
             continue
         is_valid = isinstance(value, _TYPES.get(name, object)) and not isinstance(value, bool)
