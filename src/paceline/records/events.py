@@ -13,8 +13,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
@@ -430,7 +430,22 @@ def _not_an_event(path: Path, where: str, found: str) -> RunDirectoryError:
 # Larger than any number that a run records; sums and products of smaller ones are finite.
 _LARGEST, _LARGEST_COUNT = 1e60, 2**63
 _LATEST = 253_370_764_800  # the year 9999, in Unix seconds
-_TYPES: Mapping[str, Any] = {"int": int, "float": (int, float), "str": str, "Status": str, "Weights": str}
+_MAPPINGS = dict.fromkeys(("Mapping[str, Any]", "Mapping[str, float]"), Mapping)
+_TYPES: Mapping[str, Any] = {"int": int, "float": (int, float), "str": str, "Status": str, "Weights": str, **_MAPPINGS}
+
+
+def wrong_field(own: Iterable[Field[Any]], document: Mapping[str, Any]) -> str | None:
+    """Return the first of a dataclass's fields that has another type in a document, or is out of range, as text."""
+    for each in own:
+        value: Any = document.get(each.name)
+        name = str(each.type).removesuffix(" | None")
+        if value is None and (each.name not in document or name != each.type):
+            continue
+        is_valid = isinstance(value, _TYPES.get(name, object)) and not isinstance(value, bool)
+        is_valid &= not isinstance(value, int) or abs(value) < _LARGEST_COUNT
+        if not is_valid or (each.name == "time" and not 0 <= value < _LATEST):
+            return f"{each.name}={str(value)[:60]}"
+    return None
 
 
 def for_display(event: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -440,15 +455,8 @@ def for_display(event: dict[str, Any], path: Path) -> dict[str, Any]:
         RunDirectoryError: If one of the event's own fields has another type, or is out of range.
     """
     own = next((fields(each) for each in Event.__subclasses__() if each.kind == event["event"]), fields(Event))
-    for each in own:
-        value: Any = event.get(each.name)
-        name = str(each.type).removesuffix(" | None")
-        if value is None and (each.name not in event or name != each.type):
-            continue
-        is_valid = isinstance(value, _TYPES.get(name, object)) and not isinstance(value, bool)
-        is_valid &= not isinstance(value, int) or abs(value) < _LARGEST_COUNT
-        if not is_valid or (each.name == "time" and not 0 <= value < _LATEST):
-            raise _not_an_event(path, f"A {event['event']} record", f"{each.name}={str(value)[:60]}")
+    if wrong := wrong_field(own, event):
+        raise _not_an_event(path, f"A {event['event']} record", wrong)
     texts = {each.name for each in own} | {"event", "slowest_phase"}
     others = () if event["event"] in ("step", "evaluation") else (object,)
     return {key: _shown(key, value, (str,) if key in texts else others) for key, value in event.items()}

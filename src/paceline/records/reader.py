@@ -16,7 +16,7 @@ import yaml
 from paceline.errors import RunDirectoryError, VersionError
 from paceline.plain_json import load_json
 from paceline.plain_yaml import BoundedLoader
-from paceline.records.events import Status, for_display, parse_line
+from paceline.records.events import Status, for_display, parse_line, wrong_field
 from paceline.records.run_directory import RunDirectory, existing_run, file_error, refuse_special_file, write_json
 
 # Substrings in the names of values that depend on a clock.
@@ -172,7 +172,7 @@ def read_plan(run: RunDirectory) -> dict[str, Any]:
 _NEEDED = {
     "strategy": str,
     "data": dict,
-    "batch_phases": list,
+    **dict.fromkeys(("batch_phases", "sampling", "mixture"), list),
     "total_steps": int,
     "train_samples": int,
     "global_batch_size": int,
@@ -185,7 +185,7 @@ def read_plan_to_resume(run: RunDirectory) -> dict[str, Any]:
     Raises:
         RunDirectoryError: If it is missing, damaged, or lacks one of them.
     """
-    plan = {"batch_phases": [], **read_plan(run)}  # missing in runs of earlier versions
+    plan = {"batch_phases": [], "sampling": [], "mixture": [], **read_plan(run)}  # missing in runs of earlier versions
     for key, kind in _NEEDED.items():
         if not isinstance(plan.get(key), kind):
             raise RunDirectoryError(
@@ -342,9 +342,8 @@ class Summary:
             summary = cls(**arguments)
         except TypeError as error:
             raise RunDirectoryError(f"summary.json is damaged: {error}.") from error
-        for name, kind in (("step", int), ("samples", int), ("metrics", Mapping), ("details", Mapping)):
-            if not isinstance(value := getattr(summary, name), kind):
-                raise RunDirectoryError(f"summary.json is damaged: found {name}={str(value)[:80]}.")
+        if wrong := wrong_field(fields(cls), document):
+            raise RunDirectoryError(f"summary.json is damaged: found {wrong}.")
         return summary
 
 

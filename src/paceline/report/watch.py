@@ -112,7 +112,7 @@ class WatchedRun(RunHistory):
     def epochs(self) -> int | None:
         """Epochs of the whole run, including a last partial one."""
         total = self.plan.get("total_epochs")
-        return None if total is None else math.ceil(total)
+        return math.ceil(total) if isinstance(total, int | float) and abs(total) < 1e15 else None
 
     @property
     def record(self) -> Event:

@@ -227,27 +227,19 @@ def records_of_progress(directory: RunDirectory) -> list[str]:
     Raises:
         RunDirectoryError: If a record is damaged or cannot be read.
     """
-    events, summary = directory.events, directory.summary
-    identity = reader.read_identity(directory)
+    events, identity = directory.events, reader.read_identity(directory)
     if identity is None:
-        traces = [summary, events, directory.first_batch, *directory.evaluation_files, *ledger_files(directory.ledger)]
+        traces = [directory.summary, events, directory.first_batch, *directory.evaluation_files]
+        traces += ledger_files(directory.ledger)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             traces += [each for each in directory.checkpoints.iterdir() if not is_ignored(each.name)]
         return [each.name for each in traces if each.exists() and each.stat().st_size]
-    names = [directory.identity.name] if identity.has_checkpoint else []
-    if (
-        summary.is_file()
-        and _damage_of(directory, summary) is None
-        and reader.read_summary(directory).status in reader.ENDED
-    ):
-        names.append(summary.name)
     found = [*reader.read_events(events, kinds={"checkpoint", "resume", "finish"})] if events.exists() else []
     # An event of a single checkpoint does not count: it is written before the checkpoint. Each save waits for the
     # previous one, and a run that does not fail ends after its last save.
     is_saved = sum(event["event"] == "checkpoint" for event in found) > 1
-    if is_saved or any(event["event"] == "resume" or event.get("status") in reader.ENDED for event in found):
-        names.append(events.name)
-    return names
+    is_saved |= any(event["event"] == "resume" or event.get("status") in reader.ENDED for event in found)
+    return [directory.identity.name] * identity.has_checkpoint + [events.name] * is_saved
 
 
 # Plan values that must not change at a resume: numerics and samples depend on them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -355,11 +356,8 @@ def _contents(run_dir: Path) -> dict[Path, bytes]:
 
 
 def _lose(names: Sequence[str], run_dir: Path) -> None:
-    for path in map(run_dir.joinpath, names):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    for name in names:
+        (run_dir / name).rename(run_dir.with_name(f"{run_dir.name}-{name}"))
 
 
 def _newer_format(run_dir: Path) -> None:
@@ -400,8 +398,7 @@ def _cut_events(cut: Callable[[list[bytes]], list[bytes]], context: DrillContext
     events.write_bytes(b"".join(cut(content.splitlines(keepends=True))))
     context.recover(faulted)
     resumed_at, lines = resumes(faulted.run_dir), events.read_bytes().splitlines(keepends=True)
-    first_new = next((at for at, line in enumerate(lines) if b'"missing_records"' in line), len(lines))
-    added = b"".join(lines[first_new:])
+    added = b"".join(itertools.dropwhile(lambda line: b'"missing_records"' not in line, lines))
     if not added or not audit_problems(faulted.run_dir):
         faulted.objections.append("records are missing, but no incident or no audit failure reports it")
     if resumed_at:  # else there is an objection already
@@ -410,10 +407,6 @@ def _cut_events(cut: Callable[[list[bytes]], list[bytes]], context: DrillContext
         with events.open("ab") as file:
             file.write(added)
     return faulted
-
-
-def _first_half(lines: list[bytes]) -> list[bytes]:
-    return lines[: len(lines) // 2]
 
 
 def _without_middle(lines: list[bytes]) -> list[bytes]:
@@ -577,7 +570,11 @@ def all_faults(processes: int) -> list[Fault]:
         ("newer-format", "the newest checkpoint is of a newer format at one restart", newer_format),
         ("older-weights", "a finished run without its last checkpoint is exported", _older_weights),
         ("foreign-checkpoint", "another run's last checkpoint is copied to the killed run's", _foreign),
-        ("cut-events", "the second half of events.jsonl is deleted", partial(_cut_events, _first_half)),
+        (
+            "cut-events",
+            "the second half of events.jsonl is deleted",
+            partial(_cut_events, lambda lines: lines[: len(lines) // 2]),
+        ),
         (
             "events-gap",
             "the step records in the middle of events.jsonl are deleted",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,6 @@ def request_to_resume(tiny_recipe: Path, tiny_task: Make) -> ResumeRequest:
     prepared.pipeline.close()
     facts = {"torch": torch.__version__}
     return ResumeRequest(recipe=prepared.recipe, plan=prepared.plan, resume="auto", device_facts=facts)
-
-
-@pytest.fixture
-def lossy(stopped: Path) -> Iterator[Callable[[dict[str, int | None]], Path]]:
-    """``lossy({"run.json": None, "events.jsonl": 90})``: a copy without the one, and with that much of the other."""
-    with tempfile.TemporaryDirectory(dir=stopped.parent) as folder:
-        yield lambda losses: spoil(stopped, Path(folder) / "run", losses)
 
 
 def spoil(source: Path, run: Path, losses: dict[str, int | None]) -> Path:
@@ -115,9 +108,11 @@ def test_nothing_begins_again_over_records(
 )
 @pytest.mark.thorough
 def test_what_resumes_ends_with_the_same_weights(
-    lossy: Make, train_shared: Make, tiny_recipe: Path, tiny_task: Make, losses: dict[str, int | None]
+    stopped: Path, train_shared: Make, runs: Path, tiny_recipe: Path, tiny_task: Make, losses: dict[str, int | None]
 ) -> None:
     whole = train_shared(UNTIL).summary.weights_sha256
-    resumed = paceline.train(tiny_recipe, overrides=UNTIL, run_dir=lossy(losses), task=tiny_task(), quiet=True)
+    resumed = paceline.train(
+        tiny_recipe, overrides=UNTIL, run_dir=spoil(stopped, runs / "run", losses), task=tiny_task(), quiet=True
+    )
     assert resumed.summary.weights_sha256 == whole
     assert resumed.summary.resumes == 1

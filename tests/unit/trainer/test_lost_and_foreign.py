@@ -83,17 +83,6 @@ def test_without_its_checkpoints_nothing_is_begun_again(
     assert audit_run(run).passed
 
 
-def test_with_ledger_and_events_gone_too_nothing_is_begun_again(train_tiny: Make) -> None:
-    run = train_tiny("run").run_dir
-    for name in ("checkpoints", "ledger"):
-        shutil.rmtree(run / name)
-    (run / "events.jsonl").unlink()
-    before = fingerprint(run)
-    with pytest.raises(CheckpointError, match="holds none"):
-        train_tiny("run", LONGER)
-    assert fingerprint(run) == before
-
-
 EVERYTHING = ("run.json", "events.jsonl", "ledger", "summary.json", "checkpoints/best.json", "evaluation")
 
 

@@ -81,8 +81,8 @@ class RunHistory:
 
     def higher_is_better(self, metric: str) -> bool | None:
         """Whether higher is better for a metric; None if unknown."""
-        directions: Mapping[str, bool] = self.plan.get("higher_is_better") or _OF_OLD_RUNS
-        return directions.get(metric)
+        directions = self.plan.get("higher_is_better") or _OF_OLD_RUNS
+        return directions.get(metric) if isinstance(directions, Mapping) else None
 
 
 @dataclass(frozen=True, kw_only=True)
