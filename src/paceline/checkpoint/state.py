@@ -160,16 +160,17 @@ def check_inventory(live: State, saved: State, *, where: str) -> None:
 def strip_wrapper_prefix(live: State, saved: State) -> tuple[dict[str, Any], str]:
     """Return weights without the prefix that a wrapper or a larger network added to their names, and the prefix.
 
-    It is the one that most names have, and is removed only if no name matches the network's own with it, and some do
-    without it.
+    It is removed only if no name matches the network's own with it, and most of the network's names match without it.
     """
-    prefix = ""
-    while not any(name.removeprefix(prefix) in live for name in saved):
-        inner = [name.removeprefix(prefix) for name in saved if name.startswith(prefix)]
-        modules = Counter(name.partition(".")[0] for name in inner if "." in name)
-        if not modules:
-            return dict(saved), ""
-        prefix += f"{modules.most_common(1)[0][0]}."
+    prefixes = Counter(
+        prefix
+        for name in saved
+        for prefix in (name[: at + 1] for at, character in enumerate(name) if character == ".")
+        if name.removeprefix(prefix) in live
+    )
+    prefix = max(prefixes, key=lambda each: prefixes[each], default="")
+    if 2 * prefixes[prefix] <= len(live) or any(name in live for name in saved):
+        return dict(saved), ""
     return {name.removeprefix(prefix): tensor for name, tensor in saved.items()}, prefix
 
 

@@ -126,7 +126,8 @@ def missing_events(path: Path, *, until: float = math.inf, resumed: str = "", st
         elif kind == "resume" and (name := str(event.get("checkpoint"))).removesuffix(".replaced") not in saved:
             yield f"{path.name} lacks records before the resume from {name}: it ended at step {last}"
         if kind == "start":
-            every, begin = event.get("log_every") or 0, position
+            interval, begin = event.get("log_every"), position
+            every = interval if type(interval) is int else 0
         # A step's record precedes its evaluation and its checkpoint.
         recorded = position if kind in ("evaluation", "checkpoint") else position - 1
         if every and recorded // every * every > max(begin, logged[-1]):

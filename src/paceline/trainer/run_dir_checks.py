@@ -36,7 +36,7 @@ from paceline.recipe.load import differences, stored_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records import reader
 from paceline.records.environment import capture_environment
-from paceline.records.events import truncate_after
+from paceline.records.events import for_display, truncate_after
 from paceline.records.ledger import ledger_files, truncate_ledgers, write_lengths
 from paceline.records.run_directory import RunDirectory, file_error, sync_directory, write_json, write_text
 from paceline.telemetry.trackers import TRACKERS
@@ -408,7 +408,7 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     resumes = 0
     if directory.events.exists():  # before the records are cut back
         resumed = reader.read_events(directory.events, kinds={"resume"})
-        resumes = max((int(event["resumes"]) for event in resumed), default=0)
+        resumes = max((for_display(event, directory.events).get("resumes", 0) for event in resumed), default=0)
     choice = prepare_resume(directory, requested, request.recipe, request.plan.total_steps)
     return _save(directory, request, ResumeDecision(choice=choice, notices=notices, resumes=resumes))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -397,8 +396,9 @@ def _cut_events(cut: Callable[[list[bytes]], list[bytes]], context: DrillContext
     content = events.read_bytes()
     events.write_bytes(b"".join(cut(content.splitlines(keepends=True))))
     context.recover(faulted)
-    resumed_at, lines = resumes(faulted.run_dir), events.read_bytes().splitlines(keepends=True)
-    added = b"".join(itertools.dropwhile(lambda line: b'"missing_records"' not in line, lines))
+    resumed_at, log = resumes(faulted.run_dir), events.read_bytes()
+    incident = log.find(b'"missing_records"')  # in the first line that the resumed launch wrote
+    added = log[log.rfind(b"\n", 0, incident) + 1 :] if incident >= 0 else b""
     if not added or not audit_problems(faulted.run_dir):
         faulted.objections.append("records are missing, but no incident or no audit failure reports it")
     if resumed_at:  # else there is an objection already
