@@ -229,7 +229,7 @@ def records_of_progress(directory: RunDirectory) -> list[str]:
     """
     events, identity = directory.events, reader.read_identity(directory)
     if identity is None:
-        traces = [directory.summary, events, directory.first_batch, *directory.evaluation_files]
+        traces = [directory.identity, directory.summary, events, directory.first_batch, *directory.evaluation_files]
         traces += ledger_files(directory.ledger)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             traces += [each for each in directory.checkpoints.iterdir() if not is_ignored(each.name)]
@@ -563,6 +563,11 @@ def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: 
                 f"the run in {where} has {number}={old}, but here it would be {new}; it can only resume with the same "
                 f"value (see {key})."
             )
+    if plan.get("powersgd_start_step") is not None:
+        raise RunDirectoryError(
+            f"the run in {where} was trained with PowerSGD, which was removed, and its checkpoints hold PowerSGD's "
+            f"state. Start a new run {elsewhere}, with model.initialize_from set to its weights."
+        )
     old_config, new_config = plan.get("network_config") or {}, request.plan.network_config or {}
     # Another commit may have the same config, and runs of earlier versions stored none.
     changed_keys = sorted(

@@ -215,7 +215,7 @@ def test_another_seed_than_the_runs_is_found(honest: Path, tmp_path: Path) -> No
     assert json.loads(json.dumps(found.to_json()))["passed"] is False
 
 
-@pytest.mark.parametrize("claim", [{"samples": 10**18, "step": 10**18}, {"samples": 10**400}, {"samples": -5}])
+@pytest.mark.parametrize("claim", [{"samples": 10**18, "step": 10**18}, {"samples": -5}])
 @pytest.mark.parametrize("last", [{}, {"step": 2**63}, {"step": 2**63, "epoch": 2**32 - 1}])
 def test_a_claimed_count_is_not_looped_over(
     honest: Path, tmp_path: Path, claim: dict[str, int], last: dict[str, int]
