@@ -88,9 +88,9 @@ def recorded_step(run: RunDirectory) -> tuple[int | None, bool]:
         The step, None if no intact record names one; and whether a launch ended there after its last save.
     """
     with contextlib.suppress(RunDirectoryError):
-        if run.summary.exists():
-            summary = read_summary(run)
-            return summary.step, summary.status in ENDED
+        summary = read_summary(run)
+        return summary.step, summary.status in ENDED
+    with contextlib.suppress(RunDirectoryError):
         return max((event["step"] for event in read_events(run.events, kinds={"checkpoint"})), default=None), False
     return None, False
 
