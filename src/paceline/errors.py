@@ -57,6 +57,18 @@ class RunDirectoryError(PacelineError):
     """The run directory cannot be used for this run."""
 
 
+class VersionError(UnreadableError, RunDirectoryError):
+    """A file has a format of another version of Paceline. It is not damaged."""
+
+    @classmethod
+    def of(cls, path: object, version: object) -> VersionError:
+        """Return the error for a file with the version found in it."""
+        return cls(
+            f"'{path}' has the format version {version}, which this version of Paceline cannot read; nothing was "
+            "changed. Use the version of Paceline that wrote it."
+        )
+
+
 class LabError(PacelineError):
     """A lab of the course, or what a student wrote for it, is missing, or cannot be read or run."""
 

@@ -25,7 +25,8 @@ DIGITS = (
 _OF_SEVERAL = "nothing,kill-rank-0,kill-launcher,SIGTERM-rank,hung-rank,stopped-rank,fewer-processes,more-processes"
 _OF_ONE = (
     "kill-all,kill-in-save,SIGINT-group,disk-full,file-limit,read-only,moved-directory,torn-checkpoint,"
-    "lost-manifest,no-checkpoints,foreign-checkpoint,cut-events,torn-events,torn-ledger,clock-jump"
+    "lost-manifest,no-checkpoints,only-ledger,newer-format,older-weights,foreign-checkpoint,cut-events,events-gap,"
+    "torn-events,torn-ledger,clock-jump"
 )
 # What depends on the machine or on the moment; everything else must be tried.
 _MAY_BE_SKIPPED = {

@@ -20,7 +20,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,13 +39,14 @@ from paceline.checkpoint.durable import (
     with_retries,
     write_file,
 )
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, VersionError
 from paceline.files import LFS_POINTER, LFS_START
 from paceline.plain_json import load_json
 
 MANIFEST = "manifest.json"
-_FORMAT_VERSION = 2
+_VERSIONS = (2,)
 _SIZE_LIMIT_BYTES = 100_000_000  # limit for a manifest, and for a safetensors header
+_MOST_TENSORS = 2**18  # in one file; reading that many takes seconds even if all are empty
 _COMPONENT = re.compile(r"(?!manifest$)[A-Za-z][A-Za-z0-9_-]*")
 _PART = re.compile(r"/part-\d{5}\.safetensors")
 
@@ -263,7 +264,10 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
 
     Raises:
         OSError: If the file exists, or the disk fails.
+        CheckpointError: If there are too many.
     """
+    if len(tensors) > _MOST_TENSORS:
+        raise CheckpointError(f"{path} would hold {len(tensors)} tensors, more than the limit of {_MOST_TENSORS}.")
     # Widest elements first keeps every tensor aligned; then by name, so that equal states give equal files.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
     raw = {name: TensorSpec.of(each).dtype for name, each in ordered if TensorSpec.of(each).dtype not in _CODES}
@@ -445,6 +449,8 @@ def _header_length(start: bytes | bytearray, file_size: int) -> int:
 def _parse_header(content: bytes | bytearray, file_size: int) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
     """Return the entries of the tensors, the metadata, and the dtypes of tensors that are stored as bytes."""
     length = _header_length(content[:_PREFIX_BYTES], file_size)
+    if (count := content.count(b'"data_offsets"')) > _MOST_TENSORS:  # before a large header is parsed
+        raise ValueError(f"it lists {count} tensors, more than the limit of {_MOST_TENSORS}")
     try:
         header = load_json(content[_PREFIX_BYTES : _PREFIX_BYTES + length])
     except ValueError as error:
@@ -503,7 +509,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Write the manifest as JSON with its own digest."""
         content = {
-            "format_version": _FORMAT_VERSION,
+            "format_version": _VERSIONS[-1],
             "step": self.step,
             "facts": encode(dict(self.facts), where="facts")[0],
             "components": {
@@ -538,6 +544,7 @@ def parse_manifest(path: Path) -> Manifest:
 
     Raises:
         OSError: If it cannot be read.
+        VersionError: If another version of Paceline wrote it.
         ValueError: Naming the broken rule.
     """
     file = path / MANIFEST
@@ -547,13 +554,7 @@ def parse_manifest(path: Path) -> Manifest:
         content = load_json(read_regular_file(file))
     except ValueError as error:
         raise ValueError("it is not JSON") from error
-    if not isinstance(content, dict):
-        raise ValueError("it is not a JSON object")
-    version = content.get("format_version")
-    if version != _FORMAT_VERSION:
-        raise ValueError(f"its format version is {version!r}, but this version of Paceline reads {_FORMAT_VERSION}")
-    if content.pop("digest", None) != _digest(content):
-        raise ValueError("its content does not match its own digest")
+    check_stamp(content, file, _VERSIONS, _digest)
     entries = _field(content, "components", dict)
     for name in entries:
         if not _COMPONENT.fullmatch(name):
@@ -565,6 +566,26 @@ def parse_manifest(path: Path) -> Manifest:
     if (step := _field(content, "step", int)) < 0:
         raise ValueError(f"its 'step' is {step}, which is negative")
     return Manifest(step, facts, components)
+
+
+def check_stamp(content: Any, name: object, versions: Collection[int], digest_of: Callable[[Any], str]) -> None:
+    """Check the format version of a JSON document, and its own digest, which is removed.
+
+    Raises:
+        VersionError: If another version wrote it.
+        ValueError: If it is damaged.
+    """
+    if not isinstance(content, dict):
+        raise ValueError("it is not a JSON object")
+    version, digest = content.get("format_version"), content.pop("digest", None)
+    # One flipped bit in the number of a known version is damage: the digest still matches that version.
+    candidates = ({**content, "format_version": each} for each in versions)
+    if type(version) is int and version not in versions and digest not in map(digest_of, candidates):
+        raise VersionError.of(name, version)
+    if isinstance(version, bool) or version not in versions:
+        raise ValueError(f"its format version is {version!r}")
+    if digest != digest_of(content):
+        raise ValueError("its content does not match its own digest")
 
 
 def _digest(content: Mapping[str, Any]) -> str:

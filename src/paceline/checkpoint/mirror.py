@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.checkpoint.durable import FileFacts, hash_file, is_disk_failure, reporting_disk_errors
-from paceline.checkpoint.format import MANIFEST
+from paceline.checkpoint.format import MANIFEST, check_stamp
 from paceline.checkpoint.reading import read_manifest, verify
 from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError, StorageError, UnreadableError
@@ -39,7 +39,7 @@ from paceline.records.run_directory import sync_directory
 from paceline.storage.remote import Remote, run_concurrently
 from paceline.units import format_bytes
 
-_FORMAT_VERSION = 2
+_VERSIONS = (2,)
 _COMMIT = re.compile(r"commits/(\d{8,})-[0-9a-f]{8}\.json")
 # Concurrent uploads: a library may hold some 100 MiB of each file.
 _MAX_UPLOADS = 4
@@ -354,6 +354,7 @@ def list_commits(remote: Remote) -> CommitListing:
 
     Raises:
         StorageError: If the address cannot be read.
+        VersionError: If another version of Paceline wrote one.
     """
     commits, damaged = [], []
     names = sorted(_commit_names(remote), reverse=True)
@@ -375,7 +376,7 @@ def _commit_names(remote: Remote) -> list[tuple[int, str]]:
 
 def _to_bytes(commit: Commit) -> bytes:
     content = {
-        "format_version": _FORMAT_VERSION,
+        "format_version": _VERSIONS[-1],
         "sequence": commit.sequence,
         "run": commit.run,
         "step": commit.step,
@@ -388,12 +389,8 @@ def _to_bytes(commit: Commit) -> bytes:
 
 def _from_bytes(text: bytes, commit_name: str) -> Commit:
     content = load_json(text)
-    if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):
-        raise ValueError("its content does not match its own digest")
-    if content.pop("format_version", None) != _FORMAT_VERSION:
-        raise StorageError(
-            "the copy at checkpoint.mirror was written by another version of Paceline; resume with that version."
-        )
+    check_stamp(content, f"checkpoint.mirror/{commit_name}", _VERSIONS, _digest)
+    del content["format_version"]
     files = {name: Piece.from_json(piece) for name, piece in content.pop("files").items()}
     records = {name: tuple(Piece.from_json(each) for each in pieces) for name, pieces in content.pop("records").items()}
     for name in (*files, *records, *(each.name for each in files.values())):

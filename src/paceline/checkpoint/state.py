@@ -10,6 +10,7 @@ bfloat16 parameters lose half their bits. Here every saved tensor keeps its dtyp
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -147,6 +148,8 @@ def check_inventory(live: State, saved: State, *, where: str) -> None:
         return
     differing = [key for key in dict.fromkeys((*expected, *found)) if expected.get(key) != found.get(key)]
     more = f" ({len(differing) - 1} more keys differ.)" if len(differing) > 1 else ""
+    if (extra := next((key for key in differing if key not in expected), differing[0])) != differing[0]:
+        more = f" The checkpoint also holds {extra!r}, {found[extra]}.{more}"
     raise CheckpointError(
         f"{where}: {differing[0]!r} is {found.get(differing[0], 'absent')} in the checkpoint, but the live object has "
         f"{expected.get(differing[0], 'absent')}. Nothing is cast or skipped on load: "
@@ -155,30 +158,33 @@ def check_inventory(live: State, saved: State, *, where: str) -> None:
 
 
 def strip_wrapper_prefix(live: State, saved: State) -> tuple[dict[str, Any], str]:
-    """Return weights with wrapper prefixes removed from all names, and these prefixes.
+    """Return weights without the prefix that a wrapper or a larger network added to their names, and the prefix.
 
-    They are removed only if none of the network's own names has them.
+    It is removed only if no name matches the network's own with it, and most of the network's names match without it.
     """
-    prefix = ""
-    while not any(name.removeprefix(prefix) in live for name in saved):
-        wrapper = next((each for each in WRAPPERS if all(name.startswith(prefix + each) for name in saved)), None)
-        if not saved or wrapper is None:
-            return dict(saved), ""
-        prefix += wrapper
+    prefixes = Counter(
+        prefix
+        for name in saved
+        for prefix in (name[: at + 1] for at, character in enumerate(name) if character == ".")
+        if name.removeprefix(prefix) in live
+    )
+    prefix = max(prefixes, key=lambda each: prefixes[each], default="")
+    if 2 * prefixes[prefix] <= len(live) or any(name in live for name in saved):
+        return dict(saved), ""
     return {name.removeprefix(prefix): tensor for name, tensor in saved.items()}, prefix
 
 
 def adapt_weights(live: State, saved: State) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return weights with a network's names and dtypes, and notices about the changes.
 
-    Half precision is widened to float32, which is exact.
+    Half precision is widened to float32, which is exact; float64 is rounded to it.
     """
     state, prefix = strip_wrapper_prefix(live, saved)
-    notices = [f"all names begin with '{prefix}', which was left out"] if prefix else []
+    notices = [f"the names' prefix '{prefix}' was left out"] if prefix else []
     for name, tensor in state.items():
         expected = live.get(name)
-        is_half = isinstance(tensor, Tensor) and tensor.dtype in (torch.float16, torch.bfloat16)
-        if is_half and isinstance(expected, Tensor) and expected.dtype == torch.float32:
+        is_cast = isinstance(tensor, Tensor) and tensor.dtype in (torch.float16, torch.bfloat16, torch.float64)
+        if is_cast and isinstance(expected, Tensor) and expected.dtype == torch.float32:
             state[name] = tensor.float()
             notices.append(f"{str(tensor.dtype).removeprefix('torch.')} was cast to float32")
     return state, tuple(dict.fromkeys(notices))

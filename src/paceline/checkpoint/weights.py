@@ -18,10 +18,11 @@ from paceline.checkpoint.format import read_tensor_file
 from paceline.checkpoint.hub_folder import WEIGHTS, hub_metadata, hub_weights_file, is_hub_folder
 from paceline.checkpoint.reading import check_sizes, read_weights_file
 from paceline.checkpoint.state import adapt_weights, check_inventory
-from paceline.checkpoint.store import CheckpointStore, retry_if_replaced
+from paceline.checkpoint.store import CheckpointStore, retry_if_replaced, step_of
 from paceline.errors import CheckpointError, NotFiniteError
 from paceline.escaping import one_line
 from paceline.plain_json import load_json
+from paceline.records.reader import read_identity, recorded_step
 from paceline.records.run_directory import RunDirectory, no_run_message
 
 _LOG = logging.getLogger("paceline.weights")
@@ -183,7 +184,8 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
     """Read weights; ``auto`` takes the moving average if there is one.
 
     From a checkpoint, only the manifest and the requested weights are read and verified; of several checkpoints, the
-    newest with intact weights is used.
+    newest with intact weights is used. If the run has ended at a later step, that is an error; if its records name
+    another step, a note is logged.
 
     Args:
         target: A run directory, a checkpoint directory, a safetensors file or a hub folder, Paceline's or timm's.
@@ -209,8 +211,14 @@ def read_weights(target: Path, weights: str = "auto", *, best: bool = False) -> 
         raise CheckpointError(f"'{target}' holds no checkpoint; give a run that has saved one, or a checkpoint.")
     if not best:
         return _newest(target, weights)
+
+    def read_best(path: Path) -> SavedWeights:
+        if not path.exists():
+            raise CheckpointError(f"{target}/checkpoints/best.json names {path.name}, which is gone; leave out --best.")
+        return _from_checkpoint(path, weights)
+
     # Meanwhile another one may become the best, and this one may be pruned.
-    return retry_if_replaced(lambda: _best_of(target), partial(_from_checkpoint, weights=weights))
+    return retry_if_replaced(lambda: _best_of(target), read_best)
 
 
 def check_target(target: Path) -> None:
@@ -233,7 +241,13 @@ def _newest(target: Path, weights: str) -> SavedWeights:
     with reporting_disk_errors("look for checkpoints in", target):
         store = CheckpointStore(target / "checkpoints" if (target / "checkpoints").is_dir() else target)
 
+    run = RunDirectory(store.directory.parent)
+    identity, (recorded, is_final) = read_identity(run), recorded_step(run)  # before the weights: a run may be training
+
     def read(path: Path) -> SavedWeights | _MissingWeightsError:
+        found = check_sizes(path).facts.get("run")
+        if identity and found and found != identity.id:
+            raise CheckpointError(f"{path} is a checkpoint of another run.")
         try:
             return _from_checkpoint(path, weights)
         except _MissingWeightsError as error:
@@ -247,6 +261,16 @@ def _newest(target: Path, weights: str) -> SavedWeights:
     if saved is None:
         reason = damaged[0].reason
         raise CheckpointError(f"No checkpoint in {store.directory} is whole: {reason} Give another run or checkpoint.")
+    path, step = next((each, step) for each in saved.path.parents if (step := step_of(each)) is not None)
+    if recorded is None or recorded == step:
+        return saved
+    problem = f"the records of '{run.root}' end at step {recorded}, but these weights are of step {step}"
+    if is_final and recorded > step:
+        raise CheckpointError(
+            f"{problem}: no newer checkpoint is intact. Restore it (the train command fetches it from "
+            f"checkpoint.mirror), or give {path} to use these.{''.join(f' {each.reason}' for each in damaged[:1])}"
+        )
+    _LOG.warning("%s", one_line(f"note: {problem}"))
     return saved
 
 

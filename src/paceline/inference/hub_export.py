@@ -20,6 +20,7 @@ from paceline.errors import ModelError, RunDirectoryError
 from paceline.inference.exportable import Exportable
 from paceline.models.build import HUB, hub_network
 from paceline.recipe.model import Model
+from paceline.records.events import for_display
 from paceline.records.reader import NO_METRICS, read_environment, read_events
 from paceline.records.run_directory import RunDirectory
 from paceline.units import metric_unit
@@ -199,7 +200,7 @@ def _origin(saved: SavedWeights, target: Path) -> _Origin:
         return _Origin(step=step)
     try:
         facts = [
-            event
+            for_display(event, RunDirectory(folder).events)
             for event in read_events(RunDirectory(folder).events, kinds=("evaluation",))
             if event.get("step") == step and event.get("weights") == saved.weights
         ]

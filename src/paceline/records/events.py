@@ -13,8 +13,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self
@@ -73,7 +73,8 @@ class StartEvent(Event):
     """The processes of a run started training: once per launch, at step 0 or the step restored.
 
     Attributes:
-        details: ``opening_seconds``, the time since the launch.
+        details: ``opening_seconds``, the time since the launch; ``log_every``, the steps between step records, None if
+            they vary.
     """
 
     kind: ClassVar[str] = "start"
@@ -416,7 +417,55 @@ def parse_line(line: bytes, path: Path, number: int, *, is_last: bool) -> dict[s
             return {sys.intern(key): value for key, value in event.items()}
     except (ValueError, TypeError, KeyError):
         pass  # reported below, together with objects that lack the keys
-    raise RunDirectoryError(
-        f"Line {number} of '{path}' is not an event: found {line[:60]!r}. The file is damaged; restore it from a "
-        "copy, or start the run in another directory."
+    raise _not_an_event(path, f"Line {number}", repr(line[:60]))
+
+
+def _not_an_event(path: Path, where: str, found: str) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{where} of '{path}' is not an event: found {found}. The file is damaged, or was written by another version "
+        "of Paceline; restore it from a copy, or start the run in another directory."
     )
+
+
+# Larger than any number that a run records; sums and products of smaller ones are finite.
+_LARGEST, _LARGEST_COUNT = 1e60, 2**63
+_LATEST = 253_370_764_800  # the year 9999, in Unix seconds
+_MAPPINGS = dict.fromkeys(("Mapping[str, Any]", "Mapping[str, float]"), Mapping)
+_TYPES: Mapping[str, Any] = {"int": int, "float": (int, float), "str": str, "Status": str, "Weights": str, **_MAPPINGS}
+
+
+def wrong_field(own: Iterable[Field[Any]], document: Mapping[str, Any]) -> str | None:
+    """Return the first of a dataclass's fields that has another type in a document, or is out of range, as text."""
+    for each in own:
+        value: Any = document.get(each.name)
+        name = str(each.type).removesuffix(" | None")
+        if value is None and (each.name not in document or name != each.type):
+            continue
+        is_valid = isinstance(value, _TYPES.get(name, object)) and not isinstance(value, bool)
+        is_valid &= not isinstance(value, int) or abs(value) < _LARGEST_COUNT
+        if not is_valid or (each.name == "time" and not 0 <= value < _LATEST):
+            return f"{each.name}={str(value)[:60]}"
+    return None
+
+
+def for_display(event: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return an event that can be shown: values that a run never measures become None.
+
+    Raises:
+        RunDirectoryError: If one of the event's own fields has another type, or is out of range.
+    """
+    own = next((fields(each) for each in Event.__subclasses__() if each.kind == event["event"]), fields(Event))
+    if wrong := wrong_field(own, event):
+        raise _not_an_event(path, f"A {event['event']} record", wrong)
+    texts = {each.name for each in own} | {"event", "slowest_phase"}
+    others = () if event["event"] in ("step", "evaluation") else (object,)
+    return {key: _shown(key, value, (str,) if key in texts else others) for key, value in event.items()}
+
+
+def _shown(key: str, value: Any, kinds: tuple[type, ...]) -> Any:
+    """Return a number that may have been measured, or a value of some other kinds; otherwise None."""
+    if isinstance(value, Mapping) and (object in kinds or key.startswith("rank_seconds")):
+        return {name: _shown(f"{key}.{name}", each, kinds) for name, each in value.items()}
+    if type(value) not in (int, float):
+        return value if isinstance(value, kinds) else None
+    return None if not abs(value) < _LARGEST or (value < 0 and "seconds" in key) else value

@@ -2,7 +2,7 @@
 
 Every rank appends to its own file, ``ledger/rank-00000.ids``. The file is a sequence of records, little-endian::
 
-    magic "PLED" | bytes per id: u8 | 3 zero bytes | epoch: u32 | step: u64 | ids: u32 | broken ids: u32
+    magic "PLED" | bytes per id: u32 | epoch: u32 | step: u64 | ids: u32 | broken ids: u32
     | the ids | the broken ids | CRC-32 of all before it: u32
 
 Samples that are those of the epoch's order are recorded as a position: bytes per id is then 0, and instead of the ids
@@ -39,7 +39,8 @@ from paceline.records.reader import LedgerFacts
 from paceline.records.run_directory import file_error, refuse_special_file, write_bytes
 
 _MAGIC = b"PLED"
-_HEADER = struct.Struct("<4sB3xIQII")
+_HEADER = struct.Struct("<4sIIQII")
+_WIDTHS = (0, 4, 8)
 _POSITION = struct.Struct("<Q8s")
 _CHECKSUM = struct.Struct("<I")
 _BUFFER_BYTES = 1 << 18
@@ -204,21 +205,22 @@ def truncate_ledgers(directory: Path, step: int) -> int:
     Call it in one process, before any rank opens its file.
 
     Raises:
-        RunDirectoryError: If a file is damaged before its end, or the disk fails.
+        RunDirectoryError: If a file is damaged before its end, and none is changed; or if the disk fails.
     """
-    samples = 0
+    samples, ends = 0, dict[Path, int]()
     for path in ledger_files(directory):
-        keep = 0
+        ends[path] = 0
         for end, entry in _records(path):
             if entry.step > step:
                 break
-            keep = end
+            ends[path] = end
             samples += entry.samples
+    for path, end in ends.items():
         try:
             detach(path)
-            if keep < path.stat().st_size:
+            if end < path.stat().st_size:
                 with path.open("r+b") as file:
-                    file.truncate(keep)
+                    file.truncate(end)
                     os.fsync(file.fileno())
         except OSError as error:
             raise file_error("truncate", path, error) from error
@@ -270,6 +272,11 @@ def _records(path: Path) -> Iterator[tuple[int, Entry]]:
             "follow. The samples used can no longer be proved: restore the file from a "
             "copy, or start the run in another directory."
         )
+    if not _may_begin(content):
+        raise RunDirectoryError(
+            f"The ledger '{path}' is damaged at byte {begin}, or was written by another version of Paceline; nothing "
+            "was changed. Use the version that wrote it, or restore the file from a copy."
+        )
 
 
 def _decode(data: bytes, offset: int) -> tuple[int, Entry] | None:
@@ -279,7 +286,7 @@ def _decode(data: bytes, offset: int) -> tuple[int, Entry] | None:
         return None
     magic, width, epoch, step, used, broken = _HEADER.unpack_from(data, offset)
     checksum = body + (width * (used + broken) or _POSITION.size)
-    if magic != _MAGIC or width not in (0, 4, 8) or checksum + _CHECKSUM.size > len(data):
+    if magic != _MAGIC or width not in _WIDTHS or checksum + _CHECKSUM.size > len(data):
         return None
     if zlib.crc32(data[offset:checksum]) != _CHECKSUM.unpack_from(data, checksum)[0]:
         return None
@@ -290,6 +297,12 @@ def _decode(data: bytes, offset: int) -> tuple[int, Entry] | None:
     dtype = _NARROW if width == _NARROW.itemsize else _WIDE
     all_ids = np.frombuffer(data[body:checksum], dtype=dtype).astype(np.int64)
     return end, LedgerEntry(step, epoch, all_ids[:used], all_ids[used:])
+
+
+def _may_begin(data: bytes) -> bool:
+    """Whether data may be the torn begin of a record: a record of ours, or the zeros that a power cut leaves."""
+    begin = data[:8].rstrip(b"\0")
+    return any((_MAGIC + struct.pack("<I", width)).startswith(begin) for width in _WIDTHS)
 
 
 def _has_record_after(data: bytes) -> bool:
@@ -314,6 +327,7 @@ class EpochCount:
         duplicates: Uses or failed reads of a sample beyond the first, or beyond its draws.
         missing: Samples, or draws, neither used nor found broken.
         is_over: Whether the epoch's every step was taken, so that ``missing`` will not become smaller.
+        last: The last of several epochs without any record, which are counted as one; otherwise the epoch itself.
     """
 
     epoch: int
@@ -322,6 +336,12 @@ class EpochCount:
     duplicates: int
     missing: int
     is_over: bool
+    last: int
+
+    @property
+    def name(self) -> str:
+        """The epoch, or the first and the last of several, counted from 1."""
+        return f"{self.epoch + 1}" if self.epoch == self.last else f"{self.epoch + 1} to {self.last + 1}"
 
     @property
     def is_complete(self) -> bool:
@@ -378,8 +398,15 @@ def count_epochs(
     """
     stream = LedgerStream(directory)
     epochs: list[EpochCount] = []
-    while stream.head is not None or len(epochs) < epochs_over:
-        epoch = len(epochs)
+    while stream.head is not None or (epochs[-1].last + 1 if epochs else 0) < epochs_over:
+        epoch = epochs[-1].last + 1 if epochs else 0
+        # Epochs without a record are counted, not looped over: there may be as many as a damaged file claims.
+        following = epochs_over if stream.head is None else stream.head.epoch
+        if following > epoch:
+            missing = (following - epoch) * samples_per_epoch
+            counts = {"used": 0, "broken": 0, "duplicates": 0, "missing": missing}
+            epochs.append(EpochCount(epoch=epoch, last=following - 1, is_over=True, **counts))
+            continue
         spans, ids, broken = _collected(stream, epoch, samples_per_epoch)
         depths = _depths(spans, samples_per_epoch)
         uncovered = sum(end - begin for begin, end, depth in depths if depth == 0)
@@ -395,6 +422,7 @@ def count_epochs(
         epochs.append(
             EpochCount(
                 epoch=epoch,
+                last=epoch,
                 used=samples_per_epoch - uncovered + ids.size - broken,
                 broken=broken,
                 duplicates=ids.size - matched,

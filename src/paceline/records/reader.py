@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import secrets
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -11,10 +13,10 @@ from typing import Any
 
 import yaml
 
-from paceline.errors import RunDirectoryError
+from paceline.errors import RunDirectoryError, VersionError
 from paceline.plain_json import load_json
 from paceline.plain_yaml import BoundedLoader
-from paceline.records.events import Status, parse_line
+from paceline.records.events import Status, for_display, parse_line, wrong_field
 from paceline.records.run_directory import RunDirectory, existing_run, file_error, refuse_special_file, write_json
 
 # Substrings in the names of values that depend on a clock.
@@ -75,7 +77,71 @@ def read_for_report(
             every, held = 2 * every, held // 2
     if number % every:
         kept.insert(len(kept) - later, last)
+    kept = [for_display(each, path) for each in kept]
     return kept, (f"Of {number:,} step records, one in {every} is used.",) if every > 1 else ()
+
+
+def recorded_step(run: RunDirectory) -> tuple[int | None, bool]:
+    """Return the step that the outcome names or, while there is none, the last checkpoint's event.
+
+    Returns:
+        The step, None if no intact record names one; and whether a launch ended there after its last save.
+    """
+    with contextlib.suppress(RunDirectoryError):
+        summary = read_summary(run)
+        return summary.step, summary.status in ENDED
+    with contextlib.suppress(RunDirectoryError):
+        return max((event["step"] for event in read_events(run.events, kinds={"checkpoint"})), default=None), False
+    return None, False
+
+
+ENDED = ("completed", "stopped")
+"""Outcomes of a launch after its last save."""
+
+
+def missing_events(path: Path, *, until: float = math.inf, resumed: str = "", steps: int = 0) -> Iterator[str]:
+    """Find what an event log has lost, holds twice or holds out of order; yields a clause for each problem.
+
+    Args:
+        path: The event log.
+        until: The position up to which it is read.
+        resumed: Name of the checkpoint from which the run is about to resume.
+        steps: The step that it must reach.
+
+    Raises:
+        RunDirectoryError: As :func:`read_events`.
+    """
+    if not path.exists():
+        yield f"there is no {path.name}"
+        return
+    saved, logged, gap = set(), [0], ""
+    every = begin = last = 0  # interval of a launch's step records, and its first position; step of the last event
+    resume = [{"event": "resume", "checkpoint": resumed, "step": 0}] if resumed else []
+    events = itertools.chain(read_events(path), resume)
+    for event in (each for each in events if each.get("position", each["step"]) <= until):
+        kind, position = event["event"], event.get("position", event["step"])
+        if kind == "checkpoint":
+            saved.add(event.get("checkpoint"))
+        # A checkpoint's event reaches the disk before the checkpoint does.
+        elif kind == "resume" and (name := str(event.get("checkpoint"))).removesuffix(".replaced") not in saved:
+            yield f"{path.name} lacks records before the resume from {name}: it ended at step {last}"
+        if kind == "start":
+            interval, begin = event.get("log_every"), position
+            every = interval if type(interval) is int else 0
+        # A step's record precedes its evaluation and its checkpoint.
+        recorded = position if kind in ("evaluation", "checkpoint") else position - 1
+        if every and recorded // every * every > max(begin, logged[-1]):
+            gap = gap or f"{path.name} lacks step records after step {last}"
+        if kind == "step":
+            logged.append(position)
+        last = event["step"]
+    for is_found, clause in (
+        (bool(gap), gap),
+        (logged != sorted({*logged}), f"{path.name} holds step records twice or out of order"),
+        (last < steps, f"{path.name} ends at step {last}, and the run at step {steps}"),
+    ):
+        if is_found:
+            yield clause
 
 
 def read_summary(run: RunDirectory) -> Summary:
@@ -107,7 +173,7 @@ def read_plan(run: RunDirectory) -> dict[str, Any]:
 _NEEDED = {
     "strategy": str,
     "data": dict,
-    "batch_phases": list,
+    **dict.fromkeys(("batch_phases", "sampling", "mixture"), list),
     "total_steps": int,
     "train_samples": int,
     "global_batch_size": int,
@@ -158,12 +224,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         RunDirectoryError: If it is missing, damaged, or does not contain an object.
+        VersionError: If it has a format version; no file of this version has one.
     """
     try:
         document = load_json(_read_text(path))
     except ValueError as error:
         raise RunDirectoryError(f"'{path}' is damaged: {error}.") from error
-    return _mapping(document, path)
+    if "format_version" in (document := _mapping(document, path)):
+        raise VersionError.of(path, document["format_version"])
+    return document
 
 
 def _read_text(path: Path) -> str:
@@ -273,9 +342,8 @@ class Summary:
             summary = cls(**arguments)
         except TypeError as error:
             raise RunDirectoryError(f"summary.json is damaged: {error}.") from error
-        for name, kind in (("step", int), ("samples", int), ("metrics", Mapping), ("details", Mapping)):
-            if not isinstance(value := getattr(summary, name), kind):
-                raise RunDirectoryError(f"summary.json is damaged: found {name}={str(value)[:80]}.")
+        if wrong := wrong_field(fields(cls), document):
+            raise RunDirectoryError(f"summary.json is damaged: found {wrong}.")
         return summary
 
 
@@ -306,8 +374,8 @@ def read_identity(directory: RunDirectory) -> Identity | None:
     try:
         document = read_json(directory.identity)
     except RunDirectoryError as error:
-        absent = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
-        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, absent):
+        cause, absent = error.__cause__, (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+        if isinstance(error, VersionError) or (isinstance(cause, OSError) and not isinstance(cause, absent)):
             raise
         return None
     run_id, has_checkpoint = document.get("id"), document.get("has_checkpoint")
@@ -322,27 +390,6 @@ def write_identity(directory: RunDirectory, identity: Identity) -> None:
     """
     if read_identity(directory) != identity:
         write_json(directory.identity, asdict(identity))
-
-
-def had_checkpoint(directory: RunDirectory) -> bool:
-    """Whether a checkpoint of the run was ever complete.
-
-    Without ``run.json`` this follows from the events. An event of a single checkpoint does not count, because it is
-    written before the checkpoint.
-
-    Raises:
-        RunDirectoryError: If the events have to be read and are damaged.
-    """
-    identity = read_identity(directory)
-    if identity is not None:
-        return identity.has_checkpoint
-    if not directory.events.exists():
-        return False
-    events = list(read_events(directory.events, kinds={"checkpoint", "resume", "finish"}))
-    # Each save waits for the previous one, and a run that does not fail ends after its last save.
-    return sum(event["event"] == "checkpoint" for event in events) > 1 or any(
-        event["event"] == "resume" or event.get("status") in ("completed", "stopped") for event in events
-    )
 
 
 def delete_evaluations_after(directory: RunDirectory, position: int) -> None:

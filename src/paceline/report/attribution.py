@@ -169,7 +169,7 @@ def attribute_run(run_dir: Path) -> Attribution:
         RunDirectoryError: If the directory holds no run, or one without a step record.
     """
     directory = existing_run(run_dir)
-    if not directory.events.is_file():
+    if not directory.events.exists():
         return attribute_events(run_dir, (), read_plan(directory))
     events, notes = read_for_report(directory.events, kinds=("start", "step"))
     attribution = attribute_events(run_dir, events, read_plan(directory))
@@ -218,7 +218,7 @@ def _records(events: Iterable[Record]) -> tuple[int, list[Record]]:
             previous, is_first = position, True
             continue
         steps, previous = position - previous, position
-        if event.get("step_seconds") is None or steps < 1:
+        if not event.get("step_seconds") or steps < 1:
             continue
         if event.get("throughput_samples_per_second") is None:
             only_warmup.append({**event, _STEPS: steps})
@@ -250,16 +250,20 @@ def _phases(records: Sequence[Record]) -> Iterator[PhaseTime]:
 
 
 def _rank_spread(records: Sequence[Record], phase: str) -> RankSpread | None:
-    if any(phase not in each.get("rank_seconds", {}) for each in records):
-        return None
-    spreads = [{**each["rank_seconds"][phase], _STEPS: each[_STEPS]} for each in records]
+    spreads = []
+    for each in records:
+        ranks = each.get("rank_seconds")
+        spread = ranks.get(phase) if isinstance(ranks, Mapping) else None
+        if not isinstance(spread, Mapping) or any(spread.get(key) is None for key in (*_RANK_KEYS, "most_rank")):
+            return None
+        spreads.append({**spread, _STEPS: each[_STEPS]})
     slowest = Counter(each["most_rank"] for each in spreads)
     return RankSpread(**{key: _mean(spreads, key) for key in _RANK_KEYS}, most_rank=slowest.most_common(1)[0][0])
 
 
 def _waiting(records: Sequence[Record]) -> Waiting | None:
     """Return which rank the others wait for, if it is the same in nearly all records and clearly slower."""
-    slow = [each for each in records if each.get("slowest_rank") is not None]
+    slow = [each for each in records if None not in map(each.get, ("slowest_rank", "slowest_phase", "slowest_factor"))]
     communication = _rank_spread(records, "communication")
     if not slow or communication is None:
         return None

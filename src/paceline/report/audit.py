@@ -36,12 +36,13 @@ from paceline.records.ledger import (
     read_ledger,
     read_lengths,
 )
-from paceline.records.reader import read_events, read_plan_to_resume, read_recipe, read_summary
+from paceline.records.reader import missing_events, read_plan_to_resume, read_recipe, read_summary
 from paceline.records.run_directory import RunDirectory, existing_run
 from paceline.units import format_count
 from paceline.world import World
 
 _NAMED = 5
+_MOST_IN_STEP = 2**26  # samples; more would take more memory than there may be
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +102,7 @@ class Audit:
             )
         rows = [
             (
-                one.epoch + 1,
+                one.name,
                 format_count(one.used),
                 one.duplicates,
                 one.missing,
@@ -139,7 +140,7 @@ def audit_run(run_dir: Path) -> Audit:
     epochs: tuple[EpochCount, ...] = ()
     objections: list[str] = []
     try:
-        objections += _missing_events(directory.events, summary.step)
+        objections += [f"{each}." for each in missing_events(directory.events, steps=summary.step)]
         draws, over = _draws(directory, plan), geometry.epochs.completed(steps)
         geometry = replace(geometry, draws=draws)
         counted = count_epochs(
@@ -187,27 +188,6 @@ def used_samples(run_dir: Path, rank: int) -> Iterator[LedgerEntry]:
             yield LedgerEntry(entry.step, entry.epoch, ids, np.empty(0, dtype=np.int64))
         else:
             yield entry
-
-
-def _missing_events(events: Path, steps: int) -> Iterator[str]:
-    if not events.exists():
-        yield f"there is no {events.name}."
-        return
-    saved, last = set(), 0
-    for event in read_events(events):
-        if event["event"] == "checkpoint":
-            saved.add(event.get("checkpoint"))
-        # A checkpoint's event reaches the disk before the checkpoint does.
-        elif (
-            event["event"] == "resume" and (name := str(event.get("checkpoint"))).removesuffix(".replaced") not in saved
-        ):
-            yield f"{events.name} lacks records before the resume from {name}: it ended at step {last}."
-        last = event["step"]
-    if last < steps:
-        yield f"{events.name} ends at step {last}, and the run at step {steps}."
-    logged = [event.get("position", event["step"]) for event in read_events(events, kinds={"step"})]
-    if logged != sorted({*logged}):
-        yield f"{events.name} holds step records twice or out of order."
 
 
 def _skipped_counts(plan: Mapping[str, Any]) -> dict[str, int]:
@@ -266,6 +246,8 @@ def _geometry(plan: Mapping[str, Any], recipe: Mapping[str, Any]) -> StepGeometr
             repeats=int(recipe.get("data", {}).get("augment", {}).get("repeats", 1)),
             growth=tuple((int(p["first_epoch"]), int(p["global_batch_size"]), 1) for p in plan["batch_phases"][1:]),
         )
+        if min(geometry.samples, geometry.global_batch_size) > _MOST_IN_STEP:
+            raise ValueError(f"steps of {geometry.global_batch_size} samples")
         list(geometry.slices(0, World()))  # fails here with numbers that no run has
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise RunDirectoryError(
@@ -279,22 +261,30 @@ def _wrong_counts(epochs: tuple[EpochCount, ...], *, is_drawn: bool) -> Iterator
     first, sample = ("the recipe's draws", "draw(s)") if is_drawn else ("its first", "sample(s)")
     for one in epochs:
         if one.duplicates:
-            yield f"epoch {one.epoch + 1}: {one.duplicates} use(s) of a sample beyond {first}."
+            yield f"epoch {one.name}: {one.duplicates} use(s) of a sample beyond {first}."
         if one.missing and one.is_over:
-            yield f"epoch {one.epoch + 1}: {one.missing} {sample} were never used."
+            yield f"epoch {one.name}: {one.missing} {sample} were never used."
 
 
 def _wrong_order(ledger: Path, geometry: StepGeometry, steps: int) -> Iterator[str]:
-    mismatches = 0
+    mismatches = step = 0
     stream = LedgerStream(ledger)
-    for step in range(1, steps + 1):
-        (expected,) = geometry.slices(step - 1, World())
-        if wrong := _wrong_step(expected, stream.take(step=step)):
+    while stream.head is not None and step < steps:
+        begin, step = step, step + 1
+        if stream.head.step > step:  # not a loop over steps: a damaged file may claim any number of them
+            step = min(stream.head.step - 1, steps)
+            wrong: str | None = f"to {step} are not in the ledger"
+        else:
+            (expected,) = geometry.slices(step - 1, World())
+            wrong = _wrong_step(expected, stream.take(step=step))
+        if wrong:
             mismatches += 1
             if mismatches <= _NAMED:
-                yield f"step {step} {wrong}."
+                yield f"step {begin + 1} {wrong}."
     if stream.head is not None:
         yield f"the ledger continues after step {steps}, where the run says it is."
+    elif step < steps:
+        yield f"the ledger ends after step {step}, and the run says it is at step {steps}."
     if mismatches > _NAMED:
         yield f"{mismatches - _NAMED} more step(s) used other samples than the recipe's order gives."
 

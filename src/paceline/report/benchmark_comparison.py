@@ -19,6 +19,7 @@ from paceline.errors import RunDirectoryError
 from paceline.files import refuse_special_inputs
 from paceline.metrics.intervals import Interval, part_means, unpaired_ratio
 from paceline.plain_json import load_json
+from paceline.records.events import for_display
 from paceline.records.reader import read_environment, read_events, read_recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.report.html.runs import flattened
@@ -188,8 +189,8 @@ def _read(path: Path) -> _Side:
 
 
 def _run(run: RunDirectory) -> _Side:
-    rates = [event.get("throughput_samples_per_second") for event in read_events(run.events, kinds={"step"})]
-    seconds = [1 / rate for rate in rates if rate]
+    records = (for_display(event, run.events) for event in read_events(run.events, kinds={"step"}))
+    seconds = [1 / rate for event in records if (rate := event.get("throughput_samples_per_second")) and rate > 0]
     if len(seconds) < 2:
         raise RunDirectoryError(
             f"the run in '{run.root}' has {len(seconds)} step record(s) with a throughput; at least two are needed."

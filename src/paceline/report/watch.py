@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import RunDirectoryError
-from paceline.records.events import parse_line
+from paceline.records.events import for_display, parse_line
 from paceline.records.reader import read_environment, read_plan
 from paceline.records.run_directory import RunDirectory, existing_run, file_error, refuse_special_file
 from paceline.report.html.runs import Event, RunHistory
@@ -112,7 +112,7 @@ class WatchedRun(RunHistory):
     def epochs(self) -> int | None:
         """Epochs of the whole run, including a last partial one."""
         total = self.plan.get("total_epochs")
-        return None if total is None else math.ceil(total)
+        return math.ceil(total) if isinstance(total, int | float) and abs(total) < 1e15 else None
 
     @property
     def record(self) -> Event:
@@ -228,7 +228,7 @@ class EventFollower:
             self._number += 1
             event = parse_line(line, self._path, self._number, is_last=False)
             assert event is not None  # only unterminated lines are
-            events.append(event)
+            events.append(for_display(event, self._path))
             self._offset += len(line)
             self._last = line
         return events

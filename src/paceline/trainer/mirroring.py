@@ -254,7 +254,7 @@ def will_resume(recipe: Recipe, run_dir: Path | None, world: World) -> bool:
     """Whether there is a checkpoint to resume from, here or at the address; called before the processes have joined.
 
     Raises:
-        StorageError: If the address cannot be read, and this is the only process.
+        PacelineError: If the address cannot be read, and this is the only process.
     """
     if run_dir is not None and CheckpointStore(run_dir / "checkpoints").steps():
         return True
@@ -263,7 +263,7 @@ def will_resume(recipe: Recipe, run_dir: Path | None, world: World) -> bool:
         return False
     try:
         return bool(list_commits(_remote(recipe.checkpoint.mirror)).commits)
-    except StorageError:
+    except (StorageError, CheckpointError):
         if world.world_size == 1:
             raise
         # The error is reported after the processes have joined: otherwise the others would wait for this one.

@@ -8,6 +8,7 @@ import os
 import platform
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -27,14 +28,15 @@ from paceline.checkpoint.store import (
 from paceline.data.balance import SampleLengths
 from paceline.data.class_balance import ClassDraws
 from paceline.distributed.collectives import Collectives
-from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError
+from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, VersionError
+from paceline.files import is_ignored
 from paceline.plain_json import load_json
 from paceline.plan import Plan
 from paceline.recipe.load import differences, stored_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records import reader
 from paceline.records.environment import capture_environment
-from paceline.records.events import truncate_after
+from paceline.records.events import for_display, truncate_after
 from paceline.records.ledger import ledger_files, truncate_ledgers, write_lengths
 from paceline.records.run_directory import RunDirectory, file_error, sync_directory, write_json, write_text
 from paceline.telemetry.trackers import TRACKERS
@@ -109,16 +111,27 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
     Args:
         directory: The run directory.
         recipe: The run's recipe.
+
+    Raises:
+        RunDirectoryError: If nothing decides to which run they belong.
     """
     identity, store = reader.read_identity(directory), CheckpointStore(directory.checkpoints)
-    foreign = []
+    manifests, foreign = {}, []
     for step in store.steps():
-        path = store.path(step)
-        try:
-            manifest = check_sizes(path)
-        except CheckpointError:
-            continue
-        run_id = manifest.facts.get("run")
+        with contextlib.suppress(CheckpointError):
+            manifests[step] = check_sizes(store.path(step))
+    # Without run.json, the checkpoints vote on whose run it is.
+    votes = Counter(str(run_id) for each in manifests.values() if (run_id := each.facts.get("run")))
+    if identity is None and votes:
+        (run, count), *others = votes.most_common()
+        if others and others[0][1] == count:
+            raise RunDirectoryError(
+                f"'{directory.root}' has no readable run.json, and its checkpoints are of different runs: {run} and "
+                f"{others[0][0]}. Restore run.json from a copy, or move the checkpoints of the other run away."
+            )
+        identity = reader.Identity(run)
+    for step, manifest in manifests.items():
+        path, run_id = store.path(step), manifest.facts.get("run")
         if identity and run_id and run_id != identity.id:
             foreign.append(DamagedCheckpoint(path, step, f"its run is {run_id}, and this one {identity.id}"))
             continue
@@ -156,14 +169,11 @@ def prepare_resume(directory: RunDirectory, requested: Path | None, recipe: Reci
             f"the run in '{directory.root}' is at step {position}, beyond the {total_steps} steps of "
             "train.duration; give a longer one, or go back: resume from one of its checkpoints."
         )
-    lost = []
-    if choice.path is not None:  # the event of a checkpoint reaches the disk before the checkpoint does
-        has_events, is_recorded, last = directory.events.exists(), False, 0
-        for event in reader.read_events(directory.events) if has_events else ():
-            last = event["step"]
-            is_recorded |= event["event"] == "checkpoint" and step_of(Path(str(event.get("checkpoint")))) == choice.step
-        if not is_recorded:
-            lost.append(f"events.jsonl ends at step {last}" if has_events else "there is no events.jsonl")
+    lost = list[str]()
+    if choice.path is not None:
+        lost += reader.missing_events(directory.events, until=position, resumed=choice.path.name)
+    # First, since it changes nothing if a ledger cannot be read.
+    samples = truncate_ledgers(directory.ledger, max(position, 0))
     unusable = [("damaged", "damaged", each) for each in choice.damaged]
     unusable += [("foreign", "of another run", each) for each in foreign]
     for kind, _, each in unusable:
@@ -171,7 +181,6 @@ def prepare_resume(directory: RunDirectory, requested: Path | None, recipe: Reci
     if choice.path is not None:
         store.discard_after(choice.step)
     truncate_after(directory.events, position)
-    samples = truncate_ledgers(directory.ledger, max(position, 0))
     if facts and samples < facts["samples"]:
         lost.append(f"the ledger has {samples} of the {facts['samples']} samples used by then")
     reader.delete_evaluations_after(directory, position)
@@ -201,12 +210,36 @@ def _check_choice(directory: RunDirectory, choice: ResumePoint, foreign: list[Da
 
 
 def _check_none_missing(directory: RunDirectory) -> None:
-    if reader.had_checkpoint(directory):
+    if records := records_of_progress(directory):
         raise CheckpointError(
-            f"the records of '{directory.root}' say that checkpoints were saved, but {directory.checkpoints} holds "
-            "none; nothing was changed. Bring them back (is their disk mounted?), or begin again in another run "
-            "directory."
+            f"records in '{directory.root}' ({', '.join(records)}) say that the run has advanced, but "
+            f"{directory.checkpoints} holds none of its checkpoints; nothing was changed. Bring them back (is their "
+            "disk mounted?), or begin again in another run directory."
         )
+
+
+def records_of_progress(directory: RunDirectory) -> list[str]:
+    """Name the records that say that a checkpoint was once complete, so that the run must not start over by itself.
+
+    Any record counts, since the others may be lost. Without ``run.json``, which is written before the first step, any
+    trace of a step counts.
+
+    Raises:
+        RunDirectoryError: If a record is damaged or cannot be read.
+    """
+    events, identity = directory.events, reader.read_identity(directory)
+    if identity is None:
+        traces = [directory.identity, directory.summary, events, directory.first_batch, *directory.evaluation_files]
+        traces += ledger_files(directory.ledger)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            traces += [each for each in directory.checkpoints.iterdir() if not is_ignored(each.name)]
+        return [each.name for each in traces if each.exists() and each.stat().st_size]
+    found = [*reader.read_events(events, kinds={"checkpoint", "resume", "finish"})] if events.exists() else []
+    # An event of a single checkpoint does not count: it is written before the checkpoint. Each save waits for the
+    # previous one, and a run that does not fail ends after its last save.
+    is_saved = sum(event["event"] == "checkpoint" for event in found) > 1
+    is_saved |= any(event["event"] == "resume" or event.get("status") in reader.ENDED for event in found)
+    return [directory.identity.name] * identity.has_checkpoint + [events.name] * is_saved
 
 
 # Plan values that must not change at a resume: numerics and samples depend on them.
@@ -349,6 +382,8 @@ def open_directory(directory: RunDirectory, request: ResumeRequest) -> ResumeDec
 
 
 def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
+    for output in _outputs(directory):
+        _damage_of(directory, output)  # a file that cannot be read now, or is of another version, is not touched
     if not directory.exists() or never_trained(directory):
         return _start_new(directory, request)
     check_same_run(directory, request)
@@ -370,9 +405,9 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
             _check_none_missing(directory)
         return ResumeDecision(choice=ResumePoint(None, 0), completed=True)
     resumes = 0
-    if directory.events.is_file():  # before the records are cut back
+    if directory.events.exists():  # before the records are cut back
         resumed = reader.read_events(directory.events, kinds={"resume"})
-        resumes = max((int(event["resumes"]) for event in resumed), default=0)
+        resumes = max((for_display(event, directory.events).get("resumes", 0) for event in resumed), default=0)
     choice = prepare_resume(directory, requested, request.recipe, request.plan.total_steps)
     return _save(directory, request, ResumeDecision(choice=choice, notices=notices, resumes=resumes))
 
@@ -384,23 +419,24 @@ def _save(directory: RunDirectory, request: ResumeRequest, decision: ResumeDecis
     for each in (directory.summary, directory.mlperf_log, *outdated):
         with contextlib.suppress(NotADirectoryError):  # reported by the code that would write there
             each.unlink(missing_ok=True)
-    for folder in (directory.checkpoints, directory.ledger):
-        folder.mkdir(exist_ok=True)
     # run.json may be lost, and a kill may come between a checkpoint and its entry there.
     own, path = reader.read_identity(directory), decision.choice.path
     if own is None:
         stored = None if path is None else read_manifest(path).facts.get("run")
         own = reader.Identity(stored) if isinstance(stored, str) else reader.Identity.new()
     reader.write_identity(directory, replace(own, has_checkpoint=path is not None))
-    sync_directory(directory.root)
     if request.lengths is not None and request.plan.lengths_sha256 is not None:
         write_lengths(directory.sample_lengths, request.lengths.tokens)
     if request.draws is not None:
         write_lengths(directory.sample_classes, request.draws.classes)
     write_json(directory.plan, request.plan.to_tree())
     write_json(directory.environment, capture_environment(request.device_facts))
-    # Last, since a directory counts as a run's as soon as its recipe is there.
+    # Last of the files, since a directory counts as a run's as soon as its recipe is there; before it, a directory with
+    # other names than those of _OWN_FILES could not be used again after an error.
     write_text(directory.recipe, to_yaml(request.recipe))
+    for folder in (directory.checkpoints, directory.ledger):
+        folder.mkdir(exist_ok=True)
+    sync_directory(directory.root)
     choice = replace(decision.choice, incidents=(*decision.choice.incidents, *aside))
     return replace(decision, choice=choice, identity=own.id)
 
@@ -419,10 +455,14 @@ def check_links(directory: RunDirectory) -> None:
             )
 
 
+def _outputs(directory: RunDirectory) -> tuple[Path, ...]:
+    best = directory.checkpoints / BEST_FILE_NAME
+    return directory.summary, directory.environment, directory.identity, directory.mlperf_log, best
+
+
 def _set_damaged_aside(directory: RunDirectory) -> Iterator[tuple[str, str]]:
     """Rename unreadable outputs that no run depends on; yields an incident for each."""
-    best = directory.checkpoints / BEST_FILE_NAME
-    for path in (directory.summary, directory.environment, directory.identity, directory.mlperf_log, best):
+    for path in _outputs(directory):
         if (problem := _damage_of(directory, path)) is None:
             continue
         count = 1
@@ -446,8 +486,8 @@ def _damage_of(directory: RunDirectory, path: Path) -> str | None:
         if path == directory.identity and reader.read_identity(directory) is None:
             return "it lacks 'id' or 'has_checkpoint'"
     except RunDirectoryError as error:
-        if isinstance(error.__cause__, OSError):
-            raise  # a disk error, which is not damage
+        if isinstance(error, VersionError) or isinstance(error.__cause__, OSError):
+            raise  # neither another version nor a disk error is damage
         return str(error)
     return None
 
@@ -464,6 +504,11 @@ def _start_new(directory: RunDirectory, request: ResumeRequest) -> ResumeDecisio
     root = directory.root
     check_links(directory)
     names = [entry.name for entry in root.iterdir()]
+    if not directory.exists() and (records := records_of_progress(directory)):
+        raise RunDirectoryError(
+            f"'{root}' holds records of a run ({', '.join(records)}), but no recipe.yaml; restore it from a copy, or "
+            "choose another directory."
+        )
     if not directory.exists() and any(name not in _OWN_FILES and not name.startswith(_OWN_PREFIXES) for name in names):
         raise RunDirectoryError(
             f"'{root}' is not empty and holds no Paceline run (no recipe.yaml); choose a new or empty directory."
@@ -480,7 +525,7 @@ def _start_new(directory: RunDirectory, request: ResumeRequest) -> ResumeDecisio
 def never_trained(directory: RunDirectory) -> bool:
     """Whether no step was ever taken, so that nothing here needs to be kept."""
     used = any(path.stat().st_size for path in ledger_files(directory.ledger))
-    return not used and not CheckpointStore(directory.checkpoints).steps() and not reader.had_checkpoint(directory)
+    return not used and not CheckpointStore(directory.checkpoints).steps() and not records_of_progress(directory)
 
 
 def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: str | None = None) -> None:

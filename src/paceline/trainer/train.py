@@ -467,7 +467,10 @@ def _log_start(run: Run, loaded: LoadedRecipe, decision: ResumeDecision, notices
             world_size=plan.world_size,
             total_steps=plan.total_steps,
             version=__version__,
-            details={"opening_seconds": run.progress.launch_seconds},
+            details={
+                "opening_seconds": run.progress.launch_seconds,
+                "log_every": None if "log" in plan.moments else plan.log_every_steps,
+            },
         )
     )
     if run.utilisation is not None:

@@ -219,7 +219,7 @@ def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
         loaders=tuple(dict.fromkeys(loaders)),
         environment=environment,
         sockets=len(read_topology(frozenset(os.sched_getaffinity(0))).nodes) if is_linux else 1,
-        run=tuple(read_for_report(events)[0]) if is_run and events.is_file() else (),
+        run=tuple(read_for_report(events)[0]) if is_run and events.exists() else (),
         shortage=shortage,
     )
     looked = time.perf_counter()

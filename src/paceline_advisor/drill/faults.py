@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import resource
@@ -331,17 +332,50 @@ def _lose_manifest(file: Path) -> None:
     file.with_name("manifest.json").unlink()
 
 
-def _no_checkpoints(context: DrillContext, name: str) -> FaultedRun:
-    """Check that starting over, which would lose everything, is refused and leaves the records unchanged."""
+def _refused_unchanged(
+    spoil: Callable[[Path], None], expected_words: Sequence[str], context: DrillContext, name: str
+) -> FaultedRun:
+    """Check that a spoilt directory is refused, since the run would lose steps, and that no file is changed."""
     faulted = context.killed(name)
-    checkpoints, events = faulted.run_dir / "checkpoints", faulted.run_dir / "events.jsonl"
-    before = events.read_bytes()
-    hidden = checkpoints.rename(faulted.run_dir.with_name(f"{name}-away"))
-    _refused(context, faulted, "checkpoints")
-    if events.read_bytes() != before:
-        faulted.objections.append("its events were changed")
-    hidden.rename(checkpoints)
+    intact = Path(shutil.copytree(faulted.run_dir, faulted.run_dir.with_name(f"{name}-intact"), symlinks=True))
+    spoil(faulted.run_dir)
+    before = _contents(faulted.run_dir)
+    _refused(context, faulted, *expected_words)
+    if _contents(faulted.run_dir) != before:
+        faulted.objections.append("its files were changed")
+    shutil.rmtree(faulted.run_dir)
+    intact.rename(faulted.run_dir)
+    faulted.step = last_step(faulted.run_dir)
     context.recover(faulted)
+    return faulted
+
+
+def _contents(run_dir: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def _lose(names: Sequence[str], run_dir: Path) -> None:
+    for name in names:
+        (run_dir / name).rename(run_dir.with_name(f"{run_dir.name}-{name}"))
+
+
+def _newer_format(run_dir: Path) -> None:
+    manifest = max(run_dir.glob("checkpoints/step-*/manifest.json"))
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format_version": 1_000, "digest": ""}))
+
+
+def _older_weights(context: DrillContext, name: str) -> FaultedRun:
+    """Check that a finished run without its last checkpoint gives no weights under its name."""
+    run_dir = Path(shutil.copytree(context.undisturbed, context.scratch / name))
+    *older, newest = CheckpointStore(run_dir / "checkpoints").steps()
+    if not older:
+        raise SkippedError("the run has no two checkpoints; give more --steps")
+    shutil.rmtree(run_dir / "checkpoints" / checkpoint_name(newest))
+    arguments = ["export", str(run_dir), "--format", "safetensors", "--output", f"{run_dir}.safetensors"]
+    with Launch(arguments, run_dir.with_name(f"{name}-export"), limit_seconds=context.limit_seconds) as launch:
+        faulted = FaultedRun(run_dir=run_dir, step=newest, exit_code=launch.wait(), message=said(launch), steps_again=0)
+        faulted.seconds_to_recover = time.monotonic() - launch.begun
+    _expect(faulted, _REFUSED, words=[f"step {newest}"])
     return faulted
 
 
@@ -355,16 +389,17 @@ def _foreign(context: DrillContext, name: str) -> FaultedRun:
     return faulted
 
 
-def _cut_events(context: DrillContext, name: str) -> FaultedRun:
+def _cut_events(cut: Callable[[list[bytes]], list[bytes]], context: DrillContext, name: str) -> FaultedRun:
     """Check that the run continues without the lost records and reports it; everything else must be there."""
     faulted = context.killed(name)
     events = faulted.run_dir / "events.jsonl"
     content = events.read_bytes()
-    first_half = content[: content.rfind(b"\n", 0, len(content) // 2) + 1]
-    events.write_bytes(first_half)
+    events.write_bytes(b"".join(cut(content.splitlines(keepends=True))))
     context.recover(faulted)
-    added, resumed_at = events.read_bytes().removeprefix(first_half), resumes(faulted.run_dir)
-    if b'"missing_records"' not in added or not audit_problems(faulted.run_dir):
+    resumed_at, log = resumes(faulted.run_dir), events.read_bytes()
+    incident = log.find(b'"missing_records"')  # in the first line that the resumed launch wrote
+    added = log[log.rfind(b"\n", 0, incident) + 1 :] if incident >= 0 else b""
+    if not added or not audit_problems(faulted.run_dir):
         faulted.objections.append("records are missing, but no incident or no audit failure reports it")
     if resumed_at:  # else there is an objection already
         events.write_bytes(content)
@@ -372,6 +407,11 @@ def _cut_events(context: DrillContext, name: str) -> FaultedRun:
         with events.open("ab") as file:
             file.write(added)
     return faulted
+
+
+def _without_middle(lines: list[bytes]) -> list[bytes]:
+    middle = range(len(lines) // 3, len(lines) // 2)
+    return [line for at, line in enumerate(lines) if at not in middle or b'"event": "step"' not in line]
 
 
 def _torn(where: str, context: DrillContext, name: str) -> FaultedRun:
@@ -509,6 +549,10 @@ def all_faults(processes: int) -> list[Fault]:
     cut, blank = ("has changed", "cannot be opened"), ("have changed", "cannot be opened")
     halves = "resumes with a class of truncated images, then with intact ones"
     zeros = "resumes with a class of all-zero image files and data.max_broken=0, then with intact ones"
+    no_checkpoints = partial(_refused_unchanged, partial(_lose, ["checkpoints"]), ["checkpoints"])
+    lost = ["checkpoints", "events.jsonl", "run.json"]
+    only_ledger = partial(_refused_unchanged, partial(_lose, lost), ["rank-00000.ids"])
+    newer_format = partial(_refused_unchanged, _newer_format, ["format version"])
     faults += [
         ("hung-rank", f"SIGSTOP to the last rank, SIGCONT after {_SILENT_SECONDS:.0f} s", partial(_survived, _hang)),
         ("stopped-rank", "SIGSTOP to the last rank, without SIGCONT", _stopped_to_completion),
@@ -521,9 +565,21 @@ def all_faults(processes: int) -> list[Fault]:
         ("flipped-bit", "one bit of the newest checkpoint's largest file is flipped", partial(_corrupted, _flip)),
         ("lost-file", "the newest checkpoint's largest file is deleted", partial(_corrupted, Path.unlink)),
         ("lost-manifest", "the newest checkpoint's manifest is deleted", partial(_corrupted, _lose_manifest)),
-        ("no-checkpoints", "the checkpoints are missing at one restart, and back at the next", _no_checkpoints),
+        ("no-checkpoints", "the checkpoints are missing at one restart, and back at the next", no_checkpoints),
+        ("only-ledger", "only the ledger is left of the records at one restart, and all at the next", only_ledger),
+        ("newer-format", "the newest checkpoint is of a newer format at one restart", newer_format),
+        ("older-weights", "a finished run without its last checkpoint is exported", _older_weights),
         ("foreign-checkpoint", "another run's last checkpoint is copied to the killed run's", _foreign),
-        ("cut-events", "the second half of events.jsonl is deleted", _cut_events),
+        (
+            "cut-events",
+            "the second half of events.jsonl is deleted",
+            partial(_cut_events, lambda lines: lines[: len(lines) // 2]),
+        ),
+        (
+            "events-gap",
+            "the step records in the middle of events.jsonl are deleted",
+            partial(_cut_events, _without_middle),
+        ),
         ("torn-events", "half a line at the end of events.jsonl", partial(_torn, "events.jsonl")),
         ("torn-ledger", "half a record at the end of a ledger", partial(_torn, "ledger")),
         ("half-images", halves, partial(_with_images, _cut_in_half, cut)),

@@ -416,3 +416,11 @@ def test_programs_are_told_from_pickles(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"PK\x03\x04")
         with pytest.raises(CheckpointError, match=r"a torch.export or ONNX .*: give the run"):
             read_weights(tmp_path / name)
+
+
+def test_a_file_of_very_many_tensors_is_refused_before_they_are_read(tmp_path: Path) -> None:
+    entry = '"%d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    header = f"{{{','.join(entry % number for number in range(2**18 + 1))}}}".encode()
+    (tmp_path / "w.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="it lists 262145 tensors, more than the limit of 262144"):
+        read_tensor_file(tmp_path / "w.safetensors")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ from safetensors.torch import save, save_file
 from torch import nn
 
 from paceline.checkpoint.format import read_tensors, write_tensor_file
+from paceline.checkpoint.state import adapt_weights
 from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.checkpoint.weights import check_scale, checked_description, load_trained, read_weights
 from paceline.errors import CheckpointError, NotFiniteError
+from paceline.records.reader import Summary
+from paceline.records.run_directory import RunDirectory, write_json
 
 
 @pytest.fixture
@@ -87,6 +92,42 @@ def test_the_best_checkpoint_is_verified_like_any_other(store: CheckpointStore) 
     flip_a_byte(store.path(20) / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"step-00000020 is not .*its digest is"):
         read_weights(store.directory.parent, best=True)
+    shutil.rmtree(store.path(20))
+    with pytest.raises(CheckpointError, match=r"best\.json names step-00000020, which is gone; leave out --best"):
+        read_weights(store.directory.parent, best=True)
+
+
+@pytest.mark.parametrize("status", ["completed", "stopped", "failed", None])
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_weights_of_another_step_than_the_records_name(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture, status: str | None, is_copy: bool
+) -> None:
+    run = RunDirectory(store.directory.parent)
+    outcome: dict[str, Any] = {each.name: None if "None" in str(each.type) else 1 for each in fields(Summary)}
+    write_json(
+        run.summary, outcome | {"status": status, "step": 40, "metrics": {}, "details": {}, "phase_fractions": {}}
+    )
+    if status is None:  # killed; the summary of an earlier launch is damaged
+        run.events.write_text('{"event": "checkpoint", "step": 40}\n')
+    target = store.directory if is_copy else run.root
+    if status in ("completed", "stopped"):
+        with pytest.raises(
+            CheckpointError, match=r"end at step 40, but these weights are of step 30.*or give .*-00000030"
+        ):
+            read_weights(target)
+    else:
+        assert step_read(target) == 30
+        assert "end at step 40, but these weights are of step 30" in caplog.text
+    caplog.clear()
+    store.save(40, {"model": {"w": torch.full((3,), 40.0)}}, {})
+    assert (step_read(target), caplog.text) == (40, "")
+
+
+def test_weights_of_another_run_are_not_taken(store: CheckpointStore) -> None:
+    write_json(store.directory.parent / "run.json", {"id": "ours", "has_checkpoint": True})
+    store.save(50, {"model": {"w": torch.full((3,), 50.0)}}, {"run": "theirs"})
+    assert step_read(store.directory.parent) == 30
+    assert step_read(store.path(50)) == 50
 
 
 @pytest.mark.parametrize(
@@ -116,8 +157,8 @@ def small_network() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 
 
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.", "_orig_mod.module.", "module._orig_mod."])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "model.", "backbone.", "module._orig_mod.", "a.b.c."])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_prefixes_and_half_precision_fit(tmp_path: Path, prefix: str, dtype: torch.dtype) -> None:
     state = {
         prefix + name: tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -137,6 +178,17 @@ def test_a_prefix_of_some_names_is_left_alone(tmp_path: Path) -> None:
     }
     save_file(state, tmp_path / "w.safetensors")
     with pytest.raises(CheckpointError):
+        load_trained(small_network(), read_weights(tmp_path / "w.safetensors"))
+    taken, changes = adapt_weights(small_network().state_dict(), state)  # what fits may still be taken
+    assert taken.keys() - {"more"} == small_network().state_dict().keys()
+    assert changes == ("the names' prefix 'module.' was left out",)
+
+
+def test_a_missing_and_an_extra_tensor_are_both_named(tmp_path: Path) -> None:
+    first, *others = small_network().state_dict()
+    state = {name: small_network().state_dict()[name] for name in others} | {"more": torch.ones(1)}
+    save_file(state, tmp_path / "w.safetensors")
+    with pytest.raises(CheckpointError, match=rf"'{first}' is absent .* also holds 'more', float32 \[1\]"):
         load_trained(small_network(), read_weights(tmp_path / "w.safetensors"))
 
 

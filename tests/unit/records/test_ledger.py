@@ -150,7 +150,7 @@ def test_truncation_cuts_every_rank_at_the_step(tmp_path: Path, positions: bool)
     write_run(tmp_path, epochs=3, samples=95, world_size=3, positions=positions)
     whole = [path.read_bytes() for path in ledger_files(tmp_path)]
     with ledger_path(tmp_path, 1).open("ab") as file:
-        file.write(b"PLEDtorn")
+        file.write(b"PLED\4\0")
     assert truncate_ledgers(tmp_path, 30) == 3 * 95
     assert [path.read_bytes() for path in ledger_files(tmp_path)] == whole
     assert truncate_ledgers(tmp_path, 14) == 95 + 4 * 10

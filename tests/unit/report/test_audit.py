@@ -212,3 +212,28 @@ def test_another_seed_than_the_runs_is_found(honest: Path, tmp_path: Path) -> No
     assert len([each for each in found.objections if "the digest does not match" in each]) == 5
     assert "3 more step(s)" in found.objections[-1]
     assert json.loads(json.dumps(found.to_json()))["passed"] is False
+
+
+@pytest.mark.parametrize("claim", [{"samples": 10**18, "step": 10**18}, {"samples": -5}])
+@pytest.mark.parametrize("last", [{}, {"step": 2**63}, {"step": 2**63, "epoch": 2**32 - 1}])
+def test_a_claimed_count_is_not_looped_over(
+    honest: Path, tmp_path: Path, claim: dict[str, int], last: dict[str, int]
+) -> None:
+    run = shutil.copytree(honest, tmp_path / "run")
+    summary, ledger = run / "summary.json", ledger_path(run / "ledger", 0)
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | claim))
+    *entries, end = read_ledger(ledger)
+    write(ledger, [*entries, replace(end, **last)])
+    told = audit_run(run)
+    assert any("ledger" in each for each in told.objections)
+    assert len(told.objections) < 10
+    assert len(told.epochs) < 10
+    assert len(json.dumps(told.to_json())) < 10_000
+
+
+def test_a_step_of_a_billion_samples_is_refused(honest: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(honest, tmp_path / "run")
+    plan = json.loads((run / "plan.json").read_text())
+    (run / "plan.json").write_text(json.dumps(plan | dict.fromkeys(("train_samples", "global_batch_size"), 10**9)))
+    with pytest.raises(RunDirectoryError, match="steps of 1000000000 samples"):
+        audit_run(run)

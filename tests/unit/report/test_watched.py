@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,9 @@ from rich.console import Console
 
 from paceline.errors import RunDirectoryError
 from paceline.records import events as records
-from paceline.report.watch import EventFollower, WatchedRun, draw_chart, line_of, row, screen, table
+from paceline.report.attribution import attribute_run
+from paceline.report.html.page import write_report
+from paceline.report.watch import EventFollower, WatchedRun, draw_chart, exit_line, line_of, row, screen, table
 
 
 def step(number: int, loss: float = 1.0, **more: Any) -> records.StepEvent:
@@ -190,3 +196,56 @@ def test_a_curve_is_drawn_from_its_left_to_its_right() -> None:
 @pytest.mark.parametrize("points", [[(1, 2.0)], [(1, 2.0), (2, 2.0)], [(1, float("nan")), (2, 1.0)], []])
 def test_few_points_are_no_error(points: Any) -> None:
     assert draw_chart(points, width=30, height=3)
+
+
+UNLIKELY = [0, -1, 1e308, -1e308, 10**18, 10**400, "x", None, [], {}, {"forward": 1}, True, float("inf")]
+KEYS = {
+    "start": ("world_size", "total_steps", "time"),
+    "step": (
+        *("loss", "lr", "epoch", "samples", "step_seconds", "forward_seconds", "data_wait_fraction", "time"),
+        *("throughput_samples_per_second", "rank_seconds", "slowest_rank", "slowest_phase", "slowest_factor"),
+    ),
+    "evaluation": ("loss", "epoch", "seconds", "weights"),
+    "finish": ("status", "total_seconds"),
+}
+
+
+@pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind, keys in KEYS.items() for key in keys])
+def test_unlikely_values_are_shown_or_refused(
+    tmp_path: Path, recorded_run: Any, write: Any, kind: str, key: str
+) -> None:
+    spread = dict.fromkeys(("minimum", "median", "maximum", "most_rank"), 1)
+    slow = {"slowest_rank": 1, "slowest_phase": "forward", "slowest_factor": 2.0}
+    ranks = {"rank_seconds": dict.fromkeys(("forward", "communication"), spread), **slow}
+    told = recorded_run(2).start().record(1, **ranks).record(2, **ranks).record(3, **ranks)
+    told.evaluation(3, loss=1.0).finish(3)
+    run = write(tmp_path / "run", told)
+    console = Console(file=io.StringIO(), width=120, height=40)
+    for value in UNLIKELY:
+        events = [{**each, key: value} if each["event"] == kind else each for each in told.events]
+        (run / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+
+        def watch() -> None:
+            watched = WatchedRun(run)
+            lines = [line_of(each, watched) for each in watched.look()]
+            console.print(screen(watched, console), table([watched]), *filter(None, lines), exit_line(watched))
+
+        for show in (watch, lambda: write_report([run]), lambda: attribute_run(run).__paceline__()):
+            with contextlib.suppress(RunDirectoryError):
+                show()
+
+
+@pytest.mark.parametrize("kind", ["a named pipe", "a socket", "a device", "Is a directory"])
+def test_a_log_of_events_that_is_no_file_is_refused(tmp_path: Path, recorded_run: Any, write: Any, kind: str) -> None:
+    run = write(tmp_path / "run", None)
+    events = run / "events.jsonl"
+    make: dict[str, Callable[[], object]] = {
+        "a named pipe": lambda: os.mkfifo(events),
+        "a socket": lambda: os.mknod(events, stat.S_IFSOCK),
+        "a device": lambda: events.symlink_to("/dev/zero"),
+        "Is a directory": events.mkdir,
+    }
+    make[kind]()
+    for show in (lambda: write_report([run]), lambda: attribute_run(run), lambda: WatchedRun(run).look()):
+        with pytest.raises(RunDirectoryError, match=rf"events\.jsonl'.* {kind}"):
+            show()

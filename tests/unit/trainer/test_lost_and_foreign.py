@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from run_directories import fingerprint, saved_steps
 
 from paceline.checkpoint.reading import read_manifest
-from paceline.errors import CheckpointError, RunDirectoryError, TrainingError
+from paceline.errors import CheckpointError, PacelineError, RunDirectoryError, TrainingError
 from paceline.records.reader import read_identity, write_identity
 from paceline.records.run_directory import RunDirectory
 from paceline.report.audit import audit_run
@@ -71,15 +72,22 @@ def test_without_its_checkpoints_nothing_is_begun_again(
     assert audit_run(run).passed
 
 
-def test_with_ledger_and_events_gone_too_nothing_is_begun_again(train_tiny: Make) -> None:
+EVERYTHING = ("run.json", "events.jsonl", "ledger", "summary.json", "checkpoints/best.json", "evaluation")
+
+
+@pytest.mark.parametrize("left", EVERYTHING)
+@pytest.mark.everyday
+def test_any_record_tells_of_a_run(train_tiny: Make, left: str) -> None:
     run = train_tiny("run").run_dir
-    for name in ("checkpoints", "ledger"):
-        shutil.rmtree(run / name)
-    (run / "events.jsonl").unlink()
-    before = fingerprint(run)
-    with pytest.raises(CheckpointError, match="holds none"):
-        train_tiny("run", LONGER)
-    assert fingerprint(run) == before
+    for path in [*(run / "checkpoints").glob("step-*"), *(run / name for name in EVERYTHING if name != left)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for is_recipe_there in (True, False):
+        before = fingerprint(run)
+        with pytest.raises((CheckpointError, RunDirectoryError), match=f"records.*({left}|best|rank-00000|confusion)"):
+            train_tiny("run", LONGER)
+        assert fingerprint(run) == before
+        if is_recipe_there:
+            (run / "recipe.yaml").unlink()
 
 
 def refuse_renames(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +120,23 @@ def test_a_kill_between_a_checkpoint_and_its_note_does_no_harm(train_tiny: Make,
     (run / "run.json").write_text(json.dumps({**document, "has_checkpoint": False}))
     assert train_tiny("run", LONGER).summary.weights_sha256 == whole
     assert json.loads((run / "run.json").read_text()) == document
+
+
+@pytest.mark.parametrize("name", ["run.json", "plan.json", "environment.json", "recipe.yaml", "checkpoints", "ledger"])
+def test_a_first_start_that_failed_can_be_repeated(
+    train_tiny: Make, runs: Path, whole: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(call: Callable[..., Any], target: Any, *rest: Any) -> Any:
+        if Path(rest[0] if rest and isinstance(rest[0], Path) else target).name == name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return call(target, *rest)
+
+    with monkeypatch.context() as patched:
+        for call in ("replace", "mkdir"):
+            patched.setattr(os, call, partial(refuse, getattr(os, call)))
+        with pytest.raises(RunDirectoryError, match="No space left"):
+            train_tiny("run", LONGER)
+    assert train_tiny("run", LONGER).summary.weights_sha256 == whole
 
 
 # ------------------------------------------------------------------------------------------- moved in mid-run
@@ -220,6 +245,20 @@ def test_with_nothing_but_checkpoints_of_another_run_it_is_refused(train_tiny: M
     assert fingerprint(run) == before
 
 
+def test_without_its_identity_the_checkpoints_vote(train_tiny: Make, runs: Path, whole: str) -> None:
+    run = train_tiny("run").run_dir
+    shutil.copytree(runs / "whole/checkpoints/step-00000012", run / "checkpoints/step-00000012")
+    (run / "run.json").unlink()
+    shutil.copytree(run, runs / "tied")
+    shutil.rmtree(runs / "tied/checkpoints/step-00000004")
+    before = fingerprint(runs / "tied")
+    with pytest.raises(RunDirectoryError, match="its checkpoints are of different runs"):
+        train_tiny("tied", LONGER)
+    assert fingerprint(runs / "tied") == before
+    assert train_tiny("run", LONGER).summary.weights_sha256 == whole
+    assert (run / "checkpoints/step-00000012.foreign").is_dir()
+
+
 def test_a_copy_goes_on(train_tiny: Make, runs: Path, whole: str) -> None:
     run = train_tiny("run").run_dir
     shutil.copytree(run, runs / "copy")
@@ -254,11 +293,44 @@ def test_lost_records_are_told_and_objected_to(
     assert not audit_run(run).passed
 
 
-def test_records_that_are_there_twice_are_objected_to(train_tiny: Make) -> None:
+def is_step(line: bytes) -> bool:
+    return b'"event": "step"' in line
+
+
+SPOILT: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
+    "twice": (lambda lines: [each for each in lines for _ in range(2)], "holds step records twice or out of order"),
+    "in disorder": (
+        lambda lines: sorted(lines, key=lambda line: -is_step(line) * lines.index(line)),
+        "holds step records twice or out of order",
+    ),
+    "without any step": (
+        lambda lines: [each for each in lines if not is_step(each)],
+        "lacks step records after step 0",
+    ),
+    "without the second step": (
+        lambda lines: [each for each in lines if not (is_step(each) and b'"step": 4,' in each)],
+        "lacks step records after step 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_spoilt_events_are_told_and_objected_to(train_tiny: Make, whole: str, how: str) -> None:
     run = train_tiny("run").run_dir
+    spoil, problem = SPOILT[how]
     lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
-    (run / "events.jsonl").write_bytes(b"".join(2 * line for line in lines))
-    assert audit_run(run).objections == ("events.jsonl holds step records twice or out of order.",)
+    (run / "events.jsonl").write_bytes(b"".join(spoil(lines)))
+    assert any(problem in each for each in audit_run(run).objections)
+    assert train_tiny("run", {**LONGER, "telemetry.log_every": "3 steps"}).summary.weights_sha256 == whole
+    assert {each["incident"] for each in incidents(run)} == {"missing_records"}
+    assert any(problem in each for each in audit_run(run).objections)
+
+
+def test_no_record_is_missed_that_was_not_due(train_tiny: Make, whole: str) -> None:
+    for until, every in (("3", "3"), ("7", "2"), ("12", "5")):
+        log = {**LONGER, "train.until": f"{until} steps", "telemetry.log_every": f"{every} steps"}
+        run = train_tiny("run", log).run_dir
+    assert (incidents(run), audit_run(run).objections) == ([], ())
 
 
 # ----------------------------------------------------------------------------------------- damaged files
@@ -286,6 +358,37 @@ def test_damaged_outputs_are_set_aside(train_tiny: Make, whole: str, how: str) -
     assert all((run / f"{name}.damaged").exists() for name in names)
     assert all(isinstance(json.loads((run / name).read_text()), dict) for name in names)
     assert audit_run(run).passed
+
+
+def rewrite_manifest(run: Path) -> None:
+    file = run / "checkpoints/step-00000008/manifest.json"
+    manifest = json.loads(file.read_text()) | {"format_version": 3, "digest": "of another kind"}
+    file.write_text(json.dumps(manifest))
+
+
+def rewrite_ledger(run: Path) -> None:
+    (run / "ledger/rank-00001.ids").write_bytes(b"PLED\x02" + bytes(60))
+
+
+NEWER: dict[str, Callable[[Path], object]] = {
+    "manifest.json": rewrite_manifest,
+    "ledger": rewrite_ledger,
+    **{
+        name: lambda run, name=name: (run / name).write_text('{"format_version": 2}')  # type: ignore[misc]
+        for name in ("run.json", "summary.json", "plan.json", "environment.json", "checkpoints/best.json")
+    },
+}
+
+
+@pytest.mark.parametrize("name", NEWER)
+@pytest.mark.everyday
+def test_a_newer_format_is_refused_and_not_touched(train_tiny: Make, name: str) -> None:
+    run = train_tiny("run").run_dir
+    NEWER[name](run)
+    before = fingerprint(run)
+    with pytest.raises(PacelineError, match=f"{Path(name).name}.*version"):
+        train_tiny("run", LONGER)
+    assert fingerprint(run) == before
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"strategy": "single", "data": []}', None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_directories import fingerprint
 
 from paceline.checkpoint.mirror import CommitListing, list_commits
 from paceline.checkpoint.store import ResumePoint
 from paceline.distributed.collectives import Collectives
-from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError
+from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError, VersionError
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
 from paceline.storage.remote import Remote
@@ -243,3 +245,15 @@ def test_what_lacks_of_a_complete_run_is_sent_or_told(
     assert any(text.startswith("the newest checkpoint of this run is not at") for text in listening.heard), (
         listening.heard
     )
+
+
+def test_a_copy_of_a_newer_format_is_not_touched(mirrored: Make, address: str, runs: Path) -> None:
+    mirrored("run", {"train.until": "6 steps"})
+    commit = max((runs / "copy/commits").iterdir())
+    commit.write_text(json.dumps({**json.loads(commit.read_text()), "format_version": 3, "digest": "of another kind"}))
+    shutil.rmtree(runs / "run/checkpoints/step-00000006")
+    before = fingerprint(runs)
+    for name in ("run", "new"):
+        with pytest.raises(VersionError, match=rf"{commit.name}' has the format version 3"):
+            mirrored(name)
+        assert fingerprint(runs) == before

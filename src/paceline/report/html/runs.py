@@ -81,8 +81,8 @@ class RunHistory:
 
     def higher_is_better(self, metric: str) -> bool | None:
         """Whether higher is better for a metric; None if unknown."""
-        directions: Mapping[str, bool] = self.plan.get("higher_is_better") or _OF_OLD_RUNS
-        return directions.get(metric)
+        directions = self.plan.get("higher_is_better") or _OF_OLD_RUNS
+        return directions.get(metric) if isinstance(directions, Mapping) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,15 +177,15 @@ def _read(path: Path, name: str) -> RunRecord:
             unreadable_files.append(str(error))
             return default
 
-    events, notes = read_for_report(directory.events) if directory.events.is_file() else ([], ())
+    events, notes = read_for_report(directory.events) if directory.events.exists() else ([], ())
     return RunRecord(
         path=path,
         name=name,
         events=events,
-        plan=read_or(read_plan, {}) if directory.plan.is_file() else {},
+        plan=read_or(read_plan, {}) if directory.plan.exists() else {},
         recipe=flattened(read_or(read_recipe, {})),
         environment=read_or(read_environment, {}),
-        last_summary=read_or(read_summary, None) if directory.summary.is_file() else None,
+        last_summary=read_or(read_summary, None) if directory.summary.exists() else None,
         left_out=(*unreadable_files, *notes),
     )
 

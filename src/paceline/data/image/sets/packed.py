@@ -225,7 +225,8 @@ def read_manifest(root: Path) -> Manifest:
         raise _damaged(path, str(error)) from error
     version = tree.pop("format", None) if isinstance(tree, dict) else None
     if version != FORMAT:
-        raise _damaged(path, f"its format is {version!r}, and only {FORMAT!r} is supported")
+        reason = f"has the format {version!r}, and this version of Paceline reads {FORMAT!r}"
+        raise DataError(f"{str(path)!r} {reason}: use the version that wrote it, or pack the source again elsewhere.")
     if tree.pop("sha256", None) != _own_digest(tree):
         raise _damaged(path, "its content does not match its digest")
     try:
