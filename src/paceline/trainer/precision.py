@@ -45,7 +45,7 @@ class Precision:
         """Context of a forward pass."""
         if self._dtype is None:
             return nullcontext()
-        autocast = torch.autocast(self._device_type, dtype=self._dtype, cache_enabled=not self._is_sharded)
+        autocast = torch.autocast(self._device_type, dtype=self._dtype)
         return _without_copies(autocast) if self._is_sharded else autocast
 
     def keeping_casts(self) -> AbstractContextManager[Any]:
