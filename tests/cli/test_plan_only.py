@@ -68,7 +68,10 @@ def test_a_back_end_that_is_not_here_is_refused(paceline_here: Call, tiny: tuple
         (["telemetry.trackers=[wandb]"], "wandb"),
         (["checkpoint.mirror=s3://nosuch/run"], "s3"),
         (["model.initialize_from=s3://nosuch/model.safetensors"], "s3"),
-        (["model=null", "model.name=resnet18", "data.image_size=8", "batch.global_size=1"], "micro-batch of one sample"),
+        (
+            ["model=null", "model.name=resnet18", "data.image_size=8", "batch.global_size=1"],
+            "micro-batch of one sample",
+        ),
     ],
 )
 def test_so_does_what_is_not_within_reach(

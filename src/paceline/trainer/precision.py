@@ -111,7 +111,7 @@ def _packed(tensor: Tensor) -> tuple[Tensor, Any]:
     cast = None if base is None else base.grad_fn
     weight = None if cast is None or cast.name() != "ToCopyBackward0" else cast.next_functions[0][0]
     if (weight := getattr(weight, "variable", None)) is None:
-        return tensor, tensor._version
+        return tensor, tensor._version  # noqa: SLF001  # no public way
     return weight, (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 
@@ -120,7 +120,7 @@ def _unpacked(packed: tuple[Tensor, Any]) -> Tensor:
     if isinstance(how, tuple):
         dtype, *layout = how
         return tensor.detach().to(dtype).as_strided(*layout)
-    if tensor._version != how:  # torch does not compare them under hooks
+    if tensor._version != how:  # noqa: SLF001  # torch does not compare them under hooks
         raise RuntimeError("a tensor needed for the backward pass has been modified by an inplace operation")
     return tensor
 

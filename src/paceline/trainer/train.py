@@ -149,7 +149,7 @@ def plan_only(
         loaded: The recipe.
         world_size: Processes of the run; None for this world's size.
         run_dir: The run directory: a resumed run needs no initial weights.
-        on_other_machine: Whether the run will start on another machine, with weights and libraries that may be missing here.
+        on_other_machine: Whether the run will start on another machine: its weights and libraries may be missing here.
 
     Raises:
         PacelineError: For the mistakes that training would find before it starts, including a network's name or
