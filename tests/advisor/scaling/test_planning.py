@@ -88,6 +88,7 @@ def test_whole_nodes_are_paid_for() -> None:
     assert [each.row.paid for each in whole.choices] == [8, 8, 8, 8, 16, 32]
     for one, other in zip(whole.choices, shared.choices, strict=True):
         assert one.row.hours is not None
+        assert one.row.cost is not None
         assert one.row.cost == pytest.approx(one.row.hours * one.row.paid * 2.0)
         assert one.high_cost == pytest.approx(one.high_hours * one.row.paid * 2.0)
         assert other.row.cost == pytest.approx(one.row.cost * other.gpus / one.row.paid)

@@ -61,4 +61,4 @@ def test_a_change_in_place_is_found_there_too() -> None:
         y = nn.Linear(4, 4)(torch.ones(2, 4)).exp()
     y.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()  # type: ignore[no-untyped-call]  # torch
+        y.sum().backward()
