@@ -15,6 +15,7 @@ from paceline.command import Log
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.environment import read_launch
 from paceline.errors import PacelineError
+from paceline.plan.rates import lr_factor
 from paceline.trainer.precision import set_float32_matmul
 from paceline.trainer.process_settings import restore_torch_settings
 from paceline_advisor.commands import Landscape
@@ -93,7 +94,7 @@ def _measure_run(run: OpenedRun, request: Landscape, collectives: Collectives, n
         steps=run.steps,
         parameters=subject.size,
         batch_size=run.recipe.batch.global_size,
-        peak_lr=run.plan.peak_lr,
+        peak_lr=run.recipe.optimizer.lr * lr_factor(run.recipe, run.recipe.batch.global_size),
         results=results,
         gap=None if metric is None else results["train"][metric] - results["validation"][metric],
         gap_metric=metric,
