@@ -194,7 +194,7 @@ def plan_only(
     build_optimizer(network, recipe.optimizer, torch.device("cpu"))
     if assumed is None:
         geometry = preparation.geometry_of(recipe, plan, task)
-        if is_built:
+        if is_built and not on_other_machine:
             preparation.check_single_samples(plan, geometry, task, network)
     return plan
 
