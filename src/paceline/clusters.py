@@ -57,6 +57,10 @@ class Cluster:
     shares_cores: bool = False
     source: str = ""
 
+    def nodes(self, devices: int) -> int:
+        """Return the machines that hold this many accelerators."""
+        return -(-devices // self.devices_per_node)
+
 
 class _Table(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

@@ -109,12 +109,13 @@ def did_you_mean(value: str, options: Iterable[str], *, count: int = 3, shown: C
         count: Maximum number of names.
         shown: How a name is written in the sentence, if that differs from how names are compared.
     """
-    matches = difflib.get_close_matches(value, list(options), n=count, cutoff=_CUTOFF)
+    names, value = {name.lower(): name for name in options}, value.lower()
+    matches = difflib.get_close_matches(value, list(names), n=count, cutoff=_CUTOFF)
     if not matches:
         return ""
     threshold = _similarity(matches[0], value) - _MAX_GAP  # drops weak matches next to a close one
     matches = [name for name in matches if _similarity(name, value) >= threshold]
-    return f" Did you mean {' or '.join(repr(shown(name)) for name in matches)}?"
+    return f" Did you mean {' or '.join(repr(shown(names[name])) for name in matches)}?"
 
 
 def _similarity(name: str, value: str) -> float:

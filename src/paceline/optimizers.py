@@ -75,3 +75,9 @@ _OF_TIMM = (
 LIBRARY_OPTIMIZERS = {name.lower(): f"torch.optim:{name}" for name in _OF_TORCH}
 LIBRARY_OPTIMIZERS |= {name: f"paceline.optim.of_timm:{name}" for name in _OF_TIMM.split()}
 """References of the other optimizers of torch and timm, by name."""
+UNSUPPORTED_OPTIMIZERS = {
+    "lbfgs": "it computes the loss several times a step, and a training step computes it once; use adamw or sgd",
+    "sparseadam": "it takes only sparse gradients; for embedding tables set optimizer.tables=sparse_adam",
+    "adahessian": "it needs second derivatives, which a training step does not compute; use adamw",
+}
+"""Why known optimizers are not supported, by name in lower case."""

@@ -177,8 +177,8 @@ class ProcessGroup:
                 if applies:
                     self.kill()
                     return WaitResult(tuple(failures), tuple(running), reason)
-            for number in self.signals[self._signals_sent :]:
-                self.send(number)
+            if self._signals_sent < len(self.signals):  # one at a time: two of a kind at once arrive as one
+                self.send(self.signals[self._signals_sent])
                 self._signals_sent += 1
             time.sleep(_POLL_SECONDS)
 

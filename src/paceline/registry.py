@@ -28,7 +28,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar
 
 from paceline.errors import DataError, PacelineError, did_you_mean
-from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES
+from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES, UNSUPPORTED_OPTIMIZERS
 from paceline.references import call_reference, is_reference, load_reference
 
 _T = TypeVar("_T")
@@ -107,6 +107,8 @@ def name_problem(kind: Kind, name: str) -> str:
     """Return what is wrong with a name, with the nearest names; empty if it is registered, or a reference."""
     if name in _BUILT_IN[kind] or is_reference(name) or name in known_names(kind):
         return ""
+    if kind == "optimizers" and (why := UNSUPPORTED_OPTIMIZERS.get(name.lower())):
+        return f"optimizer '{name}' is not supported: {why}"
     noun = "loss" if kind == "losses" else kind.removesuffix("s")
     listed = ", ".join((*_BUILT_IN[kind], *installed(kind)))
     suffix = ", another optimizer of torch.optim or timm" if kind == "optimizers" else ""

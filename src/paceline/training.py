@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from signal import Signals
 from typing import IO
 
 from paceline.distributed.environment import read_launch
@@ -99,6 +100,7 @@ def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, 
 
     Raises:
         RecipeError: If the ranks could not import the task, or for a mistake that they found.
+        StoppedError: If signals ended the run before it could save.
         TrainingError: If the run failed.
     """
     task, overrides = options.task, loaded.overrides
@@ -135,6 +137,11 @@ def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, 
         group.wait()
         reader.join()
         stderr = (scratch / "errors").read_text(encoding="utf-8", errors="replace")
+        if signals and (child.code not in group.success_codes or not directory.summary.is_file()):
+            raise StoppedError(
+                f"stopped by {Signals(signals[-1]).name} before the run could save; call train again with "
+                f"run_dir='{directory.root}' to resume from its last checkpoint."
+            )
         if child.code not in group.success_codes:
             failure = RecipeError if child.code == RecipeError.exit_code else TrainingError
             raise failure(stderr.strip().removeprefix("paceline: ") or child.exit_message)

@@ -199,6 +199,9 @@ class Cluster:
     price_per_gpu_hour: Annotated[
         float | None, Gt(0), Shape(metavar="DOLLARS"), "Instead of the cluster's, if any."
     ] = None
+    shared_node: Annotated[
+        bool, "Pay only for the GPUs used; without it whole nodes are paid for, as clouds rent them."
+    ] = False
     samples: Annotated[int | None, Ge(1), "Training samples per epoch, if the data is not here."] = None
     throughput: Annotated[float | None, Gt(0), Shape(metavar="RATE"), "One GPU's samples per second."] = None
     step_seconds: Annotated[

@@ -61,4 +61,4 @@ def test_plan_and_run_say_the_same_of_a_batch_larger_than_the_data(paceline_here
     assert reported in " ".join(planned.out.split())
     assert reported in " ".join(run.out.split())
     assert "2 steps of 12 " in run.out
-    assert "64 = 1 process x 1 micro-batch x 64 samples, cut to 12 samples" in planned.out
+    assert "12: all training samples, instead of 64 = 1 process x 1 micro-batch x 64 samples" in planned.out

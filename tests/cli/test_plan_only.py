@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,26 @@ def test_a_back_end_that_is_not_here_is_refused(paceline_here: Call, tiny: tuple
     message = "has gloo for cpu; use one of them, or parallel.backend=auto"
     paceline_here(*requested, "--processes", "2", "--plan-only").refused(message)
     paceline_here(*requested, "--run-dir", "run").refused(message)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["model=null", "model.name=resnet18", "model.pretrained=true"], "published weights of resnet18"),
+        (["telemetry.trackers=[wandb]"], "wandb"),
+        (["checkpoint.mirror=s3://nosuch/run"], "s3"),
+        (["model.initialize_from=s3://nosuch/model.safetensors"], "s3"),
+        (
+            ["model=null", "model.name=resnet18", "data.image_size=8", "batch.global_size=1"],
+            "micro-batch of one sample",
+        ),
+    ],
+)
+def test_so_does_what_is_not_within_reach(
+    overrides: list[str], named: str, paceline_here: Call, tiny: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    planned = paceline_here("train", "digits", *tiny, *overrides, "--plan-only").refused(named)
+    ran = paceline_here("train", "digits", *tiny, *overrides, "--run-dir", "run")
+    assert (ran.code, ran.err.splitlines()[-1]) == (planned.code, planned.err.splitlines()[-1])

@@ -77,7 +77,9 @@ def test_a_cluster_of_ones_own(paceline_here: Call, tmp_path: Path) -> None:
     rates = {row["devices"]: row for row in done.document["rows"]}
     assert rates[8]["limit"] == "communication"
     assert rates[8]["efficiency"] < rates[2]["efficiency"]
-    assert rates[1]["cost"] == pytest.approx(3 * rates[1]["hours"])
+    # A node of two is rented as a whole.
+    assert [rates[size]["paid_devices"] for size in (1, 2, 8)] == [2, 2, 8]
+    assert all(row["cost"] == pytest.approx(3 * row["paid_devices"] * row["hours"]) for row in rates.values())
 
 
 PLAN = ("plan", *SMALL, "--cluster", "dgx-a100", "--throughput", "1", "--one-gpu-batch", "64", "--most-gpus", "16")

@@ -26,6 +26,18 @@ def filled(self, name, fill=WeightInitializer.__call__):
 
 WeightInitializer.__call__ = filled
 """
+# Each process tells of the weights whose 16-bit copies its backward pass makes again, instead of keeping them.
+RECASTING = """
+from paceline.trainer import precision
+
+def packed(tensor, pack=precision._packed):
+    found = pack(tensor)
+    if isinstance(found[1], tuple):
+        os.write(1, f"recast {tuple(found[0].shape)}\\n".encode())
+    return found
+
+precision._packed = packed
+"""
 RECIPE: dict[str, Any] = {
     "task": "language_modeling",
     "seed": 4,
@@ -112,3 +124,16 @@ def test_sharding_changes_nothing(
                 assert two["grad_norm"] > 0.05
                 assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-5)
                 assert three["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.everyday
+def test_in_bf16_no_copy_of_the_network_is_kept_and_no_bit_changes(ground: Path, train_together: Call) -> None:
+    bf16 = {"train.precision": "bf16", "train.duration": "3 steps", "evaluate.every": "3 steps"}
+    runs = {"ddp-bf16": bf16, "fsdp-bf16": bf16 | FSDP}
+    told = "".join(each.out for each in train_together("text.yaml", runs, where=ground, preparation=RECASTING))
+    shapes = {line.removeprefix("recast ") for line in told.splitlines() if line.startswith("recast ")}
+    # Attention's and the feed-forward part's; a copy of each block's would be one of the network.
+    assert shapes >= {"(96, 32)", "(32, 32)", "(128, 32)", "(32, 128)"}, told
+    summaries = [json.loads((ground / name / "summary.json").read_text()) for name in runs]
+    assert summaries[0]["weights_sha256"] == summaries[1]["weights_sha256"]

@@ -263,3 +263,33 @@ def test_a_rank_that_waits_for_another_can_be_stopped(
     assert len(done.err.splitlines()) == 1
     assert signal.Signals(number).name in done.err
     assert not list(tmp_path.rglob("recipe.yaml"))
+
+
+INTERRUPTED = """
+import signal
+import paceline
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # what train restores at its end
+try:
+    paceline.train("recipe.yaml", overrides=OVERRIDES, run_dir="RUN", processes=2)
+except paceline.PacelineError as error:
+    print(f"refused {type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.thorough
+def test_impatient_interrupts_from_python_end_it_with_one_sentence(studio: Path, tmp_path: Path, start: Call) -> None:
+    (studio / "stuck.py").write_text(network_that("time.sleep(600)"))
+    overrides = {"model.name": "stuck:Net", "model.options": None, "data.workers": 0}
+    program = INTERRUPTED.replace("OVERRIDES", str(overrides)).replace("RUN", str(tmp_path / "run"))
+    launched = start(program=program, where=studio)
+    launched.wait_for((tmp_path / "run" / "recipe.yaml").exists)
+    while launched.process.poll() is None:  # the first asks for a stop after the step, which never ends
+        launched.process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    done = launched.wait(60)
+    assert (done.code, done.err) == (0, ""), done.err
+    assert done.out.splitlines()[-1].startswith("refused StoppedError: stopped by SIGINT before the run could save;")
+    assert "Traceback" not in done.out
+    launched.seconds_until_alone()
+    assert launched.leftovers() == []

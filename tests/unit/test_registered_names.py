@@ -312,6 +312,8 @@ def test_every_one_of_ours_is_there(kind: registry.Kind) -> None:
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     for message, nearest in {
         "optimizer.name=nudgd": r"unknown optimizer 'nudgd'\. Did you mean 'nudge'",
+        "optimizer.name=LBFGS": r"optimizer 'LBFGS' is not supported: it computes the loss several times a step",
+        "optimizer.name=SparseAdam": r"optimizer 'SparseAdam' is not supported: .* set optimizer\.tables=sparse_adam",
         "schedule.name=sawtoth": r"unknown schedule 'sawtoth'\. Did you mean 'sawtooth'",
         "train.loss=powr": r"unknown loss 'powr'\. Did you mean 'power'",
         "data.augment.policy=flickr": r"unknown augmentation 'flickr'\. Did you mean 'flicker'",

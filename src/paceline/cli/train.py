@@ -322,7 +322,7 @@ def _plan_lines(plan: Plan) -> dict[str, str]:
         checkpoint = "off: only at the end, on a stop request and for the best evaluation (checkpoint.keep_best)"
     global_batch = batch(plan.global_batch_size, plan.accumulation_steps)
     if plan.step_sizes[0] < plan.global_batch_size:
-        global_batch += f", cut to {counted(plan.step_sizes[0], 'sample')}"
+        global_batch = f"{format_count(plan.step_sizes[0])}: all training samples, instead of {global_batch}"
     before_first, last = plan.profile_steps or (0, 0)
     lines: dict[str, str | None] = {
         "task": str(plan.data.get("task")),

@@ -69,6 +69,8 @@ class FullySharded(VotingStrategy):
         initialize = WeightInitializer(value_of, network, average, collectives, device)
         for name, module in modules_to_shard(network, parallel).items():
             initialize(name)
+            # Autocast's 16-bit copies of the block's weights: kept, they would add up to a whole network.
+            module.register_forward_hook(lambda *_: torch.clear_autocast_cache())
             fully_shard(module, **options)
             if average is not None:
                 fully_shard(average.get_submodule(name), **average_options)

@@ -15,7 +15,7 @@ from paceline.optim.embedding_optim import combine_optimizers, has_sparse_gradie
 from paceline.optim.muon import filters_and_rest
 from paceline.optim.parameter_groups import parameter_groups
 from paceline.optim.schedules import Schedules, Settings
-from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES
+from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES, UNSUPPORTED_OPTIMIZERS
 from paceline.plan import Plan
 from paceline.plan.rates import LearningRate
 from paceline.recipe.optimizer import Optimizer
@@ -60,6 +60,11 @@ def build_optimizer(model: nn.Module, optimizer: Optimizer, device: torch.device
         raise RecipeError(
             f"optimizer.name={optimizer.name} gave a {type(built).__name__}, not a torch.optim.Optimizer."
         )
+    closure = inspect.signature(built.step).parameters.get("closure")
+    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
+    if needs_closure or isinstance(built, torch.optim.SparseAdam):
+        why = UNSUPPORTED_OPTIMIZERS["lbfgs" if needs_closure else "sparseadam"]
+        raise RecipeError(f"optimizer.name={optimizer.name} is not supported: {why}.")
     is_ours = optimizer.name in RULES or optimizer.name in LIBRARY_OPTIMIZERS
     if optimizer.weight_decay and not is_ours and "weight_decay" not in built.defaults:
         raise RecipeError(

@@ -39,8 +39,15 @@ def micro_batch_size(recipe: Recipe, world_size: int) -> int:
     return micro
 
 
-def explain_batching(recipe: Recipe, world_size: int, micro: int) -> dict[str, str]:
-    """Explain by dotted key why micro-batches have ``micro`` samples, and what follows from it."""
+def explain_batching(recipe: Recipe, world_size: int, micro: int, samples: int) -> dict[str, str]:
+    """Explain by dotted key why micro-batches have ``micro`` samples, and what follows from it.
+
+    Args:
+        recipe: The recipe.
+        world_size: Processes.
+        micro: Samples of a micro-batch.
+        samples: Training samples, to which a larger batch is cut.
+    """
     batch, fixed = recipe.batch.global_size, fixed_logical_ranks(recipe)
     if fixed is not None:
         reason = f"{batch} samples in {fixed} logical ranks"
@@ -49,6 +56,11 @@ def explain_batching(recipe: Recipe, world_size: int, micro: int) -> dict[str, s
     else:
         reason = f"a process's whole share of {batch} samples over {world_size}"
     ranks = f"{batch} samples in micro-batches of {micro}"
+    if samples < batch:
+        # A step's samples are shared evenly over as many micro-batches as the recipe's batch has.
+        parts = batch // micro
+        reason += f"; a step has only the {samples} training samples, so at most {-(-samples // parts)} in each"
+        ranks = f"{samples} samples, which a step is cut to, in as many micro-batches as {batch} would have"
     if recipe.parallel.exact:
         ranks = (
             f"{', '.join(_divisors(_shared_parts(recipe, fixed)))} processes can share them, with bit-identical results"

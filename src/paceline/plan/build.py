@@ -196,7 +196,7 @@ def make(
     reasons = (
         explain_compute(recipe, machine)
         | given
-        | explain_batching(recipe, world.world_size, micro)
+        | explain_batching(recipe, world.world_size, micro, data.train_samples)
         | _explain_steps(recipe, data, epochs, total)
         | explain_rates(recipe, epochs, rates)
         | why_strategy

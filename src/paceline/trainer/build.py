@@ -84,7 +84,7 @@ def build_run(opened: OpenedRun) -> Run:
         value_of=prepared.first_values,
     )
     scored = {"model": strategy.eval_model} | ({} if ema is None else {"ema": compiled.get("ema", ema.module)})
-    precision = Precision(plan.precision, device, recipe.train.grad_scaler)
+    precision = Precision(plan.precision, device, recipe.train.grad_scaler, is_sharded=strategy.is_sharded)
     optimizer = build_optimizer(network, recipe.optimizer, device)
     heartbeat = Heartbeat()
     progress = Progress(begun=opened.started)

@@ -243,7 +243,8 @@ class FakeStep:
     def __post_init__(self) -> None:
         scaler = self.recipe.train.grad_scaler
         # Its scaler is not used: it would read a value from the device, and its state is negligible.
-        self._precision = Precision(self.plan.precision, torch.device("cpu"), scaler)
+        is_sharded = self.plan.strategy == "fsdp"
+        self._precision = Precision(self.plan.precision, torch.device("cpu"), scaler, is_sharded=is_sharded)
         self._clipping = Clipping(self.network, self.recipe.optimizer)
         self._layers = ForwardLayers(self.network)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.errors import TrainingError
 from paceline.recipe.training import GradScaler
@@ -23,17 +25,28 @@ class Precision:
 
     Weights, optimizer state and the moving average stay fp32. fp16 scales the loss; a step whose gradients overflow is
     skipped, and reading that flag is the only host-device synchronisation of an fp16 step.
+
+    Args:
+        name: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
+        device: The network's device.
+        scaler: Loss scaling, for fp16.
+        is_sharded: Whether the weights are sharded. Their 16-bit copies are then freed after each use: together they
+            would be a copy of the whole network on each process.
     """
 
-    def __init__(self, name: str, device: torch.device, scaler: GradScaler) -> None:
+    def __init__(self, name: str, device: torch.device, scaler: GradScaler, *, is_sharded: bool = False) -> None:
         self.name = name
+        self._is_sharded = is_sharded
         self._device_type = device.type
         self._dtype = _AUTOCAST.get(name)
         self.scaler = torch.amp.GradScaler(device.type, **asdict(scaler)) if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Context of a forward pass."""
-        return nullcontext() if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
+        if self._dtype is None:
+            return nullcontext()
+        autocast = torch.autocast(self._device_type, dtype=self._dtype)
+        return _without_copies(autocast) if self._is_sharded else autocast
 
     def keeping_casts(self) -> AbstractContextManager[Any]:
         """Context around forward passes with the same weights: each weight is cast once, not in every pass.
@@ -83,6 +96,33 @@ class Precision:
     def scale(self) -> float:
         """The current loss scale; 1 without scaling."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
+
+
+@contextmanager
+def _without_copies(autocast: AbstractContextManager[Any]) -> Iterator[None]:
+    """Let the backward pass cast weights again, to the same bits, instead of keeping their 16-bit copies for it."""
+    with autocast, torch.autograd.graph.saved_tensors_hooks(_packed, _unpacked):
+        yield
+
+
+def _packed(tensor: Tensor) -> tuple[Tensor, Any]:
+    """Return a saved tensor and its version; for a weight's copy the weight, and how to make the copy."""
+    base = tensor._base if tensor._is_view() else tensor  # noqa: SLF001  # no public way
+    cast = None if base is None else base.grad_fn
+    weight = None if cast is None or cast.name() != "ToCopyBackward0" else cast.next_functions[0][0]
+    if (weight := getattr(weight, "variable", None)) is None:
+        return tensor, tensor._version  # noqa: SLF001  # no public way
+    return weight, (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _unpacked(packed: tuple[Tensor, Any]) -> Tensor:
+    tensor, how = packed
+    if isinstance(how, tuple):
+        dtype, *layout = how
+        return tensor.detach().to(dtype).as_strided(*layout)
+    if tensor._version != how:  # noqa: SLF001  # torch does not compare them under hooks
+        raise RuntimeError("a tensor needed for the backward pass has been modified by an inplace operation")
+    return tensor
 
 
 def set_float32_matmul(name: str) -> None:

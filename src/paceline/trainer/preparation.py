@@ -171,7 +171,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             notices=(*plan.left_out, *of_data, *limits.warnings, *notices, *([] if cores is None else [cores.reason])),
             first_values=first_values,
         )
-        _check_single_samples(prepared)
+        check_single_samples(plan, prepared.geometry, task, network, pipeline)
         undo.pop_all()
     return prepared
 
@@ -548,25 +548,39 @@ def _is_depthwise(network: nn.Module) -> bool:
     return is_mostly and any(isinstance(each, nn.BatchNorm2d) for each in modules)
 
 
-def _check_single_samples(prepared: Prepared) -> None:
+def check_single_samples(
+    plan: Plan, geometry: StepGeometry, task: Task, network: nn.Module, pipeline: Pipeline | None = None
+) -> None:
     """Check before training that BatchNorm accepts a single sample, if some micro-batch will have just one.
 
+    Args:
+        plan: The run's plan.
+        geometry: Its steps.
+        task: Its task.
+        network: Its network, with values.
+        pipeline: The run's pipeline; without one, another is opened on the CPU for the sample.
+
     Raises:
-        RecipeError: If it cannot.
+        RecipeError: If it does not.
     """
-    plan, geometry = prepared.plan, prepared.geometry
-    normalised = any(isinstance(each, _NormBase) for each in prepared.network.modules())
+    normalised = any(isinstance(each, _NormBase) for each in network.modules())
     if not normalised or geometry.smallest_part(plan.total_steps) > 1:
         return
-    # The run's first sample alone, as in training: augmented, and of the first size.
-    alone = replace(geometry, global_batch_size=1, logical_ranks=1, growth=(), repeats=1, balanced=False)
-    [sample] = prepared.pipeline.train_batches(alone, 0, 1, World())
+    with contextlib.ExitStack() as opened:
+        if pipeline is None:
+            pipeline = opened.enter_context(
+                contextlib.closing(task.open_pipeline(Placement(device=torch.device("cpu"))))
+            )
+            pipeline.start(training=True, evaluation=False)
+        # The run's first sample alone, as in training: augmented, and of the first size.
+        alone = replace(geometry, global_batch_size=1, logical_ranks=1, growth=(), repeats=1, balanced=False)
+        [sample] = pipeline.train_batches(alone, 0, 1, World())
     if not len(sample.ids):  # it could not be read
         return
-    trial = copy.deepcopy(prepared.network).train()
+    trial = copy.deepcopy(network).train()
     try:
         with torch.no_grad():
-            prepared.task.loss(trial, sample)
+            task.loss(trial, sample)
     except ValueError as error:
         # An epoch's last step has the smallest micro-batches, if any step does.
         epochs = plan.epochs

@@ -23,6 +23,7 @@ _OWN = tuple(index for index, phase in enumerate(PHASES) if phase not in _SHARED
 
 ALARMING_FACTOR = 1.5
 ALARMING_RECORDS = 3
+ALARMING_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,13 @@ class Slowest:
         rank: Its rank.
         phase: Where it exceeds the others most.
         factor: Its work seconds per step, relative to the median of the others.
+        lost: Seconds per step that the others wait for it.
     """
 
     rank: int
     phase: str
     factor: float
+    lost: float
 
 
 def find_slowest(seconds: Sequence[Sequence[float]], *, blocking: Collection[str]) -> Slowest | None:
@@ -63,7 +66,7 @@ def find_slowest(seconds: Sequence[Sequence[float]], *, blocking: Collection[str
         return None
     excess = [work[rank][part] - median(work[number][part] for number in peers) for part in range(len(work[rank]))]
     phase = PHASES[_OWN[excess.index(max(excess))]]
-    return Slowest(rank, phase, totals[rank] / typical)
+    return Slowest(rank, phase, totals[rank] / typical, totals[rank] - typical)
 
 
 def summarize_ranks(seconds: Sequence[Sequence[float]], *, excluded: Collection[str] = ()) -> dict[str, dict[str, Any]]:
@@ -82,19 +85,24 @@ def summarize_ranks(seconds: Sequence[Sequence[float]], *, excluded: Collection[
 
 
 class SlowRanks:
-    """Counts records in a row in which a process was much slower, and reports it once."""
+    """Counts records in a row in which a process was much slower, and the time lost; reports it once."""
 
     def __init__(self) -> None:
         self._rank: int | None = None
-        self._records = 0
+        self._step: int | None = None
+        self._records, self._lost = 0, 0.0
         self._reported: set[int] = set()
 
-    def is_new(self, slowest: Slowest | None) -> bool:
-        """Add a record's finding; return whether to report it."""
-        rank = slowest.rank if slowest is not None and slowest.factor > ALARMING_FACTOR else None
-        self._records = self._records + 1 if rank == self._rank else 1
-        self._rank = rank
-        if rank is None or rank in self._reported or self._records < ALARMING_RECORDS:
+    def is_new(self, slowest: Slowest, step: int) -> bool:
+        """Add the finding of a record after ``step`` steps; return whether to report it."""
+        steps = 0 if self._step is None else step - self._step  # of the first record after a resume it is unknown
+        rank = slowest.rank if slowest.factor > ALARMING_FACTOR else None
+        if rank != self._rank:
+            self._records, self._lost = 0, 0.0
+        self._rank, self._step = rank, step
+        self._records, self._lost = self._records + 1, self._lost + steps * slowest.lost
+        is_alarming = self._records >= ALARMING_RECORDS and self._lost >= ALARMING_SECONDS
+        if rank is None or rank in self._reported or not is_alarming:
             return False
         self._reported.add(rank)
         return True

@@ -49,7 +49,8 @@ def _write_step(run: Run) -> None:
     totals = run.window.drain([*(timings[f"{phase}_seconds"] or 0.0 for phase in PHASES), len(recompilations)])
     measured = [each[:-1] for each in totals.seconds]
     slowest = find_slowest(measured, blocking=run.strategy.blocking_phases)
-    details = {} if slowest is None else {f"slowest_{key}": value for key, value in vars(slowest).items()}
+    kept = ("rank", "phase", "factor")
+    details = {} if slowest is None else {f"slowest_{key}": getattr(slowest, key) for key in kept}
     if len(measured) > 1:
         details["rank_seconds"] = summarize_ranks(measured, excluded=run.unmeasured)
     norm = run.window.grad_norm
@@ -75,7 +76,7 @@ def _write_step(run: Run) -> None:
         details=details,
     )
     run.recorder.write(event)
-    if slowest is not None and run.recorder.slow_ranks.is_new(slowest):
+    if slowest is not None and run.recorder.slow_ranks.is_new(slowest, progress.step):
         message = (
             f"rank {slowest.rank} takes {slowest.factor:.1f} times as long as the others for its own part of a step, "
             f"most of it in {slowest.phase}, and the others wait for it."

@@ -38,6 +38,7 @@ from paceline.storage.addresses import is_address
 from paceline.tasks.task import Task, build_task
 from paceline.telemetry.display import Display, RunProgress
 from paceline.telemetry.mlperf_log import write_mlperf_log
+from paceline.telemetry.trackers import check_trackers
 from paceline.trainer import mirroring, preparation
 from paceline.trainer.build import OpenedRun, build_run
 from paceline.trainer.callbacks import Callbacks
@@ -148,7 +149,7 @@ def plan_only(
         loaded: The recipe.
         world_size: Processes of the run; None for this world's size.
         run_dir: The run directory: a resumed run needs no initial weights.
-        on_other_machine: Whether the run will start on another machine, with weights that may be missing here.
+        on_other_machine: Whether the run will start on another machine: its weights and libraries may be missing here.
 
     Raises:
         PacelineError: For the mistakes that training would find before it starts, including a network's name or
@@ -160,16 +161,13 @@ def plan_only(
     device = choose_device(recipe.parallel.device, world)
     check_communication(recipe.parallel.backend, device)
     task = build_task(preparation.resumed_recipe(recipe, run_dir))
-    source = recipe.model.initialize_from
-    if (
-        on_other_machine
-        or source is None
-        or is_address(source)
-        or mirroring.will_resume(preparation.without_mirror(recipe), run_dir, world)
-    ):
-        source = None
-    else:
+    # The run then needs its initial weights, which must be here or within reach.
+    begins = not (on_other_machine or mirroring.will_resume(recipe, run_dir, World()))
+    source = recipe.model.initialize_from if begins else None
+    if source is not None and not is_address(source):
         check_target(Path(source))
+    if not on_other_machine:
+        check_trackers(recipe.telemetry.trackers)
     cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
     machine = describe_machine(device, cores, processes=world.local_world_size)
     make_plan = preparation.planner(recipe, task, machine, world)
@@ -182,7 +180,11 @@ def plan_only(
         notes["this machine"] = " ".join(problems)
     with restore_random_states("cpu"):
         network = preparation.build_shapes(recipe, task, channels_last=False)
-    if sum(each.numel() for each in network.parameters()) <= _MAX_BUILT:  # a larger one is planned without values
+    needs_weights = begins and recipe.model.pretrained
+    is_built = needs_weights or sum(each.numel() for each in network.parameters()) <= _MAX_BUILT
+    if is_built:  # a larger one is planned without values
+        if needs_weights:
+            task.recipe = replace(task.recipe, model=recipe.model)
         network = task.build_model()
         task.check_network(network)
         preparation.load_initial_weights(network, replace(recipe.model, initialize_from=source))
@@ -190,6 +192,10 @@ def plan_only(
     task.prepare_training(Placement(device=torch.device("cpu")))
     plan = preparation.plan_network(partial(make_plan, notes=notes), network, recipe)
     build_optimizer(network, recipe.optimizer, torch.device("cpu"))
+    if assumed is None:
+        geometry = preparation.geometry_of(recipe, plan, task)
+        if is_built and not on_other_machine:
+            preparation.check_single_samples(plan, geometry, task, network)
     return plan
 
 

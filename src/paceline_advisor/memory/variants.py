@@ -14,7 +14,7 @@ from paceline.distributed.sharding import modules_to_shard
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.data import Mix
 from paceline.recipe.running import Parallel
-from paceline.telemetry.allocations import Allocation
+from paceline.telemetry.allocations import COPIES, Allocation
 from paceline.telemetry.memory import private_bytes
 from paceline_advisor.formulas.parallel_step import Gradient
 from paceline_advisor.formulas.parallel_step import buckets as filled_buckets
@@ -195,12 +195,14 @@ class Sharding:
         gradients: Peak bytes of unsharded gradients.
         shares: Bytes of a parameter's largest shard by the parameter's bytes. They exceed an equal share if the rows do
             not divide evenly.
+        is_cast: Whether weights are gathered in 16 bits, and so need no 16-bit copies.
     """
 
     shards: int
     gathered: int
     gradients: int
     shares: Mapping[int, int] = field(default_factory=dict)
+    is_cast: bool = False
 
     def share(self, size: int) -> int:
         """Return the bytes of a process's shard of a parameter with this many bytes."""
@@ -241,6 +243,7 @@ def sharding_of(network: nn.Module, parallel: Parallel, processes: int) -> Shard
         gathered=gathered + 2 * max(weights.values()),
         gradients=_nested(trained) + max(trained.values()),
         shares=shares,
+        is_cast=bytes_each == 2,
     )
 
 
@@ -255,8 +258,11 @@ def _nested(sizes: Mapping[str, int]) -> int:
 def under_fsdp(step: StepTrace, sharding: Sharding) -> StepTrace:
     """Return one process's run under FSDP.
 
-    The peak of gathered weights is assumed to be present all the time, which slightly overestimates memory.
+    The peak of gathered weights is assumed to be present all the time, which slightly overestimates memory. A 16-bit
+    copy of a weight is freed after its use.
     """
+    copies = {number for number, each in enumerate(step.allocations) if each.cause == COPIES}
+    step = step.with_parts(lambda events: _let_go_at_once(events, copies), *step.parts.keys() - {START})
     gradients = [step.allocations[number] for number in step.gradients()]
     gradient_shards = [Allocation(sharding.share(each.size), "gradients") for each in gradients]
     sharded = with_gradients(step, gradient_shards)
@@ -264,6 +270,8 @@ def under_fsdp(step: StepTrace, sharding: Sharding) -> StepTrace:
         # The temporary memory of an update is sharded too.
         replace(each, size=sharding.share(each.size))
         if each.cause in _SPREAD or (each.cause == "temporary" and each.phase == "update")
+        else replace(each, size=0)
+        if sharding.is_cast and each.cause == COPIES
         else each
         for each in sharded.allocations
     )

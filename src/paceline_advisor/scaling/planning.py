@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,8 +31,8 @@ training (McCandlish et al. 2018, table 1)."""
 
 
 _COLUMNS = (
-    *("GPUs", "strategy", "batch", "lr", "samples/s", "efficiency", "hours", "at worst", "cost", "at worst"),
-    "limited by",
+    *("GPUs", "strategy", "batch", "lr", "samples/s", "efficiency", "hours", "hours at worst", "cost"),
+    *("cost at worst", "limited by"),
 )
 
 
@@ -66,6 +67,14 @@ class Choice:
     def gpus(self) -> int:
         """Number of GPUs."""
         return self.row.prediction.devices
+
+    def why_not(self, options: Plan) -> str:
+        """Return why it is not chosen although it may be faster than the choice."""
+        if not self.has_room:
+            return "does not fit into memory"
+        if options.budget is not None and self.high_cost is not None and self.high_cost > options.budget:
+            return f"at worst ${self.high_cost:,.2f}, over --budget {options.budget:g}"
+        return "more GPUs than the deadline needs"
 
     def excess(self, options: Plan) -> float:
         """Return its worst-case time or cost relative to the allowed one, whichever ratio is larger."""
@@ -110,6 +119,7 @@ class TrainingPlan:
         chosen: The chosen candidate; None if none meets the target, or if one device's rate is only a bound.
         choices: All candidates.
         nearest: The best candidate that meets the target by the prediction, also by a bound; otherwise the closest.
+        faster: Why faster numbers of GPUs are not chosen.
         recipe_batch: The recipe's global batch.
         recipe_lr: The recipe's peak learning rate for it, by its own scaling rule.
     """
@@ -118,6 +128,7 @@ class TrainingPlan:
     chosen: Choice | None
     choices: tuple[Choice, ...]
     nearest: Choice
+    faster: Mapping[int, str]
     recipe_batch: int
     recipe_lr: float
 
@@ -126,6 +137,7 @@ class TrainingPlan:
         return {
             "chosen": None if self.chosen is None else self.chosen.to_json(),
             "nearest": self.nearest.to_json(),
+            "faster": dict(self.faster),
             "choices": [each.to_json() for each in self.choices],
             "recipe_global_batch": self.recipe_batch,
             "recipe_learning_rate": self.recipe_lr,
@@ -138,16 +150,19 @@ class TrainingPlan:
 
     def __paceline__(self) -> Shown:
         """Show every number of GPUs tried, and details of the chosen or closest one."""
-        remarks = []
+        remarks: list[str] = []
         if self.report.is_bound:
             remarks = ["No choice from a bound that no GPU reaches; give one GPU's --throughput. The best candidate:"]
         elif self.chosen is None:
             remarks = ["No configuration meets the target; the closest:"]
         choice = self.chosen or self.nearest
+        if self.chosen is not None:
+            faster = [f"{gpus} GPUs ({why})" for gpus, why in self.faster.items()]
+            remarks += [f"Faster, but not chosen: {'; '.join(faster)}."] if faster else []
         found, cluster = choice.row.prediction, self.report.cluster
         grown = found.samples != self.recipe_batch
         pairs = {
-            "GPUs": f"{found.devices} on {cluster.title}; {-(-found.devices // cluster.devices_per_node)} node(s)",
+            "GPUs": f"{found.devices} on {cluster.title}; {cluster.nodes(found.devices)} node(s)",
             "strategy": f"{choice.row.strategy}: {choice.reason}",
             "memory": "" if choice.room is None else choice.room.why,
             "global batch": f"{found.samples:,}" + f" instead of the recipe's {self.recipe_batch:,}" * grown,
@@ -213,7 +228,7 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
             reason=reason,
             learning_rate=rate,
             high_hours=hours,
-            high_cost=None if report.price is None else hours * size * report.price,
+            high_cost=None if row.cost is None else row.cost * hours / row.hours,
             room=room,
             warning=warning,
         )
@@ -224,12 +239,14 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
         # For a deadline the fewest GPUs, which come first.
         best = min(fitting, key=lambda each: each.high_hours) if options.deadline_hours is None else fitting[0]
     possible = [each for each in choices if each.has_room] or choices
+    nearest = best or min(possible, key=lambda each: each.excess(options))
     return TrainingPlan(
         report=replace(report, notices=(*loaded.notices, *report.notices, *notices)),
         # A lower bound on the time does not justify a decision.
         chosen=None if report.is_bound else best,
         choices=tuple(choices),
-        nearest=best or min(possible, key=lambda each: each.excess(options)),
+        nearest=nearest,
+        faster={each.gpus: each.why_not(options) for each in choices if each.high_hours < nearest.high_hours},
         recipe_batch=recipe.batch.global_size,
         recipe_lr=recipe.optimizer.lr * lr_factor(recipe, recipe.batch.global_size),
     )

@@ -118,6 +118,7 @@ class Row:
         prediction: The predicted step.
         passes: Passes of each device per step.
         hours: Hours of the whole training; None if its length is unknown.
+        paid: Devices that are paid for: whole nodes, unless nodes are shared.
         cost: Cost of the whole training in dollars; None without a price.
         measured: Measured samples per second, if it was run.
     """
@@ -126,6 +127,7 @@ class Row:
     prediction: Prediction
     passes: int
     hours: float | None
+    paid: int
     cost: float | None
     measured: Interval | None = None
 
@@ -150,6 +152,7 @@ class Row:
             "parts_seconds": dict(found.parts),
             "limit": found.limit,
             "hours": self.hours,
+            "paid_devices": self.paid,
             "cost": self.cost,
             "measured_samples_per_second": None if self.measured is None else self.measured.to_json(),
             "error": self.error,
@@ -387,6 +390,9 @@ class Scaling:
                 if size in together and strategy == measured_strategy:
                     row = replace(row, measured=together[size])
                 rows.append(row)
+        if price is not None and any(row.paid > row.prediction.devices for row in rows):
+            each = self.cluster.devices_per_node
+            notices.append(f"costs are those of whole nodes of {each} GPUs; --shared-node prices only the GPUs used")
         return ScaleReport(
             recipe=self._name,
             cluster=self.cluster,
@@ -425,9 +431,14 @@ class Scaling:
         )
         found = predict(self.subject.network, one, fabric_of(self.cluster, size, link), host, config)
         hours = self._samples(share) / found.rate / _HOUR
-        cost = None if price is None else hours * size * price
+        paid = size if self._options.shared_node else self.cluster.nodes(size) * self.cluster.devices_per_node
         return Row(
-            strategy="single" if size == 1 else strategy, prediction=found, passes=share.passes, hours=hours, cost=cost
+            strategy="single" if size == 1 else strategy,
+            prediction=found,
+            passes=share.passes,
+            hours=hours,
+            paid=paid,
+            cost=None if price is None else hours * paid * price,
         )
 
     def _samples(self, share: Share) -> float:

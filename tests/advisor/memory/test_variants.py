@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.telemetry.allocations import Allocation
+from paceline.telemetry.allocations import COPIES, Allocation
 from paceline_advisor.memory.allocator import MIB, Settings
 from paceline_advisor.memory.kernels import ROOM
 from paceline_advisor.memory.replay import fits, peak_of
@@ -211,6 +211,19 @@ def test_fsdp_leaves_each_process_its_part() -> None:
         "gradients": 6 * MIB // 4 + 2 * MIB,
         "gathered weights": 30 * MIB,
     }
+
+
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_fsdp_keeps_no_16_bit_copies(is_cast: bool) -> None:
+    """A copy lives until the next allocation, and not until the backward pass; gathered in 16 bits, there is none."""
+    forward, backward = Allocation(4 * MIB, "activations", "forward"), Allocation(MIB, "temporary", "backward")
+    copy = Allocation(6 * MIB, COPIES, "forward")
+    events = (0, 1, 2, 3, 4, ~4, ~3, ~2, ~1, ~0)
+    allocations = (copy, forward, copy, forward, backward)
+    kept = StepTrace(micro_batch=1, allocations=allocations, parts={START: (), STEP: events})
+    shared = under_fsdp(kept, Sharding(shards=2, gathered=0, gradients=0, is_cast=is_cast))
+    assert peak_of(kept, caching=False).allocated == 21 * MIB
+    assert peak_of(shared, caching=False).allocated == (9 if is_cast else 10) * MIB
 
 
 @pytest.mark.parametrize("samples", [3, 7, 64])

@@ -33,6 +33,7 @@ def _plan(
     batch: int | None = None,
     rule: LrRule = "none",
     price: float | None = 2.0,
+    shared: bool = True,
 ) -> TrainingPlan:
     requested = Plan(
         recipe="digits",
@@ -42,6 +43,7 @@ def _plan(
         one_gpu_batch=64,
         batch_per_gpu=batch,
         price_per_gpu_hour=price,
+        shared_node=shared,
         cpu_ms_per_sample=0.0,
         deadline=_hours(deadline),
         budget=budget,
@@ -77,6 +79,27 @@ def test_a_budget_takes_the_fastest_that_it_pays_for() -> None:
     assert plan.chosen.high_cost <= 12.9
     dearer = [each for each in plan.choices if each.gpus > plan.chosen.gpus]
     assert all(each.high_cost is not None and each.high_cost > 12.9 for each in dearer)
+    assert list(plan.faster) == [each.gpus for each in dearer]
+    assert all(why.startswith("at worst $") and why.endswith("over --budget 12.9") for why in plan.faster.values())
+
+
+def test_whole_nodes_are_paid_for() -> None:
+    whole, shared = _plan(budget=20.0, shared=False), _plan(budget=20.0)
+    assert [each.row.paid for each in whole.choices] == [8, 8, 8, 8, 16, 32]
+    for one, other in zip(whole.choices, shared.choices, strict=True):
+        assert one.row.hours is not None
+        assert one.row.cost is not None
+        assert one.row.cost == pytest.approx(one.row.hours * one.row.paid * 2.0)
+        assert one.high_cost == pytest.approx(one.high_hours * one.row.paid * 2.0)
+        assert other.row.cost == pytest.approx(one.row.cost * other.gpus / one.row.paid)
+    # One GPU is too dear where eight are paid for.
+    assert [each.gpus for each in whole.choices if each.excess(_requested(20.0)) > 1] == [1, 2, 4]
+    assert any("whole nodes of 8 GPUs" in each for each in whole.report.notices)
+    assert not any("whole nodes" in each for each in shared.report.notices)
+
+
+def _requested(budget: float) -> Plan:
+    return Plan(recipe="digits", budget=budget)
 
 
 def test_what_cannot_be_is_said_with_the_nearest() -> None:

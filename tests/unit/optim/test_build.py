@@ -346,3 +346,9 @@ def test_no_optimizer_of_the_libraries_is_left_out() -> None:
     options = {"momentum": 0.5, "nesterov": False}
     group = build_optimizer(net(), section(name="SGDW", options=options), CPU).param_groups[0]
     assert {key: group[key] for key in options} == options
+
+
+@pytest.mark.parametrize(("name", "why"), [("LBFGS", "computes the loss several times"), ("SparseAdam", "sparse grad")])
+def test_what_a_step_cannot_give_is_refused_under_any_name(name: str, why: str) -> None:
+    with pytest.raises(RecipeError, match=f"optimizer.name=torch.optim:{name} is not supported: it .*{why}"):
+        build_optimizer(net(), section(name=f"torch.optim:{name}"), CPU)

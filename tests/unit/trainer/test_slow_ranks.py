@@ -26,13 +26,13 @@ IN_DATA = [
 @pytest.mark.parametrize(
     ("measured", "waits_in", "expected"),
     [
-        (IN_FORWARD, (), Slowest(1, "forward", 4.1 / 2.1)),
-        (HIDDEN, ("backward",), Slowest(1, "forward", 5 / 3)),
-        (IN_DATA, (), Slowest(1, "data_wait", 8.5 / 2.5)),
+        (IN_FORWARD, (), Slowest(1, "forward", 4.1 / 2.1, 4.1 - 2.1)),
+        (HIDDEN, ("backward",), Slowest(1, "forward", 5 / 3, 2.0)),
+        (IN_DATA, (), Slowest(1, "data_wait", 8.5 / 2.5, 6.0)),
         # Not in passes in which all wait.
-        (HIDDEN, ("forward", "backward"), Slowest(0, "data_wait", 1.0)),
-        (IN_DATA, ("forward", "backward"), Slowest(1, "data_wait", 8.5 / 2.5)),
-        (IN_BACKWARD, (), Slowest(1, "backward", 2.0)),
+        (HIDDEN, ("forward", "backward"), Slowest(0, "data_wait", 1.0, 0.0)),
+        (IN_DATA, ("forward", "backward"), Slowest(1, "data_wait", 8.5 / 2.5, 6.0)),
+        (IN_BACKWARD, (), Slowest(1, "backward", 2.0, 3.0)),
         ([seconds(forward=1.0)], ("backward",), None),
         ([seconds(), seconds()], ("backward",), None),
     ],
@@ -44,7 +44,7 @@ def test_the_slowest_is_found(measured: list[list[float]], waits_in: tuple[str, 
 @pytest.mark.parametrize("phase", ["h2d", "optimizer", "ema", "host"])
 def test_in_any_part_that_is_its_own(phase: str) -> None:
     quick = seconds(forward=1.0, communication=1.0, logging=2.0)
-    assert find_slowest([quick, seconds(forward=1.0, **{phase: 1.0})], blocking=()) == Slowest(1, phase, 2.0)
+    assert find_slowest([quick, seconds(forward=1.0, **{phase: 1.0})], blocking=()) == Slowest(1, phase, 2.0, 1.0)
 
 
 def test_how_much_they_differ() -> None:
@@ -55,11 +55,19 @@ def test_how_much_they_differ() -> None:
 
 
 def test_told_once_when_it_stays_so() -> None:
-    slow, fast = Slowest(1, "forward", 1.6), Slowest(1, "forward", 1.4)
-    other = Slowest(2, "forward", 1.6)
+    slow, fast = Slowest(1, "forward", 1.6, 1.0), Slowest(1, "forward", 1.4, 1.0)
+    other = Slowest(2, "forward", 1.6, 1.0)
     ranks = SlowRanks()
-    heard = [ranks.is_new(each) for each in (slow, slow, fast, slow, slow, slow, slow, fast, slow, slow, slow)]
-    assert heard == [False] * 5 + [True] + [False] * 5
-    assert [ranks.is_new(each) for each in (other, slow, other, other, None, other, other, other)] == [False] * 7 + [
-        True
-    ]
+    heard = [ranks.is_new(each, n) for n, each in enumerate((slow, slow, fast, slow, slow, slow, slow, fast, slow))]
+    assert heard == [False] * 5 + [True] + [False] * 3
+    asked = (other, slow, other, other, fast, other, other, other)
+    assert [ranks.is_new(each, 10 + n) for n, each in enumerate(asked)] == [False] * 7 + [True]
+
+
+def test_a_short_run_is_no_evidence() -> None:
+    # Eight steps of a quarter of a second, in which the others wait for less than two seconds; then a longer run, whose
+    # first record after a resume counts for no steps.
+    slow, ranks = Slowest(1, "forward", 9.0, 0.2), SlowRanks()
+    assert not any(ranks.is_new(slow, step) for step in range(8))
+    resumed = SlowRanks()
+    assert [resumed.is_new(slow, step) for step in (1000, 1004, 1008, 1012)] == [False, False, False, True]
