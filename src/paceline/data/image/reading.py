@@ -200,13 +200,20 @@ def _new_shared(size: int) -> torch.UntypedStorage:
         # As in torch's collation; the call has no type annotations.
         storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]  # noqa: SLF001
     except RuntimeError as error:
-        if "shared memory" not in str(error) and "No space" not in str(error):
-            raise
-        unlink_shared_memory(os.getpid())
-        message = (
+        raise unshared(error, size) from None
+    return storage
+
+
+def unshared(error: BaseException, size: int) -> ReadFailure:
+    """Return why a loader process could not hand over a batch of ``size`` bytes."""
+    unlink_shared_memory(os.getpid())
+    if "shared memory" in str(error) and "No space" in str(error):
+        return ReadFailure(
             f"a loader process found too little shared memory ({SHARED_MEMORY}) for a batch of {format_bytes(size)}: "
             "give it more (docker run --shm-size=…; in Kubernetes an emptyDir of medium Memory), or lower "
             "data.workers, data.prefetch or batch.micro_size."
         )
-        raise ReadFailure(message) from None
-    return storage
+    return ReadFailure(
+        f"a loader process could not hand over a batch ({type(error).__name__}: {error}); data.workers=0 reads without "
+        "loader processes."
+    )

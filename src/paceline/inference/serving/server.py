@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import ipaddress
+import logging
+import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from PIL import Image
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.errors import NotFiniteError, PacelineError
 from paceline.inference.answers import ImagePredictor
@@ -20,7 +26,8 @@ from paceline.inference.serving.service import Limits, Metrics, Service
 
 _CONNECTIONS = 512
 _IDLE_SECONDS = 15
-_LAST_SECONDS = 5
+# After a stop signal: for requests in progress, and in all, as a computation cannot be interrupted.
+_LAST_SECONDS, _STOP_SECONDS = 7, 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +109,7 @@ def serve(
     service = Service(predictor, limits, Metrics(model, predictor.digest))
     config = uvicorn.Config(
         make_app(service, model, address.sites, say, ready),
-        http="h11",
+        http=_Connection,
         ws="none",
         loop="asyncio",
         lifespan="on",
@@ -112,12 +119,79 @@ def serve(
         proxy_headers=False,
         limit_concurrency=_CONNECTIONS,
         timeout_keep_alive=_IDLE_SECONDS,
-        timeout_graceful_shutdown=int(limits.request_seconds) + _LAST_SECONDS,
+        timeout_graceful_shutdown=_LAST_SECONDS,
     )
-    # uvicorn raises the stop signal again; a requested stop is not a failure.
-    before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGTERM, signal.SIGINT)}
+    server = _Server(config)
+    before = {each: signal.signal(each, server.handle_exit) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
-        uvicorn.Server(config).run(sockets=[address.socket])
+        server.run(sockets=[address.socket])
     finally:
+        server.end.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class _Server(uvicorn.Server):
+    """Stops at the first signal within seconds, and at the second one at once."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.end = threading.Timer(_STOP_SECONDS, os._exit, (0,))
+        self.end.daemon = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop. uvicorn's method would raise the signal again in the end; a requested stop is no failure."""
+        if self.should_exit:
+            os._exit(0)
+        self.should_exit = True
+        self.end.start()
+        # Requests that are cut off would be logged with tracebacks.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+
+
+class _Connection(H11Protocol):
+    """Ends when a client does not send the head of a request, or does not read its answer, within seconds."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        """Wait for the first request."""
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait for nothing more."""
+        super().connection_lost(exc)
+        self._stop_waiting()
+
+    def handle_events(self) -> None:
+        """Stop waiting when a request's head is there; the service limits the rest."""
+        super().handle_events()
+        self._stop_waiting_in_request()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        self._wait()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """Wait for the client to read."""
+        super().pause_writing()
+        self._wait()
+
+    def resume_writing(self) -> None:
+        """Stop waiting, unless for the next request."""
+        super().resume_writing()
+        self._stop_waiting_in_request()
+
+    def _wait(self) -> None:
+        self._stop_waiting()
+        self._deadline = self.loop.call_later(_IDLE_SECONDS, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def _stop_waiting_in_request(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
