@@ -90,7 +90,7 @@ def test_a_torn_record_of_the_journal_is_removed(requested: Callable[..., Tune])
         again = module.tune(search, lines.append)
         assert [each.value for each in again.trials] == [each.value for each in first.trials]
         assert "its last record was incomplete and is removed" in lines[0]
-    journal.write_bytes(records[:50] + records[60:])
+    journal.write_bytes(b"x" + records)
     with pytest.raises(RunDirectoryError, match=r"trials\.log' is damaged in line 1; give another --output"):
         module.tune(search, lines.append)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -187,13 +186,9 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
     if model.pretrained and name == model.name and (why := why_no_weights(name)):
         raise no_weights(model, why)
     try:
-        with limited_waits() if model.pretrained else nullcontext():
+        with limited_waits():
             network: nn.Module = timm.create_model(
-                name,
-                pretrained=model.pretrained,
-                num_classes=num_classes,
-                in_chans=in_channels,
-                **model.options,
+                name, pretrained=model.pretrained, num_classes=num_classes, in_chans=in_channels, **model.options
             )
     except Exception as error:
         if model.pretrained and isinstance(error, OSError | RuntimeError | StorageError):

@@ -22,6 +22,7 @@ from paceline.storage.remote import describe
 
 _FORM = re.compile(r"(datasets/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.+))?")
 _WAIT_SECONDS = 10.0  # for the next bytes of a server
+_COMMIT_SECONDS = 30.0  # the same for the answer to an upload
 _RESUMED_WAIT_SECONDS = 5  # the same in a download, which the library resumes five times
 _MOST_PATIENCE_SECONDS = 30  # the longest pause that a server may ask for
 _MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[^/]+)?")
@@ -91,10 +92,9 @@ def hub_copy(
     patterns = [path, f"{path}/*"] if path else [*files, *optional] or None
 
     def snapshot(*, cached: bool) -> Path:
-        with limited_waits():
-            folder = snapshot_download(
-                repository, repo_type=kind, revision=revision, allow_patterns=patterns, local_files_only=cached
-            )
+        folder = snapshot_download(
+            repository, repo_type=kind, revision=revision, allow_patterns=patterns, local_files_only=cached
+        )
         return Path(folder) / (path or "")
 
     try:
@@ -123,14 +123,15 @@ def hub_copy(
 
 def _patiently(call: Callable[[], Path], log: Callable[[str], object]) -> Path:
     """Return the result of a call; repeat it once if the hub asks for a short pause."""
-    try:
+    with limited_waits():
+        try:
+            return call()
+        except _BusyError as busy:
+            if busy.seconds > _MOST_PATIENCE_SECONDS:
+                raise
+            log(f"{busy}; waiting …")
+            time.sleep(busy.seconds)
         return call()
-    except _BusyError as busy:
-        if busy.seconds > _MOST_PATIENCE_SECONDS:
-            raise
-        log(f"{busy}; waiting …")
-        time.sleep(busy.seconds)
-    return call()
 
 
 def _failure_reason(error: Exception, hint: str, download: str) -> str:
@@ -220,10 +221,9 @@ def _client() -> Any:
 
 def _limit_wait(request: Any) -> None:
     """Limit a request's timeouts: the library gives some requests none, and others a minute."""
+    longest = _WAIT_SECONDS if request.method in ("GET", "HEAD") else _COMMIT_SECONDS
     timeouts = request.extensions["timeout"]
-    request.extensions["timeout"] = {
-        kind: min(value or _WAIT_SECONDS, _WAIT_SECONDS) for kind, value in timeouts.items()
-    }
+    request.extensions["timeout"] = {kind: min(value or longest, longest) for kind, value in timeouts.items()}
 
 
 def _check_patience(response: Any) -> None:

@@ -174,7 +174,11 @@ class SliceReader:
             flat = torch.empty(size, dtype=torch.uint8)
         else:
             # As in torch's collation: a batch in other memory would be copied on transfer.
-            flat = torch.empty(0, dtype=torch.uint8).set_(_new_shared(size))
+            try:
+                storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]  # noqa: SLF001
+            except RuntimeError as error:
+                raise unshared(error, size) from None
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
         if self._shifts or has_variation(self._augment):
             # Shifts use rows of one channel, and torchvision's operations may round differently with channels last.
             return flat.view(count, channels, height, width)
@@ -188,20 +192,6 @@ def unlink_shared_memory(pid: int) -> None:
     """
     for left in SHARED_MEMORY.glob(f"torch_{pid}_*"):
         left.unlink(missing_ok=True)
-
-
-def _new_shared(size: int) -> torch.UntypedStorage:
-    """Allocate shared memory of a given size.
-
-    Raises:
-        ReadFailure: If there is no room for it.
-    """
-    try:
-        # As in torch's collation; the call has no type annotations.
-        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]  # noqa: SLF001
-    except RuntimeError as error:
-        raise unshared(error, size) from None
-    return storage
 
 
 def unshared(error: BaseException, size: int) -> ReadFailure:

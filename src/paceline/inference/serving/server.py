@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import ipaddress
 import logging
 import os
-import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from PIL import Image
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.errors import NotFiniteError, PacelineError
 from paceline.inference.answers import ImagePredictor
@@ -109,7 +108,7 @@ def serve(
     service = Service(predictor, limits, Metrics(model, predictor.digest))
     config = uvicorn.Config(
         make_app(service, model, address.sites, say, ready),
-        http=_Connection,
+        http="h11",
         ws="none",
         loop="asyncio",
         lifespan="on",
@@ -122,22 +121,34 @@ def serve(
         timeout_graceful_shutdown=_LAST_SECONDS,
     )
     server = _Server(config)
-    before = {each: signal.signal(each, server.handle_exit) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.run(sockets=[address.socket])
     finally:
         server.end.cancel()
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Server(uvicorn.Server):
-    """Stops at the first signal within seconds, and at the second one at once."""
+    """Stops at the first signal within seconds, and at the second one at once; cuts off clients that do nothing."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.end = threading.Timer(_STOP_SECONDS, os._exit, (0,))
         self.end.daemon = True
+        self._idle_since: dict[Any, float] = {}
+
+    async def on_tick(self, counter: int) -> bool:
+        """Once per second, close connections whose client has sent no request's head, or read nothing, for too long."""
+        if counter % 10 == 0:
+            now, idle = time.monotonic(), self._idle_since
+            open_ones: Any = self.server_state.connections
+            # uvicorn's own limit does not apply before the first answer, nor to a head that arrives byte by byte.
+            states = [(each, each.cycle, each.transport.get_write_buffer_size()) for each in open_ones]
+            waiting = [s for s in states if s[1] is None or s[1].response_complete or s[0].flow.write_paused]
+            self._idle_since = {each: idle.get(each, now) for each in waiting}
+            for (connection, *_), since in self._idle_since.items():
+                if now - since > _IDLE_SECONDS:
+                    connection.transport.abort()
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to stop. uvicorn's method would raise the signal again in the end; a requested stop is no failure."""
@@ -147,51 +158,3 @@ class _Server(uvicorn.Server):
         self.end.start()
         # Requests that are cut off would be logged with tracebacks.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-
-
-class _Connection(H11Protocol):
-    """Ends when a client does not send the head of a request, or does not read its answer, within seconds."""
-
-    _deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
-        """Wait for the first request."""
-        super().connection_made(transport)
-        self._wait()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Wait for nothing more."""
-        super().connection_lost(exc)
-        self._stop_waiting()
-
-    def handle_events(self) -> None:
-        """Stop waiting when a request's head is there; the service limits the rest."""
-        super().handle_events()
-        self._stop_waiting_in_request()
-
-    def on_response_complete(self) -> None:
-        """Wait for the next request."""
-        self._wait()
-        super().on_response_complete()
-
-    def pause_writing(self) -> None:
-        """Wait for the client to read."""
-        super().pause_writing()
-        self._wait()
-
-    def resume_writing(self) -> None:
-        """Stop waiting, unless for the next request."""
-        super().resume_writing()
-        self._stop_waiting_in_request()
-
-    def _wait(self) -> None:
-        self._stop_waiting()
-        self._deadline = self.loop.call_later(_IDLE_SECONDS, self.transport.abort)
-
-    def _stop_waiting(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-
-    def _stop_waiting_in_request(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_waiting()
