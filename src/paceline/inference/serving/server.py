@@ -26,7 +26,7 @@ from paceline.inference.serving.service import Limits, Metrics, Service
 _CONNECTIONS = 512
 _IDLE_SECONDS = 15
 # After a stop signal: for requests in progress, and in all, as a computation cannot be interrupted.
-_LAST_SECONDS, _STOP_SECONDS = 7, 9
+_LAST_SECONDS, _STOP_SECONDS = 6, 8
 
 
 @dataclass(frozen=True, kw_only=True)
