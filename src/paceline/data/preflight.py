@@ -123,8 +123,8 @@ def _shared_memory(loading: Loading, path: Path) -> tuple[str, str]:
     )
     if loading.least_bytes > free:
         return (
-            f"a batch from each of {loading} takes {format_bytes(loading.least_bytes)} of shared memory with its "
-            f"queues, and {path} has {format_bytes(free)} free: {change}"
+            f"a batch from each of {loading} takes {format_bytes(loading.least_bytes)} of shared memory, and {path} "
+            f"has {format_bytes(free)} free: {change}"
         ), ""
     if loading.most_bytes > free:
         return "", (
