@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -24,6 +25,7 @@ class HubServer:
         tokens: Tokens that came with uploads.
         private: Whether each created repository is private.
         gated: Repositories whose files are refused.
+        fault: Answers a request in place of this server, unless it returns False.
     """
 
     def __init__(self) -> None:
@@ -32,6 +34,7 @@ class HubServer:
         self.tokens: set[str | None] = set()
         self.private: dict[str, bool] = {}
         self.gated: set[str] = set()
+        self.fault: Callable[[BaseHTTPRequestHandler], bool] = lambda _: False
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -64,6 +67,8 @@ class HubServer:
         path = unquote(urlsplit(request.path).path)
         body = request.rfile.read(int(request.headers.get("Content-Length") or 0))
         self.requests.append(f"{request.command} {path}")
+        if self.fault(request):
+            return None
         if request.command == "POST":
             self.tokens.add(request.headers.get("Authorization"))
             return self._post(request, path, body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -73,6 +74,34 @@ def test_a_bad_trial_is_stopped_and_another_search_is_refused(
     assert report.to_json()["best"] == report.ranked[0].user_attrs["run"]
     with pytest.raises(RunDirectoryError, match="another search"):
         module.tune(requested("optimizer.lr: [0.1]", trials=9), lambda _: None)
+
+
+def test_a_torn_record_of_the_journal_is_removed(requested: Callable[..., Tune]) -> None:
+    short = ("train.duration=4 steps", "evaluate.every=2 steps")
+    search, lines = requested("optimizer.lr: [0.1, 0.2]", *short, trials=1), list[str]()
+    first = module.tune(search, lines.append)
+    journal = search.output / module.JOURNAL
+    records = journal.read_bytes()
+    tails = (b'{"op_code": 6, "worker_id": "x", "tri', b'{"op_code": 6}', bytes(100), b'{"op_c\n', b"\0\n\0")
+    for torn in (records[:-20], *(records + each for each in tails)):
+        journal.write_bytes(torn)
+        (search.output / "trials.log.lock").symlink_to(journal)  # of a search that was killed
+        lines.clear()
+        again = module.tune(search, lines.append)
+        assert [each.value for each in again.trials] == [each.value for each in first.trials]
+        assert "its last record was incomplete and is removed" in lines[0]
+    journal.write_bytes(b"x" + records)
+    with pytest.raises(RunDirectoryError, match=r"trials\.log' is damaged in line 1; give another --output"):
+        module.tune(search, lines.append)
+
+
+def test_two_searches_at_once_are_refused(requested: Callable[..., Tune]) -> None:
+    search = requested("optimizer.lr: [0.1]")
+    search.output.mkdir()
+    with (search.output / module.JOURNAL).open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(RunDirectoryError, match=r"another search uses '.*out'; wait until it has ended"):
+            module.tune(search, lambda _: None)
 
 
 def test_trials_are_compared_at_their_end_also_by_a_loss(requested: Callable[..., Tune]) -> None:

@@ -376,6 +376,55 @@ def test_it_finishes_what_it_took(start: Call, finished: Path, number: int) -> N
     assert "Traceback" not in service.log.read_text()
 
 
+def test_it_stops_in_time_whatever_its_clients_do(start: Call, finished: Path) -> None:
+    """One reads no answer, one sends half a head, one half a body, and one nothing."""
+    service = start(finished)
+    ask = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with service.connect() as deaf, service.connect() as slow, service.connect() as half, service.connect():
+        slow.sendall(ask[:20])
+        half.sendall(head(1000) + b"--")
+        deaf.setblocking(False)
+        for _ in range(3):
+            with contextlib.suppress(BlockingIOError):  # when neither side takes more
+                while deaf.send(ask * 100):
+                    pass
+            service.metric("process_open_fds")
+        begin = time.monotonic()
+        assert service.stop() == 0
+        assert time.monotonic() - begin < 10
+    assert "Traceback" not in service.log.read_text()
+
+
+def test_a_second_signal_ends_it_at_once(start: Call, finished: Path) -> None:
+    service = start(finished)
+    with service.connect() as half:
+        half.sendall(head(1000) + b"--")
+        assert service.predict(picture(1))[0] == 200
+        service.process.send_signal(signal.SIGTERM)
+        while takes_connections(service):
+            time.sleep(0.05)
+        begin = time.monotonic()
+        assert service.stop() == 0
+        assert time.monotonic() - begin < 3
+
+
+@pytest.mark.thorough
+def test_connections_that_send_nothing_or_do_not_read_are_closed(start: Call, finished: Path) -> None:
+    service = start(finished)
+    ask = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with contextlib.ExitStack() as opened:
+        silent = [opened.enter_context(service.connect()) for _ in range(600)]
+        silent[1].sendall(ask[:20])
+        silent[2].setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while silent[2].send(ask * 100):
+                pass
+        assert answer_of(silent[0]) == b""
+        assert answer_of(silent[1]) == b""
+        while service.metric("process_open_fds") > 100:  # of a service that is free again
+            time.sleep(0.1)
+
+
 def test_five_hundred_requests_at_once_and_no_memory(service: Serving) -> None:
     """At concurrency 32; images of several requests are answered together. Each is 30 kB, so that none can stay."""
     images = [picture(seed, "BMP", 170) for seed in range(8)]

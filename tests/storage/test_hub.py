@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ import paceline
 from paceline.errors import ModelError, StorageError
 from paceline.models.build import build_model
 from paceline.recipe.model import Model
+from paceline.storage import hub as storage_hub
 from paceline.storage.addresses import parse_address
 from paceline.storage.cache import local_copy
 from paceline.storage.hub import hub_copy
@@ -91,6 +95,72 @@ def test_without_a_network(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(StorageError, match="the hub cannot be reached, and the cache has no complete copy"):
         built()
+
+
+def raw(answer: str) -> Callable[[BaseHTTPRequestHandler], bool]:
+    """An answer in place of the hub's."""
+
+    def reply(request: BaseHTTPRequestHandler) -> bool:
+        text = f"HTTP/1.1 {answer}".replace("\n", "\r\n").replace("PATH", request.path)
+        request.wfile.write(text.encode())
+        return True
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ("429 Too Many Requests\nRetry-After: 3600\n\n", "answered 429 and asks to wait 3600 s"),
+        ("429 Too Many Requests\n\n", "answered 429 (Too Many Requests)"),
+        ("500 Internal Server Error\n\n", "answered 500 (Internal Server Error)"),
+        ("503 Service Unavailable\nRetry-After: 0\n\n", "answered 503 and asks to wait 0 s"),
+        ("200 OK\nContent-Type: text/html\n\n<html>Log in</html>", "perhaps the login page of a network"),
+        ("200 OK\nContent-Length: 100\n\n{", "shorter or longer than it says"),
+        ("302 Found\nLocation: PATH\n\n", "redirects lead in a circle"),
+        ("nothing of HTTP", "broke off the connection"),
+    ],
+)
+def test_a_hub_that_answers_wrongly(hub: HubServer, answer: str, reason: str) -> None:
+    hub.fault = raw(answer)
+    with pytest.raises(
+        StorageError, match=r"^cannot read hf://me/net \(.*, and the cache has no complete copy"
+    ) as caught:
+        built()
+    assert reason in str(caught.value)
+    assert "cannot be reached" not in str(caught.value)
+
+
+@pytest.mark.parametrize("sent", ["", "200 OK\nContent-Length: 100\n\n{"], ids=["silent", "half an answer"])
+def test_a_hub_that_falls_silent(hub: HubServer, monkeypatch: pytest.MonkeyPatch, sent: str) -> None:
+    from huggingface_hub import close_session
+
+    asked, over = threading.Event(), threading.Event()
+
+    def silent(request: BaseHTTPRequestHandler) -> bool:
+        asked.set()
+        return bool(sent and raw(sent)(request)) | over.wait(60)
+
+    hub.fault = silent
+    monkeypatch.setattr(storage_hub, "_WAIT_SECONDS", 0.2)
+    close_session()
+    try:
+        with pytest.raises(StorageError, match="accepted the connection, but then sent nothing for several seconds"):
+            built()
+    finally:
+        over.set()
+        close_session()
+    assert asked.is_set()
+
+
+def test_a_hub_that_asks_for_a_pause(hub: HubServer, published: dict[str, bytes]) -> None:
+    hub.files["models/me/net"] = published
+    answers = [raw("429 Too Many Requests\nRetry-After: 0\n\n")]
+    hub.fault = lambda request: bool(answers) and answers.pop()(request)
+    lines: list[str] = []
+    copy = hub_copy(parse_address("hf://me/net"), lines.append, files=["config.json"])
+    assert (copy / "config.json").read_bytes() == published["config.json"]
+    assert lines[1:] == ["the server answered 429 and asks to wait 0 s (Retry-After); waiting …"]
 
 
 def pictures(count: int) -> dict[str, bytes]:

@@ -6,6 +6,7 @@ descriptors ends the run, after minutes and with messages that do not name the c
 
 from __future__ import annotations
 
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ _DESCRIPTORS_PER_WORKER = 6
 _DESCRIPTORS_PER_BATCH = 2
 # Logs, checkpoints, trackers, a process group's sockets.
 _DESCRIPTORS_BESIDE = 64
+# Semaphores of torch's queues and its event, which take a page each, and the page of the samples being read.
+_PAGES_PER_SPLIT = 9
+_PAGES_PER_WORKER = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +48,28 @@ class Loading:
     @property
     def least_bytes(self) -> int:
         """Minimum shared memory: one training batch per loader process, or one evaluation batch without training."""
-        return self.processes * self.workers * (self.train_batch_bytes or self.evaluation_batch_bytes)
+        return self._shared_bytes(1, self.train_batch_bytes or self.evaluation_batch_bytes)
 
     @property
     def most_bytes(self) -> int:
         """Maximum shared memory: full queues everywhere; training batches stay queued during an evaluation."""
-        batches = self.processes * self.workers * self.prefetch
-        return batches * (self.train_batch_bytes + self.evaluation_batch_bytes)
+        return self._shared_bytes(self.prefetch, self.train_batch_bytes, self.evaluation_batch_bytes)
+
+    def _shared_bytes(self, count: int, *batches: int) -> int:
+        """Return the shared memory for ``count`` batches of each size, with their labels, and for the queues."""
+        pages = sum(-(-size // mmap.PAGESIZE) + 1 for size in batches if size) * count * self.workers
+        pages += self._splits * (_PAGES_PER_SPLIT + _PAGES_PER_WORKER * self.workers)
+        return self.processes * pages * mmap.PAGESIZE
+
+    @property
+    def _splits(self) -> int:
+        return (self.train_batch_bytes > 0) + (self.evaluation_batch_bytes > 0)
 
     @property
     def descriptors(self) -> int:
         """File descriptors that one rank needs for its queued batches."""
         each = _DESCRIPTORS_PER_WORKER + _DESCRIPTORS_PER_BATCH * self.prefetch
-        splits = (self.train_batch_bytes > 0) + (self.evaluation_batch_bytes > 0)
-        return splits * self.workers * each + _DESCRIPTORS_BESIDE
+        return self._splits * self.workers * each + _DESCRIPTORS_BESIDE
 
     def __str__(self) -> str:
         count = self.processes * self.workers

@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 import torch
 from torch import nn
 
-from paceline.errors import ModelError, did_you_mean
+from paceline.errors import ModelError, StorageError, did_you_mean
 from paceline.loading import without_compiler
 from paceline.models.factories import TORCHVISION, call_factory, named_factory, no_weights, unknown_model
 from paceline.models.language import OWN_LANGUAGE_MODELS
@@ -24,7 +24,7 @@ from paceline.models.speed_net import speed_net
 from paceline.models.transfer import zero_classifier
 from paceline.plain_json import load_json
 from paceline.recipe.model import OPENING_OPTIONS, Model
-from paceline.storage.hub import repository_copy
+from paceline.storage.hub import limited_waits, repository_copy
 
 OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
     "small_resnet": small_resnet,
@@ -186,15 +186,12 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
     if model.pretrained and name == model.name and (why := why_no_weights(name)):
         raise no_weights(model, why)
     try:
-        network: nn.Module = timm.create_model(
-            name,
-            pretrained=model.pretrained,
-            num_classes=num_classes,
-            in_chans=in_channels,
-            **model.options,
-        )
+        with limited_waits():
+            network: nn.Module = timm.create_model(
+                name, pretrained=model.pretrained, num_classes=num_classes, in_chans=in_channels, **model.options
+            )
     except Exception as error:
-        if model.pretrained and isinstance(error, OSError | RuntimeError):
+        if model.pretrained and isinstance(error, OSError | RuntimeError | StorageError):
             raise no_weights(model, error) from error
         if not model.options:
             raise
@@ -255,8 +252,9 @@ def _torchvision(model: Model, *, num_classes: int, in_channels: int) -> nn.Modu
         network = torchvision.models.get_model(name, num_classes=num_classes, **model.options)
     else:
         try:
-            network = torchvision.models.get_model(name, weights="DEFAULT", **model.options)
-        except (OSError, RuntimeError) as error:
+            with limited_waits():
+                network = torchvision.models.get_model(name, weights="DEFAULT", **model.options)
+        except (OSError, RuntimeError, StorageError) as error:
             raise no_weights(model, error) from error
         _replace_head(network, num_classes, model.name)
     if getattr(network, "aux_logits", False):  # of GoogLeNet and Inception, which in training would return a tuple

@@ -13,6 +13,7 @@ import copy
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -20,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.errors import ModelError, did_you_mean
+from paceline.errors import ModelError, StorageError, did_you_mean
 from paceline.loading import without_compiler
 from paceline.models.factories import TORCHVISION, call_factory, check_options, named_factory, no_weights, unknown_model
 from paceline.recipe.data import Boxes
 from paceline.recipe.model import Model
 from paceline.references import is_reference
+from paceline.storage.hub import limited_waits
 
 _GROUP = 8  # channels per GroupNorm group
 _RATIOS = (0.5, 1.0, 2.0)
@@ -262,10 +264,11 @@ def build_published(model: Model, classes: int) -> nn.Module:
     backbone = _BACKBONE_WEIGHTS.get(name, "DEFAULT") if model.pretrained else None
     sizes = {"weights": None, "weights_backbone": backbone, "num_classes": classes}
     try:
-        network: nn.Module = get_model(name, **sizes, **model.options)
+        with limited_waits() if model.pretrained else nullcontext():
+            network: nn.Module = get_model(name, **sizes, **model.options)
     except (TypeError, ValueError) as error:
         raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, StorageError) as error:
         if not model.pretrained:
             raise
         raise no_weights(model, error, "the backbone of ") from error

@@ -7,15 +7,24 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import StorageError
 from paceline.storage.addresses import Address, parse_address
 from paceline.storage.remote import describe
 
 _FORM = re.compile(r"(datasets/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.+))?")
+_WAIT_SECONDS = 10.0  # for the next bytes of a server
+_COMMIT_SECONDS = 30.0  # the same for the answer to an upload
+_RESUMED_WAIT_SECONDS = 5  # the same in a download, which the library resumes five times
+_MOST_PATIENCE_SECONDS = 30  # the longest pause that a server may ask for
 _MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[^/]+)?")
 
 
@@ -98,7 +107,7 @@ def hub_copy(
         pass
     log(f"looking for {address} on the Hugging Face hub …")
     try:
-        copy = snapshot(cached=False)
+        copy = _patiently(partial(snapshot, cached=False), log)
         # Without an answer from the hub, the library returns what the cache has.
         get_cached_repo_tree(repository, repo_type=kind, revision=revision)
     except Exception as error:  # noqa: BLE001  # the library and its client have errors of their own
@@ -112,6 +121,19 @@ def hub_copy(
     return copy
 
 
+def _patiently(call: Callable[[], Path], log: Callable[[str], object]) -> Path:
+    """Return the result of a call; repeat it once if the hub asks for a short pause."""
+    with limited_waits():
+        try:
+            return call()
+        except _BusyError as busy:
+            if busy.seconds > _MOST_PATIENCE_SECONDS:
+                raise
+            log(f"{busy}; waiting …")
+            time.sleep(busy.seconds)
+        return call()
+
+
 def _failure_reason(error: Exception, hint: str, download: str) -> str:
     from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -120,12 +142,95 @@ def _failure_reason(error: Exception, hint: str, download: str) -> str:
             "there is none of this name, or it is private or gated, and HF_TOKEN in the environment does not allow "
             f"it{hint}"
         )
-    if isinstance(error, LocalEntryNotFoundError | CachedRepoTreeNotFoundError):
+    if isinstance(error, StorageError | LocalEntryNotFoundError | CachedRepoTreeNotFoundError):
+        what = error if isinstance(error, StorageError) else "the hub cannot be reached"
         return (
-            f"the hub cannot be reached, and the cache has no complete copy: connect and run '{download}', set "
-            "HF_ENDPOINT to another hub, or give a local folder"
+            f"{what}, and the cache has no complete copy: run '{download}' when the hub "
+            "answers, set HF_ENDPOINT to another hub, or give a local folder"
         )
     return describe(error)[:300]
+
+
+class _BusyError(StorageError):
+    """A server asks to come back later."""
+
+    def __init__(self, status: int, seconds: int) -> None:
+        super().__init__(f"the server answered {status} and asks to wait {seconds} s (Retry-After)")
+        self.seconds = seconds
+
+
+def _what_happened(error: BaseException | None) -> str:
+    """Describe how a server failed that was reached; empty if it was not."""
+    while error is not None:
+        kind = type(error).__name__
+        if kind in ("URLError", "ConnectTimeout"):
+            return ""
+        if kind in ("ReadTimeout", "WriteTimeout", "TimeoutError"):
+            return "the server accepted the connection, but then sent nothing for several seconds"
+        if kind == "TooManyRedirects":
+            return "the server's redirects lead in a circle"
+        if kind in ("JSONDecodeError", "FileMetadataError"):
+            return "the answer is not a hub's, but perhaps the login page of a network or a proxy"
+        if "complete message body" in str(error) or "Consistency check failed" in str(error):
+            return "the server's answer is shorter or longer than it says"
+        if kind in ("RemoteProtocolError", "ReadError"):
+            return f"the server broke off the connection ({error})"
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        if status == 429 or status >= 500:
+            return f"the server answered {status} ({error.response.reason_phrase})"  # type: ignore[attr-defined]
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+@contextmanager
+def limited_waits() -> Iterator[None]:
+    """Limit how long libraries wait for a server while they download; by default they wait for ever.
+
+    Raises:
+        StorageError: Instead of a library's error about a server that answers wrongly or not at all.
+    """
+    with suppress(ImportError):
+        from huggingface_hub import constants, get_session, set_client_factory
+
+        if get_session().timeout.read is None:  # not a client of the user's
+            set_client_factory(_client)
+        if "HF_HUB_DOWNLOAD_TIMEOUT" not in os.environ:
+            constants.HF_HUB_DOWNLOAD_TIMEOUT = _RESUMED_WAIT_SECONDS
+    of_sockets = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_WAIT_SECONDS)  # for torch.hub
+    try:
+        yield
+    except StorageError:
+        raise
+    except Exception as error:
+        if what := _what_happened(error):
+            raise StorageError(what) from error
+        raise
+    finally:
+        socket.setdefaulttimeout(of_sockets)
+
+
+def _client() -> Any:
+    from huggingface_hub.utils._http import default_client_factory
+
+    client = default_client_factory()
+    client.timeout = _WAIT_SECONDS
+    client.event_hooks = {"request": [*client.event_hooks["request"], _limit_wait], "response": [_check_patience]}
+    return client
+
+
+def _limit_wait(request: Any) -> None:
+    """Limit a request's timeouts: the library gives some requests none, and others a minute."""
+    longest = _WAIT_SECONDS if request.method in ("GET", "HEAD") else _COMMIT_SECONDS
+    timeouts = request.extensions["timeout"]
+    request.extensions["timeout"] = {kind: min(value or longest, longest) for kind, value in timeouts.items()}
+
+
+def _check_patience(response: Any) -> None:
+    """Raise for an answer with Retry-After, which the library would obey for hours."""
+    seconds = response.headers.get("Retry-After", "")
+    if response.status_code in (429, 503) and seconds.isdigit():
+        raise _BusyError(response.status_code, int(seconds))
 
 
 def check_token() -> str:
@@ -152,8 +257,10 @@ def upload(folder: Path, repository: str) -> str:
 
     api = HfApi(token=check_token(), library_name="paceline")
     try:
-        created = api.create_repo(repository, private=True, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload weights with Paceline")
+        with limited_waits():
+            created = api.create_repo(repository, private=True, exist_ok=True)
+            api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload weights with Paceline")
     except Exception as error:  # noqa: BLE001  # the library and its client have errors of their own
-        raise StorageError(f"cannot upload to {repository}: {describe(error)[:300]}.") from None
+        reason = error if isinstance(error, StorageError) else describe(error)[:300]
+        raise StorageError(f"cannot upload to {repository}: {reason}.") from None
     return str(created)

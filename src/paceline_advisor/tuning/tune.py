@@ -6,19 +6,22 @@ was in progress resumes from its checkpoint.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
 import os
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.storages.journal import JournalFileBackend, JournalStorage
+from optuna.storages.journal._file import LOCK_FILE_SUFFIX
 from optuna.trial import TrialState
 from yaml import YAMLError
 
@@ -75,26 +78,27 @@ def tune(options: Tune, log: Log) -> TuneReport:
     unreachable = math.inf if metric.higher_is_better else -math.inf
     target = Target(metric.name, unreachable, less_is_better=not metric.higher_is_better)
     options.output.mkdir(parents=True, exist_ok=True)
-    study = _open_study(options, recipe, search, target)
-    # Trials that a killed search left running: their runs resume.
-    for unfinished in study.get_trials(states=[TrialState.RUNNING]):
-        if "run" in unfinished.user_attrs and unfinished.params:
-            study.enqueue_trial(unfinished.params, user_attrs=unfinished.user_attrs)
-        study.tell(unfinished.number, state=TrialState.FAIL)
-    while (finished := len(_finished(study))) < options.trials:
-        if load_recipe(options.recipe, options.overrides).recipe != recipe:
-            raise RecipeError(f"{options.recipe} has changed since the search began; undo that, or search anew.")
-        trial = study.ask()
-        if "run" not in trial.user_attrs:
-            trial.set_user_attr("run", f"trial-{len(_by_run(study)):03d}")
-        values = {key: _suggested(trial, key, space) for key, space in search.items()}
-        overrides = " ".join(as_override(key, value) for key, value in values.items())
-        log(f"trial {finished + 1} of {options.trials}: {overrides}")
-        log(f"  {_run_trial(options, study, trial, values, target)}")
-        failed = _finished(study)
-        if len(failed) >= _FAILURES and all("trouble" in each.user_attrs for each in failed):
-            raise TrainingError(f"the first {len(failed)} trials failed: {failed[-1].user_attrs['trouble']}")
-    return TuneReport(options=options, search=search, target=target, trials=_finished(study))
+    with _locked_journal(options.output / JOURNAL, log):
+        study = _open_study(options, recipe, search, target)
+        # Trials that a killed search left running: their runs resume.
+        for unfinished in study.get_trials(states=[TrialState.RUNNING]):
+            if "run" in unfinished.user_attrs and unfinished.params:
+                study.enqueue_trial(unfinished.params, user_attrs=unfinished.user_attrs)
+            study.tell(unfinished.number, state=TrialState.FAIL)
+        while (finished := len(_finished(study))) < options.trials:
+            if load_recipe(options.recipe, options.overrides).recipe != recipe:
+                raise RecipeError(f"{options.recipe} has changed since the search began; undo that, or search anew.")
+            trial = study.ask()
+            if "run" not in trial.user_attrs:
+                trial.set_user_attr("run", f"trial-{len(_by_run(study)):03d}")
+            values = {key: _suggested(trial, key, space) for key, space in search.items()}
+            overrides = " ".join(as_override(key, value) for key, value in values.items())
+            log(f"trial {finished + 1} of {options.trials}: {overrides}")
+            log(f"  {_run_trial(options, study, trial, values, target)}")
+            failed = _finished(study)
+            if len(failed) >= _FAILURES and all("trouble" in each.user_attrs for each in failed):
+                raise TrainingError(f"the first {len(failed)} trials failed: {failed[-1].user_attrs['trouble']}")
+        return TuneReport(options=options, search=search, target=target, trials=_finished(study))
 
 
 def read_search(path: Path) -> Search:
@@ -152,6 +156,42 @@ def _suggested(trial: optuna.Trial, key: str, space: list[Any] | dict[str, Any])
     if all(isinstance(each, int) for each in (low, high, step or 1)):
         return trial.suggest_int(key, low, high, step=step or 1, log=in_log)
     return trial.suggest_float(key, low, high, step=step, log=in_log)
+
+
+@contextmanager
+def _locked_journal(path: Path, log: Log) -> Iterator[None]:
+    """Keep other searches from Optuna's journal, and remove an incomplete last record, which Optuna cannot read.
+
+    Raises:
+        RunDirectoryError: If another search uses it, or an earlier record is damaged.
+    """
+    with path.open("ab+") as journal:
+        try:
+            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Left behind by a killed search; Optuna would wait for half a minute.
+            path.with_name(f"{path.name}{LOCK_FILE_SUFFIX}").unlink(missing_ok=True)
+        except BlockingIOError:
+            raise RunDirectoryError(
+                f"another search uses '{path.parent}'; wait until it has ended, or give another --output."
+            ) from None
+        except OSError:  # this file system has no locks
+            pass
+        journal.seek(0)
+        lines = journal.readlines()
+        whole = next((number for number, line in enumerate(lines) if not _is_record(line)), len(lines))
+        if any(map(_is_record, lines[whole:])):
+            raise RunDirectoryError(f"'{path}' is damaged in line {whole + 1}; give another --output, or remove it.")
+        if whole < len(lines):
+            journal.truncate(sum(map(len, lines[:whole])))
+            log(f"{path}: its last record was incomplete and is removed; a trial without a result is repeated")
+        yield
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 def _open_study(options: Tune, recipe: Recipe, search: Search, target: Target) -> optuna.Study:

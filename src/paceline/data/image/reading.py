@@ -174,7 +174,11 @@ class SliceReader:
             flat = torch.empty(size, dtype=torch.uint8)
         else:
             # As in torch's collation: a batch in other memory would be copied on transfer.
-            flat = torch.empty(0, dtype=torch.uint8).set_(_new_shared(size))
+            try:
+                storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]  # noqa: SLF001
+            except RuntimeError as error:
+                raise unshared(error, size) from None
+            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
         if self._shifts or has_variation(self._augment):
             # Shifts use rows of one channel, and torchvision's operations may round differently with channels last.
             return flat.view(count, channels, height, width)
@@ -190,23 +194,16 @@ def unlink_shared_memory(pid: int) -> None:
         left.unlink(missing_ok=True)
 
 
-def _new_shared(size: int) -> torch.UntypedStorage:
-    """Allocate shared memory of a given size.
-
-    Raises:
-        ReadFailure: If there is no room for it.
-    """
-    try:
-        # As in torch's collation; the call has no type annotations.
-        storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]  # noqa: SLF001
-    except RuntimeError as error:
-        if "shared memory" not in str(error) and "No space" not in str(error):
-            raise
-        unlink_shared_memory(os.getpid())
-        message = (
+def unshared(error: BaseException, size: int) -> ReadFailure:
+    """Return why a loader process could not hand over a batch of ``size`` bytes."""
+    unlink_shared_memory(os.getpid())
+    if "shared memory" in str(error) and "No space" in str(error):
+        return ReadFailure(
             f"a loader process found too little shared memory ({SHARED_MEMORY}) for a batch of {format_bytes(size)}: "
             "give it more (docker run --shm-size=…; in Kubernetes an emptyDir of medium Memory), or lower "
             "data.workers, data.prefetch or batch.micro_size."
         )
-        raise ReadFailure(message) from None
-    return storage
+    return ReadFailure(
+        f"a loader process could not hand over a batch ({type(error).__name__}: {error}); data.workers=0 reads without "
+        "loader processes."
+    )

@@ -17,6 +17,7 @@ import atexit
 import inspect
 import itertools
 import multiprocessing
+import multiprocessing.queues
 import multiprocessing.util
 import os
 import re
@@ -25,6 +26,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -40,9 +42,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.data.batch import Batch, joined_along_samples
-from paceline.data.image.reading import ReadFailure, SliceReader, unlink_shared_memory
+from paceline.data.image.reading import ReadFailure, SliceReader, unlink_shared_memory, unshared
 from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import View
+from paceline.data.preflight import SHARED_MEMORY
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.errors import DataError, LostWorkerError, OneProcessError
 from paceline.world import STOP_SIGNALS
@@ -111,14 +114,14 @@ class PytorchBackend:
         self._pin_memory = pin_memory
         self._wait_seconds = wait_seconds
         self._order = _Order()
-        self._worker_state = _WorkerState(workers, source)
-        self._reader = SliceReader(source, view, self._worker_state.note)
-        self._loader = self._make_loader(workers, prefetch) if workers else None
         self._stream: Generator[Batch, None, None] | None = None
-        _OPEN.add(self)
-        if self._loader is not None:
-            with _forking():
+        with _starting(workers):
+            self._worker_state = _WorkerState(workers, source)
+            self._reader = SliceReader(source, view, self._worker_state.note)
+            self._loader = self._make_loader(workers, prefetch) if workers else None
+            if self._loader is not None:
                 iter(self._loader)  # requests nothing yet: the order is empty
+        _OPEN.add(self)
 
     def batches(self, slices: Iterable[SampleSlice]) -> Iterator[Batch]:
         """Yield one uint8 batch per slice, in order; a new call ends an earlier call's stream.
@@ -248,6 +251,7 @@ class _WorkerState:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         sys.excepthook = self._tell_unless_orphaned
+        multiprocessing.queues.Queue._on_queue_feeder_error = _put_failure  # type: ignore[attr-defined]  # noqa: SLF001
         self._worker = worker
         self._pids[worker] = os.getpid()
         threading.Thread(target=self._leave_in_time, daemon=True).start()
@@ -326,6 +330,19 @@ class _WorkerState:
         os._exit(0)
 
 
+def _put_failure(queue: Any, error: Exception, item: Any) -> None:
+    """Send the reason in place of a batch that could not be sent, which the run would wait for, and nothing after it.
+
+    What follows may name a socket that no thread serves.
+    """
+    if isinstance(item, tuple):  # else its pipe is closed
+        number, batch = item
+        queue._sem.acquire(block=False)  # noqa: SLF001 (the reader releases it)
+        with queue._wlock:  # noqa: SLF001
+            queue._writer.send((number, unshared(error, batch.inputs.nbytes if isinstance(batch, Batch) else 0)))  # noqa: SLF001
+    raise SystemExit  # this thread
+
+
 def _check_socket_path(directory: str) -> None:
     """Check the length of the workers' socket path in the temporary directory, which is limited.
 
@@ -366,12 +383,27 @@ def _close_all() -> None:
 
 
 @contextmanager
-def _forking() -> Iterator[None]:
-    """Block signals while starting workers, until they ignore them."""
+def _starting(workers: int) -> Iterator[None]:
+    """Block signals while starting workers, until they ignore them.
+
+    Raises:
+        DataError: If there is no room for their semaphores, pipes or processes.
+    """
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    others = multiprocessing.active_children()
     try:
         with _quiet():
             yield
+    except OSError as error:
+        for child in {*multiprocessing.active_children()} - {*others}:
+            child.kill()  # it ignores SIGTERM, and would delay the interpreter's exit for ever
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+        traceback.clear_frames(error.__traceback__)  # deletes torch's unfinished iterator, which prints a traceback
+        sys.unraisablehook = hook
+        raise DataError(
+            f"{workers} loader process{'es' * (workers > 1)} (data.workers) cannot start: {error.strerror}; raise that "
+            f"limit, give {SHARED_MEMORY} more space, or set data.workers=0."
+        ) from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import io
 import ipaddress
-import signal
+import logging
+import os
 import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import uvicorn
 from PIL import Image
@@ -20,7 +25,8 @@ from paceline.inference.serving.service import Limits, Metrics, Service
 
 _CONNECTIONS = 512
 _IDLE_SECONDS = 15
-_LAST_SECONDS = 5
+# After a stop signal: for requests in progress, and in all, as a computation cannot be interrupted.
+_LAST_SECONDS, _STOP_SECONDS = 6, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +118,43 @@ def serve(
         proxy_headers=False,
         limit_concurrency=_CONNECTIONS,
         timeout_keep_alive=_IDLE_SECONDS,
-        timeout_graceful_shutdown=int(limits.request_seconds) + _LAST_SECONDS,
+        timeout_graceful_shutdown=_LAST_SECONDS,
     )
-    # uvicorn raises the stop signal again; a requested stop is not a failure.
-    before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGTERM, signal.SIGINT)}
+    server = _Server(config)
     try:
-        uvicorn.Server(config).run(sockets=[address.socket])
+        server.run(sockets=[address.socket])
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        server.end.cancel()
+
+
+class _Server(uvicorn.Server):
+    """Stops at the first signal within seconds, and at the second one at once; cuts off clients that do nothing."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.end = threading.Timer(_STOP_SECONDS, os._exit, (0,))
+        self.end.daemon = True
+        self._idle_since: dict[Any, float] = {}
+
+    async def on_tick(self, counter: int) -> bool:
+        """Once per second, close connections whose client has sent no request's head, or read nothing, for too long."""
+        if counter % 10 == 0:
+            now, idle = time.monotonic(), self._idle_since
+            open_ones: Any = self.server_state.connections
+            # uvicorn's own limit does not apply before the first answer, nor to a head that arrives byte by byte.
+            states = [(each, each.cycle, each.transport.get_write_buffer_size()) for each in open_ones]
+            waiting = [s for s in states if s[1] is None or s[1].response_complete or s[0].flow.write_paused]
+            self._idle_since = {each: idle.get(each, now) for each in waiting}
+            for (connection, *_), since in self._idle_since.items():
+                if now - since > _IDLE_SECONDS:
+                    connection.transport.abort()
+        return await super().on_tick(counter)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to stop. uvicorn's method would raise the signal again in the end; a requested stop is no failure."""
+        if self.should_exit:
+            os._exit(0)
+        self.should_exit = True
+        self.end.start()
+        # Requests that are cut off would be logged with tracebacks.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)

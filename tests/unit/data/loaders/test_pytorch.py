@@ -210,35 +210,40 @@ from paceline.data.slices import SampleSlice
 root = Path(sys.argv[1])
 Image.fromarray(np.zeros((8, 8, 3), dtype=np.uint8)).save(root / "a.png")
 source = FileSource(root, [b"a.png"] * 64, np.zeros(64, dtype=np.int64), 3)
-backend = PytorchBackend(source, View(image_size=256, channels=3), workers=int(sys.argv[3]))
 try:
+    backend = PytorchBackend(source, View(image_size=int(sys.argv[4]), channels=3), workers=int(sys.argv[3]))
     for batch in backend.batches([SampleSlice(step=0, epoch=0, logical_rank=0, ids=np.arange(64), step_weight=64)]):
         print(len(batch.ids))
 except Exception as error:
     print(type(error).__name__, error, getattr(error, "__notes__", ""))
-backend.close()
+if "backend" in globals():
+    backend.close()
 print(glob.glob("/dev/shm/torch_*"))
 """
 
 
 @pytest.mark.parametrize(
-    ("mount", "workers", "said"),
+    ("mount", "workers", "size", "said"),
     [
-        ("size=2m", "2", "OneProcessError a loader process found too little shared memory (/dev/shm) for a batch of "),
-        ("ro", "0", "64"),
+        ("size=2m", 2, 256, "OneProcessError a loader process found too little shared memory (/dev/shm) for a batch "),
+        # Room for 12 semaphores and 3 pages of images, not for the labels.
+        ("size=60k", 1, 8, "OneProcessError a loader process found too little shared memory (/dev/shm) for a batch "),
+        ("size=40k", 2, 8, "DataError 2 loader processes (data.workers) cannot start: No space left on device; "),
+        ("ro", 2, 8, "DataError 2 loader processes (data.workers) cannot start: Read-only file system; "),
+        ("ro", 0, 256, "64"),
     ],
 )
 def test_shared_memory_that_is_full_or_cannot_be_written_to(
-    tmp_path: Path, mount: str, workers: str, said: str
+    tmp_path: Path, mount: str, workers: int, size: int, said: str
 ) -> None:
     """It is told in a sentence, and nothing stays there; without loader processes none is needed."""
-    program = ["unshare", "-m", sys.executable, "-c", NARROW, str(tmp_path), mount, workers]
+    program = ["unshare", "-m", sys.executable, "-c", NARROW, str(tmp_path), mount, str(workers), str(size)]
     done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=120)
-    if "unshare" in done.stderr or "mount" in done.stderr:
+    if "unshare:" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"cannot mount a file system of its own: {done.stderr.strip()}")
     first, *_, last = done.stdout.splitlines()
     assert first.startswith(said), done.stdout + done.stderr
-    assert "Traceback" not in first
+    assert "Traceback" not in first + done.stderr
     assert last == "[]"
 
 

@@ -29,7 +29,8 @@ from paceline.data.image.sets import PART, SPLIT
 from paceline.data.image.sets.image_folder import open_image_folder
 from paceline.data.image.source import ArraySource, Image, with_channels
 from paceline.dataset_registry import Size, dataset
-from paceline.errors import DataError
+from paceline.errors import DataError, StorageError
+from paceline.storage.hub import limited_waits
 
 _KEYS = ("path", "download", *PART)
 _SIZE = 32
@@ -360,12 +361,14 @@ def downloading(root: Path, name: str) -> Iterator[None]:
         with ExitStack() as held:
             with suppress(OSError):  # a read-only folder, or one without locks: digests verify the files
                 fcntl.flock(held.enter_context(open(root / _LOCK, "ab")), fcntl.LOCK_EX)
+            held.enter_context(limited_waits())
             yield
-    except (OSError, RuntimeError, EOFError) as error:
+    except (OSError, RuntimeError, EOFError, StorageError) as error:
+        kind = "" if isinstance(error, StorageError) else f"{type(error).__name__}: "
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise DataError(
             f"data.download=true, but {name} cannot be downloaded into {str(root)!r} "
-            f"({' '.join(f'{type(error).__name__}: {reason}'.split())}): download it where there is a network, copy "
+            f"({' '.join(f'{kind}{reason}'.split())}): download it where there is a network, copy "
             "the folder here, and leave data.download out."
         ) from error
 
