@@ -75,11 +75,12 @@ class Distillation(ImageClassification):
         with torch.no_grad():
             teacher_logits = self._teacher(batch.inputs)
         if config.kind == "hard":
-            hard_loss = F.cross_entropy(logits, teacher_logits.argmax(dim=1))
+            losses, scale = F.cross_entropy(logits, teacher_logits.argmax(dim=1), reduction="none"), 1.0
         else:
-            hard_loss = _divergence(logits, teacher_logits, config.temperature)
+            losses, scale = _divergences(logits, teacher_logits, config.temperature), config.temperature**2
+        taught = scale * self._loss.mean(losses, batch.targets, batch.slice.mean_class_weight)
         labelled = self._loss(logits, batch.targets, batch.slice.mean_class_weight)
-        return (1 - config.weight) * labelled + config.weight * hard_loss
+        return (1 - config.weight) * labelled + config.weight * taught
 
     def _build_teacher(self, saved: SavedWeights) -> nn.Module:
         data, tree, where = saved.description("data"), saved.description("recipe"), str(saved.path)
@@ -118,8 +119,8 @@ def _with_teacher_scale(
     return lambda images: network(images * scale + shift)
 
 
-def _divergence(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
-    """Kullback-Leibler divergence of the student from the teacher's softened probabilities, times T squared."""
+def _divergences(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
+    """Return each sample's Kullback-Leibler divergence from the teacher's softened probabilities, [N]."""
     teacher = F.log_softmax(teacher_logits.float() / temperature, dim=1)
     student = F.log_softmax(logits.float() / temperature, dim=1)
-    return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
+    return F.kl_div(student, teacher, reduction="none", log_target=True).sum(dim=1)
