@@ -15,6 +15,7 @@ from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
 from paceline.errors import DataError, RecipeError
+from paceline.models.autocast import Autocast
 from paceline.models.build import build_model, check_accepts, to_memory_format
 from paceline.plan import DataFacts
 from paceline.recipe.load import stored_recipe
@@ -73,7 +74,8 @@ class Distillation(ImageClassification):
         assert self._teacher is not None  # prepare_training has run
         logits = model(batch.inputs)
         with torch.no_grad():
-            teacher_logits = self._teacher(batch.inputs)
+            teacher = model.applied_to(self._teacher) if isinstance(model, Autocast) else self._teacher
+            teacher_logits = teacher(batch.inputs)
         if config.kind == "hard":
             losses, scale = F.cross_entropy(logits, teacher_logits.argmax(dim=1), reduction="none"), 1.0
         else:

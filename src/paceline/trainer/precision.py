@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from paceline.errors import TrainingError
+from paceline.models.autocast import Autocast
 from paceline.recipe.training import GradScaler
 
 # Below this scale every gradient that fp16 can hold is lost: the overflow is in the forward pass, and nothing is
@@ -19,7 +21,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat1
 
 
 class Precision:
-    """Autocast and loss scaling behind four methods, so that the training step needs no branches for them.
+    """Autocast and loss scaling behind a few methods, so that the training step needs no branches for them.
 
     Weights, optimizer state and the moving average stay fp32. fp16 scales the loss; a step whose gradients overflow is
     skipped, and reading that flag is the only host-device synchronisation of an fp16 step.
@@ -31,12 +33,14 @@ class Precision:
         self._dtype = _AUTOCAST.get(name)
         self.scaler = torch.amp.GradScaler(device.type, **asdict(scaler)) if name == "fp16" else None
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Context of a forward pass."""
-        return nullcontext() if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
+    def applied_to(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a network as tasks call it: its forward pass under autocast, its answer in float32."""
+        return model if self._dtype is None else Autocast(model, self._device_type, self._dtype)
 
     def keeping_casts(self) -> AbstractContextManager[Any]:
         """Context around forward passes with the same weights: each weight is cast once, not in every pass.
+
+        Nothing else inside is cast.
 
         Autocast clears this cache when its outermost context ends, even if that context casts nothing.
         """

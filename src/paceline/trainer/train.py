@@ -48,7 +48,14 @@ from paceline.trainer.loop import fit
 from paceline.trainer.nonfinite import check_outcome, divergence
 from paceline.trainer.process_settings import StopRequest, keep_freed_memory, restore_random_states
 from paceline.trainer.run import Run
-from paceline.trainer.run_dir_checks import ResumeDecision, ResumeRequest, RunLock, check_visible, open_directory
+from paceline.trainer.run_dir_checks import (
+    ResumeDecision,
+    ResumeRequest,
+    RunLock,
+    check_same_task,
+    check_visible,
+    open_directory,
+)
 from paceline.trainer.run_records import digests, summarise
 from paceline.trainer.saving import finish_mirroring, restore
 from paceline.units import counted, format_count, format_metric, metric_title
@@ -262,8 +269,8 @@ def _opened(
     # Each process separately: every mistake that a recipe can contain.
     resumes = mirroring.will_resume(recipe, options.run_dir, world)
     with loading():
-        make_task = build_task if options.task is None else options.task
-        task = make_task(preparation.resumed_recipe(recipe, options.run_dir) if resumes else recipe)
+        task = build_task(preparation.resumed_recipe(recipe, options.run_dir) if resumes else recipe, options.task)
+    check_same_task(options.run_dir, task)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         stack.enter_context(restore_affinity())

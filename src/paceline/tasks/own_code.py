@@ -1,0 +1,108 @@
+"""Check what a task's methods return: a mistake in your own code is one sentence, before the first step."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.errors import ModelError, PacelineError, did_you_mean
+from paceline.metrics.accumulator import Metric
+from paceline.tasks.task import Task
+
+
+def refused(owner: object, method: str, value: Any, expected: str) -> ModelError:
+    """Return the error for a method that returned the wrong thing."""
+    shown = f"a {type(value).__name__}"
+    if value is None or isinstance(value, Tensor):
+        shown = "None" if value is None else f"a tensor of shape {list(value.shape)} and {value.dtype}"
+    return ModelError(f"{type(owner).__name__}.{method} returned {shown}, but it must return {expected}.")
+
+
+def checked_loss(task: Task, loss: Any, *, needs_gradient: bool) -> Tensor:
+    """Return a loss, the mean over a micro-batch.
+
+    Raises:
+        ModelError: If it is not one floating-point number in a tensor, or has no gradient.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise refused(task, "loss", loss, "the mean loss of the micro-batch: a tensor with one floating-point number")
+    if needs_gradient and not loss.requires_grad:
+        raise refused(task, "loss", loss, "a loss with a gradient: compute it from the model's answer, without detach")
+    return loss
+
+
+def check_scores(task: Task, scores: Any, samples: int) -> None:
+    """Check a batch's scores.
+
+    Raises:
+        ModelError: If a metric finds no tensor with one row per sample.
+    """
+    if not isinstance(scores, Mapping):
+        raise refused(task, "score", scores, "a dict with a tensor of one number per sample for each metric")
+    for metric in task.metrics:
+        for key in () if metric.is_collected else filter(None, (metric.summed, metric.per)):
+            if key not in scores:
+                raise ModelError(
+                    f"{type(task).__name__}.score returned {', '.join(map(repr, scores)) or 'nothing'}, but the metric "
+                    f"'{metric.name}' needs '{key}'.{did_you_mean(key, map(str, scores))}"
+                )
+            value = scores[key]
+            if not isinstance(value, Tensor) or not value.ndim or len(value) != samples:
+                raise refused(task, f"score[{key!r}]", value, f"a tensor of {samples} numbers here, one per sample")
+
+
+def check_collected(task: Task, results: Mapping[str, float]) -> None:
+    """Check that the collectors gave each metric that is not a mean.
+
+    Raises:
+        ModelError: If one is missing.
+    """
+    for metric in task.metrics if task.is_own else ():
+        if metric.is_collected and metric.name not in results:
+            raise ModelError(
+                f"{type(task).__name__}.metrics has '{metric.name}', but the results of its collectors are "
+                f"{', '.join(results) or 'empty'}.{did_you_mean(metric.name, results)}"
+            )
+
+
+def check_metrics(task: Task) -> None:
+    """Check the metrics' type, and that the class's own headline is one of them.
+
+    Raises:
+        ModelError: If they are not a tuple of metrics.
+    """
+    if not isinstance(task.metrics, tuple | list) or not all(isinstance(each, Metric) for each in task.metrics or [0]):
+        raise refused(task, "metrics", task.metrics, "a tuple of paceline.metrics.accumulator.Metric, the loss first")
+    names = [each.name for each in task.metrics]
+    if "headline" in vars(type(task)) and task.headline not in names:
+        raise ModelError(
+            f"{type(task).__name__}.headline is '{task.headline}', but its metrics are {', '.join(names)}; name one."
+            f"{did_you_mean(task.headline, names)}"
+        )
+
+
+@contextmanager
+def calling(owner: object, method: str, *, errors: type[Exception] | tuple[type[Exception], ...]) -> Iterator[None]:
+    """Report an error of your own code by class, method and line.
+
+    Raises:
+        ModelError: For one of ``errors``.
+    """
+    try:
+        yield
+    except PacelineError:
+        raise
+    except errors as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = getattr(sys.modules.get(type(owner).__module__), "__file__", None)
+        at = next((each for each in reversed(frames) if each.filename == own), frames[-1])
+        raise ModelError(
+            f"{type(owner).__name__}.{method} failed with {type(error).__name__}: {error} "
+            f"({Path(at.filename).name}, line {at.lineno}); correct it."
+        ) from error
