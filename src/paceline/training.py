@@ -101,8 +101,8 @@ def train(
 
 def _has_reached_until(run: RunDirectory) -> bool:
     """Whether a run was stopped by its own ``train.until``: continuing means going beyond."""
-    until = read_plan(run).get("until_step")
-    return until is not None and until in CheckpointStore(run.checkpoints).steps()
+    steps = CheckpointStore(run.checkpoints).steps()
+    return bool(steps) and read_plan(run).get("until_step") in steps
 
 
 def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, *, quiet: bool) -> TrainResult:

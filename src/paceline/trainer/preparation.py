@@ -572,7 +572,7 @@ def _check_single_samples(prepared: Prepared) -> None:
     [sample] = prepared.pipeline.train_batches(alone, 0, 1, World())
     if not len(sample.ids):  # it could not be read
         return
-    trial = copy.deepcopy(prepared.network).train()
+    trial = copy.deepcopy(prepared.network)
     try:
         with torch.no_grad():
             prepared.task.loss(trial, sample)
