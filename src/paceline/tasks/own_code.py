@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,12 +15,12 @@ from paceline.metrics.accumulator import Metric
 from paceline.tasks.task import Task
 
 
-def refused(owner: object, method: str, value: Any, expected: str) -> ModelError:
-    """Return the error for a method that returned the wrong thing."""
-    shown = f"a {type(value).__name__}"
-    if value is None or isinstance(value, Tensor):
-        shown = "None" if value is None else f"a tensor of shape {list(value.shape)} and {value.dtype}"
-    return ModelError(f"{type(owner).__name__}.{method} returned {shown}, but it must return {expected}.")
+def refused(task: Task, found: str, value: Any, expected: str) -> ModelError:
+    """Return the error for a task's method that returned the wrong thing, such as ``found="loss returned"``."""
+    shown = f"a value of type {type(value).__name__}"
+    if isinstance(value, Tensor):
+        shown = f"a tensor of shape {list(value.shape)} and {value.dtype}"
+    return ModelError(f"{type(task).__name__}.{found} {shown}, but it must be {expected}.")
 
 
 def checked_loss(task: Task, loss: Any, *, needs_gradient: bool) -> Tensor:
@@ -31,9 +30,9 @@ def checked_loss(task: Task, loss: Any, *, needs_gradient: bool) -> Tensor:
         ModelError: If it is not one floating-point number in a tensor, or has no gradient.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        raise refused(task, "loss", loss, "the mean loss of the micro-batch: a tensor with one floating-point number")
+        raise refused(task, "loss returned", loss, "the micro-batch's mean loss, a tensor of one floating-point number")
     if needs_gradient and not loss.requires_grad:
-        raise refused(task, "loss", loss, "a loss with a gradient: compute it from the model's answer, without detach")
+        raise refused(task, "loss returned", loss, "one with a gradient, computed from the model's answer")
     return loss
 
 
@@ -44,7 +43,7 @@ def check_scores(task: Task, scores: Any, samples: int) -> None:
         ModelError: If a metric finds no tensor with one row per sample.
     """
     if not isinstance(scores, Mapping):
-        raise refused(task, "score", scores, "a dict with a tensor of one number per sample for each metric")
+        raise refused(task, "score returned", scores, "a dict with a tensor of one number per sample for each metric")
     for metric in task.metrics:
         for key in () if metric.is_collected else filter(None, (metric.summed, metric.per)):
             if key not in scores:
@@ -54,7 +53,7 @@ def check_scores(task: Task, scores: Any, samples: int) -> None:
                 )
             value = scores[key]
             if not isinstance(value, Tensor) or not value.ndim or len(value) != samples:
-                raise refused(task, f"score[{key!r}]", value, f"a tensor of {samples} numbers here, one per sample")
+                raise refused(task, f"score[{key!r}] is", value, f"a tensor of {samples} numbers here, one per sample")
 
 
 def check_collected(task: Task, results: Mapping[str, float]) -> None:
@@ -78,7 +77,7 @@ def check_metrics(task: Task) -> None:
         ModelError: If they are not a tuple of metrics.
     """
     if not isinstance(task.metrics, tuple | list) or not all(isinstance(each, Metric) for each in task.metrics or [0]):
-        raise refused(task, "metrics", task.metrics, "a tuple of paceline.metrics.accumulator.Metric, the loss first")
+        raise refused(task, "metrics is", task.metrics, "a tuple of Metric, the loss first")
     names = [each.name for each in task.metrics]
     if "headline" in vars(type(task)) and task.headline not in names:
         raise ModelError(
@@ -100,8 +99,7 @@ def calling(owner: object, method: str, *, errors: type[Exception] | tuple[type[
         raise
     except errors as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = getattr(sys.modules.get(type(owner).__module__), "__file__", None)
-        at = next((each for each in reversed(frames) if each.filename == own), frames[-1])
+        at = next(each for each in reversed(frames) if each is frames[0] or "site-packages" not in each.filename)
         raise ModelError(
             f"{type(owner).__name__}.{method} failed with {type(error).__name__}: {error} "
             f"({Path(at.filename).name}, line {at.lineno}); correct it."

@@ -223,7 +223,7 @@ def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> 
         machine = without_bf16(machine, f"{task_name(task)} is your own code, computed as written unless you set bf16")
     data = task.data_facts(world)
     if not isinstance(data, DataFacts):
-        raise refused(task, "data_facts", data, "a paceline.plan.DataFacts")
+        raise refused(task, "data_facts returned", data, "a paceline.plan.DataFacts")
     # The class is part of the run's identity: weights of one task cannot be used for another.
     data = replace(data, description={"task": task_name(task), **data.description})
     classes, data = _class_facts(task, data)
@@ -457,7 +457,7 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.
     torch.manual_seed(recipe.seed)
     network = task.build_model()
     if not isinstance(network, nn.Module):
-        raise refused(task, "build_model", network, "a torch.nn.Module")
+        raise refused(task, "build_model returned", network, "a torch.nn.Module")
     task.check_network(network)
     task.first_weights(network)
     model = task.recipe.model
