@@ -37,9 +37,6 @@ class Autocast:
             raise AttributeError(name)
         return getattr(self._network, name)
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._network[index]  # type: ignore[index]  # a sequence of layers
-
     def applied_to(self, network: Callable[..., Any]) -> Autocast:
         """Return another network that computes as this one."""
         return Autocast(network, self._device_type, self._dtype)

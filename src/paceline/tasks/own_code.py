@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,18 @@ def refused(task: Task, found: str, value: Any, expected: str) -> ModelError:
     if isinstance(value, Tensor):
         shown = f"a tensor of shape {list(value.shape)} and {value.dtype}"
     return ModelError(f"{type(task).__name__}.{found} {shown}, but it must be {expected}.")
+
+
+def refuse_missing(task: Task, found: str, names: Iterable[str], needed: str, name: str) -> None:
+    """Refuse a name that is not among ``names``, such as a misspelt key of the scores.
+
+    Raises:
+        ModelError: If it is missing; ``found`` and ``needed`` say what the names and the name are.
+    """
+    if name not in (names := [*map(str, names)]):
+        listed = ", ".join(map(repr, names)) or "empty"
+        hint = did_you_mean(name, names)
+        raise ModelError(f"{type(task).__name__}.{found} {listed}, but {needed} {name!r}; correct one.{hint}")
 
 
 def checked_loss(task: Task, loss: Any, *, needs_gradient: bool) -> Tensor:
@@ -44,46 +56,24 @@ def check_scores(task: Task, scores: Any, samples: int) -> None:
     """
     if not isinstance(scores, Mapping):
         raise refused(task, "score returned", scores, "a dict with a tensor of one number per sample for each metric")
-    for metric in task.metrics:
-        for key in () if metric.is_collected else filter(None, (metric.summed, metric.per)):
-            if key not in scores:
-                raise ModelError(
-                    f"{type(task).__name__}.score returned {', '.join(map(repr, scores)) or 'nothing'}, but the metric "
-                    f"'{metric.name}' needs '{key}'.{did_you_mean(key, map(str, scores))}"
-                )
-            value = scores[key]
-            if not isinstance(value, Tensor) or not value.ndim or len(value) != samples:
-                raise refused(task, f"score[{key!r}] is", value, f"a tensor of {samples} numbers here, one per sample")
-
-
-def check_collected(task: Task, results: Mapping[str, float]) -> None:
-    """Check that the collectors gave each metric that is not a mean.
-
-    Raises:
-        ModelError: If one is missing.
-    """
-    for metric in task.metrics if task.is_own else ():
-        if metric.is_collected and metric.name not in results:
-            raise ModelError(
-                f"{type(task).__name__}.metrics has '{metric.name}', but the results of its collectors are "
-                f"{', '.join(results) or 'empty'}.{did_you_mean(metric.name, results)}"
-            )
+    means = [metric for metric in task.metrics if not metric.is_collected]
+    for key in filter(None, (each for metric in means for each in (metric.summed, metric.per))):
+        refuse_missing(task, "score returned", scores, "the metrics need", key)
+        value = scores[key]
+        if not isinstance(value, Tensor) or not value.ndim or len(value) != samples:
+            raise refused(task, f"score[{key!r}] is", value, f"a tensor of {samples} numbers here, one per sample")
 
 
 def check_metrics(task: Task) -> None:
-    """Check the metrics' type, and that the class's own headline is one of them.
+    """Check the type of the metrics, and the headline of your own class.
 
     Raises:
-        ModelError: If they are not a tuple of metrics.
+        ModelError: If they are not a tuple of metrics, or the headline is not among them.
     """
     if not isinstance(task.metrics, tuple | list) or not all(isinstance(each, Metric) for each in task.metrics or [0]):
         raise refused(task, "metrics is", task.metrics, "a tuple of Metric, the loss first")
-    names = [each.name for each in task.metrics]
-    if "headline" in vars(type(task)) and task.headline not in names:
-        raise ModelError(
-            f"{type(task).__name__}.headline is '{task.headline}', but its metrics are {', '.join(names)}; name one."
-            f"{did_you_mean(task.headline, names)}"
-        )
+    if task.is_own and "headline" in vars(type(task)):
+        refuse_missing(task, "metrics are", (each.name for each in task.metrics), "its headline is", task.headline)
 
 
 @contextmanager
@@ -99,7 +89,7 @@ def calling(owner: object, method: str, *, errors: type[Exception] | tuple[type[
         raise
     except errors as error:
         frames = traceback.extract_tb(error.__traceback__)
-        at = next(each for each in reversed(frames) if each is frames[0] or "site-packages" not in each.filename)
+        at = next((each for each in reversed(frames) if "site-packages" not in each.filename), frames[-1])
         raise ModelError(
             f"{type(owner).__name__}.{method} failed with {type(error).__name__}: {error} "
             f"({Path(at.filename).name}, line {at.lineno}); correct it."

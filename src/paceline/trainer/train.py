@@ -38,7 +38,7 @@ from paceline.storage.addresses import is_address
 from paceline.tasks.task import Task, build_task
 from paceline.telemetry.display import Display, RunProgress
 from paceline.telemetry.mlperf_log import write_mlperf_log
-from paceline.trainer import mirroring, preparation
+from paceline.trainer import mirroring, preparation, run_dir_checks
 from paceline.trainer.build import OpenedRun, build_run
 from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.fake_batch import with_placeholder_text
@@ -48,14 +48,7 @@ from paceline.trainer.loop import fit
 from paceline.trainer.nonfinite import check_outcome, divergence
 from paceline.trainer.process_settings import StopRequest, keep_freed_memory, restore_random_states
 from paceline.trainer.run import Run
-from paceline.trainer.run_dir_checks import (
-    ResumeDecision,
-    ResumeRequest,
-    RunLock,
-    check_same_task,
-    check_visible,
-    open_directory,
-)
+from paceline.trainer.run_dir_checks import ResumeDecision, ResumeRequest, RunLock, check_visible, open_directory
 from paceline.trainer.run_records import digests, summarise
 from paceline.trainer.saving import finish_mirroring, restore
 from paceline.units import counted, format_count, format_metric, metric_title
@@ -270,7 +263,7 @@ def _opened(
     resumes = mirroring.will_resume(recipe, options.run_dir, world)
     with loading():
         task = build_task(preparation.resumed_recipe(recipe, options.run_dir) if resumes else recipe, options.task)
-    check_same_task(options.run_dir, task)
+    run_dir_checks.check_same_task(options.run_dir, task)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         stack.enter_context(restore_affinity())

@@ -23,7 +23,7 @@ from paceline.errors import ModelError
 from paceline.metrics.named import NamedMetrics
 from paceline.models.compiled import shape_of
 from paceline.records.events import MeasurementEvent
-from paceline.tasks.own_code import calling, check_collected, check_scores
+from paceline.tasks.own_code import calling, check_scores, refuse_missing
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.run import Run
@@ -191,7 +191,7 @@ def _rehearse_evaluation(run: Run) -> None:
         RecipeError: If a metric that the recipe names gives no number.
     """
     task, named, device = run.task, NamedMetrics(run.recipe.evaluate.metrics), run.device.type
-    if not run.plan.evaluates or not (task.is_own or named.metrics):
+    if run.progress.position or not run.plan.evaluates or not (task.is_own or named.metrics):
         return
     model = run.scored["model"] if run.strategy.is_sharded else run.network
     with restore_random_states(device), preserve_buffers(run.network), evaluation_mode([run.network]), torch.no_grad():
@@ -210,7 +210,9 @@ def _rehearse_evaluation(run: Run) -> None:
                     part = each.part()
                 with calling(each, "results", errors=_CODE_ERRORS):
                     results |= each.results([part])
-            check_collected(task, results)
+            for metric in task.metrics:
+                if metric.is_collected and task.is_own:
+                    refuse_missing(task, "collectors give", results, "the metrics have", metric.name)
 
 
 def measure_deterministic(probe: GradientProbe) -> MeasurementEvent:

@@ -69,7 +69,7 @@ class Recorder(Task):
         super().__init__(task.recipe)
         self.task = task
         self.metrics, self.headline, self.unit = task.metrics, task.headline, task.unit
-        self.gives_scores, self.is_own = task.gives_scores, task.is_own
+        self.gives_scores = task.gives_scores
         self.notes = Notes()
         self.batches: dict[tuple[int, int], Batch] = {}
         self.config = config

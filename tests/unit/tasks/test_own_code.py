@@ -202,7 +202,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "scores in a tuple": ({"score": lambda _, m, b: (m(b.inputs),)}, r"score returned .* tuple, but it must be a dict"),
     "another key": (
         {"score": lambda _, m, b: {"loss": m(b.inputs), "eror": m(b.inputs)}},
-        r"Mine\.score returned 'loss', 'eror', but the metric 'mae' needs 'error'\. Did you mean 'eror'\?",
+        r"Mine\.score returned 'loss', 'eror', but the metrics need 'error'; correct one\. Did you mean 'eror'\?",
     ),
     "a mean": (
         {"score": lambda _, m, b: {"loss": m(b.inputs), "error": m(b.inputs).mean()}},
@@ -219,12 +219,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a collector's name": (
         COLLECTS | {"collectors": lambda _: (Collects(name="wrost"),)},
-        r"metrics has 'worst', but the results of its collectors are wrost\. Did you mean 'wrost'",
+        r"collectors give 'wrost', but the metrics have 'worst'; correct one\. Did you mean 'wrost'",
     ),
     "metrics that are not a tuple": ({"metrics": Metric(name="loss")}, r"Mine\.metrics is a value of type Metric"),
     "a headline": (
         {"headline": "mea"},
-        r"Mine\.headline is 'mea', but its metrics are loss, mae; .* Did you mean 'mae'",
+        r"metrics are 'loss', 'mae', but its headline is 'mea'; .* mean 'mae'",
     ),
     "no facts": (
         {"data_facts": lambda *_: 32},
