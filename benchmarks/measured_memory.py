@@ -133,14 +133,14 @@ class _RealStep:
         with torch.no_grad():
             for network in networks:
                 network.eval()
-                with self._precision.autocast():
-                    self._task.score(self._task.evaluated(network), batch)
+                with self._precision.keeping_casts():
+                    self._task.score(self._task.evaluated(self._precision.applied_to(network)), batch)
         self._network.train()
 
     def step(self) -> None:
         """Train on the batch."""
-        with self._precision.autocast():
-            loss = self._task.loss(self._network, self._batch)
+        with self._precision.keeping_casts():
+            loss = self._task.loss(self._precision.applied_to(self._network), self._batch)
         self._precision.backward(loss)
         del loss
         self._precision.unscale(self._optimizer)

@@ -11,15 +11,17 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from signal import Signals
 from typing import IO
 
+from paceline.checkpoint.store import CheckpointStore
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, StoppedError, TrainingError
 from paceline.processes import ProcessGroup, received_signals, without_rank_variables
 from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, to_yaml
-from paceline.records.reader import read_summary
+from paceline.records.reader import read_plan, read_summary
 from paceline.records.run_directory import RunDirectory, default_run_directory, existing_run
 from paceline.references import trusting_code
 from paceline.report.html.page import report_at_the_end
@@ -27,6 +29,7 @@ from paceline.telemetry.display import choose_display
 from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.first_recipe import recipe_for_data
 from paceline.trainer.process_settings import restore_torch_settings
+from paceline.trainer.run_dir_checks import has_trained
 from paceline.trainer.train import Options, TaskMaker, TrainResult, train_recipe
 from paceline.world import STOP_SIGNALS
 
@@ -49,7 +52,7 @@ def train(
 
     Args:
         recipe: A shipped recipe's name, the path of a YAML file, or your images: a folder of class folders or a table.
-            By default, that of the run in ``run_dir``; with a custom task, all keys then have their defaults.
+            By default, that of the run in ``run_dir``; for a new run of a custom task, all keys have their defaults.
         overrides: ``{"train.duration": "3 epochs"}`` or ``["train.duration=3 epochs"]``.
         run_dir: The run directory; by default a new one under ``runs/``.
         resume: ``auto``, ``never``, or the path of one of the run's checkpoints.
@@ -67,13 +70,15 @@ def train(
     if processes > 1 and read_launch(os.environ).world.world_size > 1:
         raise RecipeError(f"processes={processes}: this process is one of several already; leave processes out.")
     directory = None if run_dir is None else Path(os.path.expanduser(run_dir))
-    if recipe is None and task is None:
-        if directory is None:
-            raise RecipeError(
-                "neither a recipe nor a task was given; name a recipe, for example paceline.train('digits'), or the "
-                "run_dir of a run to continue."
-            )
-        recipe = existing_run(directory, "that of a run to continue, or name a recipe").root
+    if recipe is None and task is None and directory is None:
+        raise RecipeError(
+            "neither a recipe nor a task was given; name a recipe, for example paceline.train('digits'), or the "
+            "run_dir of a run to continue."
+        )
+    run = None
+    if recipe is None and directory is not None and (task is None or has_trained(RunDirectory(directory))):
+        run = existing_run(directory, "that of a run to continue, or name a recipe")
+        recipe = run.root
     options = Options(
         run_dir=directory,
         resume=os.path.expanduser(resume),
@@ -87,10 +92,18 @@ def train(
             log = (lambda line: None) if quiet else print
             recipe, overrides = recipe_for_data(str(recipe), overrides, options.run_dir, log)
         loaded = load_recipe(recipe, overrides)
+    if run is not None and loaded.origins.get("train.until") != "override" and _has_reached_until(run):
+        loaded = replace(loaded, recipe=replace(loaded.recipe, train=replace(loaded.recipe.train, until=None)))
     if processes > 1:
         return _train_in_processes(loaded, options, processes, quiet=quiet)
     with restore_torch_settings():
         return train_recipe(loaded, options)
+
+
+def _has_reached_until(run: RunDirectory) -> bool:
+    """Whether a run was stopped by its own ``train.until``: continuing means going beyond."""
+    steps = CheckpointStore(run.checkpoints).steps()
+    return bool(steps) and read_plan(run).get("until_step") in steps
 
 
 def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, *, quiet: bool) -> TrainResult:

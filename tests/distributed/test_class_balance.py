@@ -24,10 +24,9 @@ from paceline.data.order import epoch_order
 from paceline.data.pipeline import Placement
 from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError
-from paceline.recipe.load import load_recipe, stored_recipe
+from paceline.recipe.load import load_recipe
 from paceline.records.ledger import LedgerWriter
 from paceline.report.audit import audit_run, used_samples
-from paceline.tasks.image_classification import ClassificationLoss
 from paceline.tasks.task import build_task
 from paceline.trainer.preparation import geometry_of, plan_run
 from paceline.world import World
@@ -108,21 +107,21 @@ def train(ground: Path, name: str, **overrides: Any) -> Path:
 Criterion = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
-def cross_entropy(*class_weights: float) -> Criterion:
-    """Torch's own weighted loss of the whole batch."""
-    return torch.nn.CrossEntropyLoss(weight=torch.tensor(class_weights, dtype=torch.float64), label_smoothing=0.1)
-
-
-def focal(*class_weights: float) -> Criterion:
-    """The focal loss of Lin et al. (2017) of the whole batch, weighted and smoothed as torch weighs and smooths."""
+def focal(*class_weights: float, gamma: float = 2.0) -> Criterion:
+    """The focal loss of Lin et al. (2017) of the whole batch, smoothed; each sample is weighted by its class."""
     own = torch.tensor(class_weights, dtype=torch.float64)
 
     def criterion(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         p = logits.softmax(dim=1)
         shares = 0.9 * F.one_hot(labels, 3).double() + 0.1 / 3
-        return -(own * shares * (1 - p) ** 2 * p.log()).sum() / own[labels].sum()
+        each = -(shares * (1 - p) ** gamma * p.log()).sum(dim=1)
+        return (own[labels] * each).sum() / own[labels].sum()
 
     return criterion
+
+
+def cross_entropy(*class_weights: float) -> Criterion:
+    return focal(*class_weights, gamma=0.0)
 
 
 def plain_loop(criterion: Criterion) -> dict[str, torch.Tensor]:
@@ -185,27 +184,6 @@ def test_two_processes_compute_what_one_does(ground: Path, train_in_ranks: Call)
         assert furthest(weights(ground / name), other) <= 1e-12, name
     assert furthest(weights(ground / "mixed"), weights(ground / "mixed-alone")) <= 1e-12
     assert all(audit_run(ground / name).passed for name in together)
-
-
-def loss(**train: object) -> ClassificationLoss:
-    asked = stored_recipe({}, "plain", {f"train.{key}": value for key, value in train.items()})
-    return ClassificationLoss(asked.train, BALANCED)
-
-
-def test_a_mixed_sample_counts_as_its_classes_do_by_their_shares() -> None:
-    logits = torch.randn(8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    labels = torch.tensor([0, 0, 0, 1, 0, 2, 1, 0])
-    own = torch.tensor(BALANCED, dtype=torch.float64)
-    targets = 0.7 * F.one_hot(labels, 3) + 0.3 * F.one_hot(labels.roll(1), 3)
-    mean = own[labels].mean().item()
-    # Each sample once with its own label and once with its partner's, as many times as the mixture says.
-    theirs = (
-        F.cross_entropy(logits, labels, weight=own) * 0.7 + F.cross_entropy(logits, labels.roll(1), weight=own) * 0.3
-    )
-    torch.testing.assert_close(loss()(logits, targets, mean), theirs, rtol=1e-6, atol=0)
-    each = F.binary_cross_entropy_with_logits(logits, targets.double(), reduction="none").mean(dim=1)
-    by_hand = (each * (targets.double() @ own)).sum() / own[labels].sum()
-    torch.testing.assert_close(loss(loss="bce")(logits, targets, mean), by_hand, rtol=1e-6, atol=0)
 
 
 def test_balanced_is_scikit_learns() -> None:

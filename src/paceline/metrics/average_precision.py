@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -176,9 +175,8 @@ def box_overlaps(detections: NDArray[np.float64], truths: NDArray[np.float64], c
 def mask_overlaps(detections: Tensor, truths: Tensor, crowd: NDArray[np.bool_]) -> Overlaps:
     """Return the overlaps of masks [D, H, W] and [G, H, W], nonzero inside objects; exact below 2^24 pixels."""
     # Zeros and ones are exact in every dtype, and so are their sums in fp32.
-    with torch.autocast(detections.device.type, enabled=False):
-        detection_masks, truth_masks = ((each != 0).flatten(1).float() for each in (detections, truths))
-        common = detection_masks @ truth_masks.T
+    detection_masks, truth_masks = ((each != 0).flatten(1).float() for each in (detections, truths))
+    common = detection_masks @ truth_masks.T
     return _over_union(_array(common), _array(detection_masks.sum(dim=1)), _array(truth_masks.sum(dim=1)), crowd)
 
 

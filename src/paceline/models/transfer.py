@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -93,7 +94,7 @@ def adapt(network: nn.Module, model: Model) -> None:
 
 
 def freeze(network: nn.Module, patterns: Sequence[str], but: Collection[str] = ()) -> None:
-    """Freeze parameters, and the statistics of norms whose parameters are all frozen.
+    """Freeze parameters, and the statistics of norms whose parameters are all frozen, or would be if they had any.
 
     Args:
         network: The network; norms without trainable parameters are put into evaluation mode.
@@ -105,7 +106,7 @@ def freeze(network: nn.Module, patterns: Sequence[str], but: Collection[str] = (
     """
     if not patterns:
         return
-    frozen = frozen_names([name for name, _ in network.named_parameters()], patterns) - set(but)
+    frozen = frozen_names(_names(network), patterns) - set(but)
     for name, parameter in network.named_parameters():
         if name in frozen:
             parameter.requires_grad = False
@@ -113,6 +114,23 @@ def freeze(network: nn.Module, patterns: Sequence[str], but: Collection[str] = (
         parameters = list(module.parameters())
         if isinstance(module, _NormBase) and parameters and not any(each.requires_grad for each in parameters):
             module.eval()
+    for module, names in _bare_norms(network).items():
+        if frozen.issuperset(names):
+            module.eval()
+
+
+def _bare_norms(network: nn.Module) -> dict[_NormBase, tuple[str, str]]:
+    """Return the norms without parameters, each with the names that patterns match: those its parameters would have."""
+    return {
+        module: (f"{name}.weight", f"{name}.bias")
+        for name, module in network.named_modules()
+        if isinstance(module, _NormBase) and not any(True for _ in module.parameters())
+    }
+
+
+def _names(network: nn.Module) -> list[str]:
+    """Return the names of the norms without parameters, then those of the parameters."""
+    return [*chain.from_iterable(_bare_norms(network).values()), *(name for name, _ in network.named_parameters())]
 
 
 def frozen_patterns(network: nn.Module, model: Model) -> tuple[str, ...]:
@@ -146,7 +164,7 @@ def late_parameters(network: nn.Module, model: Model) -> dict[str, list[str]]:
     """
     if not model.unfreeze:
         return {}
-    frozen = frozen_names([name for name, _ in network.named_parameters()], frozen_patterns(network, model))
+    frozen = frozen_names(_names(network), frozen_patterns(network, model))
     return _matched(
         "model.unfreeze: no frozen",
         sorted(frozen),
@@ -161,7 +179,8 @@ def temporary_parameters(network: nn.Module, model: Model) -> dict[str, list[str
     Raises:
         ModelError: If a pattern matches no trained parameter, or one that ``model.unfreeze`` trains later.
     """
-    names = [name for name, each in network.named_parameters() if each.requires_grad]
+    names = [name for module, names in _bare_norms(network).items() if module.training for name in names]
+    names += (name for name, each in network.named_parameters() if each.requires_grad)
     hint = f"the last ones are {', '.join(names[-_NAMED:])}; a pattern may have * and ?."
     passing = _matched("model.freeze_after: no trained", names, model.freeze_after, hint)
     if both := sorted(passing.keys() & late_parameters(network, model).keys()):
@@ -219,9 +238,12 @@ class FreezeSchedule:
         last_steps: Mapping[str, int],
         changed: Callable[[], None],
     ) -> None:
-        named = dict(network.named_parameters())
-        self._spans = [(named[name], step, math.inf) for name, step in first_steps.items()]
-        self._spans += [(named[name], 0, step) for name, step in last_steps.items()]
+        named, bare = dict(network.named_parameters()), _bare_norms(network)
+        by_name = {name: (step, math.inf) for name, step in first_steps.items()}
+        by_name |= {name: (0, step) for name, step in last_steps.items()}
+        self._spans = [(named[name], *span) for name, span in by_name.items() if name in named]
+        spans = {norm: [by_name[name] for name in names if name in by_name] for norm, names in bare.items()}
+        self._bare_norms = {norm: found for norm, found in spans.items() if found}
         moving = {id(parameter) for parameter, _, _ in self._spans}
         self._norms = [
             module
@@ -245,6 +267,8 @@ class FreezeSchedule:
             parameter.requires_grad_(is_trained)
         for norm in self._norms:
             norm.train(any(each.requires_grad for each in norm.parameters()))
+        for norm, spans in self._bare_norms.items():
+            norm.train(any(first <= step < last for first, last in spans))
         if is_change:
             self._changed()
         return is_change

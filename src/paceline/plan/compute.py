@@ -122,7 +122,11 @@ def without_slow_bf16(machine: MachineFacts, network: NetworkFacts | None) -> Ma
     """Return the machine, without fast bf16 if it computes this network faster in fp32."""
     if network is None or not network.is_depthwise or machine.device != "cpu" or not machine.fast_bf16:
         return machine
-    reason = "many of its products are depthwise convolutions, which CPUs compute faster in fp32"
+    return without_bf16(machine, "many of its products are depthwise convolutions, which CPUs compute faster in fp32")
+
+
+def without_bf16(machine: MachineFacts, reason: str) -> MachineFacts:
+    """Return the machine as if it had no fast bf16, so that ``train.precision=auto`` is fp32."""
     return replace(machine, fast_bf16=False, reasons=machine.reasons | {"fast_bf16": reason})
 
 

@@ -86,8 +86,8 @@ class Train:
     until: Annotated[Length | None, Off] = None
     """Stop here with a checkpoint, before the end of the run; it can be resumed (`--until`)."""
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
-    """Arithmetic of forward and backward passes; weights stay fp32. `auto` is bf16 on hardware for it, except for many
-    depthwise convolutions on a CPU. `fp8` is bf16 with linear layers in fp8."""
+    """Arithmetic of forward and backward passes; weights stay fp32. `auto` is bf16 on hardware for it, except for your
+    own tasks, and for many depthwise convolutions on a CPU. `fp8` is bf16 with linear layers in fp8."""
     float32_matmul: Literal["auto", "highest", "high", "medium"] = "auto"
     """How fp32 numbers are multiplied: `highest` in fp32, `high` in TF32, `medium` in bf16 (convolutions on CUDA in
     TF32); `auto` leaves torch's default."""

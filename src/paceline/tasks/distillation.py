@@ -15,6 +15,7 @@ from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
 from paceline.errors import DataError, RecipeError
+from paceline.models.autocast import Autocast
 from paceline.models.build import build_model, check_accepts, to_memory_format
 from paceline.plan import DataFacts
 from paceline.recipe.load import stored_recipe
@@ -73,13 +74,15 @@ class Distillation(ImageClassification):
         assert self._teacher is not None  # prepare_training has run
         logits = model(batch.inputs)
         with torch.no_grad():
-            teacher_logits = self._teacher(batch.inputs)
+            teacher = model.applied_to(self._teacher) if isinstance(model, Autocast) else self._teacher
+            teacher_logits = teacher(batch.inputs)
         if config.kind == "hard":
-            hard_loss = F.cross_entropy(logits, teacher_logits.argmax(dim=1))
+            losses, scale = F.cross_entropy(logits, teacher_logits.argmax(dim=1), reduction="none"), 1.0
         else:
-            hard_loss = _divergence(logits, teacher_logits, config.temperature)
+            losses, scale = _divergences(logits, teacher_logits, config.temperature), config.temperature**2
+        taught = scale * self._loss.mean(losses, batch.targets, batch.slice.mean_class_weight)
         labelled = self._loss(logits, batch.targets, batch.slice.mean_class_weight)
-        return (1 - config.weight) * labelled + config.weight * hard_loss
+        return (1 - config.weight) * labelled + config.weight * taught
 
     def _build_teacher(self, saved: SavedWeights) -> nn.Module:
         data, tree, where = saved.description("data"), saved.description("recipe"), str(saved.path)
@@ -118,8 +121,8 @@ def _with_teacher_scale(
     return lambda images: network(images * scale + shift)
 
 
-def _divergence(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
-    """Kullback-Leibler divergence of the student from the teacher's softened probabilities, times T squared."""
+def _divergences(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
+    """Return each sample's Kullback-Leibler divergence from the teacher's softened probabilities, [N]."""
     teacher = F.log_softmax(teacher_logits.float() / temperature, dim=1)
     student = F.log_softmax(logits.float() / temperature, dim=1)
-    return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2
+    return F.kl_div(student, teacher, reduction="none", log_target=True).sum(dim=1)

@@ -406,14 +406,15 @@ class ClassificationLoss:
     """The recipe's training loss, a mean over samples, in nats.
 
     With class weights it is a micro-batch's contribution to the step's weighted mean: the sum of w_i * l_i, divided by
-    the micro-batch's samples and by the step's mean weight. Each term of the cross-entropy has its class's weight, as
-    in ``torch.nn.CrossEntropyLoss``; so a mixed sample is weighted by its classes' shares.
+    the micro-batch's samples and by the step's mean weight. w_i is the weight of the sample's class, for a mixed sample
+    the mean over its classes by their shares. ``torch.nn.CrossEntropyLoss`` weighs smoothed targets instead: with
+    unequal weights, the rarest class is then the best answer for every sample.
 
     * cross_entropy, with label smoothing (Szegedy et al. 2015)
     * bce: binary cross-entropy per class, averaged over classes (Wightman et al. 2021); targets are smoothed in the
       same way, and with ``target_threshold`` become 1 above it, else 0
     * focal, and losses of other packages or the user: called with the same targets as probabilities [N, classes], they
-      return l_i. External losses are weighted per sample, as bce is.
+      return l_i
 
     Raises:
         RecipeError: If the recipe's loss cannot be imported or built with ``train.loss_options``.
@@ -444,7 +445,7 @@ class ClassificationLoss:
             mean_class_weight: Mean weight of the step's samples; None outside a training step.
         """
         if self._weights is not None or self._of_samples is not None:
-            return self._sum(logits, targets) / (len(logits) * (mean_class_weight or 1.0))
+            return self._weighted(logits, targets).sum() / (len(logits) * (mean_class_weight or 1.0))
         if self._name == "cross_entropy":
             return F.cross_entropy(logits, targets, label_smoothing=self._smoothing)
         return F.binary_cross_entropy_with_logits(logits.float(), self._distribution(targets, logits.shape[1]))
@@ -478,24 +479,31 @@ class ClassificationLoss:
         if not tried.requires_grad:
             raise RecipeError(f"train.loss={self._name} gave losses without a gradient; compute them with torch.")
 
-    def _sum(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of w_i * l_i over the micro-batch."""
+    def mean(self, losses: Tensor, targets: Tensor, mean_class_weight: float | None = None) -> Tensor:
+        """Return the mean of losses [N] of another kind, with the samples weighted as in this loss."""
+        return (losses * self._sample_weights(targets, losses)).sum() / (len(losses) * (mean_class_weight or 1.0))
+
+    def _sample_weights(self, targets: Tensor, template: Tensor) -> Tensor:
+        """Return w_i, [N], with the dtype and device of ``template``; without class weights, the number 1."""
+        if self._weights is None:
+            return template.new_ones(())
+        self._weights = self._weights.to(template)
+        return targets.to(template.dtype) @ self._weights if targets.is_floating_point() else self._weights[targets]
+
+    def _weighted(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return w_i * l_i, [N]."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         targets = targets.to(logits.dtype) if targets.is_floating_point() else targets
-        weights = self._weights = None if self._weights is None else self._weights.to(logits)
+        weights = self._sample_weights(targets, logits)
         if self._name == "cross_entropy":
-            return F.cross_entropy(logits, targets, weight=weights, label_smoothing=self._smoothing, reduction="sum")
-        ones = logits.new_ones(())
-        if weights is not None:
-            ones = targets @ weights if targets.is_floating_point() else weights[targets]
-        if self._name == "bce":
-            distribution = self._distribution(targets, logits.shape[1]).to(logits.dtype)
-            losses = F.binary_cross_entropy_with_logits(logits, distribution, weight=ones[:, None], reduction="sum")
-            return losses / logits.shape[1]
+            return weights * F.cross_entropy(logits, targets, label_smoothing=self._smoothing, reduction="none")
         distribution = self._distribution(targets, logits.shape[1], logits.dtype)
-        if self._name == "focal" and weights is not None:  # each term has its class's weight
-            return self._each(logits, distribution * weights).sum()
-        return (self._each(logits, distribution) * ones).sum()
+        if self._name == "bce":
+            losses = F.binary_cross_entropy_with_logits(logits, distribution, weight=weights[:, None], reduction="none")
+            return losses.sum(dim=1) / logits.shape[1]
+        if self._name == "focal" and weights.ndim:  # linear in its targets
+            return self._each(logits, distribution * weights[:, None])
+        return weights * self._each(logits, distribution)
 
     def _each(self, logits: Tensor, distribution: Tensor) -> Tensor:
         """Return the loss of each sample, [N], from a loss that is not torch's.

@@ -53,12 +53,18 @@ class Task(ABC):
         headline: The metric that ``evaluate.metric=auto`` selects.
         unit: Plural unit of :meth:`sample_weights`, such as ``tokens``; otherwise the name of samples.
         gives_scores: Whether :meth:`score` also returns ``logit`` and ``label``, for ``evaluate.metrics``.
+        is_own: Whether the class was defined outside of Paceline.
     """
 
     metrics: tuple[Metric, ...] = (Metric(name="loss"),)
     headline: str = "loss"
     unit: str = "samples"
     gives_scores: bool = False
+    is_own: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.is_own = not cls.__module__.startswith(("paceline.", "paceline_advisor."))
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -187,7 +193,9 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: Model, batch: Batch) -> torch.Tensor:
-        """Return the mean training loss over the batch's samples, a scalar; called under autocast.
+        """Return the mean training loss over the batch's samples, a scalar.
+
+        In 16-bit precision only the call of ``model`` runs under autocast; its answer is converted to float32.
 
         With :meth:`sample_weights` the mean is weighted; for a batch of total weight 0 it may be any finite value.
         """
@@ -287,19 +295,29 @@ class Task(ABC):
         return []
 
 
-def build_task(recipe: Recipe) -> Task:
-    """Build the task that a recipe names; data at an address are first copied to this host.
+def build_task(recipe: Recipe, maker: Callable[[Recipe], Task] | None = None) -> Task:
+    """Build a task; data at an address are first copied to this host.
+
+    Args:
+        recipe: The recipe.
+        maker: A task's class or another function of the recipe; by default, what the recipe names.
 
     Raises:
-        RecipeError: If the name is unknown, or the reference is not a task.
+        RecipeError: If the name is unknown, or what it refers to is not a complete task.
         StorageError: If the data are remote and cannot be copied.
     """
     path = recipe.data.path
     if path is not None and is_address(path):
         recipe = replace(recipe, data=replace(recipe.data, path=local_path(path, key="data.path")))
-    task = call_reference("task", recipe.task, registry.load("tasks", recipe.task, RecipeError), RecipeError, recipe)
+    target = maker or registry.load("tasks", recipe.task, RecipeError)
+    name = recipe.task if maker is None else getattr(maker, "__name__", type(maker).__name__)
+    if missing := sorted(getattr(target, "__abstractmethods__", ())):
+        raise RecipeError(f"task '{name}' lacks the method(s) {', '.join(missing)}, which every paceline.Task needs.")
+    task = call_reference("task", name, target, RecipeError, recipe)
     if not isinstance(task, Task):
-        raise RecipeError(f"task '{recipe.task}' gave a {type(task).__name__}, not a paceline.Task.")
+        raise RecipeError(f"task '{name}' gave a {type(task).__name__}, not a paceline.Task.")
+    if not hasattr(task, "recipe"):
+        raise RecipeError(f"task '{name}' has no recipe: its __init__ must call super().__init__(recipe).")
     return task
 
 

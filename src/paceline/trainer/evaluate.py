@@ -311,18 +311,17 @@ class Evaluator:
                     continue
                 inputs.add(batch.inputs)
                 for name, model in models.items():
-                    network = self.task.evaluated(model)
+                    network = self.task.evaluated(self.precision.applied_to(model))
                     cached = _CachedForward(network)
                     is_reused = observe is not None or name == answers.weights
-                    with self.precision.autocast():
-                        scores = self._score(cached if is_reused else network, network, batch, answers)
-                        sums[name].add(scores)
-                        for each in collected[name]:
-                            each.add(scores, batch.ids)
-                        if name == answers.weights:
-                            answers.add(cached.cached_answer, batch)
-                        if observe is not None:
-                            observe(name, batch, self.task.predict(cached, batch))
+                    scores = self._score(cached if is_reused else network, network, batch, answers)
+                    sums[name].add(scores)
+                    for each in collected[name]:
+                        each.add(scores, batch.ids)
+                    if name == answers.weights:
+                        answers.add(cached.cached_answer, batch)
+                    if observe is not None:
+                        observe(name, batch, self.task.predict(cached, batch))
                 self.heartbeat.tick()
             for _ in range(rounds, self.rounds or 0):
                 last = last or next(iter(self.pipeline.evaluation_batches(self.batch_size, World())))
@@ -379,8 +378,7 @@ class Evaluator:
         """Contribute this process's shards of the weights to the other processes' forward passes."""
         if self.rounds is not None:
             for model in models.values():
-                with self.precision.autocast():
-                    self.task.score(self.task.evaluated(model), batch)
+                self.task.score(self.task.evaluated(self.precision.applied_to(model)), batch)
 
 
 class _CachedForward:

@@ -271,8 +271,8 @@ class FakeStep:
 
     def forward(self) -> Tensor:
         """Return the loss of the batch, computed as in training."""
-        with self._enter_phase("forward"), self._precision.autocast():
-            return self.task.loss(self.network, self.batch)
+        with self._enter_phase("forward"), self._precision.keeping_casts():
+            return self.task.loss(self._precision.applied_to(self.network), self.batch)
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of all parameters and add them to existing ones."""
@@ -312,8 +312,8 @@ class FakeStep:
             batch = self.make_scored(samples or self.evaluation_batch_size)
             observe(batch)
             for network in networks:
-                with self._precision.autocast():
-                    self.task.score(self.task.evaluated(network), batch)
+                with self._precision.keeping_casts():
+                    self.task.score(self.task.evaluated(self._precision.applied_to(network)), batch)
 
     @contextlib.contextmanager
     def _enter_phase(self, phase: str) -> Iterator[None]:

@@ -155,8 +155,8 @@ class _Trainer:
             raise TrainingError(f"a batch takes {seconds:.1f} s, too long to try several numbers")
 
     def _pass(self, batch: Batch) -> int:
-        with self._precision.autocast():
-            loss = self._task.loss(self._network, batch)
+        with self._precision.keeping_casts():
+            loss = self._task.loss(self._precision.applied_to(self._network), batch)
         self._precision.backward(loss)
         self._network.zero_grad(set_to_none=True)
         return len(batch.ids)

@@ -319,9 +319,9 @@ class _Costs:
 
     def _scoring_seconds(self, batch: Batch) -> float:
         run, start = self.probe.run, time.perf_counter()
-        with run.precision.autocast():
-            for model in run.scored.values():
-                run.task.score(run.task.evaluated(model), batch)
+        for model in run.scored.values():
+            with run.precision.keeping_casts():
+                run.task.score(run.task.evaluated(run.precision.applied_to(model)), batch)
         self.probe.synchronize()
         return time.perf_counter() - start
 

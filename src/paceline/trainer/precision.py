@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.errors import TrainingError
+from paceline.models.autocast import Autocast
 from paceline.recipe.training import GradScaler
 
 # Below this scale every gradient that fp16 can hold is lost: the overflow is in the forward pass, and nothing is
@@ -21,7 +23,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat1
 
 
 class Precision:
-    """Autocast and loss scaling behind four methods, so that the training step needs no branches for them.
+    """Autocast and loss scaling behind a few methods, so that the training step needs no branches for them.
 
     Weights, optimizer state and the moving average stay fp32. fp16 scales the loss; a step whose gradients overflow is
     skipped, and reading that flag is the only host-device synchronisation of an fp16 step.
@@ -41,15 +43,17 @@ class Precision:
         self._dtype = _AUTOCAST.get(name)
         self.scaler = torch.amp.GradScaler(device.type, **asdict(scaler)) if name == "fp16" else None
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Context of a forward pass."""
+    def applied_to(self, model: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a network as tasks call it: its forward pass under autocast, its answer in float32."""
         if self._dtype is None:
-            return nullcontext()
-        autocast = torch.autocast(self._device_type, dtype=self._dtype)
-        return _without_copies(autocast) if self._is_sharded else autocast
+            return model
+        autocast = partial(torch.autocast, self._device_type, dtype=self._dtype)
+        return Autocast(model, partial(_without_copies, autocast) if self._is_sharded else autocast)
 
     def keeping_casts(self) -> AbstractContextManager[Any]:
         """Context around forward passes with the same weights: each weight is cast once, not in every pass.
+
+        Nothing else inside is cast.
 
         Autocast clears this cache when its outermost context ends, even if that context casts nothing.
         """
@@ -99,9 +103,9 @@ class Precision:
 
 
 @contextmanager
-def _without_copies(autocast: AbstractContextManager[Any]) -> Iterator[None]:
+def _without_copies(autocast: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Let the backward pass cast weights again, to the same bits, instead of keeping their 16-bit copies for it."""
-    with autocast, torch.autograd.graph.saved_tensors_hooks(_packed, _unpacked):
+    with autocast(), torch.autograd.graph.saved_tensors_hooks(_packed, _unpacked):
         yield
 
 

@@ -46,12 +46,14 @@ from paceline.models.transfer import adapt, load_fitting, trained_spans, with_sh
 from paceline.optim.embedding_optim import check_tables
 from paceline.optim.parameter_groups import describe_groups
 from paceline.plan import DataFacts, MachineFacts, NetworkFacts, ParameterNumbers, Plan, TaskFacts, make
+from paceline.plan.compute import without_bf16
 from paceline.recipe.model import Model
 from paceline.recipe.schema import Recipe
 from paceline.records.events import EvaluationEvent
 from paceline.records.reader import read_plan, read_recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.storage.cache import local_path
+from paceline.tasks.own_code import check_metrics, refused
 from paceline.tasks.task import Task, check_supported, task_name
 from paceline.telemetry.trackers import check_trackers
 from paceline.trainer.precision import set_float32_matmul
@@ -217,10 +219,15 @@ def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> 
         PacelineError: If the data cannot be used, or the task does not measure what the recipe asks for.
     """
     check_supported(task)
+    if task.is_own:
+        machine = without_bf16(machine, f"{task_name(task)} is your own code, computed as written unless you set bf16")
     data = task.data_facts(world)
+    if not isinstance(data, DataFacts):
+        raise refused(task, "data_facts returned", data, "a paceline.plan.DataFacts")
     # The class is part of the run's identity: weights of one task cannot be used for another.
     data = replace(data, description={"task": task_name(task), **data.description})
     classes, data = _class_facts(task, data)
+    check_metrics(task)
     _check_metric_names(task)
     best_metric(task)
     lengths = task.sample_lengths()
@@ -449,6 +456,8 @@ def build_network(recipe: Recipe, task: Task, placement: Placement) -> tuple[nn.
     """Return the network with its initial weights on the device, the same on every rank, and notices about them."""
     torch.manual_seed(recipe.seed)
     network = task.build_model()
+    if not isinstance(network, nn.Module):
+        raise refused(task, "build_model returned", network, "a torch.nn.Module")
     task.check_network(network)
     task.first_weights(network)
     model = task.recipe.model
@@ -577,7 +586,7 @@ def check_single_samples(
         [sample] = pipeline.train_batches(alone, 0, 1, World())
     if not len(sample.ids):  # it could not be read
         return
-    trial = copy.deepcopy(network).train()
+    trial = copy.deepcopy(network)
     try:
         with torch.no_grad():
             task.loss(trial, sample)

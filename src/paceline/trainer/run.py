@@ -6,7 +6,7 @@ need.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +34,7 @@ from paceline.optim.schedules import Schedules
 from paceline.plan import Occasion, Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
+from paceline.tasks.own_code import checked_loss
 from paceline.tasks.task import Task
 from paceline.telemetry.clock import StepClock
 from paceline.telemetry.display import Display
@@ -123,6 +124,12 @@ class Run:
         self.heartbeat.begin_step(self.progress.position + 1)
         self.freeze_schedule.at(self.progress.step)
         self.noise.begin_step(is_due=self.due("noise_scale", ahead=1))
+
+    def loss(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
+        """Return the task's loss of a micro-batch; only the network's forward pass is under autocast."""
+        with self.precision.keeping_casts():
+            loss = self.task.loss(self.precision.applied_to(model), batch)
+        return checked_loss(self.task, loss, needs_gradient=batch.weight > 0)
 
     def backward(self, loss: torch.Tensor, batch: Batch) -> None:
         """Run the backward pass of a micro-batch; its gradient is measured if due."""

@@ -39,6 +39,7 @@ from paceline.records.environment import capture_environment
 from paceline.records.events import for_display, truncate_after
 from paceline.records.ledger import ledger_files, truncate_ledgers, write_lengths
 from paceline.records.run_directory import RunDirectory, file_error, sync_directory, write_json, write_text
+from paceline.tasks.task import Task, task_name
 from paceline.telemetry.trackers import TRACKERS
 
 
@@ -89,6 +90,7 @@ def _read_if_present(path: Path) -> str | None:
 
 # Keys that may differ between a run and its continuation: none of them changes which samples a step sees.
 _CHANGEABLE_KEYS = (
+    "task",  # its class is compared
     *("train.duration", "train.until", "train.precision", "train.nonfinite", "train.max_nonfinite"),
     *("evaluate.", "checkpoint.", "telemetry.", "parallel.", "batch.micro_size", "distillation.teacher"),
     *("data.path", "data.workers", "data.prefetch", "data.max_broken"),
@@ -257,7 +259,8 @@ _FIXED_PLAN_VALUES = {
 
 # Facts about its data that must not change, with the message if they have.
 _FIXED_DATA = {
-    "task": "the run in {where} trains the task {before}, not {now}; use the same task",
+    "task": "the run in {where} trains the task {before}, not {now}; use the same task (from Python: "
+    "paceline.train(run_dir=…, task=…), if it was given there)",
     "split": "the run in {where} was begun by a version that held out other texts; finish it with that version",
     "digest": "the data of the run in {where} has changed since it started: other files, names or sizes; restore them",
     "content_digest": "images of the run in {where} have changed since it started, under the same names and sizes "
@@ -384,7 +387,7 @@ def open_directory(directory: RunDirectory, request: ResumeRequest) -> ResumeDec
 def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     for output in _outputs(directory):
         _damage_of(directory, output)  # a file that cannot be read now, or is of another version, is not touched
-    if not directory.exists() or never_trained(directory):
+    if not has_trained(directory):
         return _start_new(directory, request)
     check_same_run(directory, request)
     notices = _notices(directory, reader.read_plan_to_resume(directory), request)
@@ -526,6 +529,24 @@ def never_trained(directory: RunDirectory) -> bool:
     """Whether no step was ever taken, so that nothing here needs to be kept."""
     used = any(path.stat().st_size for path in ledger_files(directory.ledger))
     return not used and not CheckpointStore(directory.checkpoints).steps() and not records_of_progress(directory)
+
+
+def has_trained(directory: RunDirectory) -> bool:
+    """Whether a run has begun here, and taken a step."""
+    return directory.exists() and not never_trained(directory)
+
+
+def check_same_task(run_dir: Path | None, task: Task) -> None:
+    """Check before the data are opened that a run, if one has begun here, trains this task.
+
+    Raises:
+        RunDirectoryError: If it trains another one.
+    """
+    if run_dir is None or not has_trained(directory := RunDirectory(run_dir)):
+        return
+    before, now = reader.read_plan_to_resume(directory)["data"].get("task"), task_name(task)
+    if before != now:
+        raise RunDirectoryError(_FIXED_DATA["task"].format(where=f"'{run_dir}'", before=before, now=now) + ".")
 
 
 def check_same_run(directory: RunDirectory, request: ResumeRequest, *, address: str | None = None) -> None:

@@ -262,10 +262,10 @@ def _keep_figures(run: Run) -> None:
             evaluation_mode(run.models().values()),
             restore_random_states(run.device.type),
             torch.no_grad(),
-            run.precision.autocast(),
+            run.precision.keeping_casts(),
         ):
             torch.manual_seed(run.recipe.seed)
-            figures = run.task.figures(run.task.evaluated(model))
+            figures = run.task.figures(run.task.evaluated(run.precision.applied_to(model)))
         _write_pictures(run.directory.figures, figures, [caption for _, caption in figures])
     except Exception as error:  # noqa: BLE001  # pictures must not end a run
         run.display.message(f"The task's figures are not shown in the report ({type(error).__name__}: {error}).")

@@ -23,8 +23,7 @@ def train_step(run: Run, batches: Iterator[Batch]) -> bool:
         with run.strategy.micro_batch(_micro_batch(batch)):
             with run.span("forward", samples=batch.ids):
                 seed_forward(run.recipe.seed, batch.slice, run.device)
-                with run.precision.autocast():
-                    loss = run.task.loss(run.strategy.model, batch)
+                loss = run.loss(run.strategy.model, batch)
             with run.span("backward", synchronizes=is_last, samples=batch.ids):
                 share = _share(loss, batch, run.strategy.loss_divisor)
                 mark = run.guard.mark(loss, batch)

@@ -39,7 +39,7 @@ from paceline.tasks.task import Task, build_task
 from paceline.telemetry.display import Display, RunProgress
 from paceline.telemetry.mlperf_log import write_mlperf_log
 from paceline.telemetry.trackers import check_trackers
-from paceline.trainer import mirroring, preparation
+from paceline.trainer import mirroring, preparation, run_dir_checks
 from paceline.trainer.build import OpenedRun, build_run
 from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.fake_batch import with_placeholder_text
@@ -268,8 +268,8 @@ def _opened(
     # Each process separately: every mistake that a recipe can contain.
     resumes = mirroring.will_resume(recipe, options.run_dir, world)
     with loading():
-        make_task = build_task if options.task is None else options.task
-        task = make_task(preparation.resumed_recipe(recipe, options.run_dir) if resumes else recipe)
+        task = build_task(preparation.resumed_recipe(recipe, options.run_dir) if resumes else recipe, options.task)
+    run_dir_checks.check_same_task(options.run_dir, task)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopRequest())
         stack.enter_context(restore_affinity())

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -23,6 +23,7 @@ from paceline.errors import ModelError
 from paceline.metrics.named import NamedMetrics
 from paceline.models.compiled import shape_of
 from paceline.records.events import MeasurementEvent
+from paceline.tasks.own_code import calling, check_scores, refuse_missing
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.run import Run
@@ -71,8 +72,7 @@ def send_through(run: Run, first: Batch) -> None:
     with preserve_buffers(run.network):
         run.heartbeat.enter("forward", samples=first.ids)
         seed_forward(run.recipe.seed, first.slice, run.device)
-        with run.precision.autocast():
-            loss = run.task.loss(run.strategy.model, first)
+        loss = run.loss(run.strategy.model, first)
         run.heartbeat.enter("backward", last=True)
         torch.autograd.backward(run.strategy.with_vote(loss * 0, ControlFlags, is_last=True))
         try:
@@ -121,8 +121,7 @@ class GradientProbe:
         """Return the gradient of this batch by parameter, without unused parameters."""
         run = self.run
         seed_forward(run.recipe.seed, self.batch.slice, run.device)
-        with run.precision.autocast() if autocast else ExitStack():
-            loss = run.task.loss(model, self.batch)
+        loss = run.loss(model, self.batch) if autocast else run.task.loss(model, self.batch)
         if run.precision.scaler is not None:
             loss = loss * FP16_SCALE
         # Not backward(): nothing is accumulated, and a wrapper's hooks are not called.
@@ -153,8 +152,7 @@ def check_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     Raises:
         ModelError: On every process, if the compiled network is wrong.
     """
-    if not run.progress.position and isinstance(run.strategy, Replicas):
-        _check_named_metrics(run)
+    _rehearse_evaluation(run)
     checks = [check_compiled] * (run.plan.compile != "off") + [measure_deterministic] * run.recipe.train.deterministic
     # A sharded network cannot be tried separately: there the cost of determinism is not measured.
     if run.progress.position or not checks or not isinstance(run.strategy, Replicas):
@@ -180,20 +178,41 @@ def check_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     return chain([first], batches)
 
 
-def _check_named_metrics(run: Run) -> None:
-    """Try the metrics that the recipe names on a held-out batch, the same on every process.
+_CODE_ERRORS = (AttributeError, KeyError, NameError, TypeError)
+
+
+def _rehearse_evaluation(run: Run) -> None:
+    """Score a held-out batch, the same on every process: at the first evaluation, an epoch would be lost.
+
+    Only with your own task, or metrics that the recipe names.
 
     Raises:
-        RecipeError: If one gives no number: at the first evaluation, an epoch would be lost.
+        ModelError: If a method of the task or of a collector fails, or returns the wrong thing.
+        RecipeError: If a metric that the recipe names gives no number.
     """
-    metrics = NamedMetrics(run.recipe.evaluate.metrics)
-    if not metrics.metrics:
+    task, named, device = run.task, NamedMetrics(run.recipe.evaluate.metrics), run.device.type
+    if run.progress.position or not run.plan.evaluates or not (task.is_own or named.metrics):
         return
-    batch = next(iter(run.pipeline.evaluation_batches(run.evaluator.batch_size, World())), None)
-    if batch is not None and len(batch.ids):
-        with evaluation_mode([run.network]), torch.no_grad(), run.precision.autocast():
-            metrics.add(run.task.score(run.task.evaluated(run.network), batch), batch.ids)
-        metrics.results([metrics.part()])
+    model = run.scored["model"] if run.strategy.is_sharded else run.network
+    with restore_random_states(device), preserve_buffers(run.network), evaluation_mode([run.network]), torch.no_grad():
+        batch = next(iter(run.pipeline.evaluation_batches(run.evaluator.batch_size, World())), None)
+        if batch is None or not len(batch.ids):
+            return
+        with run.precision.keeping_casts(), calling(task, "score", errors=Exception):
+            scores = task.score(task.evaluated(run.precision.applied_to(model)), batch)
+        check_scores(task, scores, len(batch.ids))
+        # A result that one batch cannot give, such as a curve of a single class, is not a mistake.
+        with suppress(ArithmeticError, AssertionError, IndexError, RuntimeError, ValueError):
+            results: dict[str, float] = {}
+            for each in (*(task.collectors() if task.is_own else ()), named):
+                with calling(each, "add", errors=Exception):
+                    each.add(scores, batch.ids)
+                    part = each.part()
+                with calling(each, "results", errors=_CODE_ERRORS):
+                    results |= each.results([part])
+            for metric in task.metrics:
+                if metric.is_collected and task.is_own:
+                    refuse_missing(task, "collectors give", results, "the metrics have", metric.name)
 
 
 def measure_deterministic(probe: GradientProbe) -> MeasurementEvent:

@@ -73,7 +73,7 @@ class TrialTask(Task):
         super().__init__(inner.recipe)
         self.inner = inner
         self.metrics, self.headline, self.unit = inner.metrics, inner.headline, inner.unit
-        self.gives_scores = inner.gives_scores
+        self.gives_scores, self.is_own = inner.gives_scores, inner.is_own
         self._config = config
 
     def data_facts(self, world: World) -> DataFacts:

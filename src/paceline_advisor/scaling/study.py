@@ -20,6 +20,7 @@ from paceline.pages.shown import Shown
 from paceline.plan.compute import WITH_GRAPHS
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.recipe.schema import Recipe
+from paceline.registry import load
 from paceline.units import format_seconds
 from paceline_advisor.commands import Scale
 from paceline_advisor.formulas.parallel_step import (
@@ -330,7 +331,9 @@ class Scaling:
         else:
             self.cluster = cluster_here(options.sizes, on_cpu=on_cpu)
         self.device = None if self.cluster.device is None else find_device(self.cluster.device)
-        automatic = "bf16" if self.device is not None and self.device.peak("bf16") is not None else "fp32"
+        is_own = getattr(load("tasks", recipe.task, RecipeError), "is_own", True)
+        has_bf16 = self.device is not None and self.device.peak("bf16") is not None
+        automatic = "bf16" if has_bf16 and not is_own else "fp32"
         self.precision = automatic if recipe.train.precision == "auto" else recipe.train.precision
         self._check()
         self.subject = describe(recipe, options.samples) if subject is None else subject

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import nn
 
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, ModelError
-from paceline.models.transfer import freeze, load_fitting
+from paceline.models.transfer import FreezeSchedule, adapt, freeze, load_fitting, trained_spans
+from paceline.recipe.model import Model
+from paceline.units import Duration
 
 
 def net(classes: int = 3) -> nn.Module:
@@ -52,9 +55,36 @@ def test_patterns_freeze_and_take_back(patterns: tuple[str, ...], left: set[str]
     freeze(network, patterns)
     assert trained(network) == left
     assert network[1].training == norm_learns
-    bare = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, affine=False))
-    freeze(bare, ("0.*",))
-    assert bare[1].training  # a norm without parameters goes on learning
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d(4, affine=False),
+        nn.SyncBatchNorm(4, affine=False),
+        nn.InstanceNorm2d(4, track_running_stats=True),
+        nn.BatchNorm2d(4, affine=False, momentum=None),
+    ],
+)
+def test_a_norm_without_parameters_rests_with_the_part_it_is_in(norm: nn.Module) -> None:
+    for patterns, learns in {("0.*",): True, ("*", "!2.*"): False, ("1.*",): False, ("*.weight",): True}.items():
+        network = nn.Sequential(nn.Conv2d(1, 4, 3), copy.deepcopy(norm), nn.Conv2d(4, 2, 1))
+        freeze(network, patterns)
+        assert network[1].training == learns, patterns
+    network, model = (
+        nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.Conv2d(4, 2, 1)),
+        Model(
+            frozen=("0.*", "1.*"), unfreeze={"1.*": Duration(2, "steps")}, freeze_after={"2.*": Duration(3, "steps")}
+        ),
+    )
+    adapt(network, model)
+    schedule = FreezeSchedule(network, *trained_spans(network, model, {"1.*": 2}, {"2.*": 3}), changed=lambda: None)
+    seen = [(schedule.at(step), norm.training, network[2].weight.requires_grad) for step in range(4)]
+    assert [each[1:] for each in seen] == [(False, True), (False, True), (True, True), (True, False)]
+    network.requires_grad_(requires_grad=True)
+    model = Model(freeze_after={"0.*": Duration(1, "steps"), "1.*": Duration(1, "steps")})
+    schedule = FreezeSchedule(network, *trained_spans(network, model, {}, {"0.*": 1, "1.*": 1}), changed=lambda: None)
+    assert [(schedule.at(step), norm.training)[1] for step in range(2)] == [True, False]
 
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:

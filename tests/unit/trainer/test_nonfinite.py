@@ -246,7 +246,7 @@ def test_a_run_fails_whose_last_evaluation_is_not_finite(
 ) -> None:
     """At once again if it is run again; one that has recovered by then completes."""
     spoilt = {2, 3, 4, 8}
-    calls = [0]
+    calls = [-1]  # the trial before the first step
 
     def on_score(_: Any, __: Any, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         calls[0] += 1

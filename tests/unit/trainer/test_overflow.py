@@ -140,8 +140,10 @@ CPU = torch.device("cpu")
 )
 def test_autocast(name: str, dtype: torch.dtype) -> None:
     precision = Precision(name, CPU, GradScaler())
-    with precision.autocast():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+    inside: list[torch.dtype] = []
+    network = precision.applied_to(lambda x: inside.append((x @ x).dtype) or x @ x)  # type: ignore[func-returns-value]
+    assert network(torch.ones(2, 2)).dtype == torch.float32
+    assert inside == [dtype]
     assert (precision.scaler is not None) == (name == "fp16")
     assert precision.scale == (65536.0 if name == "fp16" else 1.0)
 

@@ -46,7 +46,8 @@ def precision(subject: Subject) -> CheckResult | None:
         return None
     if not target.is_gpu and any(layer.is_depthwise for layer in subject.layers):
         return None  # CPUs compute these faster in fp32, or train.precision=auto takes bf16
-    setting, rates = "auto" if faster == "bf16" else faster, ""
+    is_own = not str(plan.data["task"]).startswith("paceline.")  # `auto` is then fp32
+    setting, rates = "auto" if faster == "bf16" and not is_own else faster, ""
     if target.device is not None:
         fast, slow = target.device.peak(faster), target.device.peak(subject.products)
         if fast and slow:
