@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.image.datasets import open_dataset
+from paceline.data.splits import TRAIN, split_folders
 from paceline.distributed.device import choose_device
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError
@@ -118,7 +119,8 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
     """
     path = Path(source).expanduser()
     kind = "image_folder" if path.is_dir() else TABLES[path.suffix.lower()]
-    if any((path / split / "masks").is_dir() and (path / split / "images").is_dir() for split in ("", "train")):
+    folders = (path, path / split_folders(path).get(TRAIN, "")) if path.is_dir() else ()
+    if any((each / "masks").is_dir() and (each / "images").is_dir() for each in folders):
         raise RecipeError(
             f"{source} has folders images and masks, as for segmentation; train on it with `paceline train "
             f"shapes-segmentation data.dataset=masks {shlex.quote(f'data.path={yaml_line(source)}')}`."

@@ -109,7 +109,7 @@ class DataReport:
             "cost": self.cost,
             "workers": self.workers,
             "seconds": self.seconds,
-            **({} if self.quarantine is None else {"moved": list(map(list, self.quarantine.moved))}),
+            **({} if (at := self.quarantine) is None else {"moved": at.moved, "not_moved": at.kept}),
             **({"unusable": self.unusable} if self.unusable else {}),
         }
 

@@ -24,7 +24,7 @@ from paceline.data.disk_cache import TOO_FRESH_NS, Arrays, recall_arrays, rememb
 from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, SkippedFile, StoredImages, file_splits
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
-from paceline.data.splits import held_out_among
+from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.files import SkippedItems, has_extension, is_folder, visible_entries
@@ -211,7 +211,6 @@ def _from_cache(
     return listings, str(arrays["digest"].item())
 
 
-_HELD_OUT = ("val", "test")
 _ONE_CLASS = (
     "{} has one class folder, {}, but a classifier needs at least two: add the other classes, or point data.path at "
     "the folder that holds them all."
@@ -227,7 +226,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
     """
     root, problems, left_out = _existing_folder(request.path), request.problems, SkippedItems()
     problems.allows_one_class |= request.data.score_all
-    train_folder, held_out_folder = _split_folders(root, problems, score_all=request.data.score_all)
+    train_folder, held_out_folder, unread = _split_folders(root, problems, score_all=request.data.score_all)
     folders = [each for each in (train_folder, held_out_folder) if each is not None]
     listings, digest, how = list_folders(root, folders, problems, remembered=not request.tolerant)
     split = ""
@@ -235,8 +234,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
         first, second = ({each.classes[label] for label in np.unique(each.labels)} for each in listings)
         second |= first & set(listings[1].classes)  # a training class may have no held-out images
         _require_same_classes(train_folder, first, held_out_folder, second, problems)
-        unread = held_out_folder.name == "val" and (root / "test").is_dir()
-        split = f"the folder {held_out_folder.name}/{'; test/ is not read' if unread else ''}"
+        split = f"the folder {held_out_folder.name}/{f'; {unread.name}/ is not read' if unread else ''}"
     elif request.data.score_all and train_folder != root:
         split = f"the folder {train_folder.name}/"
     classes = tuple(sorted({name for each in listings for name in each.classes}))
@@ -261,7 +259,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
 
 
 def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) -> SampleSource | None:
-    """Return the images in ``test/`` of a folder whose runs read ``val/`` instead; None if there are none.
+    """Return the images of a test split in a folder whose runs read a validation split; None if there are none.
 
     Args:
         path: The folder.
@@ -269,9 +267,10 @@ def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) ->
         channels: Channels to decode to, 1 or 3.
     """
     root = Path(path).expanduser()
-    if not all((root / name).is_dir() for name in ("train", *_HELD_OUT)):
+    *_, test = _split_folders(root, Problems(), score_all=False)
+    if test is None:
         return None
-    ((listing,), *_) = list_folders(root, [root / "test"], Problems(), remembered=False)
+    ((listing,), *_) = list_folders(root, [test], Problems(), remembered=False)
     labels = listing.labels_among(classes)
     names = [listing.names[index] for index in np.flatnonzero(labels >= 0).tolist()]
     return FileSource(root, names, labels[labels >= 0], channels) if names else None
@@ -280,7 +279,7 @@ def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) ->
 def unread_entries(path: str | Path) -> Iterator[str]:
     """Return the entries outside the class folders, which are not read."""
     root = Path(path).expanduser()
-    for folder in dict.fromkeys([root, *_split_folders(root, Problems(), score_all=False)]):
+    for folder in dict.fromkeys([root, *_split_folders(root, Problems(), score_all=False)[:2]]):
         if folder is not None:
             yield from (entry.path for entry in visible_entries(folder) if not is_folder(entry))
 
@@ -300,26 +299,23 @@ def _existing_folder(root: Path) -> Path:
     )
 
 
-def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[Path, Path | None]:
-    """Return the folder of the training classes and that of the held-out ones (None: split off)."""
+def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[Path, Path | None, Path | None]:
+    """Return the folders of the training classes, of the held-out ones (None: split off), and an unread test split."""
+    splits = split_folders(root)
     names = sorted(entry.name for entry in visible_entries(root) if is_folder(entry))
-    held_out = next((name for name in _HELD_OUT if name in names), None)
-    if "train" not in names:
-        if held_out is not None and not score_all:
-            problems.add(
-                "{} has {} but no 'train': put the training images into train/CLASS/, or, if {} is a class, rename it.",
-                *map(repr, (str(root), held_out, held_out)),
-            )
-        if held_out is not None:
-            others = (str(root / name) for name in names if name != held_out)
-            problems.bad += [SkippedFile("unread_folders", other) for other in others]
-        return (root if held_out is None else root / held_out), None
-    if held_out is None and (other := held_out_among(names)):
-        problems.add("{} has {}, whose images would not be held out: rename it to 'val'.", repr(str(root)), repr(other))
-    for name in names:
-        if name not in ("train", *_HELD_OUT):
-            problems.bad.append(SkippedFile("unread_folders", str(root / name)))
-    return root / "train", None if held_out is None else root / held_out
+    train, held_out = splits.get(TRAIN), splits.get(VALIDATION, splits.get(TEST))
+    if train is None and held_out is not None and not score_all:
+        problems.add(
+            "{} has {} but no 'train': put the training images into train/CLASS/, or, if {} is a class, rename it.",
+            *map(repr, (str(root), held_out, held_out)),
+        )
+    if train is not None or held_out is not None:
+        read = (held_out,) if train is None else splits.values()
+        problems.bad += [SkippedFile("unread_folders", str(root / name)) for name in names if name not in read]
+    if train is None:
+        return root / (held_out or ""), None, None
+    unread = root / splits[TEST] if {VALIDATION, TEST} <= splits.keys() else None
+    return root / train, None if held_out is None else root / held_out, unread
 
 
 def _require_same_classes(train: Path, first: set[str], held_out: Path, second: set[str], problems: Problems) -> None:
