@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.image.datasets import open_dataset
+from paceline.data.image.datasets import MOST_IMAGES, open_dataset
 from paceline.data.splits import TRAIN, split_folders
 from paceline.distributed.device import choose_device
 from paceline.distributed.environment import read_launch
@@ -149,6 +149,8 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
             f"{format_count(int(counts[minor]))}: data.sampling=balanced draws all classes equally often, "
             "train.class_weights=balanced makes all count alike in the loss"
         )
+    if count + len(images.validation) > MOST_IMAGES:
+        reasons.append(f"above {MOST_IMAGES:,} images, copies are not looked for: `paceline check-data` finds them")
     is_network_given = bool(given & {"model.name", "model.pretrained", "model.initialize_from"})
     if is_network_given:
         pretrained, missing = tried.model.pretrained or tried.model.initialize_from is not None, ""

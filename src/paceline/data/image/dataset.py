@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,10 +103,11 @@ def stratified_order(labels: Ids, hashes: Hashes) -> Ids:
 
 
 def similar_names(classes: Iterable[str]) -> list[tuple[str, str]]:
-    """Return pairs of classes whose names differ only by case or spaces."""
+    """Return pairs of classes whose names differ only by case, spaces or invisible characters."""
     groups = defaultdict(list)
     for name in classes:
-        groups["".join(name.casefold().split())].append(name)
+        shown = (each for each in unicodedata.normalize("NFC", name) if unicodedata.category(each) != "Cf")
+        groups["".join("".join(shown).casefold().split())].append(name)
     return [(names[0], names[1]) for names in groups.values() if len(names) > 1]
 
 

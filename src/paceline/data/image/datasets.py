@@ -9,22 +9,35 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from paceline.data.disk_cache import cached, stamp_of
+from paceline.data.disk_cache import Stamp, cached, stamp_or_none
 from paceline.data.image.dataset import DatasetRequest, ImageDataset, Problems, StoredImages, similar_names
 from paceline.data.image.decode import read_file
 from paceline.data.image.selection import select
-from paceline.data.image.source import BrokenImageError, Content, encoded_source, files_of
+from paceline.data.image.source import (
+    BrokenImageError,
+    Content,
+    FileSource,
+    Ids,
+    encoded_source,
+    files_of,
+    leaf_sources,
+)
 from paceline.dataset_registry import dataset_names, find_dataset
 from paceline.errors import DataError, RecipeError, did_you_mean
+from paceline.escaping import quoted
 from paceline.recipe.data import Data
 from paceline.references import call_reference, is_reference, load_reference
-from paceline.units import format_bytes
+from paceline.units import format_bytes, format_count
 
 MOST_IMAGES = 20_000
 LARGEST_BYTES = 512 * 2**20
@@ -36,55 +49,117 @@ _READERS = 8  # each thread mostly waits for the disk
 _AT_ONCE = 64
 
 
-def content_of(dataset: ImageDataset) -> tuple[str | None, str]:
-    """Digest the image files of all splits with :func:`content_digest`; None without files."""
+def content_of(dataset: ImageDataset) -> tuple[str | None, str, str]:
+    """Digest the image files of all splits with :func:`content_digest`; None without files.
+
+    Returns:
+        The digest, a description of its scope, and a sentence about images with two labels or in two splits, if any.
+    """
     splits = [each for each in (dataset.train, dataset.validation, dataset.holdout) if each is not None]
     sources = [each for each in map(encoded_source, splits) if each is not None]
     if len(sources) < len(splits) or any(files_of(each, np.arange(0)) is None for each in splits):
-        return None, ""
+        return None, "", ""
     if sum(map(len, splits)) > MOST_IMAGES:
-        return None, TOO_LARGE
-    paths = {path for each in splits for path in files_of(each, np.arange(len(each))) or ()}
+        return None, TOO_LARGE, ""
+    named = [path for each in splits for path in files_of(each, np.arange(len(each))) or ()]
+    paths = sorted(set(named))
+    now, stamps = time.time_ns(), _stamps(paths)
+    copies = ""
+    if all(isinstance(leaf, FileSource) for each in splits for leaf, _ in leaf_sources(each, np.arange(0))):
+        parts = np.repeat(np.arange(len(splits)), [len(each) for each in splits])
+        labels = np.concatenate([each.labels for each in splits])
+        copies = _copies(named, dict(zip(paths, stamps, strict=True)), labels, parts, now)
     samples = [(source, sample) for source in sources for sample in range(len(source))]
 
     def read(index: int) -> Content:
         source, sample = samples[index]
         return source.encoded(sample)
 
-    return content_digest(sorted(paths), len(samples), read, dataset.digest)
+    return *content_digest(paths, stamps, len(samples), read, dataset.digest, now=now), copies
+
+
+def _stamps(paths: Sequence[str]) -> list[Stamp | None]:
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(stamp_or_none, paths))
+
+
+def _copies(
+    paths: Sequence[str], stamps: Mapping[str, Stamp | None], labels: NDArray[Any], splits: Ids, now: int
+) -> str:
+    """Describe images of the same content with different labels, or in different splits; empty if there are none.
+
+    Only files of equal size are read, and only if these hold at most ``LARGEST_BYTES``.
+    """
+    sizes = [stamp[0] if (stamp := stamps[path]) else 0 for path in paths]
+    by_size = Counter(stamp[0] for stamp in stamps.values() if stamp)
+    alike = sorted({path for path, size in zip(paths, sizes, strict=True) if size and by_size[size] > 1})
+    if sum(stamp[0] for path in alike if (stamp := stamps[path])) > LARGEST_BYTES:
+        return f"copies of images were not looked for: files of equal sizes hold over {format_bytes(LARGEST_BYTES)}"
+
+    def digest(path: str) -> str:
+        with suppress(BrokenImageError):
+            return _hashed(read_file(path)).hex()
+        return ""
+
+    def find() -> list[str]:
+        with ThreadPoolExecutor(_READERS) as pool:
+            return list(pool.map(digest, alike))
+
+    digests = dict(zip(alike, cached("copies", alike, [stamps[each] for each in alike], find, now=now), strict=True))
+    first: dict[str, int] = {}
+    pairs: dict[str, list[tuple[int, int]]] = {"different labels": [], "different splits": []}
+    for sample, path in enumerate(paths):
+        other = first.setdefault(digests.get(path) or path, sample)
+        if paths[other] != path:
+            pairs["different labels"] += [(other, sample)] * bool(np.any(labels[other] != labels[sample]))
+            pairs["different splits"] += [(other, sample)] * bool(splits[other] != splits[sample])
+    return "; ".join(
+        f"{paths[found[0][0]]!r} and {paths[found[0][1]]!r} are the same image with {what}"
+        f"{f', and {format_count(len(found) - 1)} more' * (len(found) > 1)}: `paceline check-data` lists such images"
+        for what, found in pairs.items()
+        if found
+    )
 
 
 def content_of_files(files: Sequence[str], description: str, *, limit: int = MOST_IMAGES) -> tuple[str | None, str]:
     """Digest single-image files with :func:`content_digest`; None without files."""
     if len(files) > limit:
         return None, TOO_LARGE
-    return content_digest(files, len(files), lambda at: read_file(files[at]), description) if files else (None, "")
+    if not files:
+        return None, ""
+    now, stamps = time.time_ns(), _stamps(files)
+    return content_digest(files, stamps, len(files), lambda at: read_file(files[at]), description, now=now)
 
 
 def content_digest(
-    paths: Sequence[str], count: int, read: Callable[[int], Content], description: str
+    paths: Sequence[str],
+    stamps: Sequence[Stamp | None],
+    count: int,
+    read: Callable[[int], Content],
+    description: str,
+    *,
+    now: int,
 ) -> tuple[str | None, str]:
     """Digest images in order, or return the cached digest if no file has changed.
 
     Args:
         paths: Files that contain them.
+        stamps: Their stamps.
         count: Number of images.
         read: Returns an image's content, or raises BrokenImageError.
         description: Identifies the selection of images in these files.
+        now: A time before the stamps were taken, in ns.
 
     Returns:
         The hexadecimal digest and a description of its scope; None and the reason, if the files are too large or one
         cannot be read.
     """
-    now = time.time_ns()
-    try:
-        with ThreadPoolExecutor(_READERS) as pool:
-            stamps = list(pool.map(stamp_of, paths))
-    except OSError as error:
-        return None, _UNREADABLE.format(error.filename)
-    if sum(size for size, *_ in stamps) > LARGEST_BYTES:
+    found = {path: stamp for path, stamp in zip(paths, stamps, strict=True) if stamp is not None}
+    if missing := next((path for path in paths if path not in found), None):
+        return None, _UNREADABLE.format(missing)
+    if sum(size for size, *_ in found.values()) > LARGEST_BYTES:
         return None, TOO_LARGE
-    changes = ((max(times), path) for (_, _, *times), path in zip(stamps, paths, strict=True))
+    changes = ((max(times), path) for path, (_, _, *times) in found.items())
     _, last = max(changes, default=(0, ""))
     detail = f"of {count:,} images; {last!r} changed last"
 
@@ -232,7 +307,8 @@ def _odd_class_names(classes: Sequence[str]) -> list[str]:
         )
     if similar:
         more = f", and {len(similar) - 1:,} more pairs" if len(similar) > 1 else ""
-        notes.append(f"the classes {' and '.join(map(repr, similar[0]))} differ by case or space only{more}")
+        pair = " and ".join(map(quoted, similar[0]))
+        notes.append(f"the classes {pair} differ by case, space or invisible characters only{more}")
     return notes
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, St
 from paceline.data.image.source import FileSource, Ids
 from paceline.data.splits import SPLIT_NAMES, TRAIN, split_of
 from paceline.errors import DataError, did_you_mean
-from paceline.escaping import utf8
+from paceline.escaping import one_form, utf8
 from paceline.files import SkippedItems, has_extension, list_files, special_kind
 from paceline.plain_json import load_json
 from paceline.recipe.data import Data
@@ -153,6 +153,7 @@ def number_classes(
     Raises:
         DataError: If numbers and names are mixed, a held-out label is not a training class, or there is only one class.
     """
+    parts = in_one_form(parts)
     distinct = {label for labels in parts for label in labels}
     number: dict[int | str, int]
     if _are_numbers(distinct, path):
@@ -176,6 +177,13 @@ def number_classes(
     if len(classes) < 2 and not one_class:
         raise DataError(f"{path!r} has one class, {classes[0]!r}, but a classifier needs at least two.")
     return classes, [np.array([number[label] for label in labels], dtype=np.int64) for labels in parts]
+
+
+def in_one_form(parts: list[list[int | str]], known: Iterable[str] = ()) -> list[list[int | str]]:
+    """Return labels with one spelling for each name (:func:`one_form`)."""
+    forms = one_form({label for labels in parts for label in labels if isinstance(label, str)}, known)
+    changed: dict[int | str, str] = {name: form for name, form in forms.items() if name != form}
+    return [[changed.get(label, label) for label in labels] for labels in parts] if changed else parts
 
 
 def _are_numbers(labels: set[int | str], path: str) -> bool:
@@ -237,7 +245,7 @@ def number_rows(
     if not classes or tuple(numbers) != classes:
         raise DataError(f"{path!r} names its classes {str(named)[:80]!r}, but they must be a list of distinct strings.")
     numbered = []
-    for part in found:
+    for part in in_one_form(found, classes):
         # A class may be given by name; other text is never a number.
         said = [numbers.get(label, label) for label in part]
         odd = next((each for each in said if isinstance(each, str) or each >= len(classes)), None)
@@ -304,7 +312,9 @@ def name_rows(
         texts = (each.strip() if isinstance(each, str) else each for each in listed)
         return {str(as_label(each, name(row))) for each in texts if each != ""}
 
-    found = [[labels(row) for row in part.tolist()] for part in parts]
+    read = [[labels(row) for row in part.tolist()] for part in parts]
+    forms = one_form({name for part in read for names in part for name in names})
+    found = [[{forms[name] for name in names} for names in part] for part in read]
     classes = tuple(sorted(set().union(*found[0])))
     if not classes:
         raise DataError(f"{path!r} has no label in any row to train on: name another column in data.label_column.")

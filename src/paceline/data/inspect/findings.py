@@ -15,6 +15,7 @@ from paceline.data.image.dataset import similar_names
 from paceline.data.image.source import Ids
 from paceline.data.inspect.gather import MAX_NAMED, Progress, SampleFacts, Subject, similar
 from paceline.data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, SEVERITIES, Kind
+from paceline.escaping import quoted
 
 Hashes = NDArray[np.uint64]
 
@@ -333,5 +334,5 @@ def _of_classes(subject: Subject) -> Iterator[Finding]:
     lacking = np.flatnonzero(held_out == 0).tolist()
     findings["no_held_out"] = [Entry(classes[each]) for each in lacking] if held_out.sum() else []
     findings["listed_names"] = [Entry(name) for name in classes if ";" in name and subject.learned == "classes"]
-    findings["alike_names"] = [Entry(other, other=one) for one, other in similar_names(classes)]
+    findings["alike_names"] = [Entry(quoted(two), other=quoted(one)) for one, two in similar_names(classes)]
     yield from (Finding(KINDS[name], len(entries), tuple(entries)) for name, entries in findings.items() if entries)

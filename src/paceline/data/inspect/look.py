@@ -151,7 +151,7 @@ OF_SETS = (
         "add held-out images, or training images to hold some out of",
     ),
     Kind("listed_names", "notice", "a class whose name is a list", "set task=image_multilabel, if these are labels"),
-    Kind("alike_names", "notice", "classes whose names differ only in case or spaces", "merge them, if they are one"),
+    Kind("alike_names", "notice", "names that differ in case, spaces or invisible characters", "merge them, if one"),
     Kind("unread", "notice", "in the folder, and not read by a run", "move it, if it should be read"),
 )
 

@@ -28,6 +28,7 @@ from paceline.data.image.source import EXTENSIONS, Image
 from paceline.data.masks.pipeline import IGNORED, LabelMap, MaskDataset
 from paceline.data.splits import SPLIT_NAMES, TRAIN, split_folders
 from paceline.errors import DataError, did_you_mean
+from paceline.escaping import one_form
 from paceline.files import SkippedItems, has_extension, is_folder, list_files, visible_entries
 from paceline.recipe.data import Data
 
@@ -259,7 +260,7 @@ def _class_names(root: Path, highest: np.ndarray) -> tuple[str, ...]:
     except (OSError, ValueError) as error:
         raise DataError(f"{str(file)!r} cannot be read as class names, one a line ({error}); correct it.") from error
     names = tuple(name.strip() for name in names)
-    if not 2 <= len(names) <= IGNORED or len(set(names)) < len(names) or "" in names:
+    if not 2 <= len(names) <= IGNORED or len(set(one_form(names).values())) < len(names) or "" in names:
         raise DataError(
             f"{str(file)!r} has {len(names)} classes, {len(set(names) - {''})} of them different; there must be 2 to "
             f"{IGNORED}, with different names."

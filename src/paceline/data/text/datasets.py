@@ -31,7 +31,15 @@ from paceline.data.text.tables import cells_of
 from paceline.data.text.tokenizer import ByteTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
-from paceline.files import SkippedItems, has_extension, is_folder, list_files, refuse_special_inputs, visible_entries
+from paceline.files import (
+    SkippedItems,
+    has_extension,
+    is_folder,
+    list_files,
+    refuse_archive,
+    refuse_special_inputs,
+    visible_entries,
+)
 from paceline.recipe.data import Data, Text
 from paceline.registry import open_dataset
 
@@ -181,6 +189,7 @@ def folder_splits(root: Path, fraction: float, left_out: SkippedItems) -> tuple[
     Raises:
         DataError: If there are none, or one is not UTF-8.
     """
+    refuse_archive(root)
     if not root.is_dir():
         raise DataError(f"data.path={root} is not a folder; give one with .txt files, or with train and val in it.")
     if (root / MANIFEST).is_file():

@@ -162,8 +162,9 @@ def planted(root: Path, entries: dict[str, Any], links: dict[str, str]) -> None:
     put(root / "train/cat/good.png", 4)
     put(root / "train/dog/good.png", 5)
     for name, target in links.items():
-        if not os.path.lexists(root / name) and ((root / name).parent.is_dir() or name == "val/cat"):
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
+        parent = (root / name).parent
+        if not os.path.lexists(root / name) and (parent.is_dir() or not os.path.lexists(parent)):
+            parent.mkdir(parents=True, exist_ok=True)
             (root / name).symlink_to(os.path.relpath(root / target, (root / name).parent))
     for name, what in entries.items():
         place = Path(os.path.realpath((root / name).parent)) / Path(name).name
@@ -190,7 +191,9 @@ def test_nothing_is_lost_whatever_the_links(entries: dict[str, Any], links: dict
         planted(root, entries, links)
         root = root if whole else root / "train"
         subject = open_subject(str(root), ())
-        splits = [root / "train", root / "val"] if whole and (root / "val").is_dir() else [root / ("train" if whole else "")]
+        splits = [each for each in (root / "train", root / "val") if (root / "train").is_dir() and each.is_dir()] or [
+            root
+        ]
         there = [str(each) for split in splits for label in seen(split) if label.is_dir() for each in seen(label)]
         told = [each.path for each in subject.problems.bad if each.path in there]
         assert sum(map(len, subject.splits.values())) + len(told) == len(there)

@@ -27,7 +27,8 @@ from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSour
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
-from paceline.files import SkippedItems, has_extension, is_folder, visible_entries
+from paceline.escaping import one_form, quoted
+from paceline.files import SkippedItems, has_extension, is_folder, refuse_archive, visible_entries
 from paceline.machine import cache_folder
 
 MIN_CACHED_SECONDS = 0.5  # quicker listings are repeated
@@ -56,7 +57,8 @@ class Listing:
         if tuple(classes) == self.classes:
             return self.labels
         numbers = {name: number for number, name in enumerate(classes)}
-        return np.array([numbers.get(name, -1) for name in self.classes], dtype=np.int64)[self.labels]
+        spelled = one_form(self.classes, classes)
+        return np.array([numbers.get(spelled[name], -1) for name in self.classes], dtype=np.int64)[self.labels]
 
 
 def list_folders(
@@ -138,6 +140,11 @@ def _list_classes(
         )
     elif len(classes) == 1 and not problems.allows_one_class:
         problems.add(_ONE_CLASS, repr(str(folder)), repr(classes[0]))
+    for name, form in one_form(classes).items():
+        if name != form:
+            sentence = "{} has the class folders {} and {}, one name in two Unicode forms (NFC and NFD): join them."
+            problems.add(sentence, repr(str(folder)), quoted(form), quoted(name))
+    spelled = one_form(classes, may_be_empty)
     prefix = os.fsencode(os.path.relpath(folder, root) + os.sep) if folder != root else b""
     names: list[bytes] = []
     sizes: list[int] = []
@@ -149,7 +156,7 @@ def _list_classes(
             problems.add("{1}", repr(str(folder / name)), str(error))
             files = []
         else:
-            if not files and name not in may_be_empty:
+            if not files and spelled[name] not in may_be_empty:
                 problems.bad.append(SkippedFile("empty_folders", str(folder / name)))
         lead = prefix + os.fsencode(name + os.sep)
         names += [lead + os.fsencode(file) for file, _ in files]
@@ -230,14 +237,16 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
     folders = [each for each in (train_folder, held_out_folder) if each is not None]
     listings, digest, how = list_folders(root, folders, problems, remembered=not request.tolerant)
     split = ""
+    spelled = one_form(listings[-1].classes, listings[0].classes)
     if held_out_folder is not None:
-        first, second = ({each.classes[label] for label in np.unique(each.labels)} for each in listings)
-        second |= first & set(listings[1].classes)  # a training class may have no held-out images
+        first = {listings[0].classes[label] for label in np.unique(listings[0].labels)}
+        second = {spelled[listings[1].classes[label]] for label in np.unique(listings[1].labels)}
+        second |= first & set(spelled.values())  # a training class may have no held-out images
         _require_same_classes(train_folder, first, held_out_folder, second, problems)
         split = f"the folder {held_out_folder.name}/{f'; {unread.name}/ is not read' if unread else ''}"
     elif request.data.score_all and train_folder != root:
         split = f"the folder {train_folder.name}/"
-    classes = tuple(sorted({name for each in listings for name in each.classes}))
+    classes = tuple(sorted({*listings[0].classes, *spelled.values()}))
     if request.data.on_bad == "skip" and not request.tolerant:
         used = np.unique(np.concatenate([each.labels_among(classes) for each in listings]))
         kept = tuple(classes[label] for label in used.tolist())
@@ -287,6 +296,7 @@ def unread_entries(path: str | Path) -> Iterator[str]:
 def _existing_folder(root: Path) -> Path:
     if root.is_dir():
         return root
+    refuse_archive(root)
     if root.exists():
         raise DataError(f"data.path is {str(root)!r}, which is a file; it must be the folder that holds the images.")
     parent, missing = root.parent, root
@@ -320,7 +330,7 @@ def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[
 
 def _require_same_classes(train: Path, first: set[str], held_out: Path, second: set[str], problems: Problems) -> None:
     missing_classes = [
-        f"{str(folder)!r} lacks the classes {', '.join(missing)}"
+        f"{str(folder)!r} lacks the classes {', '.join(map(quoted, missing))}"
         for folder, missing in (
             (held_out, sorted(first - second)),
             (train, sorted(second - first)),
