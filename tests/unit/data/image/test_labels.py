@@ -7,13 +7,16 @@ import io
 import json
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from paceline.data.class_balance import weights_by_class
 from paceline.data.image.datasets import open_dataset
+from paceline.data.image.selection import keep_known_classes
 from paceline.data.packing.pack import Request, pack
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.data import Data
@@ -123,6 +126,22 @@ def test_text_in_is_text_out(tmp_path: Path, source: str) -> None:
         assert grey == {name: number for number, name in enumerate(names)}
     chosen = Data(dataset=dataset, path=str(path), validation_fraction=0, only_classes=("07", "007"))
     assert sorted(open_dataset(chosen).classes) == ["007", "07"]
+
+
+@pytest.mark.parametrize("source", ["csv", "parquet", "tar", "tar_of_json"])
+def test_one_name_in_two_unicode_forms_is_one_class(tmp_path: Path, source: str) -> None:
+    dataset, write = SOURCES[source]
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    data = Data(dataset=dataset, path=str(write(tmp_path / "set", (composed, "dog", decomposed))))
+    found = open_dataset(replace(data, validation_fraction=0))
+    assert (found.classes, found.train.labels.tolist()) == ((decomposed, "dog"), [0, 1, 0])
+    same = replace(data, validation_fraction=0, only_classes=(composed, "dog"))
+    assert open_dataset(same).classes == (decomposed, "dog")
+    assert weights_by_class("data.sampling", {composed: 3}, found.train.labels, found.classes) == (3, 1)
+    assert keep_known_classes(found, ("cat", composed, "dog")).train.labels.tolist() == [1, 2, 1]
+    if source == "csv":
+        several = open_dataset(replace(data, validation_fraction=0), several_labels=True)
+        assert (several.classes, several.train.labels.tolist()) == ((decomposed, "dog"), [[1, 0], [0, 1], [1, 0]])
 
 
 @pytest.mark.parametrize("source", ["csv", "parquet", "tar", "tar_of_json"])
