@@ -112,11 +112,12 @@ SOURCES: dict[str, tuple[str, Callable[[Path, tuple[str, ...]], Path]]] = {
 }
 
 
+@pytest.mark.parametrize("names", [LOOK_LIKE_NUMBERS, ("007", "07", "7")])
 @pytest.mark.parametrize("source", SOURCES)
-def test_text_in_is_text_out(tmp_path: Path, source: str) -> None:
+def test_text_in_is_text_out(tmp_path: Path, source: str, names: tuple[str, ...]) -> None:
     dataset, write = SOURCES[source]
     # A table's cells and a .cls have no spaces around them.
-    names = LOOK_LIKE_NUMBERS + ((" 7 ",) if source in ("parquet", "huggingface", "tar_of_json", "folder") else ())
+    names += (" 7 ",) if source in ("parquet", "huggingface", "tar_of_json", "folder") and len(names) > 3 else ()
     path = write(tmp_path / "set", names)
     for _ in range(2):  # what was remembered of the first time is no different
         found = open_dataset(Data(dataset=dataset, path=str(path), validation_fraction=0))
