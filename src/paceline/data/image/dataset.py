@@ -106,8 +106,9 @@ def similar_names(classes: Iterable[str]) -> list[tuple[str, str]]:
     """Return pairs of classes whose names differ only by case, spaces or invisible characters."""
     groups = defaultdict(list)
     for name in classes:
-        shown = (each for each in unicodedata.normalize("NFC", name) if unicodedata.category(each) != "Cf")
-        groups["".join("".join(shown).casefold().split())].append(name)
+        shown = name if name.isascii() else unicodedata.normalize("NFC", name)
+        visible = shown if shown.isprintable() else "".join(c for c in shown if unicodedata.category(c) != "Cf")
+        groups["".join(visible.casefold().split())].append(name)
     return [(names[0], names[1]) for names in groups.values() if len(names) > 1]
 
 

@@ -109,7 +109,7 @@ class DataReport:
             "cost": self.cost,
             "workers": self.workers,
             "seconds": self.seconds,
-            **({} if (at := self.quarantine) is None else {"moved": at.moved, "not_moved": at.kept}),
+            **({} if (aside := self.quarantine) is None else {"moved": aside.moved, "not_moved": aside.kept}),
             **({"unusable": self.unusable} if self.unusable else {}),
         }
 

@@ -92,16 +92,18 @@ def move_away(findings: Sequence[Finding], root: Path, folder: Path) -> Quaranti
     real_root = Path(os.path.realpath(root))
     to_move, kept = _chosen(findings, root, real_root)
     samples = {name for each in findings for entry in each.entries if entry.split for name in (entry.name, entry.other)}
-    remaining = sorted({*_links(real_root), *(real_root / os.path.relpath(each, root) for each in samples if each)})
-    while needed := {
-        passed.relative_to(real_root): f"{path.relative_to(real_root)} leads to it"
-        for path in remaining
-        if to_move.isdisjoint((inner := path.relative_to(real_root), *inner.parents))
-        for passed in _passed(path)
-        if passed.is_relative_to(real_root) and passed.relative_to(real_root) in to_move
+    readers = (
+        {*_links(real_root), *(Path(os.path.relpath(each, root)) for each in samples if each)} if to_move else set()
+    )
+    needs = {path: needed for path in sorted(readers) if (needed := to_move.intersection(_passed(real_root, path)))}
+    while held := {
+        each: f"{path} leads to it"
+        for path, needed in needs.items()
+        if to_move.isdisjoint((path, *path.parents))
+        for each in needed & to_move
     }:
-        to_move -= needed.keys()
-        kept |= needed
+        to_move -= held.keys()
+        kept |= held
     paths = sorted(path for path in to_move if not to_move.intersection(path.parents))
     moves = [(root / path, folder / path) for path in paths]
     _move(moves, folder)
@@ -144,23 +146,26 @@ def _chosen(findings: Sequence[Finding], root: Path, real_root: Path) -> tuple[s
     return to_move, kept
 
 
-def _links(folder: Path) -> Iterator[Path]:
-    """Yield all links below a folder, which are not followed."""
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_symlink():
-                yield Path(entry.path)
-            elif entry.is_dir():
-                yield from _links(Path(entry.path))
+def _links(root: Path) -> Iterator[Path]:
+    """Yield all links below a folder, relative to it; none is followed."""
+    folders = [str(root)]
+    while folders:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    yield Path(entry.path).relative_to(root)
+                elif entry.is_dir():
+                    folders.append(entry.path)
 
 
-def _passed(path: Path) -> Iterator[Path]:
-    """Yield all files, folders and links that opening an absolute path passes, by their places without links."""
-    place, parts, links = Path(os.sep), list(path.parts[:0:-1]), 0
+def _passed(root: Path, path: Path) -> Iterator[Path]:
+    """Yield all files, folders and links below ``root`` that opening a path in it passes, by their real places."""
+    place, parts, links = root, list(path.parts[::-1]), 0
     while parts and links < _MOST_LINKS:
         part = parts.pop()
         place = place.parent if part == os.pardir else place / part
-        yield place
+        if place.is_relative_to(root):
+            yield place.relative_to(root)
         if place.is_symlink():
             parts += reversed(Path(os.readlink(place)).parts)
             place, links = place.parent, links + 1
@@ -190,9 +195,11 @@ def _move(moves: Sequence[tuple[Path, Path]], folder: Path) -> None:
             os.rename(source, target)
         except OSError as error:
             for old, new in reversed(moves[:number]):
-                os.rename(new, old)
+                with suppress(OSError):
+                    os.rename(new, old)
             raise DataError(
-                f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; all others are back."
+                f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; all others are back, as "
+                f"`sh {shlex.quote(str(folder / UNDO))}` would do."
             ) from None
 
 
