@@ -178,7 +178,7 @@ def test_the_same_image_in_two_classes_or_splits_is_told(photos: Path, paceline_
         (photos / "dog" / f"copy{number}.jpg").write_bytes((photos / "cat" / f"{number:02}.jpg").read_bytes())
     first, *_ = reported("photos").split("; ")
     pair = "'photos/cat/03.jpg' and 'photos/dog/copy3.jpg' are the same image with different labels, and 1 more"
-    assert first == f"{pair}: `paceline check-data` lists such images"
+    assert first == pair
     (tmp_path / "both").mkdir()
     for split in ("train", "val"):
         (tmp_path / "both" / split).symlink_to(photos)

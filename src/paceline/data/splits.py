@@ -43,7 +43,7 @@ def split_folders(root: Path, *, nested: bool = True) -> dict[str, str]:
         DataError: If two names differ in case only.
     """
     found: dict[str, str] = {}
-    names = [entry.name for entry in visible_entries(root) if is_folder(entry)]
+    names = [entry.name for entry in (visible_entries(root) if root.is_dir() else ()) if is_folder(entry)]
     for name in sorted(names, key=lambda each: (each not in _PLAIN, each)):
         word = _FOLDER.fullmatch(name.lower())
         if word is None or (nested and name not in _PLAIN and not any(map(is_folder, visible_entries(root / name)))):

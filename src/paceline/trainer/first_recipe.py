@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.image.datasets import MOST_IMAGES, open_dataset
-from paceline.data.splits import TRAIN, split_folders
+from paceline.data.image.datasets import open_dataset
+from paceline.data.splits import split_folders
 from paceline.distributed.device import choose_device
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError
@@ -119,8 +119,7 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
     """
     path = Path(source).expanduser()
     kind = "image_folder" if path.is_dir() else TABLES[path.suffix.lower()]
-    folders = (path, path / split_folders(path).get(TRAIN, "")) if path.is_dir() else ()
-    if any((each / "masks").is_dir() and (each / "images").is_dir() for each in folders):
+    if any(_has_masks(path / each) for each in ("", *split_folders(path).values())):
         raise RecipeError(
             f"{source} has folders images and masks, as for segmentation; train on it with `paceline train "
             f"shapes-segmentation data.dataset=masks {shlex.quote(f'data.path={yaml_line(source)}')}`."
@@ -149,8 +148,6 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
             f"{format_count(int(counts[minor]))}: data.sampling=balanced draws all classes equally often, "
             "train.class_weights=balanced makes all count alike in the loss"
         )
-    if count + len(images.validation) > MOST_IMAGES:
-        reasons.append(f"above {MOST_IMAGES:,} images, copies are not looked for: `paceline check-data` finds them")
     is_network_given = bool(given & {"model.name", "model.pretrained", "model.initialize_from"})
     if is_network_given:
         pretrained, missing = tried.model.pretrained or tried.model.initialize_from is not None, ""
@@ -190,6 +187,10 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
         overrides=(*data_keys, *chosen, *options, *overrides),
         reasons=tuple(reasons),
     )
+
+
+def _has_masks(folder: Path) -> bool:
+    return (folder / "masks").is_dir() and (folder / "images").is_dir()
 
 
 def _preset_values(preset: _Preset, count: int, native: int, *, pretrained: bool) -> dict[str, Any]:

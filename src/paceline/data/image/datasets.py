@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +36,7 @@ from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.escaping import quoted
 from paceline.recipe.data import Data
 from paceline.references import call_reference, is_reference, load_reference
-from paceline.units import format_bytes, format_count
+from paceline.units import format_bytes
 
 MOST_IMAGES = 20_000
 LARGEST_BYTES = 512 * 2**20
@@ -60,7 +59,11 @@ def content_of(dataset: ImageDataset) -> tuple[str | None, str, str]:
     if len(sources) < len(splits) or any(files_of(each, np.arange(0)) is None for each in splits):
         return None, "", ""
     if sum(map(len, splits)) > MOST_IMAGES:
-        return None, TOO_LARGE, ""
+        return (
+            None,
+            TOO_LARGE,
+            f"copies are not looked for above {MOST_IMAGES:,} images: `paceline check-data` does",
+        )
     named = [path for each in splits for path in files_of(each, np.arange(len(each))) or ()]
     paths = sorted(set(named))
     now, stamps = time.time_ns(), _stamps(paths)
@@ -90,35 +93,28 @@ def _copies(
 
     Only files of equal size are read, and only if these hold at most ``LARGEST_BYTES``.
     """
-    sizes = [stamp[0] if (stamp := stamps[path]) else 0 for path in paths]
     by_size = Counter(stamp[0] for stamp in stamps.values() if stamp)
-    alike = sorted({path for path, size in zip(paths, sizes, strict=True) if size and by_size[size] > 1})
-    if sum(stamp[0] for path in alike if (stamp := stamps[path])) > LARGEST_BYTES:
+    alike = {path: stamp for path, stamp in stamps.items() if stamp and stamp[0] and by_size[stamp[0]] > 1}
+    if sum(stamp[0] for stamp in alike.values()) > LARGEST_BYTES:
         return f"copies of images were not looked for: files of equal sizes hold over {format_bytes(LARGEST_BYTES)}"
-
-    def digest(path: str) -> str:
-        with suppress(BrokenImageError):
-            return _hashed(read_file(path)).hex()
-        return ""
 
     def find() -> list[str]:
         with ThreadPoolExecutor(_READERS) as pool:
-            return list(pool.map(digest, alike))
+            return list(pool.map(lambda path: _hashed(read_file(path)).hex(), alike))
 
-    digests = dict(zip(alike, cached("copies", alike, [stamps[each] for each in alike], find, now=now), strict=True))
+    try:
+        digests = dict(zip(alike, cached("copies", list(alike), list(alike.values()), find, now=now), strict=True))
+    except BrokenImageError:  # reported where it is needed
+        return ""
     first: dict[str, int] = {}
-    pairs: dict[str, list[tuple[int, int]]] = {"different labels": [], "different splits": []}
-    for sample, path in enumerate(paths):
-        other = first.setdefault(digests.get(path) or path, sample)
-        if paths[other] != path:
-            pairs["different labels"] += [(other, sample)] * bool(np.any(labels[other] != labels[sample]))
-            pairs["different splits"] += [(other, sample)] * bool(splits[other] != splits[sample])
-    return "; ".join(
-        f"{paths[found[0][0]]!r} and {paths[found[0][1]]!r} are the same image with {what}"
-        f"{f', and {format_count(len(found) - 1)} more' * (len(found) > 1)}: `paceline check-data` lists such images"
-        for what, found in pairs.items()
-        if found
-    )
+    pairs = [(first.setdefault(digests.get(path, path), at), at) for at, path in enumerate(paths)]
+    copies = [(one, two) for one, two in pairs if paths[one] != paths[two]]
+    told = []
+    for what, values in (("labels", labels), ("splits", splits)):
+        if found := [(one, two) for one, two in copies if np.any(values[one] != values[two])]:
+            names, more = " and ".join(repr(paths[each]) for each in found[0]), f", and {len(found) - 1:,} more"
+            told.append(f"{names} are the same image with different {what}{more * (len(found) > 1)}")
+    return "; ".join(told) + "; `paceline check-data` lists such images" * bool(told)
 
 
 def content_of_files(files: Sequence[str], description: str, *, limit: int = MOST_IMAGES) -> tuple[str | None, str]:

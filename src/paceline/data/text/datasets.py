@@ -198,7 +198,8 @@ def folder_splits(root: Path, fraction: float, left_out: SkippedItems) -> tuple[
     if TRAIN not in splits:
         return (*split_by_name(_texts(root, left_out), fraction), None)
     entries = visible_entries(root)
-    found = held_out_among([entry.name for entry in entries]) or splits.get(VALIDATION, splits.get(TEST))
+    found = held_out_among([each.name for each in entries if is_folder(each)])
+    found = found or splits.get(VALIDATION, splits.get(TEST))
     for entry in entries:
         if entry.name not in (splits[TRAIN], found):
             left_out.add(f"{'folders' if is_folder(entry) else 'files'} outside {splits[TRAIN]}/", entry.name)
