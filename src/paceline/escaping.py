@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import re
+import unicodedata
+from collections.abc import Iterable
 from typing import Any
 
 # Controls (except tab and newline), invisible and direction-changing marks, line separators, and code points that
@@ -22,6 +24,24 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """Like :func:`printable`, but also escape newlines and tabs, so that a name cannot look like several lines."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def quoted(name: str) -> str:
+    """Return a name in quotation marks, with invisible characters and combining accents escaped (``cafe\\u0301``)."""
+    return "".join(f"\\u{ord(each):04x}" if unicodedata.combining(each) else each for each in repr(name))
+
+
+def one_form(names: Iterable[str], known: Iterable[str] = ()) -> dict[str, str]:
+    """Map names, in their order, to one spelling each: in Unicode, é has a composed form and a decomposed one.
+
+    Args:
+        names: The names.
+        known: Names that stay as they are, and whose spelling is taken; without them, the first spelling is.
+    """
+    known, names, spelled = dict.fromkeys(known), list(names), dict[str, str]()
+    for name in (*known, *sorted(names)):
+        spelled.setdefault(unicodedata.normalize("NFC", name), name)
+    return {name: name if name in known else spelled[unicodedata.normalize("NFC", name)] for name in names}
 
 
 def html_text(text: str, *, quote: bool = True) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ _SYSTEM = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "__macosx"})
 LFS_START = b"version https://git-lfs"
 """How the small text begins that stands for a file which Git LFS keeps elsewhere."""
 LFS_POINTER = "a Git LFS pointer, not the file itself: run `git lfs pull` where it was cloned"
+_ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tbz2?|txz|gz|bz2|xz|zst)$")
 _MAX_NAMES, _MAX_EXTENSION_LENGTH, _MAX_EXTENSIONS = 3, 10, 1000
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -68,6 +70,18 @@ def refuse_special_inputs(path: str | Path) -> None:
     with contextlib.suppress(OSError), open(path, "rb") as file:  # its reader reports what cannot be read
         if file.read(len(LFS_START)) == LFS_START:
             raise DataError(f"{str(path)!r} is {LFS_POINTER}.")
+
+
+def refuse_archive(path: str | Path) -> None:
+    """Refuse an archive, by its name, where a folder or another file is expected.
+
+    Raises:
+        DataError: If it is one.
+    """
+    name = os.fspath(path).lower()
+    if _ARCHIVE.search(name) and os.path.isfile(path):
+        tar = " A tar of WebDataset samples is read in place, with data.dataset=webdataset." * name.endswith(".tar")
+        raise DataError(f"{str(path)!r} is an archive: unpack it, and give the folder or file in it.{tar}")
 
 
 def refuse_special_outputs(*paths: Path) -> None:

@@ -68,6 +68,10 @@ class BoundedLoader(yaml.SafeLoader):
         self._depth = 0
         self._sizes: dict[yaml.Node, tuple[int, int]] = {}
 
+    def check_printable(self, data: str) -> None:
+        """Allow the bytes of file names that are not UTF-8, as Python writes them."""
+        super().check_printable(re.sub("[\udc80-\udcff]", "", data))
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a node, and measure its size with aliases expanded."""
         event = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's stub
@@ -183,7 +187,8 @@ def load_whole(text: str) -> Any:
     Raises:
         yaml.YAMLError: As :func:`load_plain`, or if there is a comment.
     """
-    value, scalars = load_plain(text), [each for each in yaml.scan(text) if isinstance(each, yaml.ScalarToken)]
+    value = load_plain(text)
+    scalars = [each for each in yaml.scan(text, BoundedLoader) if isinstance(each, yaml.ScalarToken)]
     for sign in re.finditer(r"(?<!\S)#", text):
         if not any(each.start_mark.index <= sign.start() < each.end_mark.index for each in scalars):
             raise yaml.YAMLError(

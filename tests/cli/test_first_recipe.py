@@ -168,6 +168,28 @@ def test_a_table(photos: Path, tmp_path: Path, table: str) -> None:
     assert {"data.dataset=csv", f"data.path={tmp_path / f'labels.{table}'}"} <= set(found.overrides)
 
 
+def test_the_same_image_in_two_classes_or_splits_is_told(photos: Path, paceline_here: Call, tmp_path: Path) -> None:
+    def reported(source: str) -> str:
+        why = paceline_here("train", source, *SHORT, "--plan-only", "--json").ended(0).document["plan"]["reasons"]
+        return why.get("data.copies", "").replace(f"{tmp_path}/", "")
+
+    assert reported("photos") == ""
+    for number in (3, 5):
+        (photos / "dog" / f"copy{number}.jpg").write_bytes((photos / "cat" / f"{number:02}.jpg").read_bytes())
+    first, *_ = reported("photos").split("; ")
+    pair = "'photos/cat/03.jpg' and 'photos/dog/copy3.jpg' are the same image with different labels, and 1 more"
+    assert first == pair
+    (tmp_path / "both").mkdir()
+    for split in ("train", "val"):
+        (tmp_path / "both" / split).symlink_to(photos)
+    assert "'both/train/cat/00.jpg' and 'both/val/cat/00.jpg' are the same image with different splits" in reported(
+        "both"
+    )
+    short = (*SHORT, "train.duration=1 steps", "data.workers=0", "data.image_size=16", "--run-dir", "run")
+    done = paceline_here("train", "photos", *short).ended(0)
+    assert "are the same image with different labels" in " ".join(done.out.split())
+
+
 @pytest.mark.parametrize("requested", ["data.path=elsewhere", "task=detection", "data.target_columns=[age]"])
 def test_two_answers_to_what_is_trained_on_are_refused(photos: Path, requested: str) -> None:
     with pytest.raises(PacelineError, match=requested.partition("=")[0]):

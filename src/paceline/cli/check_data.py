@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.data.inspect.check import DataReport
     from paceline.data.inspect.findings import Entry
     from paceline.data.inspect.gather import Progress
+    from paceline.data.inspect.quarantine import Quarantine
 
 _NAMED = 5
 _BAR = 30
@@ -39,7 +40,8 @@ class CheckData:
     advice. KEY=VALUE changes the data section, for example data.validation_fraction=0.1.
 
     Nothing in SOURCE is changed, unless --quarantine moves what breaks a run, and held-out copies of training images
-    (without val/ and test/: all copies but one), out of it. Nothing is deleted: sh DIR/undo.sh moves everything back.
+    (without val/ and test/: all copies but one), out of it. Of a file and a link to it, the link is moved; what lies
+    behind a linked folder is not. Nothing is deleted: sh DIR/undo.sh moves everything back.
 
     Exit code 1 if anything breaks or spoils a run, 0 if not.
 
@@ -132,11 +134,7 @@ def _lines(report: DataReport) -> Iterator[str | Text]:
     if report.cost:
         yield from _cost(report)
     if report.quarantine is not None:
-        moved, folder = format_count(len(report.quarantine.moved)), one_line(str(report.quarantine.folder))
-        undo = f"; `{report.quarantine.undo}` moves them back" if report.quarantine.moved else ""
-        yield one_line(f"moved     {moved} files and folders to {folder}{undo}")
-        if report.unusable:
-            yield one_line(f"but what is left cannot be trained on: {report.unusable}")
+        yield from _moved(report.quarantine, report)
     summary = ", ".join(f"{count:,} {severity}" for severity, count in report.count.items() if count) or "nothing found"
     for severity in ("breaks", "spoils"):
         kinds = {each.kind.name for each in report.findings if each.kind.severity == severity}
@@ -145,6 +143,19 @@ def _lines(report: DataReport) -> Iterator[str | Text]:
     verdict = "[green]passed[/]" if report.passed else "[bold red]failed[/]"
     processes = counted(report.workers, "process")
     yield Text.from_markup(verdict).append(f": {summary}; {report.seconds:.1f} s with {processes}.")
+
+
+def _moved(quarantine: Quarantine, report: DataReport) -> Iterator[str]:
+    undo = f"; `{quarantine.undo}` moves them back" if quarantine.moved else ""
+    yield one_line(
+        f"moved     {format_count(len(quarantine.moved))} files and folders to {one_line(str(quarantine.folder))}{undo}"
+    )
+    for path, reason in quarantine.kept[:_NAMED]:
+        yield f"not moved {_relative(path, report.root)}: {one_line(reason)}"
+    if (more := len(quarantine.kept) - _NAMED) > 0:
+        yield f"not moved {more:,} more (--json names them)"
+    if report.unusable:
+        yield one_line(f"but what is left cannot be trained on: {report.unusable}")
 
 
 def _line(entry: Entry, root: str | None) -> str:

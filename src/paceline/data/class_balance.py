@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from paceline.data.random_draws import derive_seed
 from paceline.data.slices import SampleIds
 from paceline.errors import RecipeError, did_you_mean
+from paceline.escaping import one_form
 
 SampleClasses = NDArray[np.int64]
 """The class of each training sample, [samples]."""
@@ -153,12 +154,14 @@ def weights_by_class(
         counts = np.bincount(labels, minlength=len(names))
         even = len(labels) / np.count_nonzero(counts)
         return tuple(np.where(counts > 0, even / np.maximum(counts, 1), 1.0).tolist())
+    spelled = one_form(requested, names)
     for name in requested:
-        if name not in names:
+        if spelled[name] not in names:
             names_text = ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
             hint = did_you_mean(name, names)
             raise RecipeError(f"{key} names {name!r}, but the data has the {len(names)} classes {names_text}.{hint}")
-    return tuple(float(requested.get(name, 1.0)) for name in names)
+    weights = {spelled[name]: weight for name, weight in requested.items()}
+    return tuple(float(weights.get(name, 1.0)) for name in names)
 
 
 def describe_weights(weights: Sequence[float], labels: SampleClasses, names: Sequence[str]) -> str:

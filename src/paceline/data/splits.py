@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
+
+from paceline.errors import DataError
+from paceline.files import is_folder, visible_entries
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 # If a split has several names, the first one is read.
@@ -13,6 +16,8 @@ SPLIT_NAMES = {
     VALIDATION: ("validation", "val", "valid", "dev"),
     TEST: ("test", "testing"),
 }
+_PLAIN = ("train", "val", "test")
+_FOLDER = re.compile(r"(train(?:ing)?|val(?:id(?:ation)?)?|dev|eval(?:uation)?|test(?:ing)?)[ _-]?(?:set|data|images)?")
 UNREAD_SPLITS = "files of splits that are not read"
 """Reason for which such files are left out."""
 
@@ -25,6 +30,28 @@ def split_of(path: PurePath) -> str | None:
             if not set(names).isdisjoint(words):
                 return split
     return None
+
+
+def split_folders(root: Path, *, nested: bool = True) -> dict[str, str]:
+    """Return the folders named after splits, in any case, by split: its plain name (train, val, test) or the first.
+
+    Args:
+        root: The folder that holds them.
+        nested: Whether other than plain names need a folder inside: a class may be called Train.
+
+    Raises:
+        DataError: If two names differ in case only.
+    """
+    found: dict[str, str] = {}
+    names = [entry.name for entry in (visible_entries(root) if root.is_dir() else ()) if is_folder(entry)]
+    for name in sorted(names, key=lambda each: (each not in _PLAIN, each)):
+        word = _FOLDER.fullmatch(name.lower())
+        if word is None or (nested and name not in _PLAIN and not any(map(is_folder, visible_entries(root / name)))):
+            continue
+        first = found.setdefault(split_of(PurePath(word[1])) or VALIDATION, name)  # "eval" in no other source
+        if first != name and first.lower() == name.lower():
+            raise DataError(f"{str(root)!r} has {first!r} and {name!r}, two folders of one split: join them.")
+    return found
 
 
 def held_out_among(names: Collection[str]) -> str | None:

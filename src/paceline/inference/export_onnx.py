@@ -24,6 +24,7 @@ from paceline.data.image.source import SampleSource
 from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
+from paceline.escaping import one_form
 from paceline.inference.exportable import Exportable, first_line
 from paceline.inference.labelling import OUTPUT, onnx_session
 from paceline.inference.trained import trained_task
@@ -201,7 +202,7 @@ def calibration_images(saved: SavedWeights, overrides: Overrides, *, trust_code:
         dataset = task.dataset
     except PacelineError as error:
         raise DataError(f"--quantize int8 needs images of the run: {error} Set data.path=FOLDER.") from error
-    if list(dataset.classes) != data["class_names"]:
+    if list(one_form(dataset.classes, data["class_names"]).values()) != data["class_names"]:
         raise DataError(f"--quantize int8: the data's classes differ from those of {where}; use the run's data.")
     size, crop = int(data.get("evaluation_size", data["image_size"])), float(data["evaluation_crop"])
 

@@ -28,6 +28,7 @@ from paceline.files import (
     is_ignored,
     is_ignored_member,
     list_files,
+    refuse_archive,
     refuse_special_inputs,
     special_kind,
 )
@@ -128,6 +129,7 @@ def _opened(source: Path, left_out: SkippedItems) -> Iterable[PictureFile]:
         return _inside(source, left_out)
     if source.exists():
         refuse_special_inputs(source)
+        refuse_archive(source)
         return [PictureFile.at(source)]
     if _PATTERN & set(str(source)):
         return _matching(str(source), left_out)

@@ -410,6 +410,7 @@ _ALWAYS_SHOWN = (
     "data.validation",
     "data.classes",
     "data.content_digest",
+    "data.copies",
     "data.subset",
     "data.only_classes",
     "data.sampling",

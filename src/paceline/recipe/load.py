@@ -18,7 +18,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from paceline.errors import RecipeError, did_you_mean
-from paceline.files import special_kind
+from paceline.files import refuse_archive, special_kind
 from paceline.plain_yaml import MAX_DEPTH, PlainDumper, load_plain, load_whole, yaml_line
 from paceline.recipe import layers
 from paceline.recipe.fields import plain
@@ -254,6 +254,7 @@ def _locate(source: str | Path, base_dir: Path = Path()) -> Path:
         if (path / "recipe.yaml").is_file():
             return path / "recipe.yaml"
         if path.is_file():
+            refuse_archive(path)
             return path
         is_folder = path.is_dir()
     except OSError as error:

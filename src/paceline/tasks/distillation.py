@@ -15,6 +15,7 @@ from paceline.checkpoint.weights import SavedWeights, load_trained, read_weights
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
 from paceline.errors import DataError, RecipeError
+from paceline.escaping import one_form
 from paceline.models.autocast import Autocast
 from paceline.models.build import build_model, check_accepts, to_memory_format
 from paceline.plan import DataFacts
@@ -87,7 +88,8 @@ class Distillation(ImageClassification):
     def _build_teacher(self, saved: SavedWeights) -> nn.Module:
         data, tree, where = saved.description("data"), saved.description("recipe"), str(saved.path)
         classes = tuple(data.get("class_names", ()))
-        if classes != tuple(self.dataset.classes) or data.get("channels") != self.dataset.channels:
+        names = tuple(one_form(self.dataset.classes, classes).values())
+        if classes != names or data.get("channels") != self.dataset.channels:
             raise DataError(
                 f"distillation.teacher: the weights in {where} have {len(classes)} classes and images of "
                 f"{data.get('channels')} channels, but the data has {len(self.dataset.classes)} classes and "

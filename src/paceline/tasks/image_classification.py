@@ -131,8 +131,9 @@ class ImageTask(Task):
                 "every held-out image becomes a square" if len(dataset.validation) else "no images are held out"
             )
         shapes = {} if self._shapes is None else distinct_sizes(self._shapes)
-        content, content_told = content_of(dataset)
+        content, content_told, copies = content_of(dataset)
         reasons |= {"data.content_digest": content_told} if content_told else {}
+        reasons |= {"data.copies": copies} if copies else {}
         targets = self.target_facts(reasons)
         return DataFacts(
             train_samples=len(dataset.train) * self.recipe.data.augment.repeats,

@@ -26,7 +26,7 @@ from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
 from paceline.errors import DataError, PacelineError, RecipeError
-from paceline.escaping import csv_cell
+from paceline.escaping import csv_cell, one_form
 from paceline.files import refuse_special_outputs
 from paceline.plan import DataFacts, compute
 from paceline.plan.build import unused_in_data
@@ -373,7 +373,7 @@ def _use_classes_of(saved: SavedWeights, task: Task) -> None:
     names = () if facts.get(UNNAMED) else tuple(facts.get("class_names") or ())
     if not isinstance(task, ImageTask | TextClassification) or not names:
         return
-    if task.dataset.classes == names or not set(task.dataset.classes) <= set(names):
+    if task.dataset.classes == names or not set(one_form(task.dataset.classes, names).values()) <= set(names):
         return
     if isinstance(task, TextClassification):
         task.dataset = task.dataset.with_classes(names)
@@ -385,7 +385,10 @@ def _check_classes(task: Task, saved: SavedWeights) -> None:
     """Refuse weights whose classes differ from the data's: the scores would be silently wrong."""
     facts = saved.description("data")
     trained, names = facts.get("class_names"), task.description().get("class_names")
-    if trained is None or names is None or (len(trained) == len(names) if facts.get(UNNAMED) else trained == names):
+    if trained is None or names is None:
+        return
+    names = list(one_form(names, trained).values())
+    if len(trained) == len(names) if facts.get(UNNAMED) else trained == names:
         return
     kind, unknown = "tags" if facts.get("labels_words") else "classes", [name for name in names if name not in trained]
     missing = [name for name in trained if name not in names]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.image.datasets import open_dataset
+from paceline.data.splits import split_folders
 from paceline.distributed.device import choose_device
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError
@@ -118,7 +119,7 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
     """
     path = Path(source).expanduser()
     kind = "image_folder" if path.is_dir() else TABLES[path.suffix.lower()]
-    if any((path / split / "masks").is_dir() and (path / split / "images").is_dir() for split in ("", "train")):
+    if any(_has_masks(path / each) for each in ("", *split_folders(path).values())):
         raise RecipeError(
             f"{source} has folders images and masks, as for segmentation; train on it with `paceline train "
             f"shapes-segmentation data.dataset=masks {shlex.quote(f'data.path={yaml_line(source)}')}`."
@@ -186,6 +187,10 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
         overrides=(*data_keys, *chosen, *options, *overrides),
         reasons=tuple(reasons),
     )
+
+
+def _has_masks(folder: Path) -> bool:
+    return (folder / "masks").is_dir() and (folder / "images").is_dir()
 
 
 def _preset_values(preset: _Preset, count: int, native: int, *, pretrained: bool) -> dict[str, Any]:

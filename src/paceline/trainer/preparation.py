@@ -158,7 +158,7 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
             network = convert_to_fp8(network)
         task.prepare_training(placement)
         plan = plan_network(make_plan, network, recipe)
-        reported = {"batch.global_size", "data.classes"} & plan.reasons.keys() - plan.unused.keys()
+        reported = {"batch.global_size", "data.classes", "data.copies"} & plan.reasons.keys() - plan.unused.keys()
         of_data = (plan.reasons[key] for key in sorted(reported))
         prepared = Prepared(
             recipe=recipe,

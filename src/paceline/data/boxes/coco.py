@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,8 @@ from paceline.data.boxes.plausibility import implausible
 from paceline.data.image.decode import decode
 from paceline.data.image.source import Image
 from paceline.errors import DataError
-from paceline.escaping import utf8
-from paceline.files import SkippedItems, list_files, refuse_special_inputs
+from paceline.escaping import one_form, utf8
+from paceline.files import SkippedItems, list_files, refuse_archive, refuse_special_inputs
 from paceline.plain_json import load_json
 
 _OFFSET, _CONTINUES, _NEGATIVE = 48, 32, 16  # to characters of a compressed string, which hold 5 bits each
@@ -219,7 +220,7 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
         folder, file = _split(root, split)
         splits_read.append((folder, file, *read_annotations(file, masks=masks, note=digest.update)))
     (train_folder, train_file, train, classes), (held_folder, held_file, held_out, held_classes) = splits_read
-    if classes != held_classes:
+    if classes != dict(zip(held_classes, one_form(held_classes.values(), classes.values()).values(), strict=True)):
         raise DataError(
             f"{held_file}: its categories are not those of {train_file.name}; both splits must have the same."
         )
@@ -254,6 +255,7 @@ def existing_folder(path: str | None, dataset: str, content: str) -> Path:
     if path is None:
         raise DataError(f"data.dataset={dataset} needs data.path: the folder that holds {content}.")
     root = Path(path).expanduser()
+    refuse_archive(root)
     if not root.is_dir():
         raise DataError(f"data.path={path} is not a folder; give the one that holds {content}.")
     return root
@@ -338,7 +340,7 @@ def _is_file_name(name: object) -> bool:
 
 
 def _classes(entries: list[Any], faults: list[str]) -> dict[int, str]:
-    classes: dict[int, str] = {}
+    classes, names = dict[int, str](), set[str]()
     for position, each in enumerate(entries):
         number, name = (each.get("id"), each.get("name")) if isinstance(each, dict) else (None, None)
         if type(number) is not int or not isinstance(name, str) or utf8(name) != name:
@@ -346,9 +348,10 @@ def _classes(entries: list[Any], faults: list[str]) -> dict[int, str]:
             continue
         if number in classes:
             faults.append(f"categories[{position}] has the id {_abbreviate(number)}, which another one has")
-        elif name in classes.values():
+        elif normalize("NFC", name) in names:
             faults.append(f"categories[{position}] has the name {name!r}, which another one has")
         classes[number] = name
+        names.add(normalize("NFC", name))
     return dict(sorted(classes.items()))
 
 

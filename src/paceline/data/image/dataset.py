@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,10 +103,12 @@ def stratified_order(labels: Ids, hashes: Hashes) -> Ids:
 
 
 def similar_names(classes: Iterable[str]) -> list[tuple[str, str]]:
-    """Return pairs of classes whose names differ only by case or spaces."""
+    """Return pairs of classes whose names differ only by case, spaces or invisible characters."""
     groups = defaultdict(list)
     for name in classes:
-        groups["".join(name.casefold().split())].append(name)
+        shown = name if name.isascii() else unicodedata.normalize("NFC", name)
+        visible = shown if shown.isprintable() else "".join(c for c in shown if unicodedata.category(c) != "Cf")
+        groups["".join(visible.casefold().split())].append(name)
     return [(names[0], names[1]) for names in groups.values() if len(names) > 1]
 
 

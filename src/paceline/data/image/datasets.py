@@ -9,17 +9,28 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from paceline.data.disk_cache import cached, stamp_of
+from paceline.data.disk_cache import Stamp, cached, stamp_or_none
 from paceline.data.image.dataset import DatasetRequest, ImageDataset, Problems, StoredImages
 from paceline.data.image.decode import read_file
 from paceline.data.image.selection import select
-from paceline.data.image.source import BrokenImageError, Content, encoded_source, files_of
+from paceline.data.image.source import (
+    BrokenImageError,
+    Content,
+    FileSource,
+    Ids,
+    encoded_source,
+    files_of,
+    leaf_sources,
+)
 from paceline.data.image.tables import odd_class_names
 from paceline.dataset_registry import dataset_names, find_dataset
 from paceline.errors import DataError, RecipeError, did_you_mean
@@ -37,55 +48,114 @@ _READERS = 8  # each thread mostly waits for the disk
 _AT_ONCE = 64
 
 
-def content_of(dataset: ImageDataset) -> tuple[str | None, str]:
-    """Digest the image files of all splits with :func:`content_digest`; None without files."""
+def content_of(dataset: ImageDataset) -> tuple[str | None, str, str]:
+    """Digest the image files of all splits with :func:`content_digest`; None without files.
+
+    Returns:
+        The digest, a description of its scope, and a sentence about images with two labels or in two splits, if any.
+    """
     splits = [each for each in (dataset.train, dataset.validation, dataset.holdout) if each is not None]
     sources = [each for each in map(encoded_source, splits) if each is not None]
     if len(sources) < len(splits) or any(files_of(each, np.arange(0)) is None for each in splits):
-        return None, ""
+        return None, "", ""
     if sum(map(len, splits)) > MOST_IMAGES:
-        return None, TOO_LARGE
-    paths = {path for each in splits for path in files_of(each, np.arange(len(each))) or ()}
+        return (
+            None,
+            TOO_LARGE,
+            f"copies are not looked for above {MOST_IMAGES:,} images: `paceline check-data` does",
+        )
+    named = [path for each in splits for path in files_of(each, np.arange(len(each))) or ()]
+    paths = sorted(set(named))
+    now, stamps = time.time_ns(), _stamps(paths)
+    copies = ""
+    if all(isinstance(leaf, FileSource) for each in splits for leaf, _ in leaf_sources(each, np.arange(0))):
+        parts = np.repeat(np.arange(len(splits)), [len(each) for each in splits])
+        labels = np.concatenate([each.labels for each in splits])
+        copies = _copies(named, dict(zip(paths, stamps, strict=True)), labels, parts, now)
     samples = [(source, sample) for source in sources for sample in range(len(source))]
 
     def read(index: int) -> Content:
         source, sample = samples[index]
         return source.encoded(sample)
 
-    return content_digest(sorted(paths), len(samples), read, dataset.digest)
+    return *content_digest(paths, stamps, len(samples), read, dataset.digest, now=now), copies
+
+
+def _stamps(paths: Sequence[str]) -> list[Stamp | None]:
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(stamp_or_none, paths))
+
+
+def _copies(
+    paths: Sequence[str], stamps: Mapping[str, Stamp | None], labels: NDArray[Any], splits: Ids, now: int
+) -> str:
+    """Describe images of the same content with different labels, or in different splits; empty if there are none.
+
+    Only files of equal size are read, and only if these hold at most ``LARGEST_BYTES``.
+    """
+    by_size = Counter(stamp[0] for stamp in stamps.values() if stamp)
+    alike = {path: stamp for path, stamp in stamps.items() if stamp and stamp[0] and by_size[stamp[0]] > 1}
+    if sum(stamp[0] for stamp in alike.values()) > LARGEST_BYTES:
+        return f"copies of images were not looked for: files of equal sizes hold over {format_bytes(LARGEST_BYTES)}"
+
+    def find() -> list[str]:
+        with ThreadPoolExecutor(_READERS) as pool:
+            return list(pool.map(lambda path: _hashed(read_file(path)).hex(), alike))
+
+    try:
+        digests = dict(zip(alike, cached("copies", list(alike), list(alike.values()), find, now=now), strict=True))
+    except BrokenImageError:  # reported where it is needed
+        return ""
+    first: dict[str, int] = {}
+    pairs = [(first.setdefault(digests.get(path, path), at), at) for at, path in enumerate(paths)]
+    copies = [(one, two) for one, two in pairs if paths[one] != paths[two]]
+    told = []
+    for what, values in (("labels", labels), ("splits", splits)):
+        if found := [(one, two) for one, two in copies if np.any(values[one] != values[two])]:
+            names, more = " and ".join(repr(paths[each]) for each in found[0]), f", and {len(found) - 1:,} more"
+            told.append(f"{names} are the same image with different {what}{more * (len(found) > 1)}")
+    return "; ".join(told) + "; `paceline check-data` lists such images" * bool(told)
 
 
 def content_of_files(files: Sequence[str], description: str, *, limit: int = MOST_IMAGES) -> tuple[str | None, str]:
     """Digest single-image files with :func:`content_digest`; None without files."""
     if len(files) > limit:
         return None, TOO_LARGE
-    return content_digest(files, len(files), lambda at: read_file(files[at]), description) if files else (None, "")
+    if not files:
+        return None, ""
+    now, stamps = time.time_ns(), _stamps(files)
+    return content_digest(files, stamps, len(files), lambda at: read_file(files[at]), description, now=now)
 
 
 def content_digest(
-    paths: Sequence[str], count: int, read: Callable[[int], Content], description: str
+    paths: Sequence[str],
+    stamps: Sequence[Stamp | None],
+    count: int,
+    read: Callable[[int], Content],
+    description: str,
+    *,
+    now: int,
 ) -> tuple[str | None, str]:
     """Digest images in order, or return the cached digest if no file has changed.
 
     Args:
         paths: Files that contain them.
+        stamps: Their stamps.
         count: Number of images.
         read: Returns an image's content, or raises BrokenImageError.
         description: Identifies the selection of images in these files.
+        now: A time before the stamps were taken, in ns.
 
     Returns:
         The hexadecimal digest and a description of its scope; None and the reason, if the files are too large or one
         cannot be read.
     """
-    now = time.time_ns()
-    try:
-        with ThreadPoolExecutor(_READERS) as pool:
-            stamps = list(pool.map(stamp_of, paths))
-    except OSError as error:
-        return None, _UNREADABLE.format(error.filename)
-    if sum(size for size, *_ in stamps) > LARGEST_BYTES:
+    found = {path: stamp for path, stamp in zip(paths, stamps, strict=True) if stamp is not None}
+    if missing := next((path for path in paths if path not in found), None):
+        return None, _UNREADABLE.format(missing)
+    if sum(size for size, *_ in found.values()) > LARGEST_BYTES:
         return None, TOO_LARGE
-    changes = ((max(times), path) for (_, _, *times), path in zip(stamps, paths, strict=True))
+    changes = ((max(times), path) for path, (_, _, *times) in found.items())
     _, last = max(changes, default=(0, ""))
     detail = f"of {count:,} images; {last!r} changed last"
 

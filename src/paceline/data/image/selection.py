@@ -32,6 +32,7 @@ from paceline.data.image.dataset import (
 )
 from paceline.data.image.source import Hashes, Ids, SampleSource, SubsetSource, hashed_names, sample_names
 from paceline.errors import DataError, RecipeError, did_you_mean
+from paceline.escaping import one_form
 from paceline.files import refuse_special_inputs
 from paceline.plain_json import load_json
 from paceline.recipe.data import Data
@@ -234,8 +235,9 @@ def choose_classes(requested: Sequence[int | str], classes: Sequence[str], key: 
     numbers = {name: number for number, name in enumerate(classes)}
     numeric = next((name for name in classes if _LIKE_A_NUMBER.fullmatch(name)), None)
     chosen: list[int] = []
+    spelled = one_form(map(str, requested), classes)
     for each in requested:
-        number = numbers.get(str(each), each)
+        number = numbers.get(spelled[str(each)], each)
         if numeric is not None and isinstance(each, int) and str(each) not in numbers:
             raise RecipeError(
                 f"{key} names the number {each}, but classes have names like {numeric!r}, and none is called "
@@ -373,8 +375,9 @@ def _with_classes(requested: Sequence[int | str], dataset: ImageDataset) -> Imag
 def keep_known_classes(dataset: ImageDataset, known_classes: Sequence[str]) -> ImageDataset:
     """Return the same images with the class numbers of the weights, which include all classes of the data set."""
     places = {name: place for place, name in enumerate(known_classes)}
-    numbers = np.array([places[name] for name in dataset.classes])
-    present = set(dataset.classes)
+    spelled = one_form(dataset.classes, known_classes).values()
+    numbers = np.array([places[name] for name in spelled])
+    present = set(spelled)
     missing = [name for name in known_classes if name not in present]
     named = ", ".join(missing[:_NAMED]) + (", …" if len(missing) > _NAMED else "")
     note = f"{len(missing)} of the {len(known_classes)} classes of the weights have no images: {named}"

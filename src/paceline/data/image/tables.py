@@ -13,7 +13,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, St
 from paceline.data.image.source import FileSource, Ids
 from paceline.data.splits import SPLIT_NAMES, TRAIN, split_of
 from paceline.errors import DataError, did_you_mean
-from paceline.escaping import utf8
+from paceline.escaping import one_form, quoted, utf8
 from paceline.files import SkippedItems, has_extension, list_files, special_kind
 from paceline.plain_json import load_json
 from paceline.recipe.data import Data
@@ -156,6 +156,7 @@ def number_classes(
     Raises:
         DataError: If numbers and names are mixed, a held-out label is not a training class, or there is only one class.
     """
+    parts = in_one_form(parts)
     distinct = {label for labels in parts for label in labels}
     number: dict[int | str, int]
     if _are_numbers(distinct, path):
@@ -183,6 +184,13 @@ def number_classes(
 def _refuse_one_class(trained: set[str], path: str, *, one_class: bool) -> None:
     if len(trained) == 1 and not one_class:
         raise DataError(f"{path!r} has one class, {trained.pop()!r}, but a classifier needs at least two.")
+
+
+def in_one_form(parts: list[list[int | str]], known: Iterable[str] = ()) -> list[list[int | str]]:
+    """Return labels with one spelling for each name (:func:`one_form`)."""
+    forms = one_form({label for labels in parts for label in labels if isinstance(label, str)}, known)
+    changed: dict[int | str, str] = {name: form for name, form in forms.items() if name != form}
+    return [[changed.get(label, label) for label in labels] for labels in parts] if changed else parts
 
 
 def _are_numbers(labels: set[int | str], path: str) -> bool:
@@ -244,7 +252,7 @@ def number_rows(
     if not classes or tuple(numbers) != classes:
         raise DataError(f"{path!r} names its classes {str(named)[:80]!r}, but they must be a list of distinct strings.")
     numbered = []
-    for part in found:
+    for part in in_one_form(found, classes):
         # A class may be given by name; other text is never a number.
         said = [numbers.get(label, label) for label in part]
         odd = next((each for each in said if isinstance(each, str) or each >= len(classes)), None)
@@ -314,7 +322,9 @@ def name_rows(
         texts = (each.strip() if isinstance(each, str) else each for each in listed)
         return {str(as_label(each, name(row))) for each in texts if each != ""}
 
-    found = [[labels(row) for row in part.tolist()] for part in parts]
+    read = [[labels(row) for row in part.tolist()] for part in parts]
+    forms = one_form({name for part in read for names in part for name in names})
+    found = [[{forms[name] for name in names} for names in part] for part in read]
     classes = tuple(sorted(set().union(*found[0])))
     if not classes:
         raise DataError(f"{path!r} has no label in any row to train on: name another column in data.label_column.")
@@ -364,7 +374,8 @@ def odd_class_names(classes: Sequence[str], fix: str) -> list[str]:
         notes.append(f"each name like {listed[0]!r} ({count}) is taken for one class: {fix}")
     if similar:
         more = f", and {len(similar) - 1:,} more pairs" if len(similar) > 1 else ""
-        notes.append(f"the classes {' and '.join(map(repr, similar[0]))} differ by case or space only{more}")
+        pair = " and ".join(map(quoted, similar[0]))
+        notes.append(f"the classes {pair} differ by case, space or invisible characters only{more}")
     return notes
 
 

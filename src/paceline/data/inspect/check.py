@@ -109,7 +109,7 @@ class DataReport:
             "cost": self.cost,
             "workers": self.workers,
             "seconds": self.seconds,
-            **({} if self.quarantine is None else {"moved": list(map(list, self.quarantine.moved))}),
+            **({} if (aside := self.quarantine) is None else {"moved": aside.moved, "not_moved": aside.kept}),
             **({"unusable": self.unusable} if self.unusable else {}),
         }
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from paceline.data.image.source import Ids
 from paceline.data.image.tables import listed_names
 from paceline.data.inspect.gather import MAX_NAMED, Progress, SampleFacts, Subject, similar
 from paceline.data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, SEVERITIES, Kind
+from paceline.escaping import quoted
 
 Hashes = NDArray[np.uint64]
 
@@ -25,18 +28,20 @@ _AT_ONCE = 1 << 20  # pairs in memory
 _SET_BITS = np.array([number.bit_count() for number in range(1 << 16)], dtype=np.uint8)
 
 
-def first_of(content: Hashes, present: NDArray[np.bool_]) -> Ids:
+def first_of(content: Hashes, present: NDArray[np.bool_], late: NDArray[np.bool_] | None = None) -> Ids:
     """Return for each sample the first one with the same content, possibly itself; int64 [N].
 
     Args:
         content: 128-bit digests as pairs of words, [N, 2].
         present: Mask of the samples that have a digest.
+        late: Mask of the samples that come after all others.
     """
     first = np.arange(len(content), dtype=np.int64)
     numbers = np.flatnonzero(present)
     if len(numbers) == 0:
         return first
-    order = numbers[np.lexsort((numbers, content[numbers, 1], content[numbers, 0]))]
+    rank = numbers if late is None else numbers + len(content) * late[numbers]
+    order = numbers[np.lexsort((rank, content[numbers, 1], content[numbers, 0]))]
     begins = np.ones(len(order), dtype=bool)
     begins[1:] = (content[order[1:]] != content[order[:-1]]).any(axis=1)
     first[order] = order[np.flatnonzero(begins)[np.cumsum(begins) - 1]]
@@ -258,18 +263,40 @@ def whole(gathered: SampleFacts) -> Ids:
 def _entry(gathered: SampleFacts, position: int, detail: str = "", other: int | None = None) -> Entry:
     samples = gathered.samples
     number = int(gathered.numbers[position])
-    return Entry(
-        name=samples.path(number),
-        split=samples.find(number)[0],
-        detail=detail,
-        other=None if other is None else samples.path(int(gathered.numbers[other])),
-    )
+    path, other_path = samples.path(number), None if other is None else samples.path(int(gathered.numbers[other]))
+    if other_path is not None and (file := _file(path)) and file == _file(other_path):
+        detail = "one file, by a link"
+    return Entry(name=path, split=samples.find(number)[0], detail=detail, other=other_path)
+
+
+def _file(path: str) -> tuple[int, int] | None:
+    """Return what a path leads to, device and inode; None if it is not that of a file."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _links(gathered: SampleFacts, positions: Ids) -> NDArray[np.bool_]:
+    """Return a mask of the samples whose file another of these samples reaches through fewer links."""
+    names: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for position in positions.tolist():
+        path = gathered.samples.path(int(gathered.numbers[position]))
+        if file := _file(path):
+            links = sum(map(os.path.islink, (path, *map(str, Path(path).parents))))
+            names.setdefault(file, []).append((links, position))
+    is_link = np.zeros(len(gathered.numbers), dtype=bool)
+    is_link[[position for each in names.values() for _, position in sorted(each)[1:]]] = True
+    return is_link
 
 
 def _of_copies(gathered: SampleFacts, *, workers: int, progress: Progress) -> Iterator[Finding]:
     present = np.zeros(len(gathered.numbers), dtype=bool)
     present[whole(gathered)] = True
     first = first_of(gathered.rows["content"], present)
+    if len(copies := np.flatnonzero(first != np.arange(len(first)))):
+        first = first_of(gathered.rows["content"], present, _links(gathered, np.union1d(copies, first[copies])))
     split_of = gathered.samples.part_numbers[gathered.numbers]
     labels = gathered.samples.labels[gathered.numbers]
     copies = np.flatnonzero(first != np.arange(len(first)))
@@ -308,5 +335,5 @@ def _of_classes(subject: Subject) -> Iterator[Finding]:
     lacking = np.flatnonzero(held_out == 0).tolist()
     findings["no_held_out"] = [Entry(classes[each]) for each in lacking] if held_out.sum() else []
     findings["listed_names"] = [Entry(name) for name in listed_names(classes)]
-    findings["alike_names"] = [Entry(other, other=one) for one, other in similar_names(classes)]
+    findings["alike_names"] = [Entry(quoted(two), other=quoted(one)) for one, two in similar_names(classes)]
     yield from (Finding(KINDS[name], len(entries), tuple(entries)) for name, entries in findings.items() if entries)

@@ -30,6 +30,7 @@ from paceline.data.image.source import BrokenImageError, Ids, Image, JoinedSourc
 from paceline.data.inspect.look import BIT, ROW, Defect, Rows, Viewer, grey_parts, look
 from paceline.data.packing.origins import detect
 from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.files import refuse_archive
 from paceline.plain_yaml import yaml_line
 from paceline.recipe.load import load_recipe, set_by, shipped_recipes
 from paceline.recipe.schema import Recipe
@@ -137,6 +138,7 @@ def _load(source: str, overrides: Sequence[str]) -> Recipe:
     except DataError as error:
         if path.is_dir():  # possibly unreadable: that is what the check finds
             return load_recipe("image_folder", [located, *overrides]).recipe
+        refuse_archive(path)
         raise DataError(
             f"{source!r} is not a folder or archive of images, a recipe file or a shipped recipe ({error})"
         ) from None

@@ -153,7 +153,7 @@ OF_SETS = (
         "add held-out images, or training images to hold some out of",
     ),
     Kind("listed_names", "notice", "a class whose name looks like a list", "separate several labels by ';'"),
-    Kind("alike_names", "notice", "classes whose names differ only in case or spaces", "merge them, if they are one"),
+    Kind("alike_names", "notice", "names that differ in case, spaces or invisible characters", "merge them, if one"),
     Kind("unread", "notice", "in the folder, and not read by a run", "move it, if it should be read"),
 )
 

@@ -1,22 +1,26 @@
 """Move files that break a run, and leaks, out of an image folder; nothing is deleted, and a script moves them back.
 
 Each file or folder is moved by one rename, after the undo script is on the disk. So if the process is killed, every
-file is at its old path or at the one in the script.
+file is at its old path or at the one in the script. A path is not a file: what lies behind a link is not moved.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.data.inspect.findings import Finding
+from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.errors import DataError
 from paceline.files import visible_entries
 
 UNDO = "undo.sh"
+_EFFECTIVE = os.access in os.supports_effective_ids  # not everywhere
+_MOST_LINKS = 40  # in a path, as in Linux
 _BACK = b"""\
 #!/bin/sh
 # Moves back what `paceline check-data` moved into this folder. Run it with: sh undo.sh
@@ -35,11 +39,13 @@ class Quarantine:
     Attributes:
         folder: The quarantine folder.
         moved: Old and new path of each file or folder.
+        kept: What was not moved because of a link: its path, and the reason.
         kinds: Names of the findings whose files were all moved.
     """
 
     folder: Path
     moved: tuple[tuple[str, str], ...]
+    kept: tuple[tuple[str, str], ...]
     kinds: frozenset[str]
 
     @property
@@ -72,57 +78,129 @@ def check_place(root: Path, folder: Path) -> None:
         )
 
 
-def move_away(findings: Iterable[Finding], root: Path, folder: Path) -> Quarantine:
+def move_away(findings: Sequence[Finding], root: Path, folder: Path) -> Quarantine:
     """Move broken files from ``root`` to ``folder``, keeping their paths relative to ``root``.
 
-    For images in two splits, the held-out copies are moved. Without a held-out folder the split depends on the
-    remaining images, so all copies but one are moved. If a class would become empty, its whole folder is moved.
+    For images in two splits, the held-out copies are moved; of a file and a link to it, the link. Without a held-out
+    folder the split depends on the remaining images, so all copies but one are moved. If a class would become empty,
+    its whole folder is moved. Nothing is moved from behind a link, nor what a remaining link leads to.
 
     Raises:
-        DataError: If something cannot be moved; name conflicts in ``folder`` are detected before anything is moved.
+        DataError: If something cannot be moved. Name conflicts in ``folder``, read-only folders and other file systems
+            are detected before anything is moved; after another failure, everything is moved back.
     """
-    is_split = (root / "val").is_dir() or (root / "test").is_dir()
-    copies = ("leak",) if is_split else ("leak", "duplicate")
-    moving = [
-        each
+    real_root = Path(os.path.realpath(root))
+    to_move, kept = _chosen(findings, root, real_root)
+    samples = {name for each in findings for entry in each.entries if entry.split for name in (entry.name, entry.other)}
+    readers = (
+        {*_links(real_root), *(Path(os.path.relpath(each, root)) for each in samples if each)} if to_move else set()
+    )
+    needs = {path: needed for path in sorted(readers) if (needed := to_move.intersection(_passed(real_root, path)))}
+    while held := {
+        each: f"{path} leads to it"
+        for path, needed in needs.items()
+        if to_move.isdisjoint((path, *path.parents))
+        for each in needed & to_move
+    }:
+        to_move -= held.keys()
+        kept |= held
+    paths = sorted(path for path in to_move if not to_move.intersection(path.parents))
+    moves = [(root / path, folder / path) for path in paths]
+    _move(moves, folder)
+
+    def is_gone(finding: Finding) -> bool:
+        names = [Path(entry.name) for entry in finding.entries]
+        moved = {path for path, _ in moves}
+        return finding.count == len(names) and all(moved.intersection((name, *name.parents)) for name in names)
+
+    return Quarantine(
+        folder=folder,
+        moved=tuple((str(a), str(b)) for a, b in moves),
+        kept=tuple((str(root / path), kept[path]) for path in sorted(kept)),
+        kinds=frozenset(each.kind.name for each in findings if is_gone(each)),
+    )
+
+
+def _chosen(findings: Sequence[Finding], root: Path, real_root: Path) -> tuple[set[Path], dict[Path, str]]:
+    """Return what to move, relative to the root; and what lies behind a link instead, with the reason."""
+    splits = split_folders(root)
+    held_out = [Path(splits[split]) for split in (VALIDATION, TEST) if split in splits]
+    copies = ("leak",) if held_out else ("leak", "duplicate")
+    found = {
+        Path(entry.name).relative_to(root)
         for each in findings
         if (each.kind.severity == "breaks" and each.kind.name != "layout") or each.kind.name in copies
-    ]
-    to_move = {Path(entry.name) for each in moving for entry in each.entries}
-    train = root / "train" if (root / "train").is_dir() else root
-    for splits in ((train,), (root / "val", root / "test")):
-        for parent in {path.parent for path in to_move if path.parent.parent in splits}:
-            is_still_trained_on = parent.parent != train and (train / parent.name).is_dir()
+        for entry in each.entries
+    }
+    links = ((path, [each for each in path.parents if each.name and (real_root / each).is_symlink()]) for path in found)
+    kept = {path: f"behind the link {behind[-1]}" for path, behind in links if behind}
+    to_move = found - kept.keys()
+    train = Path(splits.get(TRAIN, ""))
+    for parents in ([train], held_out):
+        for parent in {path.parent for path in to_move if path.parent.parent in parents}:
+            is_still_trained_on = parent.parent != train and (root / train / parent.name).is_dir()
             if is_still_trained_on and train / parent.name not in to_move:
                 continue
-            if all(Path(entry.path) in to_move for entry in visible_entries(parent)):
+            if all(Path(entry.path).relative_to(root) in to_move for entry in visible_entries(root / parent)):
                 to_move.add(parent)
-    paths = sorted(path for path in to_move if not to_move.intersection(path.parents))
-    moves = [(path, folder / path.relative_to(root)) for path in paths]
-    if present := [str(target) for _, target in moves if os.path.lexists(target)]:
-        raise DataError(
-            f"--quarantine {folder}: {present[0]!r} is there already (and {len(present) - 1:,} more of the names), and "
-            "nothing is overwritten; nothing was moved: give another folder."
-        )
+    return to_move, kept
+
+
+def _links(root: Path) -> Iterator[Path]:
+    """Yield all links below a folder, relative to it; none is followed."""
+    folders = [str(root)]
+    while folders:
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    yield Path(entry.path).relative_to(root)
+                elif entry.is_dir():
+                    folders.append(entry.path)
+
+
+def _passed(root: Path, path: Path) -> Iterator[Path]:
+    """Yield all files, folders and links below ``root`` that opening a path in it passes, by their real places."""
+    place, parts, links = root, list(path.parts[::-1]), 0
+    while parts and links < _MOST_LINKS:
+        part = parts.pop()
+        place = place.parent if part == os.pardir else place / part
+        if place.is_relative_to(root):
+            yield place.relative_to(root)
+        if place.is_symlink():
+            parts += reversed(Path(os.readlink(place)).parts)
+            place, links = place.parent, links + 1
+
+
+def _move(moves: Sequence[tuple[Path, Path]], folder: Path) -> None:
+    """Move everything, or nothing; raises DataError."""
+    disk = next(each for each in (folder, *folder.absolute().parents) if each.exists()).stat().st_dev
+    for source, target in moves:
+        is_folder = source.is_dir() and not source.is_symlink()
+        changed = (source.parent, source) if is_folder else (source.parent,)
+        closed = [each for each in changed if not os.access(each, os.W_OK | os.X_OK, effective_ids=_EFFECTIVE)]
+        why = ""
+        if os.path.lexists(target):
+            why = f"{str(target)!r} is there already, and nothing is overwritten: give another folder."
+        elif source.lstat().st_dev != disk:
+            why = f"{str(source)!r} is on another file system, and files are only moved by renaming: move it by hand."
+        elif closed:
+            why = f"{str(closed[0])!r} is read-only: give this user write permission (chmod u+w)."
+        if why:
+            raise DataError(f"--quarantine {folder}: nothing was moved, since {why}")
     if moves:
         _write_undo(folder, moves)
-    for source, target in moves:
+    for number, (source, target) in enumerate(moves):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             os.rename(source, target)
         except OSError as error:
+            for old, new in reversed(moves[:number]):
+                with suppress(OSError):
+                    os.rename(new, old)
             raise DataError(
-                f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; to undo the earlier moves, "
-                f"run: sh {shlex.quote(str(folder / UNDO))}"
+                f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; all others are back, as "
+                f"`sh {shlex.quote(str(folder / UNDO))}` would do."
             ) from None
-    moved_paths = frozenset(path for path, _ in moves)
-
-    def is_gone(finding: Finding) -> bool:
-        names = [Path(entry.name) for entry in finding.entries]
-        return finding.count == len(names) and all(moved_paths.intersection((name, *name.parents)) for name in names)
-
-    resolved_kinds = frozenset(each.kind.name for each in findings if is_gone(each))
-    return Quarantine(folder=folder, moved=tuple((str(a), str(b)) for a, b in moves), kinds=resolved_kinds)
 
 
 def _write_undo(folder: Path, moves: Iterable[tuple[Path, Path]]) -> None:

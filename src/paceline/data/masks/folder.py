@@ -26,11 +26,12 @@ from paceline.data.image.dataset import stratified_split
 from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, decode, read_file, upright_size
 from paceline.data.image.source import EXTENSIONS, Image
 from paceline.data.masks.pipeline import IGNORED, LabelMap, MaskDataset
+from paceline.data.splits import SPLIT_NAMES, TRAIN, split_folders
 from paceline.errors import DataError, did_you_mean
+from paceline.escaping import one_form
 from paceline.files import SkippedItems, has_extension, is_folder, list_files, visible_entries
 from paceline.recipe.data import Data
 
-_SPLITS = ("train", "val", "test")
 _INDICES = ("L", "P", "P;1", "P;2", "P;4")  # Pillow's pixel modes that keep the stored values
 _READERS = 8
 _SHOWN = 5  # maximum number of faults in a message
@@ -104,8 +105,10 @@ def read_mask(path: str) -> LabelMap:
 
 def _split_folders(root: Path, *, score_all: bool) -> list[Path]:
     """Return the folders of the training and the held-out images, or that of the held-out ones alone, to score them."""
-    folders = [root / name for name in _SPLITS if (root / name / "images").is_dir()][:2]
-    if not folders or folders[0].name == "train":
+    splits = split_folders(root)
+    folders = [root / splits[each] for each in SPLIT_NAMES if each in splits]
+    folders = [each for each in folders if (each / "images").is_dir()][:2]
+    if not folders or folders[0].name == splits.get(TRAIN):
         return folders
     if not score_all:
         raise DataError(f"{str(root)!r} has {folders[0].name}/images but no train/images: add it.")
@@ -257,7 +260,7 @@ def _class_names(root: Path, highest: np.ndarray) -> tuple[str, ...]:
     except (OSError, ValueError) as error:
         raise DataError(f"{str(file)!r} cannot be read as class names, one a line ({error}); correct it.") from error
     names = tuple(name.strip() for name in names)
-    if not 2 <= len(names) <= IGNORED or len(set(names)) < len(names) or "" in names:
+    if not 2 <= len(names) <= IGNORED or len(set(one_form(names).values())) < len(names) or "" in names:
         raise DataError(
             f"{str(file)!r} has {len(names)} classes, {len(set(names) - {''})} of them different; there must be 2 to "
             f"{IGNORED}, with different names."

@@ -24,7 +24,7 @@ from paceline.data.image.source import FileSource, SampleSource, SubsetSource, e
 from paceline.dataset_registry import find_dataset
 from paceline.errors import DataError
 from paceline.escaping import utf8
-from paceline.files import is_ignored, refuse_special_inputs
+from paceline.files import is_ignored, refuse_archive, refuse_special_inputs
 from paceline.recipe.data import Data
 
 _COMPRESSED = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst"})
@@ -187,6 +187,7 @@ def _kind_of_file(path: Path) -> str:
         return "webdataset"
     if ending == ".parquet" and (found := _kind_of_tables(path)) is not None:
         return found
+    refuse_archive(path)
     raise DataError(
         f"{str(path)!r} is a file whose name does not tell how to pack it (a .tar of WebDataset, a .parquet, a .csv "
         "or .tsv of paths and labels, cifar-10-*.tar.gz or cifar-100-*.tar.gz): name a folder, or tell `pack` what it "

@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.data.image.sets.huggingface import choose_splits, find_files
 from paceline.data.image.tables import file_problem, require_pyarrow
-from paceline.data.splits import held_out_among
+from paceline.data.splits import TEST, TRAIN, VALIDATION, held_out_among, split_folders
 from paceline.data.text.chat import open_chat
 from paceline.data.text.corpus import (
     MANIFEST,
@@ -31,7 +31,15 @@ from paceline.data.text.tables import cells_of
 from paceline.data.text.tokenizer import ByteTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
-from paceline.files import SkippedItems, has_extension, is_folder, list_files, refuse_special_inputs, visible_entries
+from paceline.files import (
+    SkippedItems,
+    has_extension,
+    is_folder,
+    list_files,
+    refuse_archive,
+    refuse_special_inputs,
+    visible_entries,
+)
 from paceline.recipe.data import Data, Text
 from paceline.registry import open_dataset
 
@@ -181,18 +189,21 @@ def folder_splits(root: Path, fraction: float, left_out: SkippedItems) -> tuple[
     Raises:
         DataError: If there are none, or one is not UTF-8.
     """
+    refuse_archive(root)
     if not root.is_dir():
         raise DataError(f"data.path={root} is not a folder; give one with .txt files, or with train and val in it.")
     if (root / MANIFEST).is_file():
         raise DataError(f"{root} holds tokens that `paceline pack` wrote; train on them with data.dataset=tokens.")
-    if not (root / "train").is_dir():
+    splits = split_folders(root, nested=False)
+    if TRAIN not in splits:
         return (*split_by_name(_texts(root, left_out), fraction), None)
     entries = visible_entries(root)
-    found = held_out_among([entry.name for entry in entries if is_folder(entry)])
+    found = held_out_among([each.name for each in entries if is_folder(each)])
+    found = found or splits.get(VALIDATION, splits.get(TEST))
     for entry in entries:
-        if entry.name not in ("train", found):
-            left_out.add(f"{'folders' if is_folder(entry) else 'files'} outside train/", entry.name)
-    train = _texts(root / "train", left_out)
+        if entry.name not in (splits[TRAIN], found):
+            left_out.add(f"{'folders' if is_folder(entry) else 'files'} outside {splits[TRAIN]}/", entry.name)
+    train = _texts(root / splits[TRAIN], left_out)
     if found is None:
         return (*split_by_name(train, fraction), None)
     return train, _texts(root / found, left_out), f"the folder has its own split: {found}"

@@ -20,7 +20,7 @@ from paceline.data.text.pipeline import IGNORED_TARGET
 from paceline.data.text.tables import Row, TextTable, read_table
 from paceline.data.text.tokenizer import TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError
-from paceline.escaping import utf8
+from paceline.escaping import one_form, utf8
 from paceline.files import SkippedItems
 from paceline.plain_json import load_json
 from paceline.recipe.data import Data
@@ -65,9 +65,10 @@ class LabelledTexts(TextDataset):
 
     def with_classes(self, names: Sequence[str]) -> Self:
         """Return the same texts with labels as numbered in other class names, which include those of the texts."""
-        numbers = np.array([*map(names.index, self.classes), IGNORED_TARGET])
+        spelled = list(one_form(self.classes, names).values())
+        numbers = np.array([*map(names.index, spelled), IGNORED_TARGET])
         train, held_out = (numbers[np.where(each < 0, -1, each)] for each in self.labels)
-        missing = [name for name in names if name not in self.classes]
+        missing = [name for name in names if name not in spelled]
         named = ", ".join(missing[:6]) + ", …" * (len(missing) > 6)
         note = f"{len(missing)} of the {len(names)} classes of the weights are not in the data: {named}"
         left_out = (*self.left_out, *([note] if missing else []))

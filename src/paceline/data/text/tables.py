@@ -13,7 +13,7 @@ from paceline.data.image.sets.huggingface import HuggingFaceFiles, choose_splits
 from paceline.data.image.tables import explain_errors, find_column, mapped, parts_of, require_pyarrow, splits_of_files
 from paceline.data.text.corpus import Split, split_by_name
 from paceline.errors import DataError
-from paceline.files import SkippedItems, has_extension, refuse_special_inputs, visible_entries
+from paceline.files import SkippedItems, has_extension, refuse_archive, refuse_special_inputs, visible_entries
 from paceline.recipe.data import Data
 
 _LINES, _SEPARATED = ("jsonl",), ("csv", "tsv", "tab")
@@ -139,6 +139,7 @@ def cells_of(file: Path, pick: Callable[[Any], Sequence[str]], *, is_parquet: bo
         return
     arrow = require_pyarrow()
     refuse_special_inputs(file)
+    refuse_archive(file)
     with explain_errors(file), mapped(file) as content:
         if has_extension(file.name, _LINES):
             # A line must fit into a block, and a block's text into an array.

@@ -92,8 +92,6 @@ def convert_timm(
     draft.put("optimizer.decay_norm_and_bias", value=False, note="as train.py leaves out biases and norms")
     if draft["no_aug"] and (crop := draft.flat["data.evaluation_crop"]) != 1:
         draft.differ("no_aug", f"training images are cropped to {crop:g} of their side, as in evaluation")
-    if draft.given.get("val_split") == "validation":
-        draft.differ("val_split", "rename the folder PATH/validation to PATH/val")
     if draft.flat.get("train.precision") == "fp32":
         draft.differ("amp", "train.py multiplies fp32 numbers in TF32 on GPUs; train.float32_matmul=high does so here")
     if draft.processes > 1 and draft["dist_bn"] != "broadcast":

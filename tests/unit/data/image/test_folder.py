@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,17 @@ from PIL import Image
 
 from paceline.data.image import heads
 from paceline.data.image.dataset import SKIP_REASONS, Problems, StoredImages
+from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets import image_folder
 from paceline.data.image.source import EXTENSIONS
-from paceline.errors import DataError
+from paceline.data.masks.folder import open_masks
+from paceline.data.packing.origins import detect
+from paceline.data.text.datasets import open_text
+from paceline.errors import DataError, PacelineError
+from paceline.files import SkippedItems
+from paceline.inference.sources import pictures_of
+from paceline.recipe.data import Data
+from paceline.recipe.load import load_recipe
 
 
 def make(root: Path, *names: str, size: tuple[int, int] = (8, 8), mode: str = "RGB") -> Path:
@@ -151,14 +160,87 @@ def test_no_classes(tmp_path: Path) -> None:
 def test_every_missing_class_is_named(tmp_path: Path) -> None:
     missing = [f"class{number}" for number in range(9)]
     make(tmp_path, "val/cat/1.png", "val/eel/1.png", "train/cat/1.png", *(f"train/{name}/1.png" for name in missing))
-    fault(f"val' lacks the classes {', '.join(missing)} and ", tmp_path)
-    fault("train' lacks the classes eel, but train/ and val/ must hold the same classes", tmp_path)
+    fault(f"val' lacks the classes {', '.join(map(repr, missing))} and ", tmp_path)
+    fault("train' lacks the classes 'eel', but train/ and val/ must hold the same classes", tmp_path)
 
 
 def test_held_out_images_alone(tmp_path: Path) -> None:
     fault("has 'val' but no 'train'", make(tmp_path, "val/cat/1.png", "val/dog/1.png"))
-    root = make(tmp_path / "b", *(f"{split}/{name}/1.png" for split in ("train", "valid") for name in ("cat", "dog")))
-    fault("has 'valid', whose images would not be held out: rename it to 'val'", root)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *(
+            "Train Val",
+            "TRAIN TEST",
+            "Training Testing",
+            "train_set val-set",
+            "training_data validation",
+            "train valid",
+        ),
+        *("TrainSet dev", "Train eval", "train Evaluation"),
+    ],
+)
+def test_split_folders_by_other_names(names: str, tmp_path: Path) -> None:
+    train, held_out = names.split()
+    make(tmp_path, *(f"{train}/{name}/{n}.png" for name in "ab" for n in range(3)), f"{held_out}/a/1.png")
+    (tmp_path / held_out / "b").mkdir()  # may be empty
+    found = opened(tmp_path)
+    assert (len(found.train), paths(found, tmp_path)[1]) == (6, [f"{held_out}/a/1.png"])
+    assert found.split == f"the folder {held_out}/"
+    make(tmp_path, f"{train.swapcase()}/a/1.png")
+    fault("two folders of one split", tmp_path)
+    fault(repr(train.swapcase()), tmp_path)
+
+
+def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
+    make(tmp_path, *(f"{name}/{n}.png" for name in ("Bus", "Train") for n in range(2)))
+    assert opened(tmp_path).classes == ("Bus", "Train")
+
+
+COMPOSED, DECOMPOSED = "caf\u00e9", "cafe\u0301"
+
+
+@pytest.mark.parametrize(("train", "val"), [(COMPOSED, DECOMPOSED), (DECOMPOSED, COMPOSED)])
+def test_one_class_in_two_forms_of_unicode(train: str, val: str, tmp_path: Path) -> None:
+    """The training split's form is the class, so that the classes' order stays."""
+    make(tmp_path, *(f"train/{name}/1.png" for name in (train, "cafz")), f"val/{val}/1.png", f"val/{val}/2.png")
+    (tmp_path / "val" / "cafz").mkdir()  # may be empty
+    found = opened(tmp_path)
+    assert found.classes == tuple(sorted((train, "cafz")))
+    assert found.validation.labels.tolist() == [found.classes.index(train)] * 2
+    make(tmp_path, f"train/{val}/3.png")
+    fault("the class folders 'cafe\\u0301' and 'caf\u00e9', one name in two Unicode forms (NFC and NFD)", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["hot\u00a0dog", "hot\u200b dog", "hot dog "])
+def test_invisible_differences_are_shown(name: str, tmp_path: Path) -> None:
+    make(tmp_path, *(f"train/{each}/1.png" for each in ("hot dog", "cat")))
+    make(tmp_path, *(f"val/{each}/1.png" for each in (name, "cat")))
+    fault(f"train' lacks the classes {name!r}", tmp_path)
+    (tmp_path / "val").rename(tmp_path / "elsewhere")
+    make(tmp_path, f"train/{name}/1.png")
+    assert repr(name) in open_dataset(Data(path=str(tmp_path / "train"))).reasons["classes"]
+
+
+@pytest.mark.parametrize("ending", ["zip", "ZIP", "tar", "tar.gz", "tgz", "7z", "rar", "tar.zst"])
+def test_an_archive_is_to_be_unpacked(ending: str, tmp_path: Path) -> None:
+    path = tmp_path / f"photos.{ending}"
+    path.write_bytes(b"PK\x03\x04")
+    data = Data(path=str(path))
+    actions: list[Callable[[], object]] = [
+        lambda: load_recipe(str(path)),
+        lambda: open_dataset(data),
+        lambda: open_dataset(replace(data, dataset="csv")),
+        lambda: open_masks(data),
+        lambda: open_text(replace(data, dataset="text_folder")),
+    ]
+    actions += [lambda: detect(str(path))] * (ending != "tar")
+    actions += [lambda: list(pictures_of([path], SkippedItems()))] * (ending in ("7z", "rar", "tar.zst"))
+    for action in actions:
+        with pytest.raises(PacelineError, match="is an archive: unpack it"):
+            action()
 
 
 def everything_wrong(root: Path) -> Path:
@@ -234,11 +316,11 @@ def test_what_cannot_be_left_out_is_refused_with_the_rest(tmp_path: Path) -> Non
     (root / "train" / "cat" / "notes.txt").touch()
     with pytest.raises(DataError) as raised:
         opened(root)
-    assert "lacks the classes dog" in str(raised.value)
+    assert "lacks the classes 'dog'" in str(raised.value)
     assert "notes.txt" in str(raised.value)
     with pytest.raises(DataError) as raised:
         opened(root, on_bad="skip")
-    assert "lacks the classes dog" in str(raised.value)
+    assert "lacks the classes 'dog'" in str(raised.value)
     assert "notes.txt" not in str(raised.value)
     (tmp_path / "one" / "dog").mkdir(parents=True)
     with pytest.raises(DataError, match="one class folder, 'cat'"):

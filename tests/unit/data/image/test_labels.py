@@ -7,15 +7,19 @@ import io
 import json
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies
 from PIL import Image
 
+from paceline.data.class_balance import weights_by_class
 from paceline.data.image.datasets import open_dataset
+from paceline.data.image.selection import keep_known_classes
 from paceline.data.image.tables import name_rows
 from paceline.data.packing.pack import Request, pack
 from paceline.errors import DataError, RecipeError
@@ -112,11 +116,12 @@ SOURCES: dict[str, tuple[str, Callable[[Path, tuple[str, ...]], Path]]] = {
 }
 
 
+@pytest.mark.parametrize("names", [LOOK_LIKE_NUMBERS, ("007", "07", "7")])
 @pytest.mark.parametrize("source", SOURCES)
-def test_text_in_is_text_out(tmp_path: Path, source: str) -> None:
+def test_text_in_is_text_out(tmp_path: Path, source: str, names: tuple[str, ...]) -> None:
     dataset, write = SOURCES[source]
     # A table's cells and a .cls have no spaces around them.
-    names = LOOK_LIKE_NUMBERS + ((" 7 ",) if source in ("parquet", "huggingface", "tar_of_json", "folder") else ())
+    names += (" 7 ",) if source in ("parquet", "huggingface", "tar_of_json", "folder") and len(names) > 3 else ()
     path = write(tmp_path / "set", names)
     for _ in range(2):  # what was remembered of the first time is no different
         found = open_dataset(Data(dataset=dataset, path=str(path), validation_fraction=0))
@@ -168,7 +173,8 @@ names_of_classes = strategies.lists(
 def test_any_text_in_is_text_out(tmp_path_factory: pytest.TempPathFactory, source: str, drawn: list[str]) -> None:
     dataset, write = SOURCES[source]
     kept = [name.strip() if source in ("csv", "tar") else name for name in drawn]
-    names = tuple(dict.fromkeys(["a name", *(name for name in kept if name.strip() and not name.startswith("'="))]))
+    wanted = ["a name", *(name for name in kept if name.strip() and not name.startswith("'="))]
+    names = tuple({normalize("NFC", name): name for name in wanted}.values())
     if len(names) > 1:
         path = write(tmp_path_factory.mktemp("labels") / "set", names)
         found = open_dataset(Data(dataset=dataset, path=str(path), validation_fraction=0))
@@ -190,7 +196,24 @@ def test_a_list_in_a_cell_has_the_names_that_were_written(rows: list[list[str]],
     except DataError as error:  # a lone surrogate
         assert "neither a number nor a class name" in str(error)  # noqa: PT017
     else:
-        assert [{classes[at] for at in np.flatnonzero(row)} for row in found] == expected
+        composed = [{normalize("NFC", name) for name in names} for names in expected]
+        assert [{normalize("NFC", classes[at]) for at in np.flatnonzero(row)} for row in found] == composed
+
+
+@pytest.mark.parametrize("source", ["csv", "parquet", "tar", "tar_of_json"])
+def test_one_name_in_two_unicode_forms_is_one_class(tmp_path: Path, source: str) -> None:
+    dataset, write = SOURCES[source]
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    data = Data(dataset=dataset, path=str(write(tmp_path / "set", (composed, "dog", decomposed))))
+    found = open_dataset(replace(data, validation_fraction=0))
+    assert (found.classes, found.train.labels.tolist()) == ((decomposed, "dog"), [0, 1, 0])
+    same = replace(data, validation_fraction=0, only_classes=(composed, "dog"))
+    assert open_dataset(same).classes == (decomposed, "dog")
+    assert weights_by_class("data.sampling", {composed: 3}, found.train.labels, found.classes) == (3, 1)
+    assert keep_known_classes(found, ("cat", composed, "dog")).train.labels.tolist() == [1, 2, 1]
+    if source == "csv":
+        several = open_dataset(replace(data, validation_fraction=0), several_labels=True)
+        assert (several.classes, several.train.labels.tolist()) == ((decomposed, "dog"), [[1, 0], [0, 1], [1, 0]])
 
 
 @pytest.mark.parametrize("source", ["csv", "parquet", "tar", "tar_of_json"])

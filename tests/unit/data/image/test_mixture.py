@@ -139,7 +139,7 @@ def test_sets_are_joined_by_the_names_of_their_classes(sets: Path) -> None:
 def test_names_of_classes_that_differ_by_case_only_are_told(sets: Path) -> None:
     draw(sets / "other" / "Cat", 4)
     mixed = open_dataset(data(sets, {"photos": 3, "other": 1}))
-    assert mixed.reasons["classes"] == "the classes 'Cat' and 'cat' differ by case or space only"
+    assert mixed.reasons["classes"] == "the classes 'Cat' and 'cat' differ by case, space or invisible characters only"
     assert "classes" not in open_dataset(data(sets, {"photos": 3, "more": 1})).reasons
 
 

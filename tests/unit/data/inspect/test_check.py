@@ -64,7 +64,7 @@ def test_every_planted_defect_is_found_by_its_name(bad: tuple[Path, dict[str, se
     found = named(report)
     assert {kind: found.get(kind) for kind in planted} == planted
     (sentence,) = found["layout"]
-    assert "val' lacks the classes eel" in sentence
+    assert "val' lacks the classes 'eel'" in sentence
     for kind, *names in (
         ("other_file", "train/cat/notes.txt"),
         ("heic_image", "train/cat/phone.heic"),

@@ -6,12 +6,19 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from PIL import Image
 
 from paceline.data.inspect.check import DataReport, check_data
+from paceline.data.inspect.gather import open_subject
+from paceline.data.inspect.quarantine import move_away
 from paceline.errors import DataError, RecipeError
 
 
@@ -29,6 +36,173 @@ def contents(*roots: Path) -> dict[str, bytes]:
                     os.fsencode(os.readlink(path)) if path.is_symlink() else path.read_bytes()
                 )
     return found
+
+
+def dangling(root: Path) -> set[Path]:
+    """The links below a folder that lead nowhere."""
+    return {path for path in root.rglob("*") if path.is_symlink() and not path.exists()}
+
+
+def checked(root: Path, folder: Path) -> tuple[set[str], dict[str, str], DataReport]:
+    """What was moved and what was not, relative to the root, which is whole again after the undo script."""
+    before, dead = contents(root.parent), dangling(root)
+    report = check(root, folder)
+    assert report.quarantine is not None
+    assert sorted(contents(root, folder)) == sorted(contents(root) | contents(folder))
+    assert dangling(root) <= dead
+    moved = {os.path.relpath(old, root) for old, _ in report.quarantine.moved}
+    kept = {os.path.relpath(path, root): reason for path, reason in report.quarantine.kept}
+    after = contents(root.parent)
+    if moved:
+        subprocess.run(report.quarantine.undo, shell=True, check=True)
+    assert contents(root.parent) == before
+    outside = {name for name in before if not name.startswith(f"{root.name}/")}
+    assert {name: after[name] for name in outside} == {name: before[name] for name in outside}
+    return moved, kept, report
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_split_that_is_a_link_to_the_other_stays(split: str, clean: Path, tmp_path: Path) -> None:
+    shutil.rmtree(clean / split)
+    (clean / split).symlink_to({"train": "val", "val": "train"}[split])
+    moved, kept, report = checked(clean, tmp_path / "aside")
+    assert moved == set()
+    assert kept == {f"{split}/{name}": f"behind the link {split}" for name in contents(clean / split)}
+    assert not report.passed
+    (leak,) = (each for each in report.findings if each.kind.name == "leak")
+    assert {each.detail for each in leak.entries} == {"one file, by a link"}
+
+
+def test_of_a_file_and_a_link_to_it_the_link_goes(clean: Path, tmp_path: Path) -> None:
+    (clean / "train/cat/link.jpg").symlink_to("../../val/cat/01.jpg")
+    (clean / "train/cat/to a link.jpg").symlink_to("link.jpg")
+    (clean / "val/dog/hard.jpg").hardlink_to(clean / "train/dog/02.jpg")
+    moved, kept, report = checked(clean, tmp_path / "aside")
+    assert (moved, kept) == ({"train/cat/link.jpg", "train/cat/to a link.jpg", "val/dog/hard.jpg"}, {})
+    assert report.passed
+    (clean / "train/cat/link.jpg").unlink()
+    (clean / "train/cat/to a link.jpg").unlink()
+    (clean / "train/cat/00 link.jpg").symlink_to("05.jpg")  # sorts before its target
+    moved, _, report = checked(clean / "train", tmp_path / "aside too")
+    assert moved == {"cat/00 link.jpg"}
+
+
+def test_what_lies_elsewhere_is_named_and_stays(clean: Path, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    for label in ("cat", "dog"):
+        (clean / "train" / label).rename(tmp_path / "shared" / label)
+        (clean / "train" / label).symlink_to(tmp_path / "shared" / label)
+    (tmp_path / "shared/cat/03.jpg").write_bytes(b"words")
+    (clean / "val/dog/empty.jpg").touch()
+    moved, kept, report = checked(clean, tmp_path / "aside")
+    assert (moved, kept) == ({"val/dog/empty.jpg"}, {"train/cat/03.jpg": "behind the link train/cat"})
+    assert not report.passed
+
+
+def test_what_a_remaining_link_leads_to_stays(clean: Path, tmp_path: Path) -> None:
+    for name in ("train/cat/empty.jpg", "train/dog/empty.jpg"):
+        (clean / name).touch()
+    (clean / "extra").mkdir()
+    (clean / "extra" / "1.jpg").write_bytes((clean / "train/cat/00.jpg").read_bytes())
+    (clean / "train/cat/more.jpg").symlink_to("../../extra/1.jpg")
+    (clean / ".notes").symlink_to("train/cat/empty.jpg")
+    (clean / "train/dog/round").symlink_to("..")
+    moved, kept, _ = checked(clean, tmp_path / "aside")
+    assert moved == {"train/dog/empty.jpg", "train/dog/round"}
+    assert kept == {"train/cat/empty.jpg": ".notes leads to it", "extra": "train/cat/more.jpg leads to it"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become someone who may not write")
+def test_a_read_only_folder_is_found_before_the_first_move(clean: Path, broken: set[str], tmp_path: Path) -> None:
+    for path in (clean, *clean.parents[:3], *(each for each in clean.rglob("*") if each.is_dir())):
+        path.chmod(0o777)
+    (clean / "train" / "cat").chmod(0o555)
+    before, findings = contents(tmp_path), check(clean, None).findings
+    os.seteuid(65534)
+    try:
+        with pytest.raises(DataError, match=r"nothing was moved, since .*train/cat' is read-only"):
+            move_away(findings, clean, tmp_path / "aside")
+    finally:
+        os.seteuid(0)
+    assert contents(tmp_path) == before
+
+
+def test_a_move_that_fails_takes_back_the_others(clean: Path, broken: set[str], tmp_path: Path) -> None:
+    (tmp_path / "aside").mkdir()
+    (tmp_path / "aside" / "val").touch()  # where a folder is needed
+    before = contents(tmp_path)
+    with pytest.raises(DataError, match="all others are back"):
+        check(clean, tmp_path / "aside")
+    assert contents(tmp_path) == before
+
+
+PLACES = st.sampled_from(
+    [f"{split}/{label}" for split in ("train", "val") for label in ("cat", "dog")] + ["extra", ".hidden"]
+)
+NAMES = st.tuples(PLACES, st.sampled_from(["1.png", "2.png", "a.png", "z.png"])).map("/".join)
+ENTRIES = st.dictionaries(
+    NAMES,
+    st.one_of(
+        st.integers(-1, 3),  # a picture, or words
+        st.tuples(st.sampled_from(["link", "absolute", "hard"]), NAMES | st.just("../other/1.png") | PLACES),
+    ),
+    min_size=4,
+)
+FOLDERS = st.dictionaries(PLACES | st.just("val"), st.sampled_from(["train", "train/cat", "../other", "nowhere", "."]))
+
+
+def planted(root: Path, entries: dict[str, Any], links: dict[str, str]) -> None:
+    """Write pictures, files that are none, and links of all sorts; two good classes are there in any case."""
+
+    def put(path: Path, what: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (9, 9), (20 * what, 0, 0)).save(path) if what >= 0 else path.write_bytes(b"words")
+
+    put(root.parent / "other" / "1.png", 0)
+    put(root / "train/cat/good.png", 4)
+    put(root / "train/dog/good.png", 5)
+    for name, target in links.items():
+        parent = (root / name).parent
+        if not os.path.lexists(root / name) and (parent.is_dir() or not os.path.lexists(parent)):
+            parent.mkdir(parents=True, exist_ok=True)
+            (root / name).symlink_to(os.path.relpath(root / target, (root / name).parent))
+    for name, what in entries.items():
+        place = Path(os.path.realpath((root / name).parent)) / Path(name).name
+        if os.path.lexists(place) or not place.is_relative_to(root) or place.parent.is_symlink():
+            continue
+        if isinstance(what, int):
+            put(place, what)
+            continue
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if what[0] != "hard":
+            target = root / what[1]
+            place.symlink_to(target if what[0] == "absolute" else os.path.relpath(target, place.parent))
+        elif (root / what[1]).is_file():
+            place.hardlink_to(os.path.realpath(root / what[1]))
+
+
+@pytest.mark.everyday
+@settings(max_examples=15, deadline=None, phases=[Phase.generate])
+@given(entries=ENTRIES, links=FOLDERS, whole=st.booleans())
+def test_nothing_is_lost_whatever_the_links(entries: dict[str, Any], links: dict[str, str], whole: bool) -> None:
+    """All that is there is sample or reported; moved files come back; no link leads nowhere that did not before."""
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(os.path.realpath(scratch)) / "photos"
+        planted(root, entries, links)
+        root = root if whole else root / "train"
+        subject = open_subject(str(root), ())
+        splits = [each for each in (root / "train", root / "val") if (root / "train").is_dir() and each.is_dir()] or [
+            root
+        ]
+        there = [str(each) for split in splits for label in seen(split) if label.is_dir() for each in seen(label)]
+        told = [each.path for each in subject.problems.bad if each.path in there]
+        assert sum(map(len, subject.splits.values())) + len(told) == len(there)
+        checked(root, Path(scratch) / "aside")
+
+
+def seen(folder: Path) -> list[Path]:
+    """What is not hidden in a folder."""
+    return [path for path in folder.iterdir() if not path.name.startswith(".")]
 
 
 @pytest.fixture
@@ -163,7 +337,7 @@ def test_names_that_are_taken_are_refused_before_anything_is_moved(
     (tmp_path / "aside/train/cat").mkdir(parents=True)
     (tmp_path / "aside/train/cat/words.jpg").symlink_to("nowhere")
     before = contents(tmp_path)
-    with pytest.raises(DataError, match=r"words.jpg' is there already .*nothing was moved"):
+    with pytest.raises(DataError, match=r"nothing was moved, since .*words.jpg' is there already"):
         check(clean, tmp_path / "aside")
     assert contents(tmp_path) == before
 

@@ -282,6 +282,12 @@ def test_a_field_that_does_not_end_is_named_where_it_begins(tmp_path: Path) -> N
         found(tmp_path / "x.csv")
 
 
+@pytest.mark.parametrize("name", WRITERS)
+def test_labels_with_other_zeros_are_other_classes(tmp_path: Path, name: str) -> None:
+    rows = [{"text": f"text {number}", "label": label} for number, label in enumerate(("007", "07", "7") * 4)]
+    assert found(WRITERS[name](tmp_path / name, rows)).classes == ("007", "07", "7")
+
+
 def test_labels_have_no_spaces_around_them(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("text,label\n" + "one two, a\nthree four,a\nfive,b \nsix,b\n" * 9)
     assert found(tmp_path / "x.csv").classes == ("a", "b")

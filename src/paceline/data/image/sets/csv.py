@@ -12,7 +12,7 @@ from paceline.data.image.tables import file_problem, find_columns, open_paths, p
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 from paceline.escaping import text_of_cell
-from paceline.files import refuse_special_inputs
+from paceline.files import refuse_archive, refuse_special_inputs
 
 _LARGEST_HEAD = 2**16
 
@@ -55,6 +55,7 @@ def read_csv(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
         DataError: If it cannot be read, has no rows, or a row does not fit the header.
     """
     refuse_special_inputs(file)
+    refuse_archive(file)
     csv.field_size_limit(sys.maxsize)
     try:
         with open(file, encoding="utf-8-sig", newline="") as opened:

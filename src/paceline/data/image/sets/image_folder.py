@@ -24,10 +24,11 @@ from paceline.data.disk_cache import TOO_FRESH_NS, Arrays, recall_arrays, rememb
 from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, SkippedFile, StoredImages, file_splits
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
-from paceline.data.splits import held_out_among
+from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
-from paceline.files import SkippedItems, has_extension, is_folder, visible_entries
+from paceline.escaping import one_form, quoted
+from paceline.files import SkippedItems, has_extension, is_folder, refuse_archive, visible_entries
 from paceline.machine import cache_folder
 
 MIN_CACHED_SECONDS = 0.5  # quicker listings are repeated
@@ -56,7 +57,8 @@ class Listing:
         if tuple(classes) == self.classes:
             return self.labels
         numbers = {name: number for number, name in enumerate(classes)}
-        return np.array([numbers.get(name, -1) for name in self.classes], dtype=np.int64)[self.labels]
+        spelled = one_form(self.classes, classes)
+        return np.array([numbers.get(spelled[name], -1) for name in self.classes], dtype=np.int64)[self.labels]
 
 
 def list_folders(
@@ -138,6 +140,11 @@ def _list_classes(
         )
     elif len(classes) == 1 and not problems.allows_one_class:
         problems.add(_ONE_CLASS, repr(str(folder)), repr(classes[0]))
+    for name, form in one_form(classes).items():
+        if name != form:
+            sentence = "{} has the class folders {} and {}, one name in two Unicode forms (NFC and NFD): join them."
+            problems.add(sentence, repr(str(folder)), quoted(form), quoted(name))
+    spelled = one_form(classes, may_be_empty)
     prefix = os.fsencode(os.path.relpath(folder, root) + os.sep) if folder != root else b""
     names: list[bytes] = []
     sizes: list[int] = []
@@ -149,7 +156,7 @@ def _list_classes(
             problems.add("{1}", repr(str(folder / name)), str(error))
             files = []
         else:
-            if not files and name not in may_be_empty:
+            if not files and spelled[name] not in may_be_empty:
                 problems.bad.append(SkippedFile("empty_folders", str(folder / name)))
         lead = prefix + os.fsencode(name + os.sep)
         names += [lead + os.fsencode(file) for file, _ in files]
@@ -211,7 +218,6 @@ def _from_cache(
     return listings, str(arrays["digest"].item())
 
 
-_HELD_OUT = ("val", "test")
 _ONE_CLASS = (
     "{} has one class folder, {}, but a classifier needs at least two: add the other classes, or point data.path at "
     "the folder that holds them all."
@@ -227,19 +233,20 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
     """
     root, problems, left_out = _existing_folder(request.path), request.problems, SkippedItems()
     problems.allows_one_class |= request.data.score_all
-    train_folder, held_out_folder = _split_folders(root, problems, score_all=request.data.score_all)
+    train_folder, held_out_folder, unread = _split_folders(root, problems, score_all=request.data.score_all)
     folders = [each for each in (train_folder, held_out_folder) if each is not None]
     listings, digest, how = list_folders(root, folders, problems, remembered=not request.tolerant)
     split = ""
+    spelled = one_form(listings[-1].classes, listings[0].classes)
     if held_out_folder is not None:
-        first, second = ({each.classes[label] for label in np.unique(each.labels)} for each in listings)
-        second |= first & set(listings[1].classes)  # a training class may have no held-out images
+        first = {listings[0].classes[label] for label in np.unique(listings[0].labels)}
+        second = {spelled[listings[1].classes[label]] for label in np.unique(listings[1].labels)}
+        second |= first & set(spelled.values())  # a training class may have no held-out images
         _require_same_classes(train_folder, first, held_out_folder, second, problems)
-        unread = held_out_folder.name == "val" and (root / "test").is_dir()
-        split = f"the folder {held_out_folder.name}/{'; test/ is not read' if unread else ''}"
+        split = f"the folder {held_out_folder.name}/{f'; {unread.name}/ is not read' if unread else ''}"
     elif request.data.score_all and train_folder != root:
         split = f"the folder {train_folder.name}/"
-    classes = tuple(sorted({name for each in listings for name in each.classes}))
+    classes = tuple(sorted({*listings[0].classes, *spelled.values()}))
     if request.data.on_bad == "skip" and not request.tolerant:
         used = np.unique(np.concatenate([each.labels_among(classes) for each in listings]))
         kept = tuple(classes[label] for label in used.tolist())
@@ -261,7 +268,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
 
 
 def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) -> SampleSource | None:
-    """Return the images in ``test/`` of a folder whose runs read ``val/`` instead; None if there are none.
+    """Return the images of a test split in a folder whose runs read a validation split; None if there are none.
 
     Args:
         path: The folder.
@@ -269,9 +276,10 @@ def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) ->
         channels: Channels to decode to, 1 or 3.
     """
     root = Path(path).expanduser()
-    if not all((root / name).is_dir() for name in ("train", *_HELD_OUT)):
+    *_, test = _split_folders(root, Problems(), score_all=False)
+    if test is None:
         return None
-    ((listing,), *_) = list_folders(root, [root / "test"], Problems(), remembered=False)
+    ((listing,), *_) = list_folders(root, [test], Problems(), remembered=False)
     labels = listing.labels_among(classes)
     names = [listing.names[index] for index in np.flatnonzero(labels >= 0).tolist()]
     return FileSource(root, names, labels[labels >= 0], channels) if names else None
@@ -280,7 +288,7 @@ def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) ->
 def unread_entries(path: str | Path) -> Iterator[str]:
     """Return the entries outside the class folders, which are not read."""
     root = Path(path).expanduser()
-    for folder in dict.fromkeys([root, *_split_folders(root, Problems(), score_all=False)]):
+    for folder in dict.fromkeys([root, *_split_folders(root, Problems(), score_all=False)[:2]]):
         if folder is not None:
             yield from (entry.path for entry in visible_entries(folder) if not is_folder(entry))
 
@@ -288,6 +296,7 @@ def unread_entries(path: str | Path) -> Iterator[str]:
 def _existing_folder(root: Path) -> Path:
     if root.is_dir():
         return root
+    refuse_archive(root)
     if root.exists():
         raise DataError(f"data.path is {str(root)!r}, which is a file; it must be the folder that holds the images.")
     parent, missing = root.parent, root
@@ -300,31 +309,28 @@ def _existing_folder(root: Path) -> Path:
     )
 
 
-def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[Path, Path | None]:
-    """Return the folder of the training classes and that of the held-out ones (None: split off)."""
+def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[Path, Path | None, Path | None]:
+    """Return the folders of the training classes, of the held-out ones (None: split off), and an unread test split."""
+    splits = split_folders(root)
     names = sorted(entry.name for entry in visible_entries(root) if is_folder(entry))
-    held_out = next((name for name in _HELD_OUT if name in names), None)
-    if "train" not in names:
-        if held_out is not None and not score_all:
-            problems.add(
-                "{} has {} but no 'train': put the training images into train/CLASS/, or, if {} is a class, rename it.",
-                *map(repr, (str(root), held_out, held_out)),
-            )
-        if held_out is not None:
-            others = (str(root / name) for name in names if name != held_out)
-            problems.bad += [SkippedFile("unread_folders", other) for other in others]
-        return (root if held_out is None else root / held_out), None
-    if held_out is None and (other := held_out_among(names)):
-        problems.add("{} has {}, whose images would not be held out: rename it to 'val'.", repr(str(root)), repr(other))
-    for name in names:
-        if name not in ("train", *_HELD_OUT):
-            problems.bad.append(SkippedFile("unread_folders", str(root / name)))
-    return root / "train", None if held_out is None else root / held_out
+    train, held_out = splits.get(TRAIN), splits.get(VALIDATION, splits.get(TEST))
+    if train is None and held_out is not None and not score_all:
+        problems.add(
+            "{} has {} but no 'train': put the training images into train/CLASS/, or, if {} is a class, rename it.",
+            *map(repr, (str(root), held_out, held_out)),
+        )
+    if train is not None or held_out is not None:
+        read = (held_out,) if train is None else splits.values()
+        problems.bad += [SkippedFile("unread_folders", str(root / name)) for name in names if name not in read]
+    if train is None:
+        return root / (held_out or ""), None, None
+    unread = root / splits[TEST] if {VALIDATION, TEST} <= splits.keys() else None
+    return root / train, None if held_out is None else root / held_out, unread
 
 
 def _require_same_classes(train: Path, first: set[str], held_out: Path, second: set[str], problems: Problems) -> None:
     missing_classes = [
-        f"{str(folder)!r} lacks the classes {', '.join(missing)}"
+        f"{str(folder)!r} lacks the classes {', '.join(map(quoted, missing))}"
         for folder, missing in (
             (held_out, sorted(first - second)),
             (train, sorted(second - first)),

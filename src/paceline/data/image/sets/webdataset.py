@@ -302,5 +302,5 @@ def _label(index: TarIndex, members: dict[str, int], name: str) -> int | str:
             return as_label(values[0], name)
     raise DataError(
         f"{name!r} has no label: expected a member with the same name and .cls, or .json with the key "
-        f"{' or '.join(map(repr, _LABELS))}."
+        f"{' or '.join(map(repr, _LABELS))}. An archive of class folders must be unpacked."
     )
