@@ -198,8 +198,8 @@ def _move(moves: Sequence[tuple[Path, Path]], folder: Path) -> None:
                 with suppress(OSError):
                     os.rename(new, old)
             raise DataError(
-                f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; all others are back, as "
-                f"`sh {shlex.quote(str(folder / UNDO))}` would do."
+                f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; the others were moved "
+                f"back. If one is still in {str(folder)!r}, run: sh {shlex.quote(str(folder / UNDO))}"
             ) from None
 
 
