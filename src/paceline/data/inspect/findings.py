@@ -287,7 +287,8 @@ def _links(gathered: SampleFacts, positions: Ids) -> NDArray[np.bool_]:
             names.setdefault(file, []).append(position)
 
     def links(position: int) -> int:
-        return sum(map(os.path.islink, (paths[position], *Path(paths[position]).parents)))
+        path = Path(paths[position])
+        return sum(each.is_symlink() for each in (path, *path.parents))
 
     is_link = np.zeros(len(gathered.numbers), dtype=bool)
     is_link[[later for each in names.values() if len(each) > 1 for later in sorted(each, key=links)[1:]]] = True
