@@ -144,10 +144,7 @@ def audit_run(run_dir: Path) -> Audit:
         draws, over = _draws(directory, plan), geometry.epochs.completed(steps)
         geometry = replace(geometry, draws=draws)
         counted = count_epochs(
-            *(directory.ledger, geometry.samples),
-            epochs_over=over,
-            order=geometry.ids_at,
-            is_drawn=draws is not None,
+            *(directory.ledger, geometry.samples), epochs_over=over, order=geometry.ids_at, is_drawn=draws is not None
         )
         epochs = counted.epochs
         objections += _wrong_counts(epochs, is_drawn=draws is not None)
