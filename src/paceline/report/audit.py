@@ -270,7 +270,7 @@ def _wrong_order(ledger: Path, geometry: StepGeometry, steps: int) -> Iterator[s
         begin, step = step, step + 1
         if stream.head.step > step:  # not a loop over steps: a damaged file may claim any number of them
             step = min(stream.head.step - 1, steps)
-            wrong: str | None = f"to {step} are not in the ledger"
+            wrong: str | None = f"is not in the ledger{f', nor are those up to step {step}' * (step > begin + 1)}"
         else:
             (expected,) = geometry.slices(step - 1, World())
             wrong = _wrong_step(expected, stream.take(step=step))

@@ -128,7 +128,7 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
         (run, count), *others = votes.most_common()
         if others and others[0][1] == count:
             raise RunDirectoryError(
-                f"'{directory.root}' has no readable run.json, and its checkpoints are of different runs: {run} and "
+                f"'{directory.root}' has no readable run.json, and its checkpoints belong to different runs: {run} and "
                 f"{others[0][0]}. Restore run.json from a copy, or move the checkpoints of the other run away."
             )
         identity = reader.Identity(run)

@@ -159,7 +159,7 @@ def _links(root: Path) -> Iterator[Path]:
 
 
 def _passed(root: Path, path: Path) -> Iterator[Path]:
-    """Yield all files, folders and links below ``root`` that opening a path in it passes, by their real places."""
+    """Yield every file, folder and link below ``root`` that is visited when a path in it is opened, as real paths."""
     place, parts, links = root, list(path.parts[::-1]), 0
     while parts and links < _MOST_LINKS:
         part = parts.pop()
