@@ -135,3 +135,21 @@ def test_tables_and_tars_have_the_contents_of_their_images(folder: Path, tmp_pat
     (folder / "t.csv").unlink()
     assert one == table == found(folder, **whole)
     assert other not in (None, one)
+
+
+def test_copies_in_large_sets_are_found_among_files_of_equal_size(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3, 10):
+        for name in ("cat", "dog"):
+            with open(folder / name / f"{number}.bmp", "ab") as file:
+                file.write(bytes(2 * number + (name == "dog")))
+    size = (folder / "cat" / "9.bmp").stat().st_size
+    monkeypatch.setattr(contents, "LARGEST_BYTES", 8 * size)
+    (folder / "dog" / "9.bmp").write_bytes((folder / "cat" / "9.bmp").read_bytes())
+    digest, reason, copies = content_of(open_dataset(Data(path=str(folder), validation_fraction=0.2)))
+    assert (digest, reason) == (None, contents.TOO_LARGE)
+    assert "cat/9.bmp' and " in copies
+    assert "are the same image with different labels" in copies
+    monkeypatch.setattr(contents, "LARGEST_BYTES", 2 * size)
+    assert "are not looked for" in content_of(open_dataset(Data(path=str(folder), validation_fraction=0.2)))[2]
