@@ -132,7 +132,7 @@ def test_a_move_that_fails_takes_back_the_others(clean: Path, broken: set[str], 
     (tmp_path / "aside").mkdir()
     (tmp_path / "aside" / "val").touch()  # where a folder is needed
     before = contents(tmp_path)
-    with pytest.raises(DataError, match="all others are back"):
+    with pytest.raises(DataError, match="the others were moved back"):
         check(clean, tmp_path / "aside")
     assert contents(tmp_path) == before
 
