@@ -179,7 +179,7 @@ def test_held_out_images_alone(tmp_path: Path) -> None:
             "training_data validation",
             "train valid",
         ),
-        *("TrainSet dev", "Train eval", "train Evaluation"),
+        *("TrainSet dev", "Train eval", "train Evaluation", "train2017 val2017"),
     ],
 )
 def test_split_folders_by_other_names(names: str, tmp_path: Path) -> None:
@@ -192,6 +192,15 @@ def test_split_folders_by_other_names(names: str, tmp_path: Path) -> None:
     make(tmp_path, f"{train.swapcase()}/a/1.png")
     fault("two folders of one split", tmp_path)
     fault(repr(train.swapcase()), tmp_path)
+
+
+@pytest.mark.parametrize("names", [("fold1", "fold2"), ("1_train", "2_val"), ("data",)])
+def test_folders_of_folders_are_not_classes_to_move_away(names: tuple[str, ...], tmp_path: Path) -> None:
+    make(tmp_path, *(f"{name}/{kind}/1.png" for name in names for kind in "ab"))
+    with pytest.raises(DataError, match="holds no class folders") as caught:
+        opened(tmp_path)
+    assert all(repr(name) in str(caught.value) for name in names)
+    assert not any(advice in str(caught.value) for advice in ("on_bad", "quarantine"))
 
 
 def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
