@@ -20,6 +20,7 @@ import torch
 from paceline.data.batch import Batch, Nested, Progress, mapped, tensors_in
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.slices import SampleSlice
+from paceline.errors import ModelError
 from paceline.machine import available_cores
 from paceline.world import World
 
@@ -319,5 +320,10 @@ class SimplePipeline:
             of = "training" if training else "held-out"
             error.add_note(f"(while a batch of these {of} samples was made: {', '.join(map(str, part.ids))})")
             raise
+        if not isinstance(read, Batch):
+            if not isinstance(read, tuple | list) or len(read) != 2:
+                found = f"{len(read)} parts" if isinstance(read, tuple | list) else f"a {type(read).__name__}"
+                raise ModelError(f"the pipeline's read returned {found}, but must return inputs and targets.")
+            read = Batch(*read, part.ids, part)
         # Here already, so that the threads that read also copy.
-        return pinned(read if isinstance(read, Batch) else Batch(*read, part.ids, part), self._placement.device)
+        return pinned(read, self._placement.device)

@@ -115,7 +115,7 @@ def missing_events(path: Path, *, until: float = math.inf, resumed: str = "", st
         yield f"there is no {path.name}"
         return
     saved, logged, gap = set(), [0], ""
-    every: int | None = None  # interval of a launch's step records, 0 if they vary; None before the first launch
+    every = 1  # interval of a launch's step records, 0 if they vary; before any launch there are none
     begin = last = 0  # the launch's first position; step of the last event
     resume = [{"event": "resume", "checkpoint": resumed, "step": 0}] if resumed else []
     events = itertools.chain(read_events(path), resume)
@@ -131,8 +131,6 @@ def missing_events(path: Path, *, until: float = math.inf, resumed: str = "", st
             every = interval if type(interval) is int else 0
         # A step's record precedes its evaluation and its checkpoint.
         recorded = position if kind in ("evaluation", "checkpoint") else position - 1
-        if every is None and kind in ("step", "evaluation", "checkpoint"):
-            gap = gap or f"{path.name} lacks the records before step {event['step']}"
         if every and recorded // every * every > max(begin, logged[-1]):
             gap = gap or f"{path.name} lacks step records after step {last}"
         if kind == "step":

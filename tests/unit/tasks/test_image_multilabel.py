@@ -376,6 +376,7 @@ def test_a_subclass_has_the_loss_of_labels(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_an_onnx_file_says_what_the_network_does(trained: Path, pictures: Path, evaluated: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     export(ExportRequest(target=trained, output=tmp_path / "m.onnx", form="onnx"))
     answers_of(tmp_path / "m.onnx", pictures, evaluated)
 

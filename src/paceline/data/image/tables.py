@@ -360,7 +360,7 @@ _JOINT = re.compile(r"\s*(?:\band\b|[|,/+&_\s-])\s*")
 
 
 def listed_names(classes: Sequence[str]) -> list[str]:
-    """Return the names that look like lists of labels: by ``;`` or brackets, or since their parts are few or classes."""
+    """Return the names that look like lists of labels: by ``;``, brackets, or parts that are few or classes."""
     found = {name for name in classes if ";" in name or (name[0] in "[{" and name[-1] in "]}")}
     every = set(classes)
     found.update(name for name in classes if len(parts := _JOINT.split(name)) > 1 and every.issuperset(parts))
