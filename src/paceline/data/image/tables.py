@@ -363,7 +363,7 @@ def listed_names(classes: Sequence[str]) -> list[str]:
     """Return the names that look like lists of labels: by ``;``, brackets, or parts that are few or classes."""
     found = {name for name in classes if ";" in name or (name[0] in "[{" and name[-1] in "]}")}
     every = set(classes)
-    found.update(name for name in classes if len(parts := _JOINT.split(name)) > 1 and every.issuperset(parts))
+    found.update(name for name in classes if name != (pieces := _JOINT.split(name))[0] and every.issuperset(pieces))
     # A name may hold a comma, as in WordNet, or a space.
     for separator, share in (("|", 1.0), (",", 1.0), ("/", 0.5), (" ", 0.5)):
         joined = [name for name in classes if separator in name]

@@ -18,6 +18,7 @@ from paceline.data.image import heads
 from paceline.data.image.dataset import SKIP_REASONS, Problems, StoredImages
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets import image_folder
+from paceline.data.image.sets.csv import read_csv
 from paceline.data.image.source import EXTENSIONS
 from paceline.data.masks.folder import open_masks
 from paceline.data.packing.origins import detect
@@ -249,6 +250,14 @@ def test_an_archive_is_to_be_unpacked(ending: str, tmp_path: Path) -> None:
     actions += [lambda: list(pictures_of([path], SkippedItems()))] * (ending in ("7z", "rar", "tar.zst"))
     for action in actions:
         with pytest.raises(PacelineError, match="is an archive: unpack it"):
+            action()
+
+
+@pytest.mark.parametrize("begin", [b"PK\3\4\x14\0", b"\x1f\x8b\x08\0", b"7z\xbc\xaf\x27\x1c", b"BZh91A"])
+def test_an_archive_or_a_spreadsheet_called_a_table_is_told(begin: bytes, tmp_path: Path) -> None:
+    (path := tmp_path / "photos.csv").write_bytes(begin + bytes(90))
+    for action in (lambda: open_dataset(Data(path=str(path), dataset="csv")), lambda: read_csv(path)):
+        with pytest.raises(DataError, match="is an archive or a spreadsheet, whatever its name"):
             action()
 
 
