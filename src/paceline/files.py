@@ -21,6 +21,7 @@ LFS_START = b"version https://git-lfs"
 """How the small text begins that stands for a file which Git LFS keeps elsewhere."""
 LFS_POINTER = "a Git LFS pointer, not the file itself: run `git lfs pull` where it was cloned"
 _ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tbz2?|txz|gz|bz2|xz|zst)$")
+_PACKED = (b"PK\3\4", b"\x1f\x8b", b"7z\xbc\xaf", b"Rar!", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # first bytes
 _MAX_NAMES, _MAX_EXTENSION_LENGTH, _MAX_EXTENSIONS = 3, 10, 1000
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -73,7 +74,7 @@ def refuse_special_inputs(path: str | Path) -> None:
 
 
 def refuse_archive(path: str | Path) -> None:
-    """Refuse an archive, by its name, where a folder or another file is expected.
+    """Refuse an archive, by its name or its first bytes, where a folder or another file is expected.
 
     Raises:
         DataError: If it is one.
@@ -82,6 +83,12 @@ def refuse_archive(path: str | Path) -> None:
     if _ARCHIVE.search(name) and os.path.isfile(path):
         tar = " A tar of WebDataset samples is read in place, with data.dataset=webdataset." * name.endswith(".tar")
         raise DataError(f"{str(path)!r} is an archive: unpack it, and give the folder or file in it.{tar}")
+    if has_extension(name, ("csv", "tsv", "tab", "jsonl", "txt", "yaml", "json")) and os.path.isfile(path):
+        packed = False
+        with contextlib.suppress(OSError), open(path, "rb") as file:  # whoever reads it explains the error
+            packed = file.read(6).startswith(_PACKED)
+        if packed:
+            raise DataError(f"{str(path)!r} is an archive or a spreadsheet, whatever its name: unpack or export it.")
 
 
 def refuse_special_outputs(*paths: Path) -> None:

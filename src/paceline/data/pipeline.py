@@ -20,6 +20,7 @@ import torch
 from paceline.data.batch import Batch, Nested, Progress, mapped, tensors_in
 from paceline.data.order import StepGeometry, evaluation_slices
 from paceline.data.slices import SampleSlice
+from paceline.errors import ModelError
 from paceline.machine import available_cores
 from paceline.world import World
 
@@ -320,4 +321,20 @@ class SimplePipeline:
             error.add_note(f"(while a batch of these {of} samples was made: {', '.join(map(str, part.ids))})")
             raise
         # Here already, so that the threads that read also copy.
-        return pinned(read if isinstance(read, Batch) else Batch(*read, part.ids, part), self._placement.device)
+        return pinned(_as_batch(read, part), self._placement.device)
+
+
+def _as_batch(read: Any, part: SampleSlice) -> Batch:
+    """Return what a reader of one's own returned, as a batch.
+
+    Raises:
+        ModelError: If it is neither a batch nor inputs and targets.
+    """
+    if isinstance(read, Batch):
+        return read
+    is_several = isinstance(read, tuple | list)
+    if not is_several or len(read) != 2:
+        found = f"{len(read)} parts" if is_several else f"a {type(read).__name__}"
+        raise ModelError(f"the pipeline's read returned {found}, but must return inputs and targets.")
+    inputs, targets = read
+    return Batch(inputs, targets, part.ids, part)

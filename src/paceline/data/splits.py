@@ -17,7 +17,9 @@ SPLIT_NAMES = {
     TEST: ("test", "testing"),
 }
 _PLAIN = ("train", "val", "test")
-_FOLDER = re.compile(r"(train(?:ing)?|val(?:id(?:ation)?)?|dev|eval(?:uation)?|test(?:ing)?)[ _-]?(?:set|data|images)?")
+_FOLDER = re.compile(
+    r"(train(?:ing)?|val(?:id(?:ation)?)?|dev|eval(?:uation)?|test(?:ing)?)[ _-]?(?:set|data|images|20\d\d)?"
+)
 UNREAD_SPLITS = "files of splits that are not read"
 """Reason for which such files are left out."""
 

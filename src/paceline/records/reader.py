@@ -115,7 +115,8 @@ def missing_events(path: Path, *, until: float = math.inf, resumed: str = "", st
         yield f"there is no {path.name}"
         return
     saved, logged, gap = set(), [0], ""
-    every = begin = last = 0  # interval of a launch's step records, and its first position; step of the last event
+    every = 1  # interval of a launch's step records, 0 if they vary; before any launch there are none
+    begin = last = 0  # the launch's first position; step of the last event
     resume = [{"event": "resume", "checkpoint": resumed, "step": 0}] if resumed else []
     events = itertools.chain(read_events(path), resume)
     for event in (each for each in events if each.get("position", each["step"]) <= until):

@@ -57,10 +57,12 @@ def check_scores(task: Task, scores: Any, samples: int) -> None:
     if not isinstance(scores, Mapping):
         raise refused(task, "score returned", scores, "a dict with a tensor of one number per sample for each metric")
     means = [metric for metric in task.metrics if not metric.is_collected]
+    divided = {metric.summed for metric in means if metric.per}
     for key in filter(None, (each for metric in means for each in (metric.summed, metric.per))):
         refuse_missing(task, "score returned", scores, "the metrics need", key)
         value = scores[key]
-        if not isinstance(value, Tensor) or not value.ndim or len(value) != samples:
+        is_right = isinstance(value, Tensor) and value.ndim and len(value) == samples
+        if not is_right or (task.is_own and key not in divided and value.numel() != samples):
             raise refused(task, f"score[{key!r}] is", value, f"a tensor of {samples} numbers here, one per sample")
 
 
@@ -72,6 +74,9 @@ def check_metrics(task: Task) -> None:
     """
     if not isinstance(task.metrics, tuple | list) or not all(isinstance(each, Metric) for each in task.metrics or [0]):
         raise refused(task, "metrics is", task.metrics, "a tuple of Metric, the loss first")
+    names = [each.name for each in task.metrics]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ModelError(f"{type(task).__name__}.metrics has two of the name {twice[0]!r}; rename one.")
     if task.is_own and "headline" in vars(type(task)):
         refuse_missing(task, "metrics are", (each.name for each in task.metrics), "its headline is", task.headline)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -150,6 +150,8 @@ def prepare(recipe: Recipe, task: Task, world: World) -> Prepared:
     set_float32_matmul(plan.float32_matmul)
     placement = Placement(device=device, channels_last=plan.channels_last)
     pipeline = task.open_pipeline(placement)
+    if not hasattr(pipeline, "train_batches"):
+        raise refused(task, "open_pipeline returned", pipeline, "a pipeline, such as SimplePipeline")
     with contextlib.ExitStack() as undo:
         undo.callback(pipeline.close)
         pipeline.start(training=True, evaluation=plan.evaluates)
@@ -224,6 +226,9 @@ def planner(recipe: Recipe, task: Task, machine: MachineFacts, world: World) -> 
     data = task.data_facts(world)
     if not isinstance(data, DataFacts):
         raise refused(task, "data_facts returned", data, "a paceline.plan.DataFacts")
+    for name in ("train_samples", "evaluation_samples"):
+        if not isinstance(number := getattr(data, name), SupportsIndex):
+            raise refused(task, f"data_facts().{name} is", number, "a whole number")
     # The class is part of the run's identity: weights of one task cannot be used for another.
     data = replace(data, description={"task": task_name(task), **data.description})
     classes, data = _class_facts(task, data)

@@ -112,6 +112,9 @@ def test_a_cell_shows_a_list_in_another_notation(tmp_path: Path, cells: list[str
     [
         (["cat", "dog", "cat|dog", ""], "each name like 'cat|dog' (1 of 3) is taken for one class"),
         (["cat", "dog", "cat, dog", ""], "each name like 'cat, dog' (1 of 3) is taken for one class"),
+        (["cat", "dog", "cat/dog", ""], "each name like 'cat/dog' (1 of 3) is taken for one class"),
+        (["cat", "dog", "dog & cat", ""], "each name like 'dog & cat' (1 of 3) is taken for one class"),
+        (["cat", "dog", "cat\tdog", ""], "each name like 'cat\\tdog' (1 of 3) is taken for one class"),
         (["a|b", "b|c", "a|c"], "each name like 'a|b' (3 of 3) is taken for one class: separate several labels"),
         (["{a,b}", "{b}", "{c}"], "each name like '{a,b}' (3 of 3) is taken for one class"),
         (["clear primary", "primary haze", "clear", "haze", "haze clear", "primary"], "each name like 'clear primary'"),
@@ -373,6 +376,7 @@ def test_a_subclass_has_the_loss_of_labels(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_an_onnx_file_says_what_the_network_does(trained: Path, pictures: Path, evaluated: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     export(ExportRequest(target=trained, output=tmp_path / "m.onnx", form="onnx"))
     answers_of(tmp_path / "m.onnx", pictures, evaluated)
 

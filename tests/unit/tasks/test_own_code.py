@@ -230,6 +230,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"data_facts": lambda *_: 32},
         r"data_facts returned a value of type int, .* a paceline\.plan\.DataFacts",
     ),
+    "a number of samples": (
+        {"data_facts": lambda *_: DataFacts(train_samples=32.0, evaluation_samples=16)},  # type: ignore[arg-type]
+        r"data_facts\(\)\.train_samples is a value of type float, .* a whole number",
+    ),
+    "no pipeline": ({"open_pipeline": lambda *_: None}, r"open_pipeline returned .* NoneType, .* a pipeline"),
+    "no pair": ({"read": lambda *_: X}, r"read returned a Tensor, but must return inputs and targets"),
+    "three parts": ({"read": lambda *_: (X, X, X)}, r"read returned 3 parts"),
+    "a metric twice": ({"metrics": (Metric(name="loss"),) * 2, "headline": "loss"}, r"metrics has two .* 'loss'"),
+    "several numbers per sample": (
+        {"score": lambda _, m, b: {"loss": m(b.inputs), "error": b.inputs}},
+        r"score\['error'\] is a tensor of shape \[16, \d+\]",
+    ),
     "no network": ({"build_model": lambda _: None}, r"build_model returned .* NoneType, .* a torch\.nn\.Module"),
     "an __init__": ({"__init__": lambda *_: None}, r"must call super\(\).__init__\(recipe\)"),
 }

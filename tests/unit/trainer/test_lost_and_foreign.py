@@ -303,6 +303,7 @@ SPOILT: dict[str, tuple[Callable[[list[bytes]], list[bytes]], str]] = {
         lambda lines: sorted(lines, key=lambda line: -is_step(line) * lines.index(line)),
         "holds step records twice or out of order",
     ),
+    "without its first half": (lambda lines: lines[len(lines) // 2 :], "lacks step records after step 0"),
     "without any step": (
         lambda lines: [each for each in lines if not is_step(each)],
         "lacks step records after step 0",

@@ -16,6 +16,7 @@ Edges = NDArray[np.float64]
 Entries = Sequence[Mapping[str, Any]]
 
 _TOLERANCE, _LEAST_SIDE = 1.0, 0.99  # pixels, since coordinates may be rounded
+_LEAST_SHARE = 0.3  # of a box and its outline's edges in the larger one; both may leave out hidden parts
 _EXPLAINED = 0.95  # share of the boxes that another format must explain
 _RULE = "pixels of the stored picture: left, top, width and height of a box, x and y of each point of an outline"
 
@@ -40,6 +41,7 @@ def implausible(file: Path, entries: Entries, sides: Edges, outlines: Edges) -> 
     }
     told = _told("boxes", np.hstack([corner, corner + size]), others, entries, sides)
     told += _told("outlines", outlines, {}, entries, sides)
+    told += [(sentence, False) for sentence in _apart(np.hstack([corner, corner + size]), outlines, entries)]
     if refused := [sentence for sentence, is_most in told if is_most]:
         raise DataError(f"{file}: {'; '.join(refused)}. COCO's numbers are {_RULE}: convert them.")
     return [f"{file.parent.name}/{file.name}: {sentence}" for sentence, _ in told]
@@ -59,10 +61,25 @@ def _told(
     for fault, has_fault in zip(("reach beyond their picture", "are below a pixel"), faults, strict=True):
         if count := int(has_fault.sum()):
             first = int(has_fault.argmax())
-            number = f" (id {entries[first]['id']!r:.40})" if "id" in entries[first] else ""
-            sentence = f"{count:,} of {len(entries):,} {what} {fault}, first annotations[{first}]{number}{likely}"
+            of = f"{count:,} of {len(entries):,} {what}"
+            sentence = f"{of} {fault}, first annotations[{first}]{_number(entries[first])}{likely}"
             told.append((sentence, 2 * int(faults.any(axis=0).sum()) > len(entries)))
     return told
+
+
+def _apart(boxes: Edges, outlines: Edges, entries: Entries) -> list[str]:
+    """Return a sentence about boxes that are not around their outlines, as when one of the two is in another format."""
+    shared = np.minimum(boxes, outlines)[:, 2:] - np.maximum(boxes, outlines)[:, :2]
+    areas = [(each[:, 2:] - each[:, :2]).prod(axis=1) for each in (boxes, outlines)]
+    is_apart = shared.clip(0).prod(axis=1) < _LEAST_SHARE * np.maximum(*areas)  # false without an outline
+    if not is_apart.any():
+        return []
+    first = f"first annotations[{int(is_apart.argmax())}]{_number(entries[int(is_apart.argmax())])}"
+    return [f"{int(is_apart.sum()):,} of {len(entries):,} boxes are not around their outlines, {first}"]
+
+
+def _number(entry: Mapping[str, Any]) -> str:
+    return f" (id {entry['id']!r:.40})" if "id" in entry else ""
 
 
 def _faults(edges: Edges, sides: Edges) -> Any:

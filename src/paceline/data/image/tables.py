@@ -345,6 +345,8 @@ _LIST = re.compile(rf"[\[({{]\s*(?:(?:{_ITEM})(?:[\s,]+(?:{_ITEM}))*)?,?\s*[\])}
 
 def _list_in(cell: str) -> list[str] | None:
     """Return the items of a list of quoted names or numbers that a cell's text shows; None if it shows none."""
+    if cell == "set()":
+        return []
     if not _LIST.fullmatch(cell):
         return None
     items = re.findall(_ITEM, cell)
@@ -354,9 +356,14 @@ def _list_in(cell: str) -> list[str] | None:
     return None
 
 
+_JOINT = re.compile(r"\s*(?:\band\b|[|,/+&_\s-])\s*")
+
+
 def listed_names(classes: Sequence[str]) -> list[str]:
-    """Return the names that look like lists of labels: by ``;`` or brackets, or since their parts are few."""
+    """Return the names that look like lists of labels: by ``;``, brackets, or parts that are few or classes."""
     found = {name for name in classes if ";" in name or (name.startswith(("[", "{")) and name.endswith(("]", "}")))}
+    every = set(classes)
+    found.update(name for name in classes if name != (pieces := _JOINT.split(name))[0] and every.issuperset(pieces))
     # A name may hold a comma, as in WordNet, or a space.
     for separator, share in (("|", 1.0), (",", 1.0), ("/", 0.5), (" ", 0.5)):
         joined = [name for name in classes if separator in name]

@@ -393,6 +393,14 @@ def test_implausible_outlines_are_refused(tmp_path: Path, outline: list[list[flo
     assert re.search(said, told_of(tmp_path, [[30, 20, 25, 20]], [[list(itertools.chain(*outline))]]))
 
 
+@pytest.mark.parametrize("box", [[20, 30, 12, 15], [2, 3, 15, 12], [30, 20, 60, 28]])
+def test_boxes_that_are_not_around_their_outlines_are_told(tmp_path: Path, box: list[float]) -> None:
+    pytest.importorskip("pycocotools")
+    outline = [[30, 20, 45, 20, 45, 32, 30, 32]]
+    said = told_of(tmp_path, [[30, 20, 15, 12], [29, 19, 17, 13], box], [outline] * 3)
+    assert "1 of 3 boxes are not around their outlines, first annotations[2] (id 72)" in said
+
+
 @settings(max_examples=40)
 @given(strategies.lists(boxes_of_64x48, min_size=1, max_size=6), strategies.floats(0, 0.9))
 def test_what_lies_in_its_picture_is_never_called_implausible(

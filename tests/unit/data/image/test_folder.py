@@ -18,6 +18,7 @@ from paceline.data.image import heads
 from paceline.data.image.dataset import SKIP_REASONS, Problems, StoredImages
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets import image_folder
+from paceline.data.image.sets.csv import read_csv
 from paceline.data.image.source import EXTENSIONS
 from paceline.data.masks.folder import open_masks
 from paceline.data.packing.origins import detect
@@ -179,7 +180,7 @@ def test_held_out_images_alone(tmp_path: Path) -> None:
             "training_data validation",
             "train valid",
         ),
-        *("TrainSet dev", "Train eval", "train Evaluation"),
+        *("TrainSet dev", "Train eval", "train Evaluation", "train2017 val2017"),
     ],
 )
 def test_split_folders_by_other_names(names: str, tmp_path: Path) -> None:
@@ -192,6 +193,15 @@ def test_split_folders_by_other_names(names: str, tmp_path: Path) -> None:
     make(tmp_path, f"{train.swapcase()}/a/1.png")
     fault("two folders of one split", tmp_path)
     fault(repr(train.swapcase()), tmp_path)
+
+
+@pytest.mark.parametrize("names", [("fold1", "fold2"), ("1_train", "2_val"), ("data",)])
+def test_folders_of_folders_are_not_classes_to_move_away(names: tuple[str, ...], tmp_path: Path) -> None:
+    make(tmp_path, *(f"{name}/{kind}/1.png" for name in names for kind in "ab"))
+    with pytest.raises(DataError, match="holds no class folders") as caught:
+        opened(tmp_path)
+    assert all(repr(name) in str(caught.value) for name in names)
+    assert not any(advice in str(caught.value) for advice in ("on_bad", "quarantine"))
 
 
 def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
@@ -240,6 +250,14 @@ def test_an_archive_is_to_be_unpacked(ending: str, tmp_path: Path) -> None:
     actions += [lambda: list(pictures_of([path], SkippedItems()))] * (ending in ("7z", "rar", "tar.zst"))
     for action in actions:
         with pytest.raises(PacelineError, match="is an archive: unpack it"):
+            action()
+
+
+@pytest.mark.parametrize("begin", [b"PK\3\4\x14\0", b"\x1f\x8b\x08\0", b"7z\xbc\xaf\x27\x1c", b"BZh91A"])
+def test_an_archive_or_a_spreadsheet_called_a_table_is_told(begin: bytes, tmp_path: Path) -> None:
+    (path := tmp_path / "photos.csv").write_bytes(begin + bytes(90))
+    for action in (lambda: open_dataset(Data(path=str(path), dataset="csv")), lambda: read_csv(path)):
+        with pytest.raises(DataError, match="is an archive or a spreadsheet, whatever its name"):
             action()
 
 

@@ -223,6 +223,11 @@ _ONE_CLASS = (
     "the folder that holds them all."
 )
 
+_DEEPER = (
+    "{} holds no class folders: there are only folders in its folders {}. Point data.path at the folder of the class "
+    "folders; if these are splits, name them train and val."
+)
+
 
 @dataset("image_folder", keys=FILES, size=IMAGENET)
 def open_image_folder(request: DatasetRequest) -> StoredImages:
@@ -236,6 +241,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
     train_folder, held_out_folder, unread = _split_folders(root, problems, score_all=request.data.score_all)
     folders = [each for each in (train_folder, held_out_folder) if each is not None]
     listings, digest, how = list_folders(root, folders, problems, remembered=not request.tolerant)
+    _require_images_in_classes(train_folder, listings[0], problems)
     split = ""
     spelled = one_form(listings[-1].classes, listings[0].classes)
     if held_out_folder is not None:
@@ -320,6 +326,14 @@ def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[
         return root / (held_out or ""), None, None
     unread = root / splits[TEST] if {VALIDATION, TEST} <= splits.keys() else None
     return root / train, None if held_out is None else root / held_out, unread
+
+
+def _require_images_in_classes(folder: Path, listing: Listing, problems: Problems) -> None:
+    """Add a problem, and no others, if all class folders hold folders instead of images: they are not those meant."""
+    nested = {os.path.dirname(each.path) for each in problems.bad if each.kind == "nested_folders"}
+    if listing.classes and not len(listing.names) and nested >= {str(folder / name) for name in listing.classes}:
+        problems.bad = [each for each in problems.bad if each.kind not in ("nested_folders", "empty_folders")]
+        problems.add(_DEEPER, repr(str(folder)), ", ".join(map(repr, listing.classes[:3])))
 
 
 def _require_same_classes(train: Path, first: set[str], held_out: Path, second: set[str], problems: Problems) -> None:
