@@ -18,8 +18,6 @@ from tiny_text import reviews, tokenizer_folder, write_lines
 from paceline.checkpoint.weights import read_weights
 from paceline.cli.derive import click_command
 from paceline.cli.predict import Predict
-from paceline.data.order import StepGeometry
-from paceline.data.pipeline import Placement
 from paceline.errors import ModelError, PacelineError, RunDirectoryError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import load_predictor
@@ -117,21 +115,6 @@ def test_correcting_twice_for_rare_classes_is_told(recipe: Path) -> None:
     for overrides in ({"train.class_weights": "balanced"}, {"data.sampling": "balanced"}, both):
         notes = plan_only(load_recipe(recipe, overrides)).left_out
         assert any("both correct for rare classes" in note for note in notes) == (overrides == both)
-
-
-def test_micro_batches_hold_texts_of_similar_length(recipe: Path) -> None:
-    task = task_of(recipe)
-    lengths, pipeline = task.sample_lengths(), task.open_pipeline(Placement(device=torch.device("cpu")))
-    sizes = {"samples": len(lengths.tokens), "global_batch_size": 16, "logical_ranks": 4}
-    geometry = StepGeometry(seed=0, lengths=lengths, balanced=True, **sizes)
-    waste, seen = 0, 0
-    for batch in pipeline.train_batches(geometry, 0, geometry.epochs.first_step(1), World()):
-        mask = batch.inputs["mask"]
-        assert mask.sum(dim=1).tolist() == lengths.tokens[batch.ids].tolist()
-        assert batch.targets.tolist() == task.dataset.labels[0][batch.ids].tolist()
-        waste, seen = waste + int((mask == 0).sum()), seen + len(batch.ids)
-    assert seen == len(lengths.tokens)
-    assert waste < 0.2 * lengths.tokens.sum()
 
 
 def test_weights_alone_label_prompts_and_lines(train: Make, tmp_path: Path) -> None:

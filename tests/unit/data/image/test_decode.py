@@ -270,14 +270,8 @@ def planar_tiff(planes: np.ndarray, photometric: int, order: str, *, packed: boo
     strips = [zlib.compress(each) for each in strips] if packed else strips
     starts = np.cumsum([8, *map(len, strips)]).tolist()
     tags = {256: [width], 257: [height], 258: [planes.itemsize * 8] * channels, 259: [8 if packed else 1]}
-    tags |= {
-        262: [photometric],
-        273: starts[:-1],
-        277: [channels],
-        278: [height],
-        279: list(map(len, strips)),
-        284: [2],
-    }
+    tags |= {262: [photometric], 273: starts[:-1], 277: [channels], 278: [height]}
+    tags |= {279: list(map(len, strips)), 284: [2]}
     entries, longer, end = b"", b"", starts[-1] + 2 + 12 * len(tags) + 4
     for tag, values in tags.items():
         entries += struct.pack(f"{order}HHI", tag, 4, len(values))
