@@ -115,26 +115,20 @@ def test_weights_are_read_when_they_are_asked_for(published: HubServer, folder: 
     assert not published.requests, "what is in the cache is not asked for again"
 
 
-def test_a_large_model_s_files_are_all_read(hub: HubServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_large_model_s_files_are_all_read(hub: HubServer, tmp_path: Path, is_cached: bool) -> None:
+    """Also where the cache lacks one of them."""
     config = transformers.GPT2Config(vocab_size=24, n_positions=24, n_embd=16, n_layer=2, n_head=2)
     network = transformers.GPT2LMHeadModel(config)
     network.save_pretrained(tmp_path / "gpt", max_shard_size="10KB")
     hub.files["models/me/gpt"] = {each.name: each.read_bytes() for each in (tmp_path / "gpt").iterdir()}
     assert sum("-of-" in each for each in hub.files["models/me/gpt"]) > 1
-    loaded = build_language_model(Model(name="transformers:me/gpt", pretrained=True), **SIZES).state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in network.state_dict().items())
-
-
-def test_a_shard_that_the_cache_lacks_is_read(hub: HubServer, tmp_path: Path) -> None:
-    config = transformers.GPT2Config(vocab_size=24, n_positions=24, n_embd=16, n_layer=2, n_head=2)
-    network = transformers.GPT2LMHeadModel(config)
-    network.save_pretrained(tmp_path / "gpt", max_shard_size="10KB")
-    hub.files["models/me/gpt"] = {each.name: each.read_bytes() for each in (tmp_path / "gpt").iterdir()}
-    repository, commit = tmp_path / "hub-cache" / "models--me--gpt", hub.commit("models/me/gpt")
-    shutil.copytree(tmp_path / "gpt", repository / "snapshots" / commit)
-    min((repository / "snapshots" / commit).glob("*-of-*")).unlink()
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
+    if is_cached:
+        repository, commit = tmp_path / "hub-cache" / "models--me--gpt", hub.commit("models/me/gpt")
+        shutil.copytree(tmp_path / "gpt", repository / "snapshots" / commit)
+        min((repository / "snapshots" / commit).glob("*-of-*")).unlink()
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(commit)
     loaded = build_language_model(Model(name="transformers:me/gpt", pretrained=True), **SIZES).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in network.state_dict().items())
 

@@ -49,18 +49,6 @@ def test_colour_and_greyscale() -> None:
     assert grey[0, 0, 0] == 76  # ITU-R 601: 0.299 of red
 
 
-def test_greyscale_becomes_three_equal_channels() -> None:
-    pixels = decode(png(Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16))), 3)
-    assert pixels.shape == (16, 16, 3)
-    assert (pixels == pixels[..., :1]).all()
-
-
-def test_a_file_and_its_bytes_are_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "image.png"
-    path.write_bytes(png(quadrants()))
-    assert np.array_equal(decode(path, 3), decode(path.read_bytes(), 3))
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "TIFF", "WEBP"])
 def test_exif_orientation_is_applied(orientation: int, file_format: str) -> None:
