@@ -118,8 +118,6 @@ MISTAKES = [
         )
     ),
     ("landscape RUN --measure everything", "'everything' is not one of 'curve'"),
-    ("landscape RUN --measure line", "give two"),
-    ("landscape RUN --measure curve --grid 5", "--grid has no effect on --measure curve"),
     ("landscape RUN --samples 1", "'1' is not a number of samples"),
     ("landscape RUN --epsilon big", "'big' is not a valid float"),
     ("landscape RUN optimizer.lr=1", "override 'optimizer.lr' has no effect"),
@@ -131,7 +129,6 @@ MISTAKES = [
     ("bench digits --batch-sizes 8,8", "twice"),
     ("bench digits --parts all", "'together', 'compute', 'data'"),
     ("bench digits --to loss=1e400", "METRIC=VALUE"),
-    ("bench digits --to 94", "top1_accuracy=94"),
     ("bench digits --inference --to loss=1", "--inference"),
     ("bench digits --runs 3", "--to"),
     ("bench digits --inference --rounds 3", "no effect"),
@@ -187,10 +184,7 @@ MISTAKES = [
     (f"{GIVEN} --world-sizes 7", "7 processes"),
     (f"{GIVEN} --measure", "--measure runs on this machine"),
     (f"{GIVEN} parallel.exact=true", "parallel.exact=true is not predicted"),
-    (PLAN, "give --deadline"),
     (f"{PLAN} --deadline 8", "2 hours"),
-    (f"{PLAN} --budget 10", "--price-per-gpu-hour"),
-    (f"{PLAN} --deadline 8h --lr-rule linear", "--batch-per-gpu"),
     (f"{PLAN} --budget 0", "--budget"),
 ]
 

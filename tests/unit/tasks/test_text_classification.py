@@ -6,17 +6,17 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
+from calls import output_of
 from tiny_text import reviews, tokenizer_folder, write_lines
 
 from paceline.checkpoint.weights import read_weights
-from paceline.cli.derive import click_command
 from paceline.cli.predict import Predict
 from paceline.errors import ModelError, PacelineError, RunDirectoryError
 from paceline.inference.export import ExportRequest, export
@@ -48,6 +48,7 @@ checkpoint: {every: 12 steps}
 parallel: {device: cpu, threads: 1}
 telemetry: {log_every: 2 steps, trackers: [], report: off}
 """
+predict = partial(output_of, Predict)
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 
 
@@ -63,12 +64,6 @@ def task_of(recipe: Path, overrides: dict[str, Any] | None = None) -> TextClassi
     task = TextClassification(load_recipe(recipe, overrides or {}).recipe)
     task.data_facts(World())
     return task
-
-
-def predict(*words: object) -> Any:
-    done = CliRunner().invoke(click_command(Predict), [str(each) for each in words])
-    assert done.exit_code == 0, (done.output, done.exception)
-    return done.output
 
 
 def test_other_texts_may_be_of_one_class(train: Make, tmp_path: Path) -> None:

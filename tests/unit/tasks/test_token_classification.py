@@ -7,6 +7,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
+from calls import output_of
 from tiny_text import tagged, tokenizer_folder, write_lines
 
 from paceline.checkpoint.weights import read_weights
-from paceline.cli.derive import click_command
 from paceline.cli.evaluate import Evaluate
 from paceline.cli.main import run as run_command_line
 from paceline.cli.predict import Predict
@@ -57,6 +57,7 @@ parallel: {device: cpu, threads: 1}
 telemetry: {log_every: 2 steps, trackers: []}
 """
 KEYS = ("precision", "recall", "f1")
+predict, evaluate = partial(output_of, Predict), partial(output_of, Evaluate)
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 
 
@@ -72,12 +73,6 @@ def task_of(recipe: Path, overrides: dict[str, Any] | None = None) -> TokenClass
     task = TokenClassification(load_recipe(recipe, overrides or {}).recipe)
     task.data_facts(World())
     return task
-
-
-def predict(*words: object, code: int = 0) -> Any:
-    done = CliRunner().invoke(click_command(Predict), [str(each) for each in words])
-    assert done.exit_code == code, (done.output, done.exception)
-    return done.output
 
 
 # True and predicted tags; precision, recall and F1 of seqeval 1.2.2 in percent, mode=None.
@@ -364,12 +359,6 @@ def test_the_run_s_own_data_keeps_its_split_elsewhere(train: Make, recipe: Path,
     assert every.samples == 90
     with pytest.raises(PacelineError, match=r"no training samples; check data.path and data.validation_fraction"):
         train("none", {"data.validation_fraction": 1})
-
-
-def evaluate(*words: object, code: int = 0) -> str:
-    done = CliRunner().invoke(click_command(Evaluate), [str(each) for each in words])
-    assert done.exit_code == code, (done.output, done.exception)
-    return done.output
 
 
 def test_each_type_s_entities_are_scored(train: Make, tmp_path: Path) -> None:
