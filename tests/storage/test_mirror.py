@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -225,35 +222,6 @@ def test_what_somebody_took_for_litter_is_sent_again(home: Home, tmp_path: Path)
     mirror.send(second, home.root)
     mirror.prune(keep=1)
     assert fetched(str(remote.address), tmp_path / "away").step == 2  # type: ignore[union-attr]
-
-
-def test_a_copy_with_sha_256_digests_is_fetched_and_continued(home: Home, tmp_path: Path) -> None:
-    """Versions before BLAKE3 wrote such commits."""
-    remote, copy = Remote(f"file://{tmp_path}/copy"), tmp_path / "copy"
-    checkpoint = home.save(1)
-    Mirror(remote, "a run", CommitListing()).send(checkpoint, home.root)
-    (commit,) = (copy / "commits").iterdir()
-    content = json.loads(commit.read_text())
-    for piece in [*content["files"].values(), *itertools.chain(*content["records"].values())]:
-        del piece["blake3"]
-        piece["sha256"] = hashlib.sha256((copy / piece["name"]).read_bytes()).hexdigest()
-    del content["digest"]
-    content["format_version"] = 1
-    content["digest"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    commit.write_text(json.dumps(content))
-    assert fetched(str(remote.address), tmp_path / "away").step == 1  # type: ignore[union-attr]
-    assert weight_in(tmp_path / "away") == 1.0
-    mirror = Mirror(remote, "a run", list_commits(remote))
-    mirror.send(checkpoint, home.root)
-    assert [*(copy / "commits").iterdir()] == [commit], "the newest checkpoint is not sent again"
-    mirror.send(home.save(2), home.root)
-    mirror.prune(keep=2)
-    assert [each.step for each in list_commits(remote).commits] == [2, 1]
-    (weights,) = (copy / "checkpoints").glob("step-00000001-*/model.safetensors")
-    weights.write_bytes(bytes([weights.read_bytes()[0] ^ 1, *weights.read_bytes()[1:]]))
-    older = list_commits(remote).commits[1]
-    with pytest.raises(StorageError, match="size or digest differs"):
-        fetch_newest(remote, [older], tmp_path / "damaged", after_step=-1, log=lambda _: None)
 
 
 def test_full_pieces_of_a_long_record_are_never_sent_again(

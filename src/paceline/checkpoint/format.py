@@ -20,7 +20,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,7 +44,7 @@ from paceline.files import LFS_POINTER, LFS_START
 from paceline.plain_json import load_json
 
 MANIFEST = "manifest.json"
-_VERSIONS = (2,)
+_VERSION = 2
 _SIZE_LIMIT_BYTES = 100_000_000  # limit for a manifest, and for a safetensors header
 _MOST_TENSORS = 2**18  # in one file; reading that many takes seconds even if all are empty
 _COMPONENT = re.compile(r"(?!manifest$)[A-Za-z][A-Za-z0-9_-]*")
@@ -509,7 +509,7 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Write the manifest as JSON with its own digest."""
         content = {
-            "format_version": _VERSIONS[-1],
+            "format_version": _VERSION,
             "step": self.step,
             "facts": encode(dict(self.facts), where="facts")[0],
             "components": {
@@ -554,7 +554,7 @@ def parse_manifest(path: Path) -> Manifest:
         content = load_json(read_regular_file(file))
     except ValueError as error:
         raise ValueError("it is not JSON") from error
-    check_stamp(content, file, _VERSIONS, _digest)
+    check_stamp(content, file, _VERSION, _digest)
     entries = _field(content, "components", dict)
     for name in entries:
         if not _COMPONENT.fullmatch(name):
@@ -568,7 +568,7 @@ def parse_manifest(path: Path) -> Manifest:
     return Manifest(step, facts, components)
 
 
-def check_stamp(content: Any, name: object, versions: Collection[int], digest_of: Callable[[Any], str]) -> None:
+def check_stamp(content: Any, name: object, expected: int, digest_of: Callable[[Any], str]) -> None:
     """Check the format version of a JSON document, and its own digest, which is removed.
 
     Raises:
@@ -578,11 +578,10 @@ def check_stamp(content: Any, name: object, versions: Collection[int], digest_of
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
     version, digest = content.get("format_version"), content.pop("digest", None)
-    # One flipped bit in the number of a known version is damage: the digest still matches that version.
-    candidates = ({**content, "format_version": each} for each in versions)
-    if type(version) is int and version not in versions and digest not in map(digest_of, candidates):
-        raise VersionError.of(name, version)
-    if isinstance(version, bool) or version not in versions:
+    if version != expected:
+        # A flipped bit in the version is damage: the digest still matches that of the expected one.
+        if type(version) is int and digest != digest_of({**content, "format_version": expected}):
+            raise VersionError.of(name, version)
         raise ValueError(f"its format version is {version!r}")
     if digest != digest_of(content):
         raise ValueError("its content does not match its own digest")

@@ -39,7 +39,7 @@ from paceline.records.run_directory import sync_directory
 from paceline.storage.remote import Remote, run_concurrently
 from paceline.units import format_bytes
 
-_VERSIONS = (2,)
+_VERSION = 2
 _COMMIT = re.compile(r"commits/(\d{8,})-[0-9a-f]{8}\.json")
 # Concurrent uploads: a library may hold some 100 MiB of each file.
 _MAX_UPLOADS = 4
@@ -376,7 +376,7 @@ def _commit_names(remote: Remote) -> list[tuple[int, str]]:
 
 def _to_bytes(commit: Commit) -> bytes:
     content = {
-        "format_version": _VERSIONS[-1],
+        "format_version": _VERSION,
         "sequence": commit.sequence,
         "run": commit.run,
         "step": commit.step,
@@ -389,7 +389,7 @@ def _to_bytes(commit: Commit) -> bytes:
 
 def _from_bytes(text: bytes, commit_name: str) -> Commit:
     content = load_json(text)
-    check_stamp(content, f"checkpoint.mirror/{commit_name}", _VERSIONS, _digest)
+    check_stamp(content, f"checkpoint.mirror/{commit_name}", _VERSION, _digest)
     del content["format_version"]
     files = {name: Piece.from_json(piece) for name, piece in content.pop("files").items()}
     records = {name: tuple(Piece.from_json(each) for each in pieces) for name, pieces in content.pop("records").items()}

@@ -33,7 +33,7 @@ def split_of(path: PurePath) -> str | None:
 
 
 def split_folders(root: Path, *, nested: bool = True) -> dict[str, str]:
-    """Return the folders named after splits, in any case, by split: its plain name (train, val, test) or the first.
+    """Return the folder of each split, by names in any case; plain names (train, val, test) are preferred.
 
     Args:
         root: The folder that holds them.
@@ -48,7 +48,7 @@ def split_folders(root: Path, *, nested: bool = True) -> dict[str, str]:
         word = _FOLDER.fullmatch(name.lower())
         if word is None or (nested and name not in _PLAIN and not any(map(is_folder, visible_entries(root / name)))):
             continue
-        first = found.setdefault(split_of(PurePath(word[1])) or VALIDATION, name)  # "eval" in no other source
+        first = found.setdefault(split_of(PurePath(word[1])) or VALIDATION, name)  # eval is a name of folders only
         if first != name and first.lower() == name.lower():
             raise DataError(f"{str(root)!r} has {first!r} and {name!r}, two folders of one split: join them.")
     return found

@@ -22,6 +22,7 @@ from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
 from paceline.models.speed_net import speed_net
 from paceline.models.transfer import zero_classifier
+from paceline.models.transformers_models import PREFIX
 from paceline.plain_json import load_json
 from paceline.recipe.model import OPENING_OPTIONS, Model
 from paceline.storage.hub import limited_waits, repository_copy
@@ -163,6 +164,20 @@ def why_no_weights(name: str) -> str:
     return f"the published weights of {name} are not on this machine ({why})"
 
 
+def check_published(model: Model) -> bool:
+    """Check, without a download, that published weights can be loaded; False if only loading them can tell.
+
+    Raises:
+        ModelError: If they are neither on this machine nor within reach.
+    """
+    import timm
+
+    is_known = timm.is_model(model.name)
+    if model.pretrained and is_known and (why := why_no_weights(model.name)):
+        raise no_weights(model, why)
+    return is_known or model.name.startswith(PREFIX)
+
+
 def parameter_count(network: nn.Module) -> int:
     """Count trainable parameters; shared ones count once."""
     return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
@@ -183,8 +198,7 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
             f"model.options.{unset[0]}=null has no effect: timm leaves out options without a value; give one, or "
             "leave it out."
         )
-    if model.pretrained and name == model.name and (why := why_no_weights(name)):
-        raise no_weights(model, why)
+    check_published(model)
     try:
         with limited_waits():
             network: nn.Module = timm.create_model(

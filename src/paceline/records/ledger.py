@@ -300,7 +300,7 @@ def _decode(data: bytes, offset: int) -> tuple[int, Entry] | None:
 
 
 def _may_begin(data: bytes) -> bool:
-    """Whether data may be the torn begin of a record: a record of ours, or the zeros that a power cut leaves."""
+    """Whether data may be the beginning of a torn record, or the zeros that a power cut leaves."""
     begin = data[:8].rstrip(b"\0")
     return any((_MAGIC + struct.pack("<I", width)).startswith(begin) for width in _WIDTHS)
 

@@ -96,7 +96,7 @@ def recorded_step(run: RunDirectory) -> tuple[int | None, bool]:
 
 
 ENDED = ("completed", "stopped")
-"""Outcomes of a launch after its last save."""
+"""Statuses of a launch that ended after its last save."""
 
 
 def missing_events(path: Path, *, until: float = math.inf, resumed: str = "", steps: int = 0) -> Iterator[str]:

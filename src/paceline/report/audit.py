@@ -144,10 +144,7 @@ def audit_run(run_dir: Path) -> Audit:
         draws, over = _draws(directory, plan), geometry.epochs.completed(steps)
         geometry = replace(geometry, draws=draws)
         counted = count_epochs(
-            *(directory.ledger, geometry.samples),
-            epochs_over=over,
-            order=geometry.ids_at,
-            is_drawn=draws is not None,
+            *(directory.ledger, geometry.samples), epochs_over=over, order=geometry.ids_at, is_drawn=draws is not None
         )
         epochs = counted.epochs
         objections += _wrong_counts(epochs, is_drawn=draws is not None)
@@ -273,7 +270,7 @@ def _wrong_order(ledger: Path, geometry: StepGeometry, steps: int) -> Iterator[s
         begin, step = step, step + 1
         if stream.head.step > step:  # not a loop over steps: a damaged file may claim any number of them
             step = min(stream.head.step - 1, steps)
-            wrong: str | None = f"to {step} are not in the ledger"
+            wrong: str | None = f"is not in the ledger{f', nor are those up to step {step}' * (step > begin + 1)}"
         else:
             (expected,) = geometry.slices(step - 1, World())
             wrong = _wrong_step(expected, stream.take(step=step))

@@ -95,7 +95,7 @@ class SlowRanks:
 
     def is_new(self, slowest: Slowest, step: int) -> bool:
         """Add the finding of a record after ``step`` steps; return whether to report it."""
-        steps = 0 if self._step is None else step - self._step  # of the first record after a resume it is unknown
+        steps = 0 if self._step is None else step - self._step  # unknown for the first record after a resume
         rank = slowest.rank if slowest.factor > ALARMING_FACTOR else None
         if rank != self._rank:
             self._records, self._lost = 0, 0.0

@@ -128,7 +128,7 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
         (run, count), *others = votes.most_common()
         if others and others[0][1] == count:
             raise RunDirectoryError(
-                f"'{directory.root}' has no readable run.json, and its checkpoints are of different runs: {run} and "
+                f"'{directory.root}' has no readable run.json, and its checkpoints belong to different runs: {run} and "
                 f"{others[0][0]}. Restore run.json from a copy, or move the checkpoints of the other run away."
             )
         identity = reader.Identity(run)
@@ -261,7 +261,6 @@ _FIXED_PLAN_VALUES = {
 _FIXED_DATA = {
     "task": "the run in {where} trains the task {before}, not {now}; use the same task (from Python: "
     "paceline.train(run_dir=…, task=…), if it was given there)",
-    "split": "the run in {where} was begun by a version that held out other texts; finish it with that version",
     "digest": "the data of the run in {where} has changed since it started: other files, names or sizes; restore them",
     "content_digest": "images of the run in {where} have changed since it started, under the same names and sizes "
     "({pixels}): restore them",

@@ -25,6 +25,7 @@ from paceline.distributed.environment import Launch, read_launch
 from paceline.distributed.waiting import ExitOnSignal
 from paceline.errors import CheckpointError, DataError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.loading import loading
+from paceline.models.build import check_published
 from paceline.models.transfer import adapt
 from paceline.optim.build import build_optimizer
 from paceline.plan import Plan
@@ -180,8 +181,8 @@ def plan_only(
         notes["this machine"] = " ".join(problems)
     with restore_random_states("cpu"):
         network = preparation.build_shapes(recipe, task, channels_last=False)
-    needs_weights = begins and recipe.model.pretrained
-    is_built = needs_weights or sum(each.numel() for each in network.parameters()) <= _MAX_BUILT
+    needs_weights = begins and recipe.model.pretrained and not check_published(recipe.model)
+    is_built = sum(each.numel() for each in network.parameters()) <= _MAX_BUILT
     if is_built:  # a larger one is planned without values
         if needs_weights:
             task.recipe = replace(task.recipe, model=recipe.model)

@@ -152,7 +152,12 @@ def check_first_batch(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     Raises:
         ModelError: On every process, if the compiled network is wrong.
     """
+    batches = _check_first_gradients(run, batches)
     _rehearse_evaluation(run)
+    return batches
+
+
+def _check_first_gradients(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     checks = [check_compiled] * (run.plan.compile != "off") + [measure_deterministic] * run.recipe.train.deterministic
     # A sharded network cannot be tried separately: there the cost of determinism is not measured.
     if run.progress.position or not checks or not isinstance(run.strategy, Replicas):

@@ -332,15 +332,13 @@ def _lose_manifest(file: Path) -> None:
     file.with_name("manifest.json").unlink()
 
 
-def _refused_unchanged(
-    spoil: Callable[[Path], None], expected_words: Sequence[str], context: DrillContext, name: str
-) -> FaultedRun:
+def _refused_unchanged(spoil: Callable[[Path], None], expected: str, context: DrillContext, name: str) -> FaultedRun:
     """Check that a spoilt directory is refused, since the run would lose steps, and that no file is changed."""
     faulted = context.killed(name)
     intact = Path(shutil.copytree(faulted.run_dir, faulted.run_dir.with_name(f"{name}-intact"), symlinks=True))
     spoil(faulted.run_dir)
     before = _contents(faulted.run_dir)
-    _refused(context, faulted, *expected_words)
+    _refused(context, faulted, expected)
     if _contents(faulted.run_dir) != before:
         faulted.objections.append("its files were changed")
     shutil.rmtree(faulted.run_dir)
@@ -407,6 +405,10 @@ def _cut_events(cut: Callable[[list[bytes]], list[bytes]], context: DrillContext
         with events.open("ab") as file:
             file.write(added)
     return faulted
+
+
+def _first_half(lines: list[bytes]) -> list[bytes]:
+    return lines[: len(lines) // 2]
 
 
 def _without_middle(lines: list[bytes]) -> list[bytes]:
@@ -549,10 +551,9 @@ def all_faults(processes: int) -> list[Fault]:
     cut, blank = ("has changed", "cannot be opened"), ("have changed", "cannot be opened")
     halves = "resumes with a class of truncated images, then with intact ones"
     zeros = "resumes with a class of all-zero image files and data.max_broken=0, then with intact ones"
-    no_checkpoints = partial(_refused_unchanged, partial(_lose, ["checkpoints"]), ["checkpoints"])
-    lost = ["checkpoints", "events.jsonl", "run.json"]
-    only_ledger = partial(_refused_unchanged, partial(_lose, lost), ["rank-00000.ids"])
-    newer_format = partial(_refused_unchanged, _newer_format, ["format version"])
+    no_checkpoints = partial(_refused_unchanged, partial(_lose, ["checkpoints"]), "checkpoints")
+    only_ledger = partial(_refused_unchanged, partial(_lose, ["checkpoints", "events.jsonl", "run.json"]), ".ids")
+    newer_format = partial(_refused_unchanged, _newer_format, "format version")
     faults += [
         ("hung-rank", f"SIGSTOP to the last rank, SIGCONT after {_SILENT_SECONDS:.0f} s", partial(_survived, _hang)),
         ("stopped-rank", "SIGSTOP to the last rank, without SIGCONT", _stopped_to_completion),
@@ -570,16 +571,8 @@ def all_faults(processes: int) -> list[Fault]:
         ("newer-format", "the newest checkpoint is of a newer format at one restart", newer_format),
         ("older-weights", "a finished run without its last checkpoint is exported", _older_weights),
         ("foreign-checkpoint", "another run's last checkpoint is copied to the killed run's", _foreign),
-        (
-            "cut-events",
-            "the second half of events.jsonl is deleted",
-            partial(_cut_events, lambda lines: lines[: len(lines) // 2]),
-        ),
-        (
-            "events-gap",
-            "the step records in the middle of events.jsonl are deleted",
-            partial(_cut_events, _without_middle),
-        ),
+        ("cut-events", "the second half of events.jsonl is deleted", partial(_cut_events, _first_half)),
+        ("events-gap", "step records in the middle of events.jsonl are deleted", partial(_cut_events, _without_middle)),
         ("torn-events", "half a line at the end of events.jsonl", partial(_torn, "events.jsonl")),
         ("torn-ledger", "half a record at the end of a ledger", partial(_torn, "ledger")),
         ("half-images", halves, partial(_with_images, _cut_in_half, cut)),

@@ -40,6 +40,8 @@ def examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fi
     ) -> Any:
         monkeypatch.setattr(study, "memory_shortage", estimate if room else lambda *_: None)
         requested = dict(overrides or {})
+        if "task" in requested and device == "a100":  # of your own: `auto` is fp32
+            requested.setdefault("train.precision", "bf16")
         if code:
             # A name of its own for each: what was imported stays imported.
             names.append(f"mine_{abs(hash((request.node.nodeid, len(names))))}")

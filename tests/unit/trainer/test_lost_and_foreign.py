@@ -252,7 +252,7 @@ def test_without_its_identity_the_checkpoints_vote(train_tiny: Make, runs: Path,
     shutil.copytree(run, runs / "tied")
     shutil.rmtree(runs / "tied/checkpoints/step-00000004")
     before = fingerprint(runs / "tied")
-    with pytest.raises(RunDirectoryError, match="its checkpoints are of different runs"):
+    with pytest.raises(RunDirectoryError, match="its checkpoints belong to different runs"):
         train_tiny("tied", LONGER)
     assert fingerprint(runs / "tied") == before
     assert train_tiny("run", LONGER).summary.weights_sha256 == whole

@@ -36,8 +36,7 @@ def passes(network: nn.Module, *, is_sharded: bool) -> tuple[list[torch.Tensor],
     x = torch.linspace(-1, 1, 4 * 3 * 64).reshape(4, 3, 8, 8)
     with AllocationTrace(lambda: ("forward", "")) as trace:
         trace.hold(network.parameters(), "weights")
-        with precision.autocast():
-            loss = network(x).float().square().mean()
+        loss = precision.applied_to(network)(x).square().mean()
         freed = {~event for event in trace.events if event < 0}
         kept = [each for number, each in enumerate(trace.allocations) if number not in freed]
     loss.backward()
@@ -56,9 +55,7 @@ def test_no_copy_outlives_its_use_and_the_gradients_are_the_same_bits() -> None:
 
 
 def test_a_change_in_place_is_found_there_too() -> None:
-    precision = Precision("bf16", CPU, GradScaler(), is_sharded=True)
-    with precision.autocast():
-        y = nn.Linear(4, 4)(torch.ones(2, 4)).exp()
-    y.add_(1)
+    precision, layer = Precision("bf16", CPU, GradScaler(), is_sharded=True), nn.Linear(4, 4)
+    y = precision.applied_to(lambda x: layer(x).exp().add_(1))(torch.ones(2, 4))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()

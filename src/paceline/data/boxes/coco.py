@@ -10,7 +10,7 @@ import hashlib
 import importlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unicodedata import normalize
@@ -154,7 +154,7 @@ class Annotations:
     labels: NDArray[np.int64]
     crowd: NDArray[np.bool_]
     outlines: list[Any] | None
-    implausible: list[str]
+    implausible: tuple[str, ...] = ()
 
 
 class CocoSource:
@@ -298,7 +298,7 @@ def read_annotations(
     sides = np.array([images[row[0]][:0:-1] for row in rows], dtype=np.float64).reshape(-1, 2)
     edges = [_edges(row[4]) if masks and isinstance(row[4], list) else [np.nan] * 4 for row in rows]
     told = implausible(file, tree["annotations"], sides, np.array(edges, dtype=np.float64).reshape(-1, 4))
-    return _arranged(images, classes, rows, told, masks=masks), classes
+    return replace(_arranged(images, classes, rows, masks=masks), implausible=tuple(told)), classes
 
 
 def _refuse(file: Path, faults: list[str]) -> None:
@@ -392,9 +392,7 @@ def _annotation_fault(each: Any, images: dict[int, Any], classes: dict[int, str]
     return None
 
 
-def _arranged(
-    images: dict[int, Any], classes: dict[int, str], rows: list[Any], implausible: list[str], *, masks: bool
-) -> Annotations:
+def _arranged(images: dict[int, Any], classes: dict[int, str], rows: list[Any], *, masks: bool) -> Annotations:
     """Sort rows by image, keeping the file's order within each."""
     position = {number: index for index, number in enumerate(images)}
     index_of = {number: index for index, number in enumerate(classes)}
@@ -412,7 +410,6 @@ def _arranged(
         labels=np.array([index_of[row[1]] for row in rows], dtype=np.int64)[order],
         crowd=np.array([row[3] for row in rows], dtype=bool)[order],
         outlines=[rows[index][4] for index in order] if masks else None,
-        implausible=implausible,
     )
 
 

@@ -48,7 +48,7 @@ def implausible(file: Path, entries: Entries, sides: Edges, outlines: Edges) -> 
 def _told(
     what: str, edges: Edges, others: Mapping[str, Edges], entries: Entries, sides: Edges
 ) -> list[tuple[str, bool]]:
-    """Return a sentence, and whether it is true of most, for each kind of fault."""
+    """Return a sentence for each kind of fault, and whether most annotations have a fault of any kind."""
     told = []
     faults = _faults(edges, sides)
     fits = {"fractions of the picture's sides": (edges <= 2).all(axis=1)}

@@ -400,12 +400,7 @@ def _openable(request: DatasetRequest, source: ImageFiles) -> ImageFiles:
     return source.exclude(list(broken)) if broken and request.data.on_bad == "skip" else source
 
 
-def in_splits(
-    sources: Sequence[SampleSource],
-    held_out: str,
-    validation_fraction: float,
-    **facts: Any,
-) -> StoredImages:
+def in_splits(sources: Sequence[SampleSource], held_out: str, validation_fraction: float, **facts: Any) -> StoredImages:
     """Return training and held-out images; without held-out ones, hold out a share of each class.
 
     Args:

@@ -18,19 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.disk_cache import Stamp, cached, stamp_or_none
+from paceline.data.disk_cache import cached, stamp_of
 from paceline.data.image.dataset import DatasetRequest, ImageDataset, Problems, StoredImages
 from paceline.data.image.decode import read_file
 from paceline.data.image.selection import select
-from paceline.data.image.source import (
-    BrokenImageError,
-    Content,
-    FileSource,
-    Ids,
-    encoded_source,
-    files_of,
-    leaf_sources,
-)
+from paceline.data.image.source import BrokenImageError, Content, encoded_source, files_of
 from paceline.data.image.tables import odd_class_names
 from paceline.dataset_registry import dataset_names, find_dataset
 from paceline.errors import DataError, RecipeError, did_you_mean
@@ -43,13 +35,17 @@ LARGEST_BYTES = 512 * 2**20
 TOO_LARGE = (
     f"none: more than {MOST_IMAGES:,} images or {format_bytes(LARGEST_BYTES)}; a resume compares names and sizes"
 )
+_NOT_COMPARED = (
+    f"copies are not looked for among more than {MOST_IMAGES:,} images, or {format_bytes(LARGEST_BYTES)} in files of "
+    "equal size: `paceline check-data` finds them"
+)
 _UNREADABLE = "none, since {!r} cannot be read: a resume compares names and sizes"
 _READERS = 8  # each thread mostly waits for the disk
 _AT_ONCE = 64
 
 
 def content_of(dataset: ImageDataset) -> tuple[str | None, str, str]:
-    """Digest the image files of all splits with :func:`content_digest`; None without files.
+    """Digest the image files of all splits with :func:`content_hashes`; None without files.
 
     Returns:
         The digest, a description of its scope, and a sentence about images with two labels or in two splits, if any.
@@ -59,121 +55,103 @@ def content_of(dataset: ImageDataset) -> tuple[str | None, str, str]:
     if len(sources) < len(splits) or any(files_of(each, np.arange(0)) is None for each in splits):
         return None, "", ""
     if sum(map(len, splits)) > MOST_IMAGES:
-        return (
-            None,
-            TOO_LARGE,
-            f"copies are not looked for above {MOST_IMAGES:,} images: `paceline check-data` does",
-        )
-    named = [path for each in splits for path in files_of(each, np.arange(len(each))) or ()]
-    paths = sorted(set(named))
-    now, stamps = time.time_ns(), _stamps(paths)
-    copies = ""
-    if all(isinstance(leaf, FileSource) for each in splits for leaf, _ in leaf_sources(each, np.arange(0))):
-        parts = np.repeat(np.arange(len(splits)), [len(each) for each in splits])
-        labels = np.concatenate([each.labels for each in splits])
-        copies = _copies(named, dict(zip(paths, stamps, strict=True)), labels, parts, now)
+        return None, TOO_LARGE, _NOT_COMPARED
+    paths = {path for each in splits for path in files_of(each, np.arange(len(each))) or ()}
     samples = [(source, sample) for source in sources for sample in range(len(source))]
+    names = [source.path(sample) for source, sample in samples]
 
     def read(index: int) -> Content:
         source, sample = samples[index]
         return source.encoded(sample)
 
-    return *content_digest(paths, stamps, len(samples), read, dataset.digest, now=now), copies
+    hashes, detail = content_hashes(sorted(paths), len(samples), read, dataset.digest, names=names)
+    if hashes is None:
+        return None, detail, _NOT_COMPARED if detail == TOO_LARGE else ""
+    labels = np.concatenate([each.labels for each in splits])
+    parts = np.repeat(np.arange(len(splits)), [len(each) for each in splits])
+    return _digest(hashes, len(samples)), detail, _copies(names, hashes, {"labels": labels, "splits": parts})
 
 
-def _stamps(paths: Sequence[str]) -> list[Stamp | None]:
-    with ThreadPoolExecutor(_READERS) as pool:
-        return list(pool.map(stamp_or_none, paths))
-
-
-def _copies(
-    paths: Sequence[str], stamps: Mapping[str, Stamp | None], labels: NDArray[Any], splits: Ids, now: int
-) -> str:
-    """Describe images of the same content with different labels, or in different splits; empty if there are none.
-
-    Only files of equal size are read, and only if these hold at most ``LARGEST_BYTES``.
-    """
-    by_size = Counter(stamp[0] for stamp in stamps.values() if stamp)
-    alike = {path: stamp for path, stamp in stamps.items() if stamp and stamp[0] and by_size[stamp[0]] > 1}
-    if sum(stamp[0] for stamp in alike.values()) > LARGEST_BYTES:
-        return f"copies of images were not looked for: files of equal sizes hold over {format_bytes(LARGEST_BYTES)}"
-
-    def find() -> list[str]:
-        with ThreadPoolExecutor(_READERS) as pool:
-            return list(pool.map(lambda path: _hashed(read_file(path)).hex(), alike))
-
-    try:
-        digests = dict(zip(alike, cached("copies", list(alike), list(alike.values()), find, now=now), strict=True))
-    except BrokenImageError:  # reported where it is needed
-        return ""
+def _copies(names: Sequence[str], hashes: Mapping[int, str], properties: Mapping[str, NDArray[Any]]) -> str:
+    """Describe images of the same content that differ in a property; empty if there are none."""
     first: dict[str, int] = {}
-    pairs = [(first.setdefault(digests.get(path, path), at), at) for at, path in enumerate(paths)]
-    copies = [(one, two) for one, two in pairs if paths[one] != paths[two]]
+    pairs = [(first.setdefault(each, at), at) for at, each in hashes.items() if each != _EMPTY]
+    copies = [(one, two) for one, two in pairs if names[one] != names[two]]
     told = []
-    for what, values in (("labels", labels), ("splits", splits)):
+    for what, values in properties.items():
         if found := [(one, two) for one, two in copies if np.any(values[one] != values[two])]:
-            names, more = " and ".join(repr(paths[each]) for each in found[0]), f", and {len(found) - 1:,} more"
-            told.append(f"{names} are the same image with different {what}{more * (len(found) > 1)}")
+            pair, more = " and ".join(repr(names[each]) for each in found[0]), f", and {len(found) - 1:,} more"
+            told.append(f"{pair} are the same image with different {what}{more * (len(found) > 1)}")
     return "; ".join(told) + "; `paceline check-data` lists such images" * bool(told)
 
 
 def content_of_files(files: Sequence[str], description: str, *, limit: int = MOST_IMAGES) -> tuple[str | None, str]:
-    """Digest single-image files with :func:`content_digest`; None without files."""
+    """Digest single-image files with :func:`content_hashes`; None without files."""
     if len(files) > limit:
         return None, TOO_LARGE
     if not files:
         return None, ""
-    now, stamps = time.time_ns(), _stamps(files)
-    return content_digest(files, stamps, len(files), lambda at: read_file(files[at]), description, now=now)
+    hashes, detail = content_hashes(files, len(files), lambda at: read_file(files[at]), description)
+    return _digest(hashes or {}, len(files)), detail
 
 
-def content_digest(
-    paths: Sequence[str],
-    stamps: Sequence[Stamp | None],
-    count: int,
-    read: Callable[[int], Content],
-    description: str,
-    *,
-    now: int,
-) -> tuple[str | None, str]:
-    """Digest images in order, or return the cached digest if no file has changed.
+def _digest(hashes: Mapping[int, str], count: int) -> str | None:
+    return _hashed(bytes.fromhex("".join(hashes.values()))) if len(hashes) == count else None
+
+
+def content_hashes(
+    paths: Sequence[str], count: int, read: Callable[[int], Content], description: str, *, names: Sequence[str] = ()
+) -> tuple[dict[int, str] | None, str]:
+    """Hash images, or return the cached hashes if no file has changed.
 
     Args:
         paths: Files that contain them.
-        stamps: Their stamps.
         count: Number of images.
         read: Returns an image's content, or raises BrokenImageError.
         description: Identifies the selection of images in these files.
-        now: A time before the stamps were taken, in ns.
+        names: Their names. In a set that is too large, only images are read that are files of equal size.
 
     Returns:
-        The hexadecimal digest and a description of its scope; None and the reason, if the files are too large or one
-        cannot be read.
+        The hash of each image that was read, in order, and a description of their scope; None and the reason, if these
+        are too large too or one cannot be read.
     """
-    found = {path: stamp for path, stamp in zip(paths, stamps, strict=True) if stamp is not None}
-    if missing := next((path for path in paths if path not in found), None):
-        return None, _UNREADABLE.format(missing)
-    if sum(size for size, *_ in found.values()) > LARGEST_BYTES:
-        return None, TOO_LARGE
-    changes = ((max(times), path) for path, (_, _, *times) in found.items())
+    now = time.time_ns()
+    try:
+        with ThreadPoolExecutor(_READERS) as pool:
+            stamps = list(pool.map(stamp_of, paths))
+    except OSError as error:
+        return None, _UNREADABLE.format(error.filename)
+    chosen = list(range(count))
+    changes = ((max(times), path) for (_, _, *times), path in zip(stamps, paths, strict=True))
     _, last = max(changes, default=(0, ""))
     detail = f"of {count:,} images; {last!r} changed last"
+    size_of = {path: size for path, (size, *_) in zip(paths, stamps, strict=True)}
+    if sum(size_of.values()) > LARGEST_BYTES:
+        files_of_size = Counter(size_of.values())
+        chosen = [at for at, name in enumerate(names) if name in size_of and files_of_size[size_of[name]] > 1]
+        detail = TOO_LARGE
+        if sum(size_of[names[at]] for at in chosen) > LARGEST_BYTES:
+            return None, detail
 
-    def hashes(first: int) -> bytes:
-        return b"".join(_hashed(read(at)) for at in range(first, min(first + _AT_ONCE, count)))
+    def hashes(first: int) -> list[str]:
+        return [_hashed(read(at)) for at in chosen[first : first + _AT_ONCE]]
 
-    def find() -> str:
+    def find() -> list[str]:
         with ThreadPoolExecutor(_READERS) as pool:
-            return _hashed(b"".join(pool.map(hashes, range(0, count, _AT_ONCE)))).hex()
+            return [each for part in pool.map(hashes, range(0, len(chosen), _AT_ONCE)) for each in part]
 
     try:
-        return cached("contents", (description, *paths), stamps, find, now=now), detail
+        found = cached("contents", ("hashes", description, *paths), stamps, find, now=now)
+        return dict(zip(chosen, found, strict=True)), detail
     except BrokenImageError as error:
         return None, _UNREADABLE.format(error.path)
 
 
-def _hashed(content: Content) -> bytes:
-    return hashlib.blake2b(content, digest_size=32).digest()
+def _hashed(content: Content) -> str:
+    return hashlib.blake2b(content, digest_size=32).hexdigest()
+
+
+_EMPTY = _hashed(b"")
 
 
 LARGEST_SMALL_IMAGE = 64

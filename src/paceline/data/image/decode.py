@@ -391,10 +391,12 @@ def upright_size(path: str | Path | BinaryIO) -> tuple[int, int] | None:
 def check_head(path: str) -> None:
     """Read the header of an image file; raises BrokenImageError if it shows that the file cannot be decoded."""
     with open(path, "rb") as file:
-        _explain(path, lambda: _opened(file))
+        if _explain(path, lambda: _opened(file)).format != "JPEG":
+            return
+        length = file.tell()
         file.seek(0)
         # Pillow opens some JPEG files that it cannot decode.
-        if (start := file.read(2)) == b"\xff\xd8" and (kind := unsupported_kind(start + file.read(_JPEG_HEAD))):
+        if kind := unsupported_kind(file.read(length)):
             raise BrokenImageError(path, f"{kind} {UNSUPPORTED}")
 
 
@@ -407,7 +409,6 @@ _OTHERS = (
     (b"\0\0\0\x0cJXL ", "a JPEG XL image"),
 )
 _HTML = (b"<!doctype html", b"<html")
-_JPEG_HEAD = 2**18  # metadata before the frame's header
 _HEIF_BRANDS = (b"heic", b"heix", b"hevc", b"heim", b"heis", b"mif1", b"msf1")
 NEEDS_HEIF = "a HEIC image, which needs pip install 'paceline[heic]'"
 

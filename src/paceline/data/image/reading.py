@@ -197,7 +197,7 @@ def unlink_shared_memory(pid: int) -> None:
 def unshared(error: BaseException, size: int) -> ReadFailure:
     """Return why a loader process could not hand over a batch of ``size`` bytes."""
     unlink_shared_memory(os.getpid())
-    if "shared memory" in str(error) and "No space" in str(error):
+    if "No space" in str(error):
         return ReadFailure(
             f"a loader process found too little shared memory ({SHARED_MEMORY}) for a batch of {format_bytes(size)}: "
             "give it more (docker run --shm-size=…; in Kubernetes an emptyDir of medium Memory), or lower "

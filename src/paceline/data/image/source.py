@@ -17,14 +17,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.decode import (
-    HEIF_ENDINGS,
-    BrokenImageError,
-    decode,
-    image_header,
-    read_file,
-    upright_size,
-)
+from paceline.data.image.decode import HEIF_ENDINGS, BrokenImageError, decode, image_header, read_file, upright_size
 
 Image = NDArray[np.uint8]
 Content = bytes | bytearray | memoryview

@@ -356,7 +356,7 @@ def _list_in(cell: str) -> list[str] | None:
 
 def listed_names(classes: Sequence[str]) -> list[str]:
     """Return the names that look like lists of labels: by ``;`` or brackets, or since their parts are few."""
-    found = {name for name in classes if ";" in name or (name[0] in "[{" and name[-1] in "]}")}
+    found = {name for name in classes if ";" in name or (name.startswith(("[", "{")) and name.endswith(("]", "}")))}
     # A name may hold a comma, as in WordNet, or a space.
     for separator, share in (("|", 1.0), (",", 1.0), ("/", 0.5), (" ", 0.5)):
         joined = [name for name in classes if separator in name]

@@ -1,4 +1,4 @@
-"""Names of whole JPEG and TIFF files whose kind is not read, so that these are not called damaged."""
+"""Names of unsupported kinds of JPEG and TIFF files, so that intact files are not called damaged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OF_PILLOW = re.compile(r"unsupported|not supported|not available|unknown raw mo
 
 
 def unsupported_kind(content: bytes, error: str = "") -> str:
-    """Name the kind of an image file that is not read though its header is whole; empty if it is none such.
+    """Name the unsupported kind of an image file with an intact header; empty if its kind is supported or unknown.
 
     Args:
         content: The file; the beginning of a JPEG suffices.

@@ -280,14 +280,18 @@ def _file(path: str) -> tuple[int, int] | None:
 
 def _links(gathered: SampleFacts, positions: Ids) -> NDArray[np.bool_]:
     """Return a mask of the samples whose file another of these samples reaches through fewer links."""
-    names: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for position in positions.tolist():
-        path = gathered.samples.path(int(gathered.numbers[position]))
+    paths = {position: gathered.samples.path(int(gathered.numbers[position])) for position in positions.tolist()}
+    names: dict[tuple[int, int], list[int]] = {}
+    for position, path in paths.items():
         if file := _file(path):
-            links = sum(map(os.path.islink, (path, *map(str, Path(path).parents))))
-            names.setdefault(file, []).append((links, position))
+            names.setdefault(file, []).append(position)
+
+    def links(position: int) -> int:
+        path = Path(paths[position])
+        return sum(each.is_symlink() for each in (path, *path.parents))
+
     is_link = np.zeros(len(gathered.numbers), dtype=bool)
-    is_link[[position for each in names.values() for _, position in sorted(each)[1:]]] = True
+    is_link[[later for each in names.values() if len(each) > 1 for later in sorted(each, key=links)[1:]]] = True
     return is_link
 
 

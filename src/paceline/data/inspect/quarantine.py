@@ -159,7 +159,7 @@ def _links(root: Path) -> Iterator[Path]:
 
 
 def _passed(root: Path, path: Path) -> Iterator[Path]:
-    """Yield all files, folders and links below ``root`` that opening a path in it passes, by their real places."""
+    """Yield every file, folder and link below ``root`` that is visited when a path in it is opened, as real paths."""
     place, parts, links = root, list(path.parts[::-1]), 0
     while parts and links < _MOST_LINKS:
         part = parts.pop()
@@ -198,8 +198,8 @@ def _move(moves: Sequence[tuple[Path, Path]], folder: Path) -> None:
                 with suppress(OSError):
                     os.rename(new, old)
             raise DataError(
-                f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; all others are back, as "
-                f"`sh {shlex.quote(str(folder / UNDO))}` would do."
+                f"{str(source)!r} could not be moved to {str(target)!r}: {error.strerror}; the others were moved "
+                f"back. If one is still in {str(folder)!r}, run: sh {shlex.quote(str(folder / UNDO))}"
             ) from None
 
 

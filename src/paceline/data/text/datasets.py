@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.data.image.sets.huggingface import choose_splits, find_files
 from paceline.data.image.tables import file_problem, require_pyarrow
-from paceline.data.splits import TEST, TRAIN, VALIDATION, held_out_among, split_folders
+from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.data.text.chat import open_chat
 from paceline.data.text.corpus import (
     MANIFEST,
@@ -197,10 +197,8 @@ def folder_splits(root: Path, fraction: float, left_out: SkippedItems) -> tuple[
     splits = split_folders(root, nested=False)
     if TRAIN not in splits:
         return (*split_by_name(_texts(root, left_out), fraction), None)
-    entries = visible_entries(root)
-    found = held_out_among([each.name for each in entries if is_folder(each)])
-    found = found or splits.get(VALIDATION, splits.get(TEST))
-    for entry in entries:
+    found = splits.get(VALIDATION, splits.get(TEST))
+    for entry in visible_entries(root):
         if entry.name not in (splits[TRAIN], found):
             left_out.add(f"{'folders' if is_folder(entry) else 'files'} outside {splits[TRAIN]}/", entry.name)
     train = _texts(root / splits[TRAIN], left_out)

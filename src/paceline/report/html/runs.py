@@ -26,8 +26,8 @@ from paceline.report.attribution import Attribution, attribute_events
 
 Event = Mapping[str, Any]
 
-# Metrics of old plans, which did not describe them.
-_OF_OLD_RUNS = {"loss": False, "top1_accuracy": True, "top5_accuracy": True}
+# For runs whose plan is missing or cannot be read.
+_USUAL_DIRECTIONS = {"loss": False, "top1_accuracy": True, "top5_accuracy": True}
 
 
 class RunHistory:
@@ -81,7 +81,7 @@ class RunHistory:
 
     def higher_is_better(self, metric: str) -> bool | None:
         """Whether higher is better for a metric; None if unknown."""
-        directions = self.plan.get("higher_is_better") or _OF_OLD_RUNS
+        directions = self.plan.get("higher_is_better") or _USUAL_DIRECTIONS
         return directions.get(metric) if isinstance(directions, Mapping) else None
 
 

@@ -249,11 +249,7 @@ def _measured(runs: Sequence[RunRecord]) -> Iterator[Block]:
     yield Text(
         f"Relative to {timed_runs[0][2].name}, the run with the fewest processes. Runs of other recipes differ in more."
     )
-    measured = {
-        "x": [size for size, _, _ in timed_runs],
-        "y": [rate for _, rate, _ in timed_runs],
-        "name": "measured",
-    }
+    measured = {"x": [size for size, _, _ in timed_runs], "y": [rate for _, rate, _ in timed_runs], "name": "measured"}
     ideal = {"x": sorted(sizes), "y": [base * size / fewest for size in sorted(sizes)], "name": "in proportion"}
     axis = {"type": "log", "tickmode": "array", "tickvals": sorted(sizes)}
     yield Chart(

@@ -192,11 +192,7 @@ def unfused_optimizer(subject: Subject) -> CheckResult | None:
     return CheckResult(evidence, overrides={"optimizer.options": remaining or None})
 
 
-@check(
-    why="The network's layers are large enough for several cores.",
-    advice="parallel.threads=auto",
-    keeps="rounding",
-)
+@check(why="The network's layers are large enough for several cores.", advice="parallel.threads=auto", keeps="rounding")
 def threads(subject: Subject) -> CheckResult | None:
     """A CPU uses fewer cores than it has."""
     plan, setting, workers = subject.plan, subject.recipe.parallel.threads, subject.plan.data.get("workers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,11 @@ def test_what_was_read_is_remembered_once_it_is_old_enough(
     assert found(folder) == before
     (kept,) = cache.iterdir()
     whole = kept.read_text()
-    kept.write_text(whole.replace(str(before), "0" * 64))  # shows that it is believed
-    assert found(folder) == "0" * 64
+    hashes = json.loads(whole)["found"]
+    kept.write_text(whole.replace(hashes[0], "0" * 64))  # shows that it is believed
+    assert (believed := found(folder)) not in (before, None)
     swap(folder / "cat" / "3.bmp", folder / "dog" / "3.bmp")
-    assert found(folder) not in (before, "0" * 64)
+    assert found(folder) not in (before, believed)
     swap(folder / "cat" / "3.bmp", folder / "dog" / "3.bmp")
     for torn in ("", "x", "{}", whole[:-9]):
         kept.write_text(torn)
@@ -104,7 +106,7 @@ def test_large_sets_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found(folder) is None
     monkeypatch.undo()
     monkeypatch.setattr(contents, "MOST_IMAGES", 19)
-    monkeypatch.setattr(contents, "content_digest", lambda *_: pytest.fail("the files were looked at"))
+    monkeypatch.setattr(contents, "content_hashes", lambda *_, **__: pytest.fail("the files were looked at"))
     assert found(folder) is None
 
 
@@ -133,3 +135,21 @@ def test_tables_and_tars_have_the_contents_of_their_images(folder: Path, tmp_pat
     (folder / "t.csv").unlink()
     assert one == table == found(folder, **whole)
     assert other not in (None, one)
+
+
+def test_copies_in_large_sets_are_found_among_files_of_equal_size(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3, 10):
+        for name in ("cat", "dog"):
+            with open(folder / name / f"{number}.bmp", "ab") as file:
+                file.write(bytes(2 * number + (name == "dog")))
+    size = (folder / "cat" / "9.bmp").stat().st_size
+    monkeypatch.setattr(contents, "LARGEST_BYTES", 8 * size)
+    (folder / "dog" / "9.bmp").write_bytes((folder / "cat" / "9.bmp").read_bytes())
+    digest, reason, copies = content_of(open_dataset(Data(path=str(folder), validation_fraction=0.2)))
+    assert (digest, reason) == (None, contents.TOO_LARGE)
+    assert "cat/9.bmp' and " in copies
+    assert "are the same image with different labels" in copies
+    monkeypatch.setattr(contents, "LARGEST_BYTES", 2 * size)
+    assert "are not looked for" in content_of(open_dataset(Data(path=str(folder), validation_fraction=0.2)))[2]

@@ -257,13 +257,7 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
         left_out.add("files outside the class folders", os.path.relpath(name, root))
     sources = [FileSource(root, each.names, each.labels_among(classes), 3) for each in listings]
     return file_splits(
-        request,
-        sources,
-        split,
-        classes=classes,
-        digest=digest,
-        listing=how,
-        left_out=left_out.summaries(),
+        request, sources, split, classes=classes, digest=digest, listing=how, left_out=left_out.summaries()
     )
 
 
@@ -331,10 +325,7 @@ def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[
 def _require_same_classes(train: Path, first: set[str], held_out: Path, second: set[str], problems: Problems) -> None:
     missing_classes = [
         f"{str(folder)!r} lacks the classes {', '.join(map(quoted, missing))}"
-        for folder, missing in (
-            (held_out, sorted(first - second)),
-            (train, sorted(second - first)),
-        )
+        for folder, missing in ((held_out, sorted(first - second)), (train, sorted(second - first)))
         if missing
     ]
     if missing_classes:

@@ -223,11 +223,11 @@ def read_manifest(root: Path) -> Manifest:
         ) from error
     except (OSError, ValueError) as error:
         raise _damaged(path, str(error)) from error
-    version = tree.pop("format", None) if isinstance(tree, dict) else None
-    if version != FORMAT:
+    version = str(tree.pop("format", "")) if isinstance(tree, dict) else ""
+    if version != FORMAT and version.startswith(FORMAT.rstrip("0123456789")):
         reason = f"has the format {version!r}, and this version of Paceline reads {FORMAT!r}"
         raise DataError(f"{str(path)!r} {reason}: use the version that wrote it, or pack the source again elsewhere.")
-    if tree.pop("sha256", None) != _own_digest(tree):
+    if version != FORMAT or tree.pop("sha256", None) != _own_digest(tree):
         raise _damaged(path, "its content does not match its digest")
     try:
         # Via JSON text, because JSON lists are tuples here.
