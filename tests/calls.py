@@ -70,3 +70,14 @@ def in_a_process(
         env=inherited | {"PYTHONPATH": str(SOURCES), "OMP_NUM_THREADS": "1"},
     )
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def output_of(command: type[Any], *words: object, code: int = 0) -> str:
+    """What a command prints in this process, which must end with this code; an error comes out as it is."""
+    from click.testing import CliRunner
+
+    from paceline.cli.derive import click_command
+
+    done = CliRunner().invoke(click_command(command), [str(each) for each in words], catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return done.output

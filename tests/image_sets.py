@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,3 +77,23 @@ def packed(source: Path | str, destination: Path, **options: Any) -> tuple[Manif
 def files(root: Path) -> dict[str, str]:
     """Digests of the files in a folder."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in root.iterdir() if path.is_file()}
+
+
+def idx(path: Path, array: np.ndarray) -> None:
+    """Numbers of 8 bits as MNIST's files hold them, packed where the name says so."""
+    head = bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape)
+    content = head + array.astype(np.uint8).tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def mnist(
+    folder: Path, *, prefixes: Sequence[str] = ("train", "t10k"), ending: str = "-idx{}-ubyte", classes: int = 10
+) -> tuple[np.ndarray, np.ndarray]:
+    """Write 30 images for training and 4 to test with, and their labels; return the first."""
+    folder.mkdir(parents=True)
+    draws = np.random.default_rng(0)
+    sets = [(draws.integers(0, 256, (n, 28, 28)), draws.permutation(n) % classes) for n in (30, 4)]
+    for prefix, arrays in zip(prefixes, sets, strict=True):
+        for what, array in zip(("images", "labels"), arrays, strict=True):
+            idx(folder / f"{prefix}-{what}{ending.format(array.ndim)}", array)
+    return sets[0]

@@ -66,12 +66,6 @@ def test_what_starts_its_ranks_itself_says_so(
     assert "run it alone, with --processes N" in " ".join(paceline_here(*words).refused().err.split())
 
 
-def test_without_a_command_it_explains_itself_too(paceline_here: Call) -> None:
-    done = paceline_here()
-    assert done.code in (0, 2)
-    assert (done.out + done.err).startswith("Usage: paceline")
-
-
 @pytest.mark.parametrize(
     "name",
     [

@@ -18,15 +18,7 @@ from safetensors.torch import load_file, save_file
 DEEP, LONG = "[" * 100_000, '{"a": ' + "9" * 5000 + "}"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "ab" * 32 + "\nsize 46807446\n"
 DATA = (
-    *(
-        {"class_names": 5},
-        {"mean": ["a"]},
-        {"std": [0]},
-        {"mean": [float("nan")]},
-        {"std": [float("inf")]},
-        {"evaluation_size": -1},
-        {"evaluation_size": 10**9},
-    ),
+    *({"class_names": 5}, {"mean": ["a"]}, {"std": [0]}, {"std": [float("inf")]}, {"evaluation_size": 10**9}),
     *({"channels": None}, {"evaluation_crop": 0}, {"evaluation_multiple": 0}, {"interpolation": "x"}, {"task": 5}),
     *({"native_size": 5}, {"mean": [0.1, 0.2]}),
 )
@@ -121,13 +113,7 @@ def test_lfs_pointers(paceline_here: Call, weights: Call, write_images: Call, tm
     "change",
     [
         *("", "no JSON", "[]", "null", DEEP, LONG),
-        *(
-            {"num_classes": "x"},
-            {"num_classes": 10**9},
-            {"label_names": 5},
-            {"mean": ["a"]},
-            {"std": [float("nan")] * 3},
-        ),
+        *({"num_classes": "x"}, {"num_classes": 10**9}, {"label_names": 5}, {"std": [float("nan")] * 3}),
         *({"input_size": 5}, {"input_size": [3, -1, -1]}, {"model_args": 5}, {"pretrained_cfg": 5}),
     ],
     ids=lambda each: str(each)[:30],

@@ -57,8 +57,6 @@ def test_start_once_and_check(paceline_here: Call, tmp_path: Path) -> None:
     ("words", "message"),
     [
         (("start", "77"), "there is no lab '77'"),
-        (("check", "77"), "there is no lab '77'"),
-        (("slides", "77", "--output", "a.md"), "there is no lab '77'"),
         (("check", "1", "gone.ipynb"), "'gone.ipynb' cannot be read (No such file or directory)"),
         (("check", "1", "notes.txt"), "must end in .ipynb or .py"),
         (("check", "1", "broken.ipynb"), "'broken.ipynb' is not a valid notebook"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from calls import Call
 
 QUICK = (
@@ -22,12 +21,3 @@ def test_a_look_at_a_run(paceline_here: Call, finished: Path, tmp_path: Path) ->
     assert shown == written
     assert shown["runs"][0]["surface"]["values"]["loss"]
     assert "Loss around the weights, rotatable" in (tmp_path / "seen" / "landscape.html").read_text()
-
-
-@pytest.mark.thorough  # the same as of the study itself, through the launcher
-def test_two_processes_give_the_same_document(paceline: Call, finished: Path) -> None:
-    requested = ("landscape", finished, "parallel.threads=1", "--samples", "64", "--points", "4", "--iterations", "2")
-    requested += ("--measure", "curve,sharpness", "--epsilon", "1e-3", "--batch-norm", "stored", "--json")
-    alone, both = paceline(*requested), paceline(*requested, "--processes", "2")
-    assert alone.code == both.code == 0, alone.err + both.err
-    assert both.document == alone.document

@@ -1,4 +1,4 @@
-"""Files that are no files, and files that begin with a byte order mark: refused in a sentence, or read as they are."""
+"""Files that are no files are refused in a sentence, and what is left out is told."""
 
 from __future__ import annotations
 
@@ -38,16 +38,6 @@ def test_a_named_pipe_is_never_waited_for_and_no_name_is_too_long(
     done = paceline_here(*arguments)
     assert (done.code, done.out, "Traceback" in done.err) == (2, "", False)
     assert any(why in done.err for why in ("named pipe", "not a regular file", "too long", "link loop"))
-
-
-def test_a_recipe_with_a_byte_order_mark_is_read(paceline_here: Call, tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text("base: digits\nseed: 7\n", encoding="utf-8-sig")
-    plan = paceline_here("train", "r.yaml", "--plan-only", "--json")
-    assert (plan.code, plan.document["recipe"]["seed"]) == (0, 7)
-    (tmp_path / "r.yaml").write_text("base: digits\n", encoding="utf-16")
-    done = paceline_here("train", "r.yaml", "--plan-only")
-    assert (done.code, "Traceback" in done.err) == (2, False)
-    assert "r.yaml" in done.err
 
 
 def test_what_is_left_out_is_told_in_the_plan_at_the_start_and_by_check_data(

@@ -31,12 +31,6 @@ if now and os.environ["RANK"] == os.environ["FAIL_ON"]:
         case "nan":
             x = x * float("nan")
 """)
-UNUSED = """
-class Unused(Net):
-    def __init__(self, num_classes, in_channels):
-        super().__init__(num_classes, in_channels)
-        self.forgotten = nn.Linear(3, 3)
-"""
 FRAIL_MODEL = ("model.name=frail:Net", *OWN, "train.precision=fp32")
 TRAIN = ("train", "recipe.yaml", "--processes", "2", *FRAIL_MODEL, "train.duration=12 steps", "--run-dir")
 
@@ -100,16 +94,6 @@ def test_a_loss_that_is_no_number(studio: Path, frail: Call, summary: Call) -> N
     assert summary(run_dir)["status"] == "failed"
     # No checkpoint may hold what the failed step made of the weights, the best of a first evaluation or not.
     assert [path.name for path in (run_dir / "checkpoints").glob("step-*")] == ["step-00000004"]
-
-
-@pytest.mark.thorough
-def test_an_unused_parameter_is_named(studio: Path, run: Call) -> None:
-    """DistributedDataParallel would wait for its gradient; the user learns which one, before or at step one."""
-    (studio / "unused.py").write_text(FRAIL + UNUSED)
-    done = run(*TRAIN, studio / "unused", "model.name=unused:Unused", where=studio)
-    assert done.code in (1, 2)
-    assert "forgotten.weight" in done.err
-    assert done.err.count("Traceback") <= 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Fine-tuning over processes and micro-batches: one big batch's gradient, and the same figures and bits."""
+"""Text over processes and micro-batches: one big batch's gradient, and the same figures and bits."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ RECIPES: dict[str, dict[str, Any]] = {
         "model": {"name": "bert", **NETWORK},
         "data": {"dataset": "text_table", "path": "tagged.jsonl", "text": {"context": 24, "rows": "single"}},
     },
+    "books": {  # very different lengths, one to a row, so that every micro-batch weighs something else
+        "task": "language_modeling",
+        "model": {"name": "bert", **NETWORK},
+        "data": {
+            "dataset": "text_folder",
+            "path": "books",
+            "validation_fraction": 0.3,
+            "text": {"context": 48, "rows": "single", "objective": "masked"},
+        },
+    },
     "chats": {
         "task": "language_modeling",
         "model": {"name": "gpt", **NETWORK},
@@ -63,6 +73,8 @@ class Texts(TextClassification):
 class Chats(LanguageModeling):
     def build_model(self):
         return super().build_model().double()
+
+Books = Chats
 """
 
 
@@ -71,6 +83,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("tables")
     write_lines(root / "reviews.jsonl", reviews(60))
     write_lines(root / "chats.jsonl", chats(60))
+    (root / "books").mkdir()
+    for number in range(40):
+        text = f"{number} is said of größer things, " * (1 + number % 7 * (number % 3)) + str(number)
+        (root / "books" / f"{number:02d}.txt").write_text(text[: 3 + 7 * number])
     write_lines(root / "tagged.jsonl", tagged(60))
     tokenizer_folder(root / "tokenizer")
     (root / "double.py").write_text(DOUBLE)
@@ -119,16 +135,19 @@ def test_an_evaluation_is_the_same_by_any_number_of_processes(name: str, pacelin
     answers = []
     for processes in (1, 2, 3):
         found = paceline_in("evaluate", f"{name}-scored", "--json", processes=processes).document
-        measured = ("samples", "loss", "top1_accuracy", "token_accuracy", "entity_f1")
+        measured = ("samples", "loss", "top1_accuracy", "token_accuracy", "entity_f1", "bits_per_byte", "perplexity")
         answers.append({key: value for key, value in found.items() if key in measured})
     assert answers[0] == answers[1] == answers[2]
     assert answers[0]["samples"] > 5
     assert "loss" in answers[0]
 
 
-@pytest.mark.thorough
+FINE_TUNED = [pytest.param(name, marks=pytest.mark.thorough) for name in RECIPES if name != "books"]
+
+
+@pytest.mark.everyday
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["books", *FINE_TUNED])
 def test_exact_runs_have_the_same_bits_in_any_world(name: str, folder: Path, paceline_in: Call, summary: Call) -> None:
     asked = ("parallel.exact=true", "batch.global_size=16", "model.options.dropout=0.1", "train.duration=6 steps")
     paceline_in("train", f"{name}.yaml", *asked, "--run-dir", f"{name}-one")
@@ -159,3 +178,21 @@ def test_sharded_adapters_learn_as_replicas_do(folder: Path, paceline_in: Call, 
         torch.testing.assert_close(shards[key], value, rtol=0, atol=1e-6, msg=key)
     whole, resumed = (summary(folder / f"adapted-{name}") for name in ("fsdp", "cut"))
     assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.thorough
+def test_killed_and_resumed_it_ends_with_the_same_bits(
+    folder: Path, paceline_in: Call, start: Call, summary: Call, steps_recorded: Call
+) -> None:
+    command = ("train", "books.yaml", "parallel.exact=true", "batch.global_size=16", "train.duration=40 steps")
+    command += ("optimizer.lr=0.1", "model.options.dropout=0.1", "--run-dir")
+    paceline_in(*command, "whole")
+    launched = start(*command, "killed", "--processes", 2, where=folder)
+    launched.wait_for(lambda: steps_recorded(folder / "killed") >= 7)
+    launched.kill()
+    assert not (folder / "killed" / "summary.json").exists()
+    paceline_in(*command, "killed", processes=2)
+    keys = ("status", "step", "weights_sha256", "metrics", "ledger")
+    resumed, whole = (summary(folder / name) for name in ("killed", "whole"))
+    assert {key: resumed[key] for key in keys} == {key: whole[key] for key in keys}

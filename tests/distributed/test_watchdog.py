@@ -24,7 +24,7 @@ from paceline.report.audit import used_samples
 
 pytestmark = [pytest.mark.world_size(2), pytest.mark.slow]
 
-THOROUGH = pytest.mark.thorough
+SHORT = "parallel.timeout=5 seconds"
 TIMEOUT_SECONDS = 10
 # What is promised: the timeout, and ten seconds in which the launcher waits for the others; a slow machine takes more.
 SECONDS_TO_END = TIMEOUT_SECONDS + 10 + 20
@@ -273,27 +273,14 @@ def test_all_that_stand_still_are_shown(faulty: Call) -> None:
     assert "All are stuck in forward of step 5 (parallel.timeout is 10.0 s)." in done.err
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "more", "variables"),
     [
-        pytest.param("slow", (), {"ON": "1", "SECONDS": "6"}, id="a slow step", marks=THOROUGH),
-        pytest.param(
-            "first", ("parallel.timeout=5 seconds",), {"ON": "0,1", "SECONDS": "10"}, id="a first step", marks=THOROUGH
-        ),
-        pytest.param(
-            "long evaluation",
-            ("parallel.timeout=5 seconds", "evaluate.every=6 steps", "train.ema=0.9"),
-            {},
-            id="a long evaluation",
-            marks=THOROUGH,
-        ),
-        pytest.param(
-            "long save",
-            ("parallel.timeout=5 seconds", "checkpoint.every=12 steps"),
-            {},
-            id="a long save",
-            marks=THOROUGH,
-        ),
+        ("slow", (), {"ON": "1", "SECONDS": "6"}),
+        ("first", (SHORT,), {"ON": "0,1", "SECONDS": "10"}),
+        ("long evaluation", (SHORT, "evaluate.every=6 steps", "train.ema=0.9"), {}),
+        ("long save", (SHORT, "checkpoint.every=12 steps"), {}),
     ],
 )
 def test_is_waited_for(

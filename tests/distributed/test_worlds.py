@@ -12,8 +12,6 @@ import pytest
 from calls import Call
 from PIL import Image
 
-from paceline.distributed.environment import read_launch
-from paceline.errors import LaunchError
 from paceline.report.audit import used_samples
 
 # Without BatchNorm, which sees only a rank's own samples, and so small that one sample is a batch.
@@ -180,17 +178,6 @@ def test_going_on_in_another_world(studio: Path, train: Call, audited: Call) -> 
     assert outcome["ledger"] == {"epochs_complete": 5, "duplicates": 0, "missing": 0, "broken": 0}
 
 
-@pytest.mark.world_size(1)
-def test_a_changed_number_of_slots_is_said(studio: Path, run_here: Call, audited: Call) -> None:
-    """Another micro-batch uses the same samples, but in other sums; the user is told."""
-    run_dir = studio / "slots"
-    command = ("train", "recipe.yaml", "data.workers=0", "--run-dir", run_dir)
-    assert run_here(*command, "train.duration=8 steps").code == 0
-    done = run_here(*command, "train.duration=12 steps", "batch.micro_size=8").ended(0)
-    assert "micro-batches per step: 4 before, 2 now" in done.out
-    audited(run_dir)
-
-
 @pytest.mark.world_size(2)
 @pytest.mark.slow
 def test_slurm_starts_what_our_launcher_starts(studio: Path, start: Call, same_outcome: Call) -> None:
@@ -216,7 +203,6 @@ def test_slurm_starts_what_our_launcher_starts(studio: Path, start: Call, same_o
     assert json.loads((run_dir / "environment.json").read_text())["launched_by"] == "slurm"
 
 
-TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
 SLURM = {
     "SLURM_JOB_ID": "30001",
     "SLURM_STEP_ID": "0",
@@ -228,41 +214,6 @@ SLURM = {
     "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
     "SLURM_STEP_NODELIST": "node[003-005]",
 }
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("node[7,9-12],other[1-2]", "node7"),
-        ("dgx[1-4].example.org", "dgx1.example.org"),
-    ],
-)
-def test_slurm_first_node(nodes: str, first: str) -> None:
-    assert read_launch(SLURM | {"SLURM_STEP_NODELIST": nodes}).rendezvous == f"tcp://{first}:30001"
-
-
-def test_slurm_on_one_node_meets_at_home() -> None:
-    variables = SLURM | {"SLURM_NNODES": "1", "SLURM_SRUN_COMM_HOST": "10.1.2.3", "SLURM_STEP_TASKS_PER_NODE": "11"}
-    assert read_launch(variables | {"SLURM_NODEID": "0"}).rendezvous.startswith("tcp://127.0.0.1:")
-
-
-@pytest.mark.parametrize(
-    ("variables", "named"),
-    [
-        (TORCHRUN | {"LOCAL_RANK": "x"}, "LOCAL_RANK"),
-        (TORCHRUN | {"LOCAL_RANK": "4"}, "local rank 4"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, "9"),
-        ({"RANK": "1"}, "WORLD_SIZE"),
-        ({"WORLD_SIZE": "2"}, "RANK"),
-        (SLURM | {"SLURM_PROCID": "11"}, "rank 11"),
-        (SLURM | {"SLURM_NNODES": "few", "SLURM_SRUN_COMM_HOST": "10.1.2.3"}, "SLURM_NNODES"),
-        (SLURM | {"MASTER_PORT": "none"}, "MASTER_PORT"),
-    ],
-)
-def test_contradictions_are_named(variables: dict[str, str], named: str) -> None:
-    with pytest.raises(LaunchError, match=named) as caught:
-        read_launch(variables)
-    assert str(caught.value).count("\n") == 0
 
 
 @pytest.mark.world_size(2)

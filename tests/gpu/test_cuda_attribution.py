@@ -19,10 +19,6 @@ from paceline.telemetry.display import Display
 from paceline.telemetry.meter import PHASES
 from paceline.trainer.train import Options, train_recipe
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 SHORT = {"train.duration": "40 steps", "evaluate.every": "off", "checkpoint.every": "off", "parallel.device": "cuda"}
 
 

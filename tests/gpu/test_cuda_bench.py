@@ -11,11 +11,6 @@ import torch
 from paceline.recipe.load import load_recipe
 from paceline.telemetry.energy import EnergyCounter
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 GREEDY = """
 import torch
 import paceline

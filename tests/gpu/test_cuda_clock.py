@@ -10,11 +10,6 @@ import torch
 from paceline.telemetry.clock import build_step_clock
 from paceline.telemetry.memory import peak_memory_bytes
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 def busy(matrix: torch.Tensor, times: int) -> None:
     for _ in range(times):

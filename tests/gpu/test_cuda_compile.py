@@ -14,9 +14,7 @@ import torch
 import paceline
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # torch 2.11 imports a deprecated part of its own.
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning"),
 ]

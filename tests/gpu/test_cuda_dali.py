@@ -21,11 +21,7 @@ from paceline.data.pipeline import Placement
 from paceline.recipe.data import Augment, Data
 from paceline.world import World
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(bool(why_unavailable()), reason=f"needs DALI: {why_unavailable()}"),
-]
+pytestmark = pytest.mark.skipif(bool(why_unavailable()), reason=f"needs DALI: {why_unavailable()}")
 # nvJPEG's inverse cosine transform rounds otherwise than libjpeg's.
 LARGEST_MEAN = 2.0
 

@@ -12,11 +12,7 @@ from torch import Tensor
 
 from paceline_advisor.doctor.behaviour import CallWatcher
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 
 # Each is legal on a GPU, and on the CPU, where the doctor looks.
 ACTS: dict[str, Callable[[Tensor], Any]] = {

@@ -5,15 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-import torch
-
 import paceline
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def test_a_forecast_is_near_what_the_run_takes(tmp_path: Path) -> None:

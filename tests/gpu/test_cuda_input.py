@@ -18,11 +18,7 @@ from paceline.data.pipeline import Normalize, Placement, pinned, to_device
 from paceline.recipe.data import Augment, Data, Mix
 from paceline.world import World
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 VARIED = Augment(crop="pad", padding=1, padding_mode="reflect", flip=0.5)
 MIX = Mix(mixup=0.4, cutmix=1.0)
 

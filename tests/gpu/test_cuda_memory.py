@@ -20,10 +20,6 @@ from paceline_advisor.memory.find_batch import TrialRunner
 from paceline_advisor.memory.job import Job, allocator_settings
 from paceline_advisor.memory.trace import STEP, trace_steps, without_collection
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 

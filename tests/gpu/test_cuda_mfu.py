@@ -12,11 +12,6 @@ from paceline.devices import recognise
 from paceline.models.flops import WorkCounter
 from paceline.trainer import step_stats
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 ON_GPU = {"parallel.device": "cuda", "telemetry.log_every": "1 steps", "train.precision": "bf16"}
 
 

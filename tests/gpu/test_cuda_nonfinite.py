@@ -12,10 +12,6 @@ from torch._subclasses.fake_tensor import is_fake
 
 from paceline.errors import TrainingError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 COMMON = {
     "parallel.device": "cuda",
     "telemetry.log_every": "20 steps",

@@ -8,14 +8,9 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
 import paceline
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 SHORT = {
     "train.duration": "12 steps",
     "schedule.warmup": "2 steps",

@@ -18,10 +18,6 @@ from paceline.data.pipeline import Normalize, Placement, to_device
 from paceline.recipe.data import Data
 from paceline.world import World
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 SHORT = {
     "train.duration": "20 steps",
     "schedule.warmup": "2 steps",

@@ -15,10 +15,7 @@ import paceline
 from paceline.distributed.strategy import VOTE_LAG
 from paceline.records.ledger import ledger_files, read_ledger
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 STEP = 5
 TASK = f"""

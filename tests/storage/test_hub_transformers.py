@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
+from calls import output_of
 from hub_server import HubServer
 from tiny_text import reviews, tokenizer_folder, write_lines
 
 import paceline
 from paceline.checkpoint.weights import read_weights
-from paceline.cli.derive import click_command
 from paceline.cli.export import Export
 from paceline.cli.predict import Predict
 from paceline.cli.train import Train
@@ -79,12 +78,6 @@ def classifier(name: str = NAME, **more: Any) -> torch.nn.Module:
     return build_text_classifier(Model(name=name, **more), **SIZES, classes=3, pad=0)
 
 
-def call(command: type[Any], *words: object) -> str:
-    done = CliRunner().invoke(click_command(command), [str(each) for each in words])
-    assert done.exit_code == 0, (done.output, done.exception)
-    return done.output
-
-
 def weights_read(hub: HubServer) -> bool:
     return any("safetensors" in each and "resolve" in each for each in hub.requests)
 
@@ -115,26 +108,20 @@ def test_weights_are_read_when_they_are_asked_for(published: HubServer, folder: 
     assert not published.requests, "what is in the cache is not asked for again"
 
 
-def test_a_large_model_s_files_are_all_read(hub: HubServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_large_model_s_files_are_all_read(hub: HubServer, tmp_path: Path, is_cached: bool) -> None:
+    """Also where the cache lacks one of them."""
     config = transformers.GPT2Config(vocab_size=24, n_positions=24, n_embd=16, n_layer=2, n_head=2)
     network = transformers.GPT2LMHeadModel(config)
     network.save_pretrained(tmp_path / "gpt", max_shard_size="10KB")
     hub.files["models/me/gpt"] = {each.name: each.read_bytes() for each in (tmp_path / "gpt").iterdir()}
     assert sum("-of-" in each for each in hub.files["models/me/gpt"]) > 1
-    loaded = build_language_model(Model(name="transformers:me/gpt", pretrained=True), **SIZES).state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in network.state_dict().items())
-
-
-def test_a_shard_that_the_cache_lacks_is_read(hub: HubServer, tmp_path: Path) -> None:
-    config = transformers.GPT2Config(vocab_size=24, n_positions=24, n_embd=16, n_layer=2, n_head=2)
-    network = transformers.GPT2LMHeadModel(config)
-    network.save_pretrained(tmp_path / "gpt", max_shard_size="10KB")
-    hub.files["models/me/gpt"] = {each.name: each.read_bytes() for each in (tmp_path / "gpt").iterdir()}
-    repository, commit = tmp_path / "hub-cache" / "models--me--gpt", hub.commit("models/me/gpt")
-    shutil.copytree(tmp_path / "gpt", repository / "snapshots" / commit)
-    min((repository / "snapshots" / commit).glob("*-of-*")).unlink()
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
+    if is_cached:
+        repository, commit = tmp_path / "hub-cache" / "models--me--gpt", hub.commit("models/me/gpt")
+        shutil.copytree(tmp_path / "gpt", repository / "snapshots" / commit)
+        min((repository / "snapshots" / commit).glob("*-of-*")).unlink()
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(commit)
     loaded = build_language_model(Model(name="transformers:me/gpt", pretrained=True), **SIZES).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in network.state_dict().items())
 
@@ -202,8 +189,8 @@ def test_a_tokenizer_that_is_nowhere(hub: HubServer) -> None:
 
 
 def test_plans_and_estimates_read_no_weights(published: HubServer, recipe: Path) -> None:
-    assert "training samples" in call(Train, recipe, "--plan-only")
-    call(Estimate, recipe)
+    assert "training samples" in output_of(Train, recipe, "--plan-only")
+    output_of(Estimate, recipe)
     assert any("config.json" in each for each in published.requests)
     assert not weights_read(published)
 
@@ -249,14 +236,15 @@ def test_a_run_needs_the_hub_once(published: HubServer, folder: Path, recipe: Pa
     assert resumed.summary.weights_sha256 == whole.summary.weights_sha256
     for target in (run, *run.glob("checkpoints/*8/model.safetensors")):
         assert evaluate_target(EvaluationRequest(target=target)).metrics["loss"] == resumed.metrics["loss"]
-        assert call(Predict, target, "--prompt", "cat sat") == call(Predict, tmp_path / "whole", "--prompt", "cat sat")
+        said = [output_of(Predict, each, "--prompt", "cat sat") for each in (target, tmp_path / "whole")]
+        assert said[0] == said[1]
     export(ExportRequest(target=run, output=tmp_path / "hub", form="transformers"))
     written = json.loads((tmp_path / "hub" / "config.json").read_text())
     assert (written["hidden_act"], written["my_own"]) == ("gelu", 1)
     assert "_commit_hash" not in written
-    listed = call(Export, run, "--format", "transformers", "--push", "me/mine")
+    listed = output_of(Export, run, "--format", "transformers", "--push", "me/mine")
     assert {each.name for each in (tmp_path / "hub").iterdir()} <= {line.split(": ")[0] for line in listed.splitlines()}
-    call(Train, recipe, *(f"{key}={value}" for key, value in asked.items()), "--run-dir", run, "--plan-only")
+    output_of(Train, recipe, *(f"{key}={value}" for key, value in asked.items()), "--run-dir", run, "--plan-only")
     assert not published.requests
 
 

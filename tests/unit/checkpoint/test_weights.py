@@ -197,7 +197,6 @@ def test_a_missing_and_an_extra_tensor_are_both_named(tmp_path: Path) -> None:
     [
         (POINTER, "git lfs pull"),
         (b"<!DOCTYPE html><html></html>", "HTML"),
-        (b"<html><body>404</body></html>", "HTML"),
         (b"\x1f\x8b\x08" + bytes(40), "gzip"),
         (b"PK\x03\x04" + bytes(40), "pickle"),
         (b"\x80\x02" + bytes(40), "pickle"),

@@ -73,6 +73,12 @@ def test_slurms_first_node(nodes: str, host: str) -> None:
     assert read_launch({**SLURM, "SLURM_STEP_NODELIST": nodes}).rendezvous == f"tcp://{host}:24711"
 
 
+def test_slurm_on_one_node_meets_at_home() -> None:
+    node = {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_SRUN_COMM_HOST": "10.1.2.3"}
+    environ = {**SLURM, **node, "SLURM_STEP_TASKS_PER_NODE": "7"}
+    assert read_launch(environ).rendezvous.startswith("tcp://127.0.0.1:")
+
+
 def test_slurm_with_an_address_of_ones_own() -> None:
     environ = {**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"}
     assert read_launch(environ).rendezvous == "tcp://10.0.0.1:4000"
@@ -92,6 +98,13 @@ def test_slurm_without_nodes() -> None:
         ({"RANK": "0", "WORLD_SIZE": ""}, "WORLD_SIZE is '', but it must be a whole number"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK is '-1', but it must be a whole number"),
         ({**SLURM, "SLURM_NTASKS": "many"}, "SLURM_NTASKS is 'many', but it must be a whole number"),
+        ({**SLURM, "SLURM_PROCID": "7"}, "rank 7 is outside a world of 7"),
+        ({**SLURM, "SLURM_NNODES": "few", "SLURM_SRUN_COMM_HOST": "10.1.2.3"}, "SLURM_NNODES is 'few'"),
+        ({**SLURM, "MASTER_PORT": "none"}, "MASTER_PORT is 'none'"),
+        ({"RANK": "1"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "5", "LOCAL_RANK": "4", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, "local rank 4"),
+        ({"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "9"}, "9"),
     ],
 )
 def test_what_contradicts_itself_is_refused(environ: dict[str, str], message: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ import pyarrow.parquet
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner, Result
+from calls import output_of
 from image_sets import image_table
 from PIL import Image
 
 import paceline
-from paceline.cli.derive import click_command
 from paceline.cli.evaluate import Evaluate
 from paceline.cli.predict import Predict
 from paceline.data.batch import Batch
@@ -294,10 +292,6 @@ def test_the_first_batch_is_shown_with_its_labels(trained: Path) -> None:
     assert any(", " in caption for caption in captions)
 
 
-def run(command: Callable[..., Any], *arguments: object) -> Result:
-    return CliRunner().invoke(click_command(command), [str(each) for each in arguments])
-
-
 @pytest.fixture(scope="module")
 def evaluated(trained: Path) -> tuple[Any, list[set[str]]]:
     """The probabilities that evaluation gives the first held-out figures, [6, 3], and their labels."""
@@ -330,16 +324,15 @@ def test_predictions_are_those_of_evaluation(trained: Path, pictures: Path, eval
     served = _shown("0.png", answers[0], 9, boxes=False)
     assert (set(served.labels), served.numbers) == (given[0], answers[0].numbers)
     (pictures / "broken.png").write_bytes(b"no picture")
-    assert "1 of them unreadable" in run(Predict, trained, pictures, "--output", tmp_path / "out.csv").output
+    assert "1 of them unreadable" in output_of(Predict, trained, pictures, "--output", tmp_path / "out.csv")
     lines = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     assert list(lines[0]) == ["path", "labels", *FIGURES, "error"]
     assert [{*row["labels"].split(";")} - {""} for row in lines[:6]] == given
     assert (lines[6]["labels"], lines[6]["circle"], bool(lines[6]["error"])) == ("", "", True)
-    run(Predict, trained, pictures / "0.png", "--output", tmp_path / "out.parquet")
+    output_of(Predict, trained, pictures / "0.png", "--output", tmp_path / "out.parquet")
     (row,) = pa.parquet.read_table(tmp_path / "out.parquet").to_pylist()
     assert (set(row["labels"]), list(row["numbers"])) == (given[0], FIGURES)
-    refused = run(Predict, trained, pictures / "0.png", "--top-k", "2")
-    assert (refused.exit_code, "--top-k" in refused.output) == (2, True)
+    assert "--top-k" in output_of(Predict, trained, pictures / "0.png", "--top-k", "2", code=2)
 
 
 def test_by_default_no_label_is_left_out() -> None:
@@ -352,7 +345,7 @@ def test_by_default_no_label_is_left_out() -> None:
 
 def test_thresholds_may_be_others(trained: Path, pictures: Path) -> None:
     def labels(thresholds: str) -> list[str]:
-        (row,) = json.loads(run(Predict, trained, pictures / "0.png", "--thresholds", thresholds, "--json").output)
+        (row,) = json.loads(output_of(Predict, trained, pictures / "0.png", "--thresholds", thresholds, "--json"))
         return sorted(row["labels"])
 
     assert (labels("0.000001"), labels("0.999999")) == (FIGURES, [])
@@ -361,7 +354,8 @@ def test_thresholds_may_be_others(trained: Path, pictures: Path) -> None:
     predictor.set_thresholds({"square": 0.1})
     assert predictor.outputs.thresholds == (0.45, 0.1, 0.5)
     for thresholds, said in (("{sqare: 0.1}", "Did you mean 'square'"), ("2", "must be less than 1")):
-        assert said in str(run(Predict, trained, pictures / "0.png", "--thresholds", thresholds).exception)
+        with pytest.raises(PacelineError, match=said):
+            output_of(Predict, trained, pictures / "0.png", "--thresholds", thresholds)
 
 
 def test_a_subclass_has_the_loss_of_labels(tmp_path: Path) -> None:
@@ -387,8 +381,8 @@ def test_evaluation_repeats_and_shows_each_class(trained: Path) -> None:
     assert {name: kept[name] for name in ("loss", "map", "macro_f1", "micro_f1")} == report.metrics
     details = json.loads((trained / "evaluation" / "details.json").read_text())
     assert details["label_scores"] == list(report.per_class)
-    assert "best threshold" in run(Evaluate, trained, "--per-class").output
-    answer = json.loads(run(Evaluate, trained, "--per-class", "--json").output)
+    assert "best threshold" in output_of(Evaluate, trained, "--per-class")
+    answer = json.loads(output_of(Evaluate, trained, "--per-class", "--json"))
     assert [each["class"] for each in answer["per_class"]] == [each["class"] for each in report.per_class]
     assert answer["mean"]["average_precision"] == pytest.approx(report.metrics["map"])
     page = (trained / "report.html").read_text()

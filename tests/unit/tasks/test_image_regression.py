@@ -13,13 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from calls import output_of
 from image_sets import image_table
 from PIL import Image
 
 import paceline
 from paceline.checkpoint.weights import read_weights
-from paceline.cli.derive import click_command
 from paceline.cli.predict import Predict
 from paceline.data.batch import Batch
 from paceline.data.image.datasets import open_dataset
@@ -211,17 +210,12 @@ def test_predictions_are_those_of_evaluation_as_are_those_of_an_onnx_file(
         assert np.array(numbers) == pytest.approx(np.array(wanted), abs=2e-5)
         assert answers[0].description().startswith("radius ")
     (pictures / "broken.png").write_bytes(b"no picture")
-    assert "1 of them unreadable" in predicted(trained, pictures, "--output", tmp_path / "out.csv").output
+    assert "1 of them unreadable" in output_of(Predict, trained, pictures, "--output", tmp_path / "out.csv")
     rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
     assert list(rows[0]) == ["path", "radius", "y", "error"]
     assert [float(row["y"]) for row in rows[:6]] == pytest.approx([each[1] for each in wanted], abs=2e-5)
     assert (rows[6]["y"], bool(rows[6]["error"])) == ("", True)
-    done = predicted(trained, files[0], "--top-k", "2")
-    assert (done.exit_code, "--top-k" in done.output) == (2, True)
-
-
-def predicted(*arguments: object) -> Result:
-    return CliRunner().invoke(click_command(Predict), [str(each) for each in arguments])
+    assert "--top-k" in output_of(Predict, trained, files[0], "--top-k", "2", code=2)
 
 
 def test_a_hub_folder_of_timms_is_refused(trained: Path, tmp_path: Path) -> None:

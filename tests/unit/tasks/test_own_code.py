@@ -193,8 +193,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         r"Mine\.loss returned a value of type tuple, but it must be the micro-batch's mean loss",
     ),
     "a loss of each sample": ({"loss": lambda _, m, b: m(b.inputs)}, r"loss returned a tensor of shape \[16\]"),
-    "a loss that is a float": ({"loss": lambda *_: 1.0}, r"Mine\.loss returned a value of type float"),
-    "no loss": ({"loss": lambda *_: None}, r"Mine\.loss returned a value of type NoneType"),
     "a loss without a gradient": (
         {"loss": lambda _, m, b: m(b.inputs).detach().mean()},
         "but it must be one with a gradient",
@@ -259,15 +257,13 @@ def test_a_mistake_is_one_sentence_before_the_first_step(name: str, runs: Path) 
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_method_and_no_task_are_named(runs: Path) -> None:
+def test_a_missing_method_is_named(runs: Path) -> None:
     class Incomplete(paceline.Task):
         def loss(self, model: Any, batch: Any) -> Tensor:
             return torch.zeros(())
 
     with pytest.raises(RecipeError, match=r"'Incomplete' lacks the method\(s\) build_model, data_facts, open_p"):
         run(Incomplete, runs / "run")
-    with pytest.raises(RecipeError, match=r"gave a int, not a paceline\.Task"):
-        run(lambda _: 3, runs / "run")
 
 
 def test_the_trial_changes_nothing_and_a_result_that_needs_all_samples_is_no_mistake(runs: Path) -> None:

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner, Result
+from calls import output_of
 from PIL import Image
 from sklearn.metrics import jaccard_score
 from torch import Tensor, nn
 
 import paceline
-from paceline.cli.derive import click_command
 from paceline.cli.evaluate import Evaluate, _of_one
 from paceline.cli.predict import Predict
 from paceline.data.batch import Batch
@@ -310,8 +309,8 @@ def test_images_may_have_any_number_of_channels(train: Make, runs: Path) -> None
     again = evaluate_target(EvaluationRequest(target=result.run_dir, trust_code=True))
     assert again.metrics["miou"] == result.metrics["miou"]
     Image.fromarray(np.zeros((16, 16, 3), dtype=np.uint8)).save(runs / "grey.png")
-    answer = command(result.run_dir, runs / "grey.png", "--trust-code")
-    assert "image files have 3 channels, but the network takes 5" in answer.output
+    answer = output_of(Predict, result.run_dir, runs / "grey.png", "--trust-code")
+    assert "image files have 3 channels, but the network takes 5" in answer
     with pytest.raises(PacelineError, match=r"data\.std has 3 numbers, but images have 5 channels: give 5"):
         train("refused", changes | {"data.std": [0.5, 0.5, 0.5]})
 
@@ -322,10 +321,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes = {"model.name": f"{__name__}:two_answers", "model.options": {}, "data.evaluation_size": 24}
     paceline.train("shapes-segmentation", overrides=TINY | changes, run_dir=run_dir, quiet=True)
     return run_dir
-
-
-def command(*arguments: Any) -> Result:
-    return CliRunner().invoke(click_command(Predict), [str(each) for each in arguments])
 
 
 def test_the_first_batch_is_shown_under_its_masks(trained: Path) -> None:
@@ -348,11 +343,10 @@ def test_each_class_s_iou_is_in_the_report(trained: Path) -> None:
 
 
 def test_each_class_s_iou_is_shown(trained: Path) -> None:
-    asked = click_command(Evaluate), [str(trained), "--per-class", "--trust-code"]
-    shown = CliRunner().invoke(*asked).output
+    shown = output_of(Evaluate, trained, "--per-class", "--trust-code")
     assert "pixels" in shown
     assert "precision" not in shown
-    answer = json.loads(CliRunner().invoke(asked[0], [*asked[1], "--json"]).output)
+    answer = json.loads(output_of(Evaluate, trained, "--per-class", "--trust-code", "--json"))
     details = json.loads((trained / "evaluation/details.json").read_text())
     assert answer["per_class"] == details["class_iou"]
     assert answer["mean"] == {"iou": pytest.approx(answer["miou"])}
@@ -381,8 +375,7 @@ def test_label_maps_are_written_and_read_as_masks(trained: Path, tmp_path: Path)
         Image.fromarray(picture).save(tmp_path / name / "one.png")
     (tmp_path / "c/one.png").write_bytes(b"no picture")
     sources = [tmp_path / name for name in "abc"]
-    done = command(trained, *sources, "--draw", tmp_path / "maps", "--trust-code")
-    lines = done.output.splitlines()
+    lines = output_of(Predict, trained, *sources, "--draw", tmp_path / "maps", "--trust-code").splitlines()
     assert re.search(r"a/one\.png +(background|disc|rectangle|triangle) [\d.]+ %", lines[0])
     assert "unreadable" in lines[2]
     first, second = read_mask(str(tmp_path / "maps/one.png")), read_mask(str(tmp_path / "maps/one-2.png"))
@@ -397,10 +390,10 @@ def test_label_maps_are_written_and_read_as_masks(trained: Path, tmp_path: Path)
     assert shares == sorted(shares, reverse=True)
     assert sum(shares) == pytest.approx(1)
     table = tmp_path / "shares.csv"
-    assert "1 of them unreadable" in command(trained, *sources, "--output", table, "--trust-code").output
+    assert "1 of them unreadable" in output_of(Predict, trained, *sources, "--output", table, "--trust-code")
     lines = table.read_text().splitlines()
     assert (lines[0], ",,,," in lines[-1]) == ("path,rank,label,share,error", True)
-    (row,) = json.loads(command(trained, sources[0], "--json", "--trust-code").output)
+    (row,) = json.loads(output_of(Predict, trained, sources[0], "--json", "--trust-code"))
     assert (list(row), row["shares"]) == (["path", "labels", "shares", "error"], list(answer.probabilities))
 
 

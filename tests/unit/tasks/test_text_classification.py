@@ -6,20 +6,18 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from click.testing import CliRunner
+from calls import output_of
 from tiny_text import reviews, tokenizer_folder, write_lines
 
 from paceline.checkpoint.weights import read_weights
-from paceline.cli.derive import click_command
 from paceline.cli.predict import Predict
-from paceline.data.order import StepGeometry
-from paceline.data.pipeline import Placement
 from paceline.errors import ModelError, PacelineError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import load_predictor
@@ -50,6 +48,7 @@ checkpoint: {every: 12 steps}
 parallel: {device: cpu, threads: 1}
 telemetry: {log_every: 2 steps, trackers: [], report: off}
 """
+predict = partial(output_of, Predict)
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
 
 
@@ -65,12 +64,6 @@ def task_of(recipe: Path, overrides: dict[str, Any] | None = None) -> TextClassi
     task = TextClassification(load_recipe(recipe, overrides or {}).recipe)
     task.data_facts(World())
     return task
-
-
-def predict(*words: object) -> Any:
-    done = CliRunner().invoke(click_command(Predict), [str(each) for each in words])
-    assert done.exit_code == 0, (done.output, done.exception)
-    return done.output
 
 
 def test_other_texts_may_be_of_one_class(train: Make, tmp_path: Path) -> None:
@@ -107,21 +100,6 @@ def test_correcting_twice_for_rare_classes_is_told(recipe: Path) -> None:
     for overrides in ({"train.class_weights": "balanced"}, {"data.sampling": "balanced"}, both):
         notes = plan_only(load_recipe(recipe, overrides)).left_out
         assert any("both correct for rare classes" in note for note in notes) == (overrides == both)
-
-
-def test_micro_batches_hold_texts_of_similar_length(recipe: Path) -> None:
-    task = task_of(recipe)
-    lengths, pipeline = task.sample_lengths(), task.open_pipeline(Placement(device=torch.device("cpu")))
-    sizes = {"samples": len(lengths.tokens), "global_batch_size": 16, "logical_ranks": 4}
-    geometry = StepGeometry(seed=0, lengths=lengths, balanced=True, **sizes)
-    waste, seen = 0, 0
-    for batch in pipeline.train_batches(geometry, 0, geometry.epochs.first_step(1), World()):
-        mask = batch.inputs["mask"]
-        assert mask.sum(dim=1).tolist() == lengths.tokens[batch.ids].tolist()
-        assert batch.targets.tolist() == task.dataset.labels[0][batch.ids].tolist()
-        waste, seen = waste + int((mask == 0).sum()), seen + len(batch.ids)
-    assert seen == len(lengths.tokens)
-    assert waste < 0.2 * lengths.tokens.sum()
 
 
 def test_weights_alone_label_prompts_and_lines(train: Make, tmp_path: Path) -> None:

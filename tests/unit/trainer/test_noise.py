@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,4 +166,3 @@ def test_a_linear_rule_beyond_the_noise_is_told_once(
     if warns:
         assert "by 8 for a batch of 16" in told[0]["message"]
         assert told[0]["step"] >= 20
-    json.dumps(told)

@@ -27,17 +27,9 @@ SIZE = 32
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tmp_path_factory: pytest.TempPathFactory, make_photos: Callable[..., Path]) -> Path:
     """Pictures of the size that the network sees, so that nothing is resized."""
-    root = tmp_path_factory.mktemp("photos")
-    draws = np.random.default_rng(0)
-    for split in ("train", "val"):
-        for number, label in enumerate(CLASSES):
-            (root / split / label).mkdir(parents=True)
-            for index in range(7):
-                colours = np.roll((200, 80, 60), number) + draws.integers(0, 50, (SIZE, SIZE, 3))
-                Image.fromarray(colours.astype(np.uint8)).save(root / split / label / f"{index}.png")
-    return root
+    return make_photos(tmp_path_factory.mktemp("photos"), names=CLASSES, side=SIZE, train=7, val=7)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import gzip
 import hashlib
 import io
 import pickle
-import struct
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torchvision.datasets as known
-from image_sets import opened_set
+from image_sets import mnist, opened_set
 
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets.archives import find_archive, find_mnist, mnist_kind
@@ -227,28 +226,12 @@ def test_damaged_cifar100(tmp_path: Path) -> None:
         read(root, "cifar100")
 
 
-def mnist(folder: Path, *, packed: bool, dot: str = "-") -> tuple[np.ndarray, np.ndarray]:
-    folder.mkdir(parents=True)
-    draws = np.random.default_rng(0)
-    first = None
-    for prefix, count in (("train", 7), ("t10k", 4)):
-        images = draws.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        labels = draws.integers(0, 10, count, dtype=np.uint8)
-        first = first or (images, labels)
-        for what, array in (("images", images), ("labels", labels)):
-            head = bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape)
-            content = head + array.tobytes()
-            name = f"{prefix}-{what}{dot}idx{array.ndim}-ubyte"
-            (folder / (f"{name}.gz" if packed else name)).write_bytes(gzip.compress(content) if packed else content)
-    assert first is not None
-    return first
-
-
 @pytest.mark.parametrize(
-    ("place", "packed", "dot"), [("", True, "-"), ("MNIST/raw", False, "-"), ("raw", True, "-"), ("", False, ".")]
+    ("place", "ending"),
+    [("", "-idx{}-ubyte.gz"), ("MNIST/raw", "-idx{}-ubyte"), ("raw", "-idx{}-ubyte.gz"), ("", ".idx{}-ubyte")],
 )
-def test_mnist(tmp_path: Path, place: str, packed: bool, dot: str) -> None:
-    images, labels = mnist(tmp_path / "set" / place, packed=packed, dot=dot)
+def test_mnist(tmp_path: Path, place: str, ending: str) -> None:
+    images, labels = mnist(tmp_path / "set" / place, ending=ending)
     found = find_mnist(tmp_path / "set")
     assert found == tmp_path / "set" / place
     train, test, _ = read(found, "mnist")
@@ -265,17 +248,17 @@ def test_fashion_is_seen_from_the_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("folder", "kind"), [("MNIST", "fashion_mnist"), ("FashionMNIST", "mnist")])
 def test_files_of_one_mnist_are_never_taken_for_the_other(tmp_path: Path, folder: str, kind: str) -> None:
-    mnist(tmp_path / folder / "raw", packed=False)
+    mnist(tmp_path / folder / "raw")
     assert find_mnist(tmp_path, kind) is None
     with pytest.raises(DataError, match=r"holds no files of .*, by its name, for '.*raw' is the other MNIST's"):
         open_dataset(Data(dataset=kind, path=str(tmp_path)))
     assert find_mnist(tmp_path / folder, kind) == tmp_path / folder / "raw"
-    mnist(tmp_path / "ours" / "raw", packed=False)
+    mnist(tmp_path / "ours" / "raw")
     assert find_mnist(tmp_path, kind) == tmp_path / "ours" / "raw"
 
 
 def test_damaged_mnist(tmp_path: Path) -> None:
-    mnist(tmp_path / "set", packed=True)
+    mnist(tmp_path / "set", ending="-idx{}-ubyte.gz")
     labels = tmp_path / "set" / "t10k-labels-idx1-ubyte.gz"
     content = gzip.decompress(labels.read_bytes())
     for damaged, message in (

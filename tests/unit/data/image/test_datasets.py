@@ -84,22 +84,6 @@ def test_cifar10_as_an_image_folder(tmp_path: Path) -> None:
     assert (dataset.name, dataset.image_size, dataset.mean[0]) == ("cifar10", 32, 0.4914)
 
 
-@pytest.mark.parametrize("channels", ["auto", 1])
-def test_cifar10_as_published(tmp_path: Path, channels: object) -> None:
-    record = np.random.default_rng(0).integers(0, 10, (2, 3073), dtype=np.uint8).tobytes()
-    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
-        (tmp_path / f"{name}.bin").write_bytes(record)
-    dataset = open_dataset(Data(dataset="cifar10", path=str(tmp_path), channels=channels))
-    assert (len(dataset.train), len(dataset.validation), len(dataset.classes)) == (10, 2, 10)
-    image = dataset.train.read(0)
-    colour = np.frombuffer(record, np.uint8)[1:3073].reshape(3, 32, 32).transpose(1, 2, 0)
-    grey = np.asarray(Image.fromarray(colour).convert("L"))[..., None]
-    assert np.array_equal(image, grey if channels == 1 else colour)
-    assert len(dataset.mean) == dataset.channels == image.shape[-1]
-    assert dataset.reasons["validation"] == "the archive's test images"
-    assert "archive's test images" in dataset.reasons["validation_fraction"]
-
-
 def test_synthetic() -> None:
     dataset = open_dataset(Data(dataset="synthetic", samples=50, classes=7))
     assert (len(dataset.train), len(dataset.validation), dataset.image_size) == (50, 5, 224)
@@ -163,11 +147,6 @@ def test_unknown_names_are_answered() -> None:
 def test_a_path_is_needed(name: str) -> None:
     with pytest.raises(DataError, match=r"needs data\.path"):
         open_dataset(Data(dataset=name))
-
-
-def test_a_missing_path_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no 'nothing'"):
-        open_dataset(Data(dataset="cifar10", path=str(tmp_path / "nothing")))
 
 
 def test_it_is_told_where_held_out_images_come_from(tmp_path: Path) -> None:

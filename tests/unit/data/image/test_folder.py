@@ -147,12 +147,9 @@ def test_missing_path_suggests_the_nearest(tmp_path: Path) -> None:
     fault("has no 'imagnet': correct the path. Did you mean 'imagenet'?", tmp_path / "imagnet" / "train")
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_no_classes(tmp_path: Path) -> None:
     make(tmp_path, "a.png")
     fault("which is a file", tmp_path / "a.png")
-
-
-def test_no_classes(tmp_path: Path) -> None:
     fault("contains no folders", tmp_path)
     make(tmp_path, "1.png", "train/1.png")
     fault("train' contains no folders", tmp_path)
@@ -172,15 +169,8 @@ def test_held_out_images_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        *(
-            "Train Val",
-            "TRAIN TEST",
-            "Training Testing",
-            "train_set val-set",
-            "training_data validation",
-            "train valid",
-        ),
-        *("TrainSet dev", "Train eval", "train Evaluation", "train2017 val2017"),
+        *("Train Val", "TRAIN TEST", "Training Testing", "train_set val-set", "training_data validation"),
+        *("train valid", "TrainSet dev", "Train eval", "train Evaluation", "train2017 val2017"),
     ],
 )
 def test_split_folders_by_other_names(names: str, tmp_path: Path) -> None:

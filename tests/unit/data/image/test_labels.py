@@ -116,49 +116,39 @@ SOURCES: dict[str, tuple[str, Callable[[Path, tuple[str, ...]], Path]]] = {
 }
 
 
-@pytest.mark.parametrize("names", [LOOK_LIKE_NUMBERS, ("007", "07", "7")])
-@pytest.mark.parametrize("source", SOURCES)
-def test_text_in_is_text_out(tmp_path: Path, source: str, names: tuple[str, ...]) -> None:
+def written(source: str, root: Path, names: tuple[str, ...]) -> Data:
+    """A data set of one source with an image of each class, to be opened whole."""
     dataset, write = SOURCES[source]
+    return Data(dataset=dataset, path=str(write(root, names)), validation_fraction=0)
+
+
+def greys(data: Data) -> dict[str, int]:
+    """How grey the image of each class is: as its place among the names says."""
+    found = open_dataset(data)
+    return {found.classes[label]: int(found.train.read(at).max()) for at, label in enumerate(found.train.labels)}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_text_in_is_text_out(tmp_path: Path, source: str) -> None:
     # A table's cells and a .cls have no spaces around them.
-    names += (" 7 ",) if source in ("parquet", "huggingface", "tar_of_json", "folder") and len(names) > 3 else ()
-    path = write(tmp_path / "set", names)
+    more = (" 7 ",) if source in ("parquet", "huggingface", "tar_of_json", "folder") else ()
+    names = (*LOOK_LIKE_NUMBERS, *more)
+    data = written(source, tmp_path / "set", names)
     for _ in range(2):  # what was remembered of the first time is no different
-        found = open_dataset(Data(dataset=dataset, path=str(path), validation_fraction=0))
-        assert sorted(found.classes) == sorted(names)
-        # The image of each class is as grey as its place among the names.
-        grey = {found.classes[label]: int(found.train.read(at).max()) for at, label in enumerate(found.train.labels)}
-        assert grey == {name: number for number, name in enumerate(names)}
-    chosen = Data(dataset=dataset, path=str(path), validation_fraction=0, only_classes=("07", "007"))
-    assert sorted(open_dataset(chosen).classes) == ["007", "07"]
+        assert sorted(open_dataset(data).classes) == sorted(names)
+        assert greys(data) == {name: number for number, name in enumerate(names)}
+    assert sorted(open_dataset(replace(data, only_classes=("07", "007"))).classes) == ["007", "07"]
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_numbers_with_leading_zeros_are_names(tmp_path: Path, source: str) -> None:
-    dataset, write = SOURCES[source]
-    path = write(tmp_path / "set", ("007", "07", "7"))
-    found = open_dataset(Data(dataset=dataset, path=str(path), validation_fraction=0))
+    found = open_dataset(written(source, tmp_path / "set", ("007", "07", "7")))
     assert (sorted(found.classes), sorted(found.train.labels)) == (["007", "07", "7"], [0, 1, 2])
 
 
 TRICKY = (
-    "07",
-    "nan",
-    "True",
-    "1e3",
-    " a",
-    "a ",
-    "=x",
-    "-1",
-    "café",
-    "cafe\u0301",
-    "null",
-    "[]",
-    "x;y",
-    "a|b",
-    "'q'",
-    "0",
-)
+    "07", "nan", "True", "1e3", " a", "a ", "=x", "-1", "café", "cafe\u0301", "null", "[]", "x;y", "a|b", "'q'", "0",
+)  # fmt: skip
 names_of_classes = strategies.lists(
     strategies.sampled_from(TRICKY) | strategies.text("aB7é =+-@,;|'[]()", min_size=1, max_size=6),
     min_size=1,
@@ -171,15 +161,12 @@ names_of_classes = strategies.lists(
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drawn=names_of_classes)
 def test_any_text_in_is_text_out(tmp_path_factory: pytest.TempPathFactory, source: str, drawn: list[str]) -> None:
-    dataset, write = SOURCES[source]
     kept = [name.strip() if source in ("csv", "tar") else name for name in drawn]
     wanted = ["a name", *(name for name in kept if name.strip() and not name.startswith("'="))]
     names = tuple({normalize("NFC", name): name for name in wanted}.values())
     if len(names) > 1:
-        path = write(tmp_path_factory.mktemp("labels") / "set", names)
-        found = open_dataset(Data(dataset=dataset, path=str(path), validation_fraction=0))
-        grey = {found.classes[label]: int(found.train.read(at).max()) for at, label in enumerate(found.train.labels)}
-        assert grey == {name: number for number, name in enumerate(names)}
+        data = written(source, tmp_path_factory.mktemp("labels") / "set", names)
+        assert greys(data) == {name: number for number, name in enumerate(names)}
 
 
 @settings(max_examples=25)
@@ -202,26 +189,21 @@ def test_a_list_in_a_cell_has_the_names_that_were_written(rows: list[list[str]],
 
 @pytest.mark.parametrize("source", ["csv", "parquet", "tar", "tar_of_json"])
 def test_one_name_in_two_unicode_forms_is_one_class(tmp_path: Path, source: str) -> None:
-    dataset, write = SOURCES[source]
     composed, decomposed = "caf\u00e9", "cafe\u0301"
-    data = Data(dataset=dataset, path=str(write(tmp_path / "set", (composed, "dog", decomposed))))
-    found = open_dataset(replace(data, validation_fraction=0))
+    data = written(source, tmp_path / "set", (composed, "dog", decomposed))
+    found = open_dataset(data)
     assert (found.classes, found.train.labels.tolist()) == ((decomposed, "dog"), [0, 1, 0])
-    same = replace(data, validation_fraction=0, only_classes=(composed, "dog"))
-    assert open_dataset(same).classes == (decomposed, "dog")
+    assert open_dataset(replace(data, only_classes=(composed, "dog"))).classes == (decomposed, "dog")
     assert weights_by_class("data.sampling", {composed: 3}, found.train.labels, found.classes) == (3, 1)
     assert keep_known_classes(found, ("cat", composed, "dog")).train.labels.tolist() == [1, 2, 1]
     if source == "csv":
-        several = open_dataset(replace(data, validation_fraction=0), several_labels=True)
+        several = open_dataset(data, several_labels=True)
         assert (several.classes, several.train.labels.tolist()) == ((decomposed, "dog"), [[1, 0], [0, 1], [1, 0]])
 
 
 @pytest.mark.parametrize("source", ["csv", "parquet", "tar", "tar_of_json"])
 def test_text_is_a_number_where_all_of_it_is_one(tmp_path: Path, source: str) -> None:
-    dataset, write = SOURCES[source]
-    found = open_dataset(
-        Data(dataset=dataset, path=str(write(tmp_path / "set", ("3", "10", "0"))), validation_fraction=0)
-    )
+    found = open_dataset(written(source, tmp_path / "set", ("3", "10", "0")))
     assert found.classes == tuple(map(str, range(11)))
     assert sorted(found.train.labels.tolist()) == [0, 3, 10]
 
@@ -232,10 +214,8 @@ def test_text_is_a_number_where_all_of_it_is_one(tmp_path: Path, source: str) ->
 )
 def test_numbers_that_are_no_classes_are_refused(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
     for source in ("tar", "parquet"):
-        dataset, write = SOURCES[source]
-        path = write(tmp_path / source, names)
         with pytest.raises(DataError, match=said):
-            open_dataset(Data(dataset=dataset, path=str(path), validation_fraction=0))
+            open_dataset(written(source, tmp_path / source, names))
 
 
 def test_a_table_that_names_its_numbers_takes_text_as_names(tmp_path: Path) -> None:

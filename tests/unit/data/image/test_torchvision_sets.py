@@ -6,14 +6,13 @@ import io
 import json
 import shutil
 import socket
-import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torchvision.datasets as known
+from image_sets import idx, mnist
 from PIL import Image
 
 from paceline.data.image.datasets import open_dataset
@@ -41,20 +40,6 @@ def food(root: Path) -> Path:
     for split, keys in splits.items():
         (root / "food-101" / "meta" / f"{split}.json").write_text(json.dumps(keys))
     return root
-
-
-def idx(path: Path, array: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    head = bytes((0, 0, 8, array.ndim)) + struct.pack(f">{array.ndim}I", *array.shape)
-    path.write_bytes(head + array.astype(np.uint8).tobytes())
-
-
-def mnist(raw: Path, prefixes: Sequence[str] = ("train", "t10k"), classes: int = 10) -> Path:
-    for seed, prefix in enumerate(prefixes):
-        draws = np.random.default_rng(seed)
-        idx(raw / f"{prefix}-images-idx3-ubyte", draws.integers(0, 256, (30, 28, 28)))
-        idx(raw / f"{prefix}-labels-idx1-ubyte", np.arange(30) % classes)
-    return raw
 
 
 def opened(name: str, root: Path | None, **keys: Any) -> Any:
@@ -122,7 +107,7 @@ def test_arrays_are_held_as_they_are(tmp_path: Path) -> None:
 
 
 def test_options_are_handed_over(tmp_path: Path) -> None:
-    mnist(tmp_path / "EMNIST" / "raw", ("emnist-letters-train", "emnist-letters-test"), 27)
+    mnist(tmp_path / "EMNIST" / "raw", prefixes=("emnist-letters-train", "emnist-letters-test"), classes=27)
     found = opened("EMNIST", tmp_path, options={"split": "letters"})
     assert same(found.validation, known.EMNIST(tmp_path, "letters", train=False), "L")
     assert len(found.classes) == 27

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import importlib.util
 import io
-import struct
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from image_sets import opened_set, packed
+from image_sets import mnist, opened_set, packed
 from PIL import Image
 
 from paceline.cli.pack import Kind
@@ -34,16 +32,6 @@ def cifar10(folder: Path) -> Path:
     for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
         records = DRAWS.integers(0, 10, (4, 3073), dtype=np.uint8)
         (folder / f"{name}.bin").write_bytes(records.tobytes())
-    return folder
-
-
-def mnist(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    for prefix, count in (("train", 6), ("t10k", 3)):
-        for what, shape in (("images", (count, 28, 28)), ("labels", (count,))):
-            content = bytes((0, 0, 8, len(shape))) + struct.pack(f">{len(shape)}I", *shape)
-            content += DRAWS.integers(0, 10, shape, dtype=np.uint8).tobytes()
-            (folder / f"{prefix}-{what}-idx{len(shape)}-ubyte.gz").write_bytes(gzip.compress(content))
     return folder
 
 
@@ -73,13 +61,15 @@ def test_every_kind_is_recognised(photos: Path, tmp_path: Path) -> None:
     packed(photos, tmp_path / "packed")
     (tmp_path / "cifar-10-python.tar.gz").touch()
     (tmp_path / "cifar-100-python.tar.gz").touch()
+    for name in ("MNIST", "FashionMNIST"):
+        mnist(tmp_path / name / "raw", ending="-idx{}-ubyte.gz")
     for path, kind in (
         (photos, "image_folder"),
         (cifar10(tmp_path / "a" / "cifar-10-batches-bin"), "cifar10"),
         (tmp_path / "a", "cifar10"),
-        (mnist(tmp_path / "MNIST" / "raw"), "mnist"),
+        (tmp_path / "MNIST" / "raw", "mnist"),
         (tmp_path / "MNIST", "mnist"),
-        (mnist(tmp_path / "FashionMNIST" / "raw"), "fashion_mnist"),
+        (tmp_path / "FashionMNIST" / "raw", "fashion_mnist"),
         (tars(tmp_path / "tars", photos), "webdataset"),
         (tmp_path / "tars" / "train-000.tar", "webdataset"),
         (tmp_path / "tars" / "train-{000..001}.tar", "webdataset"),
@@ -121,12 +111,13 @@ def test_the_published_cifar10_is_what_it_is_unpacked(tmp_path: Path) -> None:
 
 def test_mnist_is_grey(tmp_path: Path) -> None:
     for name, kind, last in (("MNIST", "mnist", "9"), ("FashionMNIST", "fashion_mnist", "Ankle boot")):
-        packed(mnist(tmp_path / name / "raw"), tmp_path / kind)
+        mnist(tmp_path / name / "raw")
+        packed(tmp_path / name / "raw", tmp_path / kind)
         dataset = open_dataset(Data(dataset="packed", path=str(tmp_path / kind)))
         assert (dataset.channels, dataset.image_size, dataset.classes[-1]) == (1, 28, last)
         assert dataset.mean == ((0.1307,) if kind == "mnist" else (0.2860,))
         assert dataset.reasons["mean"] == "of the set that was packed"
-        assert (len(dataset.train), len(dataset.validation)) == (6, 3)
+        assert (len(dataset.train), len(dataset.validation)) == (30, 4)
     packed(tmp_path / "MNIST", tmp_path / "told", kind="fashion_mnist")
     assert read_manifest(tmp_path / "told").origin.kind == "fashion_mnist"
 
@@ -209,8 +200,7 @@ def test_datasets_reads_what_we_read(photos: Path, tmp_path: Path, monkeypatch: 
 def test_torchvision_reads_what_we_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchvision.datasets import MNIST
 
-    for path in mnist(tmp_path / "MNIST" / "raw").iterdir():
-        path.with_suffix("").write_bytes(gzip.decompress(path.read_bytes()))
+    mnist(tmp_path / "MNIST" / "raw")
     ours = open_origin(str(tmp_path))
     for name, train in (("train", True), ("validation", False)):
         theirs = MNIST(str(tmp_path), train=train)

@@ -146,16 +146,8 @@ def test_texts_are_cut_with_their_special_tokens(tmp_path: Path) -> None:
         ([{"text": "a", "kind": "x"}], {}, "no column for data.label_column=auto, .* set data.label_column=COLUMN"),
         ([{"body": "a", "label": "x"}], {}, "no column for data.text.column=text, .* set data.text.column=COLUMN"),
         ([{"a": "a", "b": "b", "label": "x"}], {}, "but a, b, label: set data.text.column=COLUMN"),
-        (
-            [{"text": "a", "label": "x"}],
-            {"label_column": "lable"},
-            "=lable, but text, label: set data.label_column=label",
-        ),
-        (
-            [{"body": "a", "kind": "x"}],
-            {},
-            "=text and none for .*=auto, .* data.text.column=COLUMN data.label_column=COLUMN",
-        ),
+        ([{"text": "a", "label": "x"}], {"label_column": "lable"}, "=lable, but text, label: set data.label_column="),
+        ([{"body": "a", "kind": "x"}], {}, "=text and none for .*=auto, .* data.text.column=COLUMN data.label_column"),
         ([{"text": "a", "label": "x"}, {"text": "b", "label": None}], {}, "row 2 of 'a.jsonl' has no label"),
         ([{"text": "a", "label": "x"}, {"text": "b"}], {}, "row 2 of 'a.jsonl' has no label"),
         ([{"text": "a", "label": "x"}], {}, "one class, 'x'"),
@@ -215,31 +207,30 @@ def test_a_split_column_is_in_all_tables_or_in_none(tmp_path: Path) -> None:
         assert len(train) + len(held_out) == len(ROWS)
 
 
-def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    for torn in ('{"text": \n', '{"text": "b', '{"text": "b", "label": "x"'):
-        path.write_text('{"text": "a", "label": "x"}\n' + torn)
-        said = r"line 2 of .*a.jsonl' does not hold one whole JSON object .*: if the file was cut off, copy it again"
-        with pytest.raises(DataError, match=said):
-            found(path)
-    path.write_text('{"text": "a", "label": "x"}\n3\n')
-    with pytest.raises(DataError, match=r"line 2 of .*a.jsonl' is not a JSON object: write one object per line"):
-        found(path)
-    path.write_text('\n[{"text": "a", "label": "x"}]')
-    with pytest.raises(
-        DataError, match=r"line 2 of .*a.jsonl' is not a JSON object: write one object per line, not an array"
-    ):
-        found(path)
-    path.write_text('{"text": "a", "label": null}\n{"text": "b", "label": "x"}\n{"text": "c", "label": 3}\n')
-    with pytest.raises(
-        DataError, match=r"line 3 of .*a.jsonl' has a number as 'label', and lines before have text: write the same"
-    ):
-        found(path)
+TORN = r"line 2 of .*a.jsonl' does not hold one whole JSON object .*: if the file was cut off, copy it again"
+FIRST = '{"text": "a", "label": "x"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        *((FIRST + torn, TORN) for torn in ('{"text": \n', '{"text": "b', '{"text": "b", "label": "x"')),
+        (FIRST + "3\n", r"line 2 of .*a.jsonl' is not a JSON object: write one object per line"),
+        (f"\n[{FIRST.strip()}]", r"line 2 of .*a.jsonl' .* object: write one object per line, not an array"),
+        (FIRST + '{"text": "c", "label": 3}\n', r"line 2 of .*a.jsonl' has a number as 'label', and lines before have"),
+    ],
+)
+def test_a_line_that_is_not_json_is_named(tmp_path: Path, content: str, said: str) -> None:
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(DataError, match=said):
+        found(tmp_path / "a.jsonl")
+
+
+def test_what_is_no_table_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.docx").touch()
-    with pytest.raises(DataError, match="is not a table of text"):
-        found(tmp_path / "a.docx")
-    with pytest.raises(DataError, match=r"b.jsonl' does not exist: restore it, or correct data.path"):
-        found(tmp_path / "b.jsonl")
+    for name, said in (("a.docx", "is not a table of text"), ("b.jsonl", "does not exist: restore")):
+        with pytest.raises(DataError, match=said):
+            found(tmp_path / name)
     with pytest.raises(DataError, match=r"data\.path=None is not a table of text"):
         open_labelled(Data(dataset="text_table"))
 

@@ -7,6 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import yaml
 from converted_recipes import check_keys, load, plan_of
 
 from paceline.errors import RecipeError
@@ -14,94 +15,10 @@ from paceline.recipe.imports.draft import Conversion, refusal
 from paceline.recipe.imports.timm import TIMM, InputSettings, convert_timm, read_timm
 from paceline.recipe.load import load_recipe
 
-# Every option of train.py, as of August 2026 (huggingface/pytorch-image-models, aa4b5850).
-OPTIONS = """
-    --aa --amp --amp-dtype --aug-repeats --aug-splits --batch-size --bce-loss --bce-pos-weight --bce-sum
-    --bce-target-thresh --bn-eps --bn-momentum --channels-last --checkpoint-hist --class-map --clip-grad
-    --clip-mode --color-jitter --color-jitter-prob --config --cooldown-epochs --crop-pct --cutmix
-    --cutmix-minmax --data-dir --dataset --dataset-download --dataset-trust-remote-code --decay-epochs
-    --decay-milestones --decay-rate --device --device-modules --dist-bn --distill-loss-weight --dr --drop
-    --drop-block --drop-connect --drop-path --epoch-repeats --epochs --eval-metric --experiment --fast-norm
-    --fuser --gaussian-blur-prob --gp --grad-accum-steps --grad-checkpointing --grayscale-prob --head-init-bias
-    --head-init-scale --hflip --img-size --in-chans --initial-checkpoint --input-img-mode --input-key
-    --input-size --interpolation --jsd-loss --kd-distill-type --kd-loss-type --kd-model-name
-    --kd-student-feature-dim --kd-teacher-feature-dim --kd-temperature --kd-token-distill-type --layer-decay
-    --layer-decay-min-scale --layer-decay-no-opt-scale --local_rank --log-interval --log-wandb --lr --lr-base
-    --lr-base-scale --lr-base-size --lr-cycle-decay --lr-cycle-limit --lr-cycle-mul --lr-k-decay --lr-noise
-    --lr-noise-pct --lr-noise-std --mean --min-lr --mixup --mixup-mode --mixup-off-epoch --mixup-prob
-    --mixup-switch-prob --model --model-dtype --model-ema --model-ema-decay --model-ema-force-cpu
-    --model-ema-warmup --model-kwargs --momentum --naflex-loader --naflex-loss-scale --naflex-max-seq-len
-    --naflex-patch-size-probs --naflex-patch-sizes --naflex-patchify-channels-first --naflex-train-seq-lens
-    --no-aug --no-ddp-bb --no-prefetcher --no-resume-opt --num-classes --opt --opt-betas --opt-eps --opt-kwargs
-    --output --patience-epochs --pin-mem --pretrained --pretrained-path --ratio --recount --recovery-interval
-    --remode --reprob --resplit --resume --save-images --scale --sched --sched-on-updates --seed --smoothing
-    --split-bn --start-epoch --std --sync-bn --synchronize-step --target-key --task-loss-weight --torchcompile
-    --torchcompile-mode --torchscript --train-batch-sizes --train-batches-per-epoch --train-crop-mode
-    --train-img-sizes --train-interpolation --train-num-samples --train-size-probs --train-size-random-mix
-    --train-size-schedule --train-size-schedule-spread --train-split --train-steps-per-epoch --tta
-    --use-multi-epochs-loader --val-interval --val-num-samples --val-split --validation-batch-size
-    --variable-batch-loss-scale --vflip --wandb-project --wandb-resume-id --wandb-tags --warmup-epochs
-    --warmup-lr --warmup-prefix --weight-decay --worker-seeding --workers -b -c -j -vb data
-    data
-"""
-
-# Of train.py before timm 1.0.
-OLDER = """
-    --native-amp --apex-amp --bn-tf --amp-impl --validation-batch-size-multiplier --aot-autograd
-    --nonstrict-checkpoint
-"""
-
-# From timm's documentation (training_script), the paper "ResNet strikes back" (table 2), and who followed it.
-PUBLISHED = {
-    "seresnet34": (
-        "./distributed_train.sh 4 --data-dir /data/imagenet --model seresnet34 --sched cosine --epochs 150 "
-        "--warmup-epochs 5 --lr 0.4 --reprob 0.5 --remode pixel --batch-size 256 --amp -j 4 "
-    ),
-    "efficientnet_b2": (
-        "./distributed_train.sh 2 --data-dir /imagenet/ --model efficientnet_b2 -b 128 --sched step --epochs "
-        "450 --decay-epochs 2.4 --decay-rate .97 --opt rmsproptf --opt-eps .001 -j 8 --warmup-lr 1e-6 "
-        "--weight-decay 1e-5 --drop 0.3 --drop-path 0.2 --model-ema --model-ema-decay 0.9999 --aa "
-        "rand-m9-mstd0.5 --remode pixel --reprob 0.2 --amp --lr .016 "
-    ),
-    "resnet50_jsd": (
-        "./distributed_train.sh 2 --data-dir /imagenet -b 64 --model resnet50 --sched cosine --epochs 200 "
-        "--lr 0.05 --amp --remode pixel --reprob 0.6 --aug-splits 3 --aa rand-m9-mstd0.5-inc1 --resplit "
-        "--split-bn --jsd --dist-bn reduce "
-    ),
-    "mobilenetv3": (
-        "./distributed_train.sh 2 --data-dir /imagenet --model mobilenetv3_large_100 -b 512 --sched step "
-        "--epochs 600 --decay-epochs 2.4 --decay-rate .973 --opt rmsproptf --opt-eps .001 -j 7 --warmup-lr "
-        "1e-6 --weight-decay 1e-5 --drop 0.2 --drop-path 0.2 --model-ema --model-ema-decay 0.9999 --aa "
-        "rand-m9-mstd0.5 --remode pixel --reprob 0.2 --amp --lr .064 --lr-noise 0.42 0.9 "
-    ),
-    "rsb_a1": (
-        "./distributed_train.sh 4 /imagenet -b 512 --model resnet50 --epochs 600 --opt lamb --lr 5e-3 --sched cosine "
-        "--weight-decay 0.01 --warmup-epochs 5 --smoothing 0.1 --drop-path 0.05 --aug-repeats 3 --bce-loss "
-        "--bce-target-thresh 0.2 --aa rand-m7-mstd0.5-inc1 --mixup 0.2 --cutmix 1.0 --crop-pct 0.95 --amp "
-    ),
-    "rsb_a2": (
-        "./distributed_train.sh 4 /imagenet -b 512 --model resnet50 --epochs 300 --opt lamb --lr 5e-3 --sched cosine "
-        "--weight-decay 0.02 --warmup-epochs 5 --smoothing 0.0 --drop-path 0.05 --aug-repeats 3 --bce-loss "
-        "--bce-target-thresh 0.2 --aa rand-m7-mstd0.5-inc1 --mixup 0.1 --cutmix 1.0 --crop-pct 0.95 --amp "
-    ),
-    "rsb_a3": (
-        "./distributed_train.sh 4 /imagenet -b 512 --model resnet50 --img-size 160 --epochs 100 --opt lamb --lr 8e-3 "
-        "--sched cosine --weight-decay 0.02 --warmup-epochs 5 --smoothing 0.0 --bce-loss --bce-target-thresh 0.2 "
-        "--aa rand-m6-mstd0.5-inc1 --mixup 0.1 --cutmix 1.0 --crop-pct 0.95 --amp "
-    ),
-    "rsb_a2_by_others": (
-        "python -u -m torch.distributed.launch --nproc_per_node=8 --nnodes=1 --node_rank=0 ./train.py /data/imagenet/ "
-        "--amp -b=256 --epochs=300 --drop-path=0.05 --opt=lamb --weight-decay=0.02 --sched='cosine' --lr=4e-3 "
-        "--warmup-epochs=5 --model=resnet50 --aa=rand-m7-mstd0.5-inc1 --reprob=0.0 --remode='pixel' --mixup=0.1 "
-        "--cutmix=1.0 --aug-repeats 3 --bce-target-thresh 0.2 --smoothing=0 --bce-loss --train-interpolation=bicubic "
-    ),
-    "deit_small": (
-        "torchrun --nproc_per_node=8 train.py /imagenet --model deit_small_patch16_224 -b 128 --opt adamw --lr 1e-3 "
-        "--weight-decay 0.05 --sched cosine --epochs 300 --warmup-epochs 5 --warmup-lr 1e-6 --min-lr 1e-5 "
-        "--smoothing 0.1 --aa rand-m9-mstd0.5-inc1 --mixup 0.8 --cutmix 1.0 --reprob 0.25 --remode pixel "
-        "--drop-path 0.1 --aug-repeats 3 --amp --model-ema --model-ema-decay 0.99996 "
-    ),
-}
+HERE = Path(__file__).parent
+# Every option of train.py as of August 2026 (huggingface/pytorch-image-models, aa4b5850), and of those before timm 1.0.
+OPTIONS = (HERE / "timm-options.txt").read_text().split()
+PUBLISHED: dict[str, str] = yaml.safe_load((HERE / "timm-published.yaml").read_text())
 REFUSED = {"resnet50_jsd": {"--aug-splits", "--resplit", "--split-bn", "--jsd-loss"}}
 # What timm says of the images of these networks, where it is not what it says of most.
 A_RECENT_RESNET = InputSettings(crop=0.95)
@@ -114,7 +31,7 @@ def convert(command: str, settings: InputSettings = A_RECENT_RESNET, **rest: obj
 
 def test_every_option_of_train_py_is_in_exactly_one_class() -> None:
     names = [name for option in TIMM.options.values() for name in option.names]
-    assert sorted(names) == sorted({*OPTIONS.split(), *OLDER.split()})
+    assert sorted(names) == sorted(set(OPTIONS))
     assert all(option.target for option in TIMM.options.values())
 
 
