@@ -66,7 +66,6 @@ class TextClassification(Task):
             evaluation_samples=len(dataset.validation.lengths),
             description={
                 "dataset": dataset.name,
-                **({"split": "by class"} if dataset.is_stratified else {}),
                 "digest": dataset.digest,
                 "classes": len(dataset.classes),
                 "vocabulary": dataset.tokenizer.vocabulary,

@@ -276,12 +276,6 @@ def scoring_task(
         part = next((facts.reasons[key] for key in _ORIGINS if key in facts.reasons), part)
         note = f"{facts.evaluation_samples:,} samples are scored: {part}"
         facts = replace(facts, left_out=(*facts.left_out, note))
-    split = facts.description.get("split")
-    if split and "data.path" not in set_by(request.overrides) and split != saved.description("data").get("split"):
-        raise DataError(
-            f"the weights in {saved.path} were trained by a version that held out other texts; score them with that "
-            "version, or with data.path=FILE of other texts."
-        )
     scored = compute.resolve_evaluation_batch(recipe)
     if refusal := find_host_limits(facts.description, recipe, world.local_world_size, scored=scored).refusal:
         raise DataError(refusal)

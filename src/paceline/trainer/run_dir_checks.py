@@ -261,7 +261,6 @@ _FIXED_PLAN_VALUES = {
 _FIXED_DATA = {
     "task": "the run in {where} trains the task {before}, not {now}; use the same task (from Python: "
     "paceline.train(run_dir=…, task=…), if it was given there)",
-    "split": "the run in {where} was begun by a version that held out other texts; finish it with that version",
     "digest": "the data of the run in {where} has changed since it started: other files, names or sizes; restore them",
     "content_digest": "images of the run in {where} have changed since it started, under the same names and sizes "
     "({pixels}): restore them",

@@ -54,14 +54,12 @@ class LabelledTexts(TextDataset):
         classes: Class names.
         first_rows: The first row with each class, in the rows' order.
         words: For token classification, the words of each held-out text that have tags here.
-        is_stratified: Whether ``data.validation_fraction`` of each class is held out.
     """
 
     labels: tuple[NDArray[np.int64], NDArray[np.int64]]
     classes: tuple[str, ...]
     first_rows: Mapping[str, str] = field(default_factory=dict)
     words: Sequence[Sequence[str]] = ()
-    is_stratified: bool = False
 
     def with_classes(self, names: Sequence[str]) -> Self:
         """Return the same texts with labels as numbered in other class names, which include those of the texts."""
@@ -224,8 +222,7 @@ def _open_table(data: Data, *, per_word: bool = False) -> LabelledTexts:
     feature = table.features.get(found)
     if per_word and isinstance(feature, Mapping):
         feature = feature.get("feature")
-    is_stratified = not per_word and table.reason is None and 0 < data.validation_fraction < 1
-    return replace(from_rows(data, table, left_out, feature, per_word=per_word), is_stratified=is_stratified)
+    return from_rows(data, table, left_out, feature, per_word=per_word)
 
 
 def _open_docs(data: Data) -> LabelledTexts:
