@@ -371,6 +371,7 @@ def test_a_subclass_has_the_loss_of_labels(tmp_path: Path) -> None:
     assert load_recipe(result.run_dir / "recipe.yaml").recipe.train.loss == "bce"
 
 
+@pytest.mark.needs("onnx", "onnxruntime")
 @pytest.mark.thorough
 def test_an_onnx_file_says_what_the_network_does(trained: Path, pictures: Path, evaluated: Any, tmp_path: Path) -> None:
     export(ExportRequest(target=trained, output=tmp_path / "m.onnx", form="onnx"))
