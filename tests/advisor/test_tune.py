@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,8 @@ import pytest
 
 from paceline.errors import RecipeError, RunDirectoryError, TrainingError
 from paceline.records.reader import read_events
+from paceline.records.run_directory import RunDirectory
+from paceline.trainer.run_dir_checks import RunLock
 
 pytest.importorskip("optuna")
 
@@ -98,10 +99,10 @@ def test_a_torn_record_of_the_journal_is_removed(requested: Callable[..., Tune])
 def test_two_searches_at_once_are_refused(requested: Callable[..., Tune]) -> None:
     search = requested("optimizer.lr: [0.1]")
     search.output.mkdir()
-    with (search.output / module.JOURNAL).open("wb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(RunDirectoryError, match=r"another search uses '.*out'; wait until it has ended"):
-            module.tune(search, lambda _: None)
+    other = RunLock(RunDirectory(search.output))
+    with pytest.raises(RunDirectoryError, match=r"another process is training in '.*out'"):
+        module.tune(search, lambda _: None)
+    other.release()
 
 
 def test_trials_are_compared_at_their_end_also_by_a_loss(requested: Callable[..., Tune]) -> None:

@@ -165,8 +165,6 @@ def _machine_limit(error: Exception) -> str:
         return f"{error}; give another path."
     if isinstance(error, OSError) and str(error.filename).startswith("/dev/shm/"):
         return f"/dev/shm, which processes share memory in: {error.strerror}; mount it writable, with more space."
-    if isinstance(error, BlockingIOError) and error.filename is None:  # fork()
-        return f"no more processes can start ({error.strerror}); raise their limit (ulimit -u, or the container's)."
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     symptoms = ("failed to map segment", "can't allocate memory", "can't start new thread")
     if limit != resource.RLIM_INFINITY and (
@@ -176,8 +174,9 @@ def _machine_limit(error: Exception) -> str:
             f"this process may use {format_bytes(limit)} of address space (ulimit -v), which is not enough ({error}); "
             "raise the limit."
         )
-    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
-        return f"{error}: raise the limit of processes (ulimit -u, or the container's), or of memory."
+    is_fork = isinstance(error, BlockingIOError) and error.filename is None
+    if is_fork or (isinstance(error, RuntimeError) and str(error) == "can't start new thread"):
+        return f"{error}: raise the limit of processes and threads (ulimit -u, or the container's), or of memory."
     return ""
 
 

@@ -61,8 +61,7 @@ ChangingProcesses = Annotated[
     Shape(metavar="N|MIN:MAX", parse=rank_count),
     "Start N ranks on this machine (default: one per GPU, 1 on a CPU; GPUs that cannot share the global batch evenly "
     "are left out). MIN:MAX starts MAX and continues with fewer after a failure (see --max-restarts). Leave it out "
-    "under "
-    "torchrun or Slurm.",
+    "under torchrun or Slurm.",
 ]
 MaxRestarts = Annotated[
     int,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -200,7 +201,7 @@ def _timm(model: Model, *, num_classes: int, in_channels: int) -> nn.Module:
         )
     check_published(model)
     try:
-        with limited_waits():
+        with limited_waits() if model.pretrained else nullcontext():
             network: nn.Module = timm.create_model(
                 name, pretrained=model.pretrained, num_classes=num_classes, in_chans=in_channels, **model.options
             )

@@ -9,10 +9,8 @@ import os
 import re
 import socket
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +105,8 @@ def hub_copy(
         pass
     log(f"looking for {address} on the Hugging Face hub …")
     try:
-        copy = _patiently(partial(snapshot, cached=False), log)
+        with limited_waits():
+            copy = snapshot(cached=False)
         # Without an answer from the hub, the library returns what the cache has.
         get_cached_repo_tree(repository, repo_type=kind, revision=revision)
     except Exception as error:  # noqa: BLE001  # the library and its client have errors of their own
@@ -119,19 +118,6 @@ def hub_copy(
     if not copy.exists():
         raise StorageError(f"{address}: the repository has no '{path}'; check the path.")
     return copy
-
-
-def _patiently(call: Callable[[], Path], log: Callable[[str], object]) -> Path:
-    """Return the result of a call; repeat it once if the hub asks for a short pause."""
-    with limited_waits():
-        try:
-            return call()
-        except _BusyError as busy:
-            if busy.seconds > _MOST_PATIENCE_SECONDS:
-                raise
-            log(f"{busy}; waiting …")
-            time.sleep(busy.seconds)
-        return call()
 
 
 def _failure_reason(error: Exception, hint: str, download: str) -> str:
@@ -151,14 +137,6 @@ def _failure_reason(error: Exception, hint: str, download: str) -> str:
     return describe(error)[:300]
 
 
-class _BusyError(StorageError):
-    """A server asks to come back later."""
-
-    def __init__(self, status: int, seconds: int) -> None:
-        super().__init__(f"the server answered {status} and asks to wait {seconds} s (Retry-After)")
-        self.seconds = seconds
-
-
 def _what_happened(error: BaseException | None) -> str:
     """Describe how a server failed that was reached; empty if it was not."""
     while error is not None:
@@ -167,14 +145,10 @@ def _what_happened(error: BaseException | None) -> str:
             return ""
         if kind in ("ReadTimeout", "WriteTimeout", "TimeoutError"):
             return "the server accepted the connection, but then sent nothing for several seconds"
-        if kind == "TooManyRedirects":
-            return "the server's redirects lead in a circle"
         if kind in ("JSONDecodeError", "FileMetadataError"):
             return "the answer is not a hub's, but perhaps the login page of a network or a proxy"
-        if "complete message body" in str(error) or "Consistency check failed" in str(error):
-            return "the server's answer is shorter or longer than it says"
-        if kind in ("RemoteProtocolError", "ReadError"):
-            return f"the server broke off the connection ({error})"
+        if kind in ("RemoteProtocolError", "ReadError", "TooManyRedirects") or "Consistency check failed" in str(error):
+            return f"the server's answer cannot be used ({error})"
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if status == 429 or status >= 500:
             return f"the server answered {status} ({error.response.reason_phrase})"  # type: ignore[attr-defined]
@@ -227,10 +201,10 @@ def _limit_wait(request: Any) -> None:
 
 
 def _check_patience(response: Any) -> None:
-    """Raise for an answer with Retry-After, which the library would obey for hours."""
-    seconds = response.headers.get("Retry-After", "")
-    if response.status_code in (429, 503) and seconds.isdigit():
-        raise _BusyError(response.status_code, int(seconds))
+    """Raise for an answer with a long Retry-After, which the library would obey for hours."""
+    status, seconds = response.status_code, response.headers.get("Retry-After", "")
+    if status in (429, 503) and seconds.isdigit() and int(seconds) > _MOST_PATIENCE_SECONDS:
+        raise StorageError(f"the server answered {status} and asks to wait {seconds} s (Retry-After)")
 
 
 def check_token() -> str:

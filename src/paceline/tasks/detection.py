@@ -102,9 +102,7 @@ class Detection(Task):
         self._threads, reason = reading_threads(workers, world)
         if workers == "auto" and is_generated:
             self._threads, reason = 0, "nothing is read"
-        undefined: tuple[str, ...] = ()
-        if dataset.is_unscored:
-            undefined = (self.leave_out_collected("no held-out picture has an object"),)
+        undefined = [self.leave_out_collected("no held-out picture has an object")] if dataset.is_unscored else []
         content, content_told = content_of_files(files_of_pictures(dataset), dataset.digest)
         return DataFacts(
             train_samples=len(dataset.train),

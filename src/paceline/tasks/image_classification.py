@@ -446,7 +446,7 @@ class ClassificationLoss:
             mean_class_weight: Mean weight of the step's samples; None outside a training step.
         """
         if self._weights is not None or self._of_samples is not None:
-            return self._weighted(logits, targets).sum() / (len(logits) * (mean_class_weight or 1.0))
+            return self.mean(self._losses(logits, targets), targets, mean_class_weight)
         if self._name == "cross_entropy":
             return F.cross_entropy(logits, targets, label_smoothing=self._smoothing)
         return F.binary_cross_entropy_with_logits(logits.float(), self._distribution(targets, logits.shape[1]))
@@ -481,30 +481,22 @@ class ClassificationLoss:
             raise RecipeError(f"train.loss={self._name} gave losses without a gradient; compute them with torch.")
 
     def mean(self, losses: Tensor, targets: Tensor, mean_class_weight: float | None = None) -> Tensor:
-        """Return the mean of losses [N] of another kind, with the samples weighted as in this loss."""
-        return (losses * self._sample_weights(targets, losses)).sum() / (len(losses) * (mean_class_weight or 1.0))
+        """Return the mean of losses [N], of this or another kind, weighted by the samples' classes."""
+        if self._weights is not None:
+            weights = self._weights = self._weights.to(losses)
+            losses = losses * (targets.to(weights) @ weights if targets.is_floating_point() else weights[targets])
+        return losses.sum() / (len(losses) * (mean_class_weight or 1.0))
 
-    def _sample_weights(self, targets: Tensor, template: Tensor) -> Tensor:
-        """Return w_i, [N], with the dtype and device of ``template``; without class weights, the number 1."""
-        if self._weights is None:
-            return template.new_ones(())
-        self._weights = self._weights.to(template)
-        return targets.to(template.dtype) @ self._weights if targets.is_floating_point() else self._weights[targets]
-
-    def _weighted(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return w_i * l_i, [N]."""
+    def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return l_i, [N]."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         targets = targets.to(logits.dtype) if targets.is_floating_point() else targets
-        weights = self._sample_weights(targets, logits)
         if self._name == "cross_entropy":
-            return weights * F.cross_entropy(logits, targets, label_smoothing=self._smoothing, reduction="none")
+            return F.cross_entropy(logits, targets, label_smoothing=self._smoothing, reduction="none")
         distribution = self._distribution(targets, logits.shape[1], logits.dtype)
         if self._name == "bce":
-            losses = F.binary_cross_entropy_with_logits(logits, distribution, weight=weights[:, None], reduction="none")
-            return losses.sum(dim=1) / logits.shape[1]
-        if self._name == "focal" and weights.ndim:  # linear in its targets
-            return self._each(logits, distribution * weights[:, None])
-        return weights * self._each(logits, distribution)
+            return F.binary_cross_entropy_with_logits(logits, distribution, reduction="none").mean(dim=1)
+        return self._each(logits, distribution)
 
     def _each(self, logits: Tensor, distribution: Tensor) -> Tensor:
         """Return the loss of each sample, [N], from a loss that is not torch's.

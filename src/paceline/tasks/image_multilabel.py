@@ -117,11 +117,8 @@ class ImageMultilabel(ClassTask):
 
     def collectors(self) -> tuple[Collector, ...]:
         """Return the collector of mean average precision and F1, in percent."""
-        return (
-            (LabelScores(self.dataset.classes, self.thresholds),)
-            if any(each.is_collected for each in self.metrics)
-            else ()
-        )
+        scores = LabelScores(self.dataset.classes, self.thresholds)
+        return (scores,) if any(each.is_collected for each in self.metrics) else ()
 
     def predict(self, model: Model, batch: Batch) -> dict[str, Tensor]:
         """Return for each class its probability, float64, and whether it is predicted and labelled, 0 or 1 [N]."""

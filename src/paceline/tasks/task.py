@@ -247,7 +247,6 @@ class Task(ABC):
         # Kept: the data may be opened again.
         names = self.__dict__.setdefault("_undefined", [each.name for each in self.metrics if each.is_collected])
         self.metrics = tuple(each for each in self.metrics if not each.is_collected)
-        self.headline = self.metrics[0].name
         return f"{', '.join(names)}: undefined and not reported, since {why}; the lowest loss is the best evaluation"
 
     def evaluated(self, model: Model) -> Model:

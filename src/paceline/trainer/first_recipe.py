@@ -119,7 +119,8 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
     """
     path = Path(source).expanduser()
     kind = "image_folder" if path.is_dir() else TABLES[path.suffix.lower()]
-    if any(_has_masks(path / each) for each in ("", *split_folders(path).values())):
+    folders = [path / each for each in ("", *split_folders(path).values())]
+    if any((each / "masks").is_dir() and (each / "images").is_dir() for each in folders):
         raise RecipeError(
             f"{source} has folders images and masks, as for segmentation; train on it with `paceline train "
             f"shapes-segmentation data.dataset=masks {shlex.quote(f'data.path={yaml_line(source)}')}`."
@@ -187,10 +188,6 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
         overrides=(*data_keys, *chosen, *options, *overrides),
         reasons=tuple(reasons),
     )
-
-
-def _has_masks(folder: Path) -> bool:
-    return (folder / "masks").is_dir() and (folder / "images").is_dir()
 
 
 def _preset_values(preset: _Preset, count: int, native: int, *, pretrained: bool) -> dict[str, Any]:

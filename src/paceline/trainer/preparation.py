@@ -582,9 +582,8 @@ def check_single_samples(
         return
     with contextlib.ExitStack() as opened:
         if pipeline is None:
-            pipeline = opened.enter_context(
-                contextlib.closing(task.open_pipeline(Placement(device=torch.device("cpu"))))
-            )
+            pipeline = task.open_pipeline(Placement(device=torch.device("cpu")))
+            opened.callback(pipeline.close)
             pipeline.start(training=True, evaluation=False)
         # The run's first sample alone, as in training: augmented, and of the first size.
         alone = replace(geometry, global_batch_size=1, logical_ranks=1, growth=(), repeats=1, balanced=False)

@@ -6,15 +6,14 @@ was in progress resumes from its checkpoint.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,11 @@ from paceline.pages.shown import Shown
 from paceline.plain_yaml import load_plain, resolve_values
 from paceline.recipe.load import load_recipe, to_yaml
 from paceline.recipe.schema import Recipe
+from paceline.records.run_directory import RunDirectory
 from paceline.references import is_code_trusted
 from paceline.tasks.task import build_task
 from paceline.trainer.preparation import best_metric
+from paceline.trainer.run_dir_checks import RunLock
 from paceline.units import format_count
 from paceline.world import World
 from paceline_advisor.bench.target import Target, TargetRun, follow, looks
@@ -78,7 +79,9 @@ def tune(options: Tune, log: Log) -> TuneReport:
     unreachable = math.inf if metric.higher_is_better else -math.inf
     target = Target(metric.name, unreachable, less_is_better=not metric.higher_is_better)
     options.output.mkdir(parents=True, exist_ok=True)
-    with _locked_journal(options.output / JOURNAL, log):
+    with ExitStack() as held:
+        held.callback(RunLock(RunDirectory(options.output)).release)
+        _mend_journal(options.output / JOURNAL, log)
         study = _open_study(options, recipe, search, target)
         # Trials that a killed search left running: their runs resume.
         for unfinished in study.get_trials(states=[TrialState.RUNNING]):
@@ -158,24 +161,14 @@ def _suggested(trial: optuna.Trial, key: str, space: list[Any] | dict[str, Any])
     return trial.suggest_float(key, low, high, step=step, log=in_log)
 
 
-@contextmanager
-def _locked_journal(path: Path, log: Log) -> Iterator[None]:
-    """Keep other searches from Optuna's journal, and remove an incomplete last record, which Optuna cannot read.
+def _mend_journal(path: Path, log: Log) -> None:
+    """Remove what a killed search left in Optuna's journal: its lock, and an incomplete last record.
 
     Raises:
-        RunDirectoryError: If another search uses it, or an earlier record is damaged.
+        RunDirectoryError: If an earlier record is damaged.
     """
+    path.with_name(f"{path.name}{LOCK_FILE_SUFFIX}").unlink(missing_ok=True)  # Optuna would wait for half a minute
     with path.open("ab+") as journal:
-        try:
-            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Left behind by a killed search; Optuna would wait for half a minute.
-            path.with_name(f"{path.name}{LOCK_FILE_SUFFIX}").unlink(missing_ok=True)
-        except BlockingIOError:
-            raise RunDirectoryError(
-                f"another search uses '{path.parent}'; wait until it has ended, or give another --output."
-            ) from None
-        except OSError:  # this file system has no locks
-            pass
         journal.seek(0)
         lines = journal.readlines()
         whole = next((number for number, line in enumerate(lines) if not _is_record(line)), len(lines))
@@ -184,7 +177,6 @@ def _locked_journal(path: Path, log: Log) -> Iterator[None]:
         if whole < len(lines):
             journal.truncate(sum(map(len, lines[:whole])))
             log(f"{path}: its last record was incomplete and is removed; a trial without a result is repeated")
-        yield
 
 
 def _is_record(line: bytes) -> bool:

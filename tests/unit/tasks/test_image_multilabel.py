@@ -368,6 +368,7 @@ def test_a_subclass_has_the_loss_of_labels(tmp_path: Path) -> None:
     assert load_recipe(result.run_dir / "recipe.yaml").recipe.train.loss == "bce"
 
 
+@pytest.mark.needs("onnx", "onnxruntime")
 @pytest.mark.thorough
 def test_an_onnx_file_says_what_the_network_does(trained: Path, pictures: Path, evaluated: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="needs onnxruntime")
