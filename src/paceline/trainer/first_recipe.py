@@ -166,19 +166,11 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
     if "model.initialize_from" in given:
         values |= {"model.pretrained": "null", "model.initialize_partly": "true"}
     chosen = tuple(f"{key}={value}" for key, value in values.items() if key not in given)
+    smaller = f"smaller images are enlarged to {_SMALLEST} for pretrained weights" if pretrained else "none is enlarged"
+    images_in_all = f"about {format_count(preset.images)} images in all"
     for key, reason in (
-        (
-            "data.image_size",
-            f"at most {preset.size} for this network and machine; "
-            + (
-                f"smaller images are enlarged to {_SMALLEST} for pretrained weights" * pretrained
-                or "images are not enlarged"
-            ),
-        ),
-        (
-            "train.duration",
-            f"about {format_count(preset.images)} images in all, in {preset.epochs[0]} to {preset.epochs[1]} epochs",
-        ),
+        ("data.image_size", f"at most {preset.size} for this network and machine; {smaller}"),
+        ("train.duration", f"{images_in_all}, in {preset.epochs[0]} to {preset.epochs[1]} epochs"),
     ):
         if key not in given:
             reasons.append(f"{key}={values[key]}: {reason}")
