@@ -328,13 +328,18 @@ def answer_of(connection: socket.socket) -> bytes:
 
 def test_a_slow_upload_is_refused_and_broken_http_harms_nobody(start: Call, finished: Path) -> None:
     service = start(finished, "--max-seconds", 1)
-    with service.connect() as slow, service.connect() as broken:
+    with service.connect() as slow, service.connect() as broken, service.connect() as answered:
+        answered.sendall(b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert answered.recv(12) == b"HTTP/1.1 404"
+        answered.sendall(b"no size of a chunk\r\n")
+        answer_of(answered)
         slow.sendall(head(5000).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + form(picture(0))[:50])
         broken.sendall(b"no http at all\r\n\r\n")
         assert answer_of(broken).startswith(b"HTTP/1.1 400")
         answer = answer_of(slow)
     assert answer.startswith(b"HTTP/1.1 408")
     assert b'{"error":"the request was not complete within 1 seconds"}' in answer
+    assert "Traceback" not in service.log.read_text()
     # Within that second, which a busy machine may take for itself now and then.
     assert any(service.predict(picture(0))[0] == 200 for _ in range(10))
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from PIL import Image
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.errors import NotFiniteError, PacelineError
 from paceline.inference.answers import ImagePredictor
@@ -108,7 +110,7 @@ def serve(
     service = Service(predictor, limits, Metrics(model, predictor.digest))
     config = uvicorn.Config(
         make_app(service, model, address.sites, say, ready),
-        http="h11",
+        http=_Protocol,
         ws="none",
         loop="asyncio",
         lifespan="on",
@@ -125,6 +127,16 @@ def serve(
         server.run(sockets=[address.socket])
     finally:
         server.end.cancel()
+
+
+class _Protocol(H11Protocol):
+    """Closes a connection whose client sends broken HTTP after its answer, where uvicorn fails with a traceback."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer broken HTTP, unless an answer has been sent."""
+        if self.conn.our_state is h11.IDLE or self.conn.our_state is h11.SEND_RESPONSE:
+            super().send_400_response(msg)
+        self.transport.close()
 
 
 class _Server(uvicorn.Server):
