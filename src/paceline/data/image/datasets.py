@@ -141,7 +141,7 @@ def content_hashes(
             return [each for part in pool.map(hashes, range(0, len(chosen), _AT_ONCE)) for each in part]
 
     try:
-        found = cached("contents", ("hashes", description, *paths), stamps, find, now=now)
+        found = cached("contents", ("hashes", description, *(names or paths)), stamps, find, now=now)
         return dict(zip(chosen, found, strict=True)), detail
     except BrokenImageError as error:
         return None, _UNREADABLE.format(error.path)
