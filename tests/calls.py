@@ -73,7 +73,7 @@ def in_a_process(
 
 
 def output_of(command: type[Any], *words: object, code: int = 0) -> str:
-    """What a command prints in this process, which must end with this code; an error comes out as it is."""
+    """What a command prints in this process, which must end with this code; errors are not caught."""
     from click.testing import CliRunner
 
     from paceline.cli.derive import click_command

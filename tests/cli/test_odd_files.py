@@ -1,4 +1,4 @@
-"""Files that are no files are refused in a sentence, and what is left out is told."""
+"""Special files are refused in one sentence, and what is left out is counted."""
 
 from __future__ import annotations
 

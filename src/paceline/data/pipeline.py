@@ -325,7 +325,7 @@ class SimplePipeline:
 
 
 def _as_batch(read: Any, part: SampleSlice) -> Batch:
-    """Return what a reader of one's own returned, as a batch.
+    """Return what your reader returned, as a batch.
 
     Raises:
         ModelError: If it is neither a batch nor inputs and targets.

@@ -1,4 +1,4 @@
-"""Your own task: computed as it is written, checked before the first step, and resumed from Python."""
+"""Your own task: computed as written, checked before the first step, and resumed from Python."""
 
 from __future__ import annotations
 
