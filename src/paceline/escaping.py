@@ -36,7 +36,7 @@ def one_form(names: Iterable[str], known: Iterable[str] = ()) -> dict[str, str]:
 
     Args:
         names: The names.
-        known: Names that stay as they are, and whose spelling is taken; without them, the first spelling is.
+        known: Names whose spelling is used; by default, the first spelling of each name is.
     """
     known, names, spelled = dict.fromkeys(known), list(names), dict[str, str]()
     for name in (*known, *sorted(names)):

@@ -82,7 +82,7 @@ def test_evaluation_is_exact_in_any_world(
 @pytest.mark.world_size(2)
 @pytest.mark.everyday
 def test_two_processes_score_the_network_that_they_save(undisturbed: Path, run_here: Call) -> None:
-    """Each has BatchNorm statistics of its own samples: those of the first are scored, as they are saved."""
+    """Each rank has other BatchNorm statistics: those of the first are scored, since they are saved."""
     recorded = (undisturbed / "events.jsonl").read_text().splitlines()
     scores = {each["weights"]: each for each in map(json.loads, recorded) if each["event"] == "evaluation"}
     for weights in ("model", "ema"):

@@ -1,4 +1,4 @@
-"""Whatever is lost or cut of a run directory, its run resumes from a checkpoint of its own, or is refused unchanged."""
+"""A run directory with lost or cut files resumes from one of its checkpoints, or is refused unchanged."""
 
 from __future__ import annotations
 

@@ -251,6 +251,7 @@ class _WorkerState:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         sys.excepthook = self._tell_unless_orphaned
+        # Python's hook for subclasses; torch makes the queue, so that it cannot be one.
         multiprocessing.queues.Queue._on_queue_feeder_error = _put_failure  # type: ignore[attr-defined]  # noqa: SLF001
         self._worker = worker
         self._pids[worker] = os.getpid()
@@ -338,7 +339,7 @@ def _put_failure(queue: Any, error: Exception, item: Any) -> None:
     if isinstance(item, tuple):  # else its pipe is closed
         number, batch = item
         queue._sem.acquire(block=False)  # noqa: SLF001 (the reader releases it)
-        with queue._wlock:  # noqa: SLF001
+        with queue._wlock:  # noqa: SLF001 (as the thread's own sends do)
             queue._writer.send((number, unshared(error, batch.inputs.nbytes if isinstance(batch, Batch) else 0)))  # noqa: SLF001
     raise SystemExit  # this thread
 
