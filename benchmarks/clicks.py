@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from hardware import spread, write_result
 
-from paceline.data.clicks.datasets import open_clicks
+from paceline.data.clicks.sets.synthetic import open_clicks
 from paceline.data.order import epoch_order
 from paceline.models.recommendation import Dlrm
 from paceline.recipe.data import Data

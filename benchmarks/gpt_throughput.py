@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from hardware import spread, write_result
 from overhead import TakingTurns
 
-from paceline.data.text.datasets import open_text
+from paceline.data.text.sets.documents import open_text
 from paceline.models.language import build_language_model
 from paceline.recipe.load import LoadedRecipe, load_recipe
 from paceline.trainer.train import Options, train_recipe

@@ -26,7 +26,7 @@ from hardware import spread, write_result
 from overhead import TakingTurns
 
 from paceline.data.image.datasets import open_dataset
-from paceline.data.text.datasets import open_text
+from paceline.data.text.sets.documents import open_text
 from paceline.models.build import build_model
 from paceline.models.language import build_language_model
 from paceline.recipe.load import LoadedRecipe, load_recipe

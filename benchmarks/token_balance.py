@@ -30,8 +30,8 @@ import paceline
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
-from paceline.data.text.datasets import python_documentation
 from paceline.data.text.pipeline import packed_rows, single_rows
+from paceline.data.text.sets.documents import python_documentation
 from paceline.tasks.language_modeling import LanguageModeling
 from paceline.world import World
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import paceline
-from paceline.data.masks.pipeline import MaskDataset
+from paceline.data.masks.dataset import MaskDataset
 from paceline.recipe.data import Data
 
 TRAIN, HELD_OUT, SIDE = 400, 80, 64  # maps, and points along each side of a map

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from calls import Call
 
 import paceline
-from paceline.data.clicks.datasets import open_clicks
+from paceline.data.clicks.sets.synthetic import open_clicks
 from paceline.data.order import epoch_order
 from paceline.models.recommendation import Dlrm
 from paceline.recipe.load import load_recipe

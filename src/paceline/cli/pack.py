@@ -207,7 +207,7 @@ def _packed(options: Pack, destination: Path, log: Log) -> dict[str, Any]:
 
 def _packed_text(options: Pack, destination: Path) -> Result:
     from paceline.data.text.corpus import split_by_name, write_tokens
-    from paceline.data.text.datasets import check_some_text, folder_splits, python_documentation
+    from paceline.data.text.sets.documents import check_some_text, folder_splits, python_documentation
     from paceline.data.text.tokenizer import open_tokenizer
 
     skipped = SkippedItems()

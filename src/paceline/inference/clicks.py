@@ -13,16 +13,8 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.weights import SavedWeights, load_trained
-from paceline.data.clicks.criteo import (
-    CATEGORIES,
-    DENSE,
-    UNREADABLE,
-    ClickDataset,
-    ClickRows,
-    as_click_rows,
-    opened,
-    parse,
-)
+from paceline.data.clicks.dataset import ClickDataset, ClickRows
+from paceline.data.clicks.sets.criteo import CATEGORIES, DENSE, UNREADABLE, as_click_rows, opened, parse
 from paceline.errors import DataError, RecipeError
 from paceline.inference.answers import NOT_FINITE
 from paceline.inference.trained import trained_recipe, trained_task

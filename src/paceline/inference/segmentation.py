@@ -17,7 +17,8 @@ from torch.nn import functional
 from paceline.checkpoint.weights import SavedWeights, check_scale, load_trained
 from paceline.data.boxes.pipeline import as_tensor
 from paceline.data.image.decode import BrokenImageError, Pixels, decode
-from paceline.data.masks.pipeline import IGNORED, LabelMap, fill_of, fitted, fitted_size
+from paceline.data.masks.dataset import IGNORED, LabelMap
+from paceline.data.masks.pipeline import fill_of, fitted, fitted_size
 from paceline.data.pipeline import Normalize, Placement
 from paceline.inference.answers import NOT_FINITE, Answer, ImagePredictor
 from paceline.inference.trained import trusted_recipe

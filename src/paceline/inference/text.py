@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.weights import SavedWeights, load_trained
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.text.corpus import TextDataset, encoded
-from paceline.data.text.labelled import LabelledTexts
+from paceline.data.text.sets.labelled import LabelledTexts
 from paceline.data.text.tokenizer import MASK_WORDS, HuggingFaceTokenizer, TokenIds, Tokenizer, tokenizer_from
 from paceline.errors import DataError, NotFiniteError, RecipeError
 from paceline.files import has_extension, refuse_special_inputs

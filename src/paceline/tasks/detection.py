@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch
-from paceline.data.boxes.coco import files_of_pictures, open_coco
-from paceline.data.boxes.generated import REFERENCE, open_shapes, placeholder
-from paceline.data.boxes.pipeline import BoxDataset, BoxPipeline, scaled_sizes
+from paceline.data.boxes.dataset import BoxDataset
+from paceline.data.boxes.pipeline import BoxPipeline, scaled_sizes
+from paceline.data.boxes.sets.coco import files_of_pictures, open_coco
+from paceline.data.boxes.sets.shapes import REFERENCE, open_shapes, placeholder
 from paceline.data.image.datasets import content_of_files
 from paceline.data.pipeline import Pipeline, Placement, reading_threads
 from paceline.data.random_draws import derive_seed

@@ -17,11 +17,9 @@ from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
-from paceline.data.text.corpus import StoredCorpus, TextDataset
-from paceline.data.text.datasets import open_text
+from paceline.data.text.corpus import IGNORED_TARGET, StoredCorpus, TextDataset
 from paceline.data.text.pipeline import (
     EVALUATION_SEED,
-    IGNORED_TARGET,
     Masking,
     RowTable,
     TextPipeline,
@@ -32,6 +30,7 @@ from paceline.data.text.pipeline import (
     single_rows,
     target_count,
 )
+from paceline.data.text.sets.documents import open_text
 from paceline.errors import DataError, ModelError
 from paceline.files import SkippedItems
 from paceline.metrics.accumulator import Collector, Metric, exact_sum

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.data.batch import Batch
-from paceline.data.clicks.criteo import ClickDataset, ClickPipeline, ClickSource
-from paceline.data.clicks.datasets import SyntheticClicks, open_clicks
+from paceline.data.clicks.dataset import ClickDataset, ClickSource
+from paceline.data.clicks.pipeline import ClickPipeline
+from paceline.data.clicks.sets.synthetic import SyntheticClicks, open_clicks
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.auc import RankedScores, area_under_curve

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch
-from paceline.data.boxes.coco import open_coco
-from paceline.data.boxes.generated import REFERENCE, open_shapes, placeholder
+from paceline.data.boxes.sets.coco import open_coco
+from paceline.data.boxes.sets.shapes import REFERENCE, open_shapes, placeholder
 from paceline.data.image.datasets import MOST_IMAGES, content_of_files
-from paceline.data.masks.folder import open_masks
-from paceline.data.masks.pipeline import IGNORED, IMAGENET_MEAN, MaskDataset, MaskPipeline, MaskView, from_objects
+from paceline.data.masks.dataset import IGNORED, IMAGENET_MEAN, MaskDataset, from_objects
+from paceline.data.masks.pipeline import MaskPipeline, MaskView
+from paceline.data.masks.sets.folder import open_masks
 from paceline.data.pipeline import Normalize, Pipeline, Placement, reading_threads
 from paceline.errors import ModelError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric

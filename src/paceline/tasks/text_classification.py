@@ -16,7 +16,7 @@ from paceline.data.class_balance import SampleClasses
 from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
 from paceline.data.text.corpus import StoredCorpus
-from paceline.data.text.labelled import LabelledTexts, open_labelled
+from paceline.data.text.sets.labelled import LabelledTexts, open_labelled
 from paceline.data.text.tokenizer import TokenIds, Tokenizer
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 
 from paceline.data.batch import Batch, Nested
 from paceline.data.slices import SampleWeights
-from paceline.data.text.corpus import StoredCorpus
-from paceline.data.text.pipeline import IGNORED_TARGET
+from paceline.data.text.corpus import IGNORED_TARGET, StoredCorpus
 from paceline.data.text.tokenizer import TokenIds
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.entities import ENTITY_METRICS, EntityScores

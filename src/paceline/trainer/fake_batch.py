@@ -17,14 +17,14 @@ from torch import Tensor
 
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Nested, mapped
-from paceline.data.boxes import generated as stand_in_boxes
-from paceline.data.clicks.datasets import placeholder
+from paceline.data.boxes.sets import shapes as stand_in_boxes
+from paceline.data.clicks.sets.synthetic import placeholder
 from paceline.data.image.pipeline import evaluation_size
 from paceline.data.image.transforms import Mixing
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleIds, SampleSlice
-from paceline.data.text.datasets import REFERENCE, VOCABULARY
+from paceline.data.text.sets.documents import REFERENCE, VOCABULARY
 from paceline.dataset_registry import find_dataset
 from paceline.plan import Plan
 from paceline.recipe.data import Augment, Data, Progressive

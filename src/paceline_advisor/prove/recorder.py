@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from paceline.checkpoint.weights import read_weights
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Progress, copied, mapped, select_rows, tensors_in
-from paceline.data.boxes.pipeline import BoxSubset
+from paceline.data.boxes.dataset import BoxSubset
 from paceline.data.image.source import SubsetSource
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement

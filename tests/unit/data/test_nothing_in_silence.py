@@ -19,7 +19,7 @@ import pytest
 from image_sets import opened_set
 
 from paceline.data.image.dataset import Problems
-from paceline.data.text.datasets import open_text
+from paceline.data.text.sets.documents import open_text
 from paceline.files import SkippedItems
 from paceline.inference.sources import members, pictures_of
 from paceline.recipe.data import Data

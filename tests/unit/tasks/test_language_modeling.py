@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from paceline.checkpoint.weights import read_weights
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
-from paceline.data.text.pipeline import EVALUATION_SEED, IGNORED_TARGET, Masking, chunked_rows
+from paceline.data.text.corpus import IGNORED_TARGET
+from paceline.data.text.pipeline import EVALUATION_SEED, Masking, chunked_rows
 from paceline.errors import PacelineError
 from paceline.inference.text import Sampling, TextPredictor
 from paceline.models.language import build_language_model

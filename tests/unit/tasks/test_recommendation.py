@@ -15,7 +15,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 import paceline
 from paceline.cli.main import run as command
-from paceline.data.clicks.datasets import open_clicks
+from paceline.data.clicks.sets.synthetic import open_clicks
 from paceline.errors import PacelineError, RecipeError
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_step import fake_step

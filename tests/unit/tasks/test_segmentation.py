@@ -22,8 +22,8 @@ import paceline
 from paceline.cli.evaluate import Evaluate, _of_one
 from paceline.cli.predict import Predict
 from paceline.data.batch import Batch
-from paceline.data.masks.folder import read_mask
-from paceline.data.masks.pipeline import IGNORED, MaskDataset
+from paceline.data.masks.dataset import IGNORED, MaskDataset
+from paceline.data.masks.sets.folder import read_mask
 from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleSlice
 from paceline.errors import PacelineError

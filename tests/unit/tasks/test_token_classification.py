@@ -26,7 +26,7 @@ from paceline.cli.main import run as run_command_line
 from paceline.cli.predict import Predict
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
-from paceline.data.text.labelled import open_labelled
+from paceline.data.text.sets.labelled import open_labelled
 from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer
 from paceline.errors import DataError, PacelineError
 from paceline.inference.export import ExportRequest, export

@@ -10,11 +10,11 @@ epoch, sample id).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any, Protocol
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.data.batch import Batch, BrokenSample
+from paceline.data.boxes.dataset import BoxDataset, BoxSource, Objects
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.image.source import Image
 from paceline.data.pipeline import Placement, SimplePipeline, prefetch_map, to_device
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds, SampleSlice
@@ -207,118 +207,3 @@ def target_of(objects: Objects) -> Target:
 def as_floats(images: list[Tensor]) -> list[Tensor]:
     """Convert pixels to floats between 0 and 1."""
     return [image.to(torch.float32).div_(255) for image in images]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Objects:
-    """The M objects of a picture.
-
-    Attributes:
-        boxes: Left, top, right and bottom edge in pixels from the picture's corner, float64 [M, 4].
-        labels: Class indices, int64 [M].
-        crowd: Crowd flags (COCO's ``iscrowd``), bool [M]. Crowds are not used in training; in evaluation, detections
-            inside one are ignored.
-        masks: Pixel masks, 0 or 1, uint8 [M, H, W]; None if not requested.
-    """
-
-    boxes: NDArray[np.float64]
-    labels: NDArray[np.int64]
-    crowd: NDArray[np.bool_]
-    masks: NDArray[np.uint8] | None = None
-
-    def trainable(self, height: int, width: int) -> Objects:
-        """Return which objects a network can learn from: not crowds, empty boxes or empty masks."""
-        boxes = np.clip(self.boxes, 0, np.array([width, height, width, height], dtype=np.float64))
-        keep = ~self.crowd & (boxes[:, 2] > boxes[:, 0]) & (boxes[:, 3] > boxes[:, 1])
-        keep &= True if self.masks is None else self.masks.max(axis=(1, 2)) > 0
-        masks = None if self.masks is None else self.masks[keep]
-        return Objects(boxes=boxes[keep], labels=self.labels[keep], crowd=self.crowd[keep], masks=masks)
-
-
-class BoxSource(Protocol):
-    """The pictures of one split; ids are 0 … len - 1."""
-
-    @property
-    def sizes(self) -> NDArray[np.int64]:
-        """Height and width of each picture, [len, 2]; available without reading it."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def image(self, sample: int) -> Image:
-        """Return the picture, uint8 [H, W, 3].
-
-        Raises:
-            BrokenImageError: If it cannot be read.
-        """
-        ...
-
-    def objects(self, sample: int, *, masks: bool) -> Objects:
-        """Return its objects and, if requested, their masks.
-
-        Raises:
-            BrokenImageError: If a mask cannot be drawn.
-        """
-        ...
-
-    def path(self, sample: int) -> str:
-        """Return the name under which the sample is reported."""
-        ...
-
-
-@dataclass(frozen=True)
-class BoxSubset:
-    """A subset of a source.
-
-    Attributes:
-        source: The full source.
-        chosen: Ids in the source, int64 [len].
-    """
-
-    source: BoxSource
-    chosen: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    @cached_property
-    def sizes(self) -> NDArray[np.int64]:
-        """Height and width of each picture, [len, 2]."""
-        return self.source.sizes[self.chosen]
-
-    def image(self, sample: int) -> Image:
-        """Return the picture, uint8 [H, W, 3]."""
-        return self.source.image(int(self.chosen[sample]))
-
-    def objects(self, sample: int, *, masks: bool) -> Objects:
-        """Return its objects."""
-        return self.source.objects(int(self.chosen[sample]), masks=masks)
-
-    def path(self, sample: int) -> str:
-        """Return its name in the source."""
-        return self.source.path(int(self.chosen[sample]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoxDataset:
-    """Two splits of pictures.
-
-    Attributes:
-        name: Name of the data set.
-        train: Training pictures.
-        validation: Held-out pictures.
-        classes: Class names, by index.
-        digest: Identifies the data.
-        facts: Additional facts for the plan.
-        left_out: Unused data, one sentence per kind.
-        is_unscored: Whether no held-out picture has an object, so that average precision is undefined.
-    """
-
-    name: str
-    train: BoxSource
-    validation: BoxSource
-    classes: tuple[str, ...]
-    digest: str
-    facts: Mapping[str, int] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-    is_unscored: bool = False

@@ -25,6 +25,8 @@ from paceline.errors import DataError
 from paceline.files import refuse_special_inputs
 from paceline.plain_json import load_json
 
+IGNORED_TARGET = -100
+"""Target value that torch's cross-entropy ignores."""
 Documents = list[tuple[str, str]]
 """Names and texts."""
 Named = TypeVar("Named", bound=tuple[Any, ...])

@@ -27,7 +27,7 @@ from paceline.data.balance import SampleLengths
 from paceline.data.pipeline import Placement, SimplePipeline
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleSlice
-from paceline.data.text.corpus import StoredCorpus
+from paceline.data.text.corpus import IGNORED_TARGET, StoredCorpus
 from paceline.data.text.tokenizer import TokenIds, Tokenizer
 
 # Held-out samples are masked identically in every run and epoch, independently of a run's seed.
@@ -260,10 +260,6 @@ class Row(NamedTuple):
     following: TokenIds
     positions: IntArray
     documents: IntArray
-
-
-IGNORED_TARGET = -100
-"""Target value that torch's cross-entropy ignores."""
 
 
 def read_row(corpus: StoredCorpus, table: RowTable, row: int) -> Row:

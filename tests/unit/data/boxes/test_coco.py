@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings, strategies
 from PIL import Image
 
-from paceline.data.boxes.coco import files_of_pictures, mask_of, open_coco, outline_fault, read_annotations
-from paceline.data.boxes.pipeline import BoxDataset
+from paceline.data.boxes.dataset import BoxDataset
+from paceline.data.boxes.sets.coco import files_of_pictures, mask_of, open_coco, outline_fault, read_annotations
 from paceline.data.image.datasets import content_of_files
 from paceline.errors import DataError
 

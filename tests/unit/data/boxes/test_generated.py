@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.data.boxes.generated import CLASSES, open_shapes
+from paceline.data.boxes.sets.shapes import CLASSES, open_shapes
 from paceline.recipe.data import GeneratedBoxes
 
 WANTED = ([57, 61], [2, 1], [[33, 22, 48, 36], [39, 36, 57, 52]])

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.data.clicks import criteo as stored_module
-from paceline.data.clicks.criteo import CATEGORIES, DENSE, parse, table_rows_of
-from paceline.data.clicks.datasets import open_clicks
+from paceline.data.clicks.sets import criteo as stored_module
+from paceline.data.clicks.sets.criteo import CATEGORIES, DENSE, parse, table_rows_of
+from paceline.data.clicks.sets.synthetic import open_clicks
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.data import Clicks, Data
 

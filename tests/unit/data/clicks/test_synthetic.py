@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.data.clicks.criteo import ClickRows, hold_in_memory
-from paceline.data.clicks.datasets import SyntheticClicks, open_clicks
+from paceline.data.clicks.dataset import ClickRows, hold_in_memory
+from paceline.data.clicks.sets.synthetic import SyntheticClicks, open_clicks
 from paceline.data.slices import SampleIds
 from paceline.errors import RecipeError
 from paceline.metrics.auc import area_under_curve

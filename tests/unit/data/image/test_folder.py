@@ -20,9 +20,9 @@ from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets import image_folder
 from paceline.data.image.sets.csv import read_csv
 from paceline.data.image.source import EXTENSIONS
-from paceline.data.masks.folder import open_masks
+from paceline.data.masks.sets.folder import open_masks
 from paceline.data.packing.origins import detect
-from paceline.data.text.datasets import open_text
+from paceline.data.text.sets.documents import open_text
 from paceline.errors import DataError, PacelineError
 from paceline.files import SkippedItems
 from paceline.inference.sources import pictures_of

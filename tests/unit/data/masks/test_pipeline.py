@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.boxes.generated import open_shapes
-from paceline.data.boxes.pipeline import BoxDataset, Objects
+from paceline.data.boxes.dataset import BoxDataset, Objects
+from paceline.data.boxes.sets.shapes import open_shapes
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.masks.pipeline import IGNORED, MaskDataset, MaskPipeline, MaskView, fitted_size, from_objects
+from paceline.data.masks.dataset import IGNORED, MaskDataset, from_objects
+from paceline.data.masks.pipeline import MaskPipeline, MaskView, fitted_size
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Normalize, Placement
 from paceline.recipe.data import Augment, GeneratedBoxes

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tiny_text import chats, tokenizer_folder, write_lines
 
-from paceline.data.text.corpus import TextDataset
-from paceline.data.text.datasets import open_text
-from paceline.data.text.pipeline import IGNORED_TARGET, packed_rows, read_row, single_rows, target_count
+from paceline.data.text.corpus import IGNORED_TARGET, TextDataset
+from paceline.data.text.pipeline import packed_rows, read_row, single_rows, target_count
+from paceline.data.text.sets.documents import open_text
 from paceline.data.text.tokenizer import HuggingFaceTokenizer, open_tokenizer
 from paceline.errors import DataError
 from paceline.recipe.data import Data, Text

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from paceline.data.text.datasets import open_text
+from paceline.data.text.sets.documents import open_text
 from paceline.errors import DataError
 from paceline.recipe.data import Data, Text
 

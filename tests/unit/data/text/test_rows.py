@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.text.corpus import StoredCorpus
-from paceline.data.text.pipeline import IGNORED_TARGET, RowTable, chunked_rows, read_row, single_rows
+from paceline.data.text.corpus import IGNORED_TARGET, StoredCorpus
+from paceline.data.text.pipeline import RowTable, chunked_rows, read_row, single_rows
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=0, max_size=8)
 

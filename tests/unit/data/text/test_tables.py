@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies
 from tiny_text import reviews, tokenizer_folder, write_lines
 
 from paceline.data.text.corpus import split_by_class
-from paceline.data.text.labelled import LabelledTexts, open_labelled
+from paceline.data.text.sets.labelled import LabelledTexts, open_labelled
 from paceline.data.text.tables import Row
 from paceline.errors import DataError
 from paceline.recipe.data import Data, Text

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.clicks.criteo import CATEGORIES, DENSE, ClickDataset, ClickRows, StoredSource, load_clicks
+from paceline.data.clicks.dataset import ClickDataset, ClickRows
+from paceline.data.clicks.sets.criteo import CATEGORIES, DENSE, StoredSource, load_clicks
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds
 from paceline.errors import DataError, RecipeError
@@ -42,7 +43,7 @@ _MOST_USED = 100_000
 
 
 class SyntheticClicks:
-    """One split; implements :class:`~paceline.data.clicks.criteo.ClickSource`."""
+    """One split; implements :class:`~paceline.data.clicks.sets.criteo.ClickSource`."""
 
     def __init__(self, clicks: Clicks, tables: tuple[int, ...], samples: int, *, training: bool) -> None:
         self._clicks = clicks

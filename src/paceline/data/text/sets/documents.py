@@ -17,7 +17,6 @@ import numpy as np
 from paceline.data.image.sets.huggingface import choose_splits, find_files
 from paceline.data.image.tables import file_problem, require_pyarrow
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
-from paceline.data.text.chat import open_chat
 from paceline.data.text.corpus import (
     MANIFEST,
     Documents,
@@ -27,6 +26,7 @@ from paceline.data.text.corpus import (
     open_tokens,
     split_by_name,
 )
+from paceline.data.text.sets.chat import open_chat
 from paceline.data.text.tables import cells_of
 from paceline.data.text.tokenizer import ByteTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError, did_you_mean

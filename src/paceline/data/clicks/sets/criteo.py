@@ -22,19 +22,16 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from paceline.data.batch import Batch, Progress
-from paceline.data.pipeline import Placement, SimplePipeline
-from paceline.data.slices import SampleIds, SampleSlice
+from paceline.data.clicks.dataset import ClickRows
+from paceline.data.slices import SampleIds
 from paceline.errors import DataError
 from paceline.files import SkippedItems, has_extension, list_files, refuse_special_inputs
 from paceline.machine import cache_folder
@@ -211,7 +208,7 @@ class StoredClicks:
 
 
 class StoredSource:
-    """A range of stored samples; implements :class:`~paceline.data.clicks.criteo.ClickSource`."""
+    """A range of stored samples; implements :class:`~paceline.data.clicks.sets.criteo.ClickSource`."""
 
     def __init__(self, clicks: StoredClicks, tables: tuple[int, ...], first: int, last: int) -> None:
         """Use the samples ``first`` to ``last`` (excluded)."""
@@ -390,129 +387,3 @@ def _open_lock(folders: tuple[Path, ...], path: Path, cache: str, key: str) -> T
 
 
 # Larger sets are read on request.
-_HELD_BYTES = 2**30
-_READ_AT_ONCE = 2**16
-
-
-class ClickRows(NamedTuple):
-    """Some samples.
-
-    Attributes:
-        dense: Numeric features, float32 [N, dense features].
-        categories: Row of each feature's table, int64 [N, categorical features].
-        labels: 1 if clicked on, else 0; uint8 [N].
-    """
-
-    dense: NDArray[np.float32]
-    categories: NDArray[np.int64]
-    labels: NDArray[np.uint8]
-
-
-class ClickSource(Protocol):
-    """One split."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
-
-    def read(self, ids: SampleIds) -> ClickRows:
-        """Return the samples with these ids, in this order."""
-        ...
-
-    def name(self, sample: int) -> str:
-        """Return a sample's origin, for people."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClickDataset:
-    """Clicked and unclicked samples, in two splits.
-
-    Attributes:
-        name: Name in the recipe.
-        train: Training samples.
-        validation: Held-out samples.
-        dense_features: Number of numeric features.
-        tables: Rows of each categorical feature's table.
-        digest: Identifies the data.
-        facts: Additional facts for the plan.
-        reasons: Explanations of automatic values, by dotted key.
-        left_out: Unused data, one sentence per kind.
-    """
-
-    name: str
-    train: ClickSource
-    validation: ClickSource
-    dense_features: int
-    tables: tuple[int, ...]
-    digest: str
-    facts: Mapping[str, int | str] = field(default_factory=dict)
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
-
-
-class InMemoryRows:
-    """Samples in memory; implements :class:`ClickSource`."""
-
-    def __init__(self, source: ClickSource) -> None:
-        """Read all samples of another source."""
-        self._source = source
-        first = source.read(np.arange(1))
-        self._rows = ClickRows(*(np.empty((len(source), *each.shape[1:]), dtype=each.dtype) for each in first))
-        # In chunks: reading needs several times the size of a chunk.
-        for begin in range(0, len(source), _READ_AT_ONCE):
-            ids = np.arange(begin, min(begin + _READ_AT_ONCE, len(source)))
-            self._rows.dense[ids], self._rows.categories[ids], self._rows.labels[ids] = source.read(ids)
-
-    def __len__(self) -> int:
-        return len(self._rows.labels)
-
-    def read(self, ids: SampleIds) -> ClickRows:
-        """Return copies of the rows."""
-        rows = self._rows
-        return ClickRows(rows.dense[ids], rows.categories[ids], rows.labels[ids])
-
-    def name(self, sample: int) -> str:
-        """Return the source's name of the sample."""
-        return self._source.name(sample)
-
-
-def hold_in_memory(source: ClickSource) -> ClickSource:
-    """Return the source itself, or its rows in memory if they take at most 1 GiB."""
-    if isinstance(source, InMemoryRows) or len(source) == 0:
-        return source
-    first_row = source.read(np.zeros(1, dtype=np.int64))
-    return InMemoryRows(source) if sum(each.nbytes for each in first_row) * len(source) <= _HELD_BYTES else source
-
-
-class ClickPipeline(SimplePipeline):
-    """Batches of numeric features and categories.
-
-    Inputs are ``{"dense": float32 [N, dense features], "categories": int64 [N, categorical features]}``, targets
-    float32 [N], 1 for a click. Sets of up to 1 GiB are held in memory; for larger ones, a thread reads one batch ahead.
-    """
-
-    def __init__(self, *, train: ClickSource, evaluation: ClickSource, placement: Placement) -> None:
-        self._sources = {True: train, False: evaluation}
-        super().__init__(self._rows, evaluation_samples=len(evaluation), placement=placement, prefetch=1)
-
-    def load(self, report: Progress) -> None:
-        """Load both splits into memory, if they fit."""
-        for training, source in self._sources.items():
-            self._sources[training] = hold_in_memory(source)
-            report(len(source), len(source))
-
-    def sample_name(self, sample_id: int, *, training: bool) -> str:
-        """Return the sample's line, or its set and number."""
-        return self._sources[training].name(sample_id)
-
-    def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
-        self._sources[training] = source = hold_in_memory(self._sources[training])
-        # Pages of a mapped file may have to be read from disk.
-        self._threads = 0 if isinstance(source, InMemoryRows) else 1
-        return super()._batches(slices, training=training)
-
-    def _rows(self, part: SampleSlice, training: bool) -> tuple[dict[str, Tensor], Tensor]:
-        rows = self._sources[training].read(part.ids)
-        inputs = {"dense": torch.from_numpy(rows.dense), "categories": torch.from_numpy(rows.categories)}
-        return inputs, torch.from_numpy(rows.labels.astype(np.float32))

@@ -18,7 +18,7 @@ from unicodedata import normalize
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.boxes.pipeline import BoxDataset, Objects
+from paceline.data.boxes.dataset import BoxDataset, Objects
 from paceline.data.boxes.plausibility import implausible
 from paceline.data.image.decode import decode
 from paceline.data.image.source import Image

@@ -20,12 +20,12 @@ import numpy as np
 from PIL import Image as Pillow
 from PIL import UnidentifiedImageError
 
-from paceline.data.boxes.coco import existing_folder
+from paceline.data.boxes.sets.coco import existing_folder
 from paceline.data.disk_cache import cached, stamp_or_none
 from paceline.data.image.dataset import stratified_split
 from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, decode, read_file, upright_size
 from paceline.data.image.source import EXTENSIONS, Image
-from paceline.data.masks.pipeline import IGNORED, LabelMap, MaskDataset
+from paceline.data.masks.dataset import IGNORED, LabelMap, MaskDataset
 from paceline.data.splits import SPLIT_NAMES, TRAIN, split_folders
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import one_form

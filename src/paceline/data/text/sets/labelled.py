@@ -14,9 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.tables import are_unlabelled, find_column, number_rows, odd_class_names
-from paceline.data.text.corpus import Split, StoredCorpus, TextDataset, split_by_class, split_by_name, stored
-from paceline.data.text.datasets import python_documentation
-from paceline.data.text.pipeline import IGNORED_TARGET
+from paceline.data.text.corpus import (
+    IGNORED_TARGET,
+    Split,
+    StoredCorpus,
+    TextDataset,
+    split_by_class,
+    split_by_name,
+    stored,
+)
+from paceline.data.text.sets.documents import python_documentation
 from paceline.data.text.tables import Row, TextTable, read_table
 from paceline.data.text.tokenizer import TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.errors import DataError

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.boxes.pipeline import BoxDataset, Objects
+from paceline.data.boxes.dataset import BoxDataset, Objects
 from paceline.data.image.source import Image
 from paceline.data.random_draws import uniforms
 from paceline.recipe.data import Data, GeneratedBoxes
