@@ -1,29 +1,37 @@
-"""Registry of image data sets, both built in and from installed packages, by name.
+"""Registry of data sets of all kinds, both built in and from installed packages, by name.
 
-A data set is one function decorated with :func:`dataset`, in its own file. Built-in ones are in
-``paceline/data/image/sets``; another package names its function in the entry points ``paceline.datasets``. A recipe's
-keys are checked against those that a data set declares, so these files must not import torch, directly or indirectly.
+A data set is one function decorated with :func:`dataset`, in its own file. Built-in ones are in ``sets`` folders, such
+as ``paceline/data/image/sets``; another package names its function in the entry points ``paceline.datasets``. Every
+command asks this registry what a name or a file means. A recipe's keys are checked against those that a data set
+declares, so these files must not import torch, directly or indirectly.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, partial
+from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from paceline.errors import DataError
-from paceline.references import load_reference
-from paceline.registry import installed
+from paceline.errors import DataError, did_you_mean
+from paceline.files import is_ignored
+from paceline.references import call_reference, is_reference, load_reference
+from paceline.registry import installed, load
 
-_BUILTIN_PACKAGE = "paceline.data.image.sets"
+_BUILT_IN = tuple(f"paceline.data.{room}.sets" for room in ("image", "text", "clicks", "boxes", "masks"))
 _FAMILY = ":NAME"
+_LOOKED_AT = 16  # files of each subfolder
 
 Opener = Callable[[Any], Any]
-"""Takes a ``DatasetRequest`` and returns ``StoredImages``, both of ``paceline.data.image.dataset``."""
+"""Opens a data set: of images from a ``paceline.data.image.dataset.DatasetRequest``, of others from ``recipe.data``."""
 AnyOpener = TypeVar("AnyOpener", bound=Opener)
+_T = TypeVar("_T")
 
 
 class Size(NamedTuple):
@@ -35,77 +43,202 @@ class Size(NamedTuple):
     image_size: int
 
 
+class Place:
+    """A file, folder or pattern of which the data set is looked for.
+
+    Attributes:
+        path: The path.
+        is_folder: Whether it is a folder.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path).expanduser()
+        self.is_folder = self.path.is_dir()
+
+    @cached_property
+    def endings(self) -> frozenset[str]:
+        """Endings of a folder's files, and of the first few in each subfolder, without listing millions."""
+        endings = set()
+        for entry in self.path.iterdir() if self.is_folder else ():
+            if is_ignored(entry.name):
+                continue
+            if not entry.is_dir():
+                endings.add(entry.suffix.lower())
+                continue
+            with os.scandir(entry) as inside:
+                seen = (each.name for each in inside if not is_ignored(each.name))
+                endings |= {os.path.splitext(name)[1].lower() for name in islice(seen, _LOOKED_AT)}
+        return frozenset(endings)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DatasetEntry:
     """A data set that a recipe can name.
 
     Attributes:
         name: Its name; ``library:NAME`` stands for all names that begin with ``library:``.
+        kind: The kind of its samples, as a noun, such as ``images``; None if the function that opens it is undecorated.
         open: Function that opens it.
-        keys: Keys of a recipe's ``data`` section that have an effect on it and not on every data set.
+        keys: Keys of a recipe's ``data`` section that have an effect on it and not on every data set; None: all.
+        endings: Endings of its files' names, in lower case.
+        sniff: Whether a folder, or a file with one of these endings, is such a data set; None: every such file is.
         size: Its typical size; None if unknown.
     """
 
     name: str
+    kind: str | None
     open: Opener
-    keys: frozenset[str]
+    keys: frozenset[str] | None
+    endings: tuple[str, ...] = ()
+    sniff: Callable[[Place], object] | None = None
     size: Size | None = None
 
+    def uses(self, key: str) -> bool:
+        """Whether a key of the ``data`` section has an effect on it."""
+        return self.keys is None or key in self.keys
 
-_entries: dict[str, DatasetEntry] = {}
+    def reads(self, place: Place) -> bool:
+        """Whether a file, folder or pattern is such a data set."""
+        if not place.is_folder and not place.path.name.lower().endswith(self.endings):
+            return False
+        with suppress(PermissionError):  # the function that opens it reports the reason
+            return not place.is_folder if self.sniff is None else bool(self.sniff(place))
+        return False
 
 
-def dataset(name: str, *, keys: Sequence[str] = (), size: Size | None = None) -> Callable[[AnyOpener], AnyOpener]:
-    """Register the decorated function under a name."""
+_entries: dict[tuple[str, str | None], DatasetEntry] = {}
+
+
+def dataset(
+    name: str,
+    *,
+    kind: str = "images",
+    endings: Sequence[str] = (),
+    sniff: Callable[[Place], object] | None = None,
+    keys: Sequence[str] = (),
+    size: Size | None = None,
+) -> Callable[[AnyOpener], AnyOpener]:
+    """Register the decorated function under a name; a name may stand for data sets of several kinds.
+
+    The arguments are described in :class:`DatasetEntry`.
+    """
 
     def register(opener: AnyOpener) -> AnyOpener:
-        _entries[name] = DatasetEntry(name=name, open=opener, keys=frozenset(keys), size=size)
+        _entries[name, kind] = DatasetEntry(
+            name=name,
+            kind=kind,
+            open=opener,
+            keys=frozenset(keys),
+            endings=tuple(each.lower() for each in endings),
+            sniff=sniff,
+            size=size,
+        )
         return opener
 
     return register
 
 
-def dataset_names() -> tuple[str, ...]:
+def entries(kind: str | None = None) -> list[DatasetEntry]:
+    """Return the registered data sets, of one kind or of all; those of other packages once these are imported."""
+    _load_built_in()
+    return [each for each in _entries.values() if kind in (None, each.kind)]
+
+
+def dataset_names(kind: str | None = None) -> tuple[str, ...]:
     """Return the names of all data sets: built-in ones first, then those of other packages, without imports."""
-    _load_builtin()
-    return tuple(dict.fromkeys((*sorted(_entries), *installed("datasets"))))
+    others = {each.name for each in entries() if kind not in (None, each.kind)}
+    named = sorted({each.name for each in entries(kind)})
+    return tuple(dict.fromkeys((*named, *(name for name in installed("datasets") if name not in others))))
 
 
-def find_dataset(name: str) -> DatasetEntry | None:
-    """Return the data set of that name, or None; imports the package that provides it."""
-    _load_builtin()
+def find_dataset(name: str, kind: str = "images") -> DatasetEntry | None:
+    """Return the data set of that name and kind, or None; imports the package that provides it."""
+    return next((each for each in _named(name) if each.kind in (kind, None)), None)
+
+
+def _named(name: str) -> list[DatasetEntry]:
+    """Return the data sets of that name, of every kind."""
     family = name.partition(":")[0] + _FAMILY
-    if name not in _entries and family not in _entries and name in installed("datasets"):
-        entry = load_reference(installed("datasets")[name], DataError, installed=True)
-        if name not in _entries:  # an undecorated function
-            dataset(name, keys=("path", "options"))(entry)
-    return _entries.get(name) or _entries.get(family)
+
+    def found() -> list[DatasetEntry]:
+        return [each for each in entries() if each.name in (name, family)]
+
+    if not found() and name in installed("datasets"):
+        opener = load_reference(installed("datasets")[name], DataError, installed=True)
+        if not found():
+            _entries[name, None] = DatasetEntry(name=name, kind=None, open=opener, keys=None)
+    return found()
+
+
+def dataset_at(path: str | Path, kind: str = "images") -> DatasetEntry | None:
+    """Return the data set of a file, folder or pattern, or None.
+
+    Other packages are imported only if no built-in data set claims it. A folder that none claims is one of class
+    folders.
+    """
+    place = Place(path)
+    for names in ((), installed("datasets")):
+        for name in names:
+            _named(name)
+        if (found := next((each for each in entries(kind) if each.reads(place)), None)) is not None:
+            return found
+    return find_dataset("image_folder") if place.is_folder and kind == "images" else None
+
+
+def open_dataset(name: str, kinds: Mapping[str, type[_T]], argument: Any) -> _T:
+    """Open a data set: registered, or custom code.
+
+    Args:
+        name: The recipe's ``data.dataset``.
+        kinds: The kinds that the task takes, and the class of such data sets.
+        argument: What the function that opens it is called with.
+
+    Raises:
+        DataError: If there is no such data set, or the function that opens it returns something else.
+    """
+    if is_reference(name):
+        opener = load("datasets", name, DataError)
+    elif entry := next((each for each in map(partial(find_dataset, name), kinds) if each is not None), None):
+        opener = entry.open
+    else:
+        names = sorted({each for kind in kinds for each in dataset_names(kind)})
+        others = [str(each.kind) for each in _named(name)]
+        found = f", a data set of {' and of '.join(others)}, not of {' or '.join(kinds)}" if others else ""
+        raise DataError(
+            f"data.dataset is {name!r}{found}; known are {', '.join(names)} and 'package.module:factory'."
+            f"{did_you_mean(name, names)}"
+        )
+    opened = call_reference("data.dataset", name, opener, DataError, argument)
+    if not isinstance(opened, tuple(kinds.values())):
+        expected = " or ".join(f"{each.__module__}.{each.__name__}" for each in kinds.values())
+        raise DataError(
+            f"data.dataset={name}: its opener returned {type(opened).__name__}; it must return a {expected}."
+        )
+    return opened
 
 
 @cache
-def _load_builtin() -> None:
-    for module in pkgutil.iter_modules(importlib.import_module(_BUILTIN_PACKAGE).__path__, f"{_BUILTIN_PACKAGE}."):
-        importlib.import_module(module.name)
+def _load_built_in() -> None:
+    for package in map(importlib.import_module, _BUILT_IN):
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
 
 
-class DatasetsUsing(Collection[str]):
-    """Names of the data sets that a key applies to; looked up on first use."""
+class DatasetNames(Collection[str]):
+    """Names of the data sets that a key applies to, or of all; looked up on first use."""
 
-    def __init__(self, key: str, *extra_names: str) -> None:
-        """Store the key, and names of data sets that are not in the registry."""
+    def __init__(self, key: str | None = None) -> None:
+        """Store the key."""
         self._key = key
-        self._extra_names = extra_names
 
     @property
     def _names(self) -> tuple[str, ...]:
-        _load_builtin()
-        return (*sorted(name for name, each in _entries.items() if self._key in each.keys), *self._extra_names)
+        if self._key is None:
+            return dataset_names()
+        return tuple(sorted({each.name for each in entries() if each.keys is not None and self._key in each.keys}))
 
     def __contains__(self, name: object) -> bool:
-        if name in self._extra_names:
-            return True
-        entry = find_dataset(name) if isinstance(name, str) else None
-        return entry is not None and self._key in entry.keys
+        return isinstance(name, str) and any(self._key is None or each.uses(self._key) for each in _named(name))
 
     def __len__(self) -> int:
         return len(self._names)

@@ -17,19 +17,18 @@ Objects are called in the same way for both kinds of names, and for custom code 
 * schedules: ``shape(rate, step)`` with a :class:`paceline.plan.rates.LearningRate`; returns the learning rate of a
   step after the warm-up
 * tasks: ``task(recipe)``; returns a :class:`paceline.tasks.task.Task`
-* datasets: ``opener(recipe.data)``; returns the data set of the recipe's task
+* datasets: see :mod:`paceline.dataset_registry`
 * commands: a click command
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Literal, TypeVar
 
-from paceline.errors import DataError, PacelineError, did_you_mean
+from paceline.errors import PacelineError, did_you_mean
 from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES, UNSUPPORTED_OPTIMIZERS
-from paceline.references import call_reference, is_reference, load_reference
+from paceline.references import is_reference, load_reference
 
 _T = TypeVar("_T")
 Kind = Literal["optimizers", "schedules", "losses", "augmentations", "tasks", "datasets", "commands"]
@@ -132,28 +131,3 @@ def load(kind: Kind, name: str, error: type[PacelineError]) -> Any:
     if not callable(target):
         raise error(f"'{reference}' is a {type(target).__name__}, which cannot be called: name a function or a class.")
     return target
-
-
-def open_dataset(name: str, builtin: Mapping[str, Callable[[Any], _T]], kind: type[_T], data: Any) -> _T:
-    """Open a data set of one kind: built in, from an installed package, or custom.
-
-    Args:
-        name: The recipe's ``data.dataset``.
-        builtin: Functions that open the built-in ones.
-        kind: The class of such data sets.
-        data: The recipe's data section, passed to that function.
-
-    Raises:
-        DataError: If there is no such data set, or the function that opens it returns something else.
-    """
-    if name in builtin:
-        return builtin[name](data)
-    if not is_reference(name) and name not in installed("datasets"):
-        raise DataError(
-            f"data.dataset is {name!r}, which is not a {kind.__name__}; known are {', '.join(builtin)} and "
-            f"'package.module:factory'.{did_you_mean(name, builtin)}"
-        )
-    opened = call_reference("data.dataset", name, load("datasets", name, DataError), DataError, data)
-    if not isinstance(opened, kind):
-        raise DataError(f"data.dataset={name} gave a {type(opened).__name__}, not a {kind.__name__}.")
-    return opened

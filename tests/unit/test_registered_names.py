@@ -19,7 +19,7 @@ from paceline import dataset_registry, registry
 from paceline.cli.main import run
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.transforms import Variation
-from paceline.dataset_registry import DatasetsUsing, dataset_names, find_dataset
+from paceline.dataset_registry import DatasetNames, dataset_names, find_dataset
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.optim.build import build_optimizer, build_schedules
 from paceline.plan.rates import LearningRate
@@ -353,10 +353,13 @@ def test_another_packages_data_set_is_one_of_ours() -> None:
 
 
 def test_keys_and_names() -> None:
-    assert list(DatasetsUsing("split_column", "other")) == ["csv", "mixture", "parquet", "other"]
-    assert "torchvision:EMNIST" in DatasetsUsing("options")
-    assert "digits" not in DatasetsUsing("path")
+    assert list(DatasetNames("split_column")) == ["chat", "csv", "mixture", "parquet", "text_table"]
+    assert "torchvision:EMNIST" in DatasetNames("options")
+    assert "digits" not in DatasetNames("path")
     assert find_dataset("nobody") is None
+    assert find_dataset("docs") is None
+    assert find_dataset("docs", "texts") != find_dataset("docs", "labelled texts")
+    assert {"digits", "docs", "coco", "masks", "criteo"} <= set(DatasetNames())
 
 
 def test_checking_a_recipe_loads_no_torch() -> None:

@@ -79,6 +79,7 @@ def _of_key(found: Key, keys: list[Key]) -> Result:
     found = _without_marks(found)
     words = {
         "takes": found.value,
+        **({"names": ", ".join(found.names)} if found.names else {}),
         "default": found.default,
         "has an effect": f"with {found.used_with}" if found.used_with else "always",
         "example": example,

@@ -20,19 +20,6 @@ from paceline.machine import available_cores
 from paceline.pages.shown import Document, Result, Shown
 from paceline.units import counted, format_bytes, format_count, format_seconds
 
-# Copied from paceline.data.packing.origins, which is slow to import for --help.
-Kind = Literal[
-    "image_folder",
-    "csv",
-    "parquet",
-    "webdataset",
-    "huggingface",
-    "cifar10",
-    "cifar100",
-    "mnist",
-    "fashion_mnist",
-    "packed",
-]
 _EVERY_SECONDS = 5.0
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 _NAMED = 10
@@ -96,7 +83,12 @@ class Pack:
         "With raw: store the centre of each image, resized to a square of this side; the memory back-end reads all at "
         "once.",
     ] = None
-    kind: Annotated[Kind | None, _images(), "Format of SOURCE (default: detected from the files and reported)."] = None
+    kind: Annotated[
+        str | None,
+        _images("NAME"),
+        "Format of SOURCE, as in data.dataset, such as csv or webdataset (default: detected from the files and "
+        "reported).",
+    ] = None
     image_column: Annotated[str, _images("NAME"), "For a table: the column with images, or their paths."] = "auto"
     label_column: Annotated[str, _images("NAME"), "For a table: the column with labels."] = "auto"
     split_column: Annotated[str, _images("NAME"), "For a table: the column with train, val or test; or off."] = "auto"

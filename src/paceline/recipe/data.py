@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from paceline.dataset_registry import DatasetsUsing
+from paceline.dataset_registry import DatasetNames
 from paceline.recipe.fields import (
     STRICT,
     Applies,
@@ -84,14 +84,12 @@ def _one_column(value: object) -> object:
     return value
 
 
-_TABLES_OF_TEXT = ("text_table", "chat")
-_TEXTS = ("docs", "text_folder", "tokens", "huggingface_text", *_TABLES_OF_TEXT)
-# For image data sets, each lists the keys that it uses where it is registered (``paceline.dataset_registry``).
-_WITH_PATH = DatasetsUsing("path", *_TEXTS[1:], "criteo", "coco", "masks")
-_SUBSET = DatasetsUsing("subset")
-_CLASSES = DatasetsUsing("only_classes")
-_SAMPLES = DatasetsUsing("samples", "synthetic_clicks")
-SPLIT_OFF = DatasetsUsing("validation_fraction", *(each for each in _TEXTS if each != "tokens"), "criteo", "masks")
+def _used(key: str) -> Applies:
+    """Mark a key with the data sets that list it where they are registered (``paceline.dataset_registry``)."""
+    return Applies("dataset", DatasetNames(key))
+
+
+SPLIT_OFF = DatasetNames("validation_fraction")
 
 _MIXED = Needs(("data.mix.mixup", "data.mix.cutmix"), "nothing is mixed (data.mix.mixup, data.mix.cutmix)")
 _MIXUP = Needs(("data.mix.mixup",), "there is one kind of mixing")
@@ -107,9 +105,8 @@ _WITH_LOADERS = Needs(
 _LOADED = Needs(("loader processes",), "there are no loader processes (see data.workers)")
 _STRENGTHS = ("brightness", "contrast", "saturation", "hue")
 _JITTERED = Needs(tuple(f"data.augment.jitter.{each}" for each in _STRENGTHS), "there is no jitter")
-_WITH_TARGETS = Applies("dataset", DatasetsUsing("target_columns"))
+_WITH_TARGETS = _used("target_columns")
 _NUMBERS = Needs(("numbers to learn",), "only image_regression learns numbers")
-CLICK_DATASETS = ("criteo", "synthetic_clicks")
 # In smaller pictures, objects cannot be told apart.
 _SMALLEST = 32
 _MOST_ROWS = 10**10
@@ -358,7 +355,7 @@ class Clicks:
 class Data:
     """Which samples a run sees."""
 
-    dataset: str = "image_folder"
+    dataset: Annotated[str, Names(DatasetNames(), "datasets")] = "image_folder"
     """`digits`, `discs` and `figures` (drawn), `image_folder`, `csv` (a table of paths and labels), `parquet` (tables
     of images), `huggingface`, `webdataset`, `packed` (what `paceline pack` wrote), `mixture` (of folders and tables),
     the archives `cifar10`, `cifar100`, `mnist`, `fashion_mnist`, `torchvision:NAME`, or `synthetic`; of text `docs`
@@ -367,35 +364,33 @@ class Data:
     labels) or `chat` (the same, with columns `prompt` and `answer`, or `messages`); of clicks `criteo` (lines of
     numbers and categories) or `synthetic_clicks`; for detection `coco` or `shapes`, which are drawn; for segmentation
     these or `masks` (a label map for each image); or `package.module:factory`."""
-    path: Annotated[LocalPath | None, Off, Applies("dataset", _WITH_PATH)] = None
+    path: Annotated[LocalPath | None, Off, _used("path")] = None
     """Path of the data; an image folder is PATH/{train,val or test}/CLASS/*, or PATH/CLASS/*; tars may be a pattern,
     `PATH/train-{000..146}.tar`; a text folder is PATH/{train,val}/*.txt, or PATH/*.txt; of a `mixture`, the folder with
     its sets. Or an address: `s3://BUCKET/PATH`, `hf://datasets/OWNER/NAME`."""
-    mixture: Annotated[_Ratios, Applies("dataset", DatasetsUsing("mixture"))] = Field(default_factory=dict)
+    mixture: Annotated[_Ratios, _used("mixture")] = Field(default_factory=dict)
     """The sets of a `mixture` and their ratios: `{photos: 3, more.csv: 1}` takes three samples of `photos` for each of
     `more.csv`. A set is a folder of class folders or a table of images in `path`. Classes of the same name are one
     class. An epoch has as many samples as all sets; a set is used up before one of its samples repeats."""
-    image_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("image_column"))] = "auto"
+    image_column: Annotated[Auto | str, _used("image_column")] = "auto"
     """Column of a table with the images, or their paths; `auto`: one with a usual name."""
-    label_column: Annotated[Auto | str, Applies("dataset", DatasetsUsing("label_column", "text_table"))] = "auto"
+    label_column: Annotated[Auto | str, _used("label_column")] = "auto"
     """Column of a table with the labels; `auto`: the only suitable one, or one called `label`, for example. With
     `image_multilabel`, a cell holds any number of names, separated by `;`; with `token_classification`, a list of
     tags, and `auto` is `tags`."""
     target_columns: Annotated[_Columns, _WITH_TARGETS] = ()
     """For `image_regression`: columns of a table with the numbers to learn, such as `[age, height]`. For
     `image_multilabel`: columns with 0 or 1, one for each class, instead of `label_column`."""
-    split_column: Annotated[
-        Auto | str | None, Off, Applies("dataset", DatasetsUsing("split_column", *_TABLES_OF_TEXT))
-    ] = "auto"
+    split_column: Annotated[Auto | str | None, Off, _used("split_column")] = "auto"
     """Column of a table with `train`, `val` or `test` for each sample; `auto`: one called `split`, for example, if any;
     `off`: none."""
-    download: Annotated[Switch, Applies("dataset", DatasetsUsing("download"))] = False
+    download: Annotated[Switch, _used("download")] = False
     """Download an archive, or a `torchvision:NAME`, into `path` if it is not there yet."""
-    options: Annotated[Options, Applies("dataset", DatasetsUsing("options"))] = Field(default_factory=dict)
+    options: Annotated[Options, _used("options")] = Field(default_factory=dict)
     """Further arguments for a `torchvision:NAME`, such as `{split: letters}` for EMNIST."""
-    only_classes: Annotated[tuple[_ClassNumber | str, ...] | None, Off, Applies("dataset", _CLASSES)] = None
+    only_classes: Annotated[tuple[_ClassNumber | str, ...] | None, Off, _used("only_classes")] = None
     """Use only these classes, by name or number; `off`: all."""
-    subset: Annotated[Part | None, Off, Applies("dataset", _SUBSET)] = None
+    subset: Annotated[Part | None, Off, _used("subset")] = None
     """Train on this number (`1000`) or share (`10%`) of the images, stratified by class; always the same ones, and a
     larger subset contains each smaller one. The held-out images stay; `off`: on all."""
     sampling: Literal["uniform"] | ByClass = "uniform"
@@ -427,13 +422,13 @@ class Data:
     """The longer side is `evaluation_size` plus the nearest multiple of this many pixels."""
     channels: Auto | Literal[1, 3] = "auto"
     """1 greyscale, 3 colour; `auto` is 3 unless the dataset is greyscale."""
-    validation_fraction: Annotated[Fraction, Applies("dataset", SPLIT_OFF)] = 0.2
+    validation_fraction: Annotated[Fraction, _used("validation_fraction")] = 0.2
     """Share of each class, or of text of the documents, held out for evaluation, if the data has no split. Rows of text
     are drawn by file name and row number: renaming the file changes the split. `paceline evaluate` takes 1 too: all."""
-    split_by: Annotated[Literal["order", "name"], Applies("dataset", DatasetsUsing("split_by"))] = "order"
+    split_by: Annotated[Literal["order", "name"], _used("split_by")] = "order"
     """What decides which images are held out if the data has no split: the image's position in its class, or its name,
     so that adding or removing an image moves at most one other."""
-    saved_split: Annotated[LocalPath | None, Off, Applies("dataset", DatasetsUsing("saved_split"))] = None
+    saved_split: Annotated[LocalPath | None, Off, _used("saved_split")] = None
     """A file that stores the split: written by the first run and used by all later ones; or `off`."""
     holdout_fraction: OpenFraction = 0.0
     """Share of each class of the training images, at least one, used neither for training nor for evaluation. Use it to
@@ -455,9 +450,9 @@ class Data:
     images."""
     target_std: Annotated[Auto | tuple[PositiveFloat, ...], _WITH_TARGETS, _NUMBERS] = "auto"
     """Value to divide them by afterwards; `auto`: their standard deviation over the training images."""
-    samples: Annotated[PositiveInt, Field(le=10**8), Applies("dataset", _SAMPLES)] = 4096
+    samples: Annotated[PositiveInt, Field(le=10**8), _used("samples")] = 4096
     """Training samples of a `synthetic` dataset."""
-    classes: Annotated[PositiveInt, Field(le=10**6), Applies("dataset", DatasetsUsing("classes"))] = 1000
+    classes: Annotated[PositiveInt, Field(le=10**6), _used("classes")] = 1000
     """Classes of the `synthetic` dataset."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     """How images are resized; always antialiased."""
@@ -467,11 +462,11 @@ class Data:
     """How training images grow."""
     mix: Mix = Mix()
     """How training samples are mixed."""
-    text: Annotated[Text, Applies("dataset", _TEXTS)] = Text()
+    text: Annotated[Text, _used("text")] = Text()
     """How text becomes the samples of a language model."""
-    recommendation: Annotated[Clicks, Applies("dataset", CLICK_DATASETS)] = Clicks()
+    recommendation: Annotated[Clicks, _used("recommendation")] = Clicks()
     """Numbers and categories of clicked and unclicked samples."""
-    detection: Annotated[Boxes, Applies("dataset", ("coco", "shapes"))] = Boxes()
+    detection: Annotated[Boxes, _used("detection")] = Boxes()
     """How pictures with boxes are read and prepared."""
 
     @property

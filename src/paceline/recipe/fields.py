@@ -142,7 +142,7 @@ class Names:
         kind: The kind in the registry, which adds more names.
     """
 
-    values: tuple[str, ...]
+    values: Collection[str]
     kind: Kind | None = None
 
 

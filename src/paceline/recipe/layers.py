@@ -8,10 +8,11 @@ is a key that has no effect under the choices made (``optimizer.betas`` with ``s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
+from paceline.dataset_registry import DatasetNames
 from paceline.errors import RecipeError, did_you_mean
 from paceline.plain_yaml import to_boolean
 from paceline.recipe.fields import Applies, Belongs, Names, plain
@@ -54,6 +55,8 @@ def has_effect(section: type[Any], name: str, choice: object) -> bool:
     applies = mark(section, name, Applies)
     if applies is None or applies.allow(choice):
         return True
+    if isinstance(applies.values, DatasetNames):  # which lists the data sets of other packages too
+        return False
     names = mark(section, applies.to, Names)
     return names is not None and names.kind is not None and isinstance(choice, str) and choice in installed(names.kind)
 
@@ -230,7 +233,7 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
             check_effective(value, getattr(recipe, key), where, f"{path}{key}.")
 
 
-def named_choices(section: type[Any], name: str) -> tuple[object, ...]:
+def named_choices(section: type[Any], name: str) -> Collection[object]:
     """Return the choices of a field that allows any text: those it is marked with, or that other keys apply to."""
     names = mark(section, name, Names)
     if names is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from paceline.dataset_registry import Place, dataset_at, entries
 from paceline.errors import RecipeError, did_you_mean
 from paceline.files import refuse_archive, special_kind
 from paceline.plain_yaml import MAX_DEPTH, PlainDumper, load_plain, load_whole, yaml_line
@@ -33,7 +34,6 @@ _MIRROR = "checkpoint.mirror"
 _MAX_SHOWN = 60
 _LONG = 5  # letters
 _ENDINGS = (".yaml", ".yml")
-TABLES = {".csv": "csv", ".tsv": "csv", ".tab": "csv", ".parquet": "parquet"}  # and the data sets that use them
 SHIPPED = Path(__file__).parent.parent / "recipes"
 _RECIPE: TypeAdapter[Recipe] = TypeAdapter(Recipe)
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -77,11 +77,11 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def is_data(source: str | Path) -> bool:
-    """Whether a RECIPE argument is training data: a folder that is not a run, or a table of paths and labels."""
+    """Whether a RECIPE argument is training data: a folder that is not a run, or a file of images."""
     path = os.path.expanduser(source)
-    if str(source) in shipped_recipes():
+    if str(source) in shipped_recipes() or path.endswith(_ENDINGS):
         return False
-    return _is_data_folder(path) or (os.path.splitext(path)[1].lower() in TABLES and os.path.isfile(path))
+    return _is_data_folder(path) or (os.path.isfile(path) and dataset_at(path) is not None)
 
 
 def _is_data_folder(path: str) -> bool:
@@ -325,8 +325,8 @@ def _read(path: Path, notices: list[str], source: str | Path) -> layers.Tree:
     try:
         tree = load_plain(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        is_table = path.suffix.lower() == ".jsonl"
-        hint = " If it is data, name it in a recipe with task and data.path (docs/guide/language-models.md)." * is_table
+        is_data = any(each.reads(Place(path)) for each in entries())
+        hint = " If it is data, name it in a recipe with task and data.path (docs/guide/language-models.md)." * is_data
         raise RecipeError(f"{path}: not readable as YAML{_cause(error)}{hint}") from None
     if tree is None:
         return {}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,20 +16,19 @@ from torch import Tensor, nn
 from paceline.data.batch import Batch
 from paceline.data.boxes.dataset import BoxDataset
 from paceline.data.boxes.pipeline import BoxPipeline, scaled_sizes
-from paceline.data.boxes.sets.coco import files_of_pictures, open_coco
-from paceline.data.boxes.sets.shapes import REFERENCE, open_shapes, placeholder
+from paceline.data.boxes.sets.coco import files_of_pictures
 from paceline.data.image.datasets import content_of_files
 from paceline.data.pipeline import Pipeline, Placement, reading_threads
 from paceline.data.random_draws import derive_seed
+from paceline.dataset_registry import open_dataset
 from paceline.errors import ModelError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.average_precision import AveragePrecision
 from paceline.models.detectors import build_detector, predicts_masks
 from paceline.plan import DataFacts
-from paceline.recipe.data import Data, GeneratedBoxes
+from paceline.recipe.data import GeneratedBoxes
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
-from paceline.registry import open_dataset
 from paceline.tasks.drawing import draw_objects
 from paceline.tasks.task import Model, Task
 from paceline.world import World
@@ -79,12 +78,8 @@ class Detection(Task):
     def dataset(self) -> BoxDataset:
         """The pictures, opened on first use."""
         data = self.recipe.data
-        openers: dict[str, Callable[[Data], BoxDataset]] = {
-            "coco": lambda data: open_coco(data.path, masks=self.has_masks, keep_empty=data.detection.keep_empty),
-            "shapes": lambda data: open_shapes(data.detection.generated),
-            REFERENCE: placeholder,
-        }
-        return open_dataset(data.dataset, openers, BoxDataset, data)
+        data = replace(data, detection=replace(data.detection, masks=self.has_masks))
+        return open_dataset(data.dataset, {"boxes": BoxDataset}, data)
 
     def data_facts(self, world: World) -> DataFacts:
         """Open the pictures.

@@ -31,6 +31,7 @@ from paceline.data.text.pipeline import (
     target_count,
 )
 from paceline.data.text.sets.documents import open_text
+from paceline.dataset_registry import DatasetNames
 from paceline.errors import DataError, ModelError
 from paceline.files import SkippedItems
 from paceline.metrics.accumulator import Collector, Metric, exact_sum
@@ -91,7 +92,7 @@ class LanguageModeling(Task):
         if len(self.train_rows) == 0:
             raise DataError(f"data.dataset={dataset.name} has fewer than two tokens to learn from; check data.path.")
         reason = "the task language_modeling reads text"
-        used = (*_USED, "data.split_column") if self.recipe.data.dataset == "chat" else _USED
+        used = (*_USED, "data.split_column") if self.recipe.data.dataset in DatasetNames("split_column") else _USED
         unused = all_but(used, reason) | dict.fromkeys(_OF_CLASSES, "a language model's classes are its tokens")
         unused |= dict.fromkeys(("model.channels_last", "evaluate.keep_examples"), reason)
         if self.recipe.data.dataset != "huggingface_text":

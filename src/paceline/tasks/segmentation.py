@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,35 +11,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.data.batch import Batch
-from paceline.data.boxes.sets.coco import open_coco
-from paceline.data.boxes.sets.shapes import REFERENCE, open_shapes, placeholder
+from paceline.data.boxes.dataset import BoxDataset
 from paceline.data.image.datasets import MOST_IMAGES, content_of_files
 from paceline.data.masks.dataset import IGNORED, IMAGENET_MEAN, MaskDataset, from_objects
 from paceline.data.masks.pipeline import MaskPipeline, MaskView
-from paceline.data.masks.sets.folder import open_masks
 from paceline.data.pipeline import Normalize, Pipeline, Placement, reading_threads
+from paceline.dataset_registry import open_dataset
 from paceline.errors import ModelError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.segmentation import PixelConfusion, pixel_metrics
 from paceline.models.build import check_accepts
 from paceline.models.segmentation import build_segmenter, pixel_logits
 from paceline.plan import DataFacts
-from paceline.recipe.data import Data, GeneratedBoxes
+from paceline.recipe.data import GeneratedBoxes
 from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
-from paceline.registry import open_dataset
 from paceline.tasks.drawing import draw_objects
 from paceline.tasks.task import Model, Task
 from paceline.world import World
 
 LOSSES = ("cross_entropy", "cross_entropy_dice")
 
-_DATASETS: dict[str, Callable[[Data], MaskDataset]] = {
-    "masks": open_masks,
-    "shapes": lambda data: from_objects(open_shapes(data.detection.generated)),
-    "coco": lambda data: from_objects(open_coco(data.path, masks=True, keep_empty=True)),
-    REFERENCE: lambda data: from_objects(placeholder(data)),
-}
 _USED = (
     *("data.dataset", "data.path", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
     *("data.image_size", "data.evaluation_size", "data.interpolation", "data.mean", "data.std"),
@@ -70,7 +61,11 @@ class Segmentation(Task):
     @cached_property
     def dataset(self) -> MaskDataset:
         """The images, opened on first use."""
-        return open_dataset(self.recipe.data.dataset, _DATASETS, MaskDataset, self.recipe.data)
+        data = self.recipe.data
+        data = replace(data, detection=replace(data.detection, masks=True, keep_empty=True))
+        kinds: dict[str, type[MaskDataset | BoxDataset]] = {"masks": MaskDataset, "boxes": BoxDataset}
+        opened = open_dataset(data.dataset, kinds, data)
+        return from_objects(opened) if isinstance(opened, BoxDataset) else opened
 
     @cached_property
     def sizes(self) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from paceline.data.slices import SampleSlice
 from paceline.data.text.corpus import StoredCorpus
 from paceline.data.text.sets.labelled import LabelledTexts, open_labelled
 from paceline.data.text.tokenizer import TokenIds, Tokenizer
+from paceline.dataset_registry import DatasetNames
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.models.language import build_text_classifier
@@ -57,7 +58,7 @@ class TextClassification(Task):
         """Open the texts."""
         dataset, data = self.dataset, self.recipe.data
         reason = "this task reads one text per sample"
-        used = _USED + (_OF_TABLES if data.dataset == "text_table" else ())
+        used = _USED + (_OF_TABLES if data.dataset in DatasetNames("label_column") else ())
         unused = all_but(used, reason) | dict.fromkeys(("model.channels_last", "evaluate.top_k"), reason)
         if data.text.rows != "single":
             unused["data.text.rows"] = reason

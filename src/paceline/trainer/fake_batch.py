@@ -37,7 +37,6 @@ BatchMaker = Callable[[int], Batch]
 """Makes a micro-batch of so many samples."""
 
 _FEW = 2
-_TEXTS = ("text_folder", "tokens", "huggingface_text", "chat")
 
 
 def with_placeholder_data(recipe: Recipe) -> tuple[Recipe, str | None]:
@@ -46,12 +45,12 @@ def with_placeholder_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     Settings that determine the memory and FLOPs of a step are unchanged: image size, mixing, repeats.
     """
     data = recipe.data
-    if data.path is None and data.dataset == "criteo":
+    if _lacks_path(recipe, "clicks"):
         assumed, notice = placeholder(data)
         return replace(recipe, data=assumed), notice
-    if data.path is None and data.dataset == "coco":
+    if _lacks_path(recipe, "boxes"):
         return replace(recipe, data=replace(data, dataset=stand_in_boxes.REFERENCE)), stand_in_boxes.NOTICE
-    if data.path is None and data.dataset in _TEXTS:
+    if _lacks_path(recipe, "texts"):
         return with_placeholder_text(recipe)
     entry = find_dataset(data.dataset)
     has_targets = bool(data.target_columns) or recipe.task == "image_multilabel"
@@ -76,9 +75,15 @@ def with_placeholder_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     return replace(recipe, data=assumed), notice
 
 
+def _lacks_path(recipe: Recipe, kind: str) -> bool:
+    """Whether the recipe names a data set of a kind that needs a path, without giving the path."""
+    entry = find_dataset(recipe.data.dataset, kind)
+    return recipe.data.path is None and entry is not None and entry.kind == kind and entry.uses("path")
+
+
 def with_placeholder_text(recipe: Recipe) -> tuple[Recipe, str | None]:
     """Return the recipe; a text recipe without a data path gets text without content."""
-    if recipe.data.path is not None or recipe.data.dataset not in _TEXTS:
+    if not _lacks_path(recipe, "texts"):
         return recipe, None
     tokens = f"{VOCABULARY:,} different tokens are assumed, as in GPT-2"
     if recipe.data.text.tokenizer != "bytes":

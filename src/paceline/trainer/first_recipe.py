@@ -1,4 +1,4 @@
-"""Choose a recipe for a folder of class folders, or a table, from the data and this machine.
+"""Choose a recipe for a folder or file of images, from the data and this machine.
 
 The choice is a shipped recipe and overrides, so that everything can be read, changed and typed by hand.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.image.datasets import open_dataset
+from paceline.data.packing.origins import detect
 from paceline.data.splits import split_folders
 from paceline.distributed.device import choose_device
 from paceline.distributed.environment import read_launch
@@ -22,7 +23,7 @@ from paceline.errors import RecipeError
 from paceline.machine import available_cores
 from paceline.models.build import why_no_weights
 from paceline.plain_yaml import yaml_line
-from paceline.recipe.load import TABLES, Overrides, load_recipe, set_by
+from paceline.recipe.load import Overrides, load_recipe, set_by
 from paceline.units import format_count
 from paceline.world import World
 
@@ -81,7 +82,7 @@ def recipe_for_data(
     """Return the recipe and overrides for data given in place of a recipe; an existing run keeps its own.
 
     Args:
-        source: A folder of class folders, or a table of paths and labels.
+        source: A folder or file of images.
         overrides: The user's overrides.
         run_dir: The run directory, if one was named.
         report: Given each choice with its reason.
@@ -111,14 +112,14 @@ def choose_recipe(source: str, overrides: Sequence[str]) -> FirstRecipe:
     """Choose a recipe for the images at a path.
 
     Args:
-        source: A folder of class folders, or a table of paths and labels.
+        source: A folder or file of images.
         overrides: The user's overrides. Settings given there are not chosen.
 
     Raises:
         PacelineError: If there are no images that could be trained on, or an override is wrong.
     """
     path = Path(source).expanduser()
-    kind = "image_folder" if path.is_dir() else TABLES[path.suffix.lower()]
+    kind = detect(source)
     folders = [path / each for each in ("", *split_folders(path).values())]
     if any((each / "masks").is_dir() and (each / "images").is_dir() for each in folders):
         raise RecipeError(

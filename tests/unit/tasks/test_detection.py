@@ -267,7 +267,7 @@ def test_average_precision_is_not_reported_without_held_out_objects(task: Make, 
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ({"data.dataset": "digits"}, "is not a BoxDataset"),
+        ({"data.dataset": "digits"}, "a data set of images, not of boxes"),
         ({"data.dataset": "coco"}, "needs data.path"),
         ({"model.name": "small_maskrcn"}, "Did you mean"),
         ({"model.name": "torchvision:keypointrcnn_resnet50_fpn", "model.options": {}}, "unknown detector"),

@@ -90,7 +90,7 @@ def test_a_data_set_of_one_s_own_may_have_a_path(recipe: Path, tmp_path: Path) -
 def test_sections_go_with_their_data(recipe: Path) -> None:
     with pytest.raises(PacelineError, match="has no effect"):
         load_recipe("digits", ["data.recommendation.rank=3"])
-    with pytest.raises(PacelineError, match="is not a ClickDataset; known are criteo, synthetic_clicks"):
+    with pytest.raises(PacelineError, match="not of clicks; known are criteo, synthetic_clicks"):
         plan_only(load_recipe(recipe, ["data.dataset=digits"]))
 
 

@@ -227,7 +227,7 @@ def two_answers(num_classes: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"data.dataset": "digits", "data.detection": None}, "is not a MaskDataset"),
+        ({"data.dataset": "digits", "data.detection": None}, "a data set of images, not of masks or boxes"),
         ({"data.dataset": "masks", "data.detection": None}, "needs data.path"),
         (
             {"train.loss": "bce"},
@@ -239,7 +239,10 @@ def two_answers(num_classes: int) -> nn.Module:
         ({"data.mix.mixup": 0.2}, "data.mix.mixup.*masks follow"),
         ({"data.mean": [0.5]}, "data.mean has 1 numbers, but images have 3 channels"),
         ({"data.validation_fraction": 0.1}, "validation_fraction"),
-        ({"data.dataset": f"{__name__}:no_masks", "data.detection": None}, "gave a dict, not a MaskDataset"),
+        (
+            {"data.dataset": f"{__name__}:no_masks", "data.detection": None},
+            r"opener returned dict; it must return a .*\.MaskDataset or",
+        ),
         ({"data.detection.flip": 0.1}, "data.detection.flip"),
         ({"model.name": "small_unett"}, "Did you mean 'small_unet'"),
         ({"model.name": "torchvision:resnet18", "model.options": {}}, "unknown segmentation network"),

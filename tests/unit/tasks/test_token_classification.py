@@ -525,7 +525,10 @@ def test_what_is_wrong_is_named(tmp_path: Path, rows: list[dict[str, Any]], keys
         ({"train.loss": "focal"}, "train.loss=focal' has no effect: the loss is the cross-entropy of each word's tag"),
         ({"model.name": "resnet18", "model.options": {}}, "unknown token classifier 'resnet18'"),
         ({"model.name": "transformers:vit", "model.options": {}}, "'vit' is not a token classifier in Transformers"),
-        ({"data.dataset": "docs", "data.path": None}, "data.dataset is 'docs', which is not a LabelledTexts"),
+        (
+            {"data.dataset": "docs", "data.path": None},
+            "'docs', a data set of texts and of labelled texts, not of tagged texts",
+        ),
     ],
 )
 def test_what_has_no_effect_or_does_not_exist_is_refused(recipe: Path, overrides: dict[str, Any], said: str) -> None:

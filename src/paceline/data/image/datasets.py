@@ -24,10 +24,10 @@ from paceline.data.image.decode import read_file
 from paceline.data.image.selection import select
 from paceline.data.image.source import BrokenImageError, Content, encoded_source, files_of
 from paceline.data.image.tables import odd_class_names
-from paceline.dataset_registry import dataset_names, find_dataset
-from paceline.errors import DataError, RecipeError, did_you_mean
+from paceline.dataset_registry import open_dataset as open_registered
+from paceline.errors import DataError, RecipeError
 from paceline.recipe.data import Data
-from paceline.references import call_reference, is_reference, load_reference
+from paceline.references import is_reference
 from paceline.units import format_bytes
 
 MOST_IMAGES = 20_000
@@ -175,13 +175,7 @@ def open_dataset(data: Data, problems: Problems | None = None, *, several_labels
         RecipeError: If the section does not fit the data set.
     """
     if is_reference(data.dataset):
-        factory = load_reference(data.dataset, DataError)
-        dataset = call_reference("data.dataset", data.dataset, factory, DataError, data)
-        if not isinstance(dataset, ImageDataset):
-            raise DataError(
-                f"{data.dataset!r} returned {type(dataset).__name__}; it must return a "
-                "paceline.data.image.datasets.ImageDataset."
-            )
+        dataset = open_registered(data.dataset, {"images": ImageDataset}, data)
     else:
         request = DatasetRequest(data=data, several_labels=several_labels)
         if problems is not None:
@@ -206,15 +200,8 @@ def open_stored(request: DatasetRequest) -> StoredImages:
         DataError: If the name is unknown, or it cannot be read.
     """
     data = request.data
-    entry = find_dataset(data.dataset)
-    if entry is None:
-        names = dataset_names()
-        raise DataError(
-            f"data.dataset is {data.dataset!r}; known are {', '.join(sorted(names))} and "
-            f"'package.module:factory'.{did_you_mean(data.dataset, names)}"
-        )
     try:
-        opened = entry.open(request)
+        return open_registered(data.dataset, {"images": StoredImages}, request)
     except (OSError, ValueError, LookupError, RecursionError) as error:
         if data.path is None:
             raise
@@ -222,12 +209,6 @@ def open_stored(request: DatasetRequest) -> StoredImages:
             f"data.path={data.path} cannot be read as data.dataset={data.dataset}: {type(error).__name__}: {error}; "
             "restore it, or correct the path."
         ) from error
-    if not isinstance(opened, StoredImages):
-        raise DataError(
-            f"data.dataset={data.dataset}: its opener returned {type(opened).__name__}; it must return a "
-            "paceline.data.image.dataset.StoredImages."
-        )
-    return opened
 
 
 def _described(data: Data, stored: StoredImages) -> ImageDataset:

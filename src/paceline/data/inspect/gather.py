@@ -136,8 +136,6 @@ def _load(source: str, overrides: Sequence[str]) -> Recipe:
     try:
         kind = detect(source)
     except DataError as error:
-        if path.is_dir():  # possibly unreadable: that is what the check finds
-            return load_recipe("image_folder", [located, *overrides]).recipe
         refuse_archive(path)
         raise DataError(
             f"{source!r} is not a folder or archive of images, a recipe file or a shipped recipe ({error})"

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from glob import has_magic
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -16,22 +15,16 @@ from paceline.data.image.dataset import DatasetRequest
 from paceline.data.image.datasets import open_stored
 from paceline.data.image.mapped import MappedSource
 from paceline.data.image.selection import digest_of, stratified_subset, take_classes
-from paceline.data.image.sets.archives import find_archive, find_mnist, mnist_kind
-from paceline.data.image.sets.huggingface import find_files
-from paceline.data.image.sets.packed import MANIFEST, UNFINISHED, Origin, PackedPixels, read_manifest
+from paceline.data.image.sets.packed import Origin, PackedPixels, read_manifest
 from paceline.data.image.sets.parquet import LARGEST_KEPT, TableSource
 from paceline.data.image.source import FileSource, SampleSource, SubsetSource, encoded_source, leaf_sources
-from paceline.dataset_registry import find_dataset
+from paceline.dataset_registry import dataset_at, entries, find_dataset
 from paceline.errors import DataError
 from paceline.escaping import utf8
-from paceline.files import is_ignored, refuse_archive, refuse_special_inputs
+from paceline.files import refuse_archive, refuse_special_inputs
 from paceline.recipe.data import Data
 
-_COMPRESSED = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst"})
-_ARCHIVES = {"cifar-100-": "cifar100", "cifar-10-": "cifar10"}  # by prefix of their names
-
 _TOLD = {"train": "training", "validation": "held-out"}  # display names of splits
-_LOOKED_AT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +89,10 @@ def open_origin(path: str, kind: str | None = None, part: Data | None = None) ->
     """
     kind, part, root = kind or detect(path), part or Data(), Path(path).expanduser()
     entry = find_dataset(kind)
+    if entry is not None and not entry.uses("path"):
+        raise DataError(f"--kind {kind} is not read from files, so it cannot be packed: leave it out.")
     for name in ("image_column", "label_column", "split_column"):
-        if getattr(part, name) != "auto" and (entry is None or name not in entry.keys):
+        if getattr(part, name) != "auto" and (entry is None or not entry.uses(name)):
             raise DataError(f"--{name.replace('_', '-')} has no effect with --kind {kind}: leave it out.")
     data = replace(part, dataset=kind, path=path, validation_fraction=0)
     stored = open_stored(DatasetRequest(data=data, in_any_order=False, tries_files=False))
@@ -128,7 +123,7 @@ def open_origin(path: str, kind: str | None = None, part: Data | None = None) ->
         origin = replace(origin, digest=digest_of(origin.digest, "subset", first.ids))
     return OpenedOrigin(
         origin=origin,
-        root=str(root.absolute().parent if kind == "csv" else root),
+        root=str(root.absolute().parent if root.is_file() else root),
         classes=classes,
         channels=1 if stored.channels == 1 else 3,
         splits=sources,
@@ -140,80 +135,21 @@ def detect(path: str) -> str:
     """Detect the kind of a source, by the name of the data set that opens it.
 
     Raises:
-        DataError: If the path does not exist, is of an unknown kind, or has unreadable folders.
+        DataError: If the path does not exist, or is of an unknown kind.
     """
     root = Path(path).expanduser()
-    try:
-        if not root.exists():
-            if "{" in path or has_magic(path):
-                return "parquet" if path.endswith(".parquet") else "webdataset"
-            raise DataError(f"there is no {str(root)!r}: correct the path.")
-        if not root.is_dir():
-            refuse_special_inputs(root)
-            return _kind_of_file(root)
-        return _kind_of_folder(root)
-    except PermissionError as error:
-        raise DataError(
-            f"{error.filename!r} cannot be read ({error.strerror}): give this user read permission, or name the kind."
-        ) from None
-
-
-def _kind_of_folder(root: Path) -> str:
-    if (root / MANIFEST).is_file() or (root / UNFINISHED).is_dir():
-        return "packed"
-    for kind in ("cifar10", "cifar100"):
-        if find_archive(root, kind) is not None:
-            return kind
-    if (folder := find_mnist(root)) is not None:
-        return mnist_kind(folder)
-    suffixes = _suffixes(root)
-    if (".json" in suffixes or ".parquet" in suffixes) and (tables := _kind_of_tables(root)) is not None:
-        return tables
-    if suffixes & _COMPRESSED and ".tar" not in suffixes and not any(each.is_dir() for each in root.iterdir()):
-        raise DataError(
-            f"{str(root)!r} holds compressed files: decompress them, because images are read in place from tars."
-        )
-    return "webdataset" if ".tar" in suffixes else "image_folder"
-
-
-def _kind_of_file(path: Path) -> str:
-    for start, kind in _ARCHIVES.items():
-        if path.name.startswith(start):
-            return kind
-    ending = path.suffix.lower()
-    if ending in (".csv", ".tsv"):
-        return "csv"
-    if ending == ".tar":
+    is_pattern = not root.exists() and ("{" in path or has_magic(path))
+    if not root.exists() and not is_pattern:
+        raise DataError(f"there is no {str(root)!r}: correct the path.")
+    if root.exists() and not root.is_dir():
+        refuse_special_inputs(root)
+    if (entry := dataset_at(root)) is not None:
+        return entry.name
+    if is_pattern:
         return "webdataset"
-    if ending == ".parquet" and (found := _kind_of_tables(path)) is not None:
-        return found
-    refuse_archive(path)
+    refuse_archive(root)
+    endings = ", ".join(dict.fromkeys(ending for each in entries("images") for ending in each.endings))
     raise DataError(
-        f"{str(path)!r} is a file whose name does not tell how to pack it (a .tar of WebDataset, a .parquet, a .csv "
-        "or .tsv of paths and labels, cifar-10-*.tar.gz or cifar-100-*.tar.gz): name a folder, or tell `pack` what it "
-        "is with --kind."
+        f"{str(path)!r} is a file whose name does not tell what it holds (known: {endings}): name a folder, or give "
+        "the data set, with data.dataset or with `pack --kind`."
     )
-
-
-def _kind_of_tables(path: Path) -> str | None:
-    """Return Hugging Face's kind if the metadata name image and label, otherwise a generic table; None if neither."""
-    found = find_files(path)
-    if found is None:
-        return None
-    kinds = [feature.get("_type") for feature in found.features.values() if isinstance(feature, dict)]
-    return "huggingface" if not found.is_parquet or {"Image", "ClassLabel"} <= set(kinds) else "parquet"
-
-
-def _suffixes(root: Path) -> set[str]:
-    """Return the extensions of files in a folder, and of the first few in each subfolder, without listing millions."""
-    suffixes = set()
-    for entry in root.iterdir():
-        if is_ignored(entry.name):
-            continue
-        if not entry.is_dir():
-            suffixes.add(entry.suffix.lower())
-            continue
-        with os.scandir(entry) as inside:
-            seen = (each.name for each in inside if not is_ignored(each.name))
-            suffixes |= {Path(name).suffix.lower() for name in islice(seen, _LOOKED_AT)}
-    return suffixes

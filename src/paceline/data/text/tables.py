@@ -18,6 +18,7 @@ from paceline.recipe.data import Data
 
 _LINES, _SEPARATED = ("jsonl",), ("csv", "tsv", "tab")
 _ENDINGS = (*_SEPARATED, *_LINES)
+ENDINGS = tuple(f".{each}" for each in (*_ENDINGS, "parquet"))
 _KINDS = "a .csv, .tsv, .jsonl or .parquet file, a folder of them, or a folder that save_to_disk wrote"
 
 Choose = Callable[[Sequence[str], Mapping[str, Any], str], Sequence[str]]

@@ -7,18 +7,15 @@ import io
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
 from image_sets import mnist, opened_set, packed
 from PIL import Image
 
-from paceline.cli.pack import Kind
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets.packed import read_manifest
 from paceline.data.packing.origins import detect, open_origin
-from paceline.dataset_registry import DatasetsUsing
 from paceline.errors import DataError
 from paceline.recipe.data import Data
 
@@ -52,9 +49,17 @@ def tars(folder: Path, photos: Path) -> Path:
     return folder
 
 
-def test_the_command_knows_every_kind() -> None:
-    # A mixture is packed set by set.
-    assert {*get_args(Kind), "torchvision:NAME", "mixture"} == set(DatasetsUsing("path"))
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("cvs", "Did you mean 'csv'"),
+        ("digits", "--kind digits is not read from files"),
+        ("docs", "a data set of texts"),
+    ],
+)
+def test_another_kind_is_refused(photos: Path, kind: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        open_origin(str(photos), kind)
 
 
 def test_every_kind_is_recognised(photos: Path, tmp_path: Path) -> None:
@@ -81,7 +86,7 @@ def test_every_kind_is_recognised(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there is no .*nothing"):
         detect(str(tmp_path / "nothing"))
     (tmp_path / "readme.txt").touch()
-    with pytest.raises(DataError, match="is a file whose name does not tell how to pack it"):
+    with pytest.raises(DataError, match="is a file whose name does not tell what it holds"):
         detect(str(tmp_path / "readme.txt"))
     with pytest.raises(DataError, match=r"holds no files of CIFAR-100 \(cifar100\): correct the path"):
         open_origin(str(photos), "cifar100")

@@ -22,10 +22,12 @@ from paceline.data.boxes.dataset import BoxDataset, Objects
 from paceline.data.boxes.plausibility import implausible
 from paceline.data.image.decode import decode
 from paceline.data.image.source import Image
+from paceline.dataset_registry import dataset
 from paceline.errors import DataError
 from paceline.escaping import one_form, utf8
 from paceline.files import SkippedItems, list_files, refuse_archive, refuse_special_inputs
 from paceline.plain_json import load_json
+from paceline.recipe.data import Data
 
 _OFFSET, _CONTINUES, _NEGATIVE = 48, 32, 16  # to characters of a compressed string, which hold 5 bits each
 _LONGEST_NUMBER = 7  # characters, 35 bits: more than the number of pixels of any accepted picture
@@ -194,18 +196,15 @@ class CocoSource:
         return os.path.join(self._folder, self._annotations.names[int(self._samples[sample])])
 
 
-def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
+@dataset("coco", kind="boxes", keys=("path", "detection"))
+def open_coco(data: Data) -> BoxDataset:
     """Open COCO's folders, or ``PATH/{train,val}/`` with pictures and ``annotations.json``.
-
-    Args:
-        path: The recipe's ``data.path``.
-        masks: Whether masks will be needed.
-        keep_empty: Whether training includes pictures without trainable objects.
 
     Raises:
         DataError: If they are missing, or the annotations are malformed.
     """
-    root = existing_folder(path, "coco", "annotations/ and train2017/")
+    root = existing_folder(data.path, "coco", "annotations/ and train2017/")
+    masks = data.detection.masks is True
     if masks:
         try:
             # Checked here, because masks are drawn only later, in the middle of training.
@@ -224,7 +223,7 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
         raise DataError(
             f"{held_file}: its categories are not those of {train_file.name}; both splits must have the same."
         )
-    samples, counts = _trainable(train_file, train, keep_empty=keep_empty)
+    samples, counts = _trainable(train_file, train, keep_empty=data.detection.keep_empty)
     for folder, _, said, _ in splits_read:
         _report_unnamed(folder, said, left_out)
     return BoxDataset(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from paceline.data.boxes.dataset import BoxDataset, Objects
 from paceline.data.image.source import Image
 from paceline.data.random_draws import uniforms
+from paceline.dataset_registry import dataset
 from paceline.recipe.data import Data, GeneratedBoxes
 
 CLASSES = ("disc", "rectangle", "triangle")
@@ -84,6 +85,12 @@ class ShapeSource:
     def path(self, sample: int) -> str:
         """Return the split and the number."""
         return f"shapes {self.split}[{sample}]"
+
+
+@dataset("shapes", kind="boxes", keys=("detection",))
+def shapes(data: Data) -> BoxDataset:
+    """Open the synthetic data set with the recipe's settings."""
+    return open_shapes(data.detection.generated)
 
 
 def open_shapes(config: GeneratedBoxes) -> BoxDataset:

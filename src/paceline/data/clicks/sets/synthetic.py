@@ -9,7 +9,6 @@ between embeddings can learn (Rendle 2010). The click probability is the logisti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,10 @@ from paceline.data.clicks.dataset import ClickDataset, ClickRows
 from paceline.data.clicks.sets.criteo import CATEGORIES, DENSE, StoredSource, load_clicks
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds
+from paceline.dataset_registry import dataset, open_dataset
 from paceline.errors import DataError, RecipeError
 from paceline.files import SkippedItems, visible_entries
 from paceline.recipe.data import Clicks, Data
-from paceline.registry import open_dataset
 
 Numbers = NDArray[np.float64]
 
@@ -116,6 +115,7 @@ class SyntheticClicks:
         return [np.cumsum(each / each.sum())[:-1] for each in weights]
 
 
+@dataset("synthetic_clicks", kind="clicks", keys=("samples", "recommendation"))
 def open_synthetic(data: Data) -> ClickDataset:
     """Open the generator with the recipe's settings.
 
@@ -182,9 +182,10 @@ def open_clicks(data: Data) -> ClickDataset:
         DataError: If the data set does not exist or cannot be read.
         RecipeError: If the section does not fit the data set.
     """
-    return open_dataset(data.dataset, _OPENERS, ClickDataset, data)
+    return open_dataset(data.dataset, {"clicks": ClickDataset}, data)
 
 
+@dataset("criteo", kind="clicks", keys=("path", "validation_fraction", "recommendation"))
 def open_criteo(data: Data) -> ClickDataset:
     """Open text in Criteo's format: PATH/{train,val}, or a file or folder whose last lines are held out.
 
@@ -256,6 +257,3 @@ def placeholder(data: Data) -> tuple[Data, str]:
         f"data.path is not set: as for Criteo's Kaggle challenge, tables of {sum(tables):,} rows in all are assumed"
     )
     return Data(dataset="synthetic_clicks", samples=_KAGGLE_SAMPLES, recommendation=clicks), notice
-
-
-_OPENERS: dict[str, Callable[[Data], ClickDataset]] = {"criteo": open_criteo, "synthetic_clicks": open_synthetic}

@@ -16,9 +16,10 @@ import re
 import struct
 import tarfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from paceline.data.image.dataset import DatasetRequest, Statistics, StoredImages
 from paceline.data.image.sets import PART, SPLIT
 from paceline.data.image.sets.image_folder import open_image_folder
 from paceline.data.image.source import ArraySource, Image, with_channels
-from paceline.dataset_registry import Size, dataset
+from paceline.dataset_registry import AnyOpener, Place, Size, dataset
 from paceline.errors import DataError, StorageError
 from paceline.storage.hub import limited_waits
 
@@ -154,9 +155,21 @@ def find_archive(root: Path, kind: str) -> Path | None:
     return None
 
 
-@dataset("fashion_mnist", keys=_KEYS, size=Size("Fashion-MNIST", 60_000, 10, 28))
-@dataset("mnist", keys=_KEYS, size=Size("MNIST", 60_000, 10, 28))
-@dataset("cifar100", keys=_KEYS, size=Size("CIFAR-100", 50_000, 100, 32))
+def _is_archive(place: Place, name: str) -> bool:
+    if not isinstance(ARCHIVES[name], Cifar):
+        return (folder := find_mnist(place.path)) is not None and mnist_kind(folder) == name
+    prefix = name.replace("cifar", "cifar-") + "-"
+    return find_archive(place.path, name) is not None if place.is_folder else place.path.name.startswith(prefix)
+
+
+def _registered(name: str, size: Size, *keys: str) -> Callable[[AnyOpener], AnyOpener]:
+    endings = (".gz", ".tar") if isinstance(ARCHIVES[name], Cifar) else ()
+    return dataset(name, endings=endings, sniff=partial(_is_archive, name=name), keys=(*_KEYS, *keys), size=size)
+
+
+@_registered("fashion_mnist", Size("Fashion-MNIST", 60_000, 10, 28))
+@_registered("mnist", Size("MNIST", 60_000, 10, 28))
+@_registered("cifar100", Size("CIFAR-100", 50_000, 100, 32))
 def open_archive(request: DatasetRequest) -> StoredImages:
     """Read a published archive, downloading it first if the recipe allows it.
 
@@ -373,7 +386,7 @@ def downloading(root: Path, name: str) -> Iterator[None]:
         ) from error
 
 
-@dataset("cifar10", keys=(*_KEYS, *SPLIT), size=Size("CIFAR-10", 50_000, 10, 32))
+@_registered("cifar10", Size("CIFAR-10", 50_000, 10, 32), *SPLIT)
 def _cifar10(request: DatasetRequest) -> StoredImages:
     """Open CIFAR-10 as published, or as an image folder."""
     if request.data.download or find_archive(request.path, "cifar10") is not None:

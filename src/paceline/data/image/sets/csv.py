@@ -17,7 +17,7 @@ from paceline.files import refuse_archive, refuse_special_inputs
 _LARGEST_HEAD = 2**16
 
 
-@dataset("csv", keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)
+@dataset("csv", endings=(".csv", ".tsv", ".tab"), keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)
 def open_csv(request: DatasetRequest) -> StoredImages:
     """Read a table of paths and labels, and probe the headers of a few images.
 

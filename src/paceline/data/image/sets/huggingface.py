@@ -17,11 +17,11 @@ import numpy as np
 
 from paceline.data.image.dataset import DatasetRequest, StoredImages, probe
 from paceline.data.image.sets import IMAGENET, TABLE
-from paceline.data.image.sets.parquet import ImageTable, StreamSource, open_parquet, read_schema
+from paceline.data.image.sets.parquet import ImageTable, StreamSource, names_images, open_parquet, read_schema
 from paceline.data.image.source import Names
 from paceline.data.image.tables import explain_errors, files_ending_in, require_pyarrow, splits_of_files
 from paceline.data.splits import UNREAD_SPLITS, held_out_among, unread_splits
-from paceline.dataset_registry import dataset
+from paceline.dataset_registry import Place, dataset
 from paceline.errors import DataError
 from paceline.escaping import utf8
 from paceline.files import SkippedItems, list_files
@@ -128,7 +128,14 @@ def choose_splits(files: HuggingFaceFiles, left_out: SkippedItems, *, score_all:
     return (held_out, None, origin) if is_alone else ("train", held_out, origin)
 
 
-@dataset("huggingface", keys=TABLE, size=IMAGENET)
+def _is_described(place: Place) -> bool:
+    """Whether ``save_to_disk`` wrote a folder, or it holds parquet files with the metadata of images and labels."""
+    if not {".json", ".parquet"} & place.endings or (found := find_files(place.path)) is None:
+        return False
+    return not found.is_parquet or names_images(found.features)
+
+
+@dataset("huggingface", sniff=_is_described, keys=TABLE, size=IMAGENET)
 def open_huggingface(request: DatasetRequest) -> StoredImages:
     """Open a ``save_to_disk`` folder or the hub's parquet files, and probe the headers of a few images.
 

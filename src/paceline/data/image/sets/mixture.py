@@ -14,10 +14,9 @@ import numpy as np
 from paceline.data.image.dataset import DatasetRequest, Probe, Problems, StoredImages
 from paceline.data.image.sets import TABLE
 from paceline.data.image.source import ImageFiles, JoinedSource, SampleSource, SubsetSource
-from paceline.dataset_registry import dataset, find_dataset
+from paceline.dataset_registry import dataset, dataset_at, entries, find_dataset
 from paceline.errors import DataError, RecipeError, did_you_mean
 from paceline.files import visible_entries
-from paceline.recipe.load import TABLES
 
 
 @dataset("mixture", keys=(*TABLE, "split_column", "mixture"))
@@ -95,11 +94,12 @@ def open_mixture(request: DatasetRequest) -> StoredImages:
 
 def _open(request: DatasetRequest, name: str) -> StoredImages:
     path = request.path / name
-    entry = find_dataset("image_folder" if path.is_dir() else TABLES.get(path.suffix.lower(), ""))
-    if entry is None or not path.exists():
+    entry = find_dataset("image_folder") if path.is_dir() else dataset_at(path)
+    if entry is None or not path.exists() or not (path.is_dir() or entry.uses("label_column")):
+        endings = (ending for each in entries("images") if each.uses("label_column") for ending in each.endings)
         raise DataError(
             f"data.mixture names {name!r}, but {str(request.path)!r} (data.path) has no folder of class folders and no "
-            f"table ({', '.join(TABLES)}) of that name: correct it."
+            f"table ({', '.join(endings)}) of that name: correct it."
             + did_you_mean(name, [each.name for each in visible_entries(request.path)] if request.path.is_dir() else ())
         )
     problems = request.problems if request.tolerant else Problems()

@@ -379,7 +379,12 @@ def open_packed(root: Path, *, check_index: bool = True) -> PackedDataset:
     return PackedDataset(root, manifest, MappedBytes([files[each.name] for each in manifest.shards], ranges), index)
 
 
-@dataset("packed", keys=FILES, size=IMAGENET)
+@dataset(
+    "packed",
+    sniff=lambda place: (place.path / MANIFEST).is_file() or (place.path / UNFINISHED).is_dir(),
+    keys=FILES,
+    size=IMAGENET,
+)
 def packed_images(request: DatasetRequest) -> StoredImages:
     """Open a dataset from ``paceline pack`` as training and held-out images.
 

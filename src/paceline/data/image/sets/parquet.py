@@ -40,7 +40,7 @@ from paceline.data.image.tables import (
     splits_of_files,
 )
 from paceline.data.splits import TEST, TRAIN, UNREAD_SPLITS, VALIDATION
-from paceline.dataset_registry import dataset
+from paceline.dataset_registry import Place, dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
 from paceline.files import SkippedItems, refuse_special_inputs
@@ -264,7 +264,26 @@ class StreamSource(TableSource):
         return _bytes_in(read_stream(path).column(self.leaf.removesuffix(".bytes")))
 
 
-@dataset("parquet", keys=(*TABLE, "target_columns", "split_column"), size=IMAGENET)
+def names_images(features: Mapping[str, Any]) -> bool:
+    """Whether Hugging Face's metadata name columns of images and of labels."""
+    return {"Image", "ClassLabel"} <= {each.get("_type") for each in features.values() if isinstance(each, dict)}
+
+
+def _is_plain(place: Place) -> bool:
+    """Whether it is a parquet file, or a folder of such without these metadata."""
+    if not place.is_folder:
+        return True
+    files = files_ending_in("parquet", place.path, SkippedItems()) if ".parquet" in place.endings else []
+    return bool(files) and not names_images(read_schema(files[0])[1])
+
+
+@dataset(
+    "parquet",
+    endings=(".parquet",),
+    sniff=_is_plain,
+    keys=(*TABLE, "target_columns", "split_column"),
+    size=IMAGENET,
+)
 def open_parquet(request: DatasetRequest) -> StoredImages:
     """Read the labels of parquet tables of images or paths, and probe the headers of a few images.
 

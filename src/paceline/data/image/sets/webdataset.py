@@ -27,7 +27,7 @@ from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, Ids, Names
 from paceline.data.image.tables import as_label, files_ending_in, number_classes
 from paceline.data.splits import TRAIN, held_out_among, split_of
-from paceline.dataset_registry import dataset
+from paceline.dataset_registry import Place, dataset
 from paceline.errors import DataError
 from paceline.files import SkippedItems, has_extension, is_ignored_member
 from paceline.machine import cache_folder
@@ -143,7 +143,22 @@ _DOTTED = "images with a dot in their names, where the name of a WebDataset samp
 _OTHER = "members that are neither an image nor a label of one"
 
 
-@dataset("webdataset", keys=FILES, size=IMAGENET)
+_COMPRESSED = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst"})
+
+
+def _holds_tars(place: Place) -> bool:
+    """Whether it is a tar, or holds some; compressed ones are refused when it is opened."""
+    is_compressed = _COMPRESSED & place.endings and not any(each.is_dir() for each in place.path.iterdir())
+    return not place.is_folder or ".tar" in place.endings or bool(is_compressed)
+
+
+@dataset(
+    "webdataset",
+    endings=(".tar",),
+    sniff=_holds_tars,
+    keys=FILES,
+    size=IMAGENET,
+)
 def open_webdataset(request: DatasetRequest) -> StoredImages:
     """Index WebDataset tars, and probe the headers of a few images.
 
@@ -188,6 +203,10 @@ def _splits(root: Path, left_out: SkippedItems) -> tuple[list[Path], list[Path],
     if not root.is_dir():
         return _tars(str(root)), [], ""
     tars = files_ending_in("tar", root, left_out)
+    if not tars and _COMPRESSED & Place(root).endings:
+        raise DataError(
+            f"{str(root)!r} holds compressed files: decompress them, because images are read in place from tars."
+        )
     if not tars:
         raise DataError(f"{str(root)!r} contains no .tar files: correct the path.")
     by_split: dict[str, list[Path]] = {}

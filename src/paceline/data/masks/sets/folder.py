@@ -27,6 +27,7 @@ from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, decode,
 from paceline.data.image.source import EXTENSIONS, Image
 from paceline.data.masks.dataset import IGNORED, LabelMap, MaskDataset
 from paceline.data.splits import SPLIT_NAMES, TRAIN, split_folders
+from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import one_form
 from paceline.files import SkippedItems, has_extension, is_folder, list_files, visible_entries
@@ -115,6 +116,7 @@ def _split_folders(root: Path, *, score_all: bool) -> list[Path]:
     return folders[:1]
 
 
+@dataset("masks", kind="masks", keys=("path", "validation_fraction"))
 def open_masks(data: Data) -> MaskDataset:
     """Open the folder given in a recipe's `data` section.
 

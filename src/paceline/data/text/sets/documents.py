@@ -6,7 +6,7 @@ of a dataset is run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,9 +26,9 @@ from paceline.data.text.corpus import (
     open_tokens,
     split_by_name,
 )
-from paceline.data.text.sets.chat import open_chat
 from paceline.data.text.tables import cells_of
 from paceline.data.text.tokenizer import ByteTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
+from paceline.dataset_registry import dataset, open_dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import utf8
 from paceline.files import (
@@ -41,7 +41,6 @@ from paceline.files import (
     visible_entries,
 )
 from paceline.recipe.data import Data, Text
-from paceline.registry import open_dataset
 
 
 def _checked(schema: Any, column: str, file: Path) -> list[str]:
@@ -64,7 +63,7 @@ def open_text(data: Data) -> TextDataset:
     Raises:
         DataError: If the text does not exist or cannot be read.
     """
-    return open_dataset(data.dataset, OPENERS, TextDataset, data)
+    return open_dataset(data.dataset, {"texts": TextDataset}, data)
 
 
 def python_documentation() -> Documents:
@@ -134,12 +133,16 @@ def check_some_text(source: str, train: Documents, validation: Documents) -> Non
     )
 
 
-def _open_docs(data: Data) -> TextDataset:
+@dataset("docs", kind="texts", keys=("validation_fraction", "text"))
+def open_docs(data: Data) -> TextDataset:
+    """Open Python's documentation."""
     train, validation = split_by_name(python_documentation(), data.validation_fraction)
     return from_documents("docs", train, validation, open_tokenizer(data.text.tokenizer))
 
 
-def _open_folder(data: Data) -> TextDataset:
+@dataset("text_folder", kind="texts", keys=("path", "validation_fraction", "text"))
+def open_folder(data: Data) -> TextDataset:
+    """Open a folder of .txt files."""
     if data.path is None:
         raise DataError("data.dataset=text_folder needs data.path: PATH/{train,val}/*.txt, or a folder of .txt files.")
     left_out = SkippedItems()
@@ -147,7 +150,9 @@ def _open_folder(data: Data) -> TextDataset:
     return from_documents("text_folder", train, validation, open_tokenizer(data.text.tokenizer), reason, left_out)
 
 
-def _open_huggingface(data: Data) -> TextDataset:
+@dataset("huggingface_text", kind="texts", keys=("path", "validation_fraction", "text"))
+def open_huggingface(data: Data) -> TextDataset:
+    """Open a column of a local Hugging Face dataset."""
     if data.path is None:
         raise DataError("data.dataset=huggingface_text needs data.path: a folder that save_to_disk wrote, or parquet.")
     left_out = SkippedItems()
@@ -230,7 +235,9 @@ def _text_of(path: Path) -> str:
         raise DataError(file_problem(path)) from error
 
 
-def _open_packed(data: Data) -> TextDataset:
+@dataset("tokens", kind="texts", keys=("path", "text"))
+def open_packed(data: Data) -> TextDataset:
+    """Open tokens that ``paceline pack --text`` wrote."""
     if data.path is None:
         raise DataError("data.dataset=tokens needs data.path: a folder that `paceline pack --text` wrote.")
     if data.text.tokenizer != Text().tokenizer:
@@ -239,15 +246,6 @@ def _open_packed(data: Data) -> TextDataset:
             "leave it out."
         )
     return open_tokens(Path(data.path))
-
-
-OPENERS: dict[str, Callable[[Data], TextDataset]] = {
-    "docs": _open_docs,
-    "text_folder": _open_folder,
-    "tokens": _open_packed,
-    "huggingface_text": _open_huggingface,
-    "chat": open_chat,
-}
 
 
 REFERENCE = f"{__name__}:placeholder"

@@ -24,14 +24,14 @@ from paceline.data.text.corpus import (
     stored,
 )
 from paceline.data.text.sets.documents import python_documentation
-from paceline.data.text.tables import Row, TextTable, read_table
+from paceline.data.text.tables import ENDINGS, Row, TextTable, read_table
 from paceline.data.text.tokenizer import TokenIds, Tokenizer, open_tokenizer, text_digest
+from paceline.dataset_registry import dataset, open_dataset
 from paceline.errors import DataError
 from paceline.escaping import one_form, utf8
 from paceline.files import SkippedItems
 from paceline.plain_json import load_json
 from paceline.recipe.data import Data
-from paceline.registry import open_dataset
 
 # Topics of `help()` by what they explain.
 _KINDS = {
@@ -90,8 +90,7 @@ def open_labelled(data: Data, *, per_word: bool = False) -> LabelledTexts:
     Raises:
         DataError: If they do not exist or cannot be read.
     """
-    openers = {"text_table": partial(_open_table, per_word=True)} if per_word else _OPENERS
-    return open_dataset(data.dataset, openers, LabelledTexts, data)
+    return open_dataset(data.dataset, {"tagged texts" if per_word else "labelled texts": LabelledTexts}, data)
 
 
 Encoded = tuple[TokenIds, list[Any], TokenIds, list[str]]
@@ -197,7 +196,22 @@ def _encode_words(row: Row, tokenizer: Tokenizer, context: int, left_out: Skippe
     return (ids, tags, starts, [words[each] for each in starts.tolist() if each >= 0]) if known else None
 
 
-def _open_table(data: Data, *, per_word: bool = False) -> LabelledTexts:
+_TABLE = ("path", "validation_fraction", "label_column", "split_column", "text")
+
+
+@dataset("text_table", kind="tagged texts", endings=ENDINGS, keys=_TABLE)
+def open_tagged(data: Data) -> LabelledTexts:
+    """Open a table of words with tags."""
+    return open_table(data, per_word=True)
+
+
+@dataset("text_table", kind="labelled texts", endings=ENDINGS, keys=_TABLE)
+def open_table(data: Data, *, per_word: bool = False) -> LabelledTexts:
+    """Open a table of texts with labels, or of words with tags.
+
+    Raises:
+        DataError: If it cannot be read, or lacks a column.
+    """
     text, wanted, found = data.text.column, data.label_column, ""
     if per_word:  # the defaults are those of whole texts
         text, wanted = "tokens" if text == "text" else text, "tags" if wanted == "auto" else wanted
@@ -232,7 +246,8 @@ def _open_table(data: Data, *, per_word: bool = False) -> LabelledTexts:
     return from_rows(data, table, left_out, feature, per_word=per_word)
 
 
-def _open_docs(data: Data) -> LabelledTexts:
+@dataset("docs", kind="labelled texts", keys=("validation_fraction", "text"))
+def open_docs(data: Data) -> LabelledTexts:
     """Return paragraphs of Python's documentation, each with the kind of its topic; of equal ones the first."""
     kinds = {topic: kind for kind, topics in _KINDS.items() for topic in topics.split()}
     rows: dict[str, Row] = {}
@@ -247,6 +262,3 @@ def _open_docs(data: Data) -> LabelledTexts:
                 rows.setdefault(words, Row(f"{topic}, paragraph {number}", (words, kinds[topic])))
     train, held_out = split_by_name(list(rows.values()), data.validation_fraction)
     return from_rows(data, TextTable(train, held_out, None, {}), left_out)
-
-
-_OPENERS: dict[str, Callable[[Data], LabelledTexts]] = {"docs": _open_docs, "text_table": _open_table}

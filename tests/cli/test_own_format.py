@@ -1,0 +1,81 @@
+"""A format of images that another package adds in one file is known to every command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from calls import Call
+from PIL import Image
+
+from paceline import dataset_registry, registry
+from paceline.data.image.sets.packed import read_manifest
+
+pytest.importorskip("pyarrow", reason="packing needs pyarrow")
+
+CODE = """
+import json
+
+from paceline.data.image.tables import open_paths, parts_of
+from paceline.dataset_registry import dataset
+
+
+@dataset("path_list", endings=(".paths",), keys=("path", "validation_fraction", "only_classes", "subset"))
+def path_list(request):
+    file = request.path
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return open_paths(
+        file.absolute().parent,
+        [row["file"] for row in rows],
+        [row["is"] for row in rows],
+        parts_of(None, len(rows), repr(str(file))),
+        lambda row: f"line {row + 1} of {str(file)!r}",
+        table=str(file),
+        request=request,
+    )
+"""
+
+
+@pytest.fixture
+def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A list of pictures in the format of an installed package."""
+    (tmp_path / "site" / "lists-1.0.dist-info").mkdir(parents=True)
+    (tmp_path / "site" / "path_lists.py").write_text(CODE)
+    (tmp_path / "site" / "lists-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: lists\nVersion: 1.0\n"
+    )
+    (tmp_path / "site" / "lists-1.0.dist-info" / "entry_points.txt").write_text(
+        "[paceline.datasets]\npath_list = path_lists:path_list\n"
+    )
+    rows = []
+    for number in range(20):
+        pixels = np.random.default_rng(number).integers(0, 256, (12, 12, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number:02}.png")
+        rows.append(json.dumps({"file": f"{number:02}.png", "is": ("cat", "dog")[number % 2]}))
+    (tmp_path / "pets.paths").write_text("\n".join(rows))
+    dataset_registry.entries()
+    monkeypatch.setattr(dataset_registry, "_entries", dict(dataset_registry._entries))
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.chdir(tmp_path)
+    registry.installed.cache_clear()
+    yield tmp_path
+    registry.installed.cache_clear()
+
+
+def test_every_command_knows_it(pictures: Path, paceline_here: Call, tiny: tuple[str, ...]) -> None:
+    short = ("train.duration=2 steps", "model.name=small_resnet", "data.image_size=8", *tiny)
+    trained = paceline_here("train", "pets.paths", *short, "--run-dir", "run").ended(0)
+    assert "data.dataset=path_list" in trained.out + trained.err
+    assert paceline_here("evaluate", "run", "--json").ended(0).document["samples"] == 4
+    checked = paceline_here("check-data", "pets.paths", "--workers", "1", "--json")
+    assert (checked.document["dataset"], checked.document["splits"]["train"]["checked"]) == ("path_list", 16)
+    paceline_here("pack", "pets.paths", "packed", "--workers", "1").ended(0)
+    manifest = read_manifest(pictures / "packed")
+    assert (manifest.origin.kind, dict(manifest.samples)) == ("path_list", {"train": 20})
+    assert "path_list" in paceline_here("explain", "data.dataset").ended(0).out
+    paceline_here("train", "digits", "data.dataset=path_lst", "data.path=pets.paths").refused("mean 'path_list'")
+    refused = paceline_here("train", "pets.paths", *short, "data.label_column=is", "--run-dir", "other")
+    refused.refused("'data.label_column' has no effect with data.dataset=path_list")
