@@ -209,12 +209,11 @@ def open_dataset(name: str, kinds: Mapping[str, type[_T]], argument: Any) -> _T:
             f"{did_you_mean(name, names)}"
         )
     opened = call_reference("data.dataset", name, opener, DataError, argument)
-    if not isinstance(opened, tuple(kinds.values())):
-        expected = " or ".join(f"{each.__module__}.{each.__name__}" for each in kinds.values())
-        raise DataError(
-            f"data.dataset={name}: its opener returned {type(opened).__name__}; it must return a {expected}."
-        )
-    return opened
+    for each in kinds.values():
+        if isinstance(opened, each):
+            return opened
+    expected = " or ".join(f"{each.__module__}.{each.__name__}" for each in kinds.values())
+    raise DataError(f"data.dataset={name}: its opener returned {type(opened).__name__}; it must return a {expected}.")
 
 
 @cache

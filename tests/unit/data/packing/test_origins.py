@@ -53,7 +53,7 @@ def tars(folder: Path, photos: Path) -> Path:
     ("kind", "said"),
     [
         ("cvs", "Did you mean 'csv'"),
-        ("digits", "--kind digits is not read from files"),
+        ("digits", "digits is not read from files"),
         ("docs", "a data set of texts"),
     ],
 )

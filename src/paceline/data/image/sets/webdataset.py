@@ -143,12 +143,12 @@ _DOTTED = "images with a dot in their names, where the name of a WebDataset samp
 _OTHER = "members that are neither an image nor a label of one"
 
 
-_COMPRESSED = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst"})
+_PACKED = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst"})
 
 
 def _holds_tars(place: Place) -> bool:
     """Whether it is a tar, or holds some; compressed ones are refused when it is opened."""
-    is_compressed = _COMPRESSED & place.endings and not any(each.is_dir() for each in place.path.iterdir())
+    is_compressed = _PACKED & place.endings and not any(each.is_dir() for each in place.path.iterdir())
     return not place.is_folder or ".tar" in place.endings or bool(is_compressed)
 
 
@@ -203,7 +203,7 @@ def _splits(root: Path, left_out: SkippedItems) -> tuple[list[Path], list[Path],
     if not root.is_dir():
         return _tars(str(root)), [], ""
     tars = files_ending_in("tar", root, left_out)
-    if not tars and _COMPRESSED & Place(root).endings:
+    if not tars and _PACKED & Place(root).endings:
         raise DataError(
             f"{str(root)!r} holds compressed files: decompress them, because images are read in place from tars."
         )
