@@ -95,6 +95,7 @@ def test_what_a_gpu_sets_up_for_a_new_shape_is_not_counted(
     assert forecast_of(events(result.run_dir, "measurement"))["expected_seconds"] < 2
 
 
+@pytest.mark.everyday
 def test_a_resumed_run_counts_what_is_left(timed_task: Make, train_tiny: Make, events: Make) -> None:
     asked = LONG | {"train.ema": "off"}
     before = train_tiny("run", asked | {"train.until": "24 steps"}, task=timed_task(0.01)).summary
