@@ -71,7 +71,7 @@ class Place:
         return frozenset(endings)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class DatasetEntry:
     """A data set that a recipe can name.
 
@@ -124,15 +124,7 @@ def dataset(
     """
 
     def register(opener: AnyOpener) -> AnyOpener:
-        _entries[name, kind] = DatasetEntry(
-            name=name,
-            kind=kind,
-            open=opener,
-            keys=frozenset(keys),
-            endings=tuple(each.lower() for each in endings),
-            sniff=sniff,
-            size=size,
-        )
+        _entries[name, kind] = DatasetEntry(name, kind, opener, frozenset(keys), tuple(endings), sniff, size)
         return opener
 
     return register
@@ -166,7 +158,7 @@ def _named(name: str) -> list[DatasetEntry]:
     if not found() and name in installed("datasets"):
         opener = load_reference(installed("datasets")[name], DataError, installed=True)
         if not found():
-            _entries[name, None] = DatasetEntry(name=name, kind=None, open=opener, keys=None)
+            _entries[name, None] = DatasetEntry(name, None, opener, None)
     return found()
 
 

@@ -305,7 +305,7 @@ def test_of_a_detector_s_pictures_some_are_taken_from_all_over(tmp_path: Path) -
     assert (len(few.train), len(few.validation)) == (5, 3)
     for ours, its in ((0, 0), (1, 499), (4, 1999)):
         assert few.train.path(ours) == complete.train.path(its)
-        assert (few.train.image(ours) == complete.train.image(its)).all()
+        assert (few.train.read(ours) == complete.train.read(its)).all()
         assert (few.train.sizes[ours] == complete.train.sizes[its]).all()
         boxes = (each.objects(number, masks=False).boxes for each, number in ((few.train, ours), (complete.train, its)))
         assert np.array_equal(*boxes)

@@ -17,25 +17,15 @@ from paceline.data.image.sets.packed import read_manifest
 pytest.importorskip("pyarrow", reason="packing needs pyarrow")
 
 CODE = """
-import json
-
-from paceline.data.image.tables import open_paths, parts_of
+from paceline.data.image.sets import TABLE
+from paceline.data.image.tables import ImageTable
+from paceline.data.tables import TableFile
 from paceline.dataset_registry import dataset
 
 
-@dataset("path_list", endings=(".paths",), keys=("path", "validation_fraction", "only_classes", "subset"))
+@dataset("path_list", endings=(".paths",), keys=TABLE)
 def path_list(request):
-    file = request.path
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return open_paths(
-        file.absolute().parent,
-        [row["file"] for row in rows],
-        [row["is"] for row in rows],
-        parts_of(None, len(rows), repr(str(file))),
-        lambda row: f"line {row + 1} of {str(file)!r}",
-        table=str(file),
-        request=request,
-    )
+    return ImageTable(request.path, [TableFile(request.path, "jsonl")], request).open_paths()
 """
 
 
@@ -54,7 +44,7 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for number in range(20):
         pixels = np.random.default_rng(number).integers(0, 256, (12, 12, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{number:02}.png")
-        rows.append(json.dumps({"file": f"{number:02}.png", "is": ("cat", "dog")[number % 2]}))
+        rows.append(json.dumps({"file": f"{number:02}.png", "label": ("cat", "dog")[number % 2]}))
     (tmp_path / "pets.paths").write_text("\n".join(rows))
     dataset_registry.entries()
     monkeypatch.setattr(dataset_registry, "_entries", dict(dataset_registry._entries))
@@ -77,5 +67,5 @@ def test_every_command_knows_it(pictures: Path, paceline_here: Call, tiny: tuple
     assert (manifest.origin.kind, dict(manifest.samples)) == ("path_list", {"train": 20})
     assert "path_list" in paceline_here("explain", "data.dataset").ended(0).out
     paceline_here("train", "digits", "data.dataset=path_lst", "data.path=pets.paths").refused("mean 'path_list'")
-    refused = paceline_here("train", "pets.paths", *short, "data.label_column=is", "--run-dir", "other")
-    refused.refused("'data.label_column' has no effect with data.dataset=path_list")
+    refused = paceline_here("train", "pets.paths", *short, "data.split_column=is", "--run-dir", "other")
+    refused.refused("'data.split_column' has no effect with data.dataset=path_list")

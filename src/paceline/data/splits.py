@@ -5,9 +5,31 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from pathlib import Path, PurePath
+from typing import Protocol, TypeVar
 
 from paceline.errors import DataError
 from paceline.files import is_folder, visible_entries
+
+Sample_co = TypeVar("Sample_co", covariant=True)
+
+
+class Source(Protocol[Sample_co]):
+    """The samples of one split; ids are 0 … len - 1."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, sample: int) -> Sample_co:
+        """Return a sample.
+
+        Raises:
+            BrokenImageError: If it cannot be read.
+        """
+        ...
+
+    def path(self, sample: int) -> str:
+        """Return the name under which a sample is reported, such as its file."""
+        ...
+
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 # If a split has several names, the first one is read.

@@ -32,7 +32,6 @@ from paceline.recipe.fields import (
     Switch,
     parse_integer,
 )
-from paceline.registry import built_in
 
 
 def ascending(value: tuple[float, float]) -> tuple[float, float]:
@@ -169,7 +168,7 @@ class Augment:
     show both (Jordan 2024, arXiv:2404.00498); needs `flip` 0.5."""
     vertical_flip: Fraction = 0.0
     """Probability of a vertical flip."""
-    policy: Annotated[str, Names(tuple(built_in("augmentations")), "augmentations")] = "none"
+    policy: Annotated[str, Names("augmentations")] = "none"
     """`randaugment` (Cubuk et al. 2019), `trivialaugment` (Müller and Hutter 2021), `autoaugment` (Cubuk et al. 2018)
     or `augmix` (Hendrycks et al. 2019), as torchvision has them; `timm`, as timm does, by its own configuration string
     in `policy_options.config` (`rand-m9-mstd0.5-inc1`); a name that an installed package registers, or
@@ -355,7 +354,7 @@ class Clicks:
 class Data:
     """Which samples a run sees."""
 
-    dataset: Annotated[str, Names(DatasetNames(), "datasets")] = "image_folder"
+    dataset: Annotated[str, Names("datasets")] = "image_folder"
     """`digits`, `discs` and `figures` (drawn), `image_folder`, `csv` (a table of paths and labels), `parquet` (tables
     of images), `huggingface`, `webdataset`, `packed` (what `paceline pack` wrote), `mixture` (of folders and tables),
     the archives `cifar10`, `cifar100`, `mnist`, `fashion_mnist`, `torchvision:NAME`, or `synthetic`; of text `docs`

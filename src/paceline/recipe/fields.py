@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainSerializer
 
+from paceline.dataset_registry import DatasetNames
 from paceline.plain_yaml import AmbiguousScalar, resolve_values, to_boolean
-from paceline.registry import Kind
+from paceline.registry import Kind, built_in
 from paceline.units import DURATION_RULE, TIME_RULE, Duration, TimeSpan
 
 Auto = Literal["auto"]
@@ -135,15 +136,18 @@ class Needs:
 
 @dataclass(frozen=True)
 class Names:
-    """Marks a text field with the names that it may hold; without this mark, they are those that other fields apply to.
+    """Marks a text field that holds a registered name.
 
     Attributes:
-        values: The names, in the order in which they are suggested.
-        kind: The kind in the registry, which adds more names.
+        kind: The kind in the registry.
     """
 
-    values: Collection[str]
-    kind: Kind | None = None
+    kind: Kind
+
+    @property
+    def values(self) -> Collection[str]:
+        """The built-in names, in the order in which they are suggested."""
+        return DatasetNames() if self.kind == "datasets" else built_in(self.kind)
 
 
 @dataclass(frozen=True)

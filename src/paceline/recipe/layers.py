@@ -58,7 +58,7 @@ def has_effect(section: type[Any], name: str, choice: object) -> bool:
     if isinstance(applies.values, DatasetNames):  # which lists the data sets of other packages too
         return False
     names = mark(section, applies.to, Names)
-    return names is not None and names.kind is not None and isinstance(choice, str) and choice in installed(names.kind)
+    return names is not None and isinstance(choice, str) and choice in installed(names.kind)
 
 
 def subsection(section: type[Any], name: str) -> type[Any] | None:
@@ -117,7 +117,7 @@ def _normalize_value(value: Any, section: type[Any], name: str) -> Any:
     if not isinstance(value, str) or value in choices:
         return value
     names = mark(section, name, Names)
-    if value.lower() not in choices and names is not None and names.kind is not None:
+    if value.lower() not in choices and names is not None:
         choices = {} if value in (known := known_names(names.kind)) else {each.lower(): each for each in known}
     return choices.get(value.lower(), value)
 
@@ -234,14 +234,9 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
 
 
 def named_choices(section: type[Any], name: str) -> Collection[object]:
-    """Return the choices of a field that allows any text: those it is marked with, or that other keys apply to."""
+    """Return the built-in names that a text field may hold; empty if it allows any text."""
     names = mark(section, name, Names)
-    if names is not None:
-        return names.values
-    if field_types(section)[name] is not str:
-        return ()
-    applied = (each for field in field_types(section) for each in marks(section, field, Applies) if each.to == name)
-    return tuple(dict.fromkeys(value for each in applied for value in each.values))
+    return () if names is None else names.values
 
 
 def _either(values: Iterable[object]) -> str:

@@ -47,7 +47,7 @@ class ParameterGroup:
 class Optimizer:
     """The update rule."""
 
-    name: Annotated[str, Names(tuple(RULES), "optimizers"), Needs(("layers to scale",), _NOTHING_SCALED)] = "sgd"
+    name: Annotated[str, Names("optimizers"), Needs(("layers to scale",), _NOTHING_SCALED)] = "sgd"
     """`sgd` (with momentum), `adamw` (Loshchilov and Hutter 2017), `rmsprop` (Tieleman and Hinton 2012), `adafactor`
     (Shazeer and Stern 2018), `lamb` (You et al. 2019), `lars` (You et al. 2017), `lion` (Chen et al. 2023), or `muon`
     (Jordan et al. 2024; other parameters by `rest`); any other of torch.optim or timm (`nadamw`), a name that an

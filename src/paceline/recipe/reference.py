@@ -83,9 +83,7 @@ def keys(section: type[Any] = Recipe, path: str = "") -> Iterator[Key]:
 
 def _names(section: type[Any], name: str) -> tuple[str, ...]:
     names = mark(section, name, Names)
-    return (
-        () if names is None else tuple(dict.fromkeys((*names.values, *(installed(names.kind) if names.kind else ()))))
-    )
+    return () if names is None else tuple(dict.fromkeys(names.values) | installed(names.kind))
 
 
 def _texts(section: type[Any]) -> dict[str, str]:

@@ -19,7 +19,6 @@ from paceline.recipe.fields import (
     Off,
     PositiveFloat,
 )
-from paceline.registry import built_in
 from paceline.units import Duration
 
 _NOISY = Needs(("schedule.noise.std",), "the learning rate has no noise (schedule.noise.std)")
@@ -55,7 +54,7 @@ class RateNoise:
 class Schedule:
     """The learning rate and other scheduled settings: pure functions, with no state to save."""
 
-    name: Annotated[str, Names(tuple(built_in("schedules")), "schedules")] = "cosine"
+    name: Annotated[str, Names("schedules")] = "cosine"
     """Shape after the warm-up: `constant`, `step`, `linear`, `cosine`, `cyclic`, `polynomial`, `exponential`,
     `one_cycle` or `trapezoid`; a name that an installed package registers, or your own `package.module:shape`. `step`
     falls at milestones; `cosine` may restart (Loshchilov and Hutter 2016); `cyclic` falls to `end_lr` and rises to the

@@ -14,14 +14,13 @@ from paceline.recipe.optimizer import Optimizer
 from paceline.recipe.running import Checkpoint, Evaluate, Parallel, Telemetry
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.training import Batch, Distillation, Train
-from paceline.registry import built_in
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
     """All settings of a run. Sections have the names of the rooms that act on them."""
 
-    task: Annotated[str, Names(tuple(built_in("tasks")), "tasks")] = "image_classification"
+    task: Annotated[str, Names("tasks")] = "image_classification"
     """`image_classification`, `image_multilabel` (any number of labels), `image_regression` (numbers), `distillation`
     (classes, with a teacher), `language_modeling`, `text_classification`, `token_classification` (a tag for each word),
     `recommendation`, `detection`, `segmentation` (classes of pixels), a name that an installed package registers, or

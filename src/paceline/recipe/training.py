@@ -27,7 +27,6 @@ from paceline.recipe.fields import (
     PositiveInt,
     Switch,
 )
-from paceline.registry import built_in
 from paceline.units import Duration
 
 _NOT_SCALED = Needs(("train.precision!=fp16",), "fp16's loss scaling skips every step whose gradient is not finite")
@@ -95,7 +94,7 @@ class Train:
     """Loss scaling; has an effect with fp16 only."""
     ema: Annotated[OpenFraction | None, Off] = None
     """Decay of the moving average of the weights, or `off`; smaller at first: (1 + t) / (10 + t) after t steps."""
-    loss: Annotated[str, Names(tuple(built_in("losses")), "losses")] = "cross_entropy"
+    loss: Annotated[str, Names("losses")] = "cross_entropy"
     """For image classification: `cross_entropy`; `bce`, a yes-or-no question for each class (Wightman et al. 2021);
     `focal`, which multiplies each term of the cross-entropy by (1 - p)^gamma (Lin et al. 2017); a name that an
     installed package registers, or your own `package.module:factory`. For several labels: `bce`, the default there,

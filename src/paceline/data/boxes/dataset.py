@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.source import Image
+from paceline.data.splits import Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,22 +40,12 @@ class Objects:
         return Objects(boxes=boxes[keep], labels=self.labels[keep], crowd=self.crowd[keep], masks=masks)
 
 
-class BoxSource(Protocol):
-    """The pictures of one split; ids are 0 … len - 1."""
+class BoxSource(Source[Image], Protocol):
+    """The pictures of one split, uint8 [H, W, 3]."""
 
     @property
     def sizes(self) -> NDArray[np.int64]:
         """Height and width of each picture, [len, 2]; available without reading it."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def image(self, sample: int) -> Image:
-        """Return the picture, uint8 [H, W, 3].
-
-        Raises:
-            BrokenImageError: If it cannot be read.
-        """
         ...
 
     def objects(self, sample: int, *, masks: bool) -> Objects:
@@ -63,10 +54,6 @@ class BoxSource(Protocol):
         Raises:
             BrokenImageError: If a mask cannot be drawn.
         """
-        ...
-
-    def path(self, sample: int) -> str:
-        """Return the name under which the sample is reported."""
         ...
 
 
@@ -90,9 +77,9 @@ class BoxSubset:
         """Height and width of each picture, [len, 2]."""
         return self.source.sizes[self.chosen]
 
-    def image(self, sample: int) -> Image:
+    def read(self, sample: int) -> Image:
         """Return the picture, uint8 [H, W, 3]."""
-        return self.source.image(int(self.chosen[sample]))
+        return self.source.read(int(self.chosen[sample]))
 
     def objects(self, sample: int, *, masks: bool) -> Objects:
         """Return its objects."""

@@ -156,7 +156,7 @@ class BoxPipeline(SimplePipeline):
 
         def read(row: int) -> tuple[Tensor, Target]:
             sample = int(part.ids[row])
-            pixels = source.image(sample)
+            pixels = source.read(sample)
             height, width = pixels.shape[:2]
             if (height, width) != tuple(source.sizes[sample]):
                 expected = "x".join(map(str, source.sizes[sample][::-1]))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from paceline.data.slices import SampleIds
 
+# Larger sets are read on request.
 _HELD_BYTES = 2**30
 
 
@@ -42,7 +43,7 @@ class ClickSource(Protocol):
         """Return the samples with these ids, in this order."""
         ...
 
-    def name(self, sample: int) -> str:
+    def path(self, sample: int) -> str:
         """Return a sample's origin, for people."""
         ...
 
@@ -95,9 +96,9 @@ class InMemoryRows:
         rows = self._rows
         return ClickRows(rows.dense[ids], rows.categories[ids], rows.labels[ids])
 
-    def name(self, sample: int) -> str:
+    def path(self, sample: int) -> str:
         """Return the source's name of the sample."""
-        return self._source.name(sample)
+        return self._source.path(sample)
 
 
 def hold_in_memory(source: ClickSource) -> ClickSource:

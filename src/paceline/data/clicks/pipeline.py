@@ -33,7 +33,7 @@ class ClickPipeline(SimplePipeline):
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
         """Return the sample's line, or its set and number."""
-        return self._sources[training].name(sample_id)
+        return self._sources[training].path(sample_id)
 
     def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
         self._sources[training] = source = hold_in_memory(self._sources[training])

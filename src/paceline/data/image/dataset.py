@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-import unicodedata
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from pathlib import Path
@@ -100,16 +99,6 @@ def stratified_order(labels: Ids, hashes: Hashes) -> Ids:
     position = np.where(rank == 0, -1.0, (rank + 0.5) / np.repeat(counts, counts))
     ordered: Ids = by_class[np.lexsort((hashes[by_class], position))]
     return ordered
-
-
-def similar_names(classes: Iterable[str]) -> list[tuple[str, str]]:
-    """Return pairs of classes whose names differ only by case, spaces or invisible characters."""
-    groups = defaultdict(list)
-    for name in classes:
-        shown = name if name.isascii() else unicodedata.normalize("NFC", name)
-        visible = shown if shown.isprintable() else "".join(c for c in shown if unicodedata.category(c) != "Cf")
-        groups["".join(visible.casefold().split())].append(name)
-    return [(names[0], names[1]) for names in groups.values() if len(names) > 1]
 
 
 def describe_split(fraction: float) -> str:

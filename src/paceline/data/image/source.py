@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.decode import HEIF_ENDINGS, BrokenImageError, decode, image_header, read_file, upright_size
+from paceline.data.splits import Source
 
 Image = NDArray[np.uint8]
 Content = bytes | bytearray | memoryview
@@ -59,26 +60,12 @@ class Names:
         return self[index].decode("utf-8", "replace")
 
 
-class SampleSource(Protocol):
-    """The labelled images of one split; ids are 0 … len - 1."""
+class SampleSource(Source[Image], Protocol):
+    """The labelled images of one split, uint8 [H, W, C]; they may be read-only."""
 
     @property
     def labels(self) -> Ids:
         """Class index of every sample, int64 [len]; or numeric or multi-label targets, float [len, K]."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def read(self, sample: int) -> Image:
-        """Return the image as uint8 [H, W, C]; it may be read-only.
-
-        Raises:
-            BrokenImageError: If the image cannot be read.
-        """
-        ...
-
-    def path(self, sample: int) -> str:
-        """Return the name under which the sample is reported."""
         ...
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.dataset import similar_names
 from paceline.data.image.source import Ids
-from paceline.data.image.tables import listed_names
 from paceline.data.inspect.gather import MAX_NAMED, Progress, SampleFacts, Subject, similar
 from paceline.data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, SEVERITIES, Kind
+from paceline.data.labels import listed_names, similar_names
 from paceline.escaping import quoted
 
 Hashes = NDArray[np.uint64]

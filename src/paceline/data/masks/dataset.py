@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,7 @@ from paceline.data.boxes.dataset import BoxDataset, BoxSource
 from paceline.data.boxes.sets.coco import files_of_pictures
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.source import Image
+from paceline.data.splits import Source
 from paceline.errors import DataError
 
 IGNORED = 255
@@ -25,22 +25,8 @@ LabelMap = NDArray[np.uint8]
 """The class of each pixel, [H, W]."""
 
 
-class MaskSource(Protocol):
-    """The images of one split with their label maps; ids are 0 … len - 1."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, sample: int) -> tuple[Image, LabelMap]:
-        """Return the image, uint8 [H, W, C], and its label map.
-
-        Raises:
-            BrokenImageError: If one of them cannot be read, or they differ in size.
-        """
-        ...
-
-    def path(self, sample: int) -> str:
-        """Return the name under which the sample is reported."""
-        ...
+MaskSource = Source[tuple[Image, LabelMap]]
+"""The images of one split, uint8 [H, W, C], with their label maps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +71,7 @@ class _ObjectMasks:
         return len(self.source)
 
     def read(self, sample: int) -> tuple[Image, LabelMap]:
-        image, objects = self.source.image(sample), self.source.objects(sample, masks=True)
+        image, objects = self.source.read(sample), self.source.objects(sample, masks=True)
         assert objects.masks is not None
         if image.shape[:2] != tuple(self.source.sizes[sample]):
             raise BrokenImageError(self.path(sample), "its annotations are of another size")

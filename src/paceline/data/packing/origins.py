@@ -138,15 +138,13 @@ def detect(path: str) -> str:
         DataError: If the path does not exist, or is of an unknown kind.
     """
     root = Path(path).expanduser()
-    is_pattern = not root.exists() and ("{" in path or has_magic(path))
-    if not root.exists() and not is_pattern:
+    if not root.exists() and "{" not in path and not has_magic(path):
         raise DataError(f"there is no {str(root)!r}: correct the path.")
-    if root.exists() and not root.is_dir():
-        refuse_special_inputs(root)
     if (entry := dataset_at(root)) is not None:
         return entry.name
-    if is_pattern:
+    if not root.exists():
         return "webdataset"
+    refuse_special_inputs(root)
     refuse_archive(root)
     endings = ", ".join(dict.fromkeys(ending for each in entries("images") for ending in each.endings))
     raise DataError(

@@ -41,7 +41,6 @@ from paceline.data.image.sets.packed import (
     open_packed,
 )
 from paceline.data.image.source import encoded_source
-from paceline.data.image.tables import require_pyarrow
 from paceline.data.packing.origins import OpenedOrigin, open_origin
 from paceline.data.packing.shards import (
     Progress,
@@ -53,6 +52,7 @@ from paceline.data.packing.shards import (
     reporting_disk_errors,
     whole_file,
 )
+from paceline.data.tables import require_pyarrow
 from paceline.errors import DataError
 from paceline.plain_json import load_json
 from paceline.recipe.data import Data

@@ -27,8 +27,8 @@ from PIL import ImageOps
 from paceline.data.image.decode import BrokenImageError, decode, image_header
 from paceline.data.image.sets.packed import UNFINISHED, Form, LeftOut, Shard
 from paceline.data.image.source import Content, Ids, Image, SampleSource, encoded_source
-from paceline.data.image.tables import require_pyarrow
 from paceline.data.packing.origins import OpenedOrigin
+from paceline.data.tables import require_pyarrow
 from paceline.errors import PacelineError
 from paceline.plain_json import load_json
 from paceline.records.run_directory import sync_directory

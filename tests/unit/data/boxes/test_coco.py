@@ -78,7 +78,7 @@ def test_categories_become_classes_in_the_order_of_their_numbers(root: Path) -> 
     assert first.labels.tolist() == [0, 0]
     assert found.train.objects(2, masks=False).labels.tolist() == [1]
     assert found.train.path(2).endswith("c.png")
-    assert found.train.image(2).shape == (12, 16, 3)
+    assert found.train.read(2).shape == (12, 16, 3)
 
 
 def test_what_cannot_be_learned_is_left_out_of_training_alone(root: Path) -> None:
@@ -184,10 +184,10 @@ def test_pictures_are_read_as_they_lie_since_boxes_are_of_stored_pixels(
     Image.fromarray(pixels).save(root / "train" / f"lies.{ending}", exif=exif, quality=95)
     write(root, images=[IMAGE | {"file_name": f"lies.{ending}"}], annotations=[BOX])
     found = opened(root).train
-    assert found.image(0).shape == (12, 16, 3)
-    assert found.image(0)[:8, :8].min() > 200
-    assert found.image(0)[8:].max() < 50
-    assert found.image(0)[:, 8:].max() < 50
+    assert found.read(0).shape == (12, 16, 3)
+    assert found.read(0)[:8, :8].min() > 200
+    assert found.read(0)[8:].max() < 50
+    assert found.read(0)[:, 8:].max() < 50
 
 
 BOX = {"image_id": 10, "category_id": 7, "bbox": [0, 0, 4, 4]}

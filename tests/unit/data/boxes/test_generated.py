@@ -17,7 +17,7 @@ def test_a_box_is_around_each_mask_and_a_picture_has_the_size_it_says() -> None:
     seen = set()
     for number in range(len(found.train)):
         height, width = found.train.sizes[number]
-        assert found.train.image(number).shape == (height, width, 3)
+        assert found.train.read(number).shape == (height, width, 3)
         objects = found.train.objects(number, masks=True)
         assert objects.masks is not None
         assert objects.masks.shape == (len(objects.labels), height, width)
@@ -34,7 +34,7 @@ def test_no_bit_of_a_picture_depends_on_how_many_there_are() -> None:
     fewer = GeneratedBoxes(samples=7, evaluation_samples=5, smallest_side=48, largest_side=64)
     for split in ("train", "validation"):
         many, few = getattr(open_shapes(ASKED), split), getattr(open_shapes(fewer), split)
-        assert np.array_equal(many.image(4), few.image(4))
+        assert np.array_equal(many.read(4), few.read(4))
         assert np.array_equal(many.sizes[:5], few.sizes[:5])
     both = open_shapes(ASKED)
     assert not np.array_equal(both.train.sizes[:10], both.validation.sizes)
@@ -48,4 +48,4 @@ def test_a_picture_keeps_what_is_in_it() -> None:
 
 def test_drawings_are_kept() -> None:
     source = open_shapes(ASKED).train
-    assert source.image(3) is source.image(3)
+    assert source.read(3) is source.read(3)

@@ -101,7 +101,7 @@ def test_splits_of_folders_and_packed_files(tmp_path: Path) -> None:
     rows = found.train.read(np.array([12, 0, 3]))
     assert rows.labels.tolist() == [0, 0, 1]
     assert rows.dense[:, 0] == pytest.approx([math.log(121), 0, math.log(31)])
-    assert found.train.name(12) == f"{tmp_path / 'train' / 'day_1.txt.gz'}, sample 3"
+    assert found.train.path(12) == f"{tmp_path / 'train' / 'day_1.txt.gz'}, sample 3"
     assert open_clicks(data(tmp_path, recommendation=Clicks(max_rows=2000))).digest == found.digest
 
 

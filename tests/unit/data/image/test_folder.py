@@ -18,10 +18,10 @@ from paceline.data.image import heads
 from paceline.data.image.dataset import SKIP_REASONS, Problems, StoredImages
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets import image_folder
-from paceline.data.image.sets.csv import read_csv
 from paceline.data.image.source import EXTENSIONS
 from paceline.data.masks.sets.folder import open_masks
 from paceline.data.packing.origins import detect
+from paceline.data.tables import read_csv
 from paceline.data.text.sets.documents import open_text
 from paceline.errors import DataError, PacelineError
 from paceline.files import SkippedItems

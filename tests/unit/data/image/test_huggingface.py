@@ -227,7 +227,7 @@ def test_a_damaged_file_is_refused_or_read_alike_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([0, -1, 1], r"row 1 \(counted from 0\) of .* has no label \(-1\)"),
+        ([0, -1, 1], r"row 0 \(counted from 0\) of .*00001-of-00002.* has no label \(-1\)"),
         ([0, 2, 1], "label 2, .* classes are 0 … 1"),
         ([1, 1, 1], "has one class, '"),
     ],

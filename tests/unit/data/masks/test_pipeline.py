@@ -138,7 +138,7 @@ def test_where_classes_overlap_nothing_is_learned() -> None:
         def __len__(self) -> int:
             return 1
 
-        def image(self, sample: int) -> Any:
+        def read(self, sample: int) -> Any:
             return np.zeros((2, 3 + sample, 3), dtype=np.uint8)
 
         def objects(self, sample: int, *, masks: bool) -> Objects:

@@ -172,7 +172,7 @@ class CocoSource:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def image(self, sample: int) -> Image:
+    def read(self, sample: int) -> Image:
         """Decode the picture as stored, without EXIF rotation, to match the annotations; raises BrokenImageError."""
         return decode(self.path(sample), 3, turned=False)
 

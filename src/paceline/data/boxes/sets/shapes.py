@@ -68,7 +68,7 @@ class ShapeSource:
         span = self.config.largest_side - self.config.smallest_side + 1
         return (self.config.smallest_side + np.floor(sides * span)).astype(np.int64)
 
-    def image(self, sample: int) -> Image:
+    def read(self, sample: int) -> Image:
         """Draw the picture, uint8 [H, W, 3]; read-only."""
         return self._drawn(self.first + sample)[0]
 
@@ -199,7 +199,7 @@ class _Blank:
         is_upright = np.arange(self.count)[:, None] % _UPRIGHT == 0
         return np.where(is_upright, (LONG, SHORT), (SHORT, LONG))
 
-    def image(self, sample: int) -> Image:
+    def read(self, sample: int) -> Image:
         """Return a black picture, uint8 [H, W, 3]."""
         return np.zeros((*self.sizes[sample], 3), dtype=np.uint8)
 

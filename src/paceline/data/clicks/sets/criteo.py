@@ -223,7 +223,7 @@ class StoredSource:
         """Return the rows from the mapped file."""
         return as_click_rows(self._clicks.rows[ids + self._first], self._tables)
 
-    def name(self, sample: int) -> str:
+    def path(self, sample: int) -> str:
         """Return its file and its index in that file."""
         number = sample + self._first
         for path, count in self._clicks.files:
@@ -384,6 +384,3 @@ def _open_lock(folders: tuple[Path, ...], path: Path, cache: str, key: str) -> T
         if cache == "auto"
         else f"data.recommendation.cache={cache} cannot be written; give a folder that can."
     )
-
-
-# Larger sets are read on request.

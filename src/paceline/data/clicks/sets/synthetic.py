@@ -53,7 +53,7 @@ class SyntheticClicks:
     def __len__(self) -> int:
         return self._samples
 
-    def name(self, sample: int) -> str:
+    def path(self, sample: int) -> str:
         """Return the split and the number."""
         return f"synthetic_clicks {'train' if self._stream == _TRAIN else 'validation'} {sample}"
 

@@ -158,13 +158,13 @@ def find_archive(root: Path, kind: str) -> Path | None:
 def _is_archive(place: Place, name: str) -> bool:
     if not isinstance(ARCHIVES[name], Cifar):
         return (folder := find_mnist(place.path)) is not None and mnist_kind(folder) == name
-    prefix = name.replace("cifar", "cifar-") + "-"
-    return find_archive(place.path, name) is not None if place.is_folder else place.path.name.startswith(prefix)
+    is_named = place.path.name.startswith(name.replace("cifar", "cifar-") + "-")
+    return find_archive(place.path, name) is not None if place.is_folder else is_named
 
 
 def _registered(name: str, size: Size, *keys: str) -> Callable[[AnyOpener], AnyOpener]:
-    endings = (".gz", ".tar") if isinstance(ARCHIVES[name], Cifar) else ()
-    return dataset(name, endings=endings, sniff=partial(_is_archive, name=name), keys=(*_KEYS, *keys), size=size)
+    sniff = partial(_is_archive, name=name)
+    return dataset(name, endings=(".gz", ".tar"), sniff=sniff, keys=(*_KEYS, *keys), size=size)
 
 
 @_registered("fashion_mnist", Size("Fashion-MNIST", 60_000, 10, 28))

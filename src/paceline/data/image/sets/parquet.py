@@ -10,7 +10,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,27 +23,13 @@ from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.mapped import EncodedImages, MappedFile, mapped_files
 from paceline.data.image.sets import IMAGENET, TABLE
 from paceline.data.image.source import Ids, Names, SubsetSource
-from paceline.data.image.tables import (
-    Parts,
-    explain_errors,
-    files_ending_in,
-    find_columns,
-    hold_out_labelled,
-    mapped,
-    name_rows,
-    number_rows,
-    open_paths,
-    parts_of,
-    read_numbers,
-    require_pyarrow,
-    splits_of_files,
-)
-from paceline.data.splits import TEST, TRAIN, UNREAD_SPLITS, VALIDATION
+from paceline.data.image.tables import ImageTable
+from paceline.data.splits import TRAIN, UNREAD_SPLITS, VALIDATION
+from paceline.data.tables import TableFile, explain_errors, files_ending_in, mapped, read_stream, require_pyarrow
 from paceline.dataset_registry import Place, dataset
-from paceline.errors import DataError, did_you_mean
+from paceline.errors import DataError
 from paceline.escaping import utf8
 from paceline.files import SkippedItems, refuse_special_inputs
-from paceline.plain_json import load_json
 from paceline.units import format_bytes
 
 # Cached in each reading process; hub datasets have groups of 100 images.
@@ -70,34 +55,10 @@ class RowGroup(NamedTuple):
     nulls: int
 
 
-def read_schema(path: Path) -> tuple[Any, Mapping[str, Any]]:
-    """Return the columns of a parquet file, and their Hugging Face metadata, if any.
-
-    Raises:
-        DataError: If it is damaged or not a parquet file.
-    """
-    schema = _read_end(path, "read_schema")
-    try:
-        features = load_json((schema.metadata or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
-    except (ValueError, AttributeError):
-        features = {}
-    return schema, features if isinstance(features, dict) else {}
-
-
-def _read_end(path: Path, read: str) -> Any:
+def _metadata(path: Path) -> Any:
     refuse_special_inputs(path)
     with explain_errors(path):
-        return getattr(require_pyarrow().parquet, read)(mapped(path))
-
-
-def read_stream(path: str | Path) -> Any:
-    """Return an Arrow stream as a memory-mapped table; raises DataError and Arrow's errors."""
-    refuse_special_inputs(path)
-    ipc = require_pyarrow().ipc
-    # Without threads, which do not exist in a forked loader process.
-    table = ipc.open_stream(mapped(path), options=ipc.IpcReadOptions(use_threads=False)).read_all()
-    table.validate(full=True)
-    return table
+        return require_pyarrow().parquet.read_metadata(mapped(path))
 
 
 def _bytes_in(images: Any) -> Any:
@@ -133,7 +94,7 @@ class TableSource(EncodedImages):
         self._kept: dict[int, Any] = {}
 
     def _find_groups(self) -> list[RowGroup]:
-        self._metadata = [_read_end(Path(file.path), "read_metadata") for file in self.paths]
+        self._metadata = [_metadata(Path(file.path)) for file in self.paths]
         groups = []
         for file, metadata in enumerate(self._metadata):
             for number in range(metadata.num_row_groups):
@@ -264,6 +225,76 @@ class StreamSource(TableSource):
         return _bytes_in(read_stream(path).column(self.leaf.removesuffix(".bytes")))
 
 
+class StoredTable(ImageTable):
+    """A table whose rows hold the images."""
+
+    @property
+    def column(self) -> str:
+        """Path of the images' bytes within the image column."""
+        return f"{self.image_column}.bytes" if self.kind == "struct" else self.image_column
+
+    def row_labels(self) -> tuple[tuple[str, ...], NDArray[Any]]:
+        """Return class names and each row's label, -1 for unused rows; or column names and their numbers.
+
+        Raises:
+            DataError: If a row lacks a label or a numeric target.
+        """
+        parts, request = self.hold_out_labelled(), self.request
+        if request.data.target_columns:
+            numbers = self.read_numbers(np.sort(np.concatenate(parts)), request.problems.add)
+            request.refuse_problems()
+            return request.data.target_columns, numbers
+        classes, numbered = self.labels(parts)
+        labels = np.full((len(self.rows), *numbered[0].shape[1:]), -1, dtype=numbered[0].dtype)
+        for part, each in zip(parts, numbered, strict=True):
+            labels[part] = each
+        return classes, labels
+
+    def names(self, splits: Sequence[str] = (TRAIN, VALIDATION)) -> list[str]:
+        """Return each row's name: its path, or else its index in its split."""
+        names = [""] * len(self.rows)
+        for split, ids in zip(splits, self.parts.splits, strict=False):
+            for place, row in enumerate(ids.tolist()):
+                names[row] = f"{split}[{place}]"
+        column = self.image_column
+        if self.kind != "struct" or self.first.schema.field(column).type.get_field_index("path") < 0:
+            return names
+        tables = [file.read([column], ".path") for file in self.files]
+        field = require_pyarrow().compute.struct_field
+        paths = [path for table in tables for path in field(table.column(column), "path").to_pylist()]
+        return [path or name for path, name in zip(paths, names, strict=True)]
+
+    def check_present(self, source: TableSource) -> None:
+        """Reject rows without an image, as far as the files' footers show them."""
+        number = next((number for number, group in enumerate(source.groups) if group.nulls), None)
+        if number is None:
+            return
+        group = source.groups[number]
+        row = int(source.starts[number]) + source.rows_of(number).is_null().to_pylist().index(True)
+        advice = "has no image: leave such rows out"
+        if group.nulls == group.rows and self.kind == "struct":
+            name = source.names.text(row)
+            advice = f"names a file, {name!r}, instead of holding an image: embed the images, or name a column of paths"
+        raise DataError(f"{self.row_name(row)} {advice}, and write the table again.")
+
+    def opened(
+        self, source: TableSource, classes: tuple[str, ...], probe: Probe, digest: str, **facts: Any
+    ) -> StoredImages:
+        """Open the images of the table; ``facts`` are other attributes of :class:`StoredImages`."""
+        source.channels = self.request.channels or (1 if probe.greyscale else 3)
+        is_whole = self.parts.held_out is None and len(self.parts.train) == len(source)
+        return in_splits(
+            [source] if is_whole else [SubsetSource(source, each) for each in self.parts.splits],
+            self.parts.description,
+            self.request.data.validation_fraction,
+            classes=classes,
+            digest=digest,
+            channels=source.channels,
+            probe=probe,
+            **facts,
+        )
+
+
 def names_images(features: Mapping[str, Any]) -> bool:
     """Whether Hugging Face's metadata name columns of images and of labels."""
     return {"Image", "ClassLabel"} <= {each.get("_type") for each in features.values() if isinstance(each, dict)}
@@ -274,7 +305,7 @@ def _is_plain(place: Place) -> bool:
     if not place.is_folder:
         return True
     files = files_ending_in("parquet", place.path, SkippedItems()) if ".parquet" in place.endings else []
-    return bool(files) and not names_images(read_schema(files[0])[1])
+    return bool(files) and not names_images(TableFile(files[0], "parquet").features)
 
 
 @dataset(
@@ -303,14 +334,14 @@ def open_parquet(request: DatasetRequest) -> StoredImages:
     if not paths:
         what = "are no .parquet files in it" if root.is_dir() else "is no such file or folder"
         raise DataError(f"data.path is {str(root)!r}, and there {what}: correct the path.")
-    table = ImageTable(root, paths, request)
+    table = StoredTable(root, [TableFile(path, "parquet") for path in paths], request)
     for path in table.unread:
         left_out.add(UNREAD_SPLITS, path.name)
     if table.kind == "path":
         images = table.open_paths()
         return replace(images, left_out=(*left_out.summaries(), *images.left_out))
-    classes, labels = table.labels()
-    source = TableSource(table.paths, table.column, labels, table.names())
+    classes, labels = table.row_labels()
+    source = TableSource([file.path for file in table.files], table.column, labels, table.names())
     table.check_present(source)
     probe = source.probe(str(request.data.path), in_any_order=request.in_any_order)
     digest = hashlib.sha256(source.digest().encode() + "\0".join(classes).encode())
@@ -319,203 +350,3 @@ def open_parquet(request: DatasetRequest) -> StoredImages:
     return table.opened(
         source, classes, probe, digest.hexdigest(), listing=source.described(), left_out=left_out.summaries()
     )
-
-
-class ImageTable:
-    """The files of one table, with all used columns read except the images."""
-
-    def __init__(
-        self,
-        root: Path,
-        paths: Sequence[Path],
-        request: DatasetRequest,
-        features: Mapping[str, Any] | None = None,
-        splits: Sequence[str] = (),
-    ) -> None:
-        """Read the files.
-
-        Args:
-            root: Their folder, for messages.
-            paths: The files, parquet or Arrow streams.
-            request: Gives the column names.
-            features: For Arrow streams, Hugging Face metadata of each column.
-            splits: For Arrow streams, the split of each file.
-
-        Raises:
-            DataError: If a file cannot be read, or a column is missing.
-        """
-        self.root, self.paths, self._request, self._is_stream = root, list(paths), request, bool(splits)
-        self.name = repr(str(root))
-        if features is None:
-            self.schema, features = read_schema(paths[0])
-            names = self.schema.names
-        else:
-            with explain_errors(paths[0]):
-                self.schema, names = read_stream(paths[0]).schema, list(features)
-        self.features = features
-        self.columns = find_columns(request.data, names, self.name, features)
-        with explain_errors(paths[0]):
-            image_type = self.schema.field(self.columns.image).type
-        self.kind = self._kind(image_type)
-        named, self.unread = list(splits) or [TRAIN] * len(paths), list[Path]()
-        if self.columns.split is None and not splits:
-            # By file name; files of unused splits are removed.
-            base = root if root.is_dir() else Path(os.path.commonpath([each.parent for each in paths]))
-            named = splits_of_files(paths, base) if len(paths) > 1 else [TRAIN]
-            known = {TRAIN, VALIDATION, TEST}
-            self.paths = [path for path, split in zip(paths, named, strict=True) if split in known]
-            self.unread = [path for path, split in zip(paths, named, strict=True) if split not in known]
-            named = [split for split in named if split in known]
-        image, labels, split = self.columns
-        wanted = [*labels, *([] if split is None else [split]), *([image] if self.kind == "path" else [])]
-        tables = [self._read(path, wanted) for path in self.paths]
-        self.counts = [len(table) for table in tables]
-        if sum(self.counts) == 0:
-            raise DataError(f"{self.name} has no rows: write the table again.")
-        self.rows = {name: [cell for table in tables for cell in table.column(name).to_pylist()] for name in wanted}
-        self.parts = self._parts(named)
-
-    @property
-    def column(self) -> str:
-        """Path of the images' bytes within the image column."""
-        return f"{self.columns.image}.bytes" if self.kind == "struct" else self.columns.image
-
-    def _kind(self, found: Any) -> str:
-        """Return the kind of the image column: ``bytes``, a ``struct`` with bytes, or a ``path``."""
-        types = require_pyarrow().types
-        if types.is_binary(found) or types.is_large_binary(found):
-            return "bytes"
-        inner = found.field("bytes").type if types.is_struct(found) and found.get_field_index("bytes") >= 0 else None
-        if inner is not None and (types.is_binary(inner) or types.is_large_binary(inner)):
-            return "struct"
-        if not self._is_stream and (types.is_string(found) or types.is_large_string(found)):
-            return "path"
-        others = [each.name for each in self.schema if types.is_struct(each.type) or types.is_binary(each.type)]
-        raise DataError(
-            f"{self.name}: column {self.columns.image!r} is of the type {found}, but images are bytes, a struct with "
-            f"bytes and path{'' if self._is_stream else ', or paths'}: name another in data.image_column."
-            f"{did_you_mean(self.columns.image, others)}"
-        )
-
-    def _read(self, path: Path, columns: list[str], field: str = "") -> Any:
-        """Read columns of a file as an Arrow table; from parquet struct columns possibly a single field."""
-        with explain_errors(path):
-            if self._is_stream:
-                return read_stream(path).select(columns)
-            with require_pyarrow().parquet.ParquetFile(mapped(path)) as opened:
-                if lacking := [name for name in columns if name not in opened.schema_arrow.names]:
-                    raise DataError(f"{str(path)!r} lacks the column {lacking[0]!r}, which {str(self.paths[0])!r} has.")
-                return opened.read(columns=[name + field for name in columns], use_threads=False)
-
-    def _parts(self, named: Sequence[str]) -> Parts:
-        """Return the rows of each split, by a column or by file names."""
-        total, score_all = sum(self.counts), self._request.data.score_all
-        if self.columns.split is not None:
-            said = ["" if each is None else str(each) for each in self.rows[self.columns.split]]
-            return parts_of(said, total, self.name, score_all=score_all)
-        if set(named) == {TRAIN}:
-            return parts_of(None, total, self.name)
-        found = parts_of(np.repeat(named, self.counts).tolist(), total, self.name, score_all=score_all)
-        told = found.description.replace("the rows whose split is val", "the files of validation")
-        return found._replace(description=told.replace("the rows whose split is", "the files of"))
-
-    def open_paths(self) -> StoredImages:
-        """Open the images of a table of paths relative to its file; raises DataError."""
-        base = self.root if self.root.is_dir() else self.paths[0].parent
-        folders = np.repeat([os.path.relpath(path.parent, base) for path in self.paths], self.counts).tolist()
-        pairs = zip(folders, self.rows[self.columns.image], strict=True)
-        ends = np.cumsum(self.counts)
-
-        def where(row: int) -> str:
-            file = int(np.searchsorted(ends, row, side="right"))
-            inner = row - int(ends[file] - self.counts[file])
-            return f"row {inner:,} (counted from 0) of {str(self.paths[file])!r}"
-
-        return open_paths(
-            base.absolute(),
-            ["" if path is None else os.path.normpath(os.path.join(folder, path)) for folder, path in pairs],
-            self._label_cells(),
-            self.parts,
-            where,
-            table=str(self.root),
-            request=self._request,
-        )
-
-    def _label_cells(self) -> list[Any]:
-        """Return the values of the label column, one per row; tuples for numeric columns."""
-        cells = [self.rows[name] for name in self.columns.labels]
-        return list(zip(*cells, strict=True)) if self._request.data.target_columns else cells[0]
-
-    def labels(self) -> tuple[tuple[str, ...], NDArray[Any]]:
-        """Return class names and each row's label, -1 for unused rows; or column names and their numbers.
-
-        Raises:
-            DataError: If a row lacks a label or a numeric target.
-        """
-        self.parts = hold_out_labelled(self.parts, self._label_cells(), self._request)
-        parts, request = self.parts.splits, self._request
-
-        def name(row: int) -> str:
-            return f"row {row:,} (counted from 0) of {self.root!s}"
-
-        if request.data.target_columns:
-            rows = np.sort(np.concatenate(parts))
-            numbers = read_numbers(self._label_cells(), rows, name, request, request.problems.add)
-            request.refuse_problems()
-            return request.data.target_columns, numbers
-        numbered: Sequence[NDArray[Any]]
-        if request.several_labels:
-            classes, numbered = name_rows(self._label_cells(), parts, name, str(self.root))
-        else:
-            feature = self.features.get(self.columns.labels[0])
-            classes, numbered = number_rows(
-                self._label_cells(), parts, name, str(self.root), feature, one_class=request.data.score_all
-            )
-        labels = np.full((sum(self.counts), *numbered[0].shape[1:]), -1, dtype=numbered[0].dtype)
-        for part, each in zip(parts, numbered, strict=True):
-            labels[part] = each
-        return classes, labels
-
-    def names(self, splits: Sequence[str] = (TRAIN, VALIDATION)) -> list[str]:
-        """Return each row's name: its path, or else its index in its split."""
-        names = [""] * sum(self.counts)
-        for split, ids in zip(splits, self.parts.splits, strict=False):
-            for place, row in enumerate(ids.tolist()):
-                names[row] = f"{split}[{place}]"
-        column = self.columns.image
-        if self.kind != "struct" or self.schema.field(column).type.get_field_index("path") < 0:
-            return names
-        tables = [self._read(file, [column], ".path") for file in self.paths]
-        field = require_pyarrow().compute.struct_field
-        paths = [path for table in tables for path in field(table.column(column), "path").to_pylist()]
-        return [path or name for path, name in zip(paths, names, strict=True)]
-
-    def check_present(self, source: TableSource) -> None:
-        """Reject rows without an image, as far as the files' footers show them."""
-        number = next((number for number, group in enumerate(source.groups) if group.nulls), None)
-        if number is None:
-            return
-        group = source.groups[number]
-        row = int(source.starts[number]) + source.rows_of(number).is_null().to_pylist().index(True)
-        advice = "has no image: leave such rows out"
-        if group.nulls == group.rows and self.kind == "struct":
-            name = source.names.text(row)
-            advice = f"names a file, {name!r}, instead of holding an image: embed the images, or name a column of paths"
-        raise DataError(f"{self.name}: row {row:,} (counted from 0) {advice}, and write the table again.")
-
-    def opened(
-        self, source: TableSource, classes: tuple[str, ...], probe: Probe, digest: str, **facts: Any
-    ) -> StoredImages:
-        """Open the images of the table; ``facts`` are other attributes of :class:`StoredImages`."""
-        source.channels = self._request.channels or (1 if probe.greyscale else 3)
-        is_whole = self.parts.held_out is None and len(self.parts.train) == len(source)
-        return in_splits(
-            [source] if is_whole else [SubsetSource(source, each) for each in self.parts.splits],
-            self.parts.description,
-            self._request.data.validation_fraction,
-            classes=classes,
-            digest=digest,
-            channels=source.channels,
-            probe=probe,
-            **facts,
-        )

@@ -25,8 +25,9 @@ from paceline.data.image.dataset import DatasetRequest, StoredImages, file_split
 from paceline.data.image.mapped import ByteRanges, MappedBytes, MappedFile, MappedSource, mapped_files
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, Ids, Names
-from paceline.data.image.tables import as_label, files_ending_in, number_classes
+from paceline.data.labels import as_label, number_classes
 from paceline.data.splits import TRAIN, held_out_among, split_of
+from paceline.data.tables import files_ending_in
 from paceline.dataset_registry import Place, dataset
 from paceline.errors import DataError
 from paceline.files import SkippedItems, has_extension, is_ignored_member

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.image.sets.huggingface import choose_splits, find_files
-from paceline.data.image.tables import file_problem, require_pyarrow
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
+from paceline.data.tables import TableFile, choose_splits, file_problem, find_files, require_pyarrow
 from paceline.data.text.corpus import (
     MANIFEST,
     Documents,
@@ -26,7 +25,6 @@ from paceline.data.text.corpus import (
     open_tokens,
     split_by_name,
 )
-from paceline.data.text.tables import cells_of
 from paceline.data.text.tokenizer import ByteTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.dataset_registry import dataset, open_dataset
 from paceline.errors import DataError, did_you_mean
@@ -43,9 +41,9 @@ from paceline.files import (
 from paceline.recipe.data import Data, Text
 
 
-def _checked(schema: Any, column: str, file: Path) -> list[str]:
-    """Return the column, which must hold text."""
-    arrow = require_pyarrow()
+def _texts_of(opened: TableFile, column: str) -> list[tuple[Any, ...]]:
+    """Return the cells of the column, which must hold text."""
+    arrow, schema, file = require_pyarrow(), opened.schema, opened.path
     if column not in schema.names:
         raise DataError(
             f"{file} has no column {column!r} (data.text.column), but {', '.join(schema.names)}: set it to one of them."
@@ -54,7 +52,7 @@ def _checked(schema: Any, column: str, file: Path) -> list[str]:
     kind = schema.field(column).type
     if not (arrow.types.is_string(kind) or arrow.types.is_large_string(kind)):
         raise DataError(f"{file}: the column {column!r} holds {kind}, not text; name another (data.text.column).")
-    return [column]
+    return opened.rows([column])
 
 
 def open_text(data: Data) -> TextDataset:
@@ -167,11 +165,8 @@ def open_huggingface(data: Data) -> TextDataset:
     documents: dict[str, Documents] = {}
     for split in (train, *(() if held_out is None else (held_out,))):
         documents[split] = []
-        cells = (
-            cells_of(file, partial(_checked, column=data.text.column, file=file), is_parquet=files.is_parquet)
-            for file in files.splits[split]
-        )
-        for row, (text,) in enumerate(chain.from_iterable(cells)):
+        opened = (TableFile(path, files.format) for path in files.splits[split])
+        for row, (text,) in enumerate(chain.from_iterable(map(partial(_texts_of, column=data.text.column), opened))):
             if text:
                 documents[split].append((f"{split}[{row}]", text.removeprefix("\ufeff")))
             else:

@@ -13,7 +13,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.image.tables import are_unlabelled, find_column, number_rows, odd_class_names
+from paceline.data.labels import are_unlabelled, number_rows, odd_class_names
+from paceline.data.tables import find_column
 from paceline.data.text.corpus import (
     IGNORED_TARGET,
     Split,
