@@ -34,8 +34,10 @@ from paceline.telemetry.profile import NsightTool, ProfileResult, ProfileWindow,
 from paceline.telemetry.trackers import TrackerFacts, build_trackers
 from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.evaluate import Evaluator, KeepOptions
+from paceline.trainer.forecast import forecast
+from paceline.trainer.listeners import Listener, Preview
 from paceline.trainer.mirroring import Mirroring
-from paceline.trainer.noise import NoiseMeter
+from paceline.trainer.noise import NoiseListener, NoiseMeter, linear_rule_warning
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
 from paceline.trainer.preparation import Prepared
@@ -43,6 +45,7 @@ from paceline.trainer.process_settings import StopRequest
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run import Run
 from paceline.trainer.run_dir_checks import ResumeDecision, RunLock
+from paceline.trainer.run_records import keep_first_batch
 from paceline.trainer.step_stats import Progress, Window, find_utilisation
 
 # Values of the plan; earlier steps with others do not tell how long a resumed run will take.
@@ -115,7 +118,6 @@ def build_run(opened: OpenedRun) -> Run:
         evaluator=_evaluator(opened, precision, heartbeat),
         progress=progress,
         window=Window(opened.collectives, ledger, device, noise, prepared.task.pop_logged_values),
-        noise=noise,
         clock=build_step_clock(device.type),
         heartbeat=heartbeat,
         watchdog=_watchdog(heartbeat, prepared),
@@ -142,10 +144,22 @@ def build_run(opened: OpenedRun) -> Run:
     _register(run)
     # After _register: a checkpoint holds the clock itself, not the profile around it.
     run.clock = with_profile(run)
+    run.listeners += _listeners(run, noise)
     run.strategy.timed_by(run.clock)
     if run.timed_pipeline is not None:
         run.timed_pipeline.timed_by(partial(run.clock.span, "h2d"))
     return run
+
+
+def _listeners(run: Run, noise: NoiseMeter) -> list[Listener]:
+    found: list[Listener] = [Preview(partial(keep_first_batch, run)), Preview(partial(forecast, run))]
+    if run.plan.noise_scale_every_steps is None:
+        return found
+
+    def warn() -> str | None:
+        return linear_rule_warning(noise, run.recipe.optimizer, run.plan, run.geometry, **run.progress.here)
+
+    return [*found, NoiseListener(noise, partial(run.due, "noise_scale", ahead=1), warn)]
 
 
 def _freeze_schedule(strategy: Strategy, prepared: Prepared) -> FreezeSchedule:

@@ -175,7 +175,7 @@ def test_measuring_leaves_no_trace(train_tiny: Make, monkeypatch: pytest.MonkeyP
         return train_tiny(name, LONG | SENSITIVE, on_loss=lambda _, loss: loss * draw() * random.random())
 
     measured = trained("measured")
-    monkeypatch.setattr("paceline.trainer.loop.forecast", lambda _, batches: batches)
+    monkeypatch.setattr("paceline.trainer.build.forecast", lambda _, batches: batches)
     plain = trained("plain")
     assert measured.summary.weights_sha256 == plain.summary.weights_sha256
     assert measured.summary.ema_sha256 == plain.summary.ema_sha256
@@ -195,7 +195,7 @@ def test_a_loss_may_write_into_its_inputs(tiny_task: Make, train_tiny: Make, mon
         return made
 
     measured = train_tiny("measured", LONG, task=task)
-    monkeypatch.setattr("paceline.trainer.loop.forecast", lambda _, batches: batches)
+    monkeypatch.setattr("paceline.trainer.build.forecast", lambda _, batches: batches)
     assert train_tiny("plain", LONG, task=task).summary.weights_sha256 == measured.summary.weights_sha256
 
 
