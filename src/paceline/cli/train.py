@@ -81,8 +81,8 @@ Until = Annotated[
 class Train:
     """Train RECIPE: your images, a shipped name (see `paceline recipes`), a YAML file, or a run directory to repeat.
 
-    For a folder of class folders, or a table of paths and labels (.csv, .tsv, .parquet), Paceline chooses a recipe by
-    the number of images and the machine, and prints why.
+    For images (a folder of class folders, a table of paths and labels, or what `paceline pack` takes), Paceline chooses
+    a recipe by their number and the machine, and prints why.
 
     Overrides are dotted: optimizer.lr=0.1 data.workers=4 train.duration="3 epochs". The same command in the same
     --run-dir resumes the run, as does `paceline resume RUN`; exit code 75 means it was stopped on request and can be
