@@ -374,6 +374,21 @@ def test_some_implausible_boxes_are_told_with_their_number(tmp_path: Path) -> No
     assert "look like" not in said
 
 
+def test_boxes_without_an_extent_are_not_called_fractions(tmp_path: Path) -> None:
+    for boxes in ([[0, 0, 0, 0]] * 2, [[30, 20, 0, 9], [9, 9, 8, 0]]):
+        said = told_of(tmp_path, boxes)
+        assert "refused" in said
+        assert "2 of 2 boxes have no width or no height, first annotations[0] (id 70)" in said
+        assert "look like" not in said
+
+
+def test_annotations_listed_twice_are_counted(tmp_path: Path) -> None:
+    box, other = [30, 20, 25, 20], [30, 20, 25, 21]
+    assert "2 of 4 boxes are copies of another box, first annotations[2] (id 72)" in told_of(
+        tmp_path, [box, other, box, [30.0, 20.0, 25.0, 20.0]]
+    )
+
+
 @pytest.mark.parametrize(
     ("outline", "said"),
     [
@@ -395,7 +410,7 @@ def test_boxes_that_are_not_around_their_outlines_are_told(tmp_path: Path, box: 
 
 
 @settings(max_examples=40)
-@given(strategies.lists(boxes_of_64x48, min_size=1, max_size=6), strategies.floats(0, 0.9))
+@given(strategies.lists(boxes_of_64x48, min_size=1, max_size=6, unique_by=tuple), strategies.floats(0, 0.9))
 def test_what_lies_in_its_picture_is_never_called_implausible(
     tmp_path_factory: pytest.TempPathFactory, boxes: list[list[int]], rounding: float
 ) -> None:
