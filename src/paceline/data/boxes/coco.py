@@ -128,6 +128,7 @@ def _decompressed(text: str) -> NDArray[np.int64] | None:
 
 _HOW = "download it again, correct it, or point data.path at the folder of COCO's annotations and pictures"
 _SHOWN = 5  # maximum number of faults in a message
+_COMPARED = 50_000  # annotations
 _LISTS = ("images", "categories", "annotations")
 _MOST = 2**31  # pixels; larger coordinates are not in any picture, and too large for an integer array
 
@@ -296,8 +297,14 @@ def read_annotations(
     rows = list(_rows(tree["annotations"], images, classes, faults, masks=masks))
     _refuse(file, faults)
     sides = np.array([images[row[0]][:0:-1] for row in rows], dtype=np.float64).reshape(-1, 2)
-    edges = [_edges(row[4]) if masks and isinstance(row[4], list) else [np.nan] * 4 for row in rows]
-    told = implausible(file, tree["annotations"], sides, np.array(edges, dtype=np.float64).reshape(-1, 4))
+    # Without masks, outlines are not checked before this, and a large file's would take too long.
+    has_edges = [
+        isinstance(row[4], list) and (masks or (len(rows) <= _COMPARED and not outline_fault(row[4], *size)))
+        for row, size in zip(rows, sides[:, ::-1].tolist(), strict=True)
+    ]
+    edges = [_edges(row[4]) if known else [np.nan] * 4 for row, known in zip(rows, has_edges, strict=True)]
+    outlines = np.array(edges, dtype=np.float64).reshape(-1, 4)
+    told = implausible(file, tree["annotations"], sides, outlines, masks=masks)
     return replace(_arranged(images, classes, rows, masks=masks), implausible=tuple(told)), classes
 
 

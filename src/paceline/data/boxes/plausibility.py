@@ -21,7 +21,7 @@ _EXPLAINED = 0.95  # share of the boxes that another format must explain
 _RULE = "pixels of the stored picture: left, top, width and height of a box, x and y of each point of an outline"
 
 
-def implausible(file: Path, entries: Entries, sides: Edges, outlines: Edges) -> list[str]:
+def implausible(file: Path, entries: Entries, sides: Edges, outlines: Edges, *, masks: bool) -> list[str]:
     """Return a sentence for each kind of implausible annotation, with its count and the first one.
 
     Args:
@@ -29,6 +29,7 @@ def implausible(file: Path, entries: Entries, sides: Edges, outlines: Edges) -> 
         entries: Its valid annotations.
         sides: Width and height of each one's picture, [N, 2].
         outlines: Edges of each one's polygons; NaN without polygons.
+        masks: Whether outlines are read as masks, not only compared with boxes.
 
     Raises:
         DataError: If most boxes or most outlines are implausible.
@@ -40,9 +41,9 @@ def implausible(file: Path, entries: Entries, sides: Edges, outlines: Edges) -> 
         "centres with width and height": np.hstack([corner - size / 2, corner + size / 2]),
     }
     told = _told("boxes", np.hstack([corner, corner + size]), others, entries, sides)
-    told += _told("outlines", outlines, {}, entries, sides)
+    told += _told("outlines", outlines, {}, entries, sides) if masks else []
     is_apart = _are_apart(np.hstack([corner, corner + size]), outlines)
-    for mask, fault in ((is_apart, "not around their outlines"), (_are_copies(entries), "copies of another box")):
+    for mask, fault in ((is_apart, "not around their outlines"), (_are_copies(stored, entries), "copies of another box")):
         told += [(_counted(mask, f"boxes are {fault}", entries), False)] if mask.any() else []
     if refused := [sentence for sentence, is_most in told if is_most]:
         raise DataError(f"{file}: {'; '.join(refused)}. COCO's numbers are {_RULE}: convert or remove them.")
@@ -82,11 +83,15 @@ def _are_apart(boxes: Edges, outlines: Edges) -> NDArray[np.bool_]:
     return is_apart  # false without an outline
 
 
-def _are_copies(entries: Entries) -> NDArray[np.bool_]:
+def _are_copies(boxes: Edges, entries: Entries) -> NDArray[np.bool_]:
     """Return which annotations have the image, class and box of an earlier one."""
-    keys = [(each["image_id"], each["category_id"], *each["bbox"]) for each in entries]
-    first = dict(zip(reversed(keys), reversed(range(len(keys))), strict=True))
-    return np.array([first[key] < at for at, key in enumerate(keys)], dtype=bool)
+    _, box, counts = np.unique(boxes, axis=0, return_inverse=True, return_counts=True)
+    seen, are_copies = set[tuple[int, int, int]](), np.zeros(len(entries), dtype=bool)
+    for at in np.flatnonzero(counts[box] > 1).tolist():
+        key = (entries[at]["image_id"], entries[at]["category_id"], int(box[at]))
+        are_copies[at] = key in seen
+        seen.add(key)
+    return are_copies
 
 
 def _faults(edges: Edges, sides: Edges) -> Any:
