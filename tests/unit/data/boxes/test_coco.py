@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,32 @@ def test_the_published_folders_are_found_too(root: Path) -> None:
         (root / split / "annotations.json").rename(root / "annotations" / f"instances_{split}2017.json")
         (root / split).rename(root / f"{split}2017")
     assert len(opened(root).train) == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "held_out", "unread"),
+    [
+        ("{}/annotations.json", "valid", None),
+        ("{}/_annotations.coco.json", "valid", "test"),  # Roboflow's
+        ("{}/_annotations.coco.json", "test", None),
+        ("annotations/instances_{}.json", "Validation", None),  # CVAT's
+    ],
+)
+def test_splits_are_found_as_other_tools_name_them(root: Path, file: str, held_out: str, unread: str | None) -> None:
+    (root / "annotations").mkdir()
+    for old, new in (("train", "train"), ("val", held_out)):
+        (root / old).rename(root / new)
+        (root / new / "annotations.json").rename(root / file.format(new))
+    if unread:
+        shutil.copytree(root / held_out, root / unread)
+    if held_out == "Validation":
+        (root / "images").mkdir()
+        (root / held_out).rename(root / "images" / held_out)
+    found = opened(root)
+    assert Path(found.validation.path(0)).parent.name == held_out
+    assert (len(found.train), found.validation.image(0).shape) == (3, (12, 16, 3))
+    said = "files of splits that are not read: 1 left out ('test/_annotations.coco.json')"
+    assert (said in found.left_out) == bool(unread)
 
 
 def test_the_digest_is_that_of_the_annotations(root: Path) -> None:
