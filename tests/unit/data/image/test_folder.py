@@ -73,6 +73,18 @@ def test_val_goes_before_test(tmp_path: Path) -> None:
     assert folder.split == "the folder val/; test/ is not read"
 
 
+@pytest.mark.parametrize("lead", ["test", "test/unknown"])
+def test_a_test_split_without_classes_is_not_read(tmp_path: Path, lead: str) -> None:
+    make(tmp_path, *(f"train/{name}/{number}.png" for name in "ab" for number in range(2)), f"{lead}/1.png")
+    folder = opened(tmp_path)
+    assert [*map(len, paths(folder, tmp_path))] == [2, 2]
+    assert folder.split.endswith("; test/ has no classes and is not read")
+    assert "files outside the class folders: 1 left out" in " ".join(folder.left_out)
+    make(tmp_path, "test/c/1.png", "test/d/1.png")
+    with pytest.raises(DataError, match="lacks the classes"):
+        opened(tmp_path)
+
+
 @pytest.mark.parametrize("lead", ["", "train/"])
 def test_a_part_is_held_out(tmp_path: Path, lead: str) -> None:
     make(tmp_path, *(f"{lead}{name}/{number}.png" for name in "ab" for number in range(4)))
