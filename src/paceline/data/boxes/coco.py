@@ -239,6 +239,7 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
     samples, counts = _trainable(train_file, train, keep_empty=keep_empty)
     for folder, _, said, _ in splits_read:
         _report_unnamed(folder, said, left_out)
+    implausible = tuple(sentence for _, _, said, _ in splits_read for sentence in said.implausible)
     return BoxDataset(
         name="coco",
         train=CocoSource(train_folder, train, samples),
@@ -246,13 +247,14 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
         classes=tuple(classes.values()),
         digest=digest.hexdigest(),
         facts=counts,
+        implausible=implausible,
         is_unscored=bool(len(held_out.names) and held_out.crowd.all()),
         left_out=(
             *(
                 f"{key.removesuffix('_left_out').replace('_', ' ')}: {n:,} left out of training"
                 for key, n in counts.items()
             ),
-            *(sentence for _, _, said, _ in splits_read for sentence in said.implausible),
+            *implausible,
             *left_out.summaries(),
         ),
     )

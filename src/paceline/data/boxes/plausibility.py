@@ -1,4 +1,4 @@
-"""Plausibility of COCO's annotations: boxes and outlines beyond their picture, too small, in another format, or twice."""
+"""Plausibility of COCO's annotations: what is beyond its picture, too small, in another format, or twice."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def implausible(file: Path, entries: Entries, sides: Edges, outlines: Edges, *, 
     told = _told("boxes", np.hstack([corner, corner + size]), others, entries, sides)
     told += _told("outlines", outlines, {}, entries, sides) if masks else []
     is_apart = _are_apart(np.hstack([corner, corner + size]), outlines)
-    for mask, fault in ((is_apart, "not around their outlines"), (_are_copies(stored, entries), "copies of another box")):
+    for mask, fault in (
+        (is_apart, "not around their outlines"),
+        (_are_copies(stored, entries), "copies of another box"),
+    ):
         told += [(_counted(mask, f"boxes are {fault}", entries), False)] if mask.any() else []
     if refused := [sentence for sentence, is_most in told if is_most]:
         raise DataError(f"{file}: {'; '.join(refused)}. COCO's numbers are {_RULE}: convert or remove them.")
@@ -79,8 +82,8 @@ def _are_apart(boxes: Edges, outlines: Edges) -> NDArray[np.bool_]:
     """Return which boxes are not around their outlines, as when one of the two is in another format."""
     shared = np.minimum(boxes, outlines)[:, 2:] - np.maximum(boxes, outlines)[:, :2]
     areas = [(each[:, 2:] - each[:, :2]).prod(axis=1) for each in (boxes, outlines)]
-    is_apart: NDArray[np.bool_] = shared.clip(0).prod(axis=1) < _LEAST_SHARE * np.maximum(*areas)
-    return is_apart  # false without an outline
+    are_apart: NDArray[np.bool_] = shared.clip(0).prod(axis=1) < _LEAST_SHARE * np.maximum(*areas)
+    return are_apart  # false without an outline
 
 
 def _are_copies(boxes: Edges, entries: Entries) -> NDArray[np.bool_]:

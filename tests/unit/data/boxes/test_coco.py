@@ -108,10 +108,10 @@ def test_what_is_left_out_is_counted(root: Path) -> None:
             f"{split}/annotations.json: {1 + ('around' in fault)} of 4 boxes {fault}, first annotations[{first}]"
             for split in ("train", "val")
             for fault, first in (
-                    ("reach beyond their picture", 2),
-                    ("have no width or no height", 3),
-                    ("are not around their outlines", 2),
-                )
+                ("reach beyond their picture", 2),
+                ("have no width or no height", 3),
+                ("are not around their outlines", 2),
+            )
         ),
         "files that the annotations do not name: 3 left out ('train/d.png', 'train/sub/c.png', 'val/a (1).png')",
     )

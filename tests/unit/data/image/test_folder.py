@@ -258,7 +258,10 @@ def test_an_archive_is_to_be_unpacked(ending: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("begin", "kind"),
     [
-        *((each, "an archive or a sp") for each in (b"PK\3\4\x14\0", b"\x1f\x8b\x08\0", b"7z\xbc\xaf\x27\x1c", b"BZh91A")),
+        *(
+            (each, "an archive or a sp")
+            for each in (b"PK\3\4\x14\0", b"\x1f\x8b\x08\0", b"7z\xbc\xaf\x27\x1c", b"BZh91A")
+        ),
         (b"PAR1\x15\x04", "a parquet file: let its name end"),
         (b"SQLite format 3\0", "an SQLite database: export"),
         (b"\xd0\xcf\x11\xe0\xa1\xb1", "an Excel file"),
