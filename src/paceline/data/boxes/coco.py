@@ -473,11 +473,23 @@ def _split(root: Path, split: str) -> tuple[Path, Path] | None:
 
 
 def _report_unnamed(folder: Path, annotations: Annotations, left_out: SkippedItems) -> None:
-    """Report files in a split's folder that its annotations do not mention."""
-    known = {os.path.normpath(name) for name in annotations.names} | {*_FILES}
-    for name in list_files(folder, left_out) if folder.is_dir() else ():
-        if name not in known:
-            left_out.add("files that the annotations do not name", f"{folder.name}/{name}")
+    """Report files in a split's folder that its annotations do not mention, and pictures that are not there.
+
+    Raises:
+        DataError: If most pictures are not there.
+    """
+    known = {os.path.normpath(name): name for name in annotations.names}
+    files = set(list_files(folder, left_out) if folder.is_dir() else ())
+    for name in sorted(files - known.keys() - {*_FILES}):
+        left_out.add("files that the annotations do not name", f"{folder.name}/{name}")
+    missing = [known[each] for each in known.keys() - files if not (folder / each).exists()]
+    if 2 * len(missing) > len(known):
+        raise DataError(
+            f"{len(missing):,} of the {len(known):,} pictures that the annotations name are not in {folder}, for "
+            f"example {min(missing)!r}: put them there, or correct their file_name."
+        )
+    for name in sorted(missing):
+        left_out.add("pictures that are not there and stop a run", f"{folder.name}/{name}")
 
 
 def _abbreviate(value: Any) -> str:

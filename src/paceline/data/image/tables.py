@@ -383,7 +383,8 @@ def listed_names(classes: Sequence[str]) -> list[str]:
 def odd_class_names(classes: Sequence[str], fix: str) -> list[str]:
     """Return warnings about suspicious class names; ``fix`` says what to do about names that look like lists."""
     listed, similar = listed_names(classes), similar_names(classes)
-    notes = ["'-1' is taken for a class; if it means unlabelled, leave those rows out"] * ("-1" in classes)
+    missing = [name for name in classes if name.lower() in ("-1", "nan", "null", "<na>")]
+    notes = [f"{name!r} is taken for a class; if it means unlabelled, leave those rows out" for name in missing]
     if listed:
         count = f"{len(listed):,} of {len(classes):,}"
         notes.append(f"each name like {listed[0]!r} ({count}) is taken for one class: {fix}")
@@ -412,6 +413,7 @@ _USUAL = {
     "label": ("label", "labels", "class", "target", "category", "class_name", "label_name", "fine_label", "class_id"),
     "split": ("split", "set", "subset", "partition"),
 }
+_OF_COLUMNS = "If each class has a column of 0 and 1, set task=image_multilabel and data.target_columns."
 _TYPES = {"image": "Image", "label": "ClassLabel"}  # Hugging Face's names
 # The hub's names of shard files.
 _OF_THE_HUB = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?\.parquet")
@@ -491,7 +493,8 @@ def find_columns(
         what = "image" if image is None else "label"
         raise DataError(
             f"{where} has the columns {', '.join(columns)}, and none has a usual name for a column of {what}s "
-            f"({', '.join(_USUAL[what][:4])}, …): name it in data.{what}_column." + f" {NOT_IMAGES}" * (what == "image")
+            f"({', '.join(_USUAL[what][:4])}, …): name it in data.{what}_column. "
+            + (NOT_IMAGES if what == "image" else _OF_COLUMNS)
         )
     labels = data.target_columns or (label,)
     if image in labels:

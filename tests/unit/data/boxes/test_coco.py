@@ -181,6 +181,15 @@ def test_splits_are_found_as_other_tools_name_them(root: Path, file: str, held_o
     assert (said in found.left_out) == bool(unread)
 
 
+def test_pictures_that_are_not_there_are_named_before_a_run(root: Path) -> None:
+    (root / "train/a.png").rename(root / "a.png")
+    told = "pictures that are not there and stop a run: 1 left out ('train/a.png')"
+    assert told in opened(root).left_out
+    (root / "train/b.png").unlink()
+    with pytest.raises(DataError, match=r"2 of the 3 pictures that the annotations name are not in .*'a\.png'"):
+        opened(root)
+
+
 def test_the_digest_is_that_of_the_annotations(root: Path) -> None:
     before = opened(root).digest
     (root / "val" / "annotations.json").write_text(json.dumps(annotations(), indent=1))

@@ -263,6 +263,7 @@ def test_an_archive_is_to_be_unpacked(ending: str, tmp_path: Path) -> None:
             for each in (b"PK\3\4\x14\0", b"\x1f\x8b\x08\0", b"7z\xbc\xaf\x27\x1c", b"BZh91A")
         ),
         (b"PAR1\x15\x04", "a parquet file: let its name end"),
+        (b"<!DOCTYPE html><html>", "a web page: download"),
         (b"SQLite format 3\0", "an SQLite database: export"),
         (b"\xd0\xcf\x11\xe0\xa1\xb1", "an Excel file"),
     ],
@@ -270,7 +271,7 @@ def test_an_archive_is_to_be_unpacked(ending: str, tmp_path: Path) -> None:
 def test_a_binary_file_called_a_table_is_told(begin: bytes, kind: str, tmp_path: Path) -> None:
     (path := tmp_path / "photos.csv").write_bytes(begin + bytes(90))
     for action in (lambda: open_dataset(Data(path=str(path), dataset="csv")), lambda: read_csv(path)):
-        with pytest.raises(DataError, match=f"photos.csv' is not a text, whatever its name, but {kind}"):
+        with pytest.raises(DataError, match=f"photos.csv' is, whatever its name, {kind}"):
             action()
 
 

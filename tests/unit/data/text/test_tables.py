@@ -128,8 +128,9 @@ def test_numbers_that_are_no_labels_are_refused(tmp_path: Path, kind: str, label
     numbers = [row | {"label": type(label)(number % 2)} for number, row in enumerate(ROWS)]
     with pytest.raises(DataError, match=said):
         found(WRITERS[f"a.{kind}"](tmp_path / f"a.{kind}", [*numbers, {"text": "a", "label": label}]))
-    named = found(WRITERS[f"a.{kind}"](tmp_path / f"a.{kind}", [*ROWS, {"text": "a", "label": "-1"}]))
-    assert "'-1' is taken for a class; if it means unlabelled, leave those rows out" in named.left_out
+    for name in ("-1", "NaN"):
+        named = found(WRITERS[f"a.{kind}"](tmp_path / f"a.{kind}", [*ROWS, {"text": "a", "label": name}]))
+        assert f"{name!r} is taken for a class; if it means unlabelled, leave those rows out" in named.left_out
 
 
 def test_names_that_look_like_lists_are_told(tmp_path: Path) -> None:
@@ -306,6 +307,12 @@ def test_a_field_that_does_not_end_is_named_where_it_begins(tmp_path: Path) -> N
 def test_labels_with_other_zeros_are_other_classes(tmp_path: Path, name: str) -> None:
     rows = [{"text": f"text {number}", "label": label} for number, label in enumerate(("007", "07", "7") * 4)]
     assert found(WRITERS[name](tmp_path / name, rows)).classes == ("007", "07", "7")
+
+
+def test_a_line_that_excel_alone_reads_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("sep=;\ntext;label\n" + "one;a\ntwo;b\n" * 9)
+    with pytest.raises(DataError, match=r"x\.csv' begins with 'sep=;', a line for Excel: remove it"):
+        found(tmp_path / "x.csv")
 
 
 def test_labels_have_no_spaces_around_them(tmp_path: Path) -> None:
