@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,41 +23,40 @@ ANNOTATED = ("coco", "masks")
 
 
 @dataclass(frozen=True)
-class _Boxes:
-    """Pictures with boxes; the labels are the classes of their objects, 0 or 1 [N, classes]."""
+class _Pictures:
+    """The pictures of one split, read with their annotations, which must fit.
 
-    source: BoxSource
+    Attributes:
+        labels: Which classes a picture's objects have, 0 or 1 [N, classes]; [N, 0] with label maps.
+        read: Returns a picture; raises BrokenImageError.
+        path: Returns its path.
+    """
+
     labels: NDArray[Any]
+    read: Callable[[int], Image]
+    path: Callable[[int], str]
 
     def __len__(self) -> int:
-        return len(self.source)
+        return len(self.labels)
 
-    def read(self, sample: int) -> Image:
-        image, (height, width) = self.source.image(sample), self.source.sizes[sample]
+
+def _of_boxes(source: BoxSource, classes: int) -> _Pictures:
+    labels = np.zeros((len(source), classes), dtype=np.float32)
+    for sample in range(len(source)):
+        labels[sample, source.objects(sample, masks=False).labels] = 1
+
+    def read(sample: int) -> Image:
+        image, (height, width) = source.image(sample), source.sizes[sample]
         if image.shape[:2] != (height, width):
             found = f"it has {image.shape[1]}x{image.shape[0]} pixels, its annotations say {width}x{height}"
-            raise BrokenImageError(self.path(sample), found)
+            raise BrokenImageError(source.path(sample), found)
         return image
 
-    def path(self, sample: int) -> str:
-        return self.source.path(sample)
+    return _Pictures(labels, read, source.path)
 
 
-@dataclass(frozen=True)
-class _Masks:
-    """Images with label maps, which must fit; they have no labels, [N, 0]."""
-
-    source: MaskSource
-    labels: NDArray[Any]
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, sample: int) -> Image:
-        return self.source.read(sample)[0]
-
-    def path(self, sample: int) -> str:
-        return self.source.path(sample)
+def _of_masks(source: MaskSource) -> _Pictures:
+    return _Pictures(np.zeros((len(source), 0)), lambda sample: source.read(sample)[0], source.path)
 
 
 def open_annotated(recipe: Recipe) -> tuple[ImageDataset, tuple[str, ...]]:
@@ -69,19 +69,18 @@ def open_annotated(recipe: Recipe) -> tuple[ImageDataset, tuple[str, ...]]:
         DataError: If a run would refuse them.
     """
     data, implausible = recipe.data, tuple[str, ...]()
-    sizes = {"image_size": 224 if data.image_size == "auto" else data.image_size}
+    image_size = 224 if data.image_size == "auto" else data.image_size
     if data.dataset == "masks":
         masks = open_masks(data)
-        splits: list[Any] = [_Masks(each, np.zeros((len(each), 0))) for each in (masks.train, masks.validation)]
+        train, validation = map(_of_masks, (masks.train, masks.validation))
         classes, left_out = masks.classes, masks.left_out
     else:
         needs_masks = data.detection.masks is True or "mask" in recipe.model.name or recipe.task == "segmentation"
         boxes = open_coco(data.path, masks=needs_masks and data.detection.masks is not False, keep_empty=True)
-        splits = [_Boxes(each, _classes(each, len(boxes.classes))) for each in (boxes.train, boxes.validation)]
+        train, validation = (_of_boxes(each, len(boxes.classes)) for each in (boxes.train, boxes.validation))
         classes, implausible = boxes.classes, boxes.implausible
         left_out = tuple(each for each in boxes.left_out if each not in implausible)
-        sizes = {"image_size": max(data.detection.short_sides or (224,))} if recipe.task == "detection" else sizes
-    train, validation = splits
+        image_size = max(data.detection.short_sides or (224,)) if recipe.task == "detection" else image_size
     dataset = ImageDataset(
         name=data.dataset,
         train=train,
@@ -91,14 +90,6 @@ def open_annotated(recipe: Recipe) -> tuple[ImageDataset, tuple[str, ...]]:
         mean=IMAGENET_MEAN,
         std=IMAGENET_STD,
         left_out=left_out,
-        **sizes,
+        image_size=image_size,
     )
     return dataset, implausible
-
-
-def _classes(source: BoxSource, classes: int) -> NDArray[np.float32]:
-    """Return which classes each picture has, 0 or 1 [N, classes]."""
-    labels = np.zeros((len(source), classes), dtype=np.float32)
-    for sample in range(len(source)):
-        labels[sample, source.objects(sample, masks=False).labels] = 1
-    return labels

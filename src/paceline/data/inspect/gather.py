@@ -88,8 +88,8 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
     if data.dataset in ANNOTATED:
         dataset, implausible = open_annotated(replace(recipe, data=data))
         splits = {"train": dataset.train, "validation": dataset.validation}
-        root = Path(data.path or "")
-        return Subject(dataset, "labels", splits, unread=dataset.left_out, root=root, implausible=implausible)
+        folder = Path(data.path or "")
+        return Subject(dataset, "labels", splits, unread=dataset.left_out, root=folder, implausible=implausible)
     try:
         dataset = open_dataset(data, problems, several_labels=recipe.task == "image_multilabel")
     except PacelineError as error:
