@@ -64,6 +64,13 @@ class Remote:
         # Cached listings would be out of date.
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         protocol = self.address.protocol
+        if protocol in ("http", "https", "gs"):
+            from aiohttp import ClientTimeout
+
+            # A web server is asked twice about a file. Azure's library has limits of its own.
+            seconds = min(max(self.retries.patience_seconds / 4, _MIN_READ_TIMEOUT), _MAX_READ_TIMEOUT)
+            limits = {"timeout": ClientTimeout(total=None, sock_connect=10, sock_read=seconds)}
+            options["session_kwargs" if protocol == "gs" else "client_kwargs"] = limits
         if protocol == "s3" and "config_kwargs" not in fsspec.config.conf.get(protocol, {}):
             # A server that accepts a connection and never answers must fail the request before the user gives up.
             timeout = min(max(self.retries.patience_seconds, _MIN_READ_TIMEOUT), _MAX_READ_TIMEOUT)
