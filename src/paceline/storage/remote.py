@@ -22,6 +22,12 @@ T = TypeVar("T")
 _MAX_THREADS = 8
 # Read timeout of a server, in seconds.
 _MIN_READ_TIMEOUT, _MAX_READ_TIMEOUT = 5.0, 60.0
+# The option with a library's timeouts; Azure's library limits its waits itself.
+_TIMEOUT_KEYS = {
+    "s3": "config_kwargs",
+    "gs": "session_kwargs",
+    **dict.fromkeys(("http", "https"), "client_kwargs"),
+}
 _TAGS = (
     *("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest"),
     *("LastModified", "Last-Modified", "last_modified", "mtime", "created"),
@@ -64,17 +70,18 @@ class Remote:
         # Cached listings would be out of date.
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         protocol = self.address.protocol
-        if protocol in ("http", "https", "gs"):
-            from aiohttp import ClientTimeout
-
-            # A web server is asked twice about a file. Azure's library has limits of its own.
-            seconds = min(max(self.retries.patience_seconds / 4, _MIN_READ_TIMEOUT), _MAX_READ_TIMEOUT)
-            limits = {"timeout": ClientTimeout(total=None, sock_connect=10, sock_read=seconds)}
-            options["session_kwargs" if protocol == "gs" else "client_kwargs"] = limits
-        if protocol == "s3" and "config_kwargs" not in fsspec.config.conf.get(protocol, {}):
+        key = _TIMEOUT_KEYS.get(protocol)
+        if key is not None and key not in fsspec.config.conf.get(protocol, {}):
             # A server that accepts a connection and never answers must fail the request before the user gives up.
             timeout = min(max(self.retries.patience_seconds, _MIN_READ_TIMEOUT), _MAX_READ_TIMEOUT)
-            options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": timeout, "retries": {"max_attempts": 1}}
+            if protocol == "s3":
+                options[key] = {"connect_timeout": 10, "read_timeout": timeout, "retries": {"max_attempts": 1}}
+            else:
+                from aiohttp import ClientTimeout
+
+                # These libraries repeat a request themselves.
+                limits = ClientTimeout(total=None, sock_connect=10, sock_read=max(timeout / 4, _MIN_READ_TIMEOUT))
+                options[key] = {"timeout": limits}
         if protocol == "file":
             options = {"auto_mkdir": True}
         files = fsspec.filesystem(protocol, **options)
@@ -276,6 +283,7 @@ _PERMANENT = (
 _PERMANENT_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError")
 _PERMANENT_ON_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG)
 _ADVICE = {
+    **dict.fromkeys(("FSTimeoutError", "SocketTimeoutError"), "the server sent nothing in time; check that it works"),
     "FileNotFoundError": "check the address: bucket and path must exist",
     "PermissionError": "check the credentials in the environment, and their permissions there",
     "NoCredentialsError": "set them in the environment (docs/guide/object-storage.md)",
