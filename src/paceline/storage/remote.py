@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import inspect
 import random
 import threading
 import time
@@ -13,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
+from types import MethodType
 from typing import Any, TypeVar
 
 from paceline.errors import StorageError
@@ -79,7 +81,7 @@ class Remote:
             else:
                 from aiohttp import ClientTimeout
 
-                # These libraries repeat a request themselves.
+                # A web server is asked twice about a file, and a store up to four times.
                 limits = ClientTimeout(total=None, sock_connect=10, sock_read=max(timeout / 4, _MIN_READ_TIMEOUT))
                 options[key] = {"timeout": limits}
         if protocol == "file":
@@ -88,6 +90,8 @@ class Remote:
         if protocol == "s3":
             # s3fs silently retries five times whatever botocore's settings; retrying is left to Retries.
             files.retries = 1
+        for name in ("_request", "_get_file_request") if protocol == "gs" else ():  # gcsfs repeats them five times
+            setattr(files, name, MethodType(inspect.unwrap(getattr(type(files), name)), files))
         return files
 
     def path(self, name: str = "") -> str:
