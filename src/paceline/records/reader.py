@@ -90,7 +90,7 @@ def recorded_step(run: RunDirectory) -> tuple[int | None, bool]:
     identity = read_identity(run)
     with contextlib.suppress(RunDirectoryError):
         summary = read_summary(run)
-        if summary.is_of(identity and identity.id):
+        if summary.is_of(identity.id if identity else None):
             return summary.step, summary.status in ENDED
     with contextlib.suppress(RunDirectoryError):
         return max((event["step"] for event in read_events(run.events, kinds={"checkpoint"})), default=None), False

@@ -191,7 +191,7 @@ def limited_waits() -> Iterator[None]:
 def _client() -> Any:
     from huggingface_hub.utils._http import default_client_factory
 
-    client = default_client_factory()
+    client: Any = default_client_factory()
     client.timeout = _WAIT_SECONDS
     client.send = partial(_send_patiently, client.send)
     client.event_hooks = {"request": [*client.event_hooks["request"], _limit_wait], "response": [_check_patience]}

@@ -27,7 +27,7 @@ _MIN_READ_TIMEOUT, _MAX_READ_TIMEOUT = 5.0, 60.0
 # The option with a library's timeouts; Azure's library limits its waits itself.
 _TIMEOUT_KEYS = {
     "s3": "config_kwargs",
-    "gs": "session_kwargs",
+    "gs": "requests_timeout",
     **dict.fromkeys(("http", "https"), "client_kwargs"),
 }
 _TAGS = (
@@ -83,7 +83,7 @@ class Remote:
 
                 # A web server is asked twice about a file, and a store up to four times.
                 limits = ClientTimeout(total=None, sock_connect=10, sock_read=max(timeout / 4, _MIN_READ_TIMEOUT))
-                options[key] = {"timeout": limits}
+                options[key] = limits if protocol == "gs" else {"timeout": limits}
         if protocol == "file":
             options = {"auto_mkdir": True}
         files = fsspec.filesystem(protocol, **options)

@@ -672,7 +672,7 @@ def _is_complete(directory: RunDirectory, request: ResumeRequest) -> bool:
     if not directory.summary.is_file() or _damage_of(directory, directory.summary) is not None:
         return False
     summary, identity = reader.read_summary(directory), reader.read_identity(directory)
-    if not summary.is_of(identity and identity.id):
+    if not summary.is_of(identity.id if identity else None):
         return False
     if summary.status != "completed" or request.plan.total_steps > reader.read_plan_to_resume(directory)["total_steps"]:
         return False
