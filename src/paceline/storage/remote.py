@@ -30,6 +30,7 @@ _TIMEOUT_KEYS = {
     "gs": "requests_timeout",
     **dict.fromkeys(("http", "https"), "client_kwargs"),
 }
+_REPEATED_BY_GCSFS = ("_request", "_get_file_request", "_get_file_concurrent")  # five times, with tracebacks
 _TAGS = (
     *("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest"),
     *("LastModified", "Last-Modified", "last_modified", "mtime", "created"),
@@ -90,8 +91,9 @@ class Remote:
         if protocol == "s3":
             # s3fs silently retries five times whatever botocore's settings; retrying is left to Retries.
             files.retries = 1
-        for name in ("_request", "_get_file_request") if protocol == "gs" else ():  # gcsfs repeats them five times
-            setattr(files, name, MethodType(inspect.unwrap(getattr(type(files), name)), files))
+        for name in _REPEATED_BY_GCSFS if protocol == "gs" else ():
+            if method := getattr(type(files), name, None):
+                setattr(files, name, MethodType(inspect.unwrap(method), files))
         return files
 
     def path(self, name: str = "") -> str:
