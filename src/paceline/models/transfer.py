@@ -130,11 +130,13 @@ def _with_statistics(network: nn.Module) -> dict[nn.Module, list[nn.Parameter]]:
         if isinstance(module, ParametrizationList):
             originals = list(module.parameters(recurse=False))
             found |= {each: originals for each in module if any(True for _ in each.buffers())}
-        elif names := [each.name for each in module._forward_pre_hooks.values() if isinstance(each, SpectralNorm)]:
-            found[module] = [module.get_parameter(f"{name}_orig") for name in names]
-        elif (parameters := list(module.parameters())) and not any(True for _ in module.children()):
-            if any(each.is_floating_point() for each in module.buffers()):
-                found[module] = parameters
+            continue
+        hooks = module._forward_pre_hooks.values()  # noqa: SLF001  # torch lists hooks nowhere else
+        parameters = [module.get_parameter(f"{each.name}_orig") for each in hooks if isinstance(each, SpectralNorm)]
+        if not parameters and not any(True for _ in module.children()):
+            parameters = list(module.parameters())
+        if parameters and any(each.is_floating_point() for each in module.buffers(recurse=False)):
+            found[module] = parameters
     return found
 
 

@@ -74,7 +74,14 @@ class Choice:
             return "does not fit into memory"
         if options.budget is not None and self.high_cost is not None and self.high_cost > options.budget:
             return f"at worst ${self.high_cost:,.2f}, over --budget {options.budget:g}"
-        return "more GPUs than the deadline needs"
+        if self.high_cost is not None:
+            return f"at worst ${self.high_cost:,.2f}, more than the deadline needs"
+        return "more GPU hours than the deadline needs"
+
+    @property
+    def high_gpu_hours(self) -> float:
+        """Hours of all GPUs that are paid for, at the upper end of the predicted range; proportional to the cost."""
+        return round(self.high_hours * self.row.paid, 6)
 
     def excess(self, options: Plan) -> float:
         """Return its worst-case time or cost relative to the allowed one, whichever ratio is larger."""
@@ -119,6 +126,7 @@ class TrainingPlan:
         chosen: The chosen candidate; None if none meets the target, or if one device's rate is only a bound.
         choices: All candidates.
         nearest: The best candidate that meets the target by the prediction, also by a bound; otherwise the closest.
+        why: Why the chosen candidate is chosen.
         faster: Why faster numbers of GPUs are not chosen.
         recipe_batch: The recipe's global batch.
         recipe_lr: The recipe's peak learning rate for it, by its own scaling rule.
@@ -128,6 +136,7 @@ class TrainingPlan:
     chosen: Choice | None
     choices: tuple[Choice, ...]
     nearest: Choice
+    why: str
     faster: Mapping[int, str]
     recipe_batch: int
     recipe_lr: float
@@ -137,6 +146,7 @@ class TrainingPlan:
         return {
             "chosen": None if self.chosen is None else self.chosen.to_json(),
             "nearest": self.nearest.to_json(),
+            "why": self.why,
             "faster": dict(self.faster),
             "choices": [each.to_json() for each in self.choices],
             "recipe_global_batch": self.recipe_batch,
@@ -162,7 +172,8 @@ class TrainingPlan:
         found, cluster = choice.row.prediction, self.report.cluster
         grown = found.samples != self.recipe_batch
         pairs = {
-            "GPUs": f"{found.devices} on {cluster.title}; {cluster.nodes(found.devices)} node(s)",
+            "GPUs": f"{found.devices} on {cluster.title}; {cluster.nodes(found.devices)} node(s)"
+            + f"; {self.why}" * bool(self.chosen),
             "strategy": f"{choice.row.strategy}: {choice.reason}",
             "memory": "" if choice.room is None else choice.room.why,
             "global batch": f"{found.samples:,}" + f" instead of the recipe's {self.recipe_batch:,}" * grown,
@@ -185,7 +196,7 @@ class TrainingPlan:
 
 
 def plan_training(options: Plan, log: Log) -> TrainingPlan:
-    """Choose the fewest GPUs that meet a deadline, or without one the fastest number within a budget.
+    """Choose the cheapest number of GPUs that meets a deadline, or without one the fastest within a budget.
 
     Deadline and budget are compared with the upper end of the predicted range.
 
@@ -234,10 +245,8 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
         )
         choices.append(choice)
     fitting = [each for each in choices if each.has_room and each.excess(options) <= 1]
-    best = None
-    if fitting:
-        # For a deadline the fewest GPUs, which come first.
-        best = min(fitting, key=lambda each: each.high_hours) if options.deadline_hours is None else fitting[0]
+    timed, priced = options.deadline_hours is not None, report.price is not None
+    best = min(fitting, key=lambda each: (each.high_gpu_hours * timed, each.high_hours), default=None)
     possible = [each for each in choices if each.has_room] or choices
     nearest = best or min(possible, key=lambda each: each.excess(options))
     return TrainingPlan(
@@ -246,6 +255,7 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
         chosen=None if report.is_bound else best,
         choices=tuple(choices),
         nearest=nearest,
+        why=f"{'cheapest' if priced else 'fewest GPU hours'} for the deadline" if timed else "fastest for the budget",
         faster={each.gpus: each.why_not(options) for each in choices if each.high_hours < nearest.high_hours},
         recipe_batch=recipe.batch.global_size,
         recipe_lr=recipe.optimizer.lr * lr_factor(recipe, recipe.batch.global_size),

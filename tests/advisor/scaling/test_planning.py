@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -53,7 +54,7 @@ def _plan(
     return plan_training(requested, print)
 
 
-def test_a_deadline_takes_the_fewest_gpus_that_meet_it() -> None:
+def test_a_deadline_takes_the_fewest_of_the_gpus_that_are_paid_for_alone() -> None:
     # 16 epochs of 1,438 images at one a second: 6.39 hours on one GPU.
     plan = _plan(deadline=2.0)
     assert plan.chosen is not None
@@ -62,6 +63,19 @@ def test_a_deadline_takes_the_fewest_gpus_that_meet_it() -> None:
     assert next(each for each in plan.choices if each.gpus == 2).high_hours > 2.0
     # The recipe's batch and rate stay.
     assert (plan.chosen.row.prediction.samples, plan.chosen.learning_rate) == (64, 0.2)
+
+
+def test_of_the_sizes_that_meet_a_deadline_the_cheapest_is_taken() -> None:
+    # A whole node is paid for: all eight of its GPUs cost less than four.
+    for price in (2.0, None):
+        plan = _plan(deadline=2.0, shared=False, price=price)
+        assert plan.chosen is not None
+        assert plan.chosen.gpus == 8
+        assert f"1 node(s); {'cheapest' if price else 'fewest GPU hours'} for the deadline" in str(plan.__paceline__())
+        assert plan.chosen.high_gpu_hours == min(each.high_gpu_hours for each in plan.choices if each.high_hours <= 2)
+        assert list(plan.faster) == [16, 32]
+        needed = r"at worst \$[\d.]+, more" if price else "more GPU hours"
+        assert all(re.fullmatch(f"{needed} than the deadline needs", why) for why in plan.faster.values())
 
 
 def test_a_deadline_that_is_met_only_if_all_goes_well_is_not() -> None:
