@@ -23,7 +23,15 @@ from torch.nn import functional
 
 from paceline.errors import ModelError, StorageError, did_you_mean
 from paceline.loading import without_compiler
-from paceline.models.factories import TORCHVISION, call_factory, check_options, named_factory, no_weights, unknown_model
+from paceline.models.factories import (
+    BACKBONE_WEIGHTS,
+    TORCHVISION,
+    call_factory,
+    check_options,
+    named_factory,
+    no_weights,
+    unknown_model,
+)
 from paceline.recipe.data import Boxes
 from paceline.recipe.model import Model
 from paceline.references import is_reference
@@ -182,8 +190,6 @@ OWN_DETECTORS: dict[str, Callable[..., nn.Module]] = {
 }
 
 _FAMILIES = ("fasterrcnn", "maskrcnn", "retinanet", "fcos", "ssd")  # keypoint networks have other targets
-# Other weights than the newest, where a network's preprocessing fits only those.
-_BACKBONE_WEIGHTS = {"ssd300_vgg16": "IMAGENET1K_FEATURES"}
 _SIZES = ("min_size", "max_size")
 _WHOLE = 512  # in pixels, a multiple of every pyramid level's stride
 
@@ -261,7 +267,7 @@ def build_published(model: Model, classes: int) -> nn.Module:
     # torchvision publishes whole networks for COCO's classes and backbones for ImageNet's; training starts from the
     # latter.
     name = model.name.removeprefix(TORCHVISION)
-    backbone = _BACKBONE_WEIGHTS.get(name, "DEFAULT") if model.pretrained else None
+    backbone = BACKBONE_WEIGHTS.get(name, "DEFAULT") if model.pretrained else None
     sizes = {"weights": None, "weights_backbone": backbone, "num_classes": classes}
     try:
         with limited_waits() if model.pretrained else nullcontext():
