@@ -93,7 +93,6 @@ def test_weights_of_torchvision_are_looked_for_without_a_download(
     assert method == "HEAD"
     assert f"{file}); set model.pretrained=false" in paceline_here("train", recipe, *name, *more).ended(2).err
     # A file that is here is loaded by the plan too.
-    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
     (tmp_path / "hub" / "checkpoints" / file).write_bytes(b"damaged")
     assert "published weights" in paceline_here("train", recipe, *name, *more, "--plan-only").ended(2).err
 
