@@ -9,6 +9,7 @@ from importlib import import_module
 from inspect import signature
 from itertools import chain
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -299,7 +300,7 @@ def _torchvision(model: Model, *, num_classes: int, in_channels: int) -> nn.Modu
         try:
             with limited_waits():
                 network = torchvision.models.get_model(name, weights="DEFAULT", **model.options)
-        except (OSError, RuntimeError, StorageError) as error:
+        except (EOFError, OSError, RuntimeError, UnpicklingError, StorageError) as error:
             raise no_weights(model, error) from error
         _replace_head(network, num_classes, model.name)
     if getattr(network, "aux_logits", False):  # of GoogLeNet and Inception, which in training would return a tuple

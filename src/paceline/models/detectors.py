@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -274,7 +275,7 @@ def build_published(model: Model, classes: int) -> nn.Module:
             network: nn.Module = get_model(name, **sizes, **model.options)
     except (TypeError, ValueError) as error:
         raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
-    except (OSError, RuntimeError, StorageError) as error:
+    except (EOFError, OSError, RuntimeError, UnpicklingError, StorageError) as error:
         if not model.pretrained:
             raise
         raise no_weights(model, error, "the backbone of ") from error
