@@ -145,10 +145,10 @@ def dataset_names(kind: str | None = None) -> tuple[str, ...]:
 
 def find_dataset(name: str, kind: str = "images") -> DatasetEntry | None:
     """Return the data set of that name and kind, or None; imports the package that provides it."""
-    return next((each for each in _named(name) if each.kind in (kind, None)), None)
+    return next((each for each in named(name) if each.kind in (kind, None)), None)
 
 
-def _named(name: str) -> list[DatasetEntry]:
+def named(name: str) -> list[DatasetEntry]:
     """Return the data sets of that name, of every kind."""
     family = name.partition(":")[0] + _FAMILY
 
@@ -171,7 +171,7 @@ def dataset_at(path: str | Path, kind: str = "images") -> DatasetEntry | None:
     place = Place(path)
     for names in ((), installed("datasets")):
         for name in names:
-            _named(name)
+            named(name)
         if (found := next((each for each in entries(kind) if each.reads(place)), None)) is not None:
             return found
     return find_dataset("image_folder") if place.is_folder and kind == "images" else None
@@ -194,7 +194,7 @@ def open_dataset(name: str, kinds: Mapping[str, type[_T]], argument: Any) -> _T:
         opener = entry.open
     else:
         names = sorted({each for kind in kinds for each in dataset_names(kind)})
-        others = [str(each.kind) for each in _named(name)]
+        others = [str(each.kind) for each in named(name)]
         found = f", a data set of {' and of '.join(others)}, not of {' or '.join(kinds)}" if others else ""
         raise DataError(
             f"data.dataset is {name!r}{found}; known are {', '.join(names)} and 'package.module:factory'."
@@ -229,7 +229,7 @@ class DatasetNames(Collection[str]):
         return tuple(sorted({each.name for each in entries() if each.keys is not None and self._key in each.keys}))
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and any(self._key is None or each.uses(self._key) for each in _named(name))
+        return isinstance(name, str) and any(self._key is None or each.uses(self._key) for each in named(name))
 
     def __len__(self) -> int:
         return len(self._names)

@@ -25,7 +25,7 @@ from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleIds, SampleSlice
 from paceline.data.text.sets.documents import REFERENCE, VOCABULARY
-from paceline.dataset_registry import find_dataset
+from paceline.dataset_registry import find_dataset, named
 from paceline.plan import Plan
 from paceline.recipe.data import Augment, Data, Progressive
 from paceline.recipe.schema import Recipe
@@ -77,8 +77,8 @@ def with_placeholder_data(recipe: Recipe) -> tuple[Recipe, str | None]:
 
 def _lacks_path(recipe: Recipe, kind: str) -> bool:
     """Whether the recipe names a data set of a kind that needs a path, without giving the path."""
-    entry = find_dataset(recipe.data.dataset, kind)
-    return recipe.data.path is None and entry is not None and entry.kind == kind and entry.uses("path")
+    data = recipe.data
+    return data.path is None and any(each.kind == kind and each.uses("path") for each in named(data.dataset))
 
 
 def with_placeholder_text(recipe: Recipe) -> tuple[Recipe, str | None]:

@@ -306,8 +306,7 @@ def _opened(
                 "world_size": world.world_size,
                 "launched_by": launch.source,
             },
-            lengths=prepared.geometry.lengths,
-            draws=prepared.geometry.draws,
+            geometry=prepared.geometry,
         )
         mirror_state = mirroring.restore_from_mirror(directory, request, collectives, display.message)
         decision = mirroring.on_first_without_timeout(
@@ -475,6 +474,7 @@ def _log_start(run: Run, loaded: LoadedRecipe, decision: ResumeDecision, notices
             total_steps=plan.total_steps,
             version=__version__,
             details={
+                "run": run.identity,
                 "opening_seconds": run.progress.launch_seconds,
                 "log_every": None if "log" in plan.moments else plan.log_every_steps,
             },

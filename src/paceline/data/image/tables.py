@@ -32,6 +32,7 @@ from paceline.errors import DataError, did_you_mean
 from paceline.escaping import text_of_cell
 from paceline.files import special_kind
 
+_OF_COLUMNS = "If each class has a column of 0 and 1, set task=image_multilabel and data.target_columns."
 _DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
@@ -119,10 +120,10 @@ class ImageTable(Table):
             label = find_column("label", data.label_column, columns, where, self.features)
         if image is None or label is None:
             what = "image" if image is None else "label"
-            hint = f" {NOT_IMAGES}" if image is None else ""
+            hint = NOT_IMAGES if image is None else _OF_COLUMNS
             raise DataError(
                 f"{where} has the columns {', '.join(columns)}, and none has a usual name for a column of {what}s "
-                f"({', '.join(USUAL_COLUMNS[what][:4])}, …): name it in data.{what}_column.{hint}"
+                f"({', '.join(USUAL_COLUMNS[what][:4])}, …): name it in data.{what}_column. {hint}"
             )
         self.image_column, self.label_columns = image, data.target_columns or (label,)
         if image in self.label_columns:
