@@ -15,11 +15,12 @@ from paceline.pages.page import Table
 from paceline.pages.shown import Document, Result, Shown
 from paceline.plain_yaml import yaml_line
 from paceline.recipe import layers, reference
-from paceline.recipe.fields import plain
+from paceline.recipe.fields import Names, plain
 from paceline.recipe.load import load_recipe, shipped_recipes
 from paceline.recipe.other_names import with_new_names
 from paceline.recipe.reference import Key
 from paceline.recipe.schema import Recipe
+from paceline.registry import installed
 
 _MOST_RELATED = 8
 _WIDE = 60  # characters of a meaning in a list
@@ -47,6 +48,7 @@ class Explain:
         """
         section: type[Any] | None = Recipe
         found: Key | None = None
+        marked: Names | None = None
         if self.key:
             nested: Any = None
             for name in reversed(self.key.split(".")):
@@ -55,11 +57,13 @@ class Explain:
             while section is not None and isinstance(tree, dict):
                 ((name, tree),) = tree.items()
                 path = f"{found.key}." if found else ""
+                marked = layers.mark(section, name, Names)
                 found = next(each for each in reference.keys(section, path) if each.key == f"{path}{name}")
                 section = found.section
         if section is None:
             assert found is not None
-            return _of_key(found, list(_all(Recipe, "")))
+            names = {} if marked is None else dict.fromkeys(marked.values) | installed(marked.kind)
+            return _of_key(found, list(_all(Recipe, "")), list(names))
         keys = [_without_marks(each) for each in reference.keys(section, f"{found.key}." if found else "")]
         rows = [
             (each.key, "section" if each.section else each.default, shorten(each.meaning, _WIDE, placeholder="…"))
@@ -73,19 +77,19 @@ class Explain:
         )
 
 
-def _of_key(found: Key, keys: list[Key]) -> Result:
-    """Show a key with an example and related keys."""
+def _of_key(found: Key, keys: list[Key], names: list[str]) -> Result:
+    """Show a key with an example, related keys and the registered names that it takes."""
     example, related = _example(found.key), _related(found, keys)
     found = _without_marks(found)
     words = {
         "takes": found.value,
-        **({"names": ", ".join(found.names)} if found.names else {}),
+        **({"names": ", ".join(names)} if names else {}),
         "default": found.default,
         "has an effect": f"with {found.used_with}" if found.used_with else "always",
         "example": example,
         **({"related": ", ".join(related)} if related else {}),
     }
-    document = _as_json(found) | {"example": example, "related": related}
+    document = _as_json(found) | {"example": example, "related": related, "names": names}
     return Document(shown=Shown(title=found.key, blocks=[found.meaning, words]), document=document)
 
 

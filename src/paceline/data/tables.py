@@ -372,8 +372,8 @@ def parts_of(splits: Sequence[str] | None, count: int, where: str, *, score_all:
         raise DataError(f"{where} has no row whose split is train: correct it, or set data.split_column=off.")
     if len(validation):
         unread = f"; {len(test):,} rows of test are not read" if len(test) else ""
-        return Parts(train, validation, f"the rows whose split is val{unread}")
-    return Parts(train, test, "the rows whose split is test") if len(test) else Parts(train, None, "")
+        return Parts(train, validation, f"the rows of validation{unread}")
+    return Parts(train, test, "the rows of test") if len(test) else Parts(train, None, "")
 
 
 class Table:
@@ -426,12 +426,9 @@ class Table:
                 f"{name} has tables with a split column and tables without: give all of them one, or set "
                 "data.split_column=off."
             )
-        is_by_file = not words and not set(splits) <= {TRAIN}
-        words = np.repeat(splits, self.counts).tolist() if is_by_file else words
+        if not words and not set(splits) <= {TRAIN}:
+            words = np.repeat(splits, self.counts).tolist()
         self.parts = parts_of(words or None, total, name, score_all=score_all)
-        if is_by_file:
-            told = self.parts.description.replace("the rows whose split is val", "the files of validation")
-            self.parts = self.parts._replace(description=told.replace("the rows whose split is", "the files of"))
 
     def row_name(self, row: int) -> str:
         """Return a row's name for messages."""

@@ -15,10 +15,9 @@ from pydantic import AfterValidator
 from pydantic.fields import FieldInfo
 
 from paceline.recipe import data, running
-from paceline.recipe.fields import Applies, Names, Needs, Off, plain
+from paceline.recipe.fields import Applies, Needs, Off, plain
 from paceline.recipe.layers import field_types, mark, marks, subsection
 from paceline.recipe.schema import Recipe
-from paceline.registry import installed
 from paceline.units import Duration, TimeSpan
 
 TYPE_NAMES = {str: "text", int: "whole number", float: "number", bool: "`true` or `false`", NoneType: ""}
@@ -41,7 +40,6 @@ class Key:
         key: Its dotted name.
         section: The class of the section that it holds; None if it holds a value.
         value: The values it accepts.
-        names: Registered names that it accepts, those of installed packages included.
         default: Its default, as written in a recipe.
         used_with: The values of other keys with which it has an effect; empty if it always has one.
         meaning: Its purpose.
@@ -50,7 +48,6 @@ class Key:
     key: str
     section: type[Any] | None
     value: str = ""
-    names: tuple[str, ...] = ()
     default: str = ""
     used_with: str
     meaning: str
@@ -74,16 +71,10 @@ def keys(section: type[Any] = Recipe, path: str = "") -> Iterator[Key]:
             key=f"{path}{name}",
             section=None,
             value=describe_type(kind),
-            names=_names(section, name),
             default=_written(plain(getattr(default, name))),
             used_with=used_with,
             meaning=meanings[name],
         )
-
-
-def _names(section: type[Any], name: str) -> tuple[str, ...]:
-    names = mark(section, name, Names)
-    return () if names is None else tuple(dict.fromkeys(names.values) | installed(names.kind))
 
 
 def _texts(section: type[Any]) -> dict[str, str]:

@@ -339,7 +339,7 @@ def test_a_split_for_scoring_needs_no_training_rows_beside_it(train: Make, tmp_p
     write_lines(tmp_path / "folder" / "test.jsonl", rows[:20])
     write_lines(tmp_path / "folder" / "validation.jsonl", rows)
     for name, part in [
-        ("column.jsonl", "the rows whose split is test"),
+        ("column.jsonl", "the rows of test"),
         ("test-00000-of-00001.parquet", "the split test"),
         ("folder", "the split validation; test is not read"),
     ]:

@@ -192,7 +192,7 @@ def test_a_table_of_test_images_is_scored_as_a_folder_of_them(
     expected = score(hub, tmp_path / "folder")
     (tmp_path / "table.csv").write_text("\n".join(["path,label", *rows]))
     (tmp_path / "split.csv").write_text("\n".join(["path,label,split", *(f"{row},test" for row in rows)]))
-    for name, part in (("table.csv", "all, also any"), ("split.csv", "the rows whose split is test")):
+    for name, part in (("table.csv", "all, also any"), ("split.csv", "the rows of test")):
         found = score(hub, tmp_path / name, "data.dataset=csv")
         assert (found.samples, found.metrics) == (len(files), expected.metrics)
         assert any(f"{len(files)} samples are scored: {part}" in note for note in found.left_out)

@@ -43,7 +43,7 @@ def test_rows_are_images_with_labels_and_splits(tmp_path: Path) -> None:
     )
     assert found.train.path(1) == str(tmp_path / "in" / "b, c.png")
     assert found.train.read(1)[0, 0].tolist() == [1, 1, 1]
-    assert found.reasons["validation"] == "the rows whose split is val; 1 rows of test are not read"
+    assert found.reasons["validation"] == "the rows of validation; 1 rows of test are not read"
     whole = open_dataset(opened(table(tmp_path, content), split_column=None, validation_fraction=0))
     assert (whole.classes, len(whole.train), len(whole.validation)) == (("ja", "nein", "x"), 4, 0)
 
@@ -72,7 +72,7 @@ def test_a_test_split_without_labels_is_not_held_out(tmp_path: Path, label: str)
     rows = [f"{name},{'xy'[at % 2]},train" if at < 8 else f"{name},{label},test" for at, name in enumerate(names)]
     found = open_dataset(opened(table(tmp_path, "\n".join(["path,label,split", *rows, ""])), validation_fraction=0.25))
     assert (found.classes, len(found.train), len(found.validation), found.is_split_off) == (("x", "y"), 6, 2, True)
-    assert "2 rows without labels are not read (the rows whose split is test)" in found.reasons["validation"]
+    assert "2 rows without labels are not read (the rows of test)" in found.reasons["validation"]
     for file in ("all.csv", "one.csv"):  # of a split with some labels, or to be scored, each row needs one
         rows[8] = rows[8] if file == "all.csv" else "8.png,x,test"
         path = table(tmp_path, "\n".join(["path,label,split", *rows, ""]), file)

@@ -78,7 +78,7 @@ def test_structs_splits_and_dictionaries(tmp_path: Path) -> None:
         assert np.array_equal(found.train.read(sample), decode(png(number), 3))
     assert found.train.path(3) == f"5.png in {path}"
     assert found.validation.labels.tolist() == [0, 1]
-    assert found.reasons["validation"] == "the rows whose split is val; 2 rows of test are not read"
+    assert found.reasons["validation"] == "the rows of validation; 2 rows of test are not read"
     packed = open_origin(str(path), "parquet", Data(image_column="picture"))
     assert [len(split) for split in packed.splits.values()] == [5, 2]
 
@@ -97,7 +97,7 @@ def test_files_named_after_splits(tmp_path: Path) -> None:
     found = open_dataset(data(tmp_path))
     assert (len(found.train), len(found.validation)) == (8, 2)
     assert np.array_equal(found.validation.read(1), decode(png(9), 3))
-    assert "the files of test" in found.reasons["validation"]
+    assert "the rows of test" in found.reasons["validation"]
 
 
 @pytest.mark.parametrize("name", ["valid-0", "dev-0", "validation/0", "testing-0", "training/valid-0"])

@@ -151,7 +151,7 @@ def test_files_and_columns_may_name_the_split(tmp_path: Path) -> None:
     assert "files that are not tables: 1 left out ('README.md')" in found(folder).left_out
     marked = [row | {"split": "train" if number < 20 else "val"} for number, row in enumerate(ROWS)]
     assert texts(write_csv(tmp_path / "marked.csv", marked)) == expected
-    assert found(tmp_path / "marked.csv").reason == "the rows whose split is val"
+    assert found(tmp_path / "marked.csv").reason == "the rows of validation"
     everything = texts(tmp_path / "marked.csv", split_column=None, validation_fraction=0.0)
     assert everything == [expected[0] + expected[1], []]
 

@@ -149,8 +149,7 @@ _PACKED = frozenset({".gz", ".tgz", ".bz2", ".xz", ".zst"})
 
 def _holds_tars(place: Place) -> bool:
     """Whether it is a tar, or holds some; compressed ones are refused when it is opened."""
-    is_compressed = _PACKED & place.endings and not any(each.is_dir() for each in place.path.iterdir())
-    return not place.is_folder or ".tar" in place.endings or bool(is_compressed)
+    return not place.is_folder or ".tar" in place.endings or (bool(place.endings) and place.endings <= _PACKED)
 
 
 @dataset(
@@ -204,12 +203,11 @@ def _splits(root: Path, left_out: SkippedItems) -> tuple[list[Path], list[Path],
     if not root.is_dir():
         return _tars(str(root)), [], ""
     tars = files_ending_in("tar", root, left_out)
-    if not tars and _PACKED & Place(root).endings:
-        raise DataError(
-            f"{str(root)!r} holds compressed files: decompress them, because images are read in place from tars."
-        )
     if not tars:
-        raise DataError(f"{str(root)!r} contains no .tar files: correct the path.")
+        raise DataError(
+            f"{str(root)!r} contains no .tar files: correct the path, or decompress them, because images are read in "
+            "place from tars."
+        )
     by_split: dict[str, list[Path]] = {}
     for tar in tars:
         by_split.setdefault(split_of(tar.relative_to(root)) or "", []).append(tar)
