@@ -132,7 +132,8 @@ def dataset(
 
 def entries(kind: str | None = None) -> list[DatasetEntry]:
     """Return the registered data sets, of one kind or of all; those of other packages once these are imported."""
-    _load_built_in()
+    for package in _BUILT_IN:
+        _load(package)
     return [each for each in _entries.values() if kind in (None, each.kind)]
 
 
@@ -149,17 +150,18 @@ def find_dataset(name: str, kind: str = "images") -> DatasetEntry | None:
 
 
 def named(name: str) -> list[DatasetEntry]:
-    """Return the data sets of that name, of every kind."""
-    family = name.partition(":")[0] + _FAMILY
-
-    def found() -> list[DatasetEntry]:
-        return [each for each in entries() if each.name in (name, family)]
-
-    if not found() and name in installed("datasets"):
-        opener = load_reference(installed("datasets")[name], DataError, installed=True)
-        if not found():
-            _entries[name, None] = DatasetEntry(name, None, opener, None)
-    return found()
+    """Return the data sets of that name, of every kind; a built-in name is of one package."""
+    names = (name, name.partition(":")[0] + _FAMILY)
+    for package in _BUILT_IN:
+        _load(package)
+        if found := [each for each in _entries.values() if each.name in names]:
+            return found
+    if name not in installed("datasets"):
+        return []
+    opener = load_reference(installed("datasets")[name], DataError, installed=True)
+    if not (found := [each for each in _entries.values() if each.name == name]):
+        found = [_entries.setdefault((name, None), DatasetEntry(name, None, opener, None))]
+    return found
 
 
 def dataset_at(path: str | Path, kind: str = "images") -> DatasetEntry | None:
@@ -209,10 +211,9 @@ def open_dataset(name: str, kinds: Mapping[str, type[_T]], argument: Any) -> _T:
 
 
 @cache
-def _load_built_in() -> None:
-    for package in map(importlib.import_module, _BUILT_IN):
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-            importlib.import_module(module.name)
+def _load(package: str) -> None:
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+        importlib.import_module(module.name)
 
 
 class DatasetNames(Collection[str]):

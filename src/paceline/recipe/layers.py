@@ -113,10 +113,10 @@ def normalize_case(tree: Mapping[str, Any], section: type[Any] = Recipe) -> Tree
 
 
 def _normalize_value(value: Any, section: type[Any], name: str) -> Any:
-    choices = _choices(section, name)  # type: ignore[arg-type]  # classes are hashable
-    if not isinstance(value, str) or value in choices:
-        return value
     names = mark(section, name, Names)
+    if not isinstance(value, str) or (names is not None and value in names.values):
+        return value
+    choices = _choices(section, name)  # type: ignore[arg-type]  # classes are hashable
     if value.lower() not in choices and names is not None:
         choices = {} if value in (known := known_names(names.kind)) else {each.lower(): each for each in known}
     return choices.get(value.lower(), value)
@@ -222,7 +222,7 @@ def check_effective(tree: Mapping[str, Any], recipe: Any, where: str, path: str 
         if applies is not None and (applies.also_off or to_boolean(value) is not False):
             choice, known = getattr(recipe, applies.to), named_choices(section, applies.to)
             # Where any name is allowed, the code that opens it refuses a misspelt one.
-            is_known = not known or choice in known or (isinstance(choice, str) and ":" in choice)
+            is_known = choice in known or not known or (isinstance(choice, str) and ":" in choice)
             if is_known and not has_effect(section, key, choice):
                 raise RecipeError(
                     f"{where}: '{path}{key}' has no effect with {path}{applies.to}={_either((choice,))}; it needs "

@@ -164,7 +164,7 @@ def _is_archive(place: Place, name: str) -> bool:
 
 def _registered(name: str, size: Size, *keys: str) -> Callable[[AnyOpener], AnyOpener]:
     sniff = partial(_is_archive, name=name)
-    return dataset(name, endings=(".gz", ".tar"), sniff=sniff, keys=(*_KEYS, *keys), size=size)
+    return dataset(name, endings=(".tar.gz",), sniff=sniff, keys=(*_KEYS, *keys), size=size)
 
 
 @_registered("fashion_mnist", Size("Fashion-MNIST", 60_000, 10, 28))
