@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from paceline import __version__
 from paceline.checkpoint.weights import check_target
 from paceline.data.pipeline import Placement
 from paceline.distributed.affinity import choose_cores, restore_affinity
@@ -54,6 +53,7 @@ from paceline.trainer.run_dir_checks import ResumeDecision, ResumeRequest, RunLo
 from paceline.trainer.run_records import digests, summarise
 from paceline.trainer.saving import finish_mirroring, restore
 from paceline.units import counted, format_count, format_metric, metric_title
+from paceline.version import __version__
 from paceline.world import World
 
 TaskMaker = Callable[[Recipe], Task]
