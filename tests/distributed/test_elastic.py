@@ -144,7 +144,13 @@ def test_fewer_ranks_go_on_and_all_are_tried_again(
 
 CRASHES = 'if self.passes >= 25 and os.environ["RANK"] == "0":\n    raise ZeroDivisionError("too many")'
 # Too short for a forecast, whose passes, as many as fit into its time, would count too.
-CRASHING = ("model.name=crashes:Net", *OWN, "checkpoint.every=50 steps", "evaluate.every=off", "train.duration=18 steps")
+CRASHING = (
+    "model.name=crashes:Net",
+    *OWN,
+    "checkpoint.every=50 steps",
+    "evaluate.every=off",
+    "train.duration=18 steps",
+)
 
 
 def test_a_failure_that_comes_again_is_reported(studio: Path, start: Call, tmp_path: Path) -> None:

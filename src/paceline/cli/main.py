@@ -13,7 +13,6 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from paceline import __version__
 from paceline.cli.commands import ALIASES, COMMANDS, GROUPS, OPEN_GROUPS, added_commands, command_of
 from paceline.cli.output import EXIT_CODE, echo
 from paceline.cli.streams import discard_output, final_exit_code, wrap_streams
@@ -21,6 +20,7 @@ from paceline.errors import PacelineError, did_you_mean
 from paceline.extras import missing_library
 from paceline.loading import loading
 from paceline.units import format_bytes
+from paceline.version import __version__
 
 _EVERYTHING = "paceline.everything"
 

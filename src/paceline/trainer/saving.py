@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from paceline import __version__
 from paceline.checkpoint.mirror import LocalCheckpoint
 from paceline.checkpoint.reading import read_components
 from paceline.checkpoint.sharded import ShardedSave
@@ -23,6 +22,7 @@ from paceline.trainer.mirroring import report_mirror, sendable_records, wait_unt
 from paceline.trainer.nonfinite import check_loss, check_state
 from paceline.trainer.run import Run
 from paceline.trainer.step_stats import Window
+from paceline.version import __version__
 
 
 def save_checkpoint(run: Run) -> None:

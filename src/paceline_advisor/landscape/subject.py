@@ -47,7 +47,7 @@ BatchNormUse = Literal["recomputed", "stored"]
 Split = Literal["train", "validation"]
 
 
-class Subject:
+class LossSurface:
     """A network used only by the study, with its samples.
 
     Args:
@@ -247,7 +247,7 @@ class OpenedRun:
     target: Path
     saved: SavedWeights
     recipe: Recipe
-    subject: Subject
+    subject: LossSurface
 
     @property
     def steps(self) -> int:
@@ -273,7 +273,7 @@ def open_run(target: Path, options: Landscape, world: World) -> OpenedRun:
     network = task.build_model()
     task.check_network(network)
     samples = _samples(task, recipe, placement, options, world)
-    subject = Subject(task, with_weights(network, saved, placement), samples)
+    subject = LossSurface(task, with_weights(network, saved, placement), samples)
     if options.batch_norm is not None and not subject.has_batch_norm:
         raise PacelineError(
             f"--batch-norm {options.batch_norm} has no effect: the network of {saved.path} has no BatchNorm; "

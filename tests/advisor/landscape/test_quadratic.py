@@ -23,9 +23,9 @@ from paceline_advisor.landscape.measures import (
     top_eigenvalue,
 )
 from paceline_advisor.landscape.study import Line
-from paceline_advisor.landscape.subject import Subject
+from paceline_advisor.landscape.subject import LossSurface
 
-Bowls = Callable[..., Subject]
+Bowls = Callable[..., LossSurface]
 AT = torch.tensor([1.0, -2.0, 0.5, 0.3, 2.0, -1.0])
 
 

@@ -19,8 +19,7 @@ from paceline.metrics.accumulator import Metric
 from paceline.plan import MachineFacts
 from paceline.recipe.load import load_recipe
 from paceline.tasks.image_classification import ImageClassification
-from paceline.tasks.task import build_task
-from paceline.trainer.preparation import plan_network, planner
+from paceline.trainer.subject import Subject
 from paceline.world import World
 
 Make = Callable[..., Any]
@@ -181,20 +180,11 @@ def test_depthwise_networks_are_trained_in_fp32_on_cpus(name: str, precision: st
     loaded = load_recipe(
         "digits", [f"model.name={name}", "model.options=null", "data.image_size=32", "train.precision=auto"]
     )
-    task = build_task(loaded.recipe)
     reasons = {"fast_bf16": "the processor has bf16 products (amx_bf16)"}
-    plans = [
-        plan_network(
-            planner(
-                loaded.recipe,
-                task,
-                MachineFacts(device=device, device_name="", fast_bf16=True, cores=2, reasons=reasons),
-                World(),
-            ),
-            task.build_model(),
-            loaded.recipe,
-        )
+    machines = [
+        MachineFacts(device=device, device_name="", fast_bf16=True, cores=2, reasons=reasons)
         for device in ("cpu", "cuda")
     ]
+    plans = [Subject.open(loaded.recipe, World(), "shapes", machine=each).plan for each in machines]
     assert [each.precision for each in plans] == [precision, "bf16"]
     assert ("depthwise" in plans[0].reasons["train.precision"]) == (precision == "fp32")
