@@ -91,7 +91,7 @@ class Options:
     before_plan: Callable[[Subject], None] | None = None
 
 
-class Subject:
+class Subject(contextlib.ExitStack[bool | None]):
     """A recipe on this process, opened up to a stage; the attributes of later stages do not exist.
 
     Attributes:
@@ -125,10 +125,10 @@ class Subject:
     directory: RunDirectory
 
     def __init__(self, recipe: Recipe, world: World) -> None:
+        super().__init__()
         self.recipe, self.world, self.started = recipe, world, time.perf_counter()
         self.cores: CoreAssignment | None = None
         self.first_values: InitialValues | None = None
-        self._closing = contextlib.ExitStack()
 
     @classmethod
     def open(
@@ -151,7 +151,7 @@ class Subject:
                 ``network`` prepares all that this process needs; ``run`` joins the processes in their directory.
             task: The task, if not the one that the recipe names.
             machine: The machine to plan for, if not this one.
-            as_run: Whether ``plan`` and ``shapes`` assign cores, and check the back-end and this host, as a run does.
+            as_run: Whether ``plan`` and ``shapes`` assign cores, and check back-end, trackers and host, as a run does.
             options: Settings of a ``run``.
 
         Raises:
@@ -160,7 +160,7 @@ class Subject:
         loaded = recipe if isinstance(recipe, LoadedRecipe) else LoadedRecipe(recipe, name="")
         subject = cls(loaded.recipe, world)
         with contextlib.ExitStack() as undo:
-            undo.push(subject._closing)
+            undo.push(subject)
             if upto == "run":
                 subject._open_task_of_run(loaded, options or Options())
             else:
@@ -180,16 +180,6 @@ class Subject:
             undo.pop_all()
         return subject
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._closing.__exit__(*error)
-
-    def close(self) -> None:
-        """Close what was opened."""
-        self._closing.close()
-
     # Task
 
     def _use(self, task: Task) -> None:
@@ -208,8 +198,8 @@ class Subject:
             recipe = resumed_recipe(self.recipe, options.run_dir) if self.resumes else self.recipe
             self._use(build_task(recipe, options.task))
         run_dir_checks.check_same_task(options.run_dir, self.task)
-        self.stop = self._closing.enter_context(StopRequest())
-        self._closing.enter_context(restore_affinity())
+        self.stop = self.enter_context(StopRequest())
+        self.enter_context(restore_affinity())
         if options.before_plan is not None and options.task is None and not self.resumes:
             options.before_plan(self)
 
@@ -223,8 +213,7 @@ class Subject:
             self.device = choose_device(recipe.parallel.device, world)
             if as_run or trains:
                 check_communication(recipe.parallel.backend, self.device)
-                if trains:
-                    check_trackers(recipe.telemetry.trackers)
+                check_trackers(recipe.telemetry.trackers)
                 self.cores = choose_cores(recipe.parallel.affinity, world, self.device, os.environ)
             machine = describe_machine(self.device, self.cores, processes=world.local_world_size)
         self.machine = machine
@@ -286,7 +275,7 @@ class Subject:
         self.pipeline = task.open_pipeline(placement)
         if not hasattr(self.pipeline, "train_batches"):
             raise refused(task, "open_pipeline returned", self.pipeline, "a pipeline, such as SimplePipeline")
-        self._closing.callback(self.pipeline.close)
+        self.callback(self.pipeline.close)
         self.pipeline.start(training=True, evaluation=plan.evaluates)
         self.network, notices = self._build_network(placement)
         if plan.precision == "fp8":
@@ -366,9 +355,9 @@ class Subject:
         from paceline.trainer import mirroring
         from paceline.trainer.run_dir_checks import ResumeRequest, open_directory
 
-        recipe, parallel, stack = self.recipe, self.recipe.parallel, self._closing
+        recipe, parallel = self.recipe, self.recipe.parallel
         self.loaded = self.loaded.checked(self.plan.unused)
-        stack.enter_context(keep_freed_memory(self.device))
+        self.enter_context(keep_freed_memory(self.device))
 
         # All processes together: the same run, in the same directory.
         self.collectives = join(
@@ -377,8 +366,8 @@ class Subject:
             backend=parallel.backend,
         )
         # Not after an error: destroying the group may wait for peers, and the error must be reported first.
-        stack.push(lambda error, *_: None if error else leave())
-        waiting = stack.enter_context(contextlib.closing(ExitOnSignal(self.world)))
+        self.push(lambda error, *_: None if error else leave())
+        waiting = self.enter_context(contextlib.closing(ExitOnSignal(self.world)))
         self._take_directory()
         self._check_agreement()
         mirroring.check_all_resume(self.resumes, recipe, self.collectives)
@@ -412,9 +401,9 @@ class Subject:
             # The first process keeps the directory open, so that a run whose directory is moved still writes to it.
             directory = self.directory
             self.directory = self.collectives.on_all_ranks(
-                lambda: stack.enter_context(directory.hold_open()) if self.world.is_first else directory
+                lambda: self.enter_context(directory.hold_open()) if self.world.is_first else directory
             )
-        self.mirroring = stack.enter_context(
+        self.mirroring = self.enter_context(
             mirroring.mirror_checkpoints(self.directory, request, self.decision, mirror_state, *common)
         )
         waiting.close()
@@ -431,7 +420,7 @@ class Subject:
             directory = RunDirectory(options.run_dir or default_run_directory(name))
             directory.create()
             self.lock = RunLock(directory, is_new=is_new)
-            self._closing.callback(self.lock.release)
+            self.callback(self.lock.release)
             return directory.root
 
         root = self.collectives.on_rank_zero(take)

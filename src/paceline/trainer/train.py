@@ -33,7 +33,6 @@ from paceline.tasks.facts import geometry_of
 from paceline.tasks.task import build_task
 from paceline.telemetry.display import RunProgress
 from paceline.telemetry.mlperf_log import write_mlperf_log
-from paceline.telemetry.trackers import check_trackers
 from paceline.trainer import mirroring
 from paceline.trainer.build import build_run
 from paceline.trainer.fake_batch import with_placeholder_text
@@ -134,8 +133,8 @@ def plan_only(
     source = recipe.model.initialize_from if begins else None
     if source is not None and not is_address(source):
         check_target(Path(source))
-    if not on_other_machine:
-        check_trackers(recipe.telemetry.trackers)
+    if on_other_machine:  # where its trackers are
+        recipe = replace(recipe, telemetry=replace(recipe.telemetry, trackers=()))
     subject = Subject.open(recipe, world, "shapes", task=task, as_run=True)
     notes = {} if assumed is None else {"data.path": assumed}
     if problems := [each for each in (subject.limits.refusal, *subject.limits.warnings) if each]:

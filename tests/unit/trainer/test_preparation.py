@@ -19,10 +19,50 @@ from paceline.metrics.accumulator import Metric
 from paceline.plan import MachineFacts
 from paceline.recipe.load import load_recipe
 from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.task import build_task
 from paceline.trainer.subject import Subject
 from paceline.world import World
 
 Make = Callable[..., Any]
+
+STAGES = {"task": "data", "plan": "plan", "shapes": "shapes", "network": "network"}
+
+
+@pytest.mark.parametrize("upto", STAGES)
+def test_no_more_is_open_than_was_asked_for(upto: Any) -> None:
+    with Subject.open(load_recipe("digits").recipe, World(), upto) as subject:
+        known = [stage for stage, name in STAGES.items() if hasattr(subject, name)]
+        assert known == [stage for stage in STAGES if stage == upto or (stage in ("task", "plan") and upto != "task")]
+        assert (subject.plan.parameters is None) == (upto == "plan") if upto != "task" else not known[1:]
+        with pytest.raises(AttributeError):
+            subject.collectives  # noqa: B018
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_loader_processes_end_with_the_subject(monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
+    closed, task = [], build_task(load_recipe("digits").recipe)
+    real = task.open_pipeline
+
+    def open_pipeline(placement: Any) -> Any:
+        pipeline = real(placement)
+        monkeypatch.setattr(pipeline, "close", lambda: closed.append(pipeline))
+        return pipeline
+
+    monkeypatch.setattr(task, "open_pipeline", open_pipeline)
+    if fails:
+        monkeypatch.setattr(task, "build_model", lambda: None)
+        with pytest.raises(ModelError, match="build_model returned"):
+            Subject.open(task.recipe, World(), "network", task=task)
+    else:
+        Subject.open(task.recipe, World(), "network", task=task).close()
+    assert len(closed) == 1
+
+
+def test_a_plan_for_more_processes_is_that_of_a_run_of_theirs() -> None:
+    recipe, two = load_recipe("digits").recipe, World(world_size=2, local_world_size=2)
+    subject = Subject.open(recipe, World(), "shapes")
+    expected = Subject.open(recipe, two, "shapes", machine=subject.machine).plan
+    assert subject.plan_for(two) == expected != subject.plan
 
 
 def refused(train_tiny: Make, task: Any, runs: Path, overrides: dict[str, Any]) -> str:
