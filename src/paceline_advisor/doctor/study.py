@@ -38,9 +38,9 @@ from paceline_advisor.bench.interleaved import Measurement, run_interleaved
 from paceline_advisor.commands import Doctor
 from paceline_advisor.doctor.anatomy import Anatomy, observe_network
 from paceline_advisor.doctor.behaviour import Calls, behave, preserved_state, watching_loaders
+from paceline_advisor.doctor.checked_run import CHECKS, CheckedRun, Target, choose_target, memory_shortage
 from paceline_advisor.doctor.checks import code, compute, training  # noqa: F401  # which declare the checks
 from paceline_advisor.doctor.findings import Finding, Gain, ranked
-from paceline_advisor.doctor.subject import CHECKS, CheckedRun, Target, choose_target, memory_shortage
 
 _COLOURS = {"breaks": "bold red", "slows": "yellow", "spoils": "magenta", "notice": "cyan"}
 _KEPT = {"same": "", "rounding": " [rounds differently]", "training": " [changes the training]"}
@@ -174,7 +174,7 @@ def _shown(finding: Finding) -> Iterator[str]:
 
 
 def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
-    """Run every check in :data:`~paceline_advisor.doctor.subject.CHECKS`.
+    """Run every check in :data:`~paceline_advisor.doctor.checked_run.CHECKS`.
 
     Nothing is trained or written, and the state of this process is unchanged afterwards.
 

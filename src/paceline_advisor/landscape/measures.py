@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.data.random_draws import uniforms
 from paceline.distributed.collectives import Collectives
 from paceline_advisor.formulas.network import keskar_sharpness
-from paceline_advisor.landscape.subject import LossSurface, Split
+from paceline_advisor.landscape.loss_surface import LossSurface, Split
 
 Numbers = NDArray[np.float64]
 

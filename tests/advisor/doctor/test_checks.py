@@ -17,9 +17,9 @@ from paceline.world import World
 from paceline_advisor.commands import Doctor
 from paceline_advisor.doctor.anatomy import Anatomy
 from paceline_advisor.doctor.behaviour import Calls
+from paceline_advisor.doctor.checked_run import CheckedRun, choose_target
 from paceline_advisor.doctor.checks import training
 from paceline_advisor.doctor.study import examine
-from paceline_advisor.doctor.subject import CheckedRun, choose_target
 
 Examined = Callable[..., Any]
 

@@ -17,7 +17,7 @@ from paceline.data.batch import Batch
 from paceline.data.slices import SampleSlice
 from paceline.metrics.accumulator import Metric
 from paceline.tasks.task import Task
-from paceline_advisor.landscape.subject import LossSurface
+from paceline_advisor.landscape.loss_surface import LossSurface
 
 TINY = {
     "model.options": {"width": 4, "stages": 1, "depth": 1},

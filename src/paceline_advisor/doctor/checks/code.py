@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline_advisor.doctor.behaviour import Loader
+from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, check, named
 from paceline_advisor.doctor.findings import CONVNETS, CUDA_MODES, OWN, TUNING, Place
-from paceline_advisor.doctor.subject import CheckedRun, CheckResult, check, named
 
 _MANY_IN_A_ROW = 4
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from paceline_advisor.doctor.anatomy import BYTES, Layer
+from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, check, named
 from paceline_advisor.doctor.findings import (
     AMP,
     CONVOLUTION,
@@ -18,7 +19,6 @@ from paceline_advisor.doctor.findings import (
     TUNING,
     Keeps,
 )
-from paceline_advisor.doctor.subject import CheckedRun, CheckResult, check, named
 from paceline_advisor.formulas.parallel_step import KERNEL_SECONDS
 
 # On a CPU, converting its dtype or starting threads takes about as long as a layer with fewer FLOPs.

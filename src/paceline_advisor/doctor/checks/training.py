@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from paceline.units import format_bytes
+from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, check, named
 from paceline_advisor.doctor.findings import CONVNETS, DDP, GOYAL, KRIZHEVSKY, OWN, TUNING
-from paceline_advisor.doctor.subject import CheckedRun, CheckResult, check, named
 
 _LARGE_BATCH = 1024
 _LARGEST_LINEAR = 8192
