@@ -22,6 +22,20 @@ LFS_START = b"version https://git-lfs"
 LFS_POINTER = "a Git LFS pointer, not the file itself: run `git lfs pull` where it was cloned"
 _ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tbz2?|txz|gz|bz2|xz|zst)$")
 _PACKED = (b"PK\3\4", b"\x1f\x8b", b"7z\xbc\xaf", b"Rar!", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # first bytes
+_TEXTS = ("csv", "tsv", "tab", "jsonl", "json", "txt", "yaml", "xlsx", "xls")  # the last two are often taken for such
+_BINARY = {
+    b"PAR1": "a parquet file: let its name end in .parquet",
+    b"ARROW1": "an Arrow file: write it as parquet or CSV",
+    b"SQLite": "an SQLite database: export the table as CSV",
+    b"\x89HDF\r\n": "an HDF5 file: write it as parquet or CSV",
+    b"\x80": "a pickle: write it as parquet or CSV",
+    b"\x93NUMPY": "a NumPy array: write it as CSV",
+    b"\xd0\xcf\x11\xe0": "an Excel file (.xls): export it as CSV",
+    b"%PDF": "a PDF document: export it as text",
+    **dict.fromkeys(_PACKED, "an archive or a spreadsheet: unpack or export it"),
+}
+"""What a file called a text is, and what to do, by its first bytes."""
+_WEB_PAGE = (b"<!doctyp", b"<html")
 _MAX_NAMES, _MAX_EXTENSION_LENGTH, _MAX_EXTENSIONS = 3, 10, 1000
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -74,7 +88,7 @@ def refuse_special_inputs(path: str | Path) -> None:
 
 
 def refuse_archive(path: str | Path) -> None:
-    """Refuse an archive, by its name or its first bytes, where a folder or another file is expected.
+    """Refuse an archive, by its name or its first bytes, where a folder or text is expected, and other binary files.
 
     Raises:
         DataError: If it is one.
@@ -83,12 +97,17 @@ def refuse_archive(path: str | Path) -> None:
     if _ARCHIVE.search(name) and os.path.isfile(path):
         tar = " A tar of WebDataset samples is read in place, with data.dataset=webdataset." * name.endswith(".tar")
         raise DataError(f"{str(path)!r} is an archive: unpack it, and give the folder or file in it.{tar}")
-    if has_extension(name, ("csv", "tsv", "tab", "jsonl", "txt", "yaml", "json")) and os.path.isfile(path):
-        packed = False
+    if has_extension(name, ("csv", "tsv", "tab", "jsonl", "json", "txt", "yaml", "xlsx", "xls")) and os.path.isfile(
+        path
+    ):
+        begin = b""
         with contextlib.suppress(OSError), open(path, "rb") as file:  # whoever reads it explains the error
-            packed = file.read(6).startswith(_PACKED)
-        if packed:
-            raise DataError(f"{str(path)!r} is an archive or a spreadsheet, whatever its name: unpack or export it.")
+            begin = file.read(8)
+        kind = next((kind for first, kind in _BINARY.items() if begin.startswith(first)), None)
+        if begin.lower().startswith(_WEB_PAGE) and not name.endswith(".txt"):
+            kind = "a web page: download the file itself"
+        if kind:
+            raise DataError(f"{str(path)!r} is, whatever its name, {kind}.")
 
 
 def refuse_special_outputs(*paths: Path) -> None:

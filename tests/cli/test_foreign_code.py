@@ -107,7 +107,12 @@ def _downloaded(here: Path, finished: Path, key: str, **model: Any) -> None:
     rewrite_weights(newest_weights(here / "run"), here / "weights.safetensors", recipe=recipe)
 
 
-@pytest.mark.parametrize("key", [*CODE_KEYS, "train.loss"])
+FIRST_KEY, *OTHER_KEYS = CODE_KEYS
+
+
+@pytest.mark.parametrize(
+    "key", [FIRST_KEY, "train.loss", *(pytest.param(each, marks=pytest.mark.thorough) for each in OTHER_KEYS)]
+)
 @pytest.mark.everyday
 def test_no_command_imports_what_a_run_names(paceline_here: Call, here: Path, finished: Path, key: str) -> None:
     _downloaded(here, finished, key)

@@ -1,62 +1,58 @@
-"""The budget script finds what is too long, takes too much or says nothing, and counts only code."""
+"""`scripts/budget`: limits fall with the code, and rise only for a feature that CHANGELOG names."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "budget"
+FEATURE = "A second\n  line of code."
 
 
-def budget(root: Path) -> list[str]:
-    words = [sys.executable, str(SCRIPT), str(root)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
-    lines = done.stdout.splitlines()
-    assert done.returncode == (1 if lines else 0), done.stderr
-    return lines
-
-
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-
-
-def test_comments_docstrings_and_blank_lines_are_free(tmp_path: Path) -> None:
-    body = '"""Doc.\n\nstring.\n"""\n' + "# why\n\n" * 600 + "x = 1\n" * 500
-    write(tmp_path / "src" / "long.py", body)
-    assert budget(tmp_path) == []
-    write(tmp_path / "src" / "long.py", body + "x = 1\n")
-    assert budget(tmp_path) == ["src/long.py: 501 code lines; at most 500"]
-
-
-def test_the_loop_is_one_screen(tmp_path: Path) -> None:
-    write(tmp_path / "src/paceline/trainer/loop.py", "x = 1\n" * 61)
-    assert budget(tmp_path) == ["src/paceline/trainer/loop.py: 61 code lines; at most 60"]
-
-
-def test_functions_are_short_and_take_little(tmp_path: Path) -> None:
-    write(tmp_path / "tests" / "a.py", "def long():\n" + "    x = 1\n" * 80)
-    wide = (
-        "    def wide(self, a, b, c, /, d, e, f, g, *, h): ...\n    def wider(self, a, b, c, d, e, f, g, h, i): ...\n"
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """One package of six tokens: a docstring, a comment and an f-string, which is one token in any Python."""
+    for folder in ("src/house", "scripts"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(SCRIPT, tmp_path / "scripts")
+    (tmp_path / "src/house/one.py").write_text(
+        '"""Not\ncounted."""\n\nname = f"{1 + 1} and {2!r}"  # nor this\nname += 1\n'
     )
-    write(tmp_path / "tests" / "b.py", f"class A:\n{wide}")
-    assert budget(tmp_path) == [
-        "tests/a.py:1: long has 81 lines; at most 80",
-        "tests/b.py:3: wider takes 9 parameters; at most 8, or a dataclass",
-    ]
+    (tmp_path / "CHANGELOG.md").write_text(f"## [1]\n\n### Added\n- First.\n- {FEATURE}\n\n### Fixed\n- A fault.\n")
+    (tmp_path / "CONTRIBUTING.md").write_text("<!-- size: written by scripts/budget -->\n<!-- end of size -->\n")
+    (tmp_path / "scripts/budget.json").write_text('{"src/house": {"base": 100, "rises": []}}')
+    return tmp_path
 
 
-def test_names_say_something(tmp_path: Path) -> None:
-    for name in ("utils/x.py", "run_manager.py", "commonplace.py"):
-        write(tmp_path / "src" / name, "")
-    assert [line.split(":")[0] for line in budget(tmp_path)] == ["src/run_manager.py", "src/utils/x.py"]
+def budget(root: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, root / "scripts/budget", *words], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stderr == ""
+    assert done.returncode == int("house:" in done.stdout or "no entry" in done.stdout)
+    return done.stdout
 
 
-def test_a_notebook_may_be_long_and_its_cells_may_not(tmp_path: Path) -> None:
-    """What a cell writes into a file is part of it."""
-    notebook = "# %% [markdown]\n# Text\n# %%\n# %%writefile b.py\n" + "a = 0\n" * 110 + "# %%\nb = 0\n" * 450
-    write(tmp_path / "src" / "1_a.py", notebook)
-    assert budget(tmp_path) == []
-    write(tmp_path / "src" / "1_a.py", notebook.replace("a = 0\n", "a = 0\na = 1\n", 1))
-    assert budget(tmp_path) == ["src/1_a.py:3: a cell of 111 code lines; at most 110"]
+def base(root: Path) -> int:
+    return int(json.loads((root / "scripts/budget.json").read_text())["src/house"]["base"])
+
+
+def test_it_falls_by_itself_and_rises_for_a_feature(repository: Path) -> None:
+    budget(repository)
+    assert base(repository) == 6
+    assert "| `house` | 0 |" in (repository / "CONTRIBUTING.md").read_text()
+    with (repository / "src/house/one.py").open("a") as file:
+        file.write("name = 3\n")
+    assert "src/house: 9 tokens; at most 6." in budget(repository)
+    assert "no entry under Added that begins with 'A fault'" in budget(repository, "--raise", "src/house", "A fault")
+    assert "at most 6." in budget(repository), "a rise that was refused must leave nothing"
+    budget(repository, "--raise", "src/house", "A second line")
+    budget(repository)
+    (repository / "src/house/one.py").write_text("name = 3\n")
+    budget(repository)
+    assert base(repository) == 0

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from paceline.data.random_draws import derive_seed
 from paceline.data.slices import SampleIds
 from paceline.errors import RecipeError, did_you_mean
-from paceline.escaping import one_form
+from paceline.escaping import one_form, quoted
 
 SampleClasses = NDArray[np.int64]
 """The class of each training sample, [samples]."""
@@ -155,7 +155,11 @@ def weights_by_class(
         even = len(labels) / np.count_nonzero(counts)
         return tuple(np.where(counts > 0, even / np.maximum(counts, 1), 1.0).tolist())
     spelled = one_form(requested, names)
+    first: dict[str, str] = {}
     for name in requested:
+        if (other := first.setdefault(spelled[name], name)) != name:
+            both = f"{quoted(other)} and {quoted(name)}"
+            raise RecipeError(f"{key} names {both}, one class in two Unicode forms: keep one.")
         if spelled[name] not in names:
             names_text = ", ".join(names[:_NAMED]) + (", …" if len(names) > _NAMED else "")
             hint = did_you_mean(name, names)

@@ -41,6 +41,15 @@ def named_metric(name: str, options: Mapping[str, Any]) -> Any:
         ) from error
 
 
+def absent_classes(metrics: Mapping[str, Any], labels: NDArray[Any], classes: Sequence[str]) -> list[str]:
+    """Return a note if a metric is named and a class has no held-out sample: it may be undefined, or taken for 0."""
+    is_known = bool(metrics) and len(labels) > 0 and labels.ndim == 1
+    absent = np.setdiff1d(np.arange(len(classes)), labels).tolist() if is_known else []
+    names = ", ".join(repr(classes[each]) for each in absent[:3]) + ", …" * (len(absent) > 3)
+    why = f"{len(absent):,} of {len(classes):,} classes have no held-out sample: {names}"
+    return [f"{', '.join(metrics)} may be undefined or 0, since {why}"] if absent else []
+
+
 class NamedMetrics:
     """Gathers scores and targets; implements :class:`paceline.metrics.accumulator.Collector`.
 

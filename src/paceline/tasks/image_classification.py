@@ -39,6 +39,7 @@ from paceline.data.slices import SampleShapes
 from paceline.errors import PacelineError, RecipeError
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
+from paceline.metrics.named import absent_classes
 from paceline.models.build import build_model, check_accepts, takes_usual_size
 from paceline.models.speed_net import WHITENING_IMAGES, whitening_layers
 from paceline.plan import DataFacts
@@ -157,7 +158,10 @@ class ImageTask(Task):
             },
             reasons=reasons,
             unused=dict(self.unused),
-            left_out=dataset.left_out,
+            left_out=(
+                *dataset.left_out,
+                *absent_classes(self.recipe.evaluate.metrics, dataset.validation.labels, dataset.classes),
+            ),
         )
 
     @abstractmethod

@@ -20,6 +20,7 @@ from paceline.data.text.labelled import LabelledTexts, open_labelled
 from paceline.data.text.tokenizer import TokenIds, Tokenizer
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
+from paceline.metrics.named import absent_classes
 from paceline.models.language import build_text_classifier
 from paceline.plan import DataFacts
 from paceline.recipe.unused import all_but
@@ -74,7 +75,10 @@ class TextClassification(Task):
             },
             reasons={} if dataset.reason is None else {"data.validation_fraction": dataset.reason},
             unused=unused,
-            left_out=dataset.left_out,
+            left_out=(
+                *dataset.left_out,
+                *absent_classes(self.recipe.evaluate.metrics, dataset.labels[1], dataset.classes),
+            ),
         )
 
     def sample_classes(self) -> SampleClasses | None:

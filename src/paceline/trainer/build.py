@@ -31,11 +31,14 @@ from paceline.telemetry.clock import StepClock, build_step_clock
 from paceline.telemetry.profile import NsightTool, ProfileResult, ProfileWindow, ProfilingClock, TorchTool
 from paceline.telemetry.trackers import TrackerFacts, build_trackers
 from paceline.trainer.evaluate import Evaluator, KeepOptions
-from paceline.trainer.noise import NoiseMeter
+from paceline.trainer.forecast import forecast
+from paceline.trainer.listeners import Listener, Preview
+from paceline.trainer.noise import NoiseListener, NoiseMeter, linear_rule_warning
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run import Run
+from paceline.trainer.run_records import keep_first_batch
 from paceline.trainer.step_stats import Progress, Window
 from paceline.trainer.subject import Subject
 from paceline.trainer.utilisation import find_utilisation
@@ -93,7 +96,6 @@ def build_run(subject: Subject) -> Run:
         evaluator=_evaluator(subject, precision, heartbeat),
         progress=progress,
         window=Window(subject.collectives, ledger, device, noise, subject.task.pop_logged_values),
-        noise=noise,
         clock=build_step_clock(device.type),
         heartbeat=heartbeat,
         watchdog=_watchdog(heartbeat, subject),
@@ -120,10 +122,22 @@ def build_run(subject: Subject) -> Run:
     _register(run)
     # After _register: a checkpoint holds the clock itself, not the profile around it.
     run.clock = with_profile(run)
+    run.listeners += _listeners(run, noise)
     run.strategy.timed_by(run.clock)
     if run.timed_pipeline is not None:
         run.timed_pipeline.timed_by(partial(run.clock.span, "h2d"))
     return run
+
+
+def _listeners(run: Run, noise: NoiseMeter) -> list[Listener]:
+    found: list[Listener] = [Preview(partial(keep_first_batch, run)), Preview(partial(forecast, run))]
+    if run.plan.noise_scale_every_steps is None:
+        return found
+
+    def warn() -> str | None:
+        return linear_rule_warning(noise, run.recipe.optimizer, run.plan, run.geometry, **run.progress.here)
+
+    return [*found, NoiseListener(noise, partial(run.due, "noise_scale", ahead=1), warn)]
 
 
 def _freeze_schedule(strategy: Strategy, subject: Subject) -> FreezeSchedule:

@@ -8,23 +8,21 @@ from collections.abc import Iterator
 from paceline.data.batch import Batch
 from paceline.data.loaders.pytorch import explain_worker_deaths
 from paceline.distributed.strategy import ControlFlags
-from paceline.trainer.forecast import forecast
 from paceline.trainer.nonfinite import check_results
 from paceline.trainer.run import Run
-from paceline.trainer.run_records import keep_first_batch, write_evaluation, write_step
+from paceline.trainer.run_records import write_evaluation, write_step
 from paceline.trainer.saving import finish_saving, save_checkpoint
 from paceline.trainer.step import train_step
 from paceline.trainer.warmup import check_first_batch, warm_up
 
 
-def fit(run: Run, *, forecasts: bool = True) -> str:
-    """Train from the current position to the end, or to an agreed stop; returns why it ended.
-
-    A run that is itself being measured makes no forecast: its batches read ahead would look free.
-    """
+def fit(run: Run) -> str:
+    """Train from the current position to the end, or to an agreed stop; returns why it ended."""
     with run.watchdog.watching(), explain_worker_deaths():
         batches = check_first_batch(run, warm_up(run, run.train_batches()))
-        return _fit(run, forecast(run, keep_first_batch(run, batches)) if forecasts else batches)
+        for each in run.listeners:
+            batches = each.look(batches)
+        return _fit(run, batches)
 
 
 def _fit(run: Run, batches: Iterator[Batch]) -> str:

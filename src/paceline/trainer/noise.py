@@ -8,7 +8,7 @@ then gathered together with other values. Gradients are never modified.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from paceline.distributed.collectives import Collectives
 from paceline.metrics.gradient_noise import NoiseAverages, estimate, rate_ratio
 from paceline.plan import Plan
 from paceline.recipe.optimizer import Optimizer
+from paceline.trainer.listeners import Listener
 from paceline.trainer.precision import Precision
 
 # In measured steps: long enough to average estimates that scatter widely, short enough to see the noise grow.
@@ -200,6 +201,40 @@ class NoiseMeter:
         """Restore saved averages."""
         self.averages.load(state["averages"])
         self.has_warned = bool(state["has_warned"])
+
+
+class NoiseListener(Listener):
+    """Measures the steps that are due.
+
+    Args:
+        meter: Measures them.
+        is_due: Whether the step that starts is to be measured.
+        warn: Returns a warning about the learning rate, once per run.
+    """
+
+    def __init__(self, meter: NoiseMeter, is_due: Callable[[], bool], warn: Callable[[], str | None]) -> None:
+        self._meter, self._is_due, self._warn = meter, is_due, warn
+
+    def begin_step(self) -> None:
+        """Start a step."""
+        self._meter.begin_step(is_due=self._is_due())
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether this step is measured."""
+        return self._meter.is_measuring
+
+    def around_backward(self, batch: Batch) -> AbstractContextManager[None]:
+        """Measure the gradient of a micro-batch."""
+        return self._meter.measure_backward(batch)
+
+    def for_record(self) -> Mapping[str, float | None]:
+        """Return the noise scale so far."""
+        return self._meter.for_record()
+
+    def incidents(self) -> Mapping[str, str]:
+        """Return the warning, if it is new."""
+        return {"linear_lr_rule": warning} if (warning := self._warn()) else {}
 
 
 def mean_weight(geometry: StepGeometry) -> float:

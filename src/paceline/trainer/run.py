@@ -7,8 +7,8 @@ need.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ from paceline.telemetry.clock import StepClock
 from paceline.telemetry.display import Display
 from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.evaluate import Evaluator
+from paceline.trainer.listeners import Listener
 from paceline.trainer.mirroring import Mirroring
-from paceline.trainer.noise import NoiseMeter
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
 from paceline.trainer.process_settings import StopRequest
@@ -65,6 +65,7 @@ class Run:
         writer: Writes checkpoints: complete ones on the first rank, or this rank's shards.
         cadence: Decides when a checkpoint is due by time.
         identity: Unique identity of this run.
+        listeners: What follows the run without changing it.
         saved_position: Position of the newest checkpoint; -1 before the first.
         saved_name: Its directory name; empty before the first.
         file_metadata: Metadata written into each weights file.
@@ -96,7 +97,6 @@ class Run:
     evaluator: Evaluator
     progress: Progress
     window: Window
-    noise: NoiseMeter
     clock: StepClock
     heartbeat: Heartbeat
     watchdog: Watchdog
@@ -110,6 +110,7 @@ class Run:
     cadence: Cadence
     mirroring: Mirroring | None = None
     utilisation: Utilisation | None = None
+    listeners: list[Listener] = field(default_factory=list)
     saved_position: int = -1
     saved_name: str = ""
 
@@ -124,7 +125,8 @@ class Run:
         self.task.pop_logged_values()  # left over from before the first step, or from an evaluation
         self.heartbeat.begin_step(self.progress.position + 1)
         self.freeze_schedule.at(self.progress.step)
-        self.noise.begin_step(is_due=self.due("noise_scale", ahead=1))
+        for each in self.listeners:
+            each.begin_step()
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
         """Return the task's loss of a micro-batch; only the network's forward pass is under autocast."""
@@ -133,9 +135,16 @@ class Run:
         return checked_loss(self.task, loss, needs_gradient=batch.weight > 0)
 
     def backward(self, loss: torch.Tensor, batch: Batch) -> None:
-        """Run the backward pass of a micro-batch; its gradient is measured if due."""
-        with self.noise.measure_backward(batch):
+        """Run the backward pass of a micro-batch."""
+        with ExitStack() as around:
+            for each in self.listeners:
+                around.enter_context(each.around_backward(batch))
             self.precision.backward(loss)
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether this step's gradient norm is needed, also where nothing is clipped."""
+        return self.due("log", ahead=1) or any(each.needs_norm for each in self.listeners)
 
     def control_flags(self) -> ControlFlags:
         """Return this process's flags: stop, if requested or if checkpoints can no longer be written, and save."""

@@ -24,7 +24,6 @@ from paceline.telemetry.meter import PHASES
 from paceline.trainer.evaluate import Evaluation, evaluation_mode, write_artifacts
 from paceline.trainer.forecast import ReadAhead
 from paceline.trainer.mirroring import report_mirror
-from paceline.trainer.noise import linear_rule_warning
 from paceline.trainer.nonfinite import check_loss, divergence
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.recorder import find_slowest, summarize_ranks
@@ -71,7 +70,7 @@ def _write_step(run: Run) -> None:
         metrics={
             **totals.logged,
             **({"skipped_steps": progress.skipped} if run.may_skip else {}),
-            **({} if plan.noise_scale_every_steps is None else run.noise.for_record()),
+            **{name: value for each in run.listeners for name, value in each.for_record().items()},
         },
         details=details,
     )
@@ -90,8 +89,8 @@ def _write_step(run: Run) -> None:
                     f"its inputs or state changed ({reasons[-1]}), and may do so again."
                 )
                 run.recorder.incident("recompile", message, {"rank": rank, "count": len(reasons)})
-    if warning := linear_rule_warning(run.noise, run.recipe.optimizer, plan, run.geometry, **progress.here):
-        run.recorder.incident("linear_lr_rule", warning)
+    for kind, message in (found for each in run.listeners for found in each.incidents().items()):
+        run.recorder.incident(kind, message)
     report_mirror(run.mirroring, run.recorder)
     report_broken(run, totals.broken)
     run.recorder.flush()

@@ -74,7 +74,7 @@ def seed_forward(seed: int, part: SampleSlice, device: torch.device) -> None:
 
 def _update(run: Run) -> bool:
     run.precision.unscale(run.optimizer)
-    run.window.grad_norm = run.clipping(measure=run.due("log", ahead=1) or run.noise.is_measuring)
+    run.window.grad_norm = run.clipping(measure=run.needs_norm)
     clip_norm = run.window.grad_norm if run.clipping.uses_norm else None
     stepped = run.guard.allows_step(run.strategy.nonfinite(), clip_norm) and run.precision.step(run.optimizer)
     run.optimizer.zero_grad(set_to_none=True)

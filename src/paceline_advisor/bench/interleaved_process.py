@@ -28,6 +28,7 @@ from paceline.recipe.load import load_recipe
 from paceline.telemetry.display import Display
 from paceline.telemetry.energy import EnergyCounter
 from paceline.telemetry.memory import peak_memory_bytes
+from paceline.trainer.listeners import Preview
 from paceline.trainer.loop import fit
 from paceline.trainer.run import Run
 from paceline.trainer.step import micro_batches
@@ -231,7 +232,9 @@ def _take_turns(config: WorkerConfig, connection: Connection[Any, Any]) -> None:
         if config.part == "data":
             _only_data(run)
         else:
-            fit(run, forecasts=False)
+            # Batches read ahead would look free.
+            run.listeners = [each for each in run.listeners if not isinstance(each, Preview)]
+            fit(run)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ import pytest
 
 from paceline.data.class_balance import ClassDraws, sampled_order, weights_by_class
 from paceline.data.order import StepGeometry, epoch_order
+from paceline.errors import RecipeError
 from paceline.world import World
 
 LABELS = np.random.default_rng(0).permutation(np.repeat([0, 1, 2, 4], [200, 61, 10, 3]))
@@ -65,3 +66,8 @@ def test_without_draws_each_sample_is_its_own_key() -> None:
     (part, *_) = geometry(None).slices(0, World())
     assert part.keys is None
     assert part.variation_keys is part.ids
+
+
+def test_one_class_in_two_forms_has_one_weight() -> None:
+    with pytest.raises(RecipeError, match=r"sampling names 'cafe\\u0301' and 'caf\u00e9', one class in two Unicode"):
+        weights_by_class("data.sampling", {"cafe\u0301": 2.0, "caf\u00e9": 3.0}, LABELS, ("caf\u00e9", "cat"))

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics.classification as theirs
+from PIL import Image
 
 import paceline
 from paceline.cli.main import run as run_command_line
@@ -21,10 +22,15 @@ from paceline.metrics.named import NamedMetrics
 from paceline.recipe.load import load_recipe
 from paceline.recipe.named_code import named_code
 from paceline.references import trusting_code
+from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.text_classification import TextClassification
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
+from paceline.world import World
 
 Make = Callable[..., Any]
 F1 = {"name": "torchmetrics.classification:MulticlassF1Score", "num_classes": 10, "average": "macro"}
+
+NAMED = {"evaluate.metrics": {"f1": F1}}
 
 
 def order_of(weight: float = 1.0) -> Callable[[torch.Tensor, torch.Tensor], float]:
@@ -41,6 +47,24 @@ class Distance:
 
     def __call__(self, scores: torch.Tensor, targets: torch.Tensor) -> float:
         return float((scores.argmax(1) - targets).abs().float().mean())
+
+
+@pytest.mark.parametrize("source", ["images", "texts"])
+def test_classes_without_held_out_samples_are_told_before_the_first_step(tmp_path: Path, source: str) -> None:
+    if source == "images":
+        (tmp_path / "val/c").mkdir(parents=True)
+        for split, names in (("train", "abc"), ("val", "abb")):
+            for number, name in enumerate(names):
+                (tmp_path / split / name).mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (8, 8)).save(tmp_path / split / name / f"{number}.png")
+        task: Any = ImageClassification(load_recipe("image_folder", {"data.path": str(tmp_path)} | NAMED).recipe)
+    else:
+        rows = [f"{split},a text of {name} {split},{name}" for split in ("train", "val") for name in "abc"]
+        (tmp_path / "t.csv").write_text("\n".join(["split,text,label", *rows[:5]]))
+        keys = {"data.dataset": "text_table", "data.path": str(tmp_path / "t.csv")} | NAMED
+        task = TextClassification(load_recipe("docs-topics", keys).recipe)
+    told = "f1 may be undefined or 0, since 1 of 3 classes have no held-out sample: 'c'"
+    assert told in task.data_facts(World()).left_out
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -95,6 +95,7 @@ def test_what_a_gpu_sets_up_for_a_new_shape_is_not_counted(
     assert forecast_of(events(result.run_dir, "measurement"))["expected_seconds"] < 2
 
 
+@pytest.mark.everyday
 def test_a_resumed_run_counts_what_is_left(timed_task: Make, train_tiny: Make, events: Make) -> None:
     asked = LONG | {"train.ema": "off"}
     before = train_tiny("run", asked | {"train.until": "24 steps"}, task=timed_task(0.01)).summary
@@ -174,7 +175,7 @@ def test_measuring_leaves_no_trace(train_tiny: Make, monkeypatch: pytest.MonkeyP
         return train_tiny(name, LONG | SENSITIVE, on_loss=lambda _, loss: loss * draw() * random.random())
 
     measured = trained("measured")
-    monkeypatch.setattr("paceline.trainer.loop.forecast", lambda _, batches: batches)
+    monkeypatch.setattr("paceline.trainer.build.forecast", lambda _, batches: batches)
     plain = trained("plain")
     assert measured.summary.weights_sha256 == plain.summary.weights_sha256
     assert measured.summary.ema_sha256 == plain.summary.ema_sha256
@@ -194,7 +195,7 @@ def test_a_loss_may_write_into_its_inputs(tiny_task: Make, train_tiny: Make, mon
         return made
 
     measured = train_tiny("measured", LONG, task=task)
-    monkeypatch.setattr("paceline.trainer.loop.forecast", lambda _, batches: batches)
+    monkeypatch.setattr("paceline.trainer.build.forecast", lambda _, batches: batches)
     assert train_tiny("plain", LONG, task=task).summary.weights_sha256 == measured.summary.weights_sha256
 
 

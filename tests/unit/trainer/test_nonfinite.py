@@ -141,6 +141,7 @@ def test_too_many_end_the_run(train_tiny: Make, runs: Path) -> None:
         train_tiny("three", overrides, on_loss=spoiled({3, 7, 8}))
 
 
+@pytest.mark.everyday
 def test_a_resume_tells_and_counts_the_same(train_tiny: Make, course: Make, runs: Path) -> None:
     """Interrupted after a step that was left out and before its checkpoint, and once more after it."""
     overrides = {**SKIP, "checkpoint.every": "4 steps", "train.max_nonfinite": 3}

@@ -11,7 +11,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 from unicodedata import normalize
 
@@ -22,6 +22,7 @@ from paceline.data.boxes.pipeline import BoxDataset, Objects
 from paceline.data.boxes.plausibility import implausible
 from paceline.data.image.decode import decode
 from paceline.data.image.source import Image
+from paceline.data.splits import TEST, TRAIN, UNREAD_SPLITS, VALIDATION, split_folders, split_of
 from paceline.errors import DataError
 from paceline.escaping import one_form, utf8
 from paceline.files import SkippedItems, list_files, refuse_archive, refuse_special_inputs
@@ -128,6 +129,8 @@ def _decompressed(text: str) -> NDArray[np.int64] | None:
 
 _HOW = "download it again, correct it, or point data.path at the folder of COCO's annotations and pictures"
 _SHOWN = 5  # maximum number of faults in a message
+_FILES = ("annotations.json", "_annotations.coco.json")  # in a split's folder; the second is Roboflow's
+_COMPARED = 50_000  # annotations
 _LISTS = ("images", "categories", "annotations")
 _MOST = 2**31  # pixels; larger coordinates are not in any picture, and too large for an integer array
 
@@ -195,7 +198,7 @@ class CocoSource:
 
 
 def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
-    """Open COCO's folders, or ``PATH/{train,val}/`` with pictures and ``annotations.json``.
+    """Open COCO's folders, or ``PATH/{train,val or test}/`` with pictures and ``annotations.json``.
 
     Args:
         path: The recipe's ``data.path``.
@@ -216,8 +219,17 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
                 "set data.detection.masks=false."
             ) from None
     digest, left_out, splits_read = hashlib.sha256(), SkippedItems(), []
-    for split in ("train", "val"):
-        folder, file = _split(root, split)
+    for split, name in ((TRAIN, "train"), (VALIDATION, "val")):
+        test, found = _split(root, TEST) if split == VALIDATION else None, _split(root, split)
+        if found and test:
+            left_out.add(UNREAD_SPLITS, os.path.relpath(test[1], root))
+        if not (found or test):
+            raise DataError(
+                f"{root} holds neither annotations/instances_{name}2017.json nor {name}/annotations.json, nor "
+                f"Roboflow's {name}/_annotations.coco.json: export or convert the annotations to COCO's format, one "
+                "file for each split, or point data.path at their folder."
+            )
+        folder, file = found or test or (root, root)
         splits_read.append((folder, file, *read_annotations(file, masks=masks, note=digest.update)))
     (train_folder, train_file, train, classes), (held_folder, held_file, held_out, held_classes) = splits_read
     if classes != dict(zip(held_classes, one_form(held_classes.values(), classes.values()).values(), strict=True)):
@@ -227,6 +239,7 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
     samples, counts = _trainable(train_file, train, keep_empty=keep_empty)
     for folder, _, said, _ in splits_read:
         _report_unnamed(folder, said, left_out)
+    implausible = tuple(sentence for _, _, said, _ in splits_read for sentence in said.implausible)
     return BoxDataset(
         name="coco",
         train=CocoSource(train_folder, train, samples),
@@ -234,13 +247,14 @@ def open_coco(path: str | None, *, masks: bool, keep_empty: bool) -> BoxDataset:
         classes=tuple(classes.values()),
         digest=digest.hexdigest(),
         facts=counts,
+        implausible=implausible,
         is_unscored=bool(len(held_out.names) and held_out.crowd.all()),
         left_out=(
             *(
                 f"{key.removesuffix('_left_out').replace('_', ' ')}: {n:,} left out of training"
                 for key, n in counts.items()
             ),
-            *(sentence for _, _, said, _ in splits_read for sentence in said.implausible),
+            *implausible,
             *left_out.summaries(),
         ),
     )
@@ -296,8 +310,14 @@ def read_annotations(
     rows = list(_rows(tree["annotations"], images, classes, faults, masks=masks))
     _refuse(file, faults)
     sides = np.array([images[row[0]][:0:-1] for row in rows], dtype=np.float64).reshape(-1, 2)
-    edges = [_edges(row[4]) if masks and isinstance(row[4], list) else [np.nan] * 4 for row in rows]
-    told = implausible(file, tree["annotations"], sides, np.array(edges, dtype=np.float64).reshape(-1, 4))
+    # Without masks, outlines are not checked before this, and a large file's would take too long.
+    has_edges = [
+        isinstance(row[4], list) and (masks or (len(rows) <= _COMPARED and not outline_fault(row[4], *size)))
+        for row, size in zip(rows, sides[:, ::-1].tolist(), strict=True)
+    ]
+    edges = [_edges(row[4]) if known else [np.nan] * 4 for row, known in zip(rows, has_edges, strict=True)]
+    outlines = np.array(edges, dtype=np.float64).reshape(-1, 4)
+    told = implausible(file, tree["annotations"], sides, outlines, masks=masks)
     return replace(_arranged(images, classes, rows, masks=masks), implausible=tuple(told)), classes
 
 
@@ -437,28 +457,39 @@ def _trainable(file: Path, annotations: Annotations, *, keep_empty: bool) -> tup
     return samples, {name: count for name, count in left_out.items() if count}
 
 
-def _split(root: Path, split: str) -> tuple[Path, Path]:
-    """Return the picture folder and the annotation file of a split."""
-    published = sorted((root / "annotations").glob(f"instances_{split}*.json"))
+def _split(root: Path, split: str) -> tuple[Path, Path] | None:
+    """Return the picture folder and the annotation file of a split; None if it has none."""
+    published = sorted((root / "annotations").glob("instances_*.json"))
+    published = [each for each in published if split_of(PurePath(each.name)) == split]
     if len(published) > 1:
         names = ", ".join(each.name for each in published)
         raise DataError(f"{root / 'annotations'} holds several sets for '{split}' ({names}); leave one there.")
     if published:
-        return root / published[0].stem.removeprefix("instances_"), published[0]
-    if (root / split / "annotations.json").is_file():
-        return root / split, root / split / "annotations.json"
-    raise DataError(
-        f"{root} holds neither annotations/instances_{split}2017.json nor {split}/annotations.json; point data.path at "
-        "the folder of COCO's annotations and pictures."
-    )
+        name = published[0].stem.removeprefix("instances_")
+        in_images = root / "images" / name
+        return in_images if in_images.is_dir() and not (root / name).is_dir() else root / name, published[0]
+    folder = root / split_folders(root, nested=False).get(split, split)
+    return next(((folder, folder / each) for each in _FILES if (folder / each).is_file()), None)
 
 
 def _report_unnamed(folder: Path, annotations: Annotations, left_out: SkippedItems) -> None:
-    """Report files in a split's folder that its annotations do not mention."""
-    known = {os.path.normpath(name) for name in annotations.names} | {"annotations.json"}
-    for name in list_files(folder, left_out) if folder.is_dir() else ():
-        if name not in known:
-            left_out.add("files that the annotations do not name", f"{folder.name}/{name}")
+    """Report files in a split's folder that its annotations do not mention, and pictures that are not there.
+
+    Raises:
+        DataError: If most pictures are not there.
+    """
+    known = {os.path.normpath(name): name for name in annotations.names}
+    files = set(list_files(folder, left_out) if folder.is_dir() else ())
+    for name in sorted(files - known.keys() - {*_FILES}):
+        left_out.add("files that the annotations do not name", f"{folder.name}/{name}")
+    missing = [known[each] for each in known.keys() - files if not (folder / each).exists()]
+    if 2 * len(missing) > len(known):
+        raise DataError(
+            f"{len(missing):,} of the {len(known):,} pictures that the annotations name are not in {folder}, for "
+            f"example {min(missing)!r}: put them there, or correct their file_name."
+        )
+    for name in sorted(missing):
+        left_out.add("pictures that are not there and stop a run", f"{folder.name}/{name}")
 
 
 def _abbreviate(value: Any) -> str:

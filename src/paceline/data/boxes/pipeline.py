@@ -311,6 +311,7 @@ class BoxDataset:
         digest: Identifies the data.
         facts: Additional facts for the plan.
         left_out: Unused data, one sentence per kind.
+        implausible: Those of its sentences that are about implausible annotations.
         is_unscored: Whether no held-out picture has an object, so that average precision is undefined.
     """
 
@@ -321,4 +322,5 @@ class BoxDataset:
     digest: str
     facts: Mapping[str, int] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    implausible: tuple[str, ...] = ()
     is_unscored: bool = False

@@ -1,4 +1,4 @@
-"""Plausibility of COCO's annotations: boxes and outlines beyond their picture, below a pixel, or in another format."""
+"""Plausibility of COCO's annotations: what is beyond its picture, too small, in another format, or twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXPLAINED = 0.95  # share of the boxes that another format must explain
 _RULE = "pixels of the stored picture: left, top, width and height of a box, x and y of each point of an outline"
 
 
-def implausible(file: Path, entries: Entries, sides: Edges, outlines: Edges) -> list[str]:
+def implausible(file: Path, entries: Entries, sides: Edges, outlines: Edges, *, masks: bool) -> list[str]:
     """Return a sentence for each kind of implausible annotation, with its count and the first one.
 
     Args:
@@ -29,6 +29,7 @@ def implausible(file: Path, entries: Entries, sides: Edges, outlines: Edges) -> 
         entries: Its valid annotations.
         sides: Width and height of each one's picture, [N, 2].
         outlines: Edges of each one's polygons; NaN without polygons.
+        masks: Whether outlines are read as masks, not only compared with boxes.
 
     Raises:
         DataError: If most boxes or most outlines are implausible.
@@ -40,10 +41,15 @@ def implausible(file: Path, entries: Entries, sides: Edges, outlines: Edges) -> 
         "centres with width and height": np.hstack([corner - size / 2, corner + size / 2]),
     }
     told = _told("boxes", np.hstack([corner, corner + size]), others, entries, sides)
-    told += _told("outlines", outlines, {}, entries, sides)
-    told += [(sentence, False) for sentence in _apart(np.hstack([corner, corner + size]), outlines, entries)]
+    told += _told("outlines", outlines, {}, entries, sides) if masks else []
+    is_apart = _are_apart(np.hstack([corner, corner + size]), outlines)
+    for mask, fault in (
+        (is_apart, "not around their outlines"),
+        (_are_copies(stored, entries), "copies of another box"),
+    ):
+        told += [(_counted(mask, f"boxes are {fault}", entries), False)] if mask.any() else []
     if refused := [sentence for sentence, is_most in told if is_most]:
-        raise DataError(f"{file}: {'; '.join(refused)}. COCO's numbers are {_RULE}: convert them.")
+        raise DataError(f"{file}: {'; '.join(refused)}. COCO's numbers are {_RULE}: convert or remove them.")
     return [f"{file.parent.name}/{file.name}: {sentence}" for sentence, _ in told]
 
 
@@ -53,36 +59,46 @@ def _told(
     """Return a sentence for each kind of fault, and whether most annotations have a fault of any kind."""
     told = []
     faults = _faults(edges, sides)
-    fits = {"fractions of the picture's sides": (edges <= 2).all(axis=1)}
+    fits = {"fractions of the picture's sides": (edges <= 2).all(axis=1) & ~faults[2]}
     fits |= {name: ~_faults(each, sides).any(axis=0) for name, each in others.items()}
     likely = next(
         (f"; they look like {name}" for name, fit in fits.items() if fit.sum() > _EXPLAINED * len(entries)), ""
     )
-    for fault, has_fault in zip(("reach beyond their picture", "are below a pixel"), faults, strict=True):
-        if count := int(has_fault.sum()):
-            first = int(has_fault.argmax())
-            of = f"{count:,} of {len(entries):,} {what}"
-            sentence = f"{of} {fault}, first annotations[{first}]{_number(entries[first])}{likely}"
+    kinds = ("reach beyond their picture", "are below a pixel", "have no width or no height")
+    for fault, has_fault in zip(kinds, faults, strict=True):
+        if has_fault.any():
+            sentence = _counted(has_fault, f"{what} {fault}", entries) + likely
             told.append((sentence, 2 * int(faults.any(axis=0).sum()) > len(entries)))
     return told
 
 
-def _apart(boxes: Edges, outlines: Edges, entries: Entries) -> list[str]:
-    """Return a sentence about boxes that are not around their outlines, as when one of the two is in another format."""
+def _counted(mask: NDArray[np.bool_], fault: str, entries: Entries) -> str:
+    first = int(mask.argmax())
+    number = f" (id {entries[first]['id']!r:.40})" if "id" in entries[first] else ""
+    return f"{int(mask.sum()):,} of {len(entries):,} {fault}, first annotations[{first}]{number}"
+
+
+def _are_apart(boxes: Edges, outlines: Edges) -> NDArray[np.bool_]:
+    """Return which boxes are not around their outlines, as when one of the two is in another format."""
     shared = np.minimum(boxes, outlines)[:, 2:] - np.maximum(boxes, outlines)[:, :2]
     areas = [(each[:, 2:] - each[:, :2]).prod(axis=1) for each in (boxes, outlines)]
-    is_apart = shared.clip(0).prod(axis=1) < _LEAST_SHARE * np.maximum(*areas)  # false without an outline
-    if not is_apart.any():
-        return []
-    first = f"first annotations[{int(is_apart.argmax())}]{_number(entries[int(is_apart.argmax())])}"
-    return [f"{int(is_apart.sum()):,} of {len(entries):,} boxes are not around their outlines, {first}"]
+    are_apart: NDArray[np.bool_] = shared.clip(0).prod(axis=1) < _LEAST_SHARE * np.maximum(*areas)
+    return are_apart  # false without an outline
 
 
-def _number(entry: Mapping[str, Any]) -> str:
-    return f" (id {entry['id']!r:.40})" if "id" in entry else ""
+def _are_copies(boxes: Edges, entries: Entries) -> NDArray[np.bool_]:
+    """Return which annotations have the image, class and box of an earlier one."""
+    _, box, counts = np.unique(boxes, axis=0, return_inverse=True, return_counts=True)
+    seen, are_copies = set[tuple[int, int, int]](), np.zeros(len(entries), dtype=bool)
+    for at in np.flatnonzero(counts[box] > 1).tolist():
+        key = (entries[at]["image_id"], entries[at]["category_id"], int(box[at]))
+        are_copies[at] = key in seen
+        seen.add(key)
+    return are_copies
 
 
 def _faults(edges: Edges, sides: Edges) -> Any:
-    """Return which edges are beyond the picture, and which enclose less than a pixel, bool [2, N]."""
-    beyond = (edges[:, :2] < -_TOLERANCE) | (edges[:, 2:] > sides + _TOLERANCE)
-    return np.stack([beyond.any(axis=1), (edges[:, 2:] - edges[:, :2] < _LEAST_SIDE).any(axis=1)])
+    """Return which edges are beyond the picture, enclose less than a pixel, and enclose nothing, bool [3, N]."""
+    beyond, size = (edges[:, :2] < -_TOLERANCE) | (edges[:, 2:] > sides + _TOLERANCE), edges[:, 2:] - edges[:, :2]
+    is_empty = (size == 0).any(axis=1)
+    return np.stack([beyond.any(axis=1), (size < _LEAST_SIDE).any(axis=1) & ~is_empty, is_empty])

@@ -126,6 +126,12 @@ _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
 _DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
+def _not_whole(number: str) -> str:
+    fix = f': write {float(number):.0f} (in pandas, astype("Int64"))' * float(number).is_integer()
+    fix = "; if -1 is a class, write a name; if it means unlabelled, leave those rows out" if number == "-1" else fix
+    return f"but labels are whole numbers from 0, or names{fix}."
+
+
 def as_label(value: object, name: str) -> int | str:
     """Parse a label as written: a number from 0 on, or text.
 
@@ -136,6 +142,8 @@ def as_label(value: object, name: str) -> int | str:
     Raises:
         DataError: If it is neither.
     """
+    if isinstance(value, float):
+        raise DataError(f"{name!r} has the label {value!r}, {_not_whole(str(value))}")
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "" or utf8(str(value)) != str(value):
         raise DataError(f"{name!r} has the label {value!r}, which is neither a number nor a class name.")
     if isinstance(value, int) and not 0 <= value < _LARGEST_LABEL:
@@ -206,7 +214,7 @@ def _are_numbers(labels: set[int | str], path: str) -> bool:
             "all."
         )
     if all(map(_NUMBER.fullmatch, texts)) and (odd := [text for text in names if not text.isdecimal()]):
-        raise DataError(f"{path!r} has the label {odd[0]}, but labels are whole numbers from 0, or names.")
+        raise DataError(f"{path!r} has the label {odd[0]}, {_not_whole(odd[0])}")
     return False
 
 
@@ -235,10 +243,10 @@ def number_rows(
 
     def label(row: int) -> int | str:
         value = values[row]
-        if value is None or value == "" or value == -1:  # -1, which Hugging Face's library writes for unknown labels
+        if value is None or value == "" or value == -1 or value != value:  # NaN
             raise DataError(
                 f"{name(row)} has no label ({value!r}): give one, leave the row out, or name another column in "
-                "data.label_column."
+                f"data.label_column{'; if -1 is a class, write a name' * (value == -1)}."
             )
         # Booleans are classes like any others.
         return str(value).lower() if isinstance(value, bool) else as_label(value, name(row))
@@ -375,7 +383,8 @@ def listed_names(classes: Sequence[str]) -> list[str]:
 def odd_class_names(classes: Sequence[str], fix: str) -> list[str]:
     """Return warnings about suspicious class names; ``fix`` says what to do about names that look like lists."""
     listed, similar = listed_names(classes), similar_names(classes)
-    notes = []
+    missing = [name for name in classes if name.lower() in ("-1", "nan", "null", "<na>")]
+    notes = [f"{name!r} is taken for a class; if it means unlabelled, leave those rows out" for name in missing]
     if listed:
         count = f"{len(listed):,} of {len(classes):,}"
         notes.append(f"each name like {listed[0]!r} ({count}) is taken for one class: {fix}")
@@ -404,6 +413,7 @@ _USUAL = {
     "label": ("label", "labels", "class", "target", "category", "class_name", "label_name", "fine_label", "class_id"),
     "split": ("split", "set", "subset", "partition"),
 }
+_OF_COLUMNS = "If each class has a column of 0 and 1, set task=image_multilabel and data.target_columns."
 _TYPES = {"image": "Image", "label": "ClassLabel"}  # Hugging Face's names
 # The hub's names of shard files.
 _OF_THE_HUB = re.compile(r"(.+)-\d{5}-of-\d{5}(-[0-9a-f]+)?\.parquet")
@@ -483,7 +493,8 @@ def find_columns(
         what = "image" if image is None else "label"
         raise DataError(
             f"{where} has the columns {', '.join(columns)}, and none has a usual name for a column of {what}s "
-            f"({', '.join(_USUAL[what][:4])}, …): name it in data.{what}_column." + f" {NOT_IMAGES}" * (what == "image")
+            f"({', '.join(_USUAL[what][:4])}, …): name it in data.{what}_column. "
+            + (NOT_IMAGES if what == "image" else _OF_COLUMNS)
         )
     labels = data.target_columns or (label,)
     if image in labels:
@@ -566,6 +577,7 @@ def are_unlabelled(train: Sequence[Any], held_out: Sequence[Any]) -> bool:
 
 
 def _is_missing(value: Any) -> bool:
+    """Whether a label is null, empty or -1, which Hugging Face's library writes for unknown labels."""
     if isinstance(value, list):
         return all(map(_is_missing, value))
     if isinstance(value, tuple):  # numbers, of which -1 is one

@@ -235,6 +235,7 @@ def find_all(subject: Subject, gathered: SampleFacts, *, workers: int, progress:
 
 def _of_folder(subject: Subject) -> Iterator[Finding]:
     messages = {"layout": list(subject.problems.sentences()), "unread": list(subject.unread)}
+    messages["implausible"] = list(subject.implausible)
     for kind, path, _ in subject.problems.bad:
         messages.setdefault(kind.removesuffix("s"), []).append(path)
     for name, entries in messages.items():

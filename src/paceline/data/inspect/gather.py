@@ -27,6 +27,7 @@ from paceline.data.image.heads import spread
 from paceline.data.image.sets.archives import find_archive
 from paceline.data.image.sets.image_folder import open_unread_test, unread_entries
 from paceline.data.image.source import BrokenImageError, Ids, Image, JoinedSource, SampleSource
+from paceline.data.inspect.annotated import ANNOTATED, open_annotated
 from paceline.data.inspect.look import BIT, ROW, Defect, Rows, Viewer, grey_parts, look
 from paceline.data.packing.origins import detect
 from paceline.errors import DataError, PacelineError, RecipeError
@@ -57,6 +58,7 @@ class Subject:
         problems: Problems for which a run would reject a folder or a table.
         unread: Non-image files in a folder.
         root: Common folder or file of the paths, if any.
+        implausible: A sentence for each kind of implausible annotation.
         is_folder: Whether the root is a folder of class folders, not a copy of an address.
     """
 
@@ -67,6 +69,7 @@ class Subject:
     unread: tuple[str, ...] = ()
     root: Path | None = None
     is_folder: bool = False
+    implausible: tuple[str, ...] = ()
 
 
 def open_subject(source: str, overrides: Sequence[str]) -> Subject:
@@ -82,6 +85,11 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
     path, problems = data.path, Problems()
     if path is not None:
         data = replace(data, path=local_path(path, key="data.path"))
+    if data.dataset in ANNOTATED:
+        dataset, implausible = open_annotated(replace(recipe, data=data))
+        splits = {"train": dataset.train, "validation": dataset.validation}
+        folder = Path(data.path or "")
+        return Subject(dataset, "labels", splits, unread=dataset.left_out, root=folder, implausible=implausible)
     try:
         dataset = open_dataset(data, problems, several_labels=recipe.task == "image_multilabel")
     except PacelineError as error:
@@ -114,9 +122,10 @@ def _recipe(source: str, overrides: Sequence[str]) -> Recipe:
     """Return the recipe that would train on this data."""
     recipe = _load(source, overrides)
     # A custom task may use the images of the data section.
-    if recipe.task not in _OF_IMAGES and not is_reference(recipe.task):
+    if recipe.task not in _OF_IMAGES and recipe.data.dataset not in ANNOTATED and not is_reference(recipe.task):
         raise DataError(
-            f"task={recipe.task} does not label images, which is all that check-data looks at; nothing was checked."
+            f"check-data looks at images, not at task={recipe.task} with data.dataset={recipe.data.dataset}; nothing "
+            f"was checked. `paceline train {source} --plan-only` reads the data and reports what is wrong."
         )
     for key in set_by(overrides):
         if not key.startswith("data.") or (key.startswith(_WITHOUT_EFFECT) and not is_reference(recipe.data.dataset)):

@@ -152,7 +152,13 @@ OF_SETS = (
         "no held-out image of the class, so it is not scored",
         "add held-out images, or training images to hold some out of",
     ),
-    Kind("listed_names", "notice", "a class whose name looks like a list", "separate several labels by ';'"),
+    Kind("implausible", "notice", "annotations that may be wrong", "look at the first ones; correct or convert them"),
+    Kind(
+        "listed_names",
+        "notice",
+        "a class whose name looks like a list",
+        "if an image has several labels, set task=image_multilabel and separate them by ';'",
+    ),
     Kind("alike_names", "notice", "names that differ in case, spaces or invisible characters", "merge them, if one"),
     Kind("unread", "notice", "in the folder, and not read by a run", "move it, if it should be read"),
 )

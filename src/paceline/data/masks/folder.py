@@ -26,7 +26,7 @@ from paceline.data.image.dataset import stratified_split
 from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, decode, read_file, upright_size
 from paceline.data.image.source import EXTENSIONS, Image
 from paceline.data.masks.pipeline import IGNORED, LabelMap, MaskDataset
-from paceline.data.splits import SPLIT_NAMES, TRAIN, split_folders
+from paceline.data.splits import SPLIT_NAMES, TEST, TRAIN, split_folders
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import one_form
 from paceline.files import SkippedItems, has_extension, is_folder, list_files, visible_entries
@@ -108,6 +108,8 @@ def _split_folders(root: Path, *, score_all: bool) -> list[Path]:
     splits = split_folders(root)
     folders = [root / splits[each] for each in SPLIT_NAMES if each in splits]
     folders = [each for each in folders if (each / "images").is_dir()][:2]
+    if len(folders) > 1 and folders[1].name == splits.get(TEST) and not (folders[1] / "masks").is_dir():
+        folders.pop()  # as in a competition
     if not folders or folders[0].name == splits.get(TRAIN):
         return folders
     if not score_all:

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,13 @@ def test_what_is_left_out_is_counted(root: Path) -> None:
         "pictures without objects: 1 left out of training",
         "boxes without extent: 1 left out of training",
         *(
-            f"{split}/annotations.json: 1 of 4 boxes {fault}, first annotations[{first}]"
+            f"{split}/annotations.json: {1 + ('around' in fault)} of 4 boxes {fault}, first annotations[{first}]"
             for split in ("train", "val")
-            for fault, first in (("reach beyond their picture", 2), ("are below a pixel", 3))
+            for fault, first in (
+                ("reach beyond their picture", 2),
+                ("have no width or no height", 3),
+                ("are not around their outlines", 2),
+            )
         ),
         "files that the annotations do not name: 3 left out ('train/d.png', 'train/sub/c.png', 'val/a (1).png')",
     )
@@ -148,6 +153,41 @@ def test_the_published_folders_are_found_too(root: Path) -> None:
         (root / split / "annotations.json").rename(root / "annotations" / f"instances_{split}2017.json")
         (root / split).rename(root / f"{split}2017")
     assert len(opened(root).train) == 3
+
+
+@pytest.mark.parametrize(
+    ("file", "held_out", "unread"),
+    [
+        ("{}/annotations.json", "valid", None),
+        ("{}/_annotations.coco.json", "valid", "test"),  # Roboflow's
+        ("{}/_annotations.coco.json", "test", None),
+        ("annotations/instances_{}.json", "Validation", None),  # CVAT's
+    ],
+)
+def test_splits_are_found_as_other_tools_name_them(root: Path, file: str, held_out: str, unread: str | None) -> None:
+    (root / "annotations").mkdir()
+    for old, new in (("train", "train"), ("val", held_out)):
+        (root / old).rename(root / new)
+        (root / new / "annotations.json").rename(root / file.format(new))
+    if unread:
+        shutil.copytree(root / held_out, root / unread)
+    if held_out == "Validation":
+        (root / "images").mkdir()
+        (root / held_out).rename(root / "images" / held_out)
+    found = opened(root)
+    assert Path(found.validation.path(0)).parent.name == held_out
+    assert (len(found.train), found.validation.image(0).shape) == (3, (12, 16, 3))
+    said = "files of splits that are not read: 1 left out ('test/_annotations.coco.json')"
+    assert (said in found.left_out) == bool(unread)
+
+
+def test_pictures_that_are_not_there_are_named_before_a_run(root: Path) -> None:
+    (root / "train/a.png").rename(root / "a.png")
+    told = "pictures that are not there and stop a run: 1 left out ('train/a.png')"
+    assert told in opened(root).left_out
+    (root / "train/b.png").unlink()
+    with pytest.raises(DataError, match=r"2 of the 3 pictures that the annotations name are not in .*'a\.png'"):
+        opened(root)
 
 
 def test_the_digest_is_that_of_the_annotations(root: Path) -> None:
@@ -333,7 +373,7 @@ boxes_of_64x48 = strategies.tuples(
 ).map(lambda box: [box[0], box[1], min(box[2], 64 - box[0]), min(box[3], 48 - box[1])])
 
 
-def told_of(folder: Path, boxes: list[Any], outlines: list[Any] | None = None) -> str:
+def told_of(folder: Path, boxes: list[Any], outlines: list[Any] | None = None, *, masks: bool = True) -> str:
     """What is said of some boxes in a picture of 64x48, and of their outlines."""
     entries = [
         {"id": 70 + at, "image_id": 1, "category_id": 1, "bbox": box, "segmentation": outline}
@@ -343,7 +383,7 @@ def told_of(folder: Path, boxes: list[Any], outlines: list[Any] | None = None) -
     tree = {"images": [image], "categories": [{"id": 1, "name": "bolt"}], "annotations": entries}
     (folder / "annotations.json").write_text(json.dumps(tree))
     try:
-        found, _ = read_annotations(folder / "annotations.json", masks=outlines is not None)
+        found, _ = read_annotations(folder / "annotations.json", masks=masks and outlines is not None)
     except DataError as error:
         return f"refused: {error}"
     return " ".join(found.implausible)
@@ -374,6 +414,21 @@ def test_some_implausible_boxes_are_told_with_their_number(tmp_path: Path) -> No
     assert "look like" not in said
 
 
+def test_boxes_without_an_extent_are_not_called_fractions(tmp_path: Path) -> None:
+    for boxes in ([[0, 0, 0, 0]] * 2, [[30, 20, 0, 9], [9, 9, 8, 0]]):
+        said = told_of(tmp_path, boxes)
+        assert "refused" in said
+        assert "2 of 2 boxes have no width or no height, first annotations[0] (id 70)" in said
+        assert "look like" not in said
+
+
+def test_annotations_listed_twice_are_counted(tmp_path: Path) -> None:
+    box, other = [30, 20, 25, 20], [30, 20, 25, 21]
+    assert "2 of 4 boxes are copies of another box, first annotations[2] (id 72)" in told_of(
+        tmp_path, [box, other, box, [30.0, 20.0, 25.0, 20.0]]
+    )
+
+
 @pytest.mark.parametrize(
     ("outline", "said"),
     [
@@ -386,16 +441,17 @@ def test_implausible_outlines_are_refused(tmp_path: Path, outline: list[list[flo
     assert re.search(said, told_of(tmp_path, [[30, 20, 25, 20]], [[list(itertools.chain(*outline))]]))
 
 
-@pytest.mark.parametrize("box", [[20, 30, 12, 15], [2, 3, 15, 12], [30, 20, 60, 28]])
-def test_boxes_that_are_not_around_their_outlines_are_told(tmp_path: Path, box: list[float]) -> None:
+@pytest.mark.parametrize("masks", [True, False])
+@pytest.mark.parametrize("box", [[20, 30, 12, 15], [2, 3, 15, 12], [30, 20, 60, 28], [37, 26, 15, 12]])
+def test_boxes_that_are_not_around_their_outlines_are_told(tmp_path: Path, box: list[float], masks: bool) -> None:
     pytest.importorskip("pycocotools")
     outline = [[30, 20, 45, 20, 45, 32, 30, 32]]
-    said = told_of(tmp_path, [[30, 20, 15, 12], [29, 19, 17, 13], box], [outline] * 3)
+    said = told_of(tmp_path, [[30, 20, 15, 12], [29, 19, 17, 13], box], [outline] * 3, masks=masks)
     assert "1 of 3 boxes are not around their outlines, first annotations[2] (id 72)" in said
 
 
 @settings(max_examples=40)
-@given(strategies.lists(boxes_of_64x48, min_size=1, max_size=6), strategies.floats(0, 0.9))
+@given(strategies.lists(boxes_of_64x48, min_size=1, max_size=6, unique_by=tuple), strategies.floats(0, 0.9))
 def test_what_lies_in_its_picture_is_never_called_implausible(
     tmp_path_factory: pytest.TempPathFactory, boxes: list[list[int]], rounding: float
 ) -> None:

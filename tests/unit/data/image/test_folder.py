@@ -73,6 +73,18 @@ def test_val_goes_before_test(tmp_path: Path) -> None:
     assert folder.split == "the folder val/; test/ is not read"
 
 
+@pytest.mark.parametrize("lead", ["test", "test/unknown"])
+def test_a_test_split_without_classes_is_not_read(tmp_path: Path, lead: str) -> None:
+    make(tmp_path, *(f"train/{name}/{number}.png" for name in "ab" for number in range(2)), f"{lead}/1.png")
+    folder = opened(tmp_path)
+    assert [*map(len, paths(folder, tmp_path))] == [2, 2]
+    assert folder.split.endswith("; test/ has no classes and is not read")
+    assert "files outside the class folders: 1 left out" in " ".join(folder.left_out)
+    make(tmp_path, "test/c/1.png", "test/d/1.png")
+    with pytest.raises(DataError, match="lacks the classes"):
+        opened(tmp_path)
+
+
 @pytest.mark.parametrize("lead", ["", "train/"])
 def test_a_part_is_held_out(tmp_path: Path, lead: str) -> None:
     make(tmp_path, *(f"{lead}{name}/{number}.png" for name in "ab" for number in range(4)))
@@ -243,11 +255,23 @@ def test_an_archive_is_to_be_unpacked(ending: str, tmp_path: Path) -> None:
             action()
 
 
-@pytest.mark.parametrize("begin", [b"PK\3\4\x14\0", b"\x1f\x8b\x08\0", b"7z\xbc\xaf\x27\x1c", b"BZh91A"])
-def test_an_archive_or_a_spreadsheet_called_a_table_is_told(begin: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("begin", "kind"),
+    [
+        *(
+            (each, "an archive or a sp")
+            for each in (b"PK\3\4\x14\0", b"\x1f\x8b\x08\0", b"7z\xbc\xaf\x27\x1c", b"BZh91A")
+        ),
+        (b"PAR1\x15\x04", "a parquet file: let its name end"),
+        (b"<!DOCTYPE html><html>", "a web page: download"),
+        (b"SQLite format 3\0", "an SQLite database: export"),
+        (b"\xd0\xcf\x11\xe0\xa1\xb1", "an Excel file"),
+    ],
+)
+def test_a_binary_file_called_a_table_is_told(begin: bytes, kind: str, tmp_path: Path) -> None:
     (path := tmp_path / "photos.csv").write_bytes(begin + bytes(90))
     for action in (lambda: open_dataset(Data(path=str(path), dataset="csv")), lambda: read_csv(path)):
-        with pytest.raises(DataError, match="is an archive or a spreadsheet, whatever its name"):
+        with pytest.raises(DataError, match=f"photos.csv' is, whatever its name, {kind}"):
             action()
 
 

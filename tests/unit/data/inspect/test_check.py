@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,7 @@ def test_every_planted_defect_is_found_by_its_name(bad: tuple[Path, dict[str, se
     assert found["no_held_out"] == {"eel", "gnu"}
     assert found["imbalance"] == {"dog", "gnu"}
     never = {"not_permitted", "unreadable", "reader_died", "colour_among_grey", "alike_names", "listed_names"}
+    never |= {"implausible"}
     assert set(KINDS) - set(found) == never
     assert not report.passed
     assert snapshot(root) == before
@@ -209,6 +212,7 @@ def test_an_archive_is_checked(tmp_path: Path) -> None:
         ("digits", ("optimizer.lr=1",), RecipeError, "override 'optimizer.lr' has no effect"),
         ("digits", ("data.augment.flip=0.5",), RecipeError, "override 'data.augment.flip' has no effect"),
         (__file__, (), DataError, "is not a folder or archive of images"),
+        ("docs-topics", (), DataError, "`paceline train docs-topics --plan-only` reads the data and reports what"),
         ("image_folder", (), DataError, "needs data.path"),
         ("image_folder", ("data.path=nowhere",), DataError, "has no 'nowhere'"),
     ],
@@ -225,6 +229,46 @@ def test_a_task_of_one_s_own_whose_data_are_no_images_is_told(tmp_path: Path) ->
     recipe.write_text("task: mine:Boxes\ndata: {dataset: shapes}\n")
     with pytest.raises(DataError, match=r"task=mine:Boxes may read its data itself.*data.dataset=shapes"):
         check(recipe)
+
+
+def test_pictures_with_boxes_are_checked_with_their_annotations(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for split, names in (("train", "abcdef"), ("val", "gh")):
+        (tmp_path / split).mkdir()
+        for name in names:
+            Image.fromarray(rng.integers(0, 256, (48, 64, 3), dtype=np.uint8)).save(tmp_path / split / f"{name}.png")
+        images = [{"id": ord(name), "file_name": f"{name}.png", "width": 64, "height": 48} for name in names]
+        kinds = [{"id": 1, "name": "bolt"}, {"id": 2, "name": "nut"}]
+        objects = [{"image_id": ord(name), "category_id": 1 + (name in "cd"), "bbox": [9, 9, 20, 9]} for name in names]
+        objects += objects[:1] if split == "train" else []
+        tree = {"images": images, "categories": kinds, "annotations": objects}
+        (tmp_path / split / "annotations.json").write_text(json.dumps(tree))
+    shutil.copy(tmp_path / "train/a.png", tmp_path / "val/g.png")
+    (tmp_path / "train/b.png").write_bytes(b"no picture")
+    Image.new("RGB", (48, 64)).save(tmp_path / "train/c.png")
+    found = check("shapes-maskrcnn", "data.dataset=coco", f"data.path={tmp_path}", "data.detection.masks=false")
+    named = {each.kind.name: {Path(entry.name).name for entry in each.entries} for each in found.findings}
+    assert named["unreadable"] == {"b.png", "c.png"}
+    assert named["leak"] == {"g.png"}
+    assert named["no_held_out"] == {"nut"}
+    assert "1 of 7 boxes are copies of another box" in named["implausible"].pop()
+    assert found.splits["train"] == {"samples": 6, "checked": 6, "broken": 2}
+    assert found.classes["samples"]["nut"] == {"train": 2, "validation": 0}
+
+
+def test_images_with_label_maps_are_checked(tmp_path: Path) -> None:
+    for number in range(6):
+        for kind, shape in (("images", (40, 40, 3)), ("masks", (40, 40))):
+            (tmp_path / kind).mkdir(exist_ok=True)
+            pixels = np.random.default_rng(number).integers(0, 2, shape, dtype=np.uint8)
+            Image.fromarray(pixels * (99 if kind == "images" else 1)).save(tmp_path / kind / f"{number}.png")
+    (tmp_path / "notes.txt").touch()
+    found = check("shapes-segmentation", "data.dataset=masks", f"data.path={tmp_path}")
+    assert found.passed
+    assert {each.kind.name for each in found.findings} == {"unread"}
+    shutil.copy(tmp_path / "images/0.png", tmp_path / "images/1.png")
+    found = check("shapes-segmentation", "data.dataset=masks", f"data.path={tmp_path}")
+    assert {"leak", "duplicate"} & {each.kind.name for each in found.findings}
 
 
 def test_a_limit_looks_at_a_spread_of_images(clean: Path) -> None:

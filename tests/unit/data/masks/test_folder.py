@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,6 +69,14 @@ def test_both_splits_are_read_with_their_classes(folder: Folder) -> None:
     assert image.shape == (8, 12, 3)
     assert np.array_equal(labels, 1 + np.arange(96).reshape(8, 12) % 2)
     assert found.train.path(1).endswith("train/images/1.jpg")
+
+
+def test_a_test_split_without_masks_is_not_read(folder: Folder) -> None:
+    path = folder("train", "test")
+    shutil.rmtree(path / "test/masks")
+    found = opened(path)
+    assert (len(found.train), len(found.validation)) == (4, 1)
+    assert "folders that are not read: 1 left out ('test')" in found.left_out
 
 
 def test_classes_without_names_are_numbers_and_some_images_are_held_out(folder: Folder) -> None:

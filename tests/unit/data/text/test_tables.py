@@ -103,9 +103,39 @@ def test_held_out_texts_without_labels_are_not_scored(tmp_path: Path, label: str
         found(tmp_path, validation_fraction=1.0)
 
 
+def test_texts_in_two_classes_or_splits_are_told(tmp_path: Path) -> None:
+    rows = [
+        {"text": f"text {number}", "label": ("animal", "other")[number % 2], "split": ("train", "val")[number > 20]}
+        for number in range(30)
+    ]
+    assert not [each for each in found(write_csv(tmp_path / "a.csv", rows)).left_out if "texts that" in each]
+    more = [rows[1] | {"label": "animal"}, rows[3] | {"text": f"{rows[3]['text']} "}, rows[5] | {"split": "val"}]
+    told = found(write_csv(tmp_path / "a.csv", rows + more)).left_out
+    assert "texts that are in two classes: 1, first row 2 of 'a.csv' (other) and row 31 of 'a.csv' (animal)" in told
+    both = "row 6 of 'a.csv' (other) and row 33 of 'a.csv' (other)"
+    assert f"texts that are held out and in training: 1, first {both}" in told
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        (1.0, r"has the label 0\.0, but labels are whole numbers from 0, or names: write 0 \(in pandas, astype"),
+        (-1, r"label \(?-1.*; if -1 is a class, write a name"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_numbers_that_are_no_labels_are_refused(tmp_path: Path, kind: str, label: float, said: str) -> None:
+    numbers = [row | {"label": type(label)(number % 2)} for number, row in enumerate(ROWS)]
+    with pytest.raises(DataError, match=said):
+        found(WRITERS[f"a.{kind}"](tmp_path / f"a.{kind}", [*numbers, {"text": "a", "label": label}]))
+    for name in ("-1", "NaN"):
+        named = found(WRITERS[f"a.{kind}"](tmp_path / f"a.{kind}", [*ROWS, {"text": "a", "label": name}]))
+        assert f"{name!r} is taken for a class; if it means unlabelled, leave those rows out" in named.left_out
+
+
 def test_names_that_look_like_lists_are_told(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [row | {"label": f"['{row['label']}']"} for row in ROWS])
-    assert "each name like \"['animal']\" (2 of 2) is taken for one class: a text has" in " ".join(
+    assert "each name like \"['animal']\" (2 of 2) is taken for one class: a text has one class; if" in " ".join(
         found(tmp_path / "a.jsonl").left_out
     )
 
@@ -277,6 +307,12 @@ def test_a_field_that_does_not_end_is_named_where_it_begins(tmp_path: Path) -> N
 def test_labels_with_other_zeros_are_other_classes(tmp_path: Path, name: str) -> None:
     rows = [{"text": f"text {number}", "label": label} for number, label in enumerate(("007", "07", "7") * 4)]
     assert found(WRITERS[name](tmp_path / name, rows)).classes == ("007", "07", "7")
+
+
+def test_a_line_that_excel_alone_reads_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("sep=;\ntext;label\n" + "one;a\ntwo;b\n" * 9)
+    with pytest.raises(DataError, match=r"x\.csv' begins with 'sep=;', a line for Excel: remove it"):
+        found(tmp_path / "x.csv")
 
 
 def test_labels_have_no_spaces_around_them(tmp_path: Path) -> None:

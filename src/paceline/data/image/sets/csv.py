@@ -61,8 +61,7 @@ def read_csv(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
         with open(file, encoding="utf-8-sig", newline="") as opened:
             first = opened.readline(_LARGEST_HEAD)
             opened.seek(0)
-            delimiter = "\t" if file.suffix.lower() in (".tsv", ".tab") else max(",;\t", key=first.count)
-            reader = csv.reader(opened, delimiter=delimiter, strict=True)
+            reader = csv.reader(opened, delimiter=_delimiter(file, first), strict=True)
             rows, lines, begin = [], [], 1
             header = [name.strip() for name in next(reader, [])]
             begin += reader.line_num
@@ -91,3 +90,9 @@ def read_csv(file: Path) -> tuple[list[str], list[list[str]], list[int]]:
                 f"({', '.join(header)}): put a field that contains a separator in quotation marks."
             )
     return header, rows, lines
+
+
+def _delimiter(file: Path, first: str) -> str:
+    if first.startswith("sep="):
+        raise DataError(f"{str(file)!r} begins with {first.strip()!r}, a line for Excel: remove it.")
+    return "\t" if file.suffix.lower() in (".tsv", ".tab") else max(",;\t", key=first.count)

@@ -250,6 +250,8 @@ def open_image_folder(request: DatasetRequest) -> StoredImages:
         second |= first & set(spelled.values())  # a training class may have no held-out images
         _require_same_classes(train_folder, first, held_out_folder, second, problems)
         split = f"the folder {held_out_folder.name}/{f'; {unread.name}/ is not read' if unread else ''}"
+    elif unread:
+        split = f"{unread.name}/ has no classes and is not read"
     elif request.data.score_all and train_folder != root:
         split = f"the folder {train_folder.name}/"
     classes = tuple(sorted({*listings[0].classes, *spelled.values()}))
@@ -288,9 +290,11 @@ def open_unread_test(path: str | Path, classes: Sequence[str], channels: int) ->
 def unread_entries(path: str | Path) -> Iterator[str]:
     """Return the entries outside the class folders, which are not read."""
     root = Path(path).expanduser()
-    for folder in dict.fromkeys([root, *_split_folders(root, Problems(), score_all=False)[:2]]):
+    train, held_out, test = _split_folders(root, Problems(), score_all=False)
+    for folder in dict.fromkeys([root, train, held_out or test]):  # a test split is the last if it has no classes
         if folder is not None:
-            yield from (entry.path for entry in visible_entries(folder) if not is_folder(entry))
+            is_unread = folder == test and not held_out
+            yield from (entry.path for entry in visible_entries(folder) if is_unread or not is_folder(entry))
 
 
 def _existing_folder(root: Path) -> Path:
@@ -310,7 +314,10 @@ def _existing_folder(root: Path) -> Path:
 
 
 def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[Path, Path | None, Path | None]:
-    """Return the folders of the training classes, of the held-out ones (None: split off), and an unread test split."""
+    """Return the folders of the training classes, of the held-out ones (None: split off), and an unread test split.
+
+    A test split without classes is not read.
+    """
     splits = split_folders(root)
     names = sorted(entry.name for entry in visible_entries(root) if is_folder(entry))
     train, held_out = splits.get(TRAIN), splits.get(VALIDATION, splits.get(TEST))
@@ -325,6 +332,11 @@ def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[
     if train is None:
         return root / (held_out or ""), None, None
     unread = root / splits[TEST] if {VALIDATION, TEST} <= splits.keys() else None
+    if held_out is not None and held_out == splits.get(TEST) and not score_all:
+        # As in a competition: images alone, or in one folder that is not a class.
+        trained, tested = ({e.name for e in visible_entries(root / each) if is_folder(e)} for each in (train, held_out))
+        if len(tested) <= 1 < len(trained) and set(one_form(tested, trained).values()).isdisjoint(trained):
+            return root / train, None, root / held_out
     return root / train, None if held_out is None else root / held_out, unread
 
 
