@@ -7,6 +7,7 @@ are not case-sensitive. Everything else that is not used is counted and reported
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import stat
@@ -108,6 +109,12 @@ def refuse_archive(path: str | Path) -> None:
             kind = "a web page: download the file itself"
         if kind:
             raise DataError(f"{str(path)!r} is, whatever its name, {kind}.")
+
+
+def free_name(path: Path) -> Path:
+    """Return a path to which nothing was renamed before: with a number at its end if it is taken."""
+    numbered = (path.with_name(f"{path.name}-{count}") for count in itertools.count(2))
+    return next(each for each in itertools.chain([path], numbered) if not os.path.lexists(each))
 
 
 def refuse_special_outputs(*paths: Path) -> None:

@@ -379,6 +379,18 @@ def test_it_finishes_what_it_took(start: Call, finished: Path, number: int) -> N
     assert "Traceback" not in service.log.read_text()
 
 
+def test_a_stop_while_it_loads_is_heard(finished: Path, tmp_path: Path) -> None:
+    """Also by the first process of a container, for which a signal without a handler does nothing."""
+    command = [sys.executable, "-m", "paceline", "serve", str(finished), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        status, mask = Path(f"/proc/{process.pid}/status"), 1 << (signal.SIGTERM - 1)
+        while not int(re.findall(r"SigCgt:\s(\w+)", status.read_text())[0], 16) & mask:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=_PATIENCE_SECONDS)
+    assert (process.returncode, *said) == (128 + signal.SIGTERM, "", "")
+
+
 def test_it_stops_in_time_whatever_its_clients_do(start: Call, finished: Path) -> None:
     """One reads no answer, one sends half a head, one half a body, and one nothing."""
     service = start(finished)

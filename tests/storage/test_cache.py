@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -93,6 +94,16 @@ def test_a_web_server_that_fails_is_asked_again_and_a_changed_file_is_fetched_ag
         with pytest.raises(StorageError, match="there is nothing at"):
             local_copy(address, cache=Cache(tmp_path), log=quiet)
         server.shutdown()
+
+
+@pytest.mark.needs("aiohttp")
+def test_a_web_server_that_never_answers_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.storage.remote._MIN_READ_TIMEOUT", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the system accepts the connections
+        remote = Remote(f"http://127.0.0.1:{server.getsockname()[1]}/x", Retries(patience_seconds=0.1))
+        for call in (remote.stat_file, partial(remote.read, "a"), partial(remote.download, "a", tmp_path / "a")):
+            with pytest.raises(StorageError, match="the server sent nothing in time"):
+                call()
 
 
 def test_a_disk_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

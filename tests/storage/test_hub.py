@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from io import BytesIO
@@ -129,6 +130,24 @@ def test_a_hub_that_answers_wrongly(hub: HubServer, answer: str, reason: str) ->
         built()
     assert reason in str(caught.value)
     assert "cannot be reached" not in str(caught.value)
+
+
+def test_a_busy_hub_is_asked_again(hub: HubServer, published: dict[str, bytes]) -> None:
+    busy = raw("429 Too Many Requests\nRetry-After: 0\n\n")
+    hub.files["models/me/net"] = published
+    listings: Counter[str] = Counter()
+
+    def fault(request: BaseHTTPRequestHandler) -> bool:
+        listings[request.path] += request.path.startswith("/api/models/")
+        return listings[request.path] in (1, 2) and busy(request)
+
+    hub.fault = fault
+    built()
+    assert {*listings.values()} == {0, 3}
+    hub.files["models/me/new"] = published
+    hub.fault = busy
+    with pytest.raises(StorageError, match="answered 429"):
+        built("hf-hub:me/new")
 
 
 @pytest.mark.parametrize("sent", ["", "200 OK\nContent-Length: 100\n\n{"], ids=["silent", "half an answer"])

@@ -33,7 +33,7 @@ from paceline.checkpoint.durable import FileFacts, hash_file, is_disk_failure, r
 from paceline.checkpoint.format import MANIFEST, check_stamp
 from paceline.checkpoint.reading import read_manifest, verify
 from paceline.checkpoint.store import Best, CheckpointStore
-from paceline.errors import CheckpointError, StorageError, UnreadableError
+from paceline.errors import CheckpointError, StorageError, UnreadableError, VersionError
 from paceline.plain_json import load_json
 from paceline.records.run_directory import sync_directory
 from paceline.storage.remote import Remote, run_concurrently
@@ -457,6 +457,7 @@ def fetch_newest(
                 with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
                     for name in set(_IDENTIFYING) & commit.records.keys():
                         _fetch_record(remote, commit.records[name], Path(folder) / name)
+                    _check_version(remote, commit, Path(folder) / MANIFEST)
                     accept(Path(folder))
             log(f"fetching the checkpoint of step {commit.step} ({format_bytes(size)}) from {remote.address}")
             _fetch(remote, commit, chain, root)
@@ -470,6 +471,19 @@ def fetch_newest(
             f"no checkpoint at {remote.address} is whole: {damaged[0]} Start again with another address."
         )
     return None
+
+
+def _check_version(remote: Remote, commit: Commit, target: Path) -> None:
+    """Refuse a checkpoint of another version of Paceline; damage is found where it is copied."""
+    if (manifest := commit.files.get(MANIFEST)) is None:
+        return
+    _fetch_record(remote, [manifest], target)
+    try:
+        read_manifest(target.parent)
+    except VersionError as error:
+        raise VersionError(str(error).replace(str(target), remote.path(manifest.name))) from None
+    except CheckpointError as error:
+        raise _DamagedError(f"{remote.path(manifest.name)}: {error}") from None
 
 
 class _DamagedError(Exception):

@@ -48,6 +48,7 @@ from paceline.checkpoint.reading import check_sizes, verify
 from paceline.checkpoint.sharded import Files, ShardedSave, write_parts
 from paceline.checkpoint.state import State
 from paceline.errors import CheckpointError, UnreadableError
+from paceline.files import free_name
 from paceline.plain_json import load_json
 from paceline.records.run_directory import sync_directory
 
@@ -350,11 +351,7 @@ class CheckpointStore:
         """
         if damaged.path.parent != self.directory or step_of(damaged.path) is None:
             raise CheckpointError(f"{damaged.path} is not a checkpoint in {self.directory}; nothing was renamed.")
-        base = f"{damaged.path.name.removesuffix(_REPLACED)}.{suffix}"
-        target, count = self.directory / base, 1
-        while os.path.lexists(target):
-            count += 1
-            target = self.directory / f"{base}-{count}"
+        target = free_name(self.directory / f"{damaged.path.name.removesuffix(_REPLACED)}.{suffix}")
         with reporting_disk_errors("set aside the checkpoint", damaged.path):
             os.rename(damaged.path, target)
             sync_directory(self.directory)

@@ -22,7 +22,7 @@ from paceline.checkpoint.store import CheckpointStore, retry_if_replaced, step_o
 from paceline.errors import CheckpointError, NotFiniteError
 from paceline.escaping import one_line
 from paceline.plain_json import load_json
-from paceline.records.reader import read_identity, recorded_step
+from paceline.records.reader import read_identity, recorded_runs, recorded_step
 from paceline.records.run_directory import RunDirectory, no_run_message
 
 _LOG = logging.getLogger("paceline.weights")
@@ -243,10 +243,11 @@ def _newest(target: Path, weights: str) -> SavedWeights:
 
     run = RunDirectory(store.directory.parent)
     identity, (recorded, is_final) = read_identity(run), recorded_step(run)  # before the weights: a run may be training
+    runs = [*recorded_runs(run)] if identity is None else [identity.id]
 
     def read(path: Path) -> SavedWeights | _MissingWeightsError:
         found = check_sizes(path).facts.get("run")
-        if identity and found and found != identity.id:
+        if runs and found and found not in runs:
             raise CheckpointError(f"{path} is a checkpoint of another run.")
         try:
             return _from_checkpoint(path, weights)

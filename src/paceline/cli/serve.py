@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from dataclasses import dataclass
 from typing import Annotated
@@ -10,7 +11,7 @@ from typing import Annotated
 from annotated_types import Ge, Le
 
 from paceline.cli.output import echo
-from paceline.cli.streams import make_optional
+from paceline.cli.streams import exit_on_signals, make_optional
 from paceline.command import Best, Shape, Target, TrustCode, Weights, command
 from paceline.errors import PacelineError
 from paceline.loading import loading
@@ -60,6 +61,7 @@ class Serve:
     best: Best = False
     trust_code: TrustCode = False
 
+    @exit_on_signals(signal.SIGTERM)  # which a container's first process would otherwise ignore while it loads
     def stream(self, *, as_json: bool) -> int:
         """Serve until it is stopped."""
         make_optional(sys.stdout)

@@ -110,13 +110,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
-def exit_on_signals() -> Iterator[None]:
-    """Exit on a stop request (SIGTERM) or a closed terminal (SIGHUP); Python already does so on SIGINT.
+def exit_on_signals(*numbers: signal.Signals) -> Iterator[None]:
+    """Exit on signals, by default a stop request (SIGTERM) or a closed terminal (SIGHUP).
+
+    Python already does so on SIGINT.
 
     Ignored signals, such as SIGHUP under ``nohup``, stay ignored.
     """
-    previous = {number: signal.getsignal(number) for number in _SIGNALS}
-    handled = [number for number in _SIGNALS if previous[number] != signal.SIG_IGN]
+    previous = {number: signal.getsignal(number) for number in numbers or _SIGNALS}
+    handled = [number for number in previous if previous[number] != signal.SIG_IGN]
     for number in handled:
         signal.signal(number, _exit)
     try:

@@ -73,8 +73,8 @@ class StartEvent(Event):
     """The processes of a run started training: once per launch, at step 0 or the step restored.
 
     Attributes:
-        details: ``opening_seconds``, the time since the launch; ``log_every``, the steps between step records, None if
-            they vary.
+        details: ``run``, the run's identity; ``opening_seconds``, the time since the launch; ``log_every``, the steps
+            between step records, None if they vary.
     """
 
     kind: ClassVar[str] = "start"
@@ -208,10 +208,10 @@ class IncidentEvent(Event):
 
     Attributes:
         incident: Identifier of the kind: ``broken_sample``, ``damaged_checkpoint``, ``foreign_checkpoint``,
-            ``missing_records``, ``damaged_output``, ``nonfinite_loss``, ``nonfinite_gradient``, ``nonfinite_weights``,
-            ``nonfinite_metric``, ``diverged``, ``slow_rank``, ``restart``, ``recompile``, ``slow_compile``,
-            ``profile``, ``linear_lr_rule``, ``not_kept``, ``tracker``, ``mirror``, ``mirror_back``, ``mirror_retries``,
-            ``mirror_behind``.
+            ``foreign_ledger``, ``missing_records``, ``damaged_output``, ``nonfinite_loss``, ``nonfinite_gradient``,
+            ``nonfinite_weights``, ``nonfinite_metric``, ``diverged``, ``slow_rank``, ``restart``, ``recompile``,
+            ``slow_compile``, ``profile``, ``linear_lr_rule``, ``not_kept``, ``tracker``, ``mirror``, ``mirror_back``,
+            ``mirror_retries``, ``mirror_behind``.
         message: One sentence for a person.
     """
 

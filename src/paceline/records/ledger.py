@@ -23,7 +23,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
@@ -199,21 +199,27 @@ def read_ledger(path: Path) -> Iterator[Entry]:
         yield entry
 
 
-def truncate_ledgers(directory: Path, step: int) -> int:
+def truncate_ledgers(directory: Path, step: int, *, exclude: Collection[Path] = ()) -> int:
     """Cut records after ``step``, and torn ends, from every rank's file; return how many samples are left.
 
-    Call it in one process, before any rank opens its file.
+    A file is also cut where its steps decrease: there it was appended to itself, or to another. Call it in one process,
+    before any rank opens its file.
+
+    Args:
+        directory: The run's ``ledger`` folder.
+        step: The last step to keep.
+        exclude: Files to leave alone.
 
     Raises:
         RunDirectoryError: If a file is damaged before its end, and none is changed; or if the disk fails.
     """
     samples, ends = 0, dict[Path, int]()
-    for path in ledger_files(directory):
-        ends[path] = 0
+    for path in set(ledger_files(directory)).difference(exclude):
+        ends[path] = last = 0
         for end, entry in _records(path):
-            if entry.step > step:
+            if not last <= entry.step <= step:
                 break
-            ends[path] = end
+            ends[path], last = end, entry.step
             samples += entry.samples
     for path, end in ends.items():
         try:

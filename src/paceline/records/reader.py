@@ -87,9 +87,11 @@ def recorded_step(run: RunDirectory) -> tuple[int | None, bool]:
     Returns:
         The step, None if no intact record names one; and whether a launch ended there after its last save.
     """
+    identity = read_identity(run)
     with contextlib.suppress(RunDirectoryError):
         summary = read_summary(run)
-        return summary.step, summary.status in ENDED
+        if summary.is_of(identity.id if identity else None):
+            return summary.step, summary.status in ENDED
     with contextlib.suppress(RunDirectoryError):
         return max((event["step"] for event in read_events(run.events, kinds={"checkpoint"})), default=None), False
     return None, False
@@ -99,11 +101,16 @@ ENDED = ("completed", "stopped")
 """Statuses of a launch that ended after its last save."""
 
 
-def missing_events(path: Path, *, until: float = math.inf, resumed: str = "", steps: int = 0) -> Iterator[str]:
-    """Find what an event log has lost, holds twice or holds out of order; yields a clause for each problem.
+def wrong_records(
+    run: RunDirectory, run_id: str | None, *, until: float = math.inf, resumed: str = "", steps: int = 0
+) -> Iterator[str]:
+    """Find what an event log has lost, or holds twice or out of order, and records of other runs.
+
+    Yields a clause for each problem.
 
     Args:
-        path: The event log.
+        run: The run directory.
+        run_id: The run's identity; None if it is not known.
         until: The position up to which it is read.
         resumed: Name of the checkpoint from which the run is about to resume.
         steps: The step that it must reach.
@@ -111,10 +118,12 @@ def missing_events(path: Path, *, until: float = math.inf, resumed: str = "", st
     Raises:
         RunDirectoryError: As :func:`read_events`.
     """
+    path = run.events
+    yield from _foreign_outcome(run, run_id)
     if not path.exists():
         yield f"there is no {path.name}"
         return
-    saved, logged, gap = set(), [0], ""
+    saved, logged, runs, gap = set(), [0], {run_id}, ""
     every = 1  # interval of a launch's step records, 0 if they vary; before any launch there are none
     begin = last = 0  # the launch's first position; step of the last event
     resume = [{"event": "resume", "checkpoint": resumed, "step": 0}] if resumed else []
@@ -129,6 +138,7 @@ def missing_events(path: Path, *, until: float = math.inf, resumed: str = "", st
         if kind == "start":
             interval, begin = event.get("log_every"), position
             every = interval if type(interval) is int else 0
+            runs.add(event.get("run", run_id))
         # A step's record precedes its evaluation and its checkpoint.
         recorded = position if kind in ("evaluation", "checkpoint") else position - 1
         if every and recorded // every * every > max(begin, logged[-1]):
@@ -137,12 +147,19 @@ def missing_events(path: Path, *, until: float = math.inf, resumed: str = "", st
             logged.append(position)
         last = event["step"]
     for is_found, clause in (
+        (run_id is not None and len(runs) > 1, f"{path.name} is of another run"),
         (bool(gap), gap),
         (logged != sorted({*logged}), f"{path.name} holds step records twice or out of order"),
         (last < steps, f"{path.name} ends at step {last}, and the run at step {steps}"),
     ):
         if is_found:
             yield clause
+
+
+def _foreign_outcome(run: RunDirectory, run_id: str | None) -> Iterator[str]:
+    with contextlib.suppress(RunDirectoryError):
+        if not read_summary(run).is_of(run_id):
+            yield f"{run.summary.name} is of another run"
 
 
 def read_summary(run: RunDirectory) -> Summary:
@@ -325,6 +342,10 @@ class Summary:
     phase_fractions: Mapping[str, float] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
 
+    def is_of(self, run_id: str | None) -> bool:
+        """Whether it is the outcome of a run with this identity, as far as both are known."""
+        return run_id is None or self.details.get("run", run_id) == run_id
+
     def to_json(self) -> dict[str, Any]:
         """Return the object written to ``summary.json``."""
         return asdict(self)
@@ -381,6 +402,14 @@ def read_identity(directory: RunDirectory) -> Identity | None:
         return None
     run_id, has_checkpoint = document.get("id"), document.get("has_checkpoint")
     return Identity(run_id, has_checkpoint) if isinstance(run_id, str) and isinstance(has_checkpoint, bool) else None
+
+
+def recorded_runs(directory: RunDirectory) -> Iterator[str]:
+    """Yield the identities that the last launch's event and the outcome name, if ``run.json`` is lost."""
+    with contextlib.suppress(RunDirectoryError):
+        yield from [str(each["run"]) for each in read_events(directory.events, kinds={"start"}) if "run" in each][-1:]
+    with contextlib.suppress(RunDirectoryError):
+        yield from map(str, filter(None, [read_summary(directory).details.get("run")]))
 
 
 def write_identity(directory: RunDirectory, identity: Identity) -> None:

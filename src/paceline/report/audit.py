@@ -36,7 +36,7 @@ from paceline.records.ledger import (
     read_ledger,
     read_lengths,
 )
-from paceline.records.reader import missing_events, read_plan_to_resume, read_recipe, read_summary
+from paceline.records.reader import read_identity, read_plan_to_resume, read_recipe, read_summary, wrong_records
 from paceline.records.run_directory import RunDirectory, existing_run
 from paceline.units import format_count
 from paceline.world import World
@@ -140,7 +140,9 @@ def audit_run(run_dir: Path) -> Audit:
     epochs: tuple[EpochCount, ...] = ()
     objections: list[str] = []
     try:
-        objections += [f"{each}." for each in missing_events(directory.events, steps=summary.step)]
+        identity = read_identity(directory)
+        wrong = wrong_records(directory, None if identity is None else identity.id, steps=summary.step)
+        objections += [f"{each}." for each in wrong]
         draws, over = _draws(directory, plan), geometry.epochs.completed(steps)
         geometry = replace(geometry, draws=draws)
         counted = count_epochs(

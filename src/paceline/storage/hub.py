@@ -5,12 +5,15 @@ A copy is looked for in the cache first, and there a run keeps working without a
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ _WAIT_SECONDS = 10.0  # for the next bytes of a server
 _COMMIT_SECONDS = 30.0  # the same for the answer to an upload
 _RESUMED_WAIT_SECONDS = 5  # the same in a download, which the library resumes five times
 _MOST_PATIENCE_SECONDS = 30  # the longest pause that a server may ask for
+_MOST_TRIES = 3  # of a request to a server that asks for a pause
 _MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[^/]+)?")
 
 
@@ -187,10 +191,24 @@ def limited_waits() -> Iterator[None]:
 def _client() -> Any:
     from huggingface_hub.utils._http import default_client_factory
 
-    client = default_client_factory()
+    client: Any = default_client_factory()
     client.timeout = _WAIT_SECONDS
+    client.send = partial(_send_patiently, client.send)
     client.event_hooks = {"request": [*client.event_hooks["request"], _limit_wait], "response": [_check_patience]}
     return client
+
+
+def _send_patiently(send: Callable[..., Any], request: Any, **options: Any) -> Any:
+    """Send a request, and again after the pauses that a busy server asks for: the library repeats only downloads."""
+    for tries in itertools.count(1):
+        response = send(request, **options)
+        seconds = response.headers.get("Retry-After", "")
+        is_busy = response.status_code in (429, 503) and seconds.isdigit() and request.method in ("GET", "HEAD")
+        if not is_busy or tries == _MOST_TRIES:
+            break
+        response.close()
+        time.sleep(int(seconds))
+    return response
 
 
 def _limit_wait(request: Any) -> None:

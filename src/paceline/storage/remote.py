@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import inspect
 import random
 import threading
 import time
@@ -13,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
+from types import MethodType
 from typing import Any, TypeVar
 
 from paceline.errors import StorageError
@@ -22,6 +24,13 @@ T = TypeVar("T")
 _MAX_THREADS = 8
 # Read timeout of a server, in seconds.
 _MIN_READ_TIMEOUT, _MAX_READ_TIMEOUT = 5.0, 60.0
+# The option with a library's timeouts; Azure's library limits its waits itself.
+_TIMEOUT_KEYS = {
+    "s3": "config_kwargs",
+    "gs": "requests_timeout",
+    **dict.fromkeys(("http", "https"), "client_kwargs"),
+}
+_REPEATED_BY_GCSFS = ("_request", "_get_file_request", "_get_file_concurrent")  # five times, with tracebacks
 _TAGS = (
     *("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest"),
     *("LastModified", "Last-Modified", "last_modified", "mtime", "created"),
@@ -64,16 +73,27 @@ class Remote:
         # Cached listings would be out of date.
         options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
         protocol = self.address.protocol
-        if protocol == "s3" and "config_kwargs" not in fsspec.config.conf.get(protocol, {}):
+        key = _TIMEOUT_KEYS.get(protocol)
+        if key is not None and key not in fsspec.config.conf.get(protocol, {}):
             # A server that accepts a connection and never answers must fail the request before the user gives up.
             timeout = min(max(self.retries.patience_seconds, _MIN_READ_TIMEOUT), _MAX_READ_TIMEOUT)
-            options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": timeout, "retries": {"max_attempts": 1}}
+            if protocol == "s3":
+                options[key] = {"connect_timeout": 10, "read_timeout": timeout, "retries": {"max_attempts": 1}}
+            else:
+                from aiohttp import ClientTimeout
+
+                # A web server is asked twice about a file, and a store up to four times.
+                limits = ClientTimeout(total=None, sock_connect=10, sock_read=max(timeout / 4, _MIN_READ_TIMEOUT))
+                options[key] = limits if protocol == "gs" else {"timeout": limits}
         if protocol == "file":
             options = {"auto_mkdir": True}
         files = fsspec.filesystem(protocol, **options)
         if protocol == "s3":
             # s3fs silently retries five times whatever botocore's settings; retrying is left to Retries.
             files.retries = 1
+        for name in _REPEATED_BY_GCSFS if protocol == "gs" else ():
+            if method := getattr(type(files), name, None):
+                setattr(files, name, MethodType(inspect.unwrap(method), files))
         return files
 
     def path(self, name: str = "") -> str:
@@ -269,6 +289,7 @@ _PERMANENT = (
 _PERMANENT_NAMES = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError")
 _PERMANENT_ON_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG)
 _ADVICE = {
+    **dict.fromkeys(("FSTimeoutError", "SocketTimeoutError"), "the server sent nothing in time; check that it works"),
     "FileNotFoundError": "check the address: bucket and path must exist",
     "PermissionError": "check the credentials in the environment, and their permissions there",
     "NoCredentialsError": "set them in the environment (docs/guide/object-storage.md)",

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from paceline.checkpoint.format import read_header
 from paceline.checkpoint.reading import check_sizes, read_manifest
 from paceline.checkpoint.store import (
@@ -25,11 +27,10 @@ from paceline.checkpoint.store import (
     choose_resume_point,
     step_of,
 )
-from paceline.data.balance import SampleLengths
-from paceline.data.class_balance import ClassDraws
+from paceline.data.order import StepGeometry
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, VersionError
-from paceline.files import is_ignored
+from paceline.files import free_name, is_ignored
 from paceline.plain_json import load_json
 from paceline.plan import Plan
 from paceline.recipe.load import differences, stored_recipe, to_yaml
@@ -37,10 +38,18 @@ from paceline.recipe.schema import Recipe
 from paceline.records import reader
 from paceline.records.environment import capture_environment
 from paceline.records.events import for_display, truncate_after
-from paceline.records.ledger import ledger_files, truncate_ledgers, write_lengths
+from paceline.records.ledger import (
+    PositionEntry,
+    digest_of,
+    ledger_files,
+    read_ledger,
+    truncate_ledgers,
+    write_lengths,
+)
 from paceline.records.run_directory import RunDirectory, file_error, sync_directory, write_json, write_text
 from paceline.tasks.task import Task, task_name
 from paceline.telemetry.trackers import TRACKERS
+from paceline.world import World
 
 
 def check_visible(root: Path, collectives: Collectives, *, patience_seconds: float) -> None:
@@ -122,14 +131,15 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
     for step in store.steps():
         with contextlib.suppress(CheckpointError):
             manifests[step] = check_sizes(store.path(step))
-    # Without run.json, the checkpoints vote on whose run it is.
+    # Without run.json, the checkpoints and records vote on whose run it is.
     votes = Counter(str(run_id) for each in manifests.values() if (run_id := each.facts.get("run")))
     if identity is None and votes:
+        votes.update(reader.recorded_runs(directory))
         (run, count), *others = votes.most_common()
         if others and others[0][1] == count:
             raise RunDirectoryError(
-                f"'{directory.root}' has no readable run.json, and its checkpoints belong to different runs: {run} and "
-                f"{others[0][0]}. Restore run.json from a copy, or move the checkpoints of the other run away."
+                f"'{directory.root}' has no readable run.json, and its checkpoints and records belong to different "
+                f"runs: {run} and {others[0][0]}. Restore run.json from a copy, or move the other run's files away."
             )
         identity = reader.Identity(run)
     for step, manifest in manifests.items():
@@ -149,7 +159,19 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
     return foreign
 
 
-def prepare_resume(directory: RunDirectory, requested: Path | None, recipe: Recipe, total_steps: int) -> ResumePoint:
+def _is_foreign_ledger(path: Path, geometry: StepGeometry) -> bool:
+    """Whether a rank's first record is not of the run's order."""
+    entry = next(read_ledger(path), None)
+    if isinstance(entry, PositionEntry):
+        ids = geometry.ids_at(entry.epoch, entry.first, entry.first + entry.samples)
+        return digest_of(ids) != entry.digest
+    if entry is None:
+        return False
+    step_ids = [each.ids for each in geometry.slices(entry.step - 1, World())]
+    return not np.isin(entry.ids, np.concatenate(step_ids)).all()
+
+
+def prepare_resume(directory: RunDirectory, requested: Path | None, request: ResumeRequest) -> ResumePoint:
     """On the first rank: choose the checkpoint to resume from, and cut the records back to it.
 
     Nothing is changed before the checkpoint is found, or it is certain that none was ever complete.
@@ -158,7 +180,7 @@ def prepare_resume(directory: RunDirectory, requested: Path | None, recipe: Reci
         CheckpointError: If there were checkpoints and none of the run's is complete, or the requested one is not.
         RunDirectoryError: If the run is already beyond its requested end.
     """
-    store, foreign = CheckpointStore(directory.checkpoints), foreign_checkpoints(directory, recipe)
+    store, foreign = CheckpointStore(directory.checkpoints), foreign_checkpoints(directory, request.recipe)
     choice = choose_resume_point(store, requested=requested, foreign=[each.step or 0 for each in foreign])
     _check_choice(directory, choice, foreign)
     facts = {} if choice.path is None else read_manifest(choice.path).facts
@@ -166,16 +188,19 @@ def prepare_resume(directory: RunDirectory, requested: Path | None, recipe: Reci
         if type(facts.get(name)) is not int:
             raise CheckpointError(f"{choice.path} says {name!r} is {facts.get(name)!r}, expected a whole number.")
     position = facts["position"] if facts else -1
-    if position > total_steps:
+    if position > request.plan.total_steps:
         raise RunDirectoryError(
-            f"the run in '{directory.root}' is at step {position}, beyond the {total_steps} steps of "
+            f"the run in '{directory.root}' is at step {position}, beyond the {request.plan.total_steps} steps of "
             "train.duration; give a longer one, or go back: resume from one of its checkpoints."
         )
     lost = list[str]()
     if choice.path is not None:
-        lost += reader.missing_events(directory.events, until=position, resumed=choice.path.name)
+        lost += reader.wrong_records(directory, facts.get("run"), until=position, resumed=choice.path.name)
+    ledgers = [each for each in ledger_files(directory.ledger) if _is_foreign_ledger(each, request.geometry)]
     # First, since it changes nothing if a ledger cannot be read.
-    samples = truncate_ledgers(directory.ledger, max(position, 0))
+    samples = truncate_ledgers(directory.ledger, max(position, 0), exclude=ledgers)
+    for path in ledgers:
+        path.rename(free_name(path.with_name(f"{path.name}.foreign")))
     unusable = [("damaged", "damaged", each) for each in choice.damaged]
     unusable += [("foreign", "of another run", each) for each in foreign]
     for kind, _, each in unusable:
@@ -183,14 +208,18 @@ def prepare_resume(directory: RunDirectory, requested: Path | None, recipe: Reci
     if choice.path is not None:
         store.discard_after(choice.step)
     truncate_after(directory.events, position)
-    if facts and samples < facts["samples"]:
-        lost.append(f"the ledger has {samples} of the {facts['samples']} samples used by then")
+    if facts and samples != facts["samples"]:
+        lost.append(f"the ledger holds {samples} samples, and {facts['samples']} were used by then")
     reader.delete_evaluations_after(directory, position)
     incidents = [
         (f"{kind}_checkpoint", f"checkpoint {each.path.name} is {description} and was set aside: {each.reason}")
         for kind, description, each in unusable
     ]
-    incidents += [("missing_records", f"records before step {choice.step} are missing: {each}") for each in lost]
+    incidents += [
+        ("foreign_ledger", f"ledger/{each.name} is of another run and was set aside: its samples are not of the order")
+        for each in ledgers
+    ]
+    incidents += [("missing_records", f"records before step {choice.step} are lost or wrong: {each}") for each in lost]
     return replace(choice, incidents=tuple(incidents))
 
 
@@ -298,16 +327,14 @@ class ResumeRequest:
         plan: Its plan in this world.
         resume: ``auto``, ``never``, or the path of a checkpoint of this run.
         device_facts: The trainer's facts about the device, for environment.json.
-        lengths: Lengths of the training samples, if they matter.
-        draws: How samples are drawn, if not each once.
+        geometry: Its order of samples.
     """
 
     recipe: Recipe
     plan: Plan
     resume: str
     device_facts: dict[str, Any]
-    lengths: SampleLengths | None = None
-    draws: ClassDraws | None = None
+    geometry: StepGeometry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,7 +437,7 @@ def _open(directory: RunDirectory, request: ResumeRequest) -> ResumeDecision:
     if directory.events.exists():  # before the records are cut back
         resumed = reader.read_events(directory.events, kinds={"resume"})
         resumes = max((for_display(event, directory.events).get("resumes", 0) for event in resumed), default=0)
-    choice = prepare_resume(directory, requested, request.recipe, request.plan.total_steps)
+    choice = prepare_resume(directory, requested, request)
     return _save(directory, request, ResumeDecision(choice=choice, notices=notices, resumes=resumes))
 
 
@@ -427,10 +454,11 @@ def _save(directory: RunDirectory, request: ResumeRequest, decision: ResumeDecis
         stored = None if path is None else read_manifest(path).facts.get("run")
         own = reader.Identity(stored) if isinstance(stored, str) else reader.Identity.new()
     reader.write_identity(directory, replace(own, has_checkpoint=path is not None))
-    if request.lengths is not None and request.plan.lengths_sha256 is not None:
-        write_lengths(directory.sample_lengths, request.lengths.tokens)
-    if request.draws is not None:
-        write_lengths(directory.sample_classes, request.draws.classes)
+    geometry = request.geometry
+    if geometry.lengths is not None and request.plan.lengths_sha256 is not None:
+        write_lengths(directory.sample_lengths, geometry.lengths.tokens)
+    if geometry.draws is not None:
+        write_lengths(directory.sample_classes, geometry.draws.classes)
     write_json(directory.plan, request.plan.to_tree())
     write_json(directory.environment, capture_environment(request.device_facts))
     # Last of the files, since a directory counts as a run's as soon as its recipe is there; before it, a directory with
@@ -467,10 +495,7 @@ def _set_damaged_aside(directory: RunDirectory) -> Iterator[tuple[str, str]]:
     for path in _outputs(directory):
         if (problem := _damage_of(directory, path)) is None:
             continue
-        count = 1
-        while (target := path.with_name(f"{path.name}.damaged{'' if count == 1 else f'-{count}'}")).exists():
-            count += 1
-        path.rename(target)
+        path.rename(target := free_name(path.with_name(f"{path.name}.damaged")))
         yield "damaged_output", f"{path.name} was set aside as {target.name}: {problem}"
 
 
@@ -646,7 +671,9 @@ def _notices(directory: RunDirectory, plan: Mapping[str, Any], request: ResumeRe
 def _is_complete(directory: RunDirectory, request: ResumeRequest) -> bool:
     if not directory.summary.is_file() or _damage_of(directory, directory.summary) is not None:
         return False
-    summary = reader.read_summary(directory)
+    summary, identity = reader.read_summary(directory), reader.read_identity(directory)
+    if not summary.is_of(identity.id if identity else None):
+        return False
     if summary.status != "completed" or request.plan.total_steps > reader.read_plan_to_resume(directory)["total_steps"]:
         return False
     if summary.details.get("ending") != "patience":

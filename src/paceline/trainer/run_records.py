@@ -202,7 +202,7 @@ def summarise(run: Run, status: Status, ending: str, sha256: Mapping[str, str]) 
         )
         ledger = counted.facts
     warning = divergence(run.window, progress.last) if status == "completed" else ""
-    details: dict[str, Any] = {"ending": ending, **({"warning": warning} if warning else {})}
+    details: dict[str, Any] = {"run": run.identity, "ending": ending, **({"warning": warning} if warning else {})}
     # The fraction of its data that the run has seen, if not all of it.
     if part := {key: plan.data[key] for key in ("only_classes", "subset", "split_file_sha256") if key in plan.data}:
         details["data"] = {"digest": plan.data.get("digest"), **part}

@@ -387,8 +387,7 @@ class Subject(contextlib.ExitStack[bool | None]):
                 "world_size": self.world.world_size,
                 "launched_by": launch.source,
             },
-            lengths=self.geometry.lengths,
-            draws=self.geometry.draws,
+            geometry=self.geometry,
         )
         common = self.collectives, self.display.message
         mirror_state = mirroring.restore_from_mirror(self.directory, request, *common)

@@ -328,6 +328,7 @@ def _log_start(run: Run, subject: Subject) -> None:
             total_steps=plan.total_steps,
             version=__version__,
             details={
+                "run": run.identity,
                 "opening_seconds": run.progress.launch_seconds,
                 "log_every": None if "log" in plan.moments else plan.log_every_steps,
             },

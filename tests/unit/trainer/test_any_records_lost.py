@@ -47,7 +47,9 @@ def request_to_resume(tiny_recipe: Path, tiny_task: Make) -> ResumeRequest:
     prepared = Subject.open(recipe, World(), "network", task=tiny_task()(recipe))
     prepared.close()
     facts = {"torch": torch.__version__}
-    return ResumeRequest(recipe=prepared.recipe, plan=prepared.plan, resume="auto", device_facts=facts)
+    return ResumeRequest(
+        recipe=prepared.recipe, plan=prepared.plan, resume="auto", device_facts=facts, geometry=prepared.geometry
+    )
 
 
 def spoil(source: Path, run: Path, losses: dict[str, int | None]) -> Path:

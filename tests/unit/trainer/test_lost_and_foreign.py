@@ -16,6 +16,7 @@ import pytest
 from run_directories import fingerprint, saved_steps
 
 from paceline.checkpoint.reading import read_manifest
+from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, PacelineError, RunDirectoryError, TrainingError
 from paceline.records.reader import read_identity, write_identity
 from paceline.records.run_directory import RunDirectory
@@ -250,13 +251,31 @@ def test_without_its_identity_the_checkpoints_vote(train_tiny: Make, runs: Path,
     shutil.copytree(runs / "whole/checkpoints/step-00000012", run / "checkpoints/step-00000012")
     (run / "run.json").unlink()
     shutil.copytree(run, runs / "tied")
-    shutil.rmtree(runs / "tied/checkpoints/step-00000004")
+    for name in ("checkpoints/step-00000004", "events.jsonl", "summary.json"):
+        path = runs / "tied" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     before = fingerprint(runs / "tied")
-    with pytest.raises(RunDirectoryError, match="its checkpoints belong to different runs"):
+    with pytest.raises(RunDirectoryError, match="its checkpoints and records belong to different runs"):
         train_tiny("tied", LONGER)
     assert fingerprint(runs / "tied") == before
     assert train_tiny("run", LONGER).summary.weights_sha256 == whole
     assert (run / "checkpoints/step-00000012.foreign").is_dir()
+
+
+def test_the_only_checkpoint_does_not_decide_alone(train_tiny: Make, runs: Path, whole: str) -> None:
+    """Without run.json, the events and the outcome know whose run it is."""
+    run = train_tiny("run").run_dir
+    (run / "run.json").unlink()
+    shutil.rmtree(run / "checkpoints")
+    shutil.copytree(runs / "whole/checkpoints/step-00000012", run / "checkpoints/step-00000012")
+    for outcome in (run / "summary.json", run / "no-outcome"):
+        before = fingerprint(run)
+        with pytest.raises((CheckpointError, RunDirectoryError), match=r"another run|belong to different runs"):
+            train_tiny("run", LONGER)
+        with pytest.raises(CheckpointError, match="another run"):
+            read_weights(run)
+        assert fingerprint(run) == before
+        outcome.unlink(missing_ok=True)
 
 
 def test_a_copy_goes_on(train_tiny: Make, runs: Path, whole: str) -> None:
@@ -291,6 +310,52 @@ def test_lost_records_are_told_and_objected_to(
     assert (incident["incident"], incident["step"]) == ("missing_records", 8)
     assert ("events.jsonl" if name == "events.jsonl" else "ledger") in incident["message"]
     assert not audit_run(run).passed
+
+
+def double(path: Path) -> None:
+    path.write_bytes(2 * path.read_bytes())
+
+
+def repeat_each(path: Path) -> None:
+    content, size = path.read_bytes(), path.stat().st_size // 8  # one record for each of the eight steps
+    path.write_bytes(b"".join(2 * content[at : at + size] for at in range(0, len(content), size)))
+
+
+def test_a_doubled_ledger_is_cut_to_its_first_half(train_tiny: Make, whole: str) -> None:
+    run = train_tiny("run").run_dir
+    double(run / "ledger/rank-00000.ids")
+    assert train_tiny("run", LONGER).summary.weights_sha256 == whole
+    assert audit_run(run).passed
+
+
+def test_a_ledger_that_holds_each_record_twice_is_told(train_tiny: Make, whole: str) -> None:
+    run = train_tiny("run").run_dir
+    repeat_each(run / "ledger/rank-00000.ids")
+    assert train_tiny("run", LONGER).summary.weights_sha256 == whole
+    assert "holds 208 samples, and 104 were used" in incidents(run)[0]["message"]
+    assert not audit_run(run).passed
+
+
+@pytest.mark.parametrize("images", [52, 500])
+def test_the_ledger_of_another_run_is_set_aside(train_tiny: Make, tiny_task: Make, whole: str, images: int) -> None:
+    other = train_tiny("other", {"seed": 5}, task=tiny_task(train_images=images)).run_dir
+    run = train_tiny("run").run_dir
+    shutil.copy(other / "ledger/rank-00000.ids", run / "ledger")
+    assert train_tiny("run", LONGER).summary.weights_sha256 == whole
+    assert (run / "ledger/rank-00000.ids.foreign").read_bytes() == (other / "ledger/rank-00000.ids").read_bytes()
+    assert [each["incident"] for each in incidents(run)] == ["foreign_ledger", "missing_records"]
+    assert not audit_run(run).passed
+
+
+@pytest.mark.parametrize("name", ["events.jsonl", "summary.json"])
+def test_records_of_another_run_are_told_and_objected_to(train_tiny: Make, runs: Path, whole: str, name: str) -> None:
+    run = train_tiny("run", {**LONGER, "train.until": "8 steps"}).run_dir
+    shutil.copy(runs / "whole" / name, run)
+    assert any(f"{name} is of another run" in each for each in audit_run(run).objections)
+    finished = train_tiny("run", LONGER)
+    assert (finished.was_complete, finished.summary.weights_sha256) == (False, whole)
+    assert any(f"{name} is of another run" in each["message"] for each in incidents(run))
+    assert audit_run(run).passed == (name == "summary.json")
 
 
 def is_step(line: bytes) -> bool:

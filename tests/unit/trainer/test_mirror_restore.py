@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from run_directories import fingerprint
 
+from paceline.checkpoint import mirror
+from paceline.checkpoint.durable import FileFacts
 from paceline.checkpoint.mirror import CommitListing, list_commits
 from paceline.checkpoint.store import ResumePoint
 from paceline.distributed.collectives import Collectives
@@ -245,6 +247,26 @@ def test_what_lacks_of_a_complete_run_is_sent_or_told(
     assert any(text.startswith("the newest checkpoint of this run is not at") for text in listening.heard), (
         listening.heard
     )
+
+
+def test_a_newer_checkpoint_at_the_address_is_refused_before_anything_is_fetched(
+    mirrored: Make, address: str, runs: Path
+) -> None:
+    mirrored("run", {"train.until": "6 steps"})
+    commit = max((runs / "copy/commits").iterdir())
+    content = json.loads(commit.read_text())
+    name = content["files"]["manifest.json"]["name"]
+    manifest = {**json.loads((runs / "copy" / name).read_text()), "format_version": 99, "digest": "of another kind"}
+    (runs / "copy" / name).write_text(json.dumps(manifest))
+    content["files"]["manifest.json"] |= FileFacts.of(json.dumps(manifest).encode()).to_json()
+    del content["digest"]
+    commit.write_text(json.dumps({**content, "digest": mirror._digest(content)}))
+    shutil.rmtree(runs / "run/checkpoints/step-00000006")
+    before = fingerprint(runs)
+    for run in ("run", "new"):
+        with pytest.raises(VersionError, match=rf"{name}' has the format version 99"):
+            mirrored(run)
+        assert fingerprint(runs) == before
 
 
 def test_a_copy_of_a_newer_format_is_not_touched(mirrored: Make, address: str, runs: Path) -> None:

@@ -29,7 +29,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -80,6 +80,7 @@ _CLOSING_CHECKS = 4  # a worker that is still reading after this many checks is 
 _LONGEST_WAIT_SECONDS = 600  # for one batch; storage that stalls for longer is unlikely to recover
 
 _DEATH = "DataLoader worker"  # start of torch's error message about a worker
+_NO_THREAD = -2  # in place of the sample that a worker is reading
 
 # sizeof(sun_path) on Linux, without its terminating null; slightly less on macOS.
 _SOCKET_PATH = 107 if sys.platform == "linux" else 103
@@ -255,7 +256,22 @@ class _WorkerState:
         multiprocessing.queues.Queue._on_queue_feeder_error = _put_failure  # type: ignore[attr-defined]  # noqa: SLF001
         self._worker = worker
         self._pids[worker] = os.getpid()
-        threading.Thread(target=self._leave_in_time, daemon=True).start()
+        start_feeder = multiprocessing.queues.Queue._start_thread  # type: ignore[attr-defined]  # noqa: SLF001
+        feed = self._unless_out_of_threads(start_feeder)
+        multiprocessing.queues.Queue._start_thread = feed  # type: ignore[attr-defined]  # noqa: SLF001
+        self._unless_out_of_threads(threading.Thread.start)(threading.Thread(target=self._leave_in_time, daemon=True))
+
+    def _unless_out_of_threads(self, start: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Exit quietly where a thread cannot start: the run's process reports it."""
+
+        def start_or_exit(thread: Any) -> None:
+            try:
+                start(thread)
+            except RuntimeError:
+                self.note(_NO_THREAD)
+                os._exit(1)
+
+        return start_or_exit
 
     def note(self, sample: int) -> None:
         """Record which sample this worker reads next."""
@@ -275,7 +291,9 @@ class _WorkerState:
         where = f", while it read sample {names}" if names else ""
         sentence = re.split(r"\. |\.$", reason.strip(), maxsplit=1)[0]
         cause = ""
-        if sentence.endswith("Bus error"):
+        if any(self._reading[k] == _NO_THREAD for k in self.dead()):
+            cause = " It could not start a thread: raise the limit of processes and threads (ulimit -u)."
+        elif sentence.endswith("Bus error"):
             cause = " It ran out of shared memory: give it more, or lower data.workers or data.prefetch."
         elif sentence.endswith(("Killed", "exited unexpectedly")):
             cause = " If it was killed because memory ran out, lower data.workers or data.prefetch."

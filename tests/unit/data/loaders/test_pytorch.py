@@ -247,6 +247,28 @@ def test_shared_memory_that_is_full_or_cannot_be_written_to(
     assert last == "[]"
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["its own thread", "its queue's thread"])
+def test_a_worker_that_cannot_start_a_thread_is_told_in_a_sentence(
+    small: FileSource, slices: Slices, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], first: bool
+) -> None:
+    run, start, started = os.getpid(), threading.Thread.start, list[threading.Thread]()
+
+    def start_some(thread: threading.Thread) -> None:
+        if os.getpid() != run and (first or started):
+            raise RuntimeError("can't start new thread")
+        started.extend([thread] if os.getpid() != run else [])
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    with (
+        closing(PytorchBackend(small, view(None), workers=1)) as backend,
+        pytest.raises(LostWorkerError, match=r"could not start a thread: raise the limit .*ulimit -u"),
+        explain_worker_deaths(),
+    ):
+        next(iter(backend.batches(iter(slices([0, 1], [2, 3])))))
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_worker_that_dies_while_nothing_is_awaited_of_it(small: FileSource, slices: Slices) -> None:
     """torch raises it wherever the main thread is."""
     with closing(PytorchBackend(small, view(None), workers=2)) as backend:
