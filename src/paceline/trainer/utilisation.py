@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 
 from paceline.devices import Device, recognise
-from paceline.distributed.device import describe_machine
 from paceline.errors import ModelError
 from paceline.models.ceilings import Ceilings, ceilings_of
 from paceline.models.roofline import utilisation
@@ -119,8 +118,6 @@ def _flops_per_sample(subject: Subject, device: Device) -> dict[str, float]:
     from paceline.models.flops import WorkCounter
     from paceline.trainer.fake_step import fake_step
 
-    plan = subject.plan
-    machine = describe_machine(subject.device, processes=plan.local_world_size)
     # A copy, so that the task keeps its reference to the run's network.
     task = copy.copy(subject.task)
     task.recipe = task.recipe.without_initial_weights()
@@ -134,14 +131,14 @@ def _flops_per_sample(subject: Subject, device: Device) -> dict[str, float]:
         return network
 
     task.build_model = rebuild_network  # type: ignore[method-assign]  # of the copy
-    with fake_step(subject.recipe, task, processes=plan.world_size, machine=machine) as step:
+    with fake_step(subject.recipe, task, processes=subject.world.world_size, machine=subject.machine) as step:
         with WorkCounter(step.network) as counter:
             step.backward(step.forward())
         work = counter.work
         if work.uncounted:
             names = ", ".join(each.operator for each in work.uncounted[:3])
             raise ModelError(f"the FLOPs of {names} are unknown")
-        ceilings = ceilings_of(plan, device, work)
+        ceilings = ceilings_of(subject.plan, device, work)
         by_precision = ceilings.flops_by_precision(work.model_works)
         for name in by_precision:
             ceilings.peak(name)  # a network may choose dtypes that the device has no units for
