@@ -16,12 +16,11 @@ from pathlib import Path
 from signal import Signals
 from typing import IO
 
-from paceline.checkpoint.store import CheckpointStore
 from paceline.distributed.environment import read_launch
 from paceline.errors import RecipeError, StoppedError, TrainingError
 from paceline.processes import ProcessGroup, received_signals, without_rank_variables
 from paceline.recipe.load import LoadedRecipe, Overrides, is_data, load_recipe, to_yaml
-from paceline.records.reader import read_plan, read_summary
+from paceline.records.reader import beyond_until, read_summary
 from paceline.records.run_directory import RunDirectory, default_run_directory, existing_run
 from paceline.references import trusting_code
 from paceline.report.html.page import report_at_the_end
@@ -93,18 +92,12 @@ def train(
             log = (lambda line: None) if quiet else print
             recipe, overrides = recipe_for_data(str(recipe), overrides, options.run_dir, log)
         loaded = load_recipe(recipe, overrides)
-    if run is not None and loaded.origins.get("train.until") != "override" and _has_reached_until(run):
+    if run is not None and loaded.origins.get("train.until") != "override" and beyond_until(run):
         loaded = replace(loaded, recipe=replace(loaded.recipe, train=replace(loaded.recipe.train, until=None)))
     if processes > 1:
         return _train_in_processes(loaded, options, processes, quiet=quiet)
     with restore_torch_settings():
         return train_recipe(loaded, options)
-
-
-def _has_reached_until(run: RunDirectory) -> bool:
-    """Whether a run was stopped by its own ``train.until``: continuing means going beyond."""
-    steps = CheckpointStore(run.checkpoints).steps()
-    return bool(steps) and read_plan(run).get("until_step") in steps
 
 
 def _train_in_processes(loaded: LoadedRecipe, options: Options, processes: int, *, quiet: bool) -> TrainResult:

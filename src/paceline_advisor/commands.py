@@ -285,8 +285,8 @@ class Scale(Cluster):
 class Plan(Cluster):
     """Choose the number of GPUs for a deadline or a budget.
 
-    It finds the fewest GPUs that meet a deadline, or the fastest training within a budget, with strategy, global batch,
-    learning rate, hours and cost. Deadline and budget are compared with the upper end of the prediction's range.
+    It finds the cheapest training that meets a deadline, or the fastest within a budget, with GPUs, strategy, global
+    batch, learning rate, hours and cost. Deadline and budget are compared with the upper end of the prediction's range.
     Nothing is changed: the recipe's batch and learning rate stay unless you ask for a rule. Passes are as large as the
     GPU's memory allows, by what `paceline estimate` says.
 

@@ -404,7 +404,7 @@ def test_a_run_in_parts(paceline_here: Call, tmp_path: Path, tiny: tuple[str, ..
     command = ("train", "digits", *tiny, "--run-dir", "run")
     part = paceline_here(*command, "--until", "3 steps").ended(75)
     assert "Stopped after 3 steps" in part.out
-    assert "resume run train.until=null" in part.out
+    assert "To resume: paceline resume run\n" in part.out
     stopped = strict_json((tmp_path / "run" / "summary.json").read_text())
     assert (stopped["status"], stopped["step"], stopped["details"]["ending"]) == ("stopped", 3, "until")
     assert paceline_here(*command, "--until", "3 steps").code == 75  # there already

@@ -202,7 +202,13 @@ def test_a_run_that_is_there_keeps_what_was_chosen(
     requested = (*SHORT, "data.image_size=16", "train.duration=4 steps", "data.workers=0")
     paceline_here("train", "photos", *requested, "train.until=2 steps", "--run-dir", "run").ended(75)
     monkeypatch.setattr(first_recipe, "why_no_weights", lambda _: "")  # another choice would be made by now
-    paceline_here("train", "photos", "train.until=null", "--run-dir", "run").ended(0)
+    # A stop before it leaves `train.until` in force; once reached, it is dropped, as by `paceline resume`.
+    plan = json.loads(Path("run/plan.json").read_text())
+    Path("run/plan.json").write_text(json.dumps(plan | {"until_step": 3}))
+    recipe = Path("run/recipe.yaml").read_text()
+    Path("run/recipe.yaml").write_text(recipe.replace("until: 2 steps", "until: 3 steps"))
+    assert "3 steps" in paceline_here("train", "photos", "--run-dir", "run").ended(75).out
+    paceline_here("train", "photos", "--run-dir", "run").ended(0)
     assert json.loads(Path("run/summary.json").read_text())["step"] == 4
 
 

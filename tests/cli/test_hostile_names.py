@@ -92,7 +92,7 @@ def test_paths_may_be_quoted(paceline_here: Call, write_images: Call, tmp_path: 
         write_images(tmp_path / "photos" / name)
     (tmp_path / "small.yaml").write_text(RECIPE.replace("1 steps", "2 steps"))
     part = paceline_here("train", "small.yaml", "train.until=1 steps", "--run-dir", "my run").ended(75)
-    assert "paceline resume 'my run' train.until=null" in part.out
+    assert "paceline resume 'my run'\n" in part.out
     (tmp_path / "photos").rename(tmp_path / "photos #1")
     moved = ("train.until=null", "data.path='photos #1'", "data.saved_split=off")
     assert "/my run'\n" in paceline_here("resume", "my run", *moved).ended(0).out

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from calls import Call
@@ -59,6 +61,48 @@ def test_a_back_end_that_is_not_here_is_refused(paceline_here: Call, tiny: tuple
     message = "has gloo for cpu; use one of them, or parallel.backend=auto"
     paceline_here(*requested, "--processes", "2", "--plan-only").refused(message)
     paceline_here(*requested, "--run-dir", "run").refused(message)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "network"),
+    [
+        ("digits", "resnet18"),
+        ("shapes-maskrcnn", "maskrcnn_resnet50_fpn"),
+        ("shapes-segmentation", "lraspp_mobilenet_v3_large"),
+    ],
+)
+def test_weights_of_torchvision_are_looked_for_without_a_download(
+    recipe: str, network: str, paceline_here: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def opened(request: Any, **_: Any) -> Any:
+        asked.append((request.method, request.full_url.rpartition("/")[2]))
+        return BytesIO()
+
+    def downloaded(url: str, *_: Any, **__: Any) -> Any:
+        raise OSError(f"downloads {url}")
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("paceline.models.build.urlopen", opened)
+    monkeypatch.setattr("torch.hub.download_url_to_file", downloaded)
+    name = ("model=null", f"model.name=torchvision:{network}", "model.pretrained=true", "parallel.device=cpu")
+    more = ["data.channels=3", "data.image_size=96"] * (recipe == "digits")
+    paceline_here("train", recipe, *name, *more, "--plan-only").ended(0)
+    [(method, file)] = asked
+    assert method == "HEAD"
+    assert f"{file}); set model.pretrained=false" in paceline_here("train", recipe, *name, *more).ended(2).err
+    # A file that is here is loaded by the plan too.
+    (tmp_path / "hub" / "checkpoints" / file).write_bytes(b"damaged")
+    assert "published weights" in paceline_here("train", recipe, *name, *more, "--plan-only").ended(2).err
+
+
+def test_a_network_whose_head_cannot_be_replaced_is_refused_by_the_plan(
+    paceline_here: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.models.build.urlopen", lambda *_, **__: BytesIO())
+    name = ("model=null", "model.name=torchvision:squeezenet1_1", "model.pretrained=true", "data.image_size=96")
+    paceline_here("train", "digits", *name, "data.channels=3", "--plan-only").refused("has no linear classifier")
 
 
 @pytest.mark.parametrize(

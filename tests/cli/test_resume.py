@@ -20,7 +20,7 @@ def test_a_run_of_two_processes_goes_on_with_two(paceline: Call, tiny: Any, tmp_
     requested = ("train", "digits", *tiny, *NO_EVALUATION, "--processes=2", "--run-dir")
     assert paceline(*requested, "whole").code == 0
     part = paceline(*requested, "part", "--until", "2 steps").ended(75)
-    assert "resume part train.until=null" in part.out
+    assert "resume part\n" in part.out
     (tmp_path / "elsewhere").mkdir()
     for until, code in (("4 steps", 75), ("null", 0)):  # it stays known after the first
         done = paceline("resume", "../part", f"train.until={until}", "--json", cwd=tmp_path / "elsewhere")
@@ -42,7 +42,7 @@ def test_what_a_script_recorded_or_nobody_goes_on_too(paceline_here: Call, tiny:
     Path("run/environment.json").unlink()
     paceline_here("resume", "run", "train.until=5 steps").ended(75)
     Path("run/environment.json").write_text(recorded)
-    assert paceline_here("resume", "run", "train.until=null").code == 0
+    assert paceline_here("resume", "run").code == 0
     Path("run/environment.json").write_text(recorded)
     plan = json.loads(Path("run/plan.json").read_text())
     Path("run/plan.json").write_text(json.dumps(plan | {"world_size": 4096}))

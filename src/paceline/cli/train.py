@@ -33,7 +33,7 @@ from paceline.loading import loading
 from paceline.machine import available_cores
 from paceline.recipe.load import PATH_KEYS, LoadedRecipe, is_data, load_recipe, shipped_recipes, to_tree
 from paceline.recipe.named_code import named_code
-from paceline.records.reader import read_environment, read_plan
+from paceline.records.reader import beyond_until, read_environment, read_plan
 from paceline.records.run_directory import RunDirectory, existing_run
 from paceline.references import trusting_code
 from paceline.units import counted, format_bytes, format_count, format_metric, format_seconds, metric_title
@@ -209,8 +209,7 @@ def _show_result(result: TrainResult, recipe: Recipe) -> None:
     if warning := summary.details.get("warning"):
         echo(f"paceline: warning: {warning}", err=True)
     if summary.status == "stopped":
-        until = " train.until=null" * (summary.details.get("ending") == "until")
-        echo(f"To resume: {program()} resume {typed}{until}{trust}")
+        echo(f"To resume: {program()} resume {typed}{trust}")
         return
     echo("Next:")
     if plan.get("sample_name") == "images":
@@ -400,8 +399,8 @@ def _compiled_line(plan: Plan) -> str:
 class Resume:
     """Resume RUN with its recipe, in its directory and with its number of processes.
 
-    KEY=VALUE changes settings that may change during a run, such as train.duration. A complete run only says so. Under
-    torchrun or Slurm, their processes are used.
+    KEY=VALUE changes settings that may change during a run, such as train.duration. A complete run only says so. A
+    train.until that the run has reached is dropped. Under torchrun or Slurm, their processes are used.
 
     Examples:
       paceline resume runs/photos
@@ -416,7 +415,8 @@ class Resume:
 
     def stream(self, *, as_json: bool) -> int:
         """Continue training in the run's directory."""
-        directory, overrides, processes = existing_run(self.run.absolute()), self.overrides, self.processes
+        directory, processes = existing_run(self.run.absolute()), self.processes
+        overrides = (*beyond_until(directory), *self.overrides)
         max_restarts = self.max_restarts
         loaded = load_recipe(directory.root, overrides)  # code that it names is imported only with --trust-code
         # Relative paths are resolved here, wherever the run was started.

@@ -336,6 +336,8 @@ def report_error(error: BaseException, environ: Mapping[str, str]) -> int:
     code = error.exit_code if isinstance(error, PacelineError) else 1
     notes = [_sanitized(str(note)) for note in getattr(error, "__notes__", ())]
     message = "\n".join([*_lines(error), *notes]) if mistake else _sanitized("".join(traceback.format_exception(error)))
+    if not mistake and not (notes or "(")[0].startswith("("):  # what failed, before where
+        message = f"{' '.join(notes)}\n{message}"
     directory = environ.get(_ERROR_DIRECTORY)
     if directory is not None:
         first_line = f"{type(error).__name__}: {error}".strip().splitlines()[0]

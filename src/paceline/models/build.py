@@ -6,8 +6,10 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
+from inspect import signature
 from itertools import chain
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -17,7 +19,14 @@ from torch import nn
 
 from paceline.errors import ModelError, StorageError, did_you_mean
 from paceline.loading import without_compiler
-from paceline.models.factories import TORCHVISION, call_factory, named_factory, no_weights, unknown_model
+from paceline.models.factories import (
+    BACKBONE_WEIGHTS,
+    TORCHVISION,
+    call_factory,
+    named_factory,
+    no_weights,
+    unknown_model,
+)
 from paceline.models.language import OWN_LANGUAGE_MODELS
 from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
@@ -169,14 +178,36 @@ def check_published(model: Model) -> bool:
     """Check, without a download, that published weights can be loaded; False if only loading them can tell.
 
     Raises:
-        ModelError: If they are neither on this machine nor within reach.
+        ModelError: If they are neither on this machine nor within reach, or cannot be used.
     """
     import timm
 
+    if model.pretrained and model.name.startswith(TORCHVISION):
+        return _is_downloadable(model)
     is_known = timm.is_model(model.name)
     if model.pretrained and is_known and (why := why_no_weights(model.name)):
         raise no_weights(model, why)
     return is_known or model.name.startswith(PREFIX)
+
+
+def _is_downloadable(model: Model) -> bool:
+    """Whether the published weights of a torchvision network, or of its backbone, are not here, but within reach."""
+    from torchvision.models import get_model_builder, get_model_weights
+
+    name = model.name.removeprefix(TORCHVISION)
+    if backbone := signature(get_model_builder(name)).parameters.get("weights_backbone"):
+        address = type(backbone.default)[BACKBONE_WEIGHTS.get(name, "DEFAULT")].url
+    else:
+        with torch.device("meta"):
+            _replace_head(get_model_builder(name)(**model.options), 1000, model.name)
+        address = get_model_weights(name)["DEFAULT"].url
+    if (Path(torch.hub.get_dir()) / "checkpoints" / Path(address).name).exists():
+        return False
+    try:
+        urlopen(Request(address, method="HEAD"), timeout=_HUB_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def parameter_count(network: nn.Module) -> int:
@@ -269,7 +300,7 @@ def _torchvision(model: Model, *, num_classes: int, in_channels: int) -> nn.Modu
         try:
             with limited_waits():
                 network = torchvision.models.get_model(name, weights="DEFAULT", **model.options)
-        except (OSError, RuntimeError, StorageError) as error:
+        except (EOFError, OSError, RuntimeError, UnpicklingError, StorageError) as error:
             raise no_weights(model, error) from error
         _replace_head(network, num_classes, model.name)
     if getattr(network, "aux_logits", False):  # of GoogLeNet and Inception, which in training would return a tuple

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -23,7 +24,15 @@ from torch.nn import functional
 
 from paceline.errors import ModelError, StorageError, did_you_mean
 from paceline.loading import without_compiler
-from paceline.models.factories import TORCHVISION, call_factory, check_options, named_factory, no_weights, unknown_model
+from paceline.models.factories import (
+    BACKBONE_WEIGHTS,
+    TORCHVISION,
+    call_factory,
+    check_options,
+    named_factory,
+    no_weights,
+    unknown_model,
+)
 from paceline.recipe.data import Boxes
 from paceline.recipe.model import Model
 from paceline.references import is_reference
@@ -182,8 +191,6 @@ OWN_DETECTORS: dict[str, Callable[..., nn.Module]] = {
 }
 
 _FAMILIES = ("fasterrcnn", "maskrcnn", "retinanet", "fcos", "ssd")  # keypoint networks have other targets
-# Other weights than the newest, where a network's preprocessing fits only those.
-_BACKBONE_WEIGHTS = {"ssd300_vgg16": "IMAGENET1K_FEATURES"}
 _SIZES = ("min_size", "max_size")
 _WHOLE = 512  # in pixels, a multiple of every pyramid level's stride
 
@@ -261,14 +268,14 @@ def build_published(model: Model, classes: int) -> nn.Module:
     # torchvision publishes whole networks for COCO's classes and backbones for ImageNet's; training starts from the
     # latter.
     name = model.name.removeprefix(TORCHVISION)
-    backbone = _BACKBONE_WEIGHTS.get(name, "DEFAULT") if model.pretrained else None
+    backbone = BACKBONE_WEIGHTS.get(name, "DEFAULT") if model.pretrained else None
     sizes = {"weights": None, "weights_backbone": backbone, "num_classes": classes}
     try:
         with limited_waits() if model.pretrained else nullcontext():
             network: nn.Module = get_model(name, **sizes, **model.options)
     except (TypeError, ValueError) as error:
         raise ModelError(f"model.name={model.name}: model.options {model.options} do not fit: {error}.") from error
-    except (OSError, RuntimeError, StorageError) as error:
+    except (EOFError, OSError, RuntimeError, UnpicklingError, StorageError) as error:
         if not model.pretrained:
             raise
         raise no_weights(model, error, "the backbone of ") from error

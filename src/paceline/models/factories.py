@@ -14,6 +14,8 @@ from paceline.recipe.model import Model
 from paceline.references import is_reference, load_reference
 
 TORCHVISION = "torchvision:"
+# Other weights than the newest, where a network's preprocessing fits only those.
+BACKBONE_WEIGHTS = {"ssd300_vgg16": "IMAGENET1K_FEATURES"}
 NO_WEIGHTS = "it has no published weights; model.initialize_from takes your own file"
 
 

@@ -13,6 +13,8 @@ from itertools import chain
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from paceline.classifier import classifier_layers
 from paceline.errors import ModelError
@@ -94,10 +96,10 @@ def adapt(network: nn.Module, model: Model) -> None:
 
 
 def freeze(network: nn.Module, patterns: Sequence[str], but: Collection[str] = ()) -> None:
-    """Freeze parameters, and the statistics of norms whose parameters are all frozen, or would be if they had any.
+    """Freeze parameters, and statistics, as of norms, whose parameters are all frozen, or would be if they had any.
 
     Args:
-        network: The network; norms without trainable parameters are put into evaluation mode.
+        network: The network; norms and spectral norms without trainable parameters are put into evaluation mode.
         patterns: Shell patterns of names. A later one wins; one that begins with ``!`` excludes.
         but: Parameters to exclude, whatever the patterns say.
 
@@ -110,13 +112,32 @@ def freeze(network: nn.Module, patterns: Sequence[str], but: Collection[str] = (
     for name, parameter in network.named_parameters():
         if name in frozen:
             parameter.requires_grad = False
-    for module in network.modules():
-        parameters = list(module.parameters())
-        if isinstance(module, _NormBase) and parameters and not any(each.requires_grad for each in parameters):
+    for module, parameters in _with_statistics(network).items():
+        if not any(each.requires_grad for each in parameters):
             module.eval()
     for module, names in _bare_norms(network).items():
         if frozen.issuperset(names):
             module.eval()
+
+
+def _with_statistics(network: nn.Module) -> dict[nn.Module, list[nn.Parameter]]:
+    """Return the modules whose buffers a forward pass may change, such as norms, each with the parameters they serve.
+
+    They are norms, other modules without children that have floating-point buffers, and spectral norms.
+    """
+    found: dict[nn.Module, list[nn.Parameter]] = {}
+    for module in network.modules():
+        if isinstance(module, ParametrizationList):
+            originals = list(module.parameters(recurse=False))
+            found |= {each: originals for each in module if any(True for _ in each.buffers())}
+            continue
+        hooks = module._forward_pre_hooks.values()  # noqa: SLF001  # torch lists hooks nowhere else
+        parameters = [module.get_parameter(f"{each.name}_orig") for each in hooks if isinstance(each, SpectralNorm)]
+        if not parameters and not any(True for _ in module.children()):
+            parameters = list(module.parameters())
+        if parameters and any(each.is_floating_point() for each in module.buffers(recurse=False)):
+            found[module] = parameters
+    return found
 
 
 def _bare_norms(network: nn.Module) -> dict[_NormBase, tuple[str, str]]:
@@ -245,11 +266,11 @@ class FreezeSchedule:
         spans = {norm: [by_name[name] for name in names if name in by_name] for norm, names in bare.items()}
         self._bare_norms = {norm: found for norm, found in spans.items() if found}
         moving = {id(parameter) for parameter, _, _ in self._spans}
-        self._norms = [
-            module
-            for module in network.modules()
-            if isinstance(module, _NormBase) and any(id(each) in moving for each in module.parameters())
-        ]
+        self._norms = {
+            module: parameters
+            for module, parameters in _with_statistics(network).items()
+            if any(id(each) in moving for each in parameters)
+        }
         self._turns = sorted({*first_steps.values(), *last_steps.values()})
         self._passed = -1 if self._turns else 0
         self._changed = changed
@@ -265,8 +286,8 @@ class FreezeSchedule:
             is_trained = first <= step < last
             is_change |= parameter.requires_grad != is_trained
             parameter.requires_grad_(is_trained)
-        for norm in self._norms:
-            norm.train(any(each.requires_grad for each in norm.parameters()))
+        for module, parameters in self._norms.items():
+            module.train(any(each.requires_grad for each in parameters))
         for norm, spans in self._bare_norms.items():
             norm.train(any(first <= step < last for first, last in spans))
         if is_change:

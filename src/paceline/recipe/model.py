@@ -81,7 +81,7 @@ class Model:
     for another number of classes, say. The run lists them."""
     frozen: tuple[str, ...] = ()
     """Shell patterns of parameters that are not trained. A later one wins, and `!` excludes: ["*", "!fc.*"] trains only
-    the classifier. Norms without a trained parameter keep their statistics too."""
+    the classifier. Norms and spectral norms without a trained parameter keep their statistics."""
     unfreeze: dict[str, Length] = Field(default_factory=dict)
     """Patterns of frozen parameters and when their training starts; the earliest match counts:
     {"layer4.*": "2 epochs", "*": "4 epochs"}."""

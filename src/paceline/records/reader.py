@@ -187,6 +187,16 @@ def read_plan(run: RunDirectory) -> dict[str, Any]:
     return read_json(run.plan)
 
 
+def beyond_until(run: RunDirectory) -> tuple[str, ...]:
+    """Return the override to resume a run with that has reached its own ``train.until``; otherwise nothing."""
+    with contextlib.suppress(RunDirectoryError):
+        until = read_plan(run).get("until_step")
+        steps = (name for each in run.checkpoints.glob("step-*") if (name := each.name[5:]).isdecimal())
+        if isinstance(until, int) and max(map(int, steps), default=-1) >= until:
+            return ("train.until=null",)
+    return ()
+
+
 # Values that a run's continuation, and its audit, are compared with.
 _NEEDED = {
     "strategy": str,

@@ -14,7 +14,7 @@ from paceline.metrics.accumulator import Metric
 from paceline.plan import DataFacts, Plan, TaskFacts
 from paceline.recipe.schema import Recipe
 from paceline.records.events import EvaluationEvent
-from paceline.tasks.own_code import check_metrics, refused
+from paceline.tasks.own_code import check_metrics, refused, unused_by_own_loss
 from paceline.tasks.task import Task, check_supported, task_name
 from paceline.units import format_count
 from paceline.world import World
@@ -54,13 +54,13 @@ def read_facts(task: Task, recipe: Recipe, world: World) -> tuple[DataFacts, Tas
 def _class_facts(task: Task, data: DataFacts) -> tuple[dict[str, Any], DataFacts]:
     """Return the plan's facts of a task's classes and of the data, with a notice about class weights."""
     labels = task.sample_classes()
-    unused: dict[str, str] = {}
+    unused = unused_by_own_loss(task)
     reasons: dict[str, str] = {}
     facts: dict[str, Any] = {}
     for key, name in (("train.class_weights", "class_weights"), ("data.sampling", "sampling")):
         if labels is None:
             unused[key] = f"the task {task_name(task)} names no class of its samples"
-        elif weights := task.weights_by_class(key):
+        elif key not in unused and (weights := task.weights_by_class(key)):
             facts[name] = weights
             reasons[key] = describe_weights(weights, labels, task.description()["class_names"])
     if {"class_weights", "sampling"} <= facts.keys():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from paceline.errors import ModelError, PacelineError, did_you_mean
 from paceline.metrics.accumulator import Metric
@@ -81,6 +84,82 @@ def check_metrics(task: Task) -> None:
         refuse_missing(task, "metrics are", (each.name for each in task.metrics), "its headline is", task.headline)
 
 
+class RefusedBroadcast(TorchFunctionMode):
+    """Refuses arithmetic of [N] targets with [N, 1] answers, or the reverse, which torch spreads to [N, N].
+
+    Args:
+        task: Whose method computes.
+        method: The method.
+        targets: The batch's targets.
+    """
+
+    def __init__(self, task: Task, method: str, targets: Any) -> None:
+        super().__init__()
+        self._where, self._targets = f"{type(task).__name__}.{method}", targets
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the function, and check its operands.
+
+        Raises:
+            ModelError: If they are spread.
+        """
+        pair = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
+        if len(pair) == 2 and any(each is self._targets for each in pair):
+            one, other = sorted(pair, key=lambda each: each.ndim)
+            is_spread = one.ndim == 1 and len(one) > 1 and other.shape == (len(one), 1) and one.is_floating_point()
+            # Targets compared with themselves are meant to be.
+            if is_spread and one.data_ptr() != other.data_ptr() and func.__name__.strip("_").endswith(_SPREADING):
+                shapes = " and ".join(str(list(each.shape)) for each in pair)
+                raise ModelError(
+                    f"{self._where}: {func.__name__} of an answer and the targets, of shapes {shapes}, would compare "
+                    f"each sample with all {len(one)}; give both one shape, for example with answer.flatten()."
+                )
+        return func(*args, **(kwargs or {}))
+
+
+_SPREADING = ("sub", "subtract", "mul", "multiply", "div", "divide", "loss")
+_OF_LOSS = ("loss", "loss_options", "target_threshold", "label_smoothing", "class_weights")
+# Names by which code may read these keys, or hand them on.
+_READERS = {"recipe", "train", "_loss", "weights_by_class", "mean_class_weight"}
+
+
+def unused_by_own_loss(task: Task) -> dict[str, str]:
+    """Return the loss's keys of `train` if your class overrides `loss` and none of its functions reads them."""
+    own = [each for each in type(task).__mro__ if vars(each).get("is_own")]
+    if not any("loss" in vars(each) for each in own):
+        return {}
+    functions = [inspect.unwrap(each) for kind in own for each in vars(kind).values() if callable(each)]
+    for names in (_names(each.__code__) for each in functions if hasattr(each, "__code__")):
+        if names & _READERS or {"super", "loss"} <= names:
+            return {}
+    return {f"train.{key}": f"{type(task).__name__}.loss is your own, and does not read it" for key in _OF_LOSS}
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that a function's code reads, with those of functions inside."""
+    return {*code.co_names, *(name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each))}
+
+
+def _failure(owner: object, method: str, error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    at = next((each for each in reversed(frames) if "site-packages" not in each.filename), frames[-1])
+    where = f"{Path(at.filename).name}, line {at.lineno}"
+    return f"{type(owner).__name__}.{method} failed with {type(error).__name__}: {error} ({where})"
+
+
+@contextmanager
+def naming(task: Task, method: str) -> Iterator[None]:
+    """Add a sentence to an error of your own task, which keeps its type and traceback."""
+    try:
+        yield
+    except Exception as error:
+        if task.is_own and not isinstance(error, PacelineError):
+            error.add_note(_failure(task, method, error))
+        raise
+
+
 @contextmanager
 def calling(owner: object, method: str, *, errors: type[Exception] | tuple[type[Exception], ...]) -> Iterator[None]:
     """Report an error of your own code by class, method and line.
@@ -93,9 +172,4 @@ def calling(owner: object, method: str, *, errors: type[Exception] | tuple[type[
     except PacelineError:
         raise
     except errors as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        at = next((each for each in reversed(frames) if "site-packages" not in each.filename), frames[-1])
-        raise ModelError(
-            f"{type(owner).__name__}.{method} failed with {type(error).__name__}: {error} "
-            f"({Path(at.filename).name}, line {at.lineno}); correct it."
-        ) from error
+        raise ModelError(f"{_failure(owner, method, error)}; correct it.") from error

@@ -23,6 +23,8 @@ from paceline.machine import available_cores
 from paceline.models.build import why_no_weights
 from paceline.plain_yaml import yaml_line
 from paceline.recipe.load import TABLES, Overrides, load_recipe, set_by
+from paceline.records.reader import beyond_until
+from paceline.records.run_directory import RunDirectory
 from paceline.units import format_count
 from paceline.world import World
 
@@ -97,8 +99,7 @@ def recipe_for_data(
     if run_dir is not None and (run_dir / "recipe.yaml").is_file():
         trained_on = load_recipe(run_dir).recipe.data.path
         if trained_on == str(Path(source).expanduser().absolute()):
-            # The stopping point belongs to a launch, not to the run.
-            return str(run_dir), ("train.until=null", *overrides)
+            return str(run_dir), (*beyond_until(RunDirectory(run_dir)), *overrides)
     choice = choose_recipe(source, overrides)
     if read_launch(os.environ).world.is_first:
         for line in choice.reasons:

@@ -7,7 +7,7 @@ need.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ from paceline.plan import Occasion, Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.tasks.facts import best_metric
-from paceline.tasks.own_code import checked_loss
+from paceline.tasks.own_code import RefusedBroadcast, checked_loss, naming
 from paceline.tasks.task import Task
 from paceline.telemetry.clock import StepClock
 from paceline.telemetry.display import Display
@@ -130,7 +130,10 @@ class Run:
 
     def loss(self, model: Callable[..., Any], batch: Batch) -> torch.Tensor:
         """Return the task's loss of a micro-batch; only the network's forward pass is under autocast."""
-        with self.precision.keeping_casts():
+        # In a new run's first step; a compiled network would be traced with it.
+        checks = self.task.is_own and not self.progress.position and self.plan.compile == "off"
+        checked = RefusedBroadcast(self.task, "loss", batch.targets) if checks else nullcontext()
+        with self.precision.keeping_casts(), naming(self.task, "loss"), checked:
             loss = self.task.loss(self.precision.applied_to(model), batch)
         return checked_loss(self.task, loss, needs_gradient=batch.weight > 0)
 

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -23,7 +23,7 @@ from paceline.errors import ModelError
 from paceline.metrics.named import NamedMetrics
 from paceline.models.compiled import shape_of
 from paceline.records.events import MeasurementEvent
-from paceline.tasks.own_code import calling, check_scores, refuse_missing
+from paceline.tasks.own_code import RefusedBroadcast, calling, check_scores, refuse_missing
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.run import Run
@@ -203,7 +203,8 @@ def _rehearse_evaluation(run: Run) -> None:
         batch = next(iter(run.pipeline.evaluation_batches(run.evaluator.batch_size, World())), None)
         if batch is None or not len(batch.ids):
             return
-        with run.precision.keeping_casts(), calling(task, "score", errors=Exception):
+        checked = RefusedBroadcast(task, "score", batch.targets) if task.is_own else nullcontext()
+        with run.precision.keeping_casts(), calling(task, "score", errors=Exception), checked:
             scores = task.score(task.evaluated(run.precision.applied_to(model)), batch)
         check_scores(task, scores, len(batch.ids))
         # A result that one batch cannot give, such as a curve of a single class, is not a mistake.

@@ -31,6 +31,8 @@ from paceline.metrics.accumulator import Accumulator
 from paceline.plan.compute import resolve_channels_last, resolve_threads
 from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
+from paceline.records.reader import read_plan
+from paceline.records.run_directory import RunDirectory
 from paceline.references import is_code_trusted
 from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Task, build_task
@@ -242,12 +244,14 @@ class OpenedRun:
         saved: Its weights.
         recipe: The recipe it was trained with.
         subject: Its network on its samples.
+        train_samples: Samples of an epoch of its training.
     """
 
     target: Path
     saved: SavedWeights
     recipe: Recipe
     subject: LossSurface
+    train_samples: int
 
     @property
     def steps(self) -> int:
@@ -269,7 +273,7 @@ def open_run(target: Path, options: Landscape, world: World) -> OpenedRun:
     placement = Placement(device=device, channels_last=resolve_channels_last(recipe, machine))
     torch.set_num_threads(resolve_threads(recipe, machine, world.local_world_size)[0])
     request = EvaluationRequest(target=target, overrides=options.overrides, weights=options.weights, best=options.best)
-    task, _ = scoring_task(request, saved, recipe, world)
+    task, facts = scoring_task(request, saved, recipe, world)
     network = task.build_model()
     task.check_network(network)
     samples = _samples(task, recipe, placement, options, world)
@@ -280,7 +284,9 @@ def open_run(target: Path, options: Landscape, world: World) -> OpenedRun:
             "leave it out."
         )
     subject.batch_norm = options.batch_norm or "recomputed"
-    return OpenedRun(target=target, saved=saved, recipe=recipe, subject=subject)
+    plan = RunDirectory(target)
+    trained_on = int(read_plan(plan)["train_samples"]) if plan.plan.is_file() else facts.train_samples
+    return OpenedRun(target=target, saved=saved, recipe=recipe, subject=subject, train_samples=trained_on)
 
 
 def read_trajectory(opened: OpenedRun) -> tuple[list[int], list[Tensor]]:

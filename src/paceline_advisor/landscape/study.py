@@ -377,14 +377,15 @@ def _measure_run(run: OpenedRun, request: Landscape, collectives: Collectives, n
     loss = found["here"][0][loss_name]
     measured = {each.name for each in subject.task.metrics} - {loss_name}
     metric = subject.task.headline if subject.task.headline in measured else None
+    batch = min(run.recipe.batch.global_size, run.train_samples)
     return RunLandscape(
         run=run.target,
         path=run.saved.path,
         weights=run.saved.weights,
         steps=run.steps,
         parameters=subject.size,
-        batch_size=run.recipe.batch.global_size,
-        peak_lr=run.recipe.optimizer.lr * lr_factor(run.recipe, run.recipe.batch.global_size),
+        batch_size=batch,
+        peak_lr=run.recipe.optimizer.lr * lr_factor(run.recipe, batch),
         results=results,
         gap=None if metric is None else results["train"][metric] - results["validation"][metric],
         gap_metric=metric,

@@ -42,6 +42,7 @@ class Choice:
 
     Attributes:
         row: Its prediction.
+        batch: Samples of a step, at most those of the data.
         reason: Why this strategy.
         learning_rate: Learning rate to use.
         high_hours: Hours at the upper end of the predicted range.
@@ -51,6 +52,7 @@ class Choice:
     """
 
     row: Row
+    batch: int
     reason: str
     learning_rate: float
     high_hours: float
@@ -74,7 +76,14 @@ class Choice:
             return "does not fit into memory"
         if options.budget is not None and self.high_cost is not None and self.high_cost > options.budget:
             return f"at worst ${self.high_cost:,.2f}, over --budget {options.budget:g}"
-        return "more GPUs than the deadline needs"
+        if self.high_cost is not None:
+            return f"at worst ${self.high_cost:,.2f}, more than the deadline needs"
+        return "more GPU hours than the deadline needs"
+
+    @property
+    def high_gpu_hours(self) -> float:
+        """Hours of all GPUs that are paid for, at the upper end of the predicted range; proportional to the cost."""
+        return round(self.high_hours * self.row.paid, 6)
 
     def excess(self, options: Plan) -> float:
         """Return its worst-case time or cost relative to the allowed one, whichever ratio is larger."""
@@ -86,7 +95,7 @@ class Choice:
         """Return its line in the table."""
         found, row = self.row.prediction, self.row
         return (
-            *(found.devices, row.strategy, f"{found.samples:,}", f"{self.learning_rate:g}", f"{found.rate:,.0f}"),
+            *(found.devices, row.strategy, f"{self.batch:,}", f"{self.learning_rate:g}", f"{found.rate:,.0f}"),
             *(f"{found.efficiency:.1%}", shown_hours(row.hours), shown_hours(self.high_hours)),
             *("" if cost is None else f"${cost:,.2f}" for cost in (row.cost, self.high_cost)),
             found.limit if self.has_room else "memory: does not fit",
@@ -97,6 +106,7 @@ class Choice:
         room = self.room
         return {
             **self.row.to_json(),
+            "global_batch": self.batch,
             "strategy_reason": self.reason,
             "micro_batch": self.row.prediction.samples // (self.row.prediction.devices * self.row.passes),
             "fits": None if room is None else room.fits,
@@ -119,8 +129,9 @@ class TrainingPlan:
         chosen: The chosen candidate; None if none meets the target, or if one device's rate is only a bound.
         choices: All candidates.
         nearest: The best candidate that meets the target by the prediction, also by a bound; otherwise the closest.
+        why: Why the chosen candidate is chosen.
         faster: Why faster numbers of GPUs are not chosen.
-        recipe_batch: The recipe's global batch.
+        recipe_batch: The recipe's global batch, at most the data's samples.
         recipe_lr: The recipe's peak learning rate for it, by its own scaling rule.
     """
 
@@ -128,6 +139,7 @@ class TrainingPlan:
     chosen: Choice | None
     choices: tuple[Choice, ...]
     nearest: Choice
+    why: str
     faster: Mapping[int, str]
     recipe_batch: int
     recipe_lr: float
@@ -137,6 +149,7 @@ class TrainingPlan:
         return {
             "chosen": None if self.chosen is None else self.chosen.to_json(),
             "nearest": self.nearest.to_json(),
+            "why": self.why,
             "faster": dict(self.faster),
             "choices": [each.to_json() for each in self.choices],
             "recipe_global_batch": self.recipe_batch,
@@ -160,12 +173,13 @@ class TrainingPlan:
             faster = [f"{gpus} GPUs ({why})" for gpus, why in self.faster.items()]
             remarks += [f"Faster, but not chosen: {'; '.join(faster)}."] if faster else []
         found, cluster = choice.row.prediction, self.report.cluster
-        grown = found.samples != self.recipe_batch
+        grown = choice.batch != self.recipe_batch
         pairs = {
-            "GPUs": f"{found.devices} on {cluster.title}; {cluster.nodes(found.devices)} node(s)",
+            "GPUs": f"{found.devices} on {cluster.title}; {cluster.nodes(found.devices)} node(s)"
+            + f"; {self.why}" * bool(self.chosen),
             "strategy": f"{choice.row.strategy}: {choice.reason}",
             "memory": "" if choice.room is None else choice.room.why,
-            "global batch": f"{found.samples:,}" + f" instead of the recipe's {self.recipe_batch:,}" * grown,
+            "global batch": f"{choice.batch:,}" + f" instead of the recipe's {self.recipe_batch:,}" * grown,
             "learning rate": f"{choice.learning_rate:g}" + f" instead of the recipe's {self.recipe_lr:g}" * grown,
             "hours": f"{shown_hours(choice.row.hours)}, at worst {shown_hours(choice.high_hours)}",
             "cost": "" if choice.row.cost is None else f"${choice.row.cost:,.2f}, at worst ${choice.high_cost:,.2f}",
@@ -185,7 +199,7 @@ class TrainingPlan:
 
 
 def plan_training(options: Plan, log: Log) -> TrainingPlan:
-    """Choose the fewest GPUs that meet a deadline, or without one the fastest number within a budget.
+    """Choose the cheapest number of GPUs that meets a deadline, or without one the fastest within a budget.
 
     Deadline and budget are compared with the upper end of the predicted range.
 
@@ -213,6 +227,7 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
     if options.budget is not None and report.price is None:
         raise RecipeError(f"--budget needs a price, and {report.cluster.title} has none; give --price-per-gpu-hour.")
     choices = []
+    recipe_batch = min(recipe.batch.global_size, scaling.subject.samples)
     for size in sizes:
         rows = [row for row in report.rows if row.prediction.devices == size]
         room = found.get(size)
@@ -222,9 +237,11 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
         row = next((row for row in rows if row.strategy == strategy), rows[0])
         assert row.hours is not None  # the recipe gives the duration
         hours = row.hours * row.prediction.high_seconds / row.prediction.seconds
-        rate, warning = _rate(row.prediction.samples, recipe, options)
+        batch = min(row.prediction.samples, scaling.subject.samples)
+        rate, warning = _rate(batch, recipe_batch, recipe, options)
         choice = Choice(
             row=row,
+            batch=batch,
             reason=reason,
             learning_rate=rate,
             high_hours=hours,
@@ -234,10 +251,8 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
         )
         choices.append(choice)
     fitting = [each for each in choices if each.has_room and each.excess(options) <= 1]
-    best = None
-    if fitting:
-        # For a deadline the fewest GPUs, which come first.
-        best = min(fitting, key=lambda each: each.high_hours) if options.deadline_hours is None else fitting[0]
+    timed, priced = options.deadline_hours is not None, report.price is not None
+    best = min(fitting, key=lambda each: (each.high_gpu_hours * timed, each.high_hours), default=None)
     possible = [each for each in choices if each.has_room] or choices
     nearest = best or min(possible, key=lambda each: each.excess(options))
     return TrainingPlan(
@@ -246,9 +261,10 @@ def plan_training(options: Plan, log: Log) -> TrainingPlan:
         chosen=None if report.is_bound else best,
         choices=tuple(choices),
         nearest=nearest,
+        why=f"{'cheapest' if priced else 'fewest GPU hours'} for the deadline" if timed else "fastest for the budget",
         faster={each.gpus: each.why_not(options) for each in choices if each.high_hours < nearest.high_hours},
-        recipe_batch=recipe.batch.global_size,
-        recipe_lr=recipe.optimizer.lr * lr_factor(recipe, recipe.batch.global_size),
+        recipe_batch=recipe_batch,
+        recipe_lr=recipe.optimizer.lr * lr_factor(recipe, recipe_batch),
     )
 
 
@@ -285,9 +301,9 @@ def _strategy(recipe: Recipe, scaling: Scaling, size: int, memory: int | None) -
     return choose_automatically(recipe, scaling.subject.numbers, size, memory)
 
 
-def _rate(batch: int, recipe: Recipe, options: Plan) -> tuple[float, str]:
+def _rate(batch: int, recipe_batch: int, recipe: Recipe, options: Plan) -> tuple[float, str]:
     """Return the peak learning rate for a batch, and a warning about that batch."""
-    recipe_batch, optimizer = recipe.batch.global_size, recipe.optimizer
+    optimizer = recipe.optimizer
     rate = optimizer.lr * lr_factor(recipe, batch if options.lr_rule == "none" else recipe_batch)
     if options.lr_rule != "none":
         rate *= batch / recipe_batch if options.lr_rule == "linear" else math.sqrt(batch / recipe_batch)

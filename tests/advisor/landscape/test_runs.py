@@ -65,6 +65,13 @@ def test_a_whole_look_leaves_the_run_as_it_was(trained: Trained) -> None:
     ]
 
 
+def test_batch_and_rate_are_those_of_the_plan(trained: Trained) -> None:
+    scaled = {"optimizer.lr": 0.01, "optimizer.lr_scaling": "linear", "optimizer.lr_reference_batch": 719}
+    run = trained("cut", **{"batch.global_size": 4096, "train.duration": "1 steps", "evaluate.every": "off"} | scaled)
+    (found,) = inspected(run, measure=("curve",), samples=20).runs
+    assert (found.batch_size, found.peak_lr) == (1438, pytest.approx(0.02))
+
+
 def test_results_are_those_of_evaluate(trained: Trained) -> None:
     run = trained("a")
     report = inspected(run, samples=None, measure=("curve",))

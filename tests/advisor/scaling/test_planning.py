@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,7 @@ def _plan(
     rule: LrRule = "none",
     price: float | None = 2.0,
     shared: bool = True,
+    samples: int | None = None,
 ) -> TrainingPlan:
     requested = Plan(
         recipe="digits",
@@ -45,6 +47,7 @@ def _plan(
         price_per_gpu_hour=price,
         shared_node=shared,
         cpu_ms_per_sample=0.0,
+        samples=samples,
         deadline=_hours(deadline),
         budget=budget,
         most_gpus=32,
@@ -53,7 +56,7 @@ def _plan(
     return plan_training(requested, print)
 
 
-def test_a_deadline_takes_the_fewest_gpus_that_meet_it() -> None:
+def test_a_deadline_takes_the_fewest_of_the_gpus_that_are_paid_for_alone() -> None:
     # 16 epochs of 1,438 images at one a second: 6.39 hours on one GPU.
     plan = _plan(deadline=2.0)
     assert plan.chosen is not None
@@ -62,6 +65,19 @@ def test_a_deadline_takes_the_fewest_gpus_that_meet_it() -> None:
     assert next(each for each in plan.choices if each.gpus == 2).high_hours > 2.0
     # The recipe's batch and rate stay.
     assert (plan.chosen.row.prediction.samples, plan.chosen.learning_rate) == (64, 0.2)
+
+
+def test_of_the_sizes_that_meet_a_deadline_the_cheapest_is_taken() -> None:
+    # A whole node is paid for: all eight of its GPUs cost less than four.
+    for price in (2.0, None):
+        plan = _plan(deadline=2.0, shared=False, price=price)
+        assert plan.chosen is not None
+        assert plan.chosen.gpus == 8
+        assert f"1 node(s); {'cheapest' if price else 'fewest GPU hours'} for the deadline" in str(plan.__paceline__())
+        assert plan.chosen.high_gpu_hours == min(each.high_gpu_hours for each in plan.choices if each.high_hours <= 2)
+        assert list(plan.faster) == [16, 32]
+        needed = r"at worst \$[\d.]+, more" if price else "more GPU hours"
+        assert all(re.fullmatch(f"{needed} than the deadline needs", why) for why in plan.faster.values())
 
 
 def test_a_deadline_that_is_met_only_if_all_goes_well_is_not() -> None:
@@ -108,6 +124,20 @@ def test_what_cannot_be_is_said_with_the_nearest() -> None:
     assert plan.nearest.gpus == 32
 
 
+def test_a_batch_is_at_most_the_data() -> None:
+    plan = _plan(deadline=100.0, batch=1000, rule="linear")
+    assert {each.gpus: (each.batch, each.to_json()["global_batch"]) for each in plan.choices[:2]} == {
+        1: (1000, 1000),
+        2: (1438, 1438),
+    }
+    assert [each.learning_rate for each in plan.choices[1:]] == pytest.approx([0.2 * 1438 / 64] * 5)
+    scaling = ("batch.global_size=4096", "optimizer.lr_scaling=linear", "optimizer.lr_reference_batch=719")
+    requested = Plan(recipe="digits", overrides=scaling, cluster="dgx-a100", throughput=1, deadline=_hours(100.0))
+    cut = plan_training(replace(requested, most_gpus=1, cpu_ms_per_sample=0.0), print)
+    assert (cut.recipe_batch, cut.recipe_lr, cut.nearest.learning_rate) == (1438, *[pytest.approx(0.4)] * 2)
+    assert "instead of" not in str(cut.__paceline__())
+
+
 def test_a_batch_that_grows_follows_the_rule_that_was_asked_for() -> None:
     linear, root = _plan(deadline=1.0, batch=64, rule="linear"), _plan(deadline=1.0, batch=64, rule="sqrt")
     assert linear.chosen is not None
@@ -126,7 +156,7 @@ def test_a_batch_that_grows_without_a_rule_is_told() -> None:
 
 
 def test_large_batches_are_warned_of() -> None:
-    plan = _plan(deadline=100.0, batch=1024, rule="linear")
+    plan = _plan(deadline=9999.0, batch=1024, rule="linear", samples=1_281_167)
     warned = {each.gpus: each.warning for each in plan.choices}
     assert warned[8] == ""
     assert "lost accuracy" in warned[16] or "critical" in warned[16]

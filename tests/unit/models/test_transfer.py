@@ -87,6 +87,43 @@ def test_a_norm_without_parameters_rests_with_the_part_it_is_in(norm: nn.Module)
     assert [(schedule.at(step), norm.training)[1] for step in range(2)] == [True, False]
 
 
+class RunningScale(nn.Module):
+    """A norm outside of torch's classes, as in timm, or a codebook's moving average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.scale = nn.Buffer(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.scale.lerp_(x.detach().square().mean(0), 0.1)
+        return x * self.weight / self.scale
+
+
+@pytest.mark.parametrize("kind", ["hook", "parametrization", "own"])
+def test_buffers_of_frozen_parts_rest(kind: str) -> None:
+    def normed() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.Linear(6, 6)
+        of = nn.utils.spectral_norm if kind == "hook" else nn.utils.parametrizations.spectral_norm
+        return nn.Sequential(RunningScale() if kind == "own" else of(layer), nn.Linear(6, 2))
+
+    def moves(network: nn.Module) -> bool:
+        before = {name: each.clone() for name, each in network.named_buffers()}
+        network(torch.randn(8, 6))
+        return not all(torch.equal(each, before[name]) for name, each in network.named_buffers())
+
+    body = () if kind == "own" else ("0.bias",)  # a trained bias leaves the frozen weight as it is
+    for patterns, learns in {("0.*",): False, ("*", *(f"!{each}" for each in body)): False, ("1.*",): True}.items():
+        freeze(network := normed(), patterns)
+        assert moves(network) == learns, patterns
+    network, model = normed(), Model(frozen=("0.*",), unfreeze={"0.*": Duration(2, "steps")})
+    adapt(network, model)
+    schedule = FreezeSchedule(network, *trained_spans(network, model, {"0.*": 2}, {}), changed=lambda: None)
+    assert [(schedule.at(step), moves(network))[1] for step in range(3)] == [False, False, True]
+
+
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ModelError, match=r"no parameter's name matches '!fc.\*'.*3\.weight, 3\.bias"):
         freeze(net(), ("*", "!fc.*"))

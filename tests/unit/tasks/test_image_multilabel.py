@@ -153,7 +153,7 @@ def test_parquet_tables_are_read_alike(tmp_path: Path, kind: str) -> None:
         assert read("labels", cells).train.labels.tolist() == [[1, 1], [0, 0], [1, 0]]
     with pytest.raises(DataError, match=r"row 1 .* has 3 in the column 'cat', but a label is 0 or 1"):
         read("cat", [1, 3, 0], target_columns=("cat",))
-    with pytest.raises(DataError, match=r"row 2 .* has the label 0\.5, which is neither a number nor a class name"):
+    with pytest.raises(DataError, match=r"row 2 .* has the label 0\.5, but labels are whole numbers from 0"):
         read("labels", [[], [], [0.5]])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
+from paceline.distributed.local_launch import report_error
 from paceline.errors import ModelError, PacelineError, RecipeError, RunDirectoryError
 from paceline.metrics.accumulator import Metric
 from paceline.models.autocast import in_float32
@@ -240,6 +242,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"score": lambda _, m, b: {"loss": m(b.inputs), "error": b.inputs}},
         r"score\['error'\] is a tensor of shape \[16, \d+\]",
     ),
+    "targets spread in the loss": (
+        {"loss": lambda _, m, b: (m(b.inputs)[:, None].exp().log() - b.targets).square().mean()},
+        r"Mine\.loss: sub of an answer and the targets, of shapes \[16, 1\] and \[16\], would compare each sample with",
+    ),
+    "targets spread in torch's loss": (
+        {"loss": lambda _, m, b: F.l1_loss(m(b.inputs)[:, None], b.targets)},
+        r"Mine\.loss: l1_loss of an answer",
+    ),
+    "targets spread in the score": (
+        {"score": lambda _, m, b: {"error": (b.targets - m(b.inputs)[:, None]).abs().mean(1), "loss": b.targets}},
+        r"Mine\.score: sub of an answer and the targets, of shapes \[16\] and \[16, 1\]",
+    ),
     "no network": ({"build_model": lambda _: None}, r"build_model returned .* NoneType, .* a torch\.nn\.Module"),
     "an __init__": ({"__init__": lambda *_: None}, r"must call super\(\).__init__\(recipe\)"),
 }
@@ -255,6 +269,54 @@ def test_a_mistake_is_one_sentence_before_the_first_step(name: str, runs: Path) 
     assert isinstance(caught.value, ModelError | RecipeError)
     assert not [each for each in (runs / "run").glob("checkpoints/*") if each.is_dir()]
     assert "\n" not in str(caught.value)
+
+
+def test_targets_may_be_compared_with_one_another(runs: Path) -> None:
+    def ranks(_: Any, model: Any, batch: Any) -> Tensor:
+        answer, y = model(batch.inputs), batch.targets
+        gaps = (answer[:, None] - answer) - (y[:, None] - y)
+        return gaps.square().mean() + (answer @ y[:, None]).mean() * 0
+
+    assert run(type("Ranks", (Kelvin,), {"loss": ranks}), runs / "run").status == "completed"
+
+
+def test_an_error_in_the_loss_is_one_sentence_and_its_traceback(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def late(task: Any, model: Any, batch: Any) -> Any:
+        return F.mse_loss(model(batch.inputs), batch.targets) + (0 if batch.slice.step < 1 else {}["wieght"])
+
+    with pytest.raises(KeyError, match="wieght") as caught:
+        run(type("Mine", (Kelvin,), {"loss": late}), runs / "run")
+    assert report_error(caught.value, {}) == 1
+    first, *rest = capsys.readouterr().err.splitlines()
+    found = r"paceline: Mine\.loss failed with KeyError: 'wieght' \(test_own_code\.py, line \d+\) "
+    assert re.match(found + r"\(in forward of step 2, with sample \d+ .*\)$", first), first
+    assert rest[0].startswith("Traceback")
+    assert any('{}["wieght"]' in line for line in rest)
+
+
+def test_keys_of_the_loss_that_your_own_does_not_read_are_told() -> None:
+    class Plain(ImageClassification):
+        def loss(self, model: Any, batch: Any) -> Tensor:
+            return F.cross_entropy(model(batch.inputs), batch.targets)
+
+    class Reads(Plain):
+        def loss(self, model: Any, batch: Any) -> Tensor:
+            smoothing = self.recipe.train.label_smoothing
+            return F.cross_entropy(model(batch.inputs), batch.targets, label_smoothing=smoothing)
+
+    class Adds(ImageClassification):
+        def loss(self, model: Any, batch: Any) -> Tensor:
+            return super().loss(model, batch) * 2
+
+    weights = {"train.class_weights": {"3": 2.0}, "train.label_smoothing": 0.1}
+    for task, keys in ((Plain, weights.keys()), (Reads, ()), (Adds, ()), (ImageClassification, ())):
+        recipe = load_recipe("digits", weights).recipe
+        plan = Subject.open(recipe, World(), "plan", task=task(recipe), machine=machine()).plan
+        assert {key for key, why in plan.unused.items() if key in weights and "loss is your own" in why} == {*keys}
+        assert bool(plan.class_weights) == (task is not Plain)
+    overrides = {"train.label_smoothing": 0.2, "train.duration": "1 steps"}
+    with pytest.raises(RecipeError, match=r"train\.label_smoothing.*Plain\.loss is your own"):
+        paceline.train("digits", task=Plain, overrides=overrides, quiet=True)
 
 
 def test_a_missing_method_is_named(runs: Path) -> None:

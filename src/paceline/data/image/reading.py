@@ -175,7 +175,7 @@ class SliceReader:
         else:
             # As in torch's collation: a batch in other memory would be copied on transfer.
             try:
-                storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]  # noqa: SLF001
+                storage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]  # noqa: SLF001 (torch's collation calls it)
             except RuntimeError as error:
                 raise unshared(error, size) from None
             flat = torch.empty(0, dtype=torch.uint8).set_(storage)

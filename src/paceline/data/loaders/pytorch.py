@@ -358,7 +358,7 @@ def _put_failure(queue: Any, error: Exception, item: Any) -> None:
         number, batch = item
         queue._sem.acquire(block=False)  # noqa: SLF001 (the reader releases it)
         with queue._wlock:  # noqa: SLF001 (as the thread's own sends do)
-            queue._writer.send((number, unshared(error, batch.inputs.nbytes if isinstance(batch, Batch) else 0)))  # noqa: SLF001
+            queue._writer.send((number, unshared(error, batch.inputs.nbytes if isinstance(batch, Batch) else 0)))  # noqa: SLF001 (`put` needs this thread)
     raise SystemExit  # this thread
 
 

@@ -231,7 +231,7 @@ def evaluation_often(subject: CheckedRun) -> CheckResult | None:
 )
 def no_warmup(subject: CheckedRun) -> CheckResult | None:
     """A large batch whose first step already uses the full learning rate."""
-    largest = max(phase.global_batch_size for phase in subject.plan.batch_phases)
+    largest = min(subject.plan.train_samples, max(phase.global_batch_size for phase in subject.plan.batch_phases))
     if largest < _LARGE_BATCH or subject.plan.warmup_steps > 0 or not _restarts(subject):
         return None
     return CheckResult(f"batch.global_size={largest} and schedule.warmup={subject.recipe.schedule.warmup}")
@@ -249,7 +249,8 @@ def _restarts(subject: CheckedRun) -> bool:
 )
 def learning_rate_rule(subject: CheckedRun) -> CheckResult | None:
     """A learning rate that does not match the batch."""
-    optimizer, batch = subject.recipe.optimizer, subject.recipe.batch.global_size
+    optimizer, plan = subject.recipe.optimizer, subject.plan
+    batch = min(plan.global_batch_size, plan.train_samples)
     if optimizer.lr_scaling == "linear" and optimizer.name in _ADAPTIVE:
         return CheckResult(
             f"optimizer.lr_scaling=linear with {optimizer.name}",
