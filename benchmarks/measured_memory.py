@@ -24,11 +24,12 @@ from paceline.optim.build import Clipping, build_optimizer
 from paceline.plan import Plan
 from paceline.recipe.schema import Recipe
 from paceline.tasks.detection import Detection
-from paceline.tasks.task import Task, build_task
+from paceline.tasks.task import Task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, fixed_batch, largest_micro_batch
+from paceline.trainer.network import build_network
 from paceline.trainer.precision import Precision
-from paceline.trainer.preparation import build_network, plan_run, without_initial_weights
 from paceline.trainer.process_settings import restore_random_states
+from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_advisor.memory.trace import EVALUATION, FIRST, STEP
 
@@ -52,10 +53,10 @@ def measured_peaks(recipe: Recipe, micro_batch: int, device: torch.device) -> di
     Raises:
         PacelineError: If the recipe cannot be planned.
     """
-    recipe = without_initial_weights(recipe)
+    recipe = recipe.without_initial_weights()
     with restore_random_states("cpu"):
-        task = build_task(recipe)
-        plan = plan_run(recipe, task, describe_machine(device), World())
+        subject = Subject.open(recipe, World(), "plan", machine=describe_machine(device))
+        task, plan = subject.task, subject.plan
         if device.type == "cuda":
             return _on_cuda(recipe, task, plan, device, micro_batch)
         return _on_cpu(recipe, task, plan, micro_batch)

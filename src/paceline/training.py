@@ -29,7 +29,8 @@ from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.first_recipe import recipe_for_data
 from paceline.trainer.process_settings import restore_torch_settings
 from paceline.trainer.run_dir_checks import has_trained
-from paceline.trainer.train import Options, TaskMaker, TrainResult, train_recipe
+from paceline.trainer.subject import Options, TaskMaker
+from paceline.trainer.train import TrainResult, train_recipe
 from paceline.world import STOP_SIGNALS
 
 

@@ -22,13 +22,13 @@ import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.data.order import epoch_order
 from paceline.data.pipeline import Placement
-from paceline.distributed.device import describe_machine
 from paceline.errors import RecipeError
 from paceline.recipe.load import load_recipe
 from paceline.records.ledger import LedgerWriter
 from paceline.report.audit import audit_run, used_samples
+from paceline.tasks.facts import geometry_of
 from paceline.tasks.task import build_task
-from paceline.trainer.preparation import geometry_of, plan_run
+from paceline.trainer.subject import Subject
 from paceline.world import World
 
 # 61 images of three classes, 44, 12 and 5; the network and its inputs are in float64.
@@ -263,7 +263,7 @@ def test_each_draw_of_an_image_is_varied_anew(ground: Path) -> None:
     for backend in ({"data.backend": "memory"}, {"data.backend": "pytorch", "data.workers": 0}):
         loaded = load_recipe(ground / "recipe.yaml", {**DRAWN, **backend}).recipe
         task = build_task(loaded)
-        plan = plan_run(loaded, task, describe_machine(torch.device("cpu")), World())
+        plan = Subject.open(loaded, World(), "plan", task=task).plan
         with closing(task.open_pipeline(Placement(device=torch.device("cpu")))) as pipeline:
             pipeline.start(training=True, evaluation=False)
             batches = list(pipeline.train_batches(geometry_of(loaded, plan, task), 0, 8, World()))

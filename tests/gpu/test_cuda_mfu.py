@@ -10,7 +10,7 @@ import torch
 
 from paceline.devices import recognise
 from paceline.models.flops import WorkCounter
-from paceline.trainer import step_stats
+from paceline.trainer import utilisation
 
 ON_GPU = {"parallel.device": "cuda", "telemetry.log_every": "1 steps", "train.precision": "bf16"}
 
@@ -34,7 +34,7 @@ def test_records_have_it(device: Any, train_tiny: Callable[..., Any], events: Ca
 def test_it_moves_no_weight(device: Any, train_tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = {**ON_GPU, "train.deterministic": True}
     with_it = train_tiny("with", fixed)
-    monkeypatch.setattr(step_stats, "recognise", lambda _: None)
+    monkeypatch.setattr(utilisation, "recognise", lambda _: None)
     assert train_tiny("without", fixed).summary.weights_sha256 == with_it.summary.weights_sha256
 
 

@@ -175,7 +175,8 @@ def _train_here(loaded: LoadedRecipe, run_dir: Path | None, resume: str, as_json
     with loading():
         from paceline.report.html.page import report_at_the_end
         from paceline.telemetry.display import choose_display
-        from paceline.trainer.train import Options, train_recipe
+        from paceline.trainer.subject import Options
+        from paceline.trainer.train import train_recipe
 
     display = choose_display(sys.stderr if as_json else sys.stdout)
     result = train_recipe(loaded, Options(run_dir=run_dir, resume=resume, display=display, report=report_at_the_end))

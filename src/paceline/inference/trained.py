@@ -20,11 +20,7 @@ TaskMaker = Callable[[Recipe], Task]
 def trained_recipe(saved: SavedWeights) -> Recipe:
     """Return the weights' training recipe, changed so that building the network downloads and initialises nothing."""
     recipe = stored_recipe(saved.description("recipe"), str(saved.path))
-    return replace(
-        recipe,
-        model=replace(recipe.model, pretrained=False, initialize_from=None),
-        distillation=replace(recipe.distillation, teacher=None),
-    )
+    return replace(recipe.without_initial_weights(), distillation=replace(recipe.distillation, teacher=None))
 
 
 def trusted_recipe(saved: SavedWeights, *, trust_code: bool) -> Recipe:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
@@ -38,3 +39,11 @@ class Recipe:
     checkpoint: Checkpoint = Checkpoint()
     parallel: Parallel = Parallel()
     telemetry: Telemetry = Telemetry()
+
+    def without_initial_weights(self) -> Recipe:
+        """Return the recipe for weights that come from elsewhere, such as a checkpoint."""
+        return replace(self, model=replace(self.model, pretrained=False, initialize_from=None))
+
+    def without_mirror(self) -> Recipe:
+        """Return the recipe for a trial run."""
+        return replace(self, checkpoint=replace(self.checkpoint, mirror=None))

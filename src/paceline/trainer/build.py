@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from torch import nn
@@ -14,7 +13,7 @@ from paceline.checkpoint.background import BackgroundWriter, Cadence, job_end_ti
 from paceline.checkpoint.state import Component, OptimizerComponent, Registry
 from paceline.data.order import evaluation_rounds
 from paceline.distributed.build import build_strategy
-from paceline.distributed.collectives import Collectives, open_store
+from paceline.distributed.collectives import open_store
 from paceline.distributed.strategy import Replicas, Strategy
 from paceline.distributed.watchdog import Heartbeat, Watchdog, WatchdogContext
 from paceline.models.compiled import CompiledNetwork, CompileLog
@@ -27,26 +26,22 @@ from paceline.recipe.schema import Recipe
 from paceline.records.events import EventWriter, ProfileEvent
 from paceline.records.ledger import LedgerWriter, ledger_path
 from paceline.records.reader import read_environment
-from paceline.records.run_directory import RunDirectory, json_value
+from paceline.records.run_directory import json_value
 from paceline.telemetry.clock import StepClock, build_step_clock
-from paceline.telemetry.display import Display
 from paceline.telemetry.profile import NsightTool, ProfileResult, ProfileWindow, ProfilingClock, TorchTool
 from paceline.telemetry.trackers import TrackerFacts, build_trackers
-from paceline.trainer.callbacks import Callbacks
 from paceline.trainer.evaluate import Evaluator, KeepOptions
 from paceline.trainer.forecast import forecast
 from paceline.trainer.listeners import Listener, Preview
-from paceline.trainer.mirroring import Mirroring
 from paceline.trainer.noise import NoiseListener, NoiseMeter, linear_rule_warning
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
-from paceline.trainer.preparation import Prepared
-from paceline.trainer.process_settings import StopRequest
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run import Run
-from paceline.trainer.run_dir_checks import ResumeDecision, RunLock
 from paceline.trainer.run_records import keep_first_batch
-from paceline.trainer.step_stats import Progress, Window, find_utilisation
+from paceline.trainer.step_stats import Progress, Window
+from paceline.trainer.subject import Subject
+from paceline.trainer.utilisation import find_utilisation
 
 # Values of the plan; earlier steps with others do not tell how long a resumed run will take.
 _SPEED_DEPENDS_ON = (
@@ -55,54 +50,37 @@ _SPEED_DEPENDS_ON = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenedRun:
-    """A prepared run in its directory, joined by all its processes; ``decision`` says where it starts."""
-
-    prepared: Prepared
-    decision: ResumeDecision
-    collectives: Collectives
-    directory: RunDirectory
-    display: Display
-    stop: StopRequest
-    callbacks: Callbacks
-    mirroring: Mirroring | None
-    lock: RunLock | None
-    started: float
-
-
-def build_run(opened: OpenedRun) -> Run:
+def build_run(subject: Subject) -> Run:
     """Build every part of a run on this process."""
-    prepared = opened.prepared
-    recipe, plan, device, network = prepared.recipe, prepared.plan, prepared.device, prepared.network
-    if prepared.first_values is None:
+    recipe, plan, device, network = subject.recipe, subject.plan, subject.device, subject.network
+    if subject.first_values is None:
         # Custom code may have drawn different weights on another process.
-        opened.collectives.broadcast_tensors([*(each.data for each in network.parameters()), *network.buffers()])
+        subject.collectives.broadcast_tensors([*(each.data for each in network.parameters()), *network.buffers()])
     ema = None if recipe.train.ema is None else ExponentialMovingAverage(network, recipe.train.ema)
     compiled = _compiled(recipe, plan, {"model": network} | ({} if ema is None else {"ema": ema.module}))
     strategy = build_strategy(
-        *(plan, network, compiled.get("model", network), opened.collectives, device),
+        *(plan, network, compiled.get("model", network), subject.collectives, device),
         parallel=recipe.parallel,
         average=None if ema is None else ema.module,
-        value_of=prepared.first_values,
+        value_of=subject.first_values,
     )
     scored = {"model": strategy.eval_model} | ({} if ema is None else {"ema": compiled.get("ema", ema.module)})
     precision = Precision(plan.precision, device, recipe.train.grad_scaler, is_sharded=strategy.is_sharded)
     optimizer = build_optimizer(network, recipe.optimizer, device)
     heartbeat = Heartbeat()
-    progress = Progress(begun=opened.started)
-    ledger = LedgerWriter(ledger_path(opened.directory.ledger, prepared.world.rank))
+    progress = Progress(begun=subject.started)
+    ledger = LedgerWriter(ledger_path(subject.directory.ledger, subject.world.rank))
     noise = NoiseMeter(network, plan, precision, strategy.loss_divisor)
     run = Run(
         recipe=recipe,
-        identity=opened.decision.identity,
+        identity=subject.decision.identity,
         plan=plan,
-        world=prepared.world,
+        world=subject.world,
         device=device,
-        collectives=opened.collectives,
-        directory=opened.directory,
-        task=prepared.task,
-        pipeline=prepared.pipeline,
+        collectives=subject.collectives,
+        directory=subject.directory,
+        task=subject.task,
+        pipeline=subject.pipeline,
         network=network,
         scored=scored,
         compiled=compiled,
@@ -110,21 +88,21 @@ def build_run(opened: OpenedRun) -> Run:
         optimizer=optimizer,
         schedules=build_schedules(recipe, plan),
         clipping=Clipping(network, recipe.optimizer),
-        geometry=prepared.geometry,
+        geometry=subject.geometry,
         precision=precision,
         guard=NonFiniteGuard(recipe.train, optimizer, network, device, active=precision.scaler is None),
-        freeze_schedule=_freeze_schedule(strategy, prepared),
+        freeze_schedule=_freeze_schedule(strategy, subject),
         ema=ema,
-        evaluator=_evaluator(opened, precision, heartbeat),
+        evaluator=_evaluator(subject, precision, heartbeat),
         progress=progress,
-        window=Window(opened.collectives, ledger, device, noise, prepared.task.pop_logged_values),
+        window=Window(subject.collectives, ledger, device, noise, subject.task.pop_logged_values),
         clock=build_step_clock(device.type),
         heartbeat=heartbeat,
-        watchdog=_watchdog(heartbeat, prepared),
-        recorder=_recorder(opened, ledger, progress),
-        display=opened.display,
-        callbacks=opened.callbacks,
-        stop=opened.stop,
+        watchdog=_watchdog(heartbeat, subject),
+        recorder=_recorder(subject, ledger, progress),
+        display=subject.display,
+        callbacks=subject.options.callbacks,
+        stop=subject.stop,
         components=Registry(),
         writer=BackgroundWriter(),
         cadence=Cadence(recipe.checkpoint, end_time=job_end_time(os.environ)),
@@ -132,12 +110,12 @@ def build_run(opened: OpenedRun) -> Run:
         file_metadata={
             "paceline": "1",
             "recipe": json.dumps(to_tree(recipe)),
-            "data": json.dumps({**plan.data, **prepared.task.description()}, default=json_value),
+            "data": json.dumps({**plan.data, **subject.task.description()}, default=json_value),
             "precision": plan.precision,
             **({} if plan.network_config is None else {"network_config": json.dumps(plan.network_config)}),
         },
-        mirroring=opened.mirroring,
-        utilisation=find_utilisation(prepared) if prepared.world.is_first else None,
+        mirroring=subject.mirroring,
+        utilisation=find_utilisation(subject) if subject.world.is_first else None,
     )
     chosen = [recipe.data.workers, recipe.data.prefetch, recipe.model.activation_checkpointing]
     run.clock.measures_under({name: getattr(plan, name) for name in _SPEED_DEPENDS_ON} | {"recipe": chosen})
@@ -162,25 +140,25 @@ def _listeners(run: Run, noise: NoiseMeter) -> list[Listener]:
     return [*found, NoiseListener(noise, partial(run.due, "noise_scale", ahead=1), warn)]
 
 
-def _freeze_schedule(strategy: Strategy, prepared: Prepared) -> FreezeSchedule:
-    network = prepared.network
+def _freeze_schedule(strategy: Strategy, subject: Subject) -> FreezeSchedule:
+    network = subject.network
     if not isinstance(strategy, Replicas):
         # A plan that shards weights has already refused model.unfreeze and model.freeze_after (plan/strategy.py).
         return FreezeSchedule(network, {}, {}, changed=lambda: None)
-    model, plan = prepared.recipe.model, prepared.plan
+    model, plan = subject.recipe.model, subject.plan
     first, last = trained_spans(network, model, plan.unfreeze_steps, plan.freeze_after_steps)
     return FreezeSchedule(network, first, last, changed=strategy.update_trainable)
 
 
-def _watchdog(heartbeat: Heartbeat, prepared: Prepared) -> Watchdog:
-    pipeline = prepared.pipeline
+def _watchdog(heartbeat: Heartbeat, subject: Subject) -> Watchdog:
+    pipeline = subject.pipeline
     # Custom pipelines need not know what they read.
     reading = getattr(pipeline, "reading", lambda **_: "")
     return Watchdog(
         heartbeat,
-        prepared.world,
+        subject.world,
         open_store("watchdog"),
-        timeout_seconds=prepared.recipe.parallel.timeout.seconds,
+        timeout_seconds=subject.recipe.parallel.timeout.seconds,
         context=WatchdogContext(
             reading=lambda training: str(reading(training=training)),
             name_of=lambda sample: pipeline.sample_name(sample, training=True),
@@ -188,20 +166,19 @@ def _watchdog(heartbeat: Heartbeat, prepared: Prepared) -> Watchdog:
     )
 
 
-def _evaluator(opened: OpenedRun, precision: Precision, heartbeat: Heartbeat) -> Evaluator:
-    prepared = opened.prepared
-    plan, world = prepared.plan, prepared.world
+def _evaluator(subject: Subject, precision: Precision, heartbeat: Heartbeat) -> Evaluator:
+    plan, world = subject.plan, subject.world
     # Custom pipelines split the evaluation as the guide describes.
     default_rounds = partial(evaluation_rounds, plan.evaluation_samples)
-    weights = "model" if prepared.recipe.train.ema is None else "ema"  # as in summary.json
-    examples = prepared.recipe.evaluate.keep_examples
-    rounds = getattr(prepared.pipeline, "evaluation_rounds", default_rounds)(plan.evaluation_batch_size, world)
+    weights = "model" if subject.recipe.train.ema is None else "ema"  # as in summary.json
+    examples = subject.recipe.evaluate.keep_examples
+    rounds = getattr(subject.pipeline, "evaluation_rounds", default_rounds)(plan.evaluation_batch_size, world)
     return Evaluator(
-        task=prepared.task,
-        pipeline=prepared.pipeline,
+        task=subject.task,
+        pipeline=subject.pipeline,
         precision=precision,
-        collectives=opened.collectives,
-        device=prepared.device,
+        collectives=subject.collectives,
+        device=subject.device,
         batch_size=plan.evaluation_batch_size,
         heartbeat=heartbeat,
         rounds=rounds if plan.strategy == "fsdp" else None,
@@ -227,18 +204,18 @@ def _compiled(recipe: Recipe, plan: Plan, networks: Mapping[str, nn.Module]) -> 
     }
 
 
-def _recorder(opened: OpenedRun, ledger: LedgerWriter, progress: Progress) -> Recorder:
-    recipe, directory = opened.prepared.recipe, opened.directory
-    if not opened.prepared.world.is_first:
-        return Recorder(None, ledger, [], opened.display, progress)
+def _recorder(subject: Subject, ledger: LedgerWriter, progress: Progress) -> Recorder:
+    recipe, directory = subject.recipe, subject.directory
+    if not subject.world.is_first:
+        return Recorder(None, ledger, [], subject.display, progress)
     facts = TrackerFacts(
         name=directory.root.resolve().name,
         recipe=to_tree(recipe),
         environment=read_environment(directory),
-        start_step=opened.decision.choice.step,
+        start_step=subject.decision.choice.step,
     )
     trackers = build_trackers(recipe.telemetry.trackers, directory.root, facts)
-    return Recorder(EventWriter(directory.events), ledger, trackers, opened.display, progress)
+    return Recorder(EventWriter(directory.events), ledger, trackers, subject.display, progress)
 
 
 def _register(run: Run) -> None:

@@ -40,10 +40,11 @@ from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Task, build_task, check_supported, task_name
 from paceline.tasks.text_classification import TextClassification
 from paceline.trainer.evaluate import Evaluator, KeepOptions
+from paceline.trainer.network import place
 from paceline.trainer.nonfinite import not_finite
 from paceline.trainer.precision import Precision, set_float32_matmul
-from paceline.trainer.preparation import find_host_limits, place, without_initial_weights
 from paceline.trainer.process_settings import keep_freed_memory, restore_torch_settings
+from paceline.trainer.subject import find_host_limits
 from paceline.world import World
 
 Split = Literal["validation", "holdout"]
@@ -342,7 +343,7 @@ def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     recipe = stored_recipe(saved.description("recipe"), str(saved.path), overrides)
     # The weights come from the file, so nothing is downloaded or initialised from elsewhere. The numerics are the
     # run's, unless an override changes them.
-    recipe = without_initial_weights(recipe)
+    recipe = recipe.without_initial_weights()
     distillation = replace(recipe.distillation, teacher=None)
     # Preprocess the images as in training, even where the defaults differ.
     described = saved.description("data")

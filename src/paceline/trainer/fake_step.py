@@ -29,7 +29,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Placement
 from paceline.devices import Device
-from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import ModelError, PacelineError
 from paceline.models.ema import ExponentialMovingAverage
 from paceline.models.fake_detections import FakeDetections, fake_detections
@@ -38,12 +37,12 @@ from paceline.optim.build import Clipping, build_optimizer
 from paceline.optim.embedding_optim import has_sparse_gradients, use_dense_gradients
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
-from paceline.tasks.task import Task, build_task, task_name
+from paceline.tasks.task import Task, task_name
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.fake_batch import BatchMaker, batch_maker, evaluation_batch_maker
 from paceline.trainer.precision import Precision
-from paceline.trainer.preparation import build_shapes, plan_network, planner, without_initial_weights
 from paceline.trainer.process_settings import restore_random_states
+from paceline.trainer.subject import Subject
 from paceline.world import World
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -388,13 +387,9 @@ def fake_step(
         PacelineError: For mistakes that a plan finds, and for a network that needs real values.
     """
     world = World(world_size=processes, local_world_size=processes)
-    if machine is None:
-        machine = describe_machine(choose_device(recipe.parallel.device, world), processes=processes)
     with restore_random_states("cpu"):
-        task = build_task(without_initial_weights(recipe)) if task is None else task
-        make_plan = planner(recipe, task, machine, world)
-        shapes = build_shapes(recipe, task, channels_last=make_plan().channels_last)
-        plan = plan_network(make_plan, shapes, recipe)
+        subject = Subject.open(recipe, world, "shapes", task=task, machine=machine)
+        task, plan, shapes = subject.task, subject.plan, subject.shapes
         if has_sparse_gradients(shapes):
             if recipe.optimizer.tables == "sparse_adam":
                 raise ModelError(
@@ -402,7 +397,7 @@ def fake_step(
                     "with model.options={sparse: false} and optimizer.tables=same, which take more."
                 )
             use_dense_gradients(shapes)  # the number of rows of a sparse tensor depends on real values
-        if machine.device != "cpu":
+        if plan.device != "cpu":
             replace_sync_batch_norm(shapes)
         placement = Placement(device=torch.device("cpu"), channels_last=plan.channels_last)
         task.prepare_training(placement)
@@ -417,8 +412,8 @@ def fake_step(
             faker.network(average.module)
         fakes = fake_detections(shapes, *([] if average is None else [average.module]))
         with mode:
-            optimizer = build_optimizer(shapes, recipe.optimizer, torch.device(machine.device))
-            for group in optimizer.param_groups if machine.device == "cuda" else ():
+            optimizer = build_optimizer(shapes, recipe.optimizer, torch.device(plan.device))
+            for group in optimizer.param_groups if plan.device == "cuda" else ():
                 # On a GPU torch updates all parameters of a group at once where it can; on the CPU, one by one.
                 if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                     group["foreach"] = True

@@ -24,16 +24,17 @@ from torch import nn
 from paceline.data.batch import Batch
 from paceline.data.image.feeding import FeedRates, needs_measuring, remember
 from paceline.data.pipeline import Pipeline, Placement
-from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError, TrainingError
 from paceline.machine import available_cores
 from paceline.plan import Plan
 from paceline.processes import LOADER_GRACE_SECONDS, ProcessGroup, without_rank_variables
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
-from paceline.tasks.task import Task, build_task
+from paceline.tasks.facts import geometry_of
+from paceline.tasks.task import Task
+from paceline.trainer.network import build_network
 from paceline.trainer.precision import Precision, set_float32_matmul
-from paceline.trainer.preparation import build_network, geometry_of, plan_run
+from paceline.trainer.subject import Subject
 from paceline.world import World
 
 # With fewer images, the run ends before the measurement has paid for itself.
@@ -48,35 +49,29 @@ _ROUNDS = 2
 _MAX_WORKERS = 16  # the largest number that is ever chosen without measuring
 
 
-def measure_feeding(
-    recipe: Recipe, task: Task, world: World, *, stopped: Callable[[], bool], say: Callable[[str], None]
-) -> None:
+def measure_feeding(subject: Subject) -> None:
     """Measure once which number of loader processes is best, if the recipe does not set it and the run is long.
 
     Errors are cached for a while, and the number then follows from the number of cores. It also does when several
     processes train, because they would have to agree.
 
     Args:
-        recipe: The run's recipe.
-        task: The run's task.
-        world: This process's rank and the world size.
-        stopped: Whether a stop of the run was requested; the measurement then ends early.
-        say: Receives progress messages.
+        subject: The run, up to its task. A requested stop ends the measurement early.
     """
+    recipe, world, say = subject.recipe, subject.world, subject.display.message
     if recipe.data.workers != "auto" or world.world_size > 1:
         return
-    device = choose_device(recipe.parallel.device, world)
-    plan = plan_run(recipe, task, describe_machine(device, processes=world.local_world_size), world)
+    plan = Subject.open(recipe, world, "plan", task=subject.task).plan
     steps = plan.total_steps if plan.until_step is None else plan.until_step
     is_long = steps * plan.global_batch_size >= _MIN_SAMPLES
     if plan.data.get("backend") != "pytorch" or not is_long or not needs_measuring(recipe):
         return
     say("measuring how many loader processes feed this model best: once, at most two minutes …")
     try:
-        feeding, reason = _measure_in_process(recipe, plan, stopped)
+        feeding, reason = _measure_in_process(recipe, plan, lambda: subject.stop.requested)
     except (OSError, ValueError, LookupError) as error:  # a full disk, or a custom network that prints
         feeding, reason = None, str(error)
-    if stopped():
+    if subject.stop.requested:
         return
     remember(recipe, feeding, reason=reason)
     if feeding is None:
@@ -181,25 +176,25 @@ def measure(recipe: Recipe, limit: int, parent: int) -> FeedRates:
         limit: The largest number.
         parent: Id of the process that waits for this one; this process ends when it does.
     """
-    world, device = World(), choose_device(recipe.parallel.device, World())
     # Double the number each time; with few cores, try every number.
     numbers = sorted({0, limit, *(limit - 1,) * (limit <= 4), *(2**power for power in range(limit.bit_length() - 1))})
-    tasks = {count: build_task(replace(recipe, data=replace(recipe.data, workers=count))) for count in numbers}
-    plans = {count: plan_run(each.recipe, each, describe_machine(device), world) for count, each in tasks.items()}
-    plan = plans[numbers[0]]
-    placement = Placement(device=device, channels_last=plan.channels_last)
+    by_workers = {count: replace(recipe, data=replace(recipe.data, workers=count)) for count in numbers}
+    subjects = {count: Subject.open(each, World(), "plan") for count, each in by_workers.items()}
+    first = subjects[numbers[0]]
+    plan, placement = first.plan, Placement(device=first.device, channels_last=first.plan.channels_last)
     with contextlib.ExitStack() as stack:
         pipelines: dict[int, Pipeline] = {}
-        for count, task in tasks.items():
-            pipelines[count] = stack.enter_context(contextlib.closing(task.open_pipeline(placement)))
+        for count, subject in subjects.items():
+            pipelines[count] = stack.enter_context(contextlib.closing(subject.task.open_pipeline(placement)))
             # Fork all of them before starting any thread: a later fork would inherit its locks.
             pipelines[count].start(training=True, evaluation=False)
         threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
         torch.set_num_threads(plan.threads_per_process)
         set_float32_matmul(plan.float32_matmul)
-        trainer = _Trainer(recipe, tasks[numbers[0]], plan, placement)
-        geometry = geometry_of(recipe, plan, tasks[numbers[0]])
-        streams = {count: each.train_batches(geometry, 0, plan.total_steps, world) for count, each in pipelines.items()}
+        trainer = _Trainer(recipe, first.task, plan, placement)
+        geometry = geometry_of(recipe, plan, first.task)
+        steps = plan.total_steps
+        streams = {count: each.train_batches(geometry, 0, steps, World()) for count, each in pipelines.items()}
         # Exclude batches that loader processes hold ready, and the first pass at a size.
         skipped = {count: count * recipe.data.prefetch + 1 for count in numbers}
         batch = next(streams[0])

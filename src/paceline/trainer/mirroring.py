@@ -38,7 +38,6 @@ from paceline.records.ledger import ledger_files
 from paceline.records.run_directory import RunDirectory, write_json
 from paceline.storage.addresses import redact_secrets
 from paceline.storage.remote import Remote, Retries, describe, run_in_thread
-from paceline.trainer.preparation import without_initial_weights
 from paceline.trainer.recorder import Recorder
 from paceline.trainer.run_dir_checks import (
     ResumeDecision,
@@ -303,7 +302,7 @@ def check_resumed(expected: bool, recipe: Recipe, decision: ResumeDecision) -> N
 
 
 def _has_initial_weights(recipe: Recipe) -> bool:
-    return without_initial_weights(recipe) != recipe
+    return recipe.without_initial_weights() != recipe
 
 
 def _remote(address: str, retries: Retries | None = None) -> Remote:

@@ -34,6 +34,7 @@ from paceline.optim.schedules import Schedules
 from paceline.plan import Occasion, Plan
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
+from paceline.tasks.facts import best_metric
 from paceline.tasks.own_code import RefusedBroadcast, checked_loss, naming
 from paceline.tasks.task import Task
 from paceline.telemetry.clock import StepClock
@@ -44,10 +45,10 @@ from paceline.trainer.listeners import Listener
 from paceline.trainer.mirroring import Mirroring
 from paceline.trainer.nonfinite import NonFiniteGuard
 from paceline.trainer.precision import Precision
-from paceline.trainer.preparation import best_metric
 from paceline.trainer.process_settings import StopRequest
 from paceline.trainer.recorder import Recorder
-from paceline.trainer.step_stats import Progress, Utilisation, Window
+from paceline.trainer.step_stats import Progress, Window
+from paceline.trainer.utilisation import Utilisation
 from paceline.world import World
 
 

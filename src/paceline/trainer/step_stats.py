@@ -1,8 +1,7 @@
-"""Statistics of steps: the run's counters, losses since the last record, and model FLOPs utilisation."""
+"""Statistics of steps: the run's counters, and losses since the last record."""
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,21 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
 from paceline.data.batch import Batch, BrokenSample
-from paceline.devices import Device, recognise
 from paceline.distributed.collectives import Collectives
-from paceline.distributed.device import describe_machine
-from paceline.errors import ModelError
 from paceline.metrics.accumulator import Metric
-from paceline.models.ceilings import Ceilings, ceilings_of
-from paceline.models.roofline import utilisation
-from paceline.records.events import MeasurementEvent
 from paceline.records.ledger import LedgerWriter
-from paceline.tasks.image_classification import ImageTask
 from paceline.trainer.noise import NoiseMeter
-from paceline.trainer.preparation import Prepared, without_initial_weights
 
 Results = dict[str, dict[str, float]]
 """Metric values by set of weights (``model``, ``ema``)."""
@@ -323,131 +313,3 @@ def _sums_by_name(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, l
             total = sums.setdefault(name, [0.0, 0])
             total[0], total[1] = total[0] + value, total[1] + samples
     return sums
-
-
-@dataclass(frozen=True, kw_only=True)
-class Utilisation:
-    """Reference for a run's model FLOPs utilisation.
-
-    Attributes:
-        device: The device of each process.
-        processes: How many there are.
-        flops: FLOPs of the model's forward and backward pass of a sample, by the precision whose peak applies. Empty if
-            they could not be counted.
-        why_not: The reason, if they could not be counted.
-        seconds: Time spent counting.
-    """
-
-    device: Device
-    processes: int
-    flops: Mapping[str, float]
-    why_not: str = ""
-    seconds: float = 0.0
-
-    @property
-    def flops_per_sample(self) -> float:
-        """Total FLOPs of a sample; 0 if they could not be counted."""
-        return sum(self.flops.values())
-
-    @property
-    def peak(self) -> float:
-        """Peak of one device in FLOP/s, with each part at its own dense peak."""
-        peak_of = Ceilings(self.device, "none").peak
-        return self.flops_per_sample / sum(each / peak_of(name) for name, each in self.flops.items())
-
-    def for_record(self, samples_per_second: float | None) -> dict[str, float | None]:
-        """Model FLOPs utilisation at a throughput over all processes, in [0, 1]; empty if FLOPs are not known."""
-        if not self.flops_per_sample:
-            return {}
-        if samples_per_second is None:
-            return {"mfu": None}
-        return {"mfu": utilisation(self.flops_per_sample * samples_per_second, 1.0, self.peak, self.processes)}
-
-    def event(self, position: dict[str, Any]) -> MeasurementEvent:
-        """The record at the run's start."""
-        message, metrics = f"mfu is not recorded: {self.why_not}", {}
-        if total := self.flops_per_sample:
-            peak_of, title = Ceilings(self.device, "none").peak, self.device.title
-            rates = {name: f"{peak_of(name) / 1e12:,.4g} TFLOP/s" for name in self.flops}
-            peaks = "".join(f"the dense {name} peak of {title}, {rate}" for name, rate in rates.items())
-            if len(rates) > 1:
-                parts = [f"{name} {rate} for {self.flops[name] / total:.1%}" for name, rate in rates.items()]
-                peaks = f"the dense peaks of {title}, each for what is computed in it: {', '.join(parts)}"
-            message = f"mfu: {total / 1e9:.4g} GFLOP per sample, forward and backward, of {peaks}"
-            metrics = {"flops_per_sample": total, "peak_flops_per_second": self.peak}
-        return MeasurementEvent(**position, what="flops", message=message, seconds=self.seconds, metrics=metrics)
-
-
-def find_utilisation(prepared: Prepared) -> Utilisation | None:
-    """Count the FLOPs of a run's network, if its device is known; None where it is not.
-
-    Errors here do not end the run. Nothing is computed, and neither network nor random states change.
-    """
-    plan = prepared.plan
-    device = recognise(plan.device_name)
-    if device is None or (plan.precision != "fp32" and device.peak(plan.precision) is None):
-        return None
-    start = time.perf_counter()
-    flops: dict[str, float] = {}
-    why_not = "no matrix products were found"
-    try:
-        _check_countable(prepared)
-        flops = _flops_per_sample(prepared, device)
-    except Exception as error:  # noqa: BLE001  # whatever a network of one's own does not do without numbers
-        why_not = " ".join(str(error).split())[:300] or type(error).__name__
-    return Utilisation(
-        device=device, processes=plan.world_size, flops=flops, why_not=why_not, seconds=time.perf_counter() - start
-    )
-
-
-def _check_countable(prepared: Prepared) -> None:
-    """Check that the FLOPs of a sample are the same in every step and can be counted without data.
-
-    Raises:
-        ModelError: If they are not.
-    """
-    task, recipe, plan = prepared.task, prepared.recipe, prepared.plan
-    if not isinstance(task, ImageTask) or type(task).open_pipeline is not ImageTask.open_pipeline:
-        raise ModelError("the task has its own pipeline, whose batches are unknown until they are read")
-    for applies, reason in (
-        (recipe.data.progressive.start_size is not None, "data.progressive changes the size of images"),
-        (plan.unfreeze_steps, "model.unfreeze changes which weights are trained"),
-        (plan.freeze_after_steps, "model.freeze_after changes which weights are trained"),
-        (recipe.distillation.teacher is not None, "distillation.teacher computes in addition to the model"),
-    ):
-        if applies:
-            raise ModelError(reason)
-
-
-def _flops_per_sample(prepared: Prepared, device: Device) -> dict[str, float]:
-    # Imported only where used: torch's fake tensors are slow to import.
-    from paceline.models.flops import WorkCounter
-    from paceline.trainer.fake_step import fake_step
-
-    plan = prepared.plan
-    machine = describe_machine(prepared.device, processes=plan.local_world_size)
-    # A copy, so that the task keeps its reference to the run's network.
-    task = copy.copy(prepared.task)
-    task.recipe = without_initial_weights(task.recipe)
-    build = task.build_model
-
-    def rebuild_network() -> nn.Module:
-        """Build a second network, whose values may be discarded."""
-        network = build()
-        if not {*prepared.network.modules()}.isdisjoint(network.modules()):
-            raise ModelError("the factory returns the same network again, so there is no copy to count on")
-        return network
-
-    task.build_model = rebuild_network  # type: ignore[method-assign]  # of the copy
-    with fake_step(prepared.recipe, task, processes=plan.world_size, machine=machine) as step:
-        with WorkCounter(step.network) as counter:
-            step.backward(step.forward())
-        work = counter.work
-        if work.uncounted:
-            names = ", ".join(each.operator for each in work.uncounted[:3])
-            raise ModelError(f"the FLOPs of {names} are unknown")
-        ceilings = ceilings_of(plan, device, work)
-        by_precision = ceilings.flops_by_precision(work.model_works)
-        for name in by_precision:
-            ceilings.peak(name)  # a network may choose dtypes that the device has no units for
-        return {name: each / step.micro_batch for name, each in by_precision.items()}

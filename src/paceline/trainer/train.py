@@ -7,9 +7,8 @@ import html
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +16,39 @@ import torch
 
 from paceline.checkpoint.weights import check_target
 from paceline.data.pipeline import Placement
-from paceline.distributed.affinity import choose_cores, restore_affinity
-from paceline.distributed.collectives import Collectives, join, leave
-from paceline.distributed.device import check_communication, choose_device, describe_machine
 from paceline.distributed.environment import Launch, read_launch
-from paceline.distributed.waiting import ExitOnSignal
-from paceline.errors import CheckpointError, DataError, LaunchError, PacelineError, RunDirectoryError, TrainingError
-from paceline.loading import loading
+from paceline.errors import CheckpointError, LaunchError, PacelineError, RunDirectoryError, TrainingError
 from paceline.models.build import check_published
 from paceline.models.transfer import adapt
 from paceline.optim.build import build_optimizer
 from paceline.plan import Plan
 from paceline.plan.batching import usable_processes
-from paceline.recipe.load import LoadedRecipe, recipe_digest
+from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
 from paceline.records.events import FinishEvent, MeasurementEvent, StartEvent, Status, StopEvent
 from paceline.records.reader import NO_METRICS, Summary, read_events, read_summary
-from paceline.records.run_directory import RunDirectory, default_run_directory, write_json
+from paceline.records.run_directory import RunDirectory, write_json
 from paceline.storage.addresses import is_address
-from paceline.tasks.task import Task, build_task
-from paceline.telemetry.display import Display, RunProgress
+from paceline.tasks.facts import geometry_of
+from paceline.tasks.task import build_task
+from paceline.telemetry.display import RunProgress
 from paceline.telemetry.mlperf_log import write_mlperf_log
-from paceline.telemetry.trackers import check_trackers
-from paceline.trainer import mirroring, preparation, run_dir_checks
-from paceline.trainer.build import OpenedRun, build_run
-from paceline.trainer.callbacks import Callbacks
+from paceline.trainer import mirroring
+from paceline.trainer.build import build_run
 from paceline.trainer.fake_batch import with_placeholder_text
 from paceline.trainer.feeding import measure_feeding
 from paceline.trainer.forecast import ReadAhead, measure
 from paceline.trainer.loop import fit
+from paceline.trainer.network import load_initial_weights
 from paceline.trainer.nonfinite import check_outcome, divergence
-from paceline.trainer.process_settings import StopRequest, keep_freed_memory, restore_random_states
 from paceline.trainer.run import Run
-from paceline.trainer.run_dir_checks import ResumeDecision, ResumeRequest, RunLock, check_visible, open_directory
+from paceline.trainer.run_dir_checks import RunLock
 from paceline.trainer.run_records import digests, summarise
 from paceline.trainer.saving import finish_mirroring, restore
+from paceline.trainer.subject import Options, Reporter, Subject, resumed_recipe
 from paceline.units import counted, format_count, format_metric, metric_title
 from paceline.version import __version__
 from paceline.world import World
-
-TaskMaker = Callable[[Recipe], Task]
-Reporter = Callable[[RunDirectory], object]
 
 _PATIENCE_SECONDS = 5.0
 _MAX_ROWS = 20
@@ -119,28 +110,6 @@ class TrainResult:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Training options that are not in the recipe.
-
-    Attributes:
-        run_dir: The run directory; None makes a new one under ``runs/``.
-        resume: ``auto``, ``never`` or the path of a checkpoint.
-        display: Where progress is shown.
-        task: Makes the task, instead of the one the recipe names.
-        callbacks: Observers of the run.
-        report: Writes the report of a run that has ended, if the recipe asks for one; called on the first process when
-            its records are complete.
-    """
-
-    run_dir: Path | None = None
-    resume: str = "auto"
-    display: Display | None = None
-    task: TaskMaker | None = None
-    callbacks: Callbacks = field(default_factory=Callbacks)
-    report: Reporter | None = None
-
-
 def plan_only(
     loaded: LoadedRecipe, *, world_size: int | None = None, run_dir: Path | None = None, on_other_machine: bool = False
 ) -> Plan:
@@ -157,47 +126,36 @@ def plan_only(
             options.
     """
     recipe, assumed = with_placeholder_text(loaded.recipe)
-    launch = read_launch(os.environ)
-    world = launch.world if world_size is None else World(world_size=world_size, local_world_size=world_size)
-    device = choose_device(recipe.parallel.device, world)
-    check_communication(recipe.parallel.backend, device)
-    task = build_task(preparation.resumed_recipe(recipe, run_dir))
+    world = World(world_size=world_size, local_world_size=world_size) if world_size else read_launch(os.environ).world
+    task = build_task(resumed_recipe(recipe, run_dir))
     # The run then needs its initial weights, which must be here or within reach.
     begins = not (on_other_machine or mirroring.will_resume(recipe, run_dir, World()))
     source = recipe.model.initialize_from if begins else None
     if source is not None and not is_address(source):
         check_target(Path(source))
-    if not on_other_machine:
-        check_trackers(recipe.telemetry.trackers)
-    cores = choose_cores(recipe.parallel.affinity, world, device, os.environ)
-    machine = describe_machine(device, cores, processes=world.local_world_size)
-    make_plan = preparation.planner(recipe, task, machine, world)
+    if on_other_machine:  # where its trackers are
+        recipe = replace(recipe, telemetry=replace(recipe.telemetry, trackers=()))
+    subject = Subject.open(recipe, world, "shapes", task=task, as_run=True)
     notes = {} if assumed is None else {"data.path": assumed}
-    planned = make_plan()
-    limits = preparation.find_plan_limits(planned, recipe)
-    if limits.refusal and planned.local_world_size == 1:  # one of many processes may be meant for another machine
-        raise DataError(limits.refusal)
-    if problems := [each for each in (limits.refusal, *limits.warnings) if each]:
+    if problems := [each for each in (subject.limits.refusal, *subject.limits.warnings) if each]:
         notes["this machine"] = " ".join(problems)
-    with restore_random_states("cpu"):
-        network = preparation.build_shapes(recipe, task, channels_last=False)
-    needs_weights = begins and recipe.model.pretrained and not check_published(recipe.model)
+    network = subject.shapes
     is_built = sum(each.numel() for each in network.parameters()) <= _MAX_BUILT
     if is_built:  # a larger one is planned without values
-        if needs_weights:
+        if begins and recipe.model.pretrained and not check_published(recipe.model):
             task.recipe = replace(task.recipe, model=recipe.model)
         network = task.build_model()
         task.check_network(network)
-        preparation.load_initial_weights(network, replace(recipe.model, initialize_from=source))
+        load_initial_weights(network, replace(recipe.model, initialize_from=source))
         adapt(network, recipe.model)
     task.prepare_training(Placement(device=torch.device("cpu")))
-    plan = preparation.plan_network(partial(make_plan, notes=notes), network, recipe)
+    subject.plan = subject.plan_network(network, notes)
     build_optimizer(network, recipe.optimizer, torch.device("cpu"))
     if assumed is None:
-        geometry = preparation.geometry_of(recipe, plan, task)
+        subject.geometry = geometry_of(subject.recipe, subject.plan, task)
         if is_built and not on_other_machine:
-            preparation.check_single_samples(plan, geometry, task, network)
-    return plan
+            subject.check_single_samples(network)
+    return subject.plan
 
 
 def forecast_only(loaded: LoadedRecipe, run_dir: Path | None) -> MeasurementEvent | None:
@@ -212,7 +170,7 @@ def forecast_only(loaded: LoadedRecipe, run_dir: Path | None) -> MeasurementEven
     """
     with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         options = Options(run_dir=Path(scratch) / "run", resume="never")
-        with opened_run(replace(loaded, recipe=preparation.resumed_recipe(loaded.recipe, run_dir)), options) as run:
+        with opened_run(replace(loaded, recipe=resumed_recipe(loaded.recipe, run_dir)), options) as run:
             return measure(run, ReadAhead(run.train_batches()), cautious=True)
 
 
@@ -223,7 +181,6 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
         PacelineError: For every mistake in the recipe, the data or the directory, before training starts.
         TrainingError: If the run fails.
     """
-    started = time.perf_counter()
     recipe, full_launch = loaded.recipe, read_launch(os.environ)
     _check_restarts(full_launch, options)
     launch = without_standby_ranks(full_launch, recipe)
@@ -231,11 +188,11 @@ def train_recipe(loaded: LoadedRecipe, options: Options) -> TrainResult:
         assert options.run_dir is not None  # checked by _check_restarts
         return TrainResult(status="completed", run_dir=options.run_dir, summary=wait_for_training(options.run_dir))
     loaded = replace(loaded, notices=(*loaded.notices, *elastic_notices(full_launch, launch)))
-    with _opened(loaded, options, launch, started) as (checked, opened):
-        if opened.decision.completed:
-            summary = opened.collectives.on_rank_zero(lambda: read_summary(opened.directory))
-            return TrainResult(status="completed", run_dir=opened.directory.root, summary=summary, was_complete=True)
-        return _run(opened, checked, options.report)
+    with Subject.open(loaded, launch.world, "run", options=replace(options, before_plan=measure_feeding)) as subject:
+        if subject.decision.completed:
+            summary = subject.collectives.on_rank_zero(lambda: read_summary(subject.directory))
+            return TrainResult(status="completed", run_dir=subject.directory.root, summary=summary, was_complete=True)
+        return _run(subject)
 
 
 @contextlib.contextmanager
@@ -247,97 +204,13 @@ def opened_run(loaded: LoadedRecipe, options: Options) -> Iterator[Run]:
     Raises:
         PacelineError: For every mistake in the recipe, the data or the directory.
     """
-    # A given task is not measured for its loader processes: that is up to the run itself.
-    options = replace(options, task=options.task or build_task)
-    loaded = replace(loaded, recipe=preparation.without_mirror(loaded.recipe))
-    with _opened(loaded, options, read_launch(os.environ), time.perf_counter()) as (_, opened):
-        run = build_run(opened)
+    loaded = replace(loaded, recipe=loaded.recipe.without_mirror())
+    with Subject.open(loaded, read_launch(os.environ).world, "run", options=options) as subject:
+        run = build_run(subject)
         with contextlib.closing(run.recorder), contextlib.closing(run.writer):
-            restore(run, opened.decision.choice, resumes=opened.decision.resumes)
+            restore(run, subject.decision.choice, resumes=subject.decision.resumes)
             _load_data(run)
             yield run
-
-
-@contextlib.contextmanager
-def _opened(
-    loaded: LoadedRecipe, options: Options, launch: Launch, started: float
-) -> Iterator[tuple[LoadedRecipe, OpenedRun]]:
-    """Prepare a run, join its processes and open its directory; the context releases all of them in reverse order."""
-    recipe, parallel, world = loaded.recipe, loaded.recipe.parallel, launch.world
-    display = options.display if options.display and world.is_first else Display()
-
-    # Each process separately: every mistake that a recipe can contain.
-    resumes = mirroring.will_resume(recipe, options.run_dir, world)
-    with loading():
-        task = build_task(preparation.resumed_recipe(recipe, options.run_dir) if resumes else recipe, options.task)
-    run_dir_checks.check_same_task(options.run_dir, task)
-    with contextlib.ExitStack() as stack:
-        stop = stack.enter_context(StopRequest())
-        stack.enter_context(restore_affinity())
-        if options.task is None and not resumes:
-            measure_feeding(recipe, task, world, stopped=lambda: stop.requested, say=display.message)
-        with loading():
-            prepared = preparation.prepare(recipe, task, world)
-        loaded = loaded.checked(prepared.plan.unused)
-        stack.enter_context(keep_freed_memory(prepared.device))
-        stack.callback(prepared.pipeline.close)
-
-        # All processes together: the same run, in the same directory.
-        collectives = join(launch, prepared.device, timeout_seconds=parallel.timeout.seconds, backend=parallel.backend)
-        # Not after an error: destroying the group may wait for peers, and the error must be reported first.
-        stack.push(lambda error, *_: None if error else leave())
-        waiting = stack.enter_context(contextlib.closing(ExitOnSignal(world)))
-        directory, lock = stack.enter_context(_directory(options, loaded, collectives))
-        _check_agreement(prepared, collectives)
-        mirroring.check_all_resume(resumes, recipe, collectives)
-
-        # The first process: where the run starts, from the copy at an address or from local files.
-        request = ResumeRequest(
-            recipe=prepared.recipe,
-            plan=prepared.plan,
-            resume=options.resume,
-            device_facts={
-                "torch": torch.__version__,
-                "device": str(prepared.device),
-                "affinity": None if prepared.cores is None else prepared.cores.reason,
-                "cuda": torch.version.cuda,
-                "float32_matmul": torch.get_float32_matmul_precision(),
-                "cudnn_tf32": torch.backends.cudnn.allow_tf32,
-                "world_size": world.world_size,
-                "launched_by": launch.source,
-            },
-            geometry=prepared.geometry,
-        )
-        mirror_state = mirroring.restore_from_mirror(directory, request, collectives, display.message)
-        decision = mirroring.on_first_without_timeout(
-            collectives, recipe, partial(open_directory, directory, request), name="open"
-        )
-        mirroring.check_resumed(resumes, recipe, decision)
-        decision = replace(decision, notices=(*mirror_state.notices, *decision.notices))
-        if not decision.completed:
-            # The first process keeps the directory open, so that a run whose directory is moved still writes to it.
-            directory = collectives.on_all_ranks(
-                lambda: stack.enter_context(directory.hold_open()) if world.is_first else directory
-            )
-        copying = stack.enter_context(
-            mirroring.mirror_checkpoints(directory, request, decision, mirror_state, collectives, display.message)
-        )
-        waiting.close()
-        yield (
-            loaded,
-            OpenedRun(
-                prepared=prepared,
-                decision=decision,
-                collectives=collectives,
-                directory=directory,
-                display=display,
-                stop=stop,
-                callbacks=options.callbacks,
-                mirroring=copying,
-                lock=lock,
-                started=started,
-            ),
-        )
 
 
 def _check_restarts(launch: Launch, options: Options) -> None:
@@ -362,36 +235,17 @@ def _check_restarts(launch: Launch, options: Options) -> None:
         )
 
 
-def _check_agreement(prepared: preparation.Prepared, collectives: Collectives) -> None:
-    """Check before anything is written that all processes are about to do the same.
-
-    Raises:
-        LaunchError: On every process, naming the first thing that differs.
-    """
-    machine_keys = ("device_name", "device_memory_bytes", "reasons", "threads_per_process")
-    plan = {key: value for key, value in prepared.plan.to_tree().items() if key not in machine_keys}
-    local = {"paceline": __version__, "torch": torch.__version__, "recipe": recipe_digest(prepared.recipe), **plan}
-    plans = collectives.gather(local)
-    for key, value in plans[0].items():
-        for rank, other in enumerate(plans):
-            if other[key] != value:
-                raise LaunchError(
-                    f"rank 0 has {key}={value}, but rank {rank} has {other[key]}; all processes need the same recipe, "
-                    "data, software and kind of device."
-                )
-
-
-def _run(opened: OpenedRun, loaded: LoadedRecipe, report: Reporter | None) -> TrainResult:
-    decision = opened.decision
-    with contextlib.closing(opened.display):
-        run = build_run(opened)
+def _run(subject: Subject) -> TrainResult:
+    decision, report = subject.decision, subject.options.report
+    with contextlib.closing(subject.display):
+        run = build_run(subject)
         try:
             restore(run, decision.choice, resumes=decision.resumes)
-            _log_start(run, loaded, decision, opened.prepared.notices)
+            _log_start(run, subject)
             _load_data(run)
             result = _train_to_end(run)
         except BaseException as error:
-            _wait_for_save(run, error, opened.lock)
+            _wait_for_save(run, error, subject.lock)
             # The current error matters more than a repeated one from a failing disk.
             with contextlib.suppress(Exception):
                 if run.world.is_first:
@@ -464,8 +318,8 @@ def _train_to_end(run: Run) -> TrainResult:
         raise TrainingError(str(error)) from error
 
 
-def _log_start(run: Run, loaded: LoadedRecipe, decision: ResumeDecision, notices: tuple[str, ...]) -> None:
-    plan = run.plan
+def _log_start(run: Run, subject: Subject) -> None:
+    plan, loaded = run.plan, subject.loaded
     run.recorder.write(
         StartEvent(
             **run.progress.here,
@@ -484,7 +338,7 @@ def _log_start(run: Run, loaded: LoadedRecipe, decision: ResumeDecision, notices
         run.recorder.write(run.utilisation.event(run.progress.here))
     if restarts := read_launch(os.environ).restarts:
         run.recorder.incident("restart", f"the processes died and were restarted, {counted(restarts, 'time')} so far")
-    for notice in (*loaded.notices, *notices, *decision.notices):
+    for notice in (*loaded.notices, *subject.notices, *subject.decision.notices):
         run.display.message(notice)
     device = f"{plan.device_name}, {counted(plan.world_size, 'process')}, {plan.precision}"
     device += f", {format_count(plan.parameters or 0)} parameters"
@@ -527,29 +381,6 @@ def _write_summary(run: Run, status: Status, ending: str, sha256: Mapping[str, s
     run.directory.check_in_place()
     write_json(run.directory.summary, summary.to_json())
     return summary
-
-
-@contextlib.contextmanager
-def _directory(
-    options: Options, loaded: LoadedRecipe, collectives: Collectives
-) -> Iterator[tuple[RunDirectory, RunLock | None]]:
-    """Open the run directory, created if needed and held by the first rank; a new one that was not used is removed."""
-    locks: list[RunLock] = []
-
-    def take() -> Path:
-        is_new = options.run_dir is None or not options.run_dir.exists()
-        directory = RunDirectory(options.run_dir or default_run_directory(loaded.name))
-        directory.create()
-        locks.append(RunLock(directory, is_new=is_new))
-        return directory.root
-
-    root = collectives.on_rank_zero(take)
-    try:
-        check_visible(root, collectives, patience_seconds=min(60, loaded.recipe.parallel.timeout.seconds / 2))
-        yield RunDirectory(root), locks[0] if locks else None
-    finally:
-        for lock in locks:
-            lock.release()
 
 
 def write_pages(run: Run, report: Reporter | None) -> None:

@@ -32,7 +32,8 @@ from paceline.trainer.listeners import Preview
 from paceline.trainer.loop import fit
 from paceline.trainer.run import Run
 from paceline.trainer.step import micro_batches
-from paceline.trainer.train import Options, opened_run
+from paceline.trainer.subject import Options
+from paceline.trainer.train import opened_run
 from paceline.world import World
 
 _LOOK_SECONDS = 0.2

@@ -30,9 +30,9 @@ from paceline.plan.compute import resolve_channels_last, resolve_precision
 from paceline.recipe.load import load_recipe, stored_recipe
 from paceline.recipe.schema import Recipe
 from paceline.references import is_code_trusted
-from paceline.tasks.task import build_task
 from paceline.telemetry.energy import EnergyCounter
-from paceline.trainer.preparation import build_network
+from paceline.trainer.network import build_network
+from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_advisor.commands import Bench
 
@@ -52,7 +52,7 @@ Answer = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Subject:
+class _MeasuredNetwork:
     """A network that answers queries on one device.
 
     Attributes:
@@ -121,7 +121,9 @@ def measure_latency(options: Bench, log: Callable[[str], None]) -> tuple[str, Re
                 rows.append(_row(device_name, precision, "batch", None, trouble=str(error)))
                 continue
             raise
-        rows += _scenarios(_Subject(answer=answer, shape=shape, device=device, precision=resolved), options, log)
+        rows += _scenarios(
+            _MeasuredNetwork(answer=answer, shape=shape, device=device, precision=resolved), options, log
+        )
     return name, recipe, rows
 
 
@@ -133,8 +135,8 @@ def _holds_weights(target: Path) -> bool:
 
 def _untrained(recipe: Recipe, device: torch.device) -> tuple[Answer, tuple[int, int, int]]:
     """Return a recipe's network with its initial weights, whose values do not affect the timing."""
-    task = build_task(recipe)
-    facts = task.data_facts(World()).description
+    subject = Subject.open(recipe, World(), "task")
+    task, facts = subject.task, subject.data.description
     missing = [key for key in ("channels", "evaluation_size", "mean", "std") if key not in facts]
     if missing:
         raise RecipeError(
@@ -153,7 +155,7 @@ def _untrained(recipe: Recipe, device: torch.device) -> tuple[Answer, tuple[int,
     return answer, (int(facts["channels"]), size, size)
 
 
-def _scenarios(subject: _Subject, options: Bench, log: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+def _scenarios(subject: _MeasuredNetwork, options: Bench, log: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     fastest, best_size = 0.0, 0
     for size in options.batch_sizes or BATCH_SIZES:
         log(f"{subject.device.type} {subject.precision}: queries of {size}")
@@ -169,7 +171,7 @@ def _scenarios(subject: _Subject, options: Bench, log: Callable[[str], None]) ->
         yield _measured(subject, "offline", best_size, options.seconds)
 
 
-def _measured(subject: _Subject, scenario: str, size: int, seconds: float) -> dict[str, Any]:
+def _measured(subject: _MeasuredNetwork, scenario: str, size: int, seconds: float) -> dict[str, Any]:
     on_gpu = subject.device.type == "cuda"
     try:
         images = subject.images(size)
@@ -214,7 +216,7 @@ def _row(device: str, precision: str, scenario: str, size: int | None, *, troubl
     }
 
 
-def _queries(subject: _Subject, images: torch.Tensor, fewest: int, seconds: float) -> list[float]:
+def _queries(subject: _MeasuredNetwork, images: torch.Tensor, fewest: int, seconds: float) -> list[float]:
     """Return the seconds of consecutive queries, for a given time and, unless that takes far longer, number."""
     times: list[float] = []
     start_time = last = time.perf_counter()
@@ -230,7 +232,7 @@ def _queries(subject: _Subject, images: torch.Tensor, fewest: int, seconds: floa
     return times
 
 
-def _offline(subject: _Subject, images: torch.Tensor, seconds: float) -> tuple[list[float], int]:
+def _offline(subject: _MeasuredNetwork, images: torch.Tensor, seconds: float) -> tuple[list[float], int]:
     """Return the mean seconds per batch of each part, if all batches are available from the start.
 
     Also returns the number of batches in a part.

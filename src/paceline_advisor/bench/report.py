@@ -21,7 +21,6 @@ import torch
 
 from paceline import __version__
 from paceline.command import Log
-from paceline.distributed.device import choose_device, describe_machine
 from paceline.errors import PacelineError
 from paceline.metrics.intervals import rate_interval
 from paceline.pages.page import Chart, Page, Section, Table, write_page
@@ -31,8 +30,7 @@ from paceline.recipe.schema import Recipe
 from paceline.records.environment import capture_environment
 from paceline.records.run_directory import make_folder, write_json, write_text
 from paceline.report.benchmark_comparison import FILE, FORMAT, compare
-from paceline.tasks.task import build_task
-from paceline.trainer.preparation import plan_run
+from paceline.trainer.subject import Subject
 from paceline.units import format_bytes
 from paceline.world import World
 from paceline_advisor.bench.interleaved import Measurement, Part, Variant, run_interleaved
@@ -147,8 +145,7 @@ def _identity(cell: Cell) -> tuple[Any, ...]:
     recipe, processes = cell.variant.recipe, cell.variant.processes
     world = World(world_size=processes, local_world_size=processes)
     try:
-        machine = describe_machine(choose_device(recipe.parallel.device, world), processes=processes)
-        plan = plan_run(recipe, build_task(recipe), machine, world)
+        plan = Subject.open(recipe, world, "plan").plan
     except PacelineError:
         return (cell.name,)
     data = (plan.data.get("backend"), plan.data.get("workers"))

@@ -27,8 +27,8 @@ from paceline.recipe.load import LoadedRecipe, load_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_events, read_plan
 from paceline.records.run_directory import RunDirectory, write_json, write_text
-from paceline.tasks.task import build_task
-from paceline.trainer.preparation import find_metric, without_mirror
+from paceline.tasks.facts import find_metric
+from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_advisor.commands import Bench
 from paceline_advisor.launches import Launch, check_can_watch, said
@@ -67,8 +67,7 @@ class Target:
         Raises:
             PacelineError: If its task has no such metric, no run can reach the target, or its data cannot be opened.
         """
-        task = build_task(recipe)
-        task.data_facts(World())
+        task = Subject.open(recipe, World(), "task").task
         found = find_metric(task, self.metric, f"--to {self.metric}={self.value:g}: {self.metric}")
         if found.scale == 100 and not 0 <= self.value <= 100:
             raise RecipeError(f"--to {self.metric}={self.value:g}: {self.metric} is in percent; give 0 to 100.")
@@ -147,7 +146,7 @@ def one_run(target: Target, loaded: LoadedRecipe, folder: Path, index: int, *, p
     run = TargetRun(seed=loaded.recipe.seed + index)
     folder.mkdir()
     recipe = folder / "recipe.yaml"
-    recipe.write_text(to_yaml(without_mirror(loaded.recipe)), encoding="utf-8")
+    recipe.write_text(to_yaml(loaded.recipe.without_mirror()), encoding="utf-8")
     run_dir = folder / "run"
     arguments = ["train", str(recipe), f"seed={run.seed}", "train.until=null", "--run-dir", str(run_dir)]
     arguments += ["--processes", str(processes)]

@@ -39,8 +39,8 @@ from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch as BatchSection
 from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Task, build_task
-from paceline.trainer.preparation import Prepared, prepare
 from paceline.trainer.process_settings import restore_globals
+from paceline.trainer.subject import Subject
 from paceline.units import Duration
 from paceline.world import World
 from paceline_advisor.doctor.anatomy import Anatomy, observe_network
@@ -439,10 +439,9 @@ def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Calls]:
         # Paceline's own loader processes need no inspection; the user's do.
         reads_files = recipe.data.backend in ("auto", "pytorch")
         task = build_task(replace(task.recipe, data=replace(task.recipe.data, workers=0 if reads_files else "auto")))
-    prepared = prepare(task.recipe, task, World())
-    with contextlib.closing(prepared.pipeline):
-        stream = prepared.pipeline.train_batches(prepared.geometry, 0, 1, World())
-        return _observe(prepared, next(iter(stream)))
+    with Subject.open(task.recipe, World(), "network", task=task) as subject:
+        stream = subject.pipeline.train_batches(subject.geometry, 0, 1, World())
+        return _observe(subject, next(iter(stream)))
 
 
 def small(recipe: Recipe, *, channels_last: bool) -> Recipe:
@@ -473,8 +472,8 @@ def _shown_small(data: Data) -> Data:
     )
 
 
-def _observe(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Calls]:
-    network, task = prepared.network.train(), prepared.task
+def _observe(subject: Subject, batch: Batch) -> tuple[Anatomy, Calls]:
+    network, task = subject.network.train(), subject.task
     watcher = CallWatcher(
         [*network.parameters(), *network.buffers(), *tensors_in(batch.inputs, batch.targets)],
         samples=max(1, len(batch.ids)),
@@ -490,7 +489,7 @@ def _observe(prepared: Prepared, batch: Batch) -> tuple[Anatomy, Calls]:
     watcher.calls = Calls()  # only the second pass counts: creating something once and keeping it is fine
     anatomy = observe_network(network, batch, step)
     network.zero_grad(set_to_none=True)
-    calls, files = watcher.calls, own_files(prepared.recipe, task, network)
+    calls, files = watcher.calls, own_files(subject.recipe, task, network)
     calls.has_gradient_in_evaluation = _scores_with_gradient(task, network, batch)
     if torch.is_anomaly_enabled():
         calls.debugging.setdefault("anomaly", None)

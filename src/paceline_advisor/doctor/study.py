@@ -29,19 +29,18 @@ from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_for_report
 from paceline.records.run_directory import RunDirectory
 from paceline.references import load_reference
-from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
-from paceline.trainer.preparation import build_shapes, plan_network, plan_run, planner, without_initial_weights
+from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_advisor.apply import write_new
 from paceline_advisor.bench.interleaved import Measurement, run_interleaved
 from paceline_advisor.commands import Doctor
 from paceline_advisor.doctor.anatomy import Anatomy, observe_network
 from paceline_advisor.doctor.behaviour import Calls, behave, preserved_state, watching_loaders
+from paceline_advisor.doctor.checked_run import CHECKS, CheckedRun, Target, choose_target, memory_shortage
 from paceline_advisor.doctor.checks import code, compute, training  # noqa: F401  # which declare the checks
 from paceline_advisor.doctor.findings import Finding, Gain, ranked
-from paceline_advisor.doctor.subject import CHECKS, Subject, Target, choose_target, memory_shortage
 
 _COLOURS = {"breaks": "bold red", "slows": "yellow", "spoils": "magenta", "notice": "cyan"}
 _KEPT = {"same": "", "rounding": " [rounds differently]", "training": " [changes the training]"}
@@ -175,7 +174,7 @@ def _shown(finding: Finding) -> Iterator[str]:
 
 
 def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
-    """Run every check in :data:`~paceline_advisor.doctor.subject.CHECKS`.
+    """Run every check in :data:`~paceline_advisor.doctor.checked_run.CHECKS`.
 
     Nothing is trained or written, and the state of this process is unchanged afterwards.
 
@@ -210,7 +209,7 @@ def examine(options: Doctor, log: Callable[[str], None]) -> Diagnosis:
         unseen["code"] = trouble
     is_linux, events = hasattr(os, "sched_getaffinity"), RunDirectory(Path(options.recipe)).events
     is_run = options.recipe not in shipped_recipes()  # such a name means the recipe, whatever is here
-    subject = Subject(
+    subject = CheckedRun(
         recipe=loaded.recipe,
         plan=plan,
         target=target,
@@ -256,7 +255,7 @@ def _anatomy(
     except PacelineError as error:
         if plan is None:
             # A mistake in the recipe is raised again here.
-            plan = plan_run(recipe, build_task(recipe), target.machine, world)
+            plan = Subject.open(recipe, world, "plan", machine=target.machine).plan
         return plan, None, str(error)
 
 
@@ -301,18 +300,16 @@ class Plans:
         return "" if found == self._unchanged else found
 
     def _refusal(self, overrides: Mapping[str, Any], processes: Sequence[int]) -> str:
-        plans, shapes = [], None
+        worlds = [World(world_size=each, local_world_size=each) for each in processes]
         try:
-            recipe = without_initial_weights(with_placeholder_data(changed(self._recipe, overrides))[0])
+            recipe = with_placeholder_data(changed(self._recipe, overrides))[0]
             with preserved_state():
-                for count in processes:
-                    task, world = build_task(recipe), World(world_size=count, local_world_size=count)
-                    make_plan = planner(recipe, task, self._machine, world)
-                    shapes = shapes or build_shapes(recipe, task, channels_last=make_plan().channels_last)
-                    plans.append(plan_network(make_plan, shapes, recipe))
+                subject = Subject.open(recipe, worlds[0], "shapes", machine=self._machine)
+                for world in worlds[1:]:
+                    subject.plan_for(world)
         except PacelineError as error:
             return str(error)
-        unused = plans[0].unused
+        unused = subject.plan.unused
         idle = next((key for key in overrides if key in unused), None)
         return "" if idle is None else f"{idle} would have no effect: {unused[idle]}"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.data.random_draws import uniforms
 from paceline.distributed.collectives import Collectives
 from paceline_advisor.formulas.network import keskar_sharpness
-from paceline_advisor.landscape.subject import Split, Subject
+from paceline_advisor.landscape.loss_surface import LossSurface, Split
 
 Numbers = NDArray[np.float64]
 
@@ -92,7 +92,9 @@ def surface(x: Sequence[float], y: Sequence[float], measure: Callable[[float, fl
     return Job([partial(measure, across, up) for up, across in product(y, x)], assemble)
 
 
-def along_axes(subject: Subject, weights: Tensor, axes: Sequence[Tensor], on: Split) -> Callable[..., dict[str, float]]:
+def along_axes(
+    subject: LossSurface, weights: Tensor, axes: Sequence[Tensor], on: Split
+) -> Callable[..., dict[str, float]]:
     """Return a function of a point, given by its distances along the axes, [size] each."""
 
     def measure(*distances: float) -> dict[str, float]:
@@ -262,7 +264,7 @@ class Sharpness:
 
 
 def climb(
-    subject: Subject,
+    subject: LossSurface,
     weights: Tensor,
     on: Split,
     epsilon: float,

@@ -27,6 +27,14 @@ from paceline.trainer.process_settings import restore_torch_settings
 from paceline_advisor.commands import Landscape
 from paceline_advisor.formulas.network import loss_barrier
 from paceline_advisor.landscape import measures
+from paceline_advisor.landscape.loss_surface import (
+    NoSecondDerivativeError,
+    OpenedRun,
+    Split,
+    check_alike,
+    open_run,
+    read_trajectory,
+)
 from paceline_advisor.landscape.measures import (
     STARTS,
     Curve,
@@ -37,14 +45,6 @@ from paceline_advisor.landscape.measures import (
     along_axes,
     normal_vector,
     positions,
-)
-from paceline_advisor.landscape.subject import (
-    NoSecondDerivativeError,
-    OpenedRun,
-    Split,
-    check_alike,
-    open_run,
-    read_trajectory,
 )
 
 _NORMS = {

@@ -37,7 +37,6 @@ from paceline.records.run_directory import RunDirectory
 from paceline.telemetry.memory import peak_private_of
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
-from paceline.trainer.preparation import without_mirror
 from paceline.units import Duration, format_bytes, format_count, format_seconds
 from paceline.world import World
 from paceline_advisor.apply import write_new
@@ -122,7 +121,7 @@ class TrialRunner:
         parts = 2 if micro_batch < self.share else 1
         recipe = shortened(self.recipe, micro_batch, micro_batch * self.processes * parts)
         path, run_dir = scratch / "trial.yaml", scratch / "run"
-        path.write_text(to_yaml(without_mirror(recipe)), encoding="utf-8")
+        path.write_text(to_yaml(recipe.without_mirror()), encoding="utf-8")
         config = TrialConfig(
             task=self.recipe.task,
             samples=_STEPS * recipe.batch.global_size,

@@ -21,7 +21,7 @@ from paceline.data.random_draws import derive_seed
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate import evaluation_mode
-from paceline.trainer.preparation import prepare
+from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_advisor.prove.recorder import Recorder, RecorderConfig, nan_as_infinite, tensors_of
 
@@ -149,17 +149,17 @@ class PlainLoop:
     ) -> None:
         recorder = Recorder(build_task(recipe), config, alter)
         self._recipe = recipe
-        self._prepared = prepare(recipe, recorder, World())
+        self._subject = Subject.open(recipe, World(), "network", task=recorder)
         self._task = recorder.task
-        self.network = self._prepared.network
+        self.network = self._subject.network
 
     def close(self) -> None:
         """Release the data."""
-        self._prepared.pipeline.close()
+        self._subject.close()
 
     def first_batch(self) -> Batch:
         """Return the first micro-batch of a run."""
-        return next(iter(self._prepared.pipeline.train_batches(self._prepared.geometry, 0, 1, World())))
+        return next(iter(self._subject.pipeline.train_batches(self._subject.geometry, 0, 1, World())))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load weights and buffers, by name."""
@@ -208,7 +208,7 @@ class PlainLoop:
         """Return each metric of saved weights over the held-out samples, scored one by one."""
         self.network.load_state_dict(state)
         with evaluation_mode([self.network]), torch.no_grad():
-            batches = self._prepared.pipeline.evaluation_batches(1, World())
+            batches = self._subject.pipeline.evaluation_batches(1, World())
             model = self._task.evaluated(self.network)
             scores = [(self._task.score(model, batch), batch.ids) for batch in batches if len(batch.ids)]
 

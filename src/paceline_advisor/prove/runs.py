@@ -19,9 +19,9 @@ from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
 from paceline.tasks.task import build_task
-from paceline.trainer.preparation import without_mirror
 from paceline.trainer.process_settings import restore_torch_settings
-from paceline.trainer.train import Options, train_recipe
+from paceline.trainer.subject import Options
+from paceline.trainer.train import train_recipe
 from paceline.units import Duration
 from paceline_advisor.launches import Launch, OverdueError, said
 from paceline_advisor.prove.recorder import CONFIG_VARIABLE, REFERENCE, ObservedRun, Recorder, RecorderConfig
@@ -336,5 +336,5 @@ class Runner:
 
     def _write(self, config: RecorderConfig, recipe: Recipe) -> Path:
         path = Path(config.folder) / "short.yaml"
-        path.write_text(to_yaml(without_mirror(recipe)), encoding="utf-8")
+        path.write_text(to_yaml(recipe.without_mirror()), encoding="utf-8")
         return path

@@ -22,8 +22,7 @@ from paceline.pages.shown import Shown
 from paceline.plan import Plan
 from paceline.processes import can_find_descendants
 from paceline.recipe.load import LoadedRecipe, load_recipe
-from paceline.tasks.task import build_task
-from paceline.trainer.preparation import plan_run
+from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_advisor.commands import Prove
 from paceline_advisor.launches import check_alone
@@ -154,16 +153,16 @@ def prove(options: Prove, log: Callable[[str], None]) -> ProveReport:
 def _plan(loaded: LoadedRecipe, processes: int) -> tuple[dict[int, Plan], Sizes]:
     """Return the recipe's plans, by number of processes, and the sizes of its short runs."""
     recipe = portable(loaded.recipe)
-    task, machine = build_task(recipe), describe_machine(torch.device("cpu"))
-    plans = {1: plan_run(recipe, task, machine, World())}
+    subject = Subject.open(recipe, World(), "plan", machine=describe_machine(torch.device("cpu")))
+    plans = {1: subject.plan}
     if processes > 1:
         # A batch that these processes cannot share is not an error here: the short runs use another.
         with contextlib.suppress(RecipeError):
-            plans[processes] = plan_run(recipe, task, machine, World(world_size=processes, local_world_size=processes))
+            plans[processes] = subject.plan_for(World(world_size=processes, local_world_size=processes))
     loaded.checked(unused(plans.values()))
     held_out = plans[1].evaluation_samples if plans[1].evaluate_every_steps is not None else 0
     # The end of a custom pipeline's data cannot be changed, so all of it is scored, if that is not too much.
-    score_all = not can_shorten(task) and held_out <= _MOST_SCORED
+    score_all = not can_shorten(subject.task) and held_out <= _MOST_SCORED
     samples = plans[1].train_samples // recipe.data.augment.repeats
     return plans, Sizes.of(samples, held_out, processes, all_held_out=score_all)
 

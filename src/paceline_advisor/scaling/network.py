@@ -7,7 +7,7 @@ computes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,11 @@ from paceline.plan import ParameterNumbers
 from paceline.recipe.schema import Recipe
 from paceline.tasks.detection import why_not_sharded
 from paceline.tasks.image_classification import ImageTask
-from paceline.tasks.task import build_task
+from paceline.tasks.task import Task, build_task
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
+from paceline.trainer.network import count_parameters
+from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_advisor.formulas.parallel_step import Gradient, Launches, Network, Unit
 from paceline_advisor.scaling.room import Share, of_one_process
@@ -39,7 +41,7 @@ _TRIED = 2  # samples: BatchNorm needs more than one
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class ScaledRun:
     """The network and data to be trained.
 
     Attributes:
@@ -70,7 +72,7 @@ class Subject:
         return None if self.work is None else self.work.model_flops / self.work_samples
 
 
-def describe(recipe: Recipe, samples: int | None = None) -> Subject:
+def describe(recipe: Recipe, samples: int | None = None) -> ScaledRun:
     """Build a recipe's network and collect its properties.
 
     Args:
@@ -81,11 +83,12 @@ def describe(recipe: Recipe, samples: int | None = None) -> Subject:
         PacelineError: If it cannot be built.
     """
     # Loading weights does not change any shape.
-    plain = replace(recipe, model=replace(recipe.model, pretrained=False, initialize_from=None))
-    assumed = None
-    if not isinstance(build_task(plain), ImageTask):  # an image task's shapes are in its plan
+    plain = recipe.without_initial_weights()
+    task, assumed = build_task(plain), None
+    if not isinstance(task, ImageTask):  # an image task's shapes are in its plan
         plain, assumed = with_placeholder_data(plain)
-    facts, build, notices = _opened(plain)
+        task = build_task(plain)
+    facts, build, notices = _opened(plain, task)
     notices = [*([assumed] if assumed else []), *notices]
     with torch.device("meta"):
         network = build()
@@ -96,15 +99,12 @@ def describe(recipe: Recipe, samples: int | None = None) -> Subject:
     if found is None:
         notices.append("the network could not be called without its data: layers are weighted by their parameters")
     moving = [] if found is None else [each for each in found.works if each.bytes_moved or each.flops]
-    parameters = list(network.parameters())
-    return Subject(
+    return ScaledRun(
         network=Network(
             gradients=_gradients(network, costs, _SENT_BYTES[recipe.parallel.gradient_compression]),
             units=_units(network, costs, plain),
         ),
-        numbers=ParameterNumbers(
-            sum(each.numel() for each in parameters), sum(each.numel() for each in parameters if each.requires_grad)
-        ),
+        numbers=count_parameters(network),
         samples=facts["samples"] if samples is None else samples,
         work=found,
         work_samples=_TRIED,
@@ -112,16 +112,15 @@ def describe(recipe: Recipe, samples: int | None = None) -> Subject:
             eager=sum(each.calls for each in moving), products=sum(each.calls for each in moving if each.flops)
         ),
         decodes=bool(facts["decodes"]),
-        unsharded=why_not_sharded(build_task(plain)),
+        unsharded=why_not_sharded(task),
         notices=tuple(notices),
     )
 
 
-def _opened(recipe: Recipe) -> tuple[dict[str, Any], Callable[[], nn.Module], list[str]]:
-    task = build_task(recipe)
+def _opened(recipe: Recipe, task: Task) -> tuple[dict[str, Any], Callable[[], nn.Module], list[str]]:
     path = recipe.data.path
     try:
-        found = task.data_facts(World())
+        found = Subject.open(recipe, World(), "task", task=task).data
     except DataError:
         if not isinstance(task, ImageTask) or (path is not None and Path(path).exists()):
             raise

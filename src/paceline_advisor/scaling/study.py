@@ -37,7 +37,7 @@ from paceline_advisor.formulas.parallel_step import (
 from paceline_advisor.formulas.scaling import Fabric
 from paceline_advisor.launches import check_alone
 from paceline_advisor.scaling.here import cluster_here, is_here, measure, probe
-from paceline_advisor.scaling.network import Subject, describe
+from paceline_advisor.scaling.network import ScaledRun, describe
 from paceline_advisor.scaling.room import Share, in_passes, least_steps, shares_of
 
 
@@ -320,7 +320,7 @@ class Scaling:
             :meth:`report`.
     """
 
-    def __init__(self, loaded: LoadedRecipe, options: Scale, log: Log, subject: Subject | None = None) -> None:
+    def __init__(self, loaded: LoadedRecipe, options: Scale, log: Log, subject: ScaledRun | None = None) -> None:
         recipe = loaded.recipe
         if recipe.parallel.exact:
             raise RecipeError("parallel.exact=true is not predicted: only ddp and fsdp are; turn it off.")

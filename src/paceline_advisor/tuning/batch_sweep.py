@@ -31,10 +31,9 @@ from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory, write_text
-from paceline.tasks.task import build_task
 from paceline.telemetry.display import Display
-from paceline.trainer.preparation import plan_run, without_initial_weights
-from paceline.trainer.train import Options, train_recipe
+from paceline.trainer.subject import Options, Subject
+from paceline.trainer.train import train_recipe
 from paceline.world import World
 from paceline_advisor.bench.target import Target, TargetRun, follow, one_run
 from paceline_advisor.commands import SweepBatch
@@ -223,8 +222,8 @@ def _check_plans(options: SweepBatch, recipe: Recipe, planned: Sequence[tuple[in
     machine = describe_machine(choose_device(recipe.parallel.device, world), processes=options.processes)
     for batch, (lr, seed) in {batch: (lr, seed) for batch, lr, seed in planned}.items():
         try:
-            trial_recipe = _recipe_of(options, without_initial_weights(recipe), batch, lr, seed)
-            samples = plan_run(trial_recipe, build_task(trial_recipe), machine, world).train_samples
+            trial_recipe = _recipe_of(options, recipe.without_initial_weights(), batch, lr, seed)
+            samples = Subject.open(trial_recipe, world, "plan", machine=machine).plan.train_samples
         except RecipeError as error:
             raise RecipeError(f"--batch-sizes: a run with {batch} is not possible: {error}") from error
         if batch > samples:

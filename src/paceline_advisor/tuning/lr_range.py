@@ -30,7 +30,8 @@ from paceline.trainer.process_settings import restore_globals
 from paceline.trainer.run import Run
 from paceline.trainer.run_records import report_broken
 from paceline.trainer.step import train_step
-from paceline.trainer.train import Options, TaskMaker, opened_run
+from paceline.trainer.subject import Options, TaskMaker
+from paceline.trainer.train import opened_run
 from paceline.trainer.warmup import check_first_batch, warm_up
 from paceline.units import Duration, format_count
 from paceline.world import World

@@ -36,10 +36,10 @@ from paceline.recipe.running import Checkpoint
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.trainer.noise import mean_weight
-from paceline.trainer.preparation import resumed_recipe
 from paceline.trainer.run import Run
 from paceline.trainer.step import micro_batches
-from paceline.trainer.train import Options, opened_run
+from paceline.trainer.subject import Options, resumed_recipe
+from paceline.trainer.train import opened_run
 from paceline.trainer.warmup import FP16_SCALE, GradientProbe
 from paceline_advisor.commands import NoiseScale
 

@@ -35,9 +35,9 @@ from paceline.recipe.load import load_recipe, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
 from paceline.references import is_code_trusted
-from paceline.tasks.task import build_task
-from paceline.trainer.preparation import best_metric
+from paceline.tasks.facts import best_metric
 from paceline.trainer.run_dir_checks import RunLock
+from paceline.trainer.subject import Subject
 from paceline.units import format_count
 from paceline.world import World
 from paceline_advisor.bench.target import Target, TargetRun, follow, looks
@@ -72,9 +72,7 @@ def tune(options: Tune, log: Log) -> TuneReport:
             raise RecipeError(f"{options.search}: {key}: {value} is not valid: {error}") from error
     if recipe.evaluate.every is None:
         raise RecipeError("evaluate.every=off: trials are compared by their evaluations; give it an interval.")
-    task = build_task(recipe)
-    task.data_facts(World())
-    metric = best_metric(task)
+    metric = best_metric(Subject.open(recipe, World(), "task").task)
     # No value meets it, so that each trial is followed to its end.
     unreachable = math.inf if metric.higher_is_better else -math.inf
     target = Target(metric.name, unreachable, less_is_better=not metric.higher_is_better)

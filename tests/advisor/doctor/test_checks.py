@@ -12,15 +12,14 @@ from planted_networks import CELLS, DEPTHWISE, DISORDERED, POINTWISE, RECURRENT,
 
 from paceline.recipe.load import load_recipe
 from paceline.records.run_directory import RunDirectory
-from paceline.tasks.task import build_task
-from paceline.trainer.preparation import plan_run
+from paceline.trainer.subject import Subject
 from paceline.world import World
 from paceline_advisor.commands import Doctor
 from paceline_advisor.doctor.anatomy import Anatomy
 from paceline_advisor.doctor.behaviour import Calls
+from paceline_advisor.doctor.checked_run import CheckedRun, choose_target
 from paceline_advisor.doctor.checks import training
 from paceline_advisor.doctor.study import examine
-from paceline_advisor.doctor.subject import Subject, choose_target
 
 Examined = Callable[..., Any]
 
@@ -166,11 +165,11 @@ def test_what_is_known_of_machines_and_runs_that_are_not_here() -> None:
     assert "40%" in training.data_wait(cases[training.data_wait])[0].evidence
 
 
-def _subject() -> Subject:
+def _subject() -> CheckedRun:
     recipe = load_recipe("digits").recipe
     target = choose_target("a100", recipe)
-    plan = plan_run(recipe, build_task(recipe), target.machine, World())
-    return Subject(recipe=recipe, plan=plan, target=target, anatomy=Anatomy(), calls=Calls())
+    plan = Subject.open(recipe, World(), "plan", machine=target.machine).plan
+    return CheckedRun(recipe=recipe, plan=plan, target=target, anatomy=Anatomy(), calls=Calls())
 
 
 def test_a_step_that_does_not_fit_breaks(examined: Examined) -> None:

@@ -17,7 +17,7 @@ from paceline.data.batch import Batch
 from paceline.data.slices import SampleSlice
 from paceline.metrics.accumulator import Metric
 from paceline.tasks.task import Task
-from paceline_advisor.landscape.subject import Subject
+from paceline_advisor.landscape.loss_surface import LossSurface
 
 TINY = {
     "model.options": {"width": 4, "stages": 1, "depth": 1},
@@ -65,12 +65,12 @@ def batch_of(inputs: torch.Tensor, targets: torch.Tensor | None = None) -> Batch
 
 
 @pytest.fixture
-def bowl() -> Callable[..., Subject]:
+def bowl() -> Callable[..., LossSurface]:
     """``bowl(matrix, at)``: the subject with that quadratic loss, on five samples in two batches."""
 
-    def make(matrix: torch.Tensor, at: torch.Tensor) -> Subject:
+    def make(matrix: torch.Tensor, at: torch.Tensor) -> LossSurface:
         batches = [batch_of(torch.zeros(3, 1)), batch_of(torch.zeros(2, 1))]
-        return Subject(BowlTask(), Bowl(matrix, at), {"train": batches, "validation": batches})
+        return LossSurface(BowlTask(), Bowl(matrix, at), {"train": batches, "validation": batches})
 
     return make
 

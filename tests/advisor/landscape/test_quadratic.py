@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paceline_advisor.formulas.network import keskar_box, keskar_sharpness, loss_barrier
+from paceline_advisor.landscape.loss_surface import LossSurface
 from paceline_advisor.landscape.measures import (
     STARTS,
     along_axes,
@@ -23,9 +24,8 @@ from paceline_advisor.landscape.measures import (
     top_eigenvalue,
 )
 from paceline_advisor.landscape.study import Line
-from paceline_advisor.landscape.subject import Subject
 
-Bowls = Callable[..., Subject]
+Bowls = Callable[..., LossSurface]
 AT = torch.tensor([1.0, -2.0, 0.5, 0.3, 2.0, -1.0])
 
 

@@ -23,8 +23,8 @@ from paceline.references import trusting_code
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.world import World
 from paceline_advisor.commands import Landscape
+from paceline_advisor.landscape.loss_surface import open_run, read_trajectory
 from paceline_advisor.landscape.study import comparison, explore
-from paceline_advisor.landscape.subject import open_run, read_trajectory
 
 Trained = Callable[..., Path]
 

@@ -14,7 +14,7 @@ import pytest
 from paceline.recipe.load import load_recipe
 from paceline_advisor.commands import Scale
 from paceline_advisor.formulas.parallel_step import HOST_SECONDS
-from paceline_advisor.scaling.network import Subject, describe
+from paceline_advisor.scaling.network import ScaledRun, describe
 from paceline_advisor.scaling.study import LOOPS, Row, Scaling
 
 ROWS = [
@@ -40,7 +40,7 @@ ROWS = [
 
 
 @cache
-def _subject(recipe: str) -> Subject:
+def _subject(recipe: str) -> ScaledRun:
     return describe(load_recipe(recipe).recipe)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.models.build import build_model
 from paceline.models.transfer import zero_classifier
 from paceline.recipe.model import Model
-from paceline.trainer.preparation import load_initial_weights
+from paceline.trainer.network import load_initial_weights
 
 NAME = "tf_efficientnet_lite0"
 PALACE, DAISY = 698, 985  # ImageNet's numbers

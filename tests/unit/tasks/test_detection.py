@@ -21,17 +21,17 @@ from paceline.data.batch import Batch
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
-from paceline.distributed.device import describe_machine
 from paceline.errors import ModelError, PacelineError
 from paceline.inference import detection
 from paceline.inference.detection import DetectionPredictor
 from paceline.inference.predict import open_predictor
 from paceline.recipe.load import load_recipe
 from paceline.tasks.detection import Detection
+from paceline.tasks.facts import geometry_of
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.fake_batch import batch_maker
-from paceline.trainer.preparation import geometry_of, plan_run
+from paceline.trainer.subject import Subject
 from paceline.trainer.train import plan_only
 from paceline.world import World
 from paceline_advisor.memory.batch_trial import TrialConfig, TrialTask
@@ -407,7 +407,7 @@ def padded(images: list[torch.Tensor]) -> int:
 def test_memory_is_claimed_with_the_largest_pictures(task: Make) -> None:
     """A tall and a wide picture in one micro-batch take more than two of the largest."""
     made = task({"batch.global_size": 10, "batch.micro_size": 5, "data.detection.like_shapes": False})
-    plan = plan_run(made.recipe, made, describe_machine(torch.device("cpu")), World())
+    plan = Subject.open(made.recipe, World(), "plan", task=made).plan
     geometry = geometry_of(made.recipe, plan, made)
     largest = geometry.costliest(0, 1)
     assert largest is not None

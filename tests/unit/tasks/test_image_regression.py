@@ -24,7 +24,6 @@ from paceline.data.batch import Batch
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.sets.discs import draw_discs
 from paceline.data.slices import SampleSlice
-from paceline.distributed.device import describe_machine
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.exportable import Exportable, open_exportable
@@ -34,7 +33,7 @@ from paceline.recipe.load import load_recipe
 from paceline.tasks.image_regression import ImageRegression, in_units
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
-from paceline.trainer.preparation import plan_run
+from paceline.trainer.subject import Subject
 from paceline.world import World
 
 CPU = torch.device("cpu")
@@ -120,11 +119,11 @@ def test_a_recipe_for_classes_becomes_one_for_numbers(tmp_path: Path) -> None:
     recipe = load_recipe(str(tmp_path / "ages.yaml")).recipe
     task = build_task(recipe)
     assert isinstance(task, ImageRegression)
-    plan = plan_run(recipe, task, describe_machine(CPU), World())
+    plan = Subject.open(recipe, World(), "plan", task=task).plan
     assert (plan.data["targets"], plan.headline, len(task.dataset.validation)) == (["age"], "mae", 2)
     assert [metric.name for metric in task.metrics] == ["loss", "mae", "rmse", "r2"]
     smoothed = load_recipe(str(tmp_path / "ages.yaml"), {"train.label_smoothing": 0.1}).recipe
-    assert "train.label_smoothing" in plan_run(smoothed, build_task(smoothed), describe_machine(CPU), World()).unused
+    assert "train.label_smoothing" in Subject.open(smoothed, World(), "plan").plan.unused
 
 
 def test_targets_are_standardised_by_the_training_images() -> None:

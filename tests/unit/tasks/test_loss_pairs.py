@@ -19,9 +19,9 @@ from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree
+from paceline.tasks.facts import draws_of
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import Task, build_task
-from paceline.trainer.preparation import draws_of
 from paceline.world import World
 
 CPU = torch.device("cpu")

@@ -36,7 +36,7 @@ from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker, one
 from paceline.trainer.train import plan_only
 from paceline.world import World
 from paceline_advisor.commands import Landscape, NoiseScale, Prove
-from paceline_advisor.landscape.subject import open_run
+from paceline_advisor.landscape.loss_surface import open_run
 from paceline_advisor.memory.batch_trial import TrialConfig, TrialTask
 from paceline_advisor.memory.estimate import estimate_memory
 from paceline_advisor.prove.recorder import content_of, same_content

@@ -26,7 +26,7 @@ from paceline.recipe.load import load_recipe
 from paceline.recipe.unused import all_but
 from paceline.report.audit import audit_run
 from paceline.tasks.image_classification import ImageClassification
-from paceline.trainer.preparation import plan_run
+from paceline.trainer.subject import Subject
 from paceline.trainer.train import TrainResult
 from paceline.world import World
 
@@ -98,11 +98,11 @@ def test_auto_is_fp32_for_your_own_task_and_says_why() -> None:
     assert not ImageClassification.is_own
     for task, precision in ((Kelvin, "fp32"), (ImageClassification, "bf16")):
         recipe = load_recipe("digits", {"train.precision": "auto"}).recipe
-        plan = plan_run(recipe, task(recipe), machine(), World())
+        plan = Subject.open(recipe, World(), "plan", task=task(recipe), machine=machine()).plan
         assert plan.precision == precision
         assert ("Kelvin is your own code" in plan.reasons["train.precision"]) == (precision == "fp32")
     recipe = load_recipe("digits", {"train.precision": "bf16"}).recipe
-    assert plan_run(recipe, Kelvin(recipe), machine(), World()).precision == "bf16"
+    assert Subject.open(recipe, World(), "plan", task=Kelvin(recipe), machine=machine()).plan.precision == "bf16"
 
 
 class Pair(NamedTuple):
@@ -311,7 +311,7 @@ def test_keys_of_the_loss_that_your_own_does_not_read_are_told() -> None:
     weights = {"train.class_weights": {"3": 2.0}, "train.label_smoothing": 0.1}
     for task, keys in ((Plain, weights.keys()), (Reads, ()), (Adds, ()), (ImageClassification, ())):
         recipe = load_recipe("digits", weights).recipe
-        plan = plan_run(recipe, task(recipe), machine(), World())
+        plan = Subject.open(recipe, World(), "plan", task=task(recipe), machine=machine()).plan
         assert {key for key, why in plan.unused.items() if key in weights and "loss is your own" in why} == {*keys}
         assert bool(plan.class_weights) == (task is not Plain)
     overrides = {"train.label_smoothing": 0.2, "train.duration": "1 steps"}

@@ -19,8 +19,8 @@ import paceline
 from paceline.errors import PacelineError
 from paceline.recipe.load import load_recipe
 from paceline.records.run_directory import RunDirectory
-from paceline.trainer import preparation
 from paceline.trainer.run_dir_checks import ResumeRequest, open_directory
+from paceline.trainer.subject import Subject
 from paceline.world import World
 
 Make = Callable[..., Any]
@@ -44,8 +44,8 @@ def stopped(train_shared: Make) -> Path:
 @pytest.fixture(scope="module")
 def request_to_resume(tiny_recipe: Path, tiny_task: Make) -> ResumeRequest:
     recipe = load_recipe(tiny_recipe, UNTIL).recipe
-    prepared = preparation.prepare(recipe, tiny_task()(recipe), World())
-    prepared.pipeline.close()
+    prepared = Subject.open(recipe, World(), "network", task=tiny_task()(recipe))
+    prepared.close()
     facts = {"torch": torch.__version__}
     return ResumeRequest(
         recipe=prepared.recipe, plan=prepared.plan, resume="auto", device_facts=facts, geometry=prepared.geometry

@@ -20,10 +20,49 @@ from paceline.plan import MachineFacts
 from paceline.recipe.load import load_recipe
 from paceline.tasks.image_classification import ImageClassification
 from paceline.tasks.task import build_task
-from paceline.trainer.preparation import plan_network, planner
+from paceline.trainer.subject import Subject
 from paceline.world import World
 
 Make = Callable[..., Any]
+
+STAGES = {"task": "data", "plan": "plan", "shapes": "shapes", "network": "network"}
+
+
+@pytest.mark.parametrize("upto", STAGES)
+def test_no_more_is_open_than_was_asked_for(upto: Any) -> None:
+    with Subject.open(load_recipe("digits").recipe, World(), upto) as subject:
+        known = [stage for stage, name in STAGES.items() if hasattr(subject, name)]
+        assert known == [stage for stage in STAGES if stage == upto or (stage in ("task", "plan") and upto != "task")]
+        assert (subject.plan.parameters is None) == (upto == "plan") if upto != "task" else not known[1:]
+        with pytest.raises(AttributeError):
+            subject.collectives  # noqa: B018
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_loader_processes_end_with_the_subject(monkeypatch: pytest.MonkeyPatch, *, fails: bool) -> None:
+    closed, task = [], build_task(load_recipe("digits").recipe)
+    real = task.open_pipeline
+
+    def open_pipeline(placement: Any) -> Any:
+        pipeline = real(placement)
+        monkeypatch.setattr(pipeline, "close", lambda: closed.append(pipeline))
+        return pipeline
+
+    monkeypatch.setattr(task, "open_pipeline", open_pipeline)
+    if fails:
+        monkeypatch.setattr(task, "build_model", lambda: None)
+        with pytest.raises(ModelError, match="build_model returned"):
+            Subject.open(task.recipe, World(), "network", task=task)
+    else:
+        Subject.open(task.recipe, World(), "network", task=task).close()
+    assert len(closed) == 1
+
+
+def test_a_plan_for_more_processes_is_that_of_a_run_of_theirs() -> None:
+    recipe, two = load_recipe("digits").recipe, World(world_size=2, local_world_size=2)
+    subject = Subject.open(recipe, World(), "shapes")
+    expected = Subject.open(recipe, two, "shapes", machine=subject.machine).plan
+    assert subject.plan_for(two) == expected != subject.plan
 
 
 def refused(train_tiny: Make, task: Any, runs: Path, overrides: dict[str, Any]) -> str:
@@ -181,20 +220,11 @@ def test_depthwise_networks_are_trained_in_fp32_on_cpus(name: str, precision: st
     loaded = load_recipe(
         "digits", [f"model.name={name}", "model.options=null", "data.image_size=32", "train.precision=auto"]
     )
-    task = build_task(loaded.recipe)
     reasons = {"fast_bf16": "the processor has bf16 products (amx_bf16)"}
-    plans = [
-        plan_network(
-            planner(
-                loaded.recipe,
-                task,
-                MachineFacts(device=device, device_name="", fast_bf16=True, cores=2, reasons=reasons),
-                World(),
-            ),
-            task.build_model(),
-            loaded.recipe,
-        )
+    machines = [
+        MachineFacts(device=device, device_name="", fast_bf16=True, cores=2, reasons=reasons)
         for device in ("cpu", "cuda")
     ]
+    plans = [Subject.open(loaded.recipe, World(), "shapes", machine=each).plan for each in machines]
     assert [each.precision for each in plans] == [precision, "bf16"]
     assert ("depthwise" in plans[0].reasons["train.precision"]) == (precision == "fp32")

@@ -12,8 +12,7 @@ from torch import nn
 from paceline.models.speed_net import Whitening
 from paceline.recipe.load import load_recipe
 from paceline.tasks.image_classification import ImageClassification
-from paceline.tasks.task import build_task
-from paceline.trainer.preparation import prepare
+from paceline.trainer.subject import Subject
 from paceline.trainer.train import plan_only
 from paceline.world import World
 
@@ -29,7 +28,7 @@ TINY = {
 def prepared(world_size: int, **overrides: Any) -> Any:
     loaded = load_recipe("gpt-small-docs", TINY | overrides)
     world = World(rank=0, world_size=world_size, local_rank=0, local_world_size=world_size)
-    return prepare(loaded.recipe, build_task(loaded.recipe), world)
+    return Subject.open(loaded.recipe, world, "network")
 
 
 def test_a_process_that_will_hold_a_part_builds_no_numbers() -> None:
@@ -73,7 +72,7 @@ def test_first_weights_that_are_made_of_the_data_are_made_also_where_they_are_sp
     for strategy in ("ddp", "fsdp"):
         recipe = load_recipe("digits", {"parallel.device": "cpu", "parallel.strategy": strategy}).recipe
         world = World(rank=0, world_size=2, local_rank=0, local_world_size=2)
-        found[strategy] = prepare(recipe, Whitened(recipe), world)
+        found[strategy] = Subject.open(recipe, world, "network", task=Whitened(recipe))
     assert found["fsdp"].first_values is None
     assert any("computed from the training data" in each for each in found["fsdp"].notices)
     filters = found["fsdp"].network.state_dict()["0.weight"]
@@ -94,5 +93,5 @@ class WithFirstWeights(Whitened):
 def test_so_are_those_of_a_task_of_one_s_own() -> None:
     recipe = load_recipe("digits", {"parallel.device": "cpu", "parallel.strategy": "fsdp"}).recipe
     world = World(rank=0, world_size=2, local_rank=0, local_world_size=2)
-    begun = prepare(recipe, WithFirstWeights(recipe), world)
+    begun = Subject.open(recipe, world, "network", task=WithFirstWeights(recipe))
     assert torch.equal(begun.network.state_dict()["1.weight"], torch.ones(10, 64))

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from paceline.data.pipeline import Placement
-from paceline.distributed.device import describe_machine
 from paceline.recipe.load import load_recipe
+from paceline.tasks.facts import geometry_of
 from paceline.tasks.task import build_task
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker
-from paceline.trainer.preparation import geometry_of, plan_run
+from paceline.trainer.subject import Subject
 from paceline.world import World
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def test_a_stand_in_batch_is_as_large_as_the_largest(texts: Path, rows: str, bal
     ]
     recipe = load_recipe("gpt-small-docs", overrides).recipe
     task = build_task(recipe)
-    plan = plan_run(recipe, task, describe_machine(CPU), World())
+    plan = Subject.open(recipe, World(), "plan", task=task).plan
     geometry = geometry_of(recipe, plan, task)
     assert (plan.lengths_sha256 is not None) == (rows == "single" and balance == "true")
     batch = batch_maker(task, plan, Placement(device=CPU))(4)

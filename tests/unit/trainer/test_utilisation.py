@@ -15,9 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.devices import Device, find_device
 from paceline.models.build import build_model
 from paceline.recipe.load import load_recipe
-from paceline.trainer import step_stats
-from paceline.trainer.preparation import Prepared
-from paceline.trainer.step_stats import Utilisation
+from paceline.trainer import utilisation
+from paceline.trainer.subject import Subject
+from paceline.trainer.utilisation import Utilisation
 
 Make = Callable[..., Any]
 
@@ -36,7 +36,7 @@ def known_cpu(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = replace(
         find_device("a100"), name="planted", title="Planted", flops_per_second=MappingProxyType({"fp32": 1e9})
     )
-    monkeypatch.setattr(step_stats, "recognise", lambda _: device)
+    monkeypatch.setattr(utilisation, "recognise", lambda _: device)
     return device
 
 
@@ -70,9 +70,9 @@ def test_a_known_devices_records_have_it_and_weights_are_the_same(
 ) -> None:
     states: list[bool] = []
 
-    def find(prepared: Prepared) -> Utilisation | None:
+    def find(subject: Subject) -> Utilisation | None:
         before = torch.get_rng_state()
-        found = step_stats.find_utilisation(prepared)
+        found = utilisation.find_utilisation(subject)
         states.append(torch.equal(before, torch.get_rng_state()))
         return found
 

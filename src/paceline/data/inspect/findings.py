@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.image.source import Ids
-from paceline.data.inspect.gather import MAX_NAMED, Progress, SampleFacts, Subject, similar
+from paceline.data.inspect.gather import MAX_NAMED, CheckedData, Progress, SampleFacts, similar
 from paceline.data.inspect.look import BROKEN, FEW, IMBALANCED, KINDS, OF_SAMPLES, SEVERITIES, Kind
 from paceline.data.labels import listed_names, similar_names
 from paceline.escaping import quoted
@@ -97,7 +97,7 @@ _HISTOGRAM_EDGES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 _SLOWEST = 5
 
 
-def class_counts(subject: Subject) -> dict[str, NDArray[np.int64]]:
+def class_counts(subject: CheckedData) -> dict[str, NDArray[np.int64]]:
     """Count the samples of each class or label, by split; empty for numeric targets."""
     count = 0 if subject.learned == "numbers" else len(subject.dataset.classes)
     labels = {name: source.labels for name, source in subject.splits.items()}
@@ -106,7 +106,7 @@ def class_counts(subject: Subject) -> dict[str, NDArray[np.int64]]:
     return {name: (each[:, :count] == 1).sum(axis=0) for name, each in labels.items()}
 
 
-def class_figures(subject: Subject) -> dict[str, Any]:
+def class_figures(subject: CheckedData) -> dict[str, Any]:
     """Return the sample counts per class and their imbalance."""
     counts = class_counts(subject)
     train = counts["train"]
@@ -156,7 +156,7 @@ def cost_figures(gathered: SampleFacts, read: Ids) -> dict[str, Any]:
     }
 
 
-def pixel_figures(subject: Subject, gathered: SampleFacts, read: Ids) -> dict[str, Any]:
+def pixel_figures(subject: CheckedData, gathered: SampleFacts, read: Ids) -> dict[str, Any]:
     """Return mean and standard deviation per channel, in [0, 1], of the training images, and those that a run uses."""
     in_train = gathered.samples.part_numbers[gathered.numbers[read]] == 0
     rows = gathered.rows[read[in_train]]
@@ -220,7 +220,7 @@ class Finding:
     entries: tuple[Entry, ...]
 
 
-def find_all(subject: Subject, gathered: SampleFacts, *, workers: int, progress: Progress) -> tuple[Finding, ...]:
+def find_all(subject: CheckedData, gathered: SampleFacts, *, workers: int, progress: Progress) -> tuple[Finding, ...]:
     """Return all findings, worst first."""
     found = [
         *_of_folder(subject),
@@ -232,7 +232,7 @@ def find_all(subject: Subject, gathered: SampleFacts, *, workers: int, progress:
     return tuple(sorted(found, key=lambda each: (worst.index(each.kind.severity), order.index(each.kind.name))))
 
 
-def _of_folder(subject: Subject) -> Iterator[Finding]:
+def _of_folder(subject: CheckedData) -> Iterator[Finding]:
     messages = {"layout": list(subject.problems.sentences()), "unread": list(subject.unread)}
     messages["implausible"] = list(subject.implausible)
     for kind, path, _ in subject.problems.bad:
@@ -323,7 +323,7 @@ def _pairs(gathered: SampleFacts, name: str, pairs: Ids) -> Iterator[Finding]:
         yield Finding(KINDS[name], len(pairs), tuple(_entry(gathered, one, other=two) for one, two in named))
 
 
-def _of_classes(subject: Subject) -> Iterator[Finding]:
+def _of_classes(subject: CheckedData) -> Iterator[Finding]:
     counts = class_counts(subject)
     train, held_out = counts["train"], counts["validation"]
     classes = subject.dataset.classes[: len(train)]

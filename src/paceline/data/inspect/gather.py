@@ -47,7 +47,7 @@ _WITHOUT_EFFECT = (
 
 
 @dataclass(frozen=True)
-class Subject:
+class CheckedData:
     """The data to check.
 
     Attributes:
@@ -71,7 +71,7 @@ class Subject:
     implausible: tuple[str, ...] = ()
 
 
-def open_subject(source: str, overrides: Sequence[str]) -> Subject:
+def open_subject(source: str, overrides: Sequence[str]) -> CheckedData:
     """Open what the user specifies: a folder, an archive, a built-in recipe or a recipe file.
 
     Raises:
@@ -88,7 +88,7 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
         dataset, implausible = open_annotated(replace(recipe, data=data))
         splits = {"train": dataset.train, "validation": dataset.validation}
         folder = Path(data.path or "")
-        return Subject(dataset, "labels", splits, unread=dataset.left_out, root=folder, implausible=implausible)
+        return CheckedData(dataset, "labels", splits, unread=dataset.left_out, root=folder, implausible=implausible)
     try:
         dataset = open_dataset(data, problems, several_labels=recipe.task == "image_multilabel")
     except PacelineError as error:
@@ -114,7 +114,7 @@ def open_subject(source: str, overrides: Sequence[str]) -> Subject:
         if test is not None:
             splits["test"] = test
         unread = tuple(unread_entries(root))
-    return Subject(dataset, learned, splits, problems, unread, root, is_folder and not is_address(path))
+    return CheckedData(dataset, learned, splits, problems, unread, root, is_folder and not is_address(path))
 
 
 def _recipe(source: str, overrides: Sequence[str]) -> Recipe:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from paceline_advisor.doctor.behaviour import Loader
+from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, check, named
 from paceline_advisor.doctor.findings import CONVNETS, CUDA_MODES, OWN, TUNING, Place
-from paceline_advisor.doctor.subject import CheckResult, Subject, check, named
 
 _MANY_IN_A_ROW = 4
 
 
 @check(advice="remove it from the training code")
-def debugging(subject: Subject) -> Iterator[CheckResult]:
+def debugging(subject: CheckedRun) -> Iterator[CheckResult]:
     """Debugging aids that are enabled in training."""
     for kind, place in subject.calls.debugging.items():
         aid = _AIDS[kind]
@@ -55,7 +55,7 @@ _AIDS: dict[str, dict[str, Any]] = {
     expected="1.05 to 2 times as fast on a GPU, most for small networks",
     speedup=(1.05, 2.0),
 )
-def synchronisation(subject: Subject) -> CheckResult | None:
+def synchronisation(subject: CheckedRun) -> CheckResult | None:
     """Values that the host reads from the device in each step."""
     on_cpu = (" On a CPU it costs little; on a GPU each one empties its queue.", (1.0, 1.02))
     return _counted(subject, "the host reads a value from the device", subject.calls.reads, *on_cpu)
@@ -68,14 +68,18 @@ def synchronisation(subject: Subject) -> CheckResult | None:
     expected="1.02 to 1.5 times as fast on a GPU",
     speedup=(1.02, 1.5),
 )
-def host_tensors(subject: Subject) -> CheckResult | None:
+def host_tensors(subject: CheckedRun) -> CheckResult | None:
     """Tensors created on the host in each step."""
     on_cpu = (" On a CPU it costs nothing; the same code on a GPU copies, or stops.", (1.0, 1.01))
     return _counted(subject, "a tensor is created on the host", subject.calls.made, *on_cpu)
 
 
 def _counted(
-    subject: Subject, action: str, counts: Counter[tuple[str, int, str]], why_on_cpu: str, on_cpu: tuple[float, float]
+    subject: CheckedRun,
+    action: str,
+    counts: Counter[tuple[str, int, str]],
+    why_on_cpu: str,
+    on_cpu: tuple[float, float],
 ) -> CheckResult | None:
     """Return how often calls were observed and where, the most frequent first; on a CPU only as a notice."""
     if not counts:
@@ -97,7 +101,7 @@ _SLOW_VARIABLES = {
 
 
 @check(source=CUDA_MODES, expected="1.1 to 3 times as fast", speedup=(1.1, 3.0))
-def debug_environment(subject: Subject) -> Iterator[CheckResult]:
+def debug_environment(subject: CheckedRun) -> Iterator[CheckResult]:
     """Environment variables for debugging."""
     for name, (slow, why) in _SLOW_VARIABLES.items():
         value = subject.environment.get(name, "")
@@ -112,7 +116,7 @@ def debug_environment(subject: Subject) -> Iterator[CheckResult]:
     expected="these operations 2 to 4 times as fast",
     speedup=(1.02, 1.5),
 )
-def unfused_pointwise(subject: Subject) -> CheckResult | None:
+def unfused_pointwise(subject: CheckedRun) -> CheckResult | None:
     """Sequences of element-wise operations, each of which reads and writes whole tensors."""
     places = tuple(
         Place(file, line, f"{length} operations in a row, {function}")
@@ -134,7 +138,7 @@ def unfused_pointwise(subject: Subject) -> CheckResult | None:
     expected="evaluation up to 1.5 times as fast, in a fraction of the memory",
     speedup=(1.0, 1.1),
 )
-def gradient_in_evaluation(subject: Subject) -> CheckResult | None:
+def gradient_in_evaluation(subject: CheckedRun) -> CheckResult | None:
     """Scores that keep an autograd graph."""
     if not subject.calls.has_gradient_in_evaluation:
         return None
@@ -147,7 +151,7 @@ def gradient_in_evaluation(subject: Subject) -> CheckResult | None:
     expected="as much as the time that steps wait for data, up to all of it",
     speedup=(1.0, 3.0),
 )
-def no_workers(subject: Subject) -> CheckResult | None:
+def no_workers(subject: CheckedRun) -> CheckResult | None:
     """Samples are read by the training process, although other cores are free."""
     data, alone = subject.plan.data, [each for each in subject.loaders if each.workers == 0]
     reads_itself = data.get("backend") == "pytorch" and data.get("workers") == 0
@@ -165,7 +169,7 @@ def no_workers(subject: Subject) -> CheckResult | None:
     expected="little on a GPU; on a CPU, the time they take from training",
     speedup=(1.0, 1.1),
 )
-def too_many_workers(subject: Subject) -> CheckResult | None:
+def too_many_workers(subject: CheckedRun) -> CheckResult | None:
     """More loader processes than cores."""
     used, data = subject.plan.data.get("workers"), subject.plan.data
     if subject.recipe.data.workers == "auto" or data.get("backend") != "pytorch" or not isinstance(used, int):
@@ -182,7 +186,7 @@ def too_many_workers(subject: Subject) -> CheckResult | None:
     expected="the copy of a batch, about twice as fast and during the computation",
     speedup=(1.0, 1.2),
 )
-def unpinned(subject: Subject) -> CheckResult | None:
+def unpinned(subject: CheckedRun) -> CheckResult | None:
     """Batches of your own loader are copied to the GPU from pageable memory."""
     found = [each for each in subject.loaders if not each.pinned]
     return _of_loaders("pin_memory=False", found) if subject.target.is_gpu else None
@@ -195,7 +199,7 @@ def unpinned(subject: Subject) -> CheckResult | None:
     expected="for each epoch about 2 s where processes are spawned (macOS), under 0.1 s where forked (Linux)",
     speedup=(1.0, 1.1),
 )
-def no_persistent_workers(subject: Subject) -> CheckResult | None:
+def no_persistent_workers(subject: CheckedRun) -> CheckResult | None:
     """Your own loader's processes are restarted in each epoch."""
     found = [each for each in subject.loaders if each.workers > 0 and not each.persistent]
     count = found[0].workers if found else 0
@@ -210,7 +214,7 @@ def no_persistent_workers(subject: Subject) -> CheckResult | None:
     keeps="training",
     expected="each sample once per epoch",
 )
-def drop_last(subject: Subject) -> CheckResult | None:
+def drop_last(subject: CheckedRun) -> CheckResult | None:
     """Your own loader drops samples."""
     return _of_loaders("drop_last=True", [each for each in subject.loaders if each.drops_last])
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from paceline_advisor.doctor.anatomy import BYTES, Layer
+from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, check, named
 from paceline_advisor.doctor.findings import (
     AMP,
     CONVOLUTION,
@@ -18,7 +19,6 @@ from paceline_advisor.doctor.findings import (
     TUNING,
     Keeps,
 )
-from paceline_advisor.doctor.subject import CheckResult, Subject, check, named
 from paceline_advisor.formulas.parallel_step import KERNEL_SECONDS
 
 # On a CPU, converting its dtype or starting threads takes about as long as a layer with fewer FLOPs.
@@ -38,7 +38,7 @@ _COMPUTE_BOUND = {"batch": 128, "hidden": 256}
     expected="1.5 to 3 times as fast; sums and weights stay fp32",
     speedup=(1.5, 3.0),
 )
-def precision(subject: Subject) -> CheckResult | None:
+def precision(subject: CheckedRun) -> CheckResult | None:
     """Matrices are multiplied in fp32, although the device has matrix units for 16 bits."""
     plan, target = subject.plan, subject.target
     faster = next((each for each in ("bf16", "fp16") if target.has(each)), None)
@@ -69,7 +69,7 @@ def precision(subject: Subject) -> CheckResult | None:
     return result
 
 
-def _most_gained(subject: Subject, faster: str) -> float:
+def _most_gained(subject: CheckedRun, faster: str) -> float:
     """Return the possible speedup of the layers' forward pass in another precision; infinite if unknown.
 
     A layer takes the longest of its compute time, its memory traffic and its launch.
@@ -96,7 +96,7 @@ def _most_gained(subject: Subject, faster: str) -> float:
     expected="2 to 5 times as fast",
     speedup=(2.0, 5.0),
 )
-def slow_precision(subject: Subject) -> CheckResult | None:
+def slow_precision(subject: CheckedRun) -> CheckResult | None:
     """bf16 on a device without units for it."""
     machine = subject.target.machine
     if subject.plan.precision != "bf16" or machine.fast_bf16:
@@ -115,7 +115,7 @@ def slow_precision(subject: Subject) -> CheckResult | None:
     expected="1.05 to 1.35 times as fast on a GPU, more on a CPU",
     speedup=(1.05, 1.5),
 )
-def channels_last(subject: Subject) -> CheckResult | None:
+def channels_last(subject: CheckedRun) -> CheckResult | None:
     """Convolutions in channels-first memory format."""
     if subject.plan.channels_last or subject.target.kind not in ("cpu", "cuda", "xpu"):
         return None
@@ -133,7 +133,7 @@ def channels_last(subject: Subject) -> CheckResult | None:
     expected="1.05 to 1.35 times as fast on a GPU, more on a CPU",
     speedup=(1.05, 1.4),
 )
-def layout_lost(subject: Subject) -> CheckResult | None:
+def layout_lost(subject: CheckedRun) -> CheckResult | None:
     """The batch is channels-last, and a part of the network changes its layout."""
     converted = subject.anatomy.not_channels_last
     count = len({layer.name for layer in subject.layers if layer.kind == "convolution"})
@@ -155,7 +155,7 @@ def layout_lost(subject: Subject) -> CheckResult | None:
     expected="1.05 to 1.3 times as fast for convolutions",
     speedup=(1.05, 1.3),
 )
-def autotune_off(subject: Subject) -> CheckResult | None:
+def autotune_off(subject: CheckedRun) -> CheckResult | None:
     """cuDNN may not choose its fastest kernels."""
     recipe, states = subject.recipe, subject.calls.states
     if subject.target.kind != "cuda" or not subject.convolutional:
@@ -182,7 +182,7 @@ def autotune_off(subject: Subject) -> CheckResult | None:
     expected="the optimizer's part of the step, up to several times as fast",
     speedup=(1.0, 1.2),
 )
-def unfused_optimizer(subject: Subject) -> CheckResult | None:
+def unfused_optimizer(subject: CheckedRun) -> CheckResult | None:
     """The optimizer updates the weights one by one."""
     options = subject.recipe.optimizer.options
     if options.get("foreach") is not False:
@@ -193,7 +193,7 @@ def unfused_optimizer(subject: Subject) -> CheckResult | None:
 
 
 @check(why="The network's layers are large enough for several cores.", advice="parallel.threads=auto", keeps="rounding")
-def threads(subject: Subject) -> CheckResult | None:
+def threads(subject: CheckedRun) -> CheckResult | None:
     """A CPU uses fewer cores than it has."""
     plan, setting, workers = subject.plan, subject.recipe.parallel.threads, subject.plan.data.get("workers")
     cores, threads_used = subject.target.machine.cores // plan.local_world_size, plan.threads_per_process
@@ -216,7 +216,7 @@ def threads(subject: Subject) -> CheckResult | None:
     )
 
 
-def _too_small(subject: Subject) -> bool:
+def _too_small(subject: CheckedRun) -> bool:
     return not subject.target.is_gpu and subject.flops_per_layer < _SMALL_ON_CPU
 
 
@@ -227,7 +227,7 @@ def _too_small(subject: Subject) -> bool:
     expected="up to 1.05 times as fast on a GPU: one sum fewer in each backward pass; on a CPU no gain was measured",
     speedup=(1.01, 1.05),
 )
-def bias_before_batchnorm(subject: Subject) -> CheckResult | None:
+def bias_before_batchnorm(subject: CheckedRun) -> CheckResult | None:
     """A bias that a following BatchNorm cancels."""
     biased = subject.anatomy.biased
     if not biased:
@@ -248,7 +248,7 @@ prediction = partial(check, keeps="training", predicted=True)
     expected="predicted: up to 2 times as fast where libraries do not pad, less where they do",
     speedup=(1.1, 2.0),
 )
-def dimension_alignment(subject: Subject) -> CheckResult | None:
+def dimension_alignment(subject: CheckedRun) -> CheckResult | None:
     """Sizes that matrix units cannot use without padding."""
     multiples = subject.target.multiples(subject.products)
     if multiples is None:
@@ -275,7 +275,7 @@ def dimension_alignment(subject: Subject) -> CheckResult | None:
     expected="predicted: up to 2 times as fast where libraries do not pad, less where they do",
     speedup=(1.05, 2.0),
 )
-def batch_alignment(subject: Subject) -> CheckResult | None:
+def batch_alignment(subject: CheckedRun) -> CheckResult | None:
     """A batch size that matrix units cannot use without padding, where only the batch forms rows."""
     multiples, batch = subject.target.multiples(subject.products), subject.plan.micro_batch_size
     linear_share = subject.share(lambda layer: layer.kind == "linear" and layer.rows == 1)
@@ -298,7 +298,7 @@ def batch_alignment(subject: Subject) -> CheckResult | None:
     expected="predicted: up to 1.3 times as fast",
     speedup=(1.0, 1.3),
 )
-def tile_alignment(subject: Subject) -> CheckResult | None:
+def tile_alignment(subject: CheckedRun) -> CheckResult | None:
     """Sizes that leave the best tiles partly empty."""
     if subject.target.multiples(subject.products) is None:
         return None
@@ -320,7 +320,7 @@ def tile_alignment(subject: Subject) -> CheckResult | None:
     expected="predicted: that layer's time, partly",
     speedup=(1.0, 1.1),
 )
-def first_layer_channels(subject: Subject) -> CheckResult | None:
+def first_layer_channels(subject: CheckedRun) -> CheckResult | None:
     """An expensive first convolution with few channels."""
     unit = subject.target.multiples(subject.products)
     first = next((layer for layer in subject.layers if layer.kind == "convolution"), None)
@@ -344,7 +344,7 @@ def first_layer_channels(subject: Subject) -> CheckResult | None:
     expected="predicted: time depends on bytes, not FLOPs, until sizes grow",
     speedup=(1.0, 1.5),
 )
-def memory_bound_layers(subject: Subject) -> CheckResult | None:
+def memory_bound_layers(subject: CheckedRun) -> CheckResult | None:
     """Matrix products that are limited by memory traffic."""
     ridge, samples = subject.target.ridge(subject.products), subject.plan.micro_batch_size
     each = BYTES[subject.products]
@@ -379,7 +379,7 @@ def memory_bound_layers(subject: Subject) -> CheckResult | None:
     expected="predicted: far from the device's peak",
     speedup=(1.0, 1.5),
 )
-def depthwise_convolutions(subject: Subject) -> CheckResult | None:
+def depthwise_convolutions(subject: CheckedRun) -> CheckResult | None:
     """Convolutions that filter each channel separately, as in MobileNet and EfficientNet."""
     separate = [layer for layer in subject.layers if layer.is_depthwise]
     moved = sum((layer.read + layer.written) * layer.calls for layer in subject.layers)
@@ -401,7 +401,7 @@ def depthwise_convolutions(subject: Subject) -> CheckResult | None:
     expected="predicted: up to 2 times as fast for these layers",
     speedup=(1.0, 2.0),
 )
-def recurrent_sizes(subject: Subject) -> CheckResult | None:
+def recurrent_sizes(subject: CheckedRun) -> CheckResult | None:
     """Recurrent layers with sizes that matrix units do not support, or with little work."""
     multiples = subject.target.multiples(subject.products)
     found = [layer for layer in subject.layers if layer.kind == "recurrent"]
@@ -432,7 +432,7 @@ def recurrent_sizes(subject: Subject) -> CheckResult | None:
     expected="2 to 10 times as fast for these layers",
     speedup=(1.5, 4.0),
 )
-def recurrent_cells(subject: Subject) -> CheckResult | None:
+def recurrent_cells(subject: CheckedRun) -> CheckResult | None:
     """Recurrences that are called step by step in Python."""
     cells = [layer for layer in subject.layers if layer.kind == "recurrent cell" and layer.calls > 1]
     shown = named([f"{layer.name} {layer.calls} times" for layer in cells])
@@ -440,7 +440,7 @@ def recurrent_cells(subject: Subject) -> CheckResult | None:
     return CheckResult(evidence, layers=tuple(layer.name for layer in cells)) if cells else None
 
 
-def _inner(subject: Subject) -> list[Layer]:
+def _inner(subject: CheckedRun) -> list[Layer]:
     """Return the layers, except recurrent ones and a first convolution that reads images of at most 4 channels."""
     found = [layer for layer in subject.layers if layer.kind in ("linear", "convolution")]
     first = next((layer for layer in found if layer.kind == "convolution"), None)
@@ -453,7 +453,7 @@ def _divisor_fails(layer: Layer, unit: int) -> bool:
     return layer.inputs // layer.groups % unit != 0 or layer.outputs // layer.groups % unit != 0
 
 
-def _share(subject: Subject, layers: list[Layer]) -> float:
+def _share(subject: CheckedRun, layers: list[Layer]) -> float:
     names = {layer.name for layer in layers}
     return subject.share(lambda layer: layer.name in names)
 

@@ -9,7 +9,6 @@ from typing import Any
 import fork_server
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import paceline
@@ -19,14 +18,12 @@ from paceline.data.image.datasets import content_of, open_dataset
 from paceline.data.image.source import encoded_source, files_of, part_numbers, prefetch, sample_names
 from paceline.data.inspect.check import check_data
 from paceline.data.order import StepGeometry
-from paceline.distributed.device import describe_machine
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.plan import Plan
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
-from paceline.tasks.task import build_task
-from paceline.trainer.preparation import plan_run
+from paceline.trainer.subject import Subject
 from paceline.world import World
 
 SETS = np.random.default_rng(0).permutation(np.repeat([0, 1, 2], [200, 70, 7]))
@@ -229,7 +226,7 @@ def test_the_plan_says_what_an_epoch_has_whatever_the_order_of_keys(sets: Path) 
 
 def _plan(*overrides: str) -> Plan:
     loaded = load_recipe("recipe.yaml", overrides)
-    plan = plan_run(loaded.recipe, build_task(loaded.recipe), describe_machine(torch.device("cpu")), World())
+    plan = Subject.open(loaded.recipe, World(), "plan").plan
     loaded.checked(plan.unused)
     return plan
 

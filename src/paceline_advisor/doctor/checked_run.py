@@ -151,7 +151,7 @@ def memory_shortage(recipe: Recipe, target: Target, world: World) -> MemoryShort
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class CheckedRun:
     """Everything that the checks know about a run.
 
     Attributes:
@@ -241,7 +241,7 @@ class CheckResult:
         return replace(self, **changes)
 
 
-Check = Callable[[Subject], list[Finding]]
+Check = Callable[[CheckedRun], list[Finding]]
 CHECKS: list[Check] = []
 
 
@@ -254,16 +254,16 @@ def check(
     source: str = TUNING,
     overrides: Mapping[str, Any] = MappingProxyType({}),
     **others: Any,
-) -> Callable[[Callable[[Subject], CheckResult | Iterable[CheckResult] | None]], Check]:
+) -> Callable[[Callable[[CheckedRun], CheckResult | Iterable[CheckResult] | None]], Check]:
     """Declare a check. The function's name becomes the finding's name, and the arguments are the finding's defaults.
 
     ``others`` are ``keeps``, ``speedup`` and ``predicted``. See :class:`~paceline_advisor.doctor.findings.Finding`.
     """
     defaults = dict(why=why, advice=advice, expected=expected, severity=severity, overrides=overrides, **others)
 
-    def declare(inspect: Callable[[Subject], CheckResult | Iterable[CheckResult] | None]) -> Check:
+    def declare(inspect: Callable[[CheckedRun], CheckResult | Iterable[CheckResult] | None]) -> Check:
         @wraps(inspect)
-        def findings(subject: Subject) -> list[Finding]:
+        def findings(subject: CheckedRun) -> list[Finding]:
             outcome = inspect(subject)
             results = [] if outcome is None else [outcome] if isinstance(outcome, CheckResult) else outcome
             return [_finding({"name": inspect.__name__, **defaults}, source, each) for each in results]

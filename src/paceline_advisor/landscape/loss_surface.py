@@ -49,7 +49,7 @@ BatchNormUse = Literal["recomputed", "stored"]
 Split = Literal["train", "validation"]
 
 
-class Subject:
+class LossSurface:
     """A network used only by the study, with its samples.
 
     Args:
@@ -250,7 +250,7 @@ class OpenedRun:
     target: Path
     saved: SavedWeights
     recipe: Recipe
-    subject: Subject
+    subject: LossSurface
     train_samples: int
 
     @property
@@ -277,7 +277,7 @@ def open_run(target: Path, options: Landscape, world: World) -> OpenedRun:
     network = task.build_model()
     task.check_network(network)
     samples = _samples(task, recipe, placement, options, world)
-    subject = Subject(task, with_weights(network, saved, placement), samples)
+    subject = LossSurface(task, with_weights(network, saved, placement), samples)
     if options.batch_norm is not None and not subject.has_batch_norm:
         raise PacelineError(
             f"--batch-norm {options.batch_norm} has no effect: the network of {saved.path} has no BatchNorm; "
