@@ -68,7 +68,6 @@ def test_a_back_end_that_is_not_here_is_refused(paceline_here: Call, tiny: tuple
     [
         ("digits", "resnet18"),
         ("shapes-maskrcnn", "maskrcnn_resnet50_fpn"),
-        ("shapes-maskrcnn", "maskrcnn_resnet50_fpn_v2"),
         ("shapes-segmentation", "lraspp_mobilenet_v3_large"),
     ],
 )

@@ -189,7 +189,8 @@ def test_sets_for_several_tests_are_no_hindrance(root: Path) -> None:
     found = opened(root)
     assert [Path(each.path(0)).parent.name for each in (found.train, found.validation)] == ["trainval2012", "val2012"]
     (root / "annotations/instances_val2012.json").unlink()
-    shutil.rmtree(root / "val")
+    for each in ("val", "val2012"):
+        shutil.rmtree(root / each)
     with pytest.raises(DataError, match=r"several sets for 'val' \(instances_test-dev.json, instances_test2017.json"):
         opened(root)
 
