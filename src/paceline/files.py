@@ -24,10 +24,11 @@ LFS_POINTER = "a Git LFS pointer, not the file itself: run `git lfs pull` where 
 _ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tbz2?|txz|gz|bz2|xz|zst)$")
 _PACKED = (b"PK\3\4", b"\x1f\x8b", b"7z\xbc\xaf", b"Rar!", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # first bytes
 _TEXTS = ("csv", "tsv", "tab", "jsonl", "json", "txt", "yaml", "xlsx", "xls")  # the last two are often taken for such
+# With the bytes that no text has: a column may be called PAR1.
 _BINARY = {
-    b"PAR1": "a parquet file: let its name end in .parquet",
-    b"ARROW1": "an Arrow file: write it as parquet or CSV",
-    b"SQLite": "an SQLite database: export the table as CSV",
+    b"PAR1\x15": "a parquet file: let its name end in .parquet",
+    b"ARROW1\0": "an Arrow file: write it as parquet or CSV",
+    b"SQLite format 3\0": "an SQLite database: export the table as CSV",
     b"\x89HDF\r\n": "an HDF5 file: write it as parquet or CSV",
     b"\x80": "a pickle: write it as parquet or CSV",
     b"\x93NUMPY": "a NumPy array: write it as CSV",
@@ -98,12 +99,10 @@ def refuse_archive(path: str | Path) -> None:
     if _ARCHIVE.search(name) and os.path.isfile(path):
         tar = " A tar of WebDataset samples is read in place, with data.dataset=webdataset." * name.endswith(".tar")
         raise DataError(f"{str(path)!r} is an archive: unpack it, and give the folder or file in it.{tar}")
-    if has_extension(name, ("csv", "tsv", "tab", "jsonl", "json", "txt", "yaml", "xlsx", "xls")) and os.path.isfile(
-        path
-    ):
+    if has_extension(name, _TEXTS) and os.path.isfile(path):
         begin = b""
         with contextlib.suppress(OSError), open(path, "rb") as file:  # whoever reads it explains the error
-            begin = file.read(8)
+            begin = file.read(16)
         kind = next((kind for first, kind in _BINARY.items() if begin.startswith(first)), None)
         if begin.lower().startswith(_WEB_PAGE) and not name.endswith(".txt"):
             kind = "a web page: download the file itself"

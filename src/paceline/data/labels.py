@@ -29,7 +29,9 @@ _NUMBER = re.compile(r"[+-]?[0-9]+(\.[0-9]*)?")
 
 
 def _not_whole(number: str) -> str:
-    fix = f': write {float(number):.0f} (in pandas, astype("Int64"))' * float(number).is_integer()
+    fix = f': write {float(number):.0f} (in pandas, astype("Int64"))' * (
+        float(number) >= 0 and float(number).is_integer()
+    )
     fix = "; if -1 is a class, write a name; if it means unlabelled, leave those rows out" if number == "-1" else fix
     return f"but labels are whole numbers from 0, or names{fix}."
 

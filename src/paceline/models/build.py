@@ -6,11 +6,10 @@ import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
-from inspect import signature
 from itertools import chain
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, get_args, get_type_hints
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -195,8 +194,8 @@ def _is_downloadable(model: Model) -> bool:
     from torchvision.models import get_model_builder, get_model_weights
 
     name = model.name.removeprefix(TORCHVISION)
-    if backbone := signature(get_model_builder(name)).parameters.get("weights_backbone"):
-        address = type(backbone.default)[BACKBONE_WEIGHTS.get(name, "DEFAULT")].url
+    if backbone := get_args(get_type_hints(get_model_builder(name)).get("weights_backbone")):
+        address = backbone[0][BACKBONE_WEIGHTS.get(name, "DEFAULT")].url
     else:
         with torch.device("meta"):
             _replace_head(get_model_builder(name)(**model.options), 1000, model.name)

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -130,16 +130,29 @@ def unused_by_own_loss(task: Task) -> dict[str, str]:
     own = [each for each in type(task).__mro__ if vars(each).get("is_own")]
     if not any("loss" in vars(each) for each in own):
         return {}
-    functions = [inspect.unwrap(each) for kind in own for each in vars(kind).values() if callable(each)]
-    for names in (_names(each.__code__) for each in functions if hasattr(each, "__code__")):
-        if names & _READERS or {"super", "loss"} <= names:
+    bases = {"super", *(each.__name__ for each in type(task).__mro__)}
+    members = [each for kind in own for each in vars(kind).values()]
+    members = [inspect.unwrap(getattr(each, "fget", getattr(each, "func", each))) for each in members]
+    functions = dict.fromkeys(each for each in members if isinstance(each, FunctionType))
+    for function in (queue := [*functions]):
+        names = _names(function.__code__)
+        if names & _READERS or ("loss" in names and names & bases):
             return {}
+        called = [function.__globals__[name] for name in names & function.__globals__.keys()]
+        more = {each for each in called if isinstance(each, FunctionType) and _is_own(each)} - functions.keys()
+        queue += more
+        functions |= dict.fromkeys(more)
     return {f"train.{key}": f"{type(task).__name__}.loss is your own, and does not read it" for key in _OF_LOSS}
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that a function's code reads, with those of functions inside."""
-    return {*code.co_names, *(name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each))}
+    """Return the names that a function's code reads, with those of its arguments and of functions inside."""
+    inside = (name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each))
+    return {*code.co_names, *code.co_varnames[: code.co_argcount], *inside}
+
+
+def _is_own(function: FunctionType) -> bool:
+    return "site-packages" not in function.__code__.co_filename and not function.__module__.startswith("paceline")
 
 
 def _failure(owner: object, method: str, error: Exception) -> str:

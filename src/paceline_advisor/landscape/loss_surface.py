@@ -284,8 +284,8 @@ def open_run(target: Path, options: Landscape, world: World) -> OpenedRun:
             "leave it out."
         )
     subject.batch_norm = options.batch_norm or "recomputed"
-    plan = RunDirectory(target)
-    trained_on = int(read_plan(plan)["train_samples"]) if plan.plan.is_file() else facts.train_samples
+    run = RunDirectory(target)
+    trained_on = int(read_plan(run)["train_samples"]) if run.plan.is_file() else facts.train_samples
     return OpenedRun(target=target, saved=saved, recipe=recipe, subject=subject, train_samples=trained_on)
 
 

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from paceline.models.build import (
     _replace_stem,
     build_model,
     check_accepts,
+    check_published,
     model_names,
     parameter_count,
     published_settings,
@@ -225,3 +227,9 @@ def test_the_settings_are_those_that_train_py_resolves(name: str) -> None:
 @pytest.mark.parametrize("name", ["my_own_net", "resnet50.no_such_weights", "hf-hub:user/net", ""])
 def test_a_name_that_timm_does_not_have_has_none(name: str) -> None:
     assert published_settings(name) is None
+
+
+def test_weights_of_a_network_whose_backbone_has_no_default_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.models.build.urlopen", lambda *_, **__: BytesIO())
+    monkeypatch.setattr("torch.hub.get_dir", lambda: "nowhere")
+    assert check_published(Model(name="torchvision:fasterrcnn_resnet50_fpn_v2", pretrained=True))

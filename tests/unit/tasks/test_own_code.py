@@ -294,6 +294,11 @@ def test_an_error_in_the_loss_is_one_sentence_and_its_traceback(runs: Path, caps
     assert any('{}["wieght"]' in line for line in rest)
 
 
+def smoothed(task: Any, model: Any, batch: Any) -> Tensor:
+    smoothing = task.recipe.train.label_smoothing
+    return F.cross_entropy(model(batch.inputs), batch.targets, label_smoothing=smoothing)
+
+
 def test_keys_of_the_loss_that_your_own_does_not_read_are_told() -> None:
     class Plain(ImageClassification):
         def loss(self, model: Any, batch: Any) -> Tensor:
@@ -304,12 +309,33 @@ def test_keys_of_the_loss_that_your_own_does_not_read_are_told() -> None:
             smoothing = self.recipe.train.label_smoothing
             return F.cross_entropy(model(batch.inputs), batch.targets, label_smoothing=smoothing)
 
+    class Hands(Plain):
+        def loss(self, model: Any, batch: Any) -> Tensor:
+            return smoothed(self, model, batch)
+
+    class Computes(Plain):
+        @property
+        def smoothing(self) -> float:
+            return self.recipe.train.label_smoothing
+
+    class Calls(ImageClassification):
+        def loss(self, model: Any, batch: Any) -> Tensor:
+            return ImageClassification.loss(self, model, batch) * 2
+
+    class Gives(Plain):
+        def __init__(self, recipe: Any) -> None:
+            super().__init__(recipe)
+            self.train = vars(recipe)["train"]
+
     class Adds(ImageClassification):
         def loss(self, model: Any, batch: Any) -> Tensor:
             return super().loss(model, batch) * 2
 
     weights = {"train.class_weights": {"3": 2.0}, "train.label_smoothing": 0.1}
-    for task, keys in ((Plain, weights.keys()), (Reads, ()), (Adds, ()), (ImageClassification, ())):
+    for task, keys in (
+        (Plain, weights.keys()),
+        *((each, ()) for each in (Reads, Hands, Computes, Calls, Gives, Adds, ImageClassification)),
+    ):
         recipe = load_recipe("digits", weights).recipe
         plan = Subject.open(recipe, World(), "plan", task=task(recipe), machine=machine()).plan
         assert {key for key, why in plan.unused.items() if key in weights and "loss is your own" in why} == {*keys}

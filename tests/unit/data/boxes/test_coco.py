@@ -183,6 +183,20 @@ def test_splits_are_found_as_other_tools_name_them(root: Path, file: str, held_o
     assert (said in found.left_out) == bool(unread)
 
 
+def test_sets_for_several_tests_are_no_hindrance(root: Path) -> None:
+    (root / "annotations").mkdir()
+    for name, old in (("trainval2012", "train"), ("val2012", "val"), ("test-dev", "val"), ("test2017", "val")):
+        shutil.copytree(root / old, root / name)
+        shutil.copy(root / old / "annotations.json", root / f"annotations/instances_{name}.json")
+    found = opened(root)
+    assert [Path(each.path(0)).parent.name for each in (found.train, found.validation)] == ["trainval2012", "val2012"]
+    (root / "annotations/instances_val2012.json").unlink()
+    for each in ("val", "val2012"):
+        shutil.rmtree(root / each)
+    with pytest.raises(DataError, match=r"several sets for 'val' \(instances_test-dev.json, instances_test2017.json"):
+        opened(root)
+
+
 def test_pictures_that_are_not_there_are_named_before_a_run(root: Path) -> None:
     (root / "train/a.png").rename(root / "a.png")
     told = "pictures that are not there and stop a run: 1 left out ('train/a.png')"

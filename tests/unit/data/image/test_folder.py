@@ -24,7 +24,7 @@ from paceline.data.packing.origins import detect
 from paceline.data.tables import read_csv
 from paceline.data.text.sets.documents import open_text
 from paceline.errors import DataError, PacelineError
-from paceline.files import SkippedItems
+from paceline.files import SkippedItems, refuse_archive
 from paceline.inference.sources import pictures_of
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
@@ -273,6 +273,12 @@ def test_a_binary_file_called_a_table_is_told(begin: bytes, kind: str, tmp_path:
     for action in (lambda: open_dataset(Data(path=str(path), dataset="csv")), lambda: read_csv(path)):
         with pytest.raises(DataError, match=f"photos.csv' is, whatever its name, {kind}"):
             action()
+
+
+@pytest.mark.parametrize("begin", ["PAR1,PAR2", "SQLite is a library", "ARROW1"])
+def test_a_text_that_begins_like_a_binary_file_is_read(begin: str, tmp_path: Path) -> None:
+    (path := tmp_path / "a.txt").write_text(f"{begin}\n1,2\n")
+    refuse_archive(path)
 
 
 def everything_wrong(root: Path) -> Path:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies
 from tiny_text import reviews, tokenizer_folder, write_lines
 
+from paceline.data.image.tables import as_label
 from paceline.data.text.corpus import split_by_class
 from paceline.data.text.sets.labelled import LabelledTexts, open_labelled
 from paceline.data.text.tables import Row
@@ -131,6 +132,11 @@ def test_numbers_that_are_no_labels_are_refused(tmp_path: Path, kind: str, label
     for name in ("-1", "NaN"):
         named = found(WRITERS[f"a.{kind}"](tmp_path / f"a.{kind}", [*ROWS, {"text": "a", "label": name}]))
         assert f"{name!r} is taken for a class; if it means unlabelled, leave those rows out" in named.left_out
+
+
+def test_a_negative_label_is_not_advised() -> None:
+    with pytest.raises(DataError, match=r"has the label -2\.0, but labels are whole numbers from 0, or names\.$"):
+        as_label(-2.0, "a")
 
 
 def test_names_that_look_like_lists_are_told(tmp_path: Path) -> None:

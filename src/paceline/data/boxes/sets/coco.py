@@ -132,6 +132,7 @@ def _decompressed(text: str) -> NDArray[np.int64] | None:
 _HOW = "download it again, correct it, or point data.path at the folder of COCO's annotations and pictures"
 _SHOWN = 5  # maximum number of faults in a message
 _FILES = ("annotations.json", "_annotations.coco.json")  # in a split's folder; the second is Roboflow's
+_WORDS = {TRAIN: "train", VALIDATION: "val", TEST: "test"}  # with which the names of published sets begin
 _COMPARED = 50_000  # annotations
 _LISTS = ("images", "categories", "annotations")
 _MOST = 2**31  # pixels; larger coordinates are not in any picture, and too large for an integer array
@@ -218,17 +219,22 @@ def open_coco(data: Data) -> BoxDataset:
                 "set data.detection.masks=false."
             ) from None
     digest, left_out, splits_read = hashlib.sha256(), SkippedItems(), []
-    for split, name in ((TRAIN, "train"), (VALIDATION, "val")):
-        test, found = _split(root, TEST) if split == VALIDATION else None, _split(root, split)
-        if found and test:
-            left_out.add(UNREAD_SPLITS, os.path.relpath(test[1], root))
-        if not (found or test):
+    for split in (TRAIN, VALIDATION):
+        name = _WORDS[split]
+        found, tests = _sets(root, split), _sets(root, TEST) if split == VALIDATION else []
+        for _, file in tests if found else ():
+            left_out.add(UNREAD_SPLITS, os.path.relpath(file, root))
+        found = found or tests
+        if len(found) > 1:
+            names = ", ".join(file.name for _, file in found)
+            raise DataError(f"{found[0][1].parent} holds several sets for '{name}' ({names}); leave one there.")
+        if not found:
             raise DataError(
                 f"{root} holds neither annotations/instances_{name}2017.json nor {name}/annotations.json, nor "
                 f"Roboflow's {name}/_annotations.coco.json: export or convert the annotations to COCO's format, one "
                 "file for each split, or point data.path at their folder."
             )
-        folder, file = found or test or (root, root)
+        [(folder, file)] = found
         splits_read.append((folder, file, *read_annotations(file, masks=masks, note=digest.update)))
     (train_folder, train_file, train, classes), (held_folder, held_file, held_out, held_classes) = splits_read
     if classes != dict(zip(held_classes, one_form(held_classes.values(), classes.values()).values(), strict=True)):
@@ -456,19 +462,17 @@ def _trainable(file: Path, annotations: Annotations, *, keep_empty: bool) -> tup
     return samples, {name: count for name, count in left_out.items() if count}
 
 
-def _split(root: Path, split: str) -> tuple[Path, Path] | None:
-    """Return the picture folder and the annotation file of a split; None if it has none."""
-    published = sorted((root / "annotations").glob("instances_*.json"))
-    published = [each for each in published if split_of(PurePath(each.name)) == split]
-    if len(published) > 1:
-        names = ", ".join(each.name for each in published)
-        raise DataError(f"{root / 'annotations'} holds several sets for '{split}' ({names}); leave one there.")
-    if published:
-        name = published[0].stem.removeprefix("instances_")
-        in_images = root / "images" / name
-        return in_images if in_images.is_dir() and not (root / name).is_dir() else root / name, published[0]
+def _sets(root: Path, split: str) -> list[tuple[Path, Path]]:
+    """Return the picture folder and the annotation file of each set of a split."""
+    found = []
+    for file in sorted((root / "annotations").glob("instances_*.json")):
+        name = file.stem.removeprefix("instances_")
+        first = next((each for each, word in _WORDS.items() if name.startswith(word)), None)
+        if split == (first or split_of(PurePath(name))):
+            folder, in_images = root / name, root / "images" / name
+            found.append((in_images if in_images.is_dir() and not folder.is_dir() else folder, file))
     folder = root / split_folders(root, nested=False).get(split, split)
-    return next(((folder, folder / each) for each in _FILES if (folder / each).is_file()), None)
+    return found or [(folder, folder / each) for each in _FILES if (folder / each).is_file()][:1]
 
 
 def _report_unnamed(folder: Path, annotations: Annotations, left_out: SkippedItems) -> None:

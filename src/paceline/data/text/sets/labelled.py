@@ -116,7 +116,7 @@ def from_rows(
     tokenizer, encode = open_tokenizer(data.text.tokenizer), _encode_words if per_word else _encode_text
     splits = list[StoredCorpus]()
     names, values, places, counts = list[str](), list[Any](), list[TokenIds](), list[int]()
-    words, texts = list[list[str]](), list[str]()  # words of the last rows there are
+    words, texts = list[list[str]](), list[int]()  # words of the last rows there are; hashes
     for rows in (table.train, table.held_out):
         if splits and rows is table.train:  # all rows are scored
             splits, counts, places = splits * 2, counts * 2, places * 2
@@ -132,7 +132,7 @@ def from_rows(
             places.append(np.where(at < 0, -1, at + len(values)))
             names += [row.name] * len(labelled)
             values += labelled
-            texts += [] if per_word else [row.cells[0].strip()]
+            texts += [] if per_word else [hash(row.cells[0].strip())]
         splits.append(stored(documents, tokenizer))
         counts.append(len(values))
     if not (begins := len(splits[0].lengths)):
@@ -159,25 +159,31 @@ def from_rows(
         reason=table.reason,
         left_out=(
             *left_out.summaries(),
-            *_copies(texts, names, [classes[each] for part in numbers for each in part], counts[0]),
+            *([] if per_word else _copies(texts, names, np.concatenate(numbers), classes, counts[0])),
             *([] if per_word else odd_class_names(classes, _SEVERAL)),
         ),
     )
 
 
-def _copies(texts: Sequence[str], names: Sequence[str], classes: Sequence[str], train: int) -> list[str]:
-    """Return notes about texts with several classes, and in both splits, of which the first ``train`` are one."""
-    first: dict[str, int] = {}
+def _copies(
+    texts: Sequence[int], names: Sequence[str], labels: TokenIds, classes: Sequence[str], train: int
+) -> list[str]:
+    """Return notes about texts with several classes, and in both splits, of which the first ``train`` are one.
+
+    Texts are told apart by their hashes, which take less memory.
+    """
+    first: dict[int, int] = {}
     found: dict[str, list[tuple[int, int]]] = {"are in two classes": [], "are held out and in training": []}
     contradicting, leaked = found.values()
     for at, text in enumerate(texts):
         before = first.setdefault(text, at)
-        if classes[before] != classes[at]:
+        if labels[before] != labels[at]:
             contradicting.append((before, at))
         elif before < train <= at:
             leaked.append((before, at))
     return [
-        f"texts that {what}: {len(pairs):,}, first {' and '.join(f'{names[at]} ({classes[at]})' for at in pairs[0])}"
+        f"texts that {what}: {len(pairs):,}, first "
+        + " and ".join(f"{names[at]} ({classes[labels[at]]})" for at in pairs[0])
         for what, pairs in found.items()
         if pairs
     ]
