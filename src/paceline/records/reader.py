@@ -270,7 +270,8 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
         raise RunDirectoryError(
-            f"'{path.parent}' holds no {path.name}: name the directory of a started run."
+            f"'{path.parent}' holds no {path.name}: name the directory of a started run, or restore the file from a "
+            "copy."
         ) from error
     except OSError as error:
         raise file_error("read", path, error) from error

@@ -111,7 +111,10 @@ def describe_split(fraction: float) -> str:
 
 
 # Hint for files that are not images.
-NOT_IMAGES = "For text, write a recipe with task and data.path (docs/guide/language-models.md)."
+NOT_IMAGES = (
+    "For text, write a recipe with task and data.path (docs/guide/language-models.md); "
+    "likewise for COCO boxes (docs/guide/detection.md)."
+)
 _MAX_NAMED = 3
 _PROBE_SIZE = 256
 
