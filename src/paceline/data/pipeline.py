@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -264,6 +265,8 @@ class SimplePipeline:
         normalize: Converts inputs on the device to the network's.
     """
 
+    _sources: Mapping[bool, Any] = MappingProxyType({})
+
     def __init__(
         self,
         read: Reader,
@@ -298,7 +301,9 @@ class SimplePipeline:
         return self._batches(evaluation_slices(self._evaluation_samples, batch_size, world), training=False)
 
     def sample_name(self, sample_id: int, *, training: bool) -> str:
-        """Return the set and the number."""
+        """Return the sample's name in its source, if there are ``_sources``, or else the set and the number."""
+        if training in self._sources:
+            return str(self._sources[training].path(sample_id))
         return f"{self._name} {sample_id} ({'training' if training else 'held out'})"
 
     def timed_by(self, moving: Callable[[], AbstractContextManager[Any]]) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.source import Image
 from paceline.data.splits import Source
 
@@ -55,6 +56,15 @@ class BoxSource(Source[Image], Protocol):
             BrokenImageError: If a mask cannot be drawn.
         """
         ...
+
+
+def read_fitting(source: BoxSource, sample: int) -> Image:
+    """Return a picture, uint8 [H, W, 3]; raises BrokenImageError, also if it is not as large as its annotations say."""
+    image, (height, width) = source.read(sample), source.sizes[sample]
+    if image.shape[:2] != (height, width):
+        found = f"it has {image.shape[1]}x{image.shape[0]} pixels, its annotations say {width}x{height}"
+        raise BrokenImageError(source.path(sample), found)
+    return image
 
 
 @dataclass(frozen=True)

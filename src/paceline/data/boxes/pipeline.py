@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.data.batch import Batch, BrokenSample
-from paceline.data.boxes.dataset import BoxDataset, BoxSource, Objects
+from paceline.data.boxes.dataset import BoxDataset, BoxSource, Objects, read_fitting
 from paceline.data.image.decode import BrokenImageError
 from paceline.data.pipeline import Placement, SimplePipeline, prefetch_map, to_device
 from paceline.data.random_draws import uniforms
@@ -123,10 +123,6 @@ class BoxPipeline(SimplePipeline):
             self._pictures, evaluation_samples=held_out, placement=placement, threads=threads, prefetch=prefetch
         )
 
-    def sample_name(self, sample_id: int, *, training: bool) -> str:
-        """Return the sample's file, or its set and number."""
-        return self._sources[training].path(sample_id)
-
     def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
         read = partial(self._batch, training=training)
         batches = prefetch_map(read, slices, threads=self._threads, prefetch=self._prefetch)
@@ -156,13 +152,8 @@ class BoxPipeline(SimplePipeline):
 
         def read(row: int) -> tuple[Tensor, Target]:
             sample = int(part.ids[row])
-            pixels = source.read(sample)
+            pixels = read_fitting(source, sample)
             height, width = pixels.shape[:2]
-            if (height, width) != tuple(source.sizes[sample]):
-                expected = "x".join(map(str, source.sizes[sample][::-1]))
-                raise BrokenImageError(
-                    source.path(sample), f"it has {width}x{height} pixels, its annotations say {expected}"
-                )
             objects = source.objects(sample, masks=self._masks)
             return as_tensor(pixels), target_of(objects.trainable(height, width) if training else objects)
 

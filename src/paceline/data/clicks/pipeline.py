@@ -22,7 +22,7 @@ class ClickPipeline(SimplePipeline):
     """
 
     def __init__(self, *, train: ClickSource, evaluation: ClickSource, placement: Placement) -> None:
-        self._sources = {True: train, False: evaluation}
+        self._sources: dict[bool, ClickSource] = {True: train, False: evaluation}
         super().__init__(self._rows, evaluation_samples=len(evaluation), placement=placement, prefetch=1)
 
     def load(self, report: Progress) -> None:
@@ -30,10 +30,6 @@ class ClickPipeline(SimplePipeline):
         for training, source in self._sources.items():
             self._sources[training] = hold_in_memory(source)
             report(len(source), len(source))
-
-    def sample_name(self, sample_id: int, *, training: bool) -> str:
-        """Return the sample's line, or its set and number."""
-        return self._sources[training].path(sample_id)
 
     def _batches(self, slices: Iterable[SampleSlice], *, training: bool) -> Iterator[Batch]:
         self._sources[training] = source = hold_in_memory(self._sources[training])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.boxes.dataset import BoxDataset, BoxSource
+from paceline.data.boxes.dataset import BoxDataset, BoxSource, read_fitting
 from paceline.data.image.datasets import ImageDataset
-from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.source import Image
 from paceline.data.masks.dataset import IMAGENET_MEAN, IMAGENET_STD, MaskDataset, MaskSource
 from paceline.dataset_registry import named, open_dataset
@@ -48,14 +48,7 @@ def _of_boxes(source: BoxSource, classes: int) -> _Pictures:
     for sample in range(len(source)):
         labels[sample, source.objects(sample, masks=False).labels] = 1
 
-    def read(sample: int) -> Image:
-        image, (height, width) = source.read(sample), source.sizes[sample]
-        if image.shape[:2] != (height, width):
-            found = f"it has {image.shape[1]}x{image.shape[0]} pixels, its annotations say {width}x{height}"
-            raise BrokenImageError(source.path(sample), found)
-        return image
-
-    return _Pictures(labels, read, source.path)
+    return _Pictures(labels, partial(read_fitting, source), source.path)
 
 
 def _of_masks(source: MaskSource) -> _Pictures:

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.boxes.dataset import BoxDataset, BoxSource
+from paceline.data.boxes.dataset import BoxDataset, BoxSource, read_fitting
 from paceline.data.boxes.sets.coco import files_of_pictures
-from paceline.data.image.decode import BrokenImageError
 from paceline.data.image.source import Image
 from paceline.data.splits import Source
 from paceline.errors import DataError
@@ -71,10 +70,8 @@ class _ObjectMasks:
         return len(self.source)
 
     def read(self, sample: int) -> tuple[Image, LabelMap]:
-        image, objects = self.source.read(sample), self.source.objects(sample, masks=True)
+        image, objects = read_fitting(self.source, sample), self.source.objects(sample, masks=True)
         assert objects.masks is not None
-        if image.shape[:2] != tuple(self.source.sizes[sample]):
-            raise BrokenImageError(self.path(sample), "its annotations are of another size")
         labels = np.zeros(image.shape[:2], dtype=np.uint8)
         for label, mask in zip(objects.labels, objects.masks != 0, strict=True):
             labels[mask] = np.where((labels[mask] == 0) | (labels[mask] == label + 1), label + 1, IGNORED)

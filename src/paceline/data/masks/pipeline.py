@@ -125,10 +125,6 @@ class MaskPipeline(SimplePipeline):
             normalize=normalize,
         )
 
-    def sample_name(self, sample_id: int, *, training: bool) -> str:
-        """Return the sample's file, or its set and number."""
-        return self._sources[training].path(sample_id)
-
     def _prepare(self, part: SampleSlice, training: bool) -> Batch:
         view, source = self._views[training], self._sources[training]
         draws, size = view.draws(part), view.size
