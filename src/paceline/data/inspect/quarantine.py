@@ -16,7 +16,7 @@ from pathlib import Path
 from paceline.data.inspect.findings import Finding
 from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.errors import DataError
-from paceline.files import visible_entries
+from paceline.files import is_folder, visible_entries
 
 UNDO = "undo.sh"
 _EFFECTIVE = os.access in os.supports_effective_ids  # not everywhere
@@ -126,10 +126,13 @@ def _chosen(findings: Sequence[Finding], root: Path, real_root: Path) -> tuple[s
     splits = split_folders(root)
     held_out = [Path(splits[split]) for split in (VALIDATION, TEST) if split in splits]
     copies = ("leak",) if held_out else ("leak", "duplicate")
+    # If there are no classes to train on, the folders next to them may be the data.
+    has_classes = any(map(is_folder, visible_entries(root / splits.get(TRAIN, ""))))
+    stays = ("layout",) if has_classes else ("layout", "unread_folder")
     found = {
         Path(entry.name).relative_to(root)
         for each in findings
-        if (each.kind.severity == "breaks" and each.kind.name != "layout") or each.kind.name in copies
+        if (each.kind.severity == "breaks" and each.kind.name not in stays) or each.kind.name in copies
         for entry in each.entries
     }
     links = ((path, [each for each in path.parents if each.name and (real_root / each).is_symlink()]) for path in found)

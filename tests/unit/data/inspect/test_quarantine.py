@@ -266,6 +266,19 @@ def test_without_a_held_out_folder_all_copies_but_one_are_moved(clean: Path, tmp
     assert len(list((clean / "train" / "cat").iterdir())) == len(images)
 
 
+def test_where_no_classes_are_found_folders_stay(clean: Path, tmp_path: Path) -> None:
+    """As an export for detection has them: what the layout hides may be the data."""
+    for name in ("train", "extra"):
+        for image in sorted((clean / "val").rglob("*.jpg")):
+            (clean / name).mkdir(exist_ok=True)
+            shutil.copy(image, clean / name)
+    for folder in (each for each in (clean / "train").iterdir() if each.is_dir()):
+        shutil.rmtree(folder)
+    moved, _, report = checked(clean, tmp_path / "aside")
+    assert "unread_folder" in {each.kind.name for each in report.findings}
+    assert moved == set()
+
+
 def test_a_class_that_is_gone_is_told(tmp_path: Path, clean: Path) -> None:
     for name in [path.name for path in (clean / "train").iterdir()][1:]:
         for image in (*(clean / "train" / name).iterdir(), *(clean / "val" / name).iterdir()):

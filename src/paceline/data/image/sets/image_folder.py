@@ -322,11 +322,17 @@ def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[
     names = sorted(entry.name for entry in visible_entries(root) if is_folder(entry))
     train, held_out = splits.get(TRAIN), splits.get(VALIDATION, splits.get(TEST))
     if train is None and held_out is not None and not score_all:
+        if names != [held_out] and not any(map(is_folder, visible_entries(root / held_out))):
+            raise DataError(
+                f"{str(root)!r} has {held_out!r}, which holds no class folders, next to other folders: if those are the "
+                f"classes, move {held_out!r} out of {root.name!r}; `paceline predict` labels its images."
+            )
         problems.add(
             "{} has {} but no 'train': put the training images into train/CLASS/, or, if {} is a class, rename it.",
             *map(repr, (str(root), held_out, held_out)),
         )
-    if train is not None or held_out is not None:
+    # Without a folder to train on, what is left may be just that.
+    if train is not None or (score_all and held_out is not None):
         read = (held_out,) if train is None else splits.values()
         problems.bad += [SkippedFile("unread_folders", str(root / name)) for name in names if name not in read]
     if train is None:
