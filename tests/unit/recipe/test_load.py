@@ -220,7 +220,7 @@ def test_options_of_ones_own_are_taken_as_they_are(tmp_path: Path) -> None:
     [
         (["optimizer.betas=[0.9, 0.99]"], "optimizer.betas", "optimizer.name=adamw, lamb, lion or muon"),
         (["optimizer.name=adamw", "optimizer.nesterov=true"], "optimizer.nesterov", "optimizer.name=sgd, lars or muon"),
-        (["data.path=x"], "data.path", "data.dataset=cifar10, cifar100, csv, fashion_mnist, "),
+        (["data.path=x"], "data.path", "data.dataset=chat, cifar10, cifar100, coco, criteo, csv, "),
         (["data.samples=4"], "data.samples", "data.dataset=discs, figures, synthetic or synthetic_clicks"),
         (["data.augment.padding=2"], "data.augment.padding", "data.augment.crop=pad"),
         (["data.augment.scale=[0.5, 1]"], "data.augment.scale", "data.augment.crop=random_resized"),
