@@ -180,7 +180,7 @@ def test_held_out_images_alone(tmp_path: Path) -> None:
 
 def test_classes_next_to_images_without_a_class(tmp_path: Path) -> None:
     make(tmp_path, "test/1.png", "cat/1.png", "dog/1.png")
-    fault("next to other folders: if those are the classes, move 'test' out of", tmp_path)
+    fault("next to folders: if those are the classes, move 'test' out of", tmp_path)
 
 
 @pytest.mark.parametrize(

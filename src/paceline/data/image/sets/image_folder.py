@@ -324,7 +324,7 @@ def _split_folders(root: Path, problems: Problems, *, score_all: bool) -> tuple[
     if train is None and held_out is not None and not score_all:
         if names != [held_out] and not any(map(is_folder, visible_entries(root / held_out))):
             raise DataError(
-                f"{str(root)!r} has {held_out!r}, which holds no class folders, next to other folders: if those are the "
+                f"{str(root)!r} has {held_out!r}, which holds no class folders, next to folders: if those are the "
                 f"classes, move {held_out!r} out of {root.name!r}; `paceline predict` labels its images."
             )
         problems.add(
