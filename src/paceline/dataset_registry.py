@@ -169,14 +169,24 @@ def dataset_at(path: str | Path, kind: str = "images") -> DatasetEntry | None:
 
     Other packages are imported only if no built-in data set claims it. A folder that none claims is one of class
     folders.
+
+    Raises:
+        DataError: If none claims a file, and another package cannot be imported.
     """
-    place = Place(path)
+    place, broken = Place(path), ""
     for names in ((), installed("datasets")):
         for name in names:
-            named(name)
+            try:
+                named(name)
+            except Exception as error:  # noqa: BLE001  # another package may fail in any way
+                broken = f"the installed data set {name!r} cannot be imported ({type(error).__name__}: {error})"
         if (found := next((each for each in entries(kind) if each.reads(place)), None)) is not None:
             return found
-    return find_dataset("image_folder") if place.is_folder and kind == "images" else None
+    if place.is_folder and kind == "images":
+        return find_dataset("image_folder")
+    if broken:
+        raise DataError(f"no data set that can be imported reads {str(path)!r}, and {broken}: repair its package.")
+    return None
 
 
 def open_dataset(name: str, kinds: Mapping[str, type[_T]], argument: Any) -> _T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,6 +51,7 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(dataset_registry, "_entries", dict(dataset_registry._entries))
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "path_lists", raising=False)
     registry.installed.cache_clear()
     yield tmp_path
     registry.installed.cache_clear()
@@ -69,3 +71,15 @@ def test_every_command_knows_it(pictures: Path, paceline_here: Call, tiny: tuple
     paceline_here("train", "digits", "data.dataset=path_lst", "data.path=pets.paths").refused("mean 'path_list'")
     refused = paceline_here("train", "pets.paths", *short, "data.split_column=is", "--run-dir", "other")
     refused.refused("'data.split_column' has no effect with data.dataset=path_list")
+
+
+def test_a_package_that_cannot_be_imported_stops_only_what_needs_it(pictures: Path, paceline_here: Call) -> None:
+    (pictures / "site" / "path_lists.py").write_text("1 / 0\n")
+    refused = paceline_here("train", "pets.paths", "--plan-only")
+    refused.refused("the installed data set 'path_list' cannot be imported (")
+    for name in ("cat", "dog"):
+        (pictures / "photos" / name).mkdir(parents=True)
+        for number in range(0, 20, 2):
+            image = f"{number + (name == 'dog'):02}.png"
+            (pictures / "photos" / name / image).write_bytes((pictures / image).read_bytes())
+    paceline_here("check-data", "photos", "--workers", "1").ended(0)
