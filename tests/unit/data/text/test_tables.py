@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies
 from tiny_text import reviews, tokenizer_folder, write_lines
 
-from paceline.data.image.tables import as_label
+from paceline.data.labels import as_label
 from paceline.data.text.corpus import split_by_class
 from paceline.data.text.sets.labelled import LabelledTexts, open_labelled
 from paceline.data.text.tables import Row
