@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -80,7 +80,7 @@ def _keys(section: type[Any], path: str) -> Iterator[tuple[str, Any]]:
 
 def _values(kind: Any) -> Iterator[str]:
     """Return the values that an annotation lists."""
-    if isinstance(kind, tuple):  # known values of a key that accepts any text
+    if isinstance(kind, Collection):  # known values of a key that accepts any text
         yield from (str(each) for each in kind if ":" not in str(each))
     elif kind is bool:
         yield from ("true", "false")
