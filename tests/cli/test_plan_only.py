@@ -67,7 +67,7 @@ def test_a_back_end_that_is_not_here_is_refused(paceline_here: Call, tiny: tuple
     ("recipe", "network"),
     [
         ("digits", "resnet18"),
-        ("shapes-maskrcnn", "maskrcnn_resnet50_fpn"),
+        pytest.param("shapes-maskrcnn", "maskrcnn_resnet50_fpn", marks=pytest.mark.thorough),
         ("shapes-segmentation", "lraspp_mobilenet_v3_large"),
     ],
 )

@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +18,10 @@ from paceline.data.image.feeding import remembered
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree, to_yaml
 from paceline.recipe.schema import Recipe
 from paceline.tasks.task import build_task
+from paceline.telemetry.display import Display
 from paceline.trainer.feeding import measure_feeding
+from paceline.trainer.process_settings import StopRequest
+from paceline.trainer.subject import Subject
 from paceline.world import World
 
 
@@ -60,7 +64,11 @@ class Said(list[str]):
     def ask(self, recipe: Recipe, world: World | None = None, *, stopped: bool = False) -> float:
         """Ask for a measurement; returns how long it took."""
         begun = time.monotonic()
-        measure_feeding(recipe, build_task(recipe), world or World(), stopped=lambda: stopped, say=self.append)
+        with Subject.open(recipe, world or World(), "task") as subject:
+            subject.stop, shown = StopRequest(), SimpleNamespace(message=self.append)
+            subject.stop.signal_name = "SIGTERM" if stopped else None
+            subject.display = cast("Display", shown)
+            measure_feeding(subject)
         return time.monotonic() - begun
 
 
