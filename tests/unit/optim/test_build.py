@@ -325,7 +325,11 @@ def test_adaptive_clipping_spares_the_classifier(name: str, head: tuple[str, ...
 
 
 @pytest.mark.filterwarnings("ignore:.*opt_einsum:UserWarning")
-@pytest.mark.parametrize("name", LIBRARY_OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    # Which compiles its step, once on each machine.
+    [pytest.param(each, marks=pytest.mark.thorough) if each == "kron" else each for each in LIBRARY_OPTIMIZERS],
+)
 def test_every_optimizer_of_torch_and_timm_makes_a_step_by_its_name(name: str) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     before = model[0].weight.detach().clone()
