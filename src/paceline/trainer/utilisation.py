@@ -87,7 +87,7 @@ def find_utilisation(subject: Subject) -> Utilisation | None:
     try:
         _check_countable(subject)
         flops = _flops_per_sample(subject, device)
-    except Exception as error:  # noqa: BLE001  # whatever a network of one's own does not do without numbers
+    except Exception as error:  # noqa: BLE001  # your network may need real values, and fail in any way
         why_not = " ".join(str(error).split())[:300] or type(error).__name__
     return Utilisation(
         device=device, processes=plan.world_size, flops=flops, why_not=why_not, seconds=time.perf_counter() - start

@@ -114,7 +114,7 @@ def test_buffers_of_frozen_parts_rest(kind: str) -> None:
         network(torch.randn(8, 6))
         return not all(torch.equal(each, before[name]) for name, each in network.named_buffers())
 
-    body = () if kind == "own" else ("0.bias",)  # a trained bias leaves the frozen weight as it is
+    body = () if kind == "own" else ("0.bias",)  # its bias is trained, and its frozen weight stays
     for patterns, learns in {("0.*",): False, ("*", *(f"!{each}" for each in body)): False, ("1.*",): True}.items():
         freeze(network := normed(), patterns)
         assert moves(network) == learns, patterns

@@ -130,7 +130,7 @@ PAIRS = [
 @pytest.mark.everyday
 def test_every_pair_is_the_loop_that_weighs_samples(teacher: Path) -> None:
     plain = to_tree(load_recipe("digits", {"data.augment": None, "train.label_smoothing": 0.0}).recipe)
-    dataset = build_task(stored_recipe(plain, "digits")).dataset  # type: ignore[attr-defined]
+    dataset = build_task(stored_recipe(plain, "digits")).dataset  # type: ignore[attr-defined]  # image tasks have it
     cases = [(pair, LAYOUTS[-1]) for pair in PAIRS]
     cases += [(("focal", "smoothing", "weights", "mixup", "sampling", "soft"), layout) for layout in LAYOUTS]
     for names, (processes, parts) in cases:

@@ -256,6 +256,7 @@ class _WorkerState:
         multiprocessing.queues.Queue._on_queue_feeder_error = _put_failure  # type: ignore[attr-defined]  # noqa: SLF001
         self._worker = worker
         self._pids[worker] = os.getpid()
+        # For the same reason: the queue starts its thread at its first put, where no thread may be left.
         start_feeder = multiprocessing.queues.Queue._start_thread  # type: ignore[attr-defined]  # noqa: SLF001
         feed = self._unless_out_of_threads(start_feeder)
         multiprocessing.queues.Queue._start_thread = feed  # type: ignore[attr-defined]  # noqa: SLF001

@@ -170,7 +170,7 @@ def _copies(
 ) -> list[str]:
     """Return notes about texts with several classes, and in both splits, of which the first ``train`` are one.
 
-    Texts are told apart by their hashes, which take less memory.
+    Compares hashes of the texts, which take less memory.
     """
     first: dict[int, int] = {}
     found: dict[str, list[tuple[int, int]]] = {"are in two classes": [], "are held out and in training": []}
