@@ -26,9 +26,10 @@ from hardware import spread, write_result
 
 import paceline
 from paceline.files import SkippedItems
-from paceline.inference.answers import Answer
-from paceline.inference.predict import Predictor, load_predictor
-from paceline.inference.sources import pictures_of
+from paceline.inference.predict import load_predictor
+from paceline.prediction.predictor import Answer
+from paceline.prediction.sources import pictures_of
+from paceline.tasks.labelling import TrainedLabeller
 
 BATCH = 64
 TOP_K = 5
@@ -53,7 +54,7 @@ def unpacked(source: Path, count: int, scratch: Path) -> Path:
     return folder
 
 
-def sequential(predictor: Predictor, paths: list[Path]) -> Iterator[Answer]:
+def sequential(predictor: TrainedLabeller, paths: list[Path]) -> Iterator[Answer]:
     """The way before: decode a batch, ask, decode the next."""
     for start in range(0, len(paths), BATCH):
         part = paths[start : start + BATCH]
@@ -62,19 +63,21 @@ def sequential(predictor: Predictor, paths: list[Path]) -> Iterator[Answer]:
             yield replace(answer, path=path)
 
 
-def ahead(predictor: Predictor, paths: list[Path]) -> Iterator[Answer]:
+def ahead(predictor: TrainedLabeller, paths: list[Path]) -> Iterator[Answer]:
     """The way now."""
     return predictor.predict(paths, top_k=TOP_K, batch_size=BATCH)
 
 
-def timed(variant: Callable[[Predictor, list[Path]], Iterator[Answer]], predictor: Predictor, paths: list[Path]) -> Any:
+def timed(
+    variant: Callable[[TrainedLabeller, list[Path]], Iterator[Answer]], predictor: TrainedLabeller, paths: list[Path]
+) -> Any:
     """Images a second, and the answers."""
     begin = time.perf_counter()
     answers = list(variant(predictor, paths))
     return len(paths) / (time.perf_counter() - begin), answers
 
 
-def trained(scratch: Path, name: str, size: int) -> Predictor:
+def trained(scratch: Path, name: str, size: int) -> TrainedLabeller:
     """A network of that name after two steps."""
     data = {"dataset": "synthetic", "image_size": size, "channels": 3, "augment": None}
     run = paceline.train(
@@ -93,7 +96,7 @@ def trained(scratch: Path, name: str, size: int) -> Predictor:
     return load_predictor(run.run_dir, device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def measure(predictor: Predictor, paths: list[Path], rounds: int) -> dict[str, Any]:
+def measure(predictor: TrainedLabeller, paths: list[Path], rounds: int) -> dict[str, Any]:
     """Both ways in turn."""
     found: dict[str, list[float]] = {"one after the other": [], "ahead": []}
     timed(ahead, predictor, paths[: 2 * BATCH])

@@ -30,8 +30,8 @@ from hardware import write_result
 
 import paceline
 from paceline.files import SkippedItems
-from paceline.inference.sources import pictures_of
 from paceline.metrics.intervals import quantile
+from paceline.prediction.sources import pictures_of
 
 BOUNDARY = "paceline-benchmark"
 SIZE = 32

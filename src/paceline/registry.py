@@ -40,7 +40,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     "losses": {
         "cross_entropy": "torch.nn:CrossEntropyLoss",
         "bce": "torch.nn:BCEWithLogitsLoss",
-        "focal": "paceline.tasks.image_classification:FocalLoss",
+        "focal": "paceline.tasks.class_losses:FocalLoss",
         "asl": "paceline.tasks.image_multilabel:AsymmetricLoss",
         "mse": "torch.nn:MSELoss",
         "l1": "torch.nn:L1Loss",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -171,6 +172,11 @@ def format_metric(name: str, value: float) -> str:
 def format_count(count: float) -> str:
     """Format a count with thousands separators, ``1,281,167``, and a small rate with two digits, ``0.66``."""
     return f"{count:,.0f}" if count >= 10 or count == int(count) else f"{count:.2g}"
+
+
+def first_of(names: Sequence[str], most: int = 6) -> str:
+    """Return the first few names, and an ellipsis for the others."""
+    return ", ".join(names[:most]) + ", …" * (len(names) > most)
 
 
 def counted(count: int, noun: str) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from calls import Call
 
-from paceline.inference.answer_files import answer_file
-from paceline.inference.answers import Answer
+from paceline.prediction.answer_files import answer_file
+from paceline.prediction.predictor import Answer
 
 ESCAPE = "\x1b]0;title\x07"
 RECIPE = """

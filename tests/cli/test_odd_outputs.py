@@ -10,7 +10,7 @@ import pytest
 from calls import Call
 
 from paceline.errors import PacelineError
-from paceline.inference.answer_files import check_output
+from paceline.prediction.answer_files import check_output
 from paceline.records.run_directory import make_folder
 
 

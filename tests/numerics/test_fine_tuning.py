@@ -18,8 +18,9 @@ from paceline.checkpoint.weights import read_weights
 from paceline.data.batch import Batch
 from paceline.errors import DataError
 from paceline.inference.export import ExportRequest, export
-from paceline.inference.text import Sampling, TextPredictor
+from paceline.inference.predict import open_predictor
 from paceline.tasks.language_modeling import LanguageModeling
+from paceline.tasks.text_answers import Sampling, TextPredictor
 from paceline.tasks.text_classification import TextClassification
 from paceline.tasks.token_classification import TokenClassification
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
@@ -301,7 +302,8 @@ def test_an_answer_ends_with_its_turn_whatever_token_ends_a_document(talk: Any, 
     file.write_text(json.dumps({**recipe, "data": {**recipe["data"], "text": text}}))
     overrides = {"train.duration": "200 steps", "batch.global_size": 32, "optimizer.lr": 0.02, "evaluate.every": "off"}
     result = paceline.train(file, overrides=overrides, run_dir=tmp_path / "run", quiet=True)
-    predictor = TextPredictor(read_weights(result.run_dir), torch.device("cpu"))
+    predictor = open_predictor(result.run_dir, device=torch.device("cpu"))
+    assert isinstance(predictor, TextPredictor)
     question = rows[0]["messages"][0]["content"]
     answer = list(predictor.write(question, Sampling(tokens=60, temperature=0.0)))
     assert 0 < len(answer) < 30

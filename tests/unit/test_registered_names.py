@@ -24,7 +24,7 @@ from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.optim.build import build_optimizer, build_schedules
 from paceline.plan.rates import LearningRate
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree
-from paceline.tasks.image_classification import ClassificationLoss
+from paceline.tasks.class_losses import ClassificationLoss
 from paceline.tasks.task import build_task
 
 CODE = '''

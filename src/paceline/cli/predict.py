@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -16,24 +15,19 @@ from annotated_types import Ge
 from paceline.cli.options import refuse_unused
 from paceline.cli.output import echo, print_json, store_verdict
 from paceline.command import Best, Shape, Target, TrustCode, Weights, command
-from paceline.errors import DataError, NotFiniteError
+from paceline.errors import DataError
 from paceline.escaping import one_line, utf8
-from paceline.files import SkippedItems, has_extension
+from paceline.files import SkippedItems
 from paceline.loading import loading
 from paceline.recipe.load import load_recipe
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    import torch
+    from paceline.prediction.answer_files import AnswerWriter
+    from paceline.prediction.predictor import Answer, Predictor, Seen
 
-    from paceline.checkpoint.weights import SavedWeights
-    from paceline.inference.answer_files import AnswerWriter
-    from paceline.inference.answers import Answer, ImagePredictor, Seen
-    from paceline.inference.clicks import ClickPredictor
-
-_LABELS = 3
-_LINES = ("tsv", "txt", "gz", "jsonl")
+_AT_ONCE = 64  # rows written together
 
 
 def _thresholds(text: str) -> float | dict[str, float]:
@@ -117,19 +111,6 @@ class Predict:
     best: Best = False
     trust_code: TrustCode = False
 
-    @property
-    def generation(self) -> dict[str, Any]:
-        """Return the given options that affect how results are written."""
-        given = {"tokens": self.tokens, "temperature": self.temperature, "seed": self.seed}
-        return {name: value for name, value in given.items() if value is not None}
-
-    @property
-    def are_line_files(self) -> bool:
-        """Whether all sources have names of files with lines of text or samples."""
-        return all(
-            has_extension(each.name, _LINES) and not each.name.lower().endswith(".tar.gz") for each in self.sources
-        )
-
     def __post_init__(self) -> None:
         if self.prompt is None and not self.sources:
             raise click.UsageError(
@@ -146,85 +127,45 @@ class Predict:
         """Predict, and print each result as it arrives; return 1 if an image or a line could not be read."""
         with loading():
             from paceline.distributed.device import choose_device
+            from paceline.inference.predict import open_predictor
+            from paceline.prediction.answer_files import check_output
+            from paceline.prediction.predictor import Prompt
+            from paceline.prediction.sources import STANDARD_INPUT
             from paceline.world import World
-        device = choose_device("auto", World())
-        if self.prompt is not None:
-            _answer_prompt(self, self.prompt, device, as_json=as_json)
-            return 0
-        if self.are_line_files:
-            from paceline.checkpoint.weights import read_weights
-            from paceline.inference.clicks import ClickPredictor
-
-            saved = read_weights(self.target, self.weights, best=self.best)
-            if "table_rows" in saved.description("data"):
-                for name in ("thresholds", "draw", "output", "batch_size", "stdin_image"):
-                    if getattr(self, name):
-                        refuse_unused(click.get_current_context(), name, "these weights take lines of samples")
-                if missing := [each for each in self.sources if not each.is_file()]:
-                    raise DataError(f"'{missing[0]}' is not a file; give files of lines (.tsv, .txt, .jsonl).")
-                clicks = ClickPredictor(saved, device, trust_code=self.trust_code)
-                return _answer_lines(clicks, self.sources, as_json=as_json)
-        return _answer_images(self, device, as_json=as_json)
-
-
-def _answer_prompt(options: Predict, prompt: str, device: torch.device, *, as_json: bool) -> None:
-    """Continue a prompt, or fill in its masked tokens."""
-    from paceline.checkpoint.weights import read_weights
-    from paceline.inference.text import Sampling, TextPredictor
-
-    saved = read_weights(options.target, options.weights, best=options.best)
-    if {"tokenizer", "class_names"} <= saved.description("data").keys():
-        _label_prompt(options, prompt, saved, device, as_json=as_json)
-        return
-    predictor = TextPredictor(saved, device, trust_code=options.trust_code)
-    if not predictor.is_masked:
-        sampling = Sampling(top_k=options.top_k, **options.generation)
-        ids = list(predictor.write(prompt, sampling))
-        prompt_ids = [] if predictor.answers_chats else predictor.tokenizer.encode(prompt).tolist()
-        text = predictor.tokenizer.decode([*prompt_ids, *ids])
-        if as_json:
-            print_json({"prompt": prompt, "text": text, "written": len(ids), **dataclasses.asdict(sampling)})
-        else:
-            echo(text)
-        return
-    for name in options.generation:
-        refuse_unused(
-            click.get_current_context(), name, "it is for text generation, and this model fills in masked tokens"
+        if self.stdin_image and [str(each) for each in self.sources] != [STANDARD_INPUT]:
+            raise click.UsageError("--stdin-image is for the source - alone: the bytes of one image on standard input.")
+        if self.output is not None:
+            check_output(self.output)
+        predictor = open_predictor(
+            self.target,
+            weights=self.weights,
+            best=self.best,
+            trust_code=self.trust_code,
+            device=choose_device("auto", World()),
         )
-    filled = predictor.fill(prompt, top_k=options.top_k or _LABELS)
-    if as_json:
-        print_json({"prompt": prompt, **dataclasses.asdict(filled)})
-        return
-    echo(filled.text)
-    for guess in filled.guesses:
-        pairs = zip(guess.texts, guess.probabilities, strict=True)
-        echo("  ".join(f"{text!r} {100 * value:.1f} %" for text, value in pairs))
+        for name, reason in predictor.unused_options.items():
+            refuse_unused(click.get_current_context(), name, reason)
+        _refuse_ineffective_options(self, predictor)
+        if self.prompt is None:
+            return _answer_files(self, predictor, as_json=as_json)
+        reply = predictor.reply(
+            Prompt(
+                text=self.prompt,
+                tokens=self.tokens,
+                temperature=self.temperature,
+                seed=self.seed,
+                top_k=self.top_k,
+            )
+        )
+        if as_json:
+            print_json(reply.document)
+        else:
+            for line in reply.lines:
+                echo(line)
+        return 0
 
 
-def _label_prompt(options: Predict, prompt: str, saved: SavedWeights, device: torch.device, *, as_json: bool) -> None:
-    """Print the class of a prompt, or the tags of its words."""
-    from paceline.data.image.decode import BrokenImageError
-    from paceline.inference.text import open_labeller
-
-    for name in options.generation:
-        refuse_unused(click.get_current_context(), name, "it is for text generation, and this model classifies texts")
-    labeller = open_labeller(saved, device, trust_code=options.trust_code)
-    _refuse_ineffective_options(options, labeller)
-    try:
-        prepared = labeller.prepare(prompt.encode())
-    except BrokenImageError as error:
-        raise DataError(f"the prompt cannot be read: {error.reason}.") from None
-    (answer,) = labeller.answer([prepared], options.top_k or labeller.usual_top_k)
-    if answer.error is not None:
-        raise NotFiniteError(f"{answer.error}.")
-    if as_json:
-        row = answer.row()
-        print_json({"prompt": prompt, **{key: row[key] for key in row if key not in ("path", "error")}})
-    else:
-        echo(answer.description())
-
-
-def _refuse_ineffective_options(options: Predict, predictor: ImagePredictor) -> None:
+def _refuse_ineffective_options(options: Predict, predictor: Predictor) -> None:
     if options.draw is not None and not predictor.draws:
         raise click.UsageError("--draw draws objects or pixel classes, and these weights predict neither.")
     if options.batch_size is not None and options.batch_size > 1 and predictor.largest_batch == 1:
@@ -238,53 +179,21 @@ def _refuse_ineffective_options(options: Predict, predictor: ImagePredictor) -> 
     raise click.UsageError(f"--top-k has no effect: a prediction of these weights has {what}. Leave it out.")
 
 
-def _answer_lines(predictor: ClickPredictor, sources: Sequence[Path], *, as_json: bool) -> int:
-    """Print each line's click probability; return 1 if a line is invalid."""
-    code = 0
-    rows = []
-    for each in (answer for source in sources for answer in predictor.predict(source)):
-        if each.error is not None:
-            code = store_verdict(passed=False)
-        if as_json:
-            rows.append(dataclasses.asdict(each))
-        else:
-            result = f"wrong: {each.error}" if each.probability is None else f"{100 * each.probability:.1f} %"
-            echo(one_line(f"{each.path}:{each.line}  {result}"))
-    if as_json:
-        print_json(rows)
-    return code
+def _answer_files(options: Predict, predictor: Predictor, *, as_json: bool) -> int:
+    """Predict every image or line; return 1 if one of them could not be read."""
+    from paceline.prediction.answer_files import answer_file
+    from paceline.prediction.predictor import predict_ahead
+    from paceline.prediction.sources import picture_from_standard_input
 
-
-def _answer_images(options: Predict, device: torch.device, *, as_json: bool) -> int:
-    """Predict every image; return 1 if one of them could not be read."""
-    with loading():
-        from paceline.inference.answer_files import answer_file, check_output
-        from paceline.inference.answers import BATCH, predict_ahead
-        from paceline.inference.predict import open_predictor
-        from paceline.inference.sources import STANDARD_INPUT, picture_from_standard_input, pictures_of
-        from paceline.inference.text import TextLabeller, texts_of
-
-    output, batch_size = options.output, options.batch_size
-    if options.stdin_image and [str(each) for each in options.sources] != [STANDARD_INPUT]:
-        raise click.UsageError("--stdin-image is for the source - alone: the bytes of one image on standard input.")
-    if output is not None:
-        check_output(output)
-    skipped, pictures = SkippedItems(), None
-    if not options.are_line_files:
-        pictures = [picture_from_standard_input()] if options.stdin_image else pictures_of(options.sources, skipped)
-    predictor = open_predictor(
-        options.target, weights=options.weights, best=options.best, trust_code=options.trust_code, device=device
-    )
-    if isinstance(predictor, TextLabeller):
-        pictures = texts_of(options.sources, predictor)
-    _refuse_ineffective_options(options, predictor)
+    output, skipped = options.output, SkippedItems()
+    pictures = [picture_from_standard_input()] if options.stdin_image else predictor.files(options.sources, skipped)
     if options.thresholds is not None:
         predictor.set_thresholds(options.thresholds)
     answers = predict_ahead(
         predictor,
-        pictures or pictures_of(options.sources, skipped),
+        pictures,
         top_k=options.top_k or predictor.usual_top_k,
-        batch_size=batch_size or BATCH,
+        batch_size=options.batch_size,
         on_prediction=None if options.draw is None else _drawer(options.draw, predictor.classes),
     )
     with contextlib.closing(answers):
@@ -345,11 +254,9 @@ def _to_file(
     as_json: bool,
 ) -> int:
     """Write the predictions, and report samples without one."""
-    from paceline.inference.answers import BATCH
-
     images, unreadable = 0, []
     with generation as file:
-        while batch := list(islice(answers, BATCH)):
+        while batch := list(islice(answers, _AT_ONCE)):
             images += len(batch)
             for each in (answer for answer in batch if answer.error is not None):
                 unreadable.append({"path": str(each.path), "error": each.error})

@@ -57,3 +57,13 @@ class SampleSlice:
     def variation_keys(self) -> SampleIds:
         """Return the keys of the samples' augmentation, int64 [N]: their ids, or if ids repeat, a number per draw."""
         return self.ids if self.keys is None else self.keys
+
+
+def first_samples(count: int) -> SampleSlice:
+    """Return a micro-batch of the first samples."""
+    return SampleSlice(step=0, epoch=0, logical_rank=0, ids=np.arange(count), step_weight=count)
+
+
+def evenly_spaced(samples: int, count: int) -> SampleIds:
+    """Return at most ``count`` of so many samples, evenly spaced and including the last one, int64."""
+    return np.linspace(0, max(0, samples - 1), min(count, samples)).astype(np.int64)

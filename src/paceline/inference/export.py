@@ -31,11 +31,13 @@ from paceline.data.text.tokenizer import HuggingFaceTokenizer, Tokenizer, tokeni
 from paceline.errors import CheckpointError, ModelError, PacelineError, RecipeError
 from paceline.inference.atomic_output import check_output, put_in_place
 from paceline.inference.export_onnx import QuantizationResult, calibration_images, need_onnx, quantised, write_onnx
-from paceline.inference.exportable import Exportable, InBfloat16, open_exportable, preprocessing, write_program
 from paceline.inference.hub_export import write_hub_folder
+from paceline.inference.program import InBfloat16, preprocessing, write_program
+from paceline.inference.trained import open_exportable
 from paceline.models.adapters import trained_layers
 from paceline.models.transformers_models import LanguageModel, SequenceClassifier
 from paceline.recipe.load import Overrides
+from paceline.tasks.exportable import Exportable
 
 _ADAPTERS = "adapter_model.safetensors"
 

@@ -25,12 +25,12 @@ from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import DataError, ModelError, PacelineError, RecipeError
 from paceline.escaping import one_form
-from paceline.inference.exportable import Exportable, first_line
-from paceline.inference.labelling import OUTPUT, onnx_session
+from paceline.inference.onnx_predictor import OUTPUT, onnx_session
+from paceline.inference.program import first_line
 from paceline.inference.trained import trained_task
 from paceline.recipe.load import Overrides, set_by, stored_recipe
 from paceline.recipe.named_code import refuse_foreign_code
-from paceline.tasks.image_classification import ImageClassification
+from paceline.tasks.exportable import Exportable
 
 _LARGEST_BYTES = 1_900_000_000  # protobuf's limit is 2 GiB for a single file
 _LIBRARIES = ("onnx", "onnxruntime", "onnxscript")
@@ -196,12 +196,12 @@ def calibration_images(saved: SavedWeights, overrides: Overrides, *, trust_code:
     statistics: dict[str, Any] = {key: tuple(data[key]) for key in ("mean", "std") if key in data}
     statistics |= {key: data[key] for key in ("image_size", "channels") if key in data}
     task = trained_task(saved, trust_code=trust_code)(replace(recipe, data=replace(recipe.data, **statistics)))
-    if not isinstance(task, ImageClassification):
-        raise RecipeError(f"--quantize int8 is for image classification; {where} has task={recipe.task}.")
     try:
-        dataset = task.dataset
+        dataset = task.labelled_images()
     except PacelineError as error:
         raise DataError(f"--quantize int8 needs images of the run: {error} Set data.path=FOLDER.") from error
+    if dataset is None:
+        raise RecipeError(f"--quantize int8 is for image classification; {where} has task={recipe.task}.")
     if list(one_form(dataset.classes, data["class_names"]).values()) != data["class_names"]:
         raise DataError(f"--quantize int8: the data's classes differ from those of {where}; use the run's data.")
     size, crop = int(data.get("evaluation_size", data["image_size"])), float(data["evaluation_crop"])

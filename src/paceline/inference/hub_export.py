@@ -17,12 +17,12 @@ from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.hub_folder import CONFIG, UNNAMED, WEIGHTS
 from paceline.checkpoint.weights import ROUNDED, SavedWeights, weights_sha256
 from paceline.errors import ModelError, RunDirectoryError
-from paceline.inference.exportable import Exportable
 from paceline.models.build import HUB, hub_network
 from paceline.recipe.model import Model
 from paceline.records.events import for_display
 from paceline.records.reader import NO_METRICS, read_environment, read_events
 from paceline.records.run_directory import RunDirectory
+from paceline.tasks.exportable import Exportable
 from paceline.units import metric_unit
 
 # Keys of timm's architecture description that fine-tuning from the folder needs.

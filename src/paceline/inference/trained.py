@@ -12,6 +12,7 @@ from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
 from paceline.registry import built_in
+from paceline.tasks.exportable import Exportable
 from paceline.tasks.task import Task, build_task, task_name
 
 TaskMaker = Callable[[Recipe], Task]
@@ -21,18 +22,6 @@ def trained_recipe(saved: SavedWeights) -> Recipe:
     """Return the weights' training recipe, changed so that building the network downloads and initialises nothing."""
     recipe = stored_recipe(saved.description("recipe"), str(saved.path))
     return replace(recipe.without_initial_weights(), distillation=replace(recipe.distillation, teacher=None))
-
-
-def trusted_recipe(saved: SavedWeights, *, trust_code: bool) -> Recipe:
-    """The same, for networks that are built without a task.
-
-    Raises:
-        RecipeError: If the model is imported code, and the user has not allowed the file to name code.
-    """
-    recipe = trained_recipe(saved)
-    model = {"model": saved.description("recipe").get("model", {})}
-    refuse_foreign_code(model, recipe, str(saved.path), trusted=trust_code)
-    return recipe
 
 
 def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
@@ -59,3 +48,24 @@ def trained_task(saved: SavedWeights, *, trust_code: bool) -> TaskMaker:
         return build_task(recipe)
 
     return make
+
+
+def open_exportable(saved: SavedWeights, *, trust_code: bool, target: str) -> Exportable:
+    """Build the network of saved weights, and describe its inputs.
+
+    Args:
+        saved: The weights.
+        trust_code: Whether to import code named in their recipe.
+        target: Requested format, for the message.
+
+    Raises:
+        PacelineError: If the network's inputs are unknown.
+    """
+    exportable = trained_task(saved, trust_code=trust_code)(trained_recipe(saved)).exportable(saved, target)
+    if target == "timm" and (what := exportable.beyond_one_label):
+        raise RecipeError(
+            f"{saved.path} {what}, and timm's folders are for one label; use --format safetensors, onnx or "
+            "torch-export."
+        )
+    exportable.network.requires_grad_(requires_grad=False)  # exported parameters need no gradients
+    return exportable

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch
-from paceline.data.boxes.dataset import BoxDataset
+from paceline.data.boxes.dataset import BoxDataset, BoxSubset
 from paceline.data.boxes.pipeline import BoxPipeline, scaled_sizes
 from paceline.data.boxes.sets.coco import files_of_pictures
 from paceline.data.image.datasets import content_of_files
 from paceline.data.pipeline import Pipeline, Placement, reading_threads
 from paceline.data.random_draws import derive_seed
+from paceline.data.slices import evenly_spaced
 from paceline.dataset_registry import open_dataset
 from paceline.errors import ModelError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.average_precision import AveragePrecision
 from paceline.models.detectors import build_detector, predicts_masks
+from paceline.models.fake_detections import FakeDetections, fake_detections
 from paceline.plan import DataFacts
 from paceline.recipe.data import GeneratedBoxes
 from paceline.recipe.schema import Recipe
@@ -32,6 +35,10 @@ from paceline.recipe.unused import all_but
 from paceline.tasks.drawing import draw_objects
 from paceline.tasks.task import Model, Task
 from paceline.world import World
+
+if TYPE_CHECKING:
+    from paceline.prediction.predictor import Predictor
+    from paceline.tasks.exportable import Exportable
 
 _USED = (
     *("data.dataset", "data.path", "data.workers", "data.prefetch", "data.on_bad", "data.max_broken"),
@@ -54,6 +61,8 @@ class Detection(Task):
     """
 
     headline = "box_map"
+    can_shorten = True
+    why_not_sharded = _NOT_SHARDED
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
@@ -207,6 +216,45 @@ class Detection(Task):
         """Return the collector of mean average precision."""
         return (AveragePrecision(self._kinds),) if any(each.is_collected for each in self.metrics) else ()
 
+    def on_fake_tensors(self, networks: Sequence[nn.Module]) -> FakeDetections | None:
+        """Return the context that assumes what a detector finds."""
+        return fake_detections(*networks)
+
+    def shorten(self, samples: int, evaluation_samples: int) -> None:
+        """Reduce the pictures to a few."""
+        dataset = self.dataset
+        train, validation = (
+            BoxSubset(source, evenly_spaced(len(source), count))
+            for source, count in ((dataset.train, samples), (dataset.validation, evaluation_samples))
+        )
+        self.dataset = replace(dataset, train=train, validation=validation)
+
+    def recall(self, saved: SavedWeights) -> None:
+        """Take the classes from the description; no picture is read."""
+        described = saved.description("data")
+        nothing: Any = ()  # no sample is requested
+        self.dataset = BoxDataset(
+            name=described["dataset"],
+            train=nothing,
+            validation=nothing,
+            classes=tuple(described["class_names"]),
+            digest=described["digest"],
+        )
+
+    def predictor(self, saved: SavedWeights, device: torch.device) -> Predictor:
+        """Return what finds objects in pictures."""
+        # Imported only where used: training needs none of it.
+        from paceline.tasks.detection_answers import DetectionPredictor
+
+        return DetectionPredictor(saved, self.trained(saved, device), self.dataset.classes, device)
+
+    def exportable(self, saved: SavedWeights, target: str) -> Exportable:
+        """Refuse: no format of exported networks can express a detector."""
+        raise RecipeError(
+            f"{saved.path} holds a detector: it takes pictures of any size and returns any number of boxes, which "
+            f"--format {target} cannot express; use --format safetensors."
+        )
+
     def _losses(self, model: Model, batch: Batch) -> Tensor:
         """Return the loss of each picture by itself, [N]; random sampling is keyed by the picture's number."""
         losses = []
@@ -229,11 +277,6 @@ class Detection(Task):
             return unused
         reason = "it says how data.dataset=shapes is generated"
         return unused | {f"data.detection.generated.{each.name}": reason for each in fields(GeneratedBoxes)}
-
-
-def why_not_sharded(task: Task) -> str:
-    """Explain why FSDP cannot shard a task's network, as the rest of a sentence; empty if it can."""
-    return _NOT_SHARDED if isinstance(task, Detection) else ""
 
 
 def trainable_boxes(target: dict[str, Tensor]) -> dict[str, Tensor]:

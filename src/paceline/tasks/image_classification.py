@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -13,8 +13,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
+from paceline.checkpoint.hub_folder import UNNAMED
+from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Backend, Batch, Progress
 from paceline.data.class_balance import SampleClasses
 from paceline.data.image.datasets import ImageDataset, content_of, open_dataset
@@ -32,23 +34,25 @@ from paceline.data.image.pipeline import (
     measure,
     open_backend,
 )
-from paceline.data.image.source import encoded_source, part_numbers, repeated
+from paceline.data.image.selection import keep_known_classes
+from paceline.data.image.source import ArraySource, SubsetSource, encoded_source, part_numbers, repeated
 from paceline.data.image.transforms import Mixing, View, first_images
 from paceline.data.pipeline import Normalize, Pipeline, Placement
-from paceline.data.slices import SampleShapes
-from paceline.errors import PacelineError, RecipeError
+from paceline.data.slices import SampleShapes, evenly_spaced, first_samples
+from paceline.errors import DataError, RecipeError
+from paceline.escaping import one_form
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import absent_classes
 from paceline.models.build import build_model, check_accepts, takes_usual_size
 from paceline.models.speed_net import WHITENING_IMAGES, whitening_layers
-from paceline.plan import DataFacts
+from paceline.plan import DataFacts, Plan
 from paceline.recipe.data import Data, Progressive
 from paceline.recipe.schema import Recipe
-from paceline.recipe.training import Train
-from paceline.references import call_reference, is_reference
-from paceline.registry import load
-from paceline.tasks.task import Model, Task
+from paceline.references import is_reference
+from paceline.tasks.class_losses import ClassificationLoss, rank_of_target
+from paceline.tasks.task import BatchMaker, Model, Task
+from paceline.tasks.views import CROPS, AveragedViews, scale_for_crops
 from paceline.world import World
 
 _CLASS_LOSSES, _NUMBER_LOSSES = ("cross_entropy", "focal"), ("mse", "l1", "huber")
@@ -69,6 +73,8 @@ class ImageTask(Task):
     """
 
     unit = "images"
+    takes_sizes = True
+    can_shorten = True
     learns: Learned = "class"
     unused: Mapping[str, str] = MappingProxyType({})
 
@@ -250,6 +256,99 @@ class ImageTask(Task):
         for shape in sorted({*((side, side) for side in sides), *rectangles}):
             check_accepts(network, shape, channels=dataset.channels, name=self.recipe.model.name)
 
+    @property
+    def has_known_shapes(self) -> bool:
+        """Whether batches are the data set's images, and not those of your own pipeline."""
+        return type(self).open_pipeline is ImageTask.open_pipeline
+
+    def empty_batches(self, plan: Plan, placement: Placement, *, training: bool) -> BatchMaker:
+        """Return batches of images, the largest of training or evaluation, without mixing in the latter."""
+        data, dataset = self.recipe.data, self.dataset
+        memory_format = torch.channels_last if placement.channels_last else torch.contiguous_format
+        if training:
+            shape = (dataset.image_size, dataset.image_size)
+            is_mixed = Mixing(data.mix, len(dataset.classes), self.recipe.seed).is_active
+        else:
+            views, side, is_mixed = self.recipe.evaluate.augment, evaluation_size(data, dataset), False
+            if views in CROPS:
+                side = evaluation_size(scale_for_crops(data, side, views), dataset)
+            shapes = [_height_and_width(each) for each in plan.data.get("evaluation_shapes", ())] or [(side, side)]
+            shape = max(shapes, key=math.prod)
+        labels = dataset.train.labels
+
+        def make(count: int) -> Batch:
+            inputs = torch.empty((count, dataset.channels, *shape), memory_format=memory_format)
+            targets = torch.empty(count, dtype=torch.int64)
+            if labels.ndim > 1 or is_mixed:
+                dtype = torch.float32 if is_mixed else torch.from_numpy(labels[:0]).dtype
+                targets = torch.empty(count, len(dataset.classes), dtype=dtype)
+            part = first_samples(count)
+            return Batch(inputs, targets, part.ids, part)
+
+        return make
+
+    def shorten(self, samples: int, evaluation_samples: int) -> None:
+        """Reduce the images to a few."""
+        dataset = self.dataset
+        train, validation = (
+            SubsetSource(source, evenly_spaced(len(source), count))
+            for source, count in ((dataset.train, samples), (dataset.validation, evaluation_samples))
+        )
+        self.dataset = replace(dataset, train=train, validation=validation)
+
+    def data_digest(self, world: World) -> str | None:
+        """Return the digest of the images, which need not suit the recipe for that."""
+        return self.dataset.digest
+
+    def adapt_to(self, saved: SavedWeights) -> None:
+        """Number the classes as the weights do, if all of the data's are known to them."""
+        described = saved.description("data")
+        names = () if described.get(UNNAMED) else tuple(described.get("class_names") or ())
+        if self.learns == "numbers" or not names or self.dataset.classes == names:
+            return
+        if set(one_form(self.dataset.classes, names).values()) <= set(names):
+            self.dataset = keep_known_classes(self.dataset, names)
+
+    def check_trained(self, saved: SavedWeights) -> None:
+        """Refuse images of the right size, which are used unchanged here, for weights whose images timm resizes."""
+        data, size = self.recipe.data, evaluation_size(self.recipe.data, self.dataset)
+        is_resized = saved.metadata.get("shown_by") == "timm" and data.evaluation_crop < 1
+        if is_resized and common_size(self.dataset.validation) == (size, size):
+            raise DataError(
+                f"the images are {size}x{size} already and would not be resized, but {saved.path.parent} was made for "
+                f"images that are resized to {round(size / data.evaluation_crop)} and cropped; confirm with "
+                "data.evaluation_crop=1, or give the images in their original size."
+            )
+
+    def score_holdout(self, trained: str) -> None:
+        """Score the images that `data.holdout_fraction` held out of training."""
+        if self.dataset.holdout is None:
+            raise RecipeError(
+                f"{trained} held no training images out (data.holdout_fraction=0), and a choice made on training "
+                "images is biased; train with data.holdout_fraction=0.05, for example, or choose on the validation "
+                "images with --on validation, which biases their accuracy."
+            )
+        self.dataset = replace(self.dataset, validation=self.dataset.holdout)
+
+    def recall(self, saved: SavedWeights) -> None:
+        """Take the classes, channels and size of images from the description; no image is read."""
+        described = saved.description("data")
+        # The size that the network was built for; inputs may have another.
+        size, channels = described["image_size"], described["channels"]
+        none = ArraySource(np.empty((0, size, size, channels), dtype=np.uint8), np.empty(0, dtype=np.int64), "none")
+        names = described.get("targets") or described.get("class_names") or range(described.get("classes", 0))
+        self.dataset = ImageDataset(
+            name=described["dataset"],
+            train=none,
+            validation=none,
+            classes=tuple(map(str, names)),
+            channels=channels,
+            image_size=size,
+            digest=described["digest"],
+            mean=tuple(described["mean"]),
+            std=tuple(described["std"]),
+        )
+
     def pictures(self, inputs: torch.Tensor) -> torch.Tensor:
         """Return the images before normalisation."""
         scales = zip(self.dataset.mean, self.dataset.std, strict=True)
@@ -340,6 +439,10 @@ class ImageClassification(ClassTask):
     )
     _top_k: Metric | None = None
 
+    def labelled_images(self) -> ImageDataset:
+        """Return the data set."""
+        return self.dataset
+
     def sample_classes(self) -> SampleClasses:
         """Return the images' labels, with repeats."""
         return np.tile(self.dataset.train.labels, self.recipe.data.augment.repeats)
@@ -388,6 +491,11 @@ class ImageClassification(ClassTask):
         return None if batch.targets.is_floating_point() else Answers.of(model(batch.inputs), batch.targets)
 
 
+def _height_and_width(shape: str) -> tuple[int, int]:
+    height, width = map(int, shape.split("x"))
+    return height, width
+
+
 def _sizes_by_epoch(progressive: Progressive, image_size: int) -> dict[str, dict[str, int]]:
     """Return training image sizes by first epoch (from 0), for the plan; empty if the size is constant."""
     if progressive.start_size is None:
@@ -395,228 +503,3 @@ def _sizes_by_epoch(progressive: Progressive, image_size: int) -> dict[str, dict
     sizes = [progressive.size_at(epoch, image_size) for epoch in range(progressive.end + 1)]
     changes = [epoch for epoch, size in enumerate(sizes) if epoch == 0 or size != sizes[epoch - 1]]
     return {"image_size_from_epoch": {str(epoch): sizes[epoch] for epoch in changes}}
-
-
-def rank_of_target(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return how many classes rank before the target, [N]: higher scores, and equal scores with a lower index.
-
-    So ties are not all counted as correct, and NaN scores count against the target.
-    """
-    target_logit = logits.gather(1, targets[:, None])
-    earlier = torch.arange(logits.shape[1], device=logits.device) < targets[:, None]
-    return (~(logits <= target_logit) | ((logits == target_logit) & earlier)).sum(dim=1)
-
-
-class ClassificationLoss:
-    """The recipe's training loss, a mean over samples, in nats.
-
-    With class weights it is a micro-batch's contribution to the step's weighted mean: the sum of w_i * l_i, divided by
-    the micro-batch's samples and by the step's mean weight. w_i is the weight of the sample's class, for a mixed sample
-    the mean over its classes by their shares. ``torch.nn.CrossEntropyLoss`` weighs smoothed targets instead: with
-    unequal weights, the rarest class is then the best answer for every sample.
-
-    * cross_entropy, with label smoothing (Szegedy et al. 2015)
-    * bce: binary cross-entropy per class, averaged over classes (Wightman et al. 2021); targets are smoothed in the
-      same way, and with ``target_threshold`` become 1 above it, else 0
-    * focal, and losses of other packages or the user: called with the same targets as probabilities [N, classes], they
-      return l_i
-
-    Raises:
-        RecipeError: If the recipe's loss cannot be imported or built with ``train.loss_options``.
-    """
-
-    def __init__(self, train: Train, class_weights: Sequence[float] = ()) -> None:
-        self._weights = torch.tensor(class_weights, dtype=torch.float64) if class_weights else None
-        self._name = train.loss
-        self._of_samples: Callable[[Tensor, Tensor], Tensor] | None = None
-        if train.loss not in ("cross_entropy", "bce"):
-            make = load("losses", train.loss, RecipeError)
-            try:
-                self._of_samples = make(**train.loss_options)
-            except (TypeError, ValueError) as error:
-                raise RecipeError(
-                    f"train.loss_options {train.loss_options} do not fit train.loss={train.loss}: {error}. Name a "
-                    "factory that takes them and returns a function of (logits, targets)."
-                ) from error
-        self._smoothing = train.label_smoothing
-        self._threshold = train.target_threshold
-
-    def __call__(self, logits: Tensor, targets: Tensor, mean_class_weight: float | None = None) -> Tensor:
-        """Return the loss of logits [N, classes] on classes, int64 [N], or probabilities [N, classes].
-
-        Args:
-            logits: Logits.
-            targets: Target classes or probabilities.
-            mean_class_weight: Mean weight of the step's samples; None outside a training step.
-        """
-        if self._weights is not None or self._of_samples is not None:
-            return self.mean(self._losses(logits, targets), targets, mean_class_weight)
-        if self._name == "cross_entropy":
-            return F.cross_entropy(logits, targets, label_smoothing=self._smoothing)
-        return F.binary_cross_entropy_with_logits(logits.float(), self._distribution(targets, logits.shape[1]))
-
-    def check(self, classes: int, device: torch.device) -> None:
-        """Test an external loss on two samples.
-
-        Raises:
-            RecipeError: If it does not return one loss per sample, with a gradient.
-        """
-        if self._of_samples is None:
-            return
-        if isinstance(self._of_samples, nn.Module):
-            if any(each.requires_grad for each in self._of_samples.parameters()):
-                raise RecipeError(
-                    f"train.loss={self._name} has parameters, which no optimizer updates; put them in the network."
-                )
-            self._of_samples.to(device)
-        samples = 2 + (classes == 2)  # differs from the number of classes, so that a loss per class has another shape
-        logits = torch.zeros(samples, classes, device=device, requires_grad=True)
-        try:
-            with torch.enable_grad():
-                tried = self._each(logits, self._distribution(torch.zeros_like(logits[:, 0]).long(), classes))
-        except PacelineError:
-            raise
-        except Exception as error:  # an external loss may raise anything
-            raise RecipeError(
-                f"train.loss={self._name} does not take logits and probabilities of shape [{samples}, {classes}] "
-                f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); correct it."
-            ) from error
-        if not tried.requires_grad:
-            raise RecipeError(f"train.loss={self._name} gave losses without a gradient; compute them with torch.")
-
-    def mean(self, losses: Tensor, targets: Tensor, mean_class_weight: float | None = None) -> Tensor:
-        """Return the mean of losses [N], of this or another kind, weighted by the samples' classes."""
-        if self._weights is not None:
-            weights = self._weights = self._weights.to(losses)
-            losses = losses * (targets.to(weights) @ weights if targets.is_floating_point() else weights[targets])
-        return losses.sum() / (len(losses) * (mean_class_weight or 1.0))
-
-    def _losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return l_i, [N]."""
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        targets = targets.to(logits.dtype) if targets.is_floating_point() else targets
-        if self._name == "cross_entropy":
-            return F.cross_entropy(logits, targets, label_smoothing=self._smoothing, reduction="none")
-        distribution = self._distribution(targets, logits.shape[1], logits.dtype)
-        if self._name == "bce":
-            return F.binary_cross_entropy_with_logits(logits, distribution, reduction="none").mean(dim=1)
-        return self._each(logits, distribution)
-
-    def _each(self, logits: Tensor, distribution: Tensor) -> Tensor:
-        """Return the loss of each sample, [N], from a loss that is not torch's.
-
-        Raises:
-            RecipeError: If it returns anything else.
-        """
-        losses: Tensor = call_reference("train.loss", self._name, self._of_samples, RecipeError, logits, distribution)
-        if isinstance(losses, Tensor) and losses.shape == logits.shape[:1]:
-            return losses
-        problem = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"type {type(losses).__name__}"
-        raise RecipeError(
-            f"train.loss={self._name} gave a result of {problem} for {len(logits)} samples, but a loss is a tensor of "
-            "one number for each sample (torch's: train.loss_options={reduction: none}); leave out the mean."
-        )
-
-    def _distribution(self, targets: Tensor, classes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the binary targets, [N, classes]."""
-        distribution = targets if targets.is_floating_point() else F.one_hot(targets, classes).to(dtype)
-        if self._smoothing:
-            distribution = distribution * (1 - self._smoothing) + self._smoothing / classes
-        if self._threshold is not None:
-            distribution = (distribution > self._threshold).to(distribution.dtype)
-        return distribution.to(dtype)
-
-
-class FocalLoss:
-    """The focal loss (Lin et al. 2017) of a softmax: the sum over classes of t * (1 - p) ** gamma * -log p.
-
-    With gamma 0 it is the cross-entropy, also for mixed and smoothed targets t.
-
-    Args:
-        gamma: Focusing parameter: how strongly probable classes are down-weighted.
-    """
-
-    def __init__(self, gamma: float = 2.0) -> None:
-        if isinstance(gamma, bool) or not isinstance(gamma, int | float) or not 0 <= gamma < math.inf:
-            raise ValueError(f"found gamma={gamma}, but it must be a number of 0 or more")
-        self._gamma = gamma
-
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each sample, [N], in nats, from logits and targets [N, classes]."""
-        logs = logits.log_softmax(dim=1)
-        # Above 0: a power below 1 has no finite derivative at 0.
-        complement = (-logs.expm1()).clamp(min=torch.finfo(logs.dtype).tiny)
-        return -(targets * complement**self._gamma * logs).sum(dim=1)
-
-
-CROPS = ("five_crop", "ten_crop")
-
-
-class AveragedViews:
-    """A network's mean prediction over several views of each image: test-time augmentation.
-
-    Probabilities are averaged, as Krizhevsky et al. (2012) do over ten crops and Simonyan and Zisserman (2014) over an
-    image and its mirror; Jordan (arXiv:2404.00498, 2024) adds both shifted by a pixel in either direction. Returns the
-    logarithm of the mean, which is scored like any logits and whose cross-entropy is that of the mean.
-
-    Args:
-        model: The network: images [N, C, H, W] to logits [N, classes].
-        kind: ``flip``, ``flip_shift``, ``five_crop`` or ``ten_crop``.
-        side: Height and width of a crop in pixels.
-    """
-
-    def __init__(self, model: Model, kind: str, side: int) -> None:
-        self._model = model
-        self._kind = kind
-        self._side = side
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return the logarithm of the mean probabilities, float32 [N, classes]."""
-        # Keep the memory format: another one would recompile a compiled network.
-        is_last = images.is_contiguous(memory_format=torch.channels_last)
-        memory_format = torch.channels_last if is_last else torch.contiguous_format
-        views = (view.contiguous(memory_format=memory_format) for view in self._views(images))
-        logs = [self._model(view).float().log_softmax(dim=1) for view in views]
-        if self._kind == "flip_shift":
-            # The image and its mirror together weigh as much as the four shifted views.
-            logs[:2] = [each + math.log(2) for each in logs[:2]]
-        return torch.stack(logs).logsumexp(dim=0) - math.log(8 if self._kind == "flip_shift" else len(logs))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def _views(self, images: Tensor) -> tuple[Tensor, ...]:
-        if self._kind in CROPS:
-            from torchvision.transforms.v2 import functional
-
-            views: tuple[Tensor, ...] = getattr(functional, self._kind)(images, [self._side, self._side])
-            return views
-        shown = [images]
-        if self._kind == "flip_shift":
-            # Shifted by a pixel to the lower right and the upper left, with reflection padding.
-            height, width = images.shape[-2:]
-            padded = F.pad(images, (1, 1, 1, 1), mode="reflect")
-            shown += (padded[:, :, offset : offset + height, offset : offset + width] for offset in (0, 2))
-        return tuple(view for each in shown for view in (each, each.flip(3)))
-
-
-def scale_for_crops(data: Data, side: int, kind: str) -> Data:
-    """Return the preprocessing from which crops of ``side`` pixels can be cut at the corners and the centre.
-
-    As Krizhevsky et al.: the central square of the image, before cropping.
-
-    Raises:
-        RecipeError: If no border is left around the centre crop, or images are not square.
-    """
-    whole = round(side / data.evaluation_crop)
-    if data.evaluation_shape != "square":
-        raise RecipeError(
-            f"evaluate.augment={kind} cuts its crops from a square, and data.evaluation_shape={data.evaluation_shape}; "
-            "use one of the two, or evaluate.augment=flip."
-        )
-    if whole == side:
-        raise RecipeError(
-            f"evaluate.augment={kind} has no effect: with data.evaluation_crop={data.evaluation_crop} all crops of "
-            f"{side} pixels are the centre; give a smaller evaluation_crop, for example 0.875."
-        )
-    return replace(data, evaluation_size=whole, evaluation_crop=1.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -17,12 +16,14 @@ from torch import Tensor
 from paceline.data.batch import Batch
 from paceline.data.image.datasets import ImageDataset, open_dataset
 from paceline.data.image.selection import relabelled
-from paceline.errors import DataError, RecipeError, did_you_mean
+from paceline.errors import DataError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.multilabel import MULTILABEL_METRICS, LabelScores
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Train
-from paceline.tasks.image_classification import ClassificationLoss, ClassTask
+from paceline.tasks.class_losses import ClassificationLoss
+from paceline.tasks.image_classification import ClassTask
+from paceline.tasks.labelling import label_probabilities, thresholds_of
 from paceline.tasks.task import Model
 
 _SEVERAL = "image_multilabel assigns any number of labels"
@@ -126,34 +127,6 @@ class ImageMultilabel(ClassTask):
         predicted = (probabilities > torch.tensor(self.thresholds, dtype=torch.float64)).int()
         columns = {"probability": probabilities, "predicted": predicted, "target": batch.targets.int()}
         return {f"{kind}_{name}": each[:, index] for kind, each in columns.items() for index, name in enumerate(names)}
-
-
-def thresholds_of(
-    requested: float | Mapping[str, float], defaults: Mapping[str, float], *, key: str
-) -> tuple[float, ...]:
-    """Return the threshold of each class: one for all, or the default except for named classes.
-
-    Args:
-        requested: One threshold for all classes, or thresholds by class name.
-        defaults: Default thresholds of all classes, in order.
-        key: Recipe key or option, for the message.
-
-    Raises:
-        RecipeError: If a name is not a class.
-    """
-    if isinstance(requested, float):
-        return (requested,) * len(defaults)
-    if unknown := [name for name in requested if name not in defaults]:
-        raise RecipeError(
-            f"{key} names {unknown[0]!r}, which is none of the {len(defaults)} classes: correct it."
-            f"{did_you_mean(unknown[0], defaults)}"
-        )
-    return tuple(({**defaults, **requested}).values())
-
-
-def label_probabilities(logits: Tensor) -> Tensor:
-    """Return the sigmoid of logits, float64 on the CPU, so that thresholds separate them exactly as logits."""
-    return logits.float().cpu().double().sigmoid()
 
 
 class AsymmetricLoss:

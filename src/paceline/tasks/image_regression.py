@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch
 from paceline.data.image.datasets import ImageDataset
 from paceline.data.image.selection import relabelled
@@ -22,7 +23,9 @@ from paceline.errors import DataError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.regression import NumberErrors, error_metrics
 from paceline.tasks.image_classification import ImageTask
+from paceline.tasks.labelling import in_units
 from paceline.tasks.task import Model
+from paceline.units import first_of
 
 _LOSSES: dict[str, Callable[..., Tensor]] = {"mse": F.mse_loss, "l1": F.l1_loss, "huber": F.huber_loss}
 _NO_CLASSES = "image_regression learns numbers, not classes"
@@ -75,6 +78,15 @@ class ImageRegression(ImageTask):
             )
         dataset = relabelled(dataset, lambda targets: ((targets - mean) / std).astype(np.float32))
         return replace(dataset, target_mean=mean, target_std=std)
+
+    def adapt_to(self, saved: SavedWeights) -> None:
+        """Check that the columns are those in training."""
+        known, columns = saved.description("data").get("targets"), self.recipe.data.target_columns
+        if known is not None and columns not in ((), tuple(known)):
+            raise DataError(
+                f"the weights in {saved.path} learned {first_of(known)}, and data.target_columns names "
+                f"{first_of(columns)}; name the columns as in training."
+            )
 
     def target_facts(self, reasons: dict[str, str]) -> dict[str, Any]:
         """Return the column names and their standardisation."""
@@ -139,16 +151,3 @@ def _mean_and_std(column: NDArray[np.float64]) -> tuple[float, float]:
         return float(column[0]), 0.0
     mean = math.fsum(column) / len(column)
     return mean, math.sqrt(math.fsum((column - mean) ** 2) / len(column))
-
-
-def in_units(numbers: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Convert standardised numbers [N, columns] to the user's units, :func:`rounded`, float64 on the CPU."""
-    return rounded(
-        numbers.cpu().double() * torch.tensor(std, dtype=torch.float64) + torch.tensor(mean, dtype=torch.float64), std
-    )
-
-
-def rounded(numbers: Tensor, std: Sequence[float]) -> Tensor:
-    """Round numbers [N, columns] to a millionth of the standard deviation, the precision of float32."""
-    decimals = (6 - math.floor(math.log10(each)) for each in std)
-    return torch.stack([numbers[:, index].double().round(decimals=each) for index, each in enumerate(decimals)], dim=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import nn
 
+from paceline.checkpoint.weights import SavedWeights
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
-from paceline.data.text.corpus import IGNORED_TARGET, StoredCorpus, TextDataset
+from paceline.data.text.corpus import IGNORED_TARGET, StoredCorpus, TextDataset, without_text
 from paceline.data.text.pipeline import (
     EVALUATION_SEED,
     Masking,
@@ -31,6 +32,7 @@ from paceline.data.text.pipeline import (
     target_count,
 )
 from paceline.data.text.sets.documents import open_text
+from paceline.data.text.tokenizer import refuse_other_tokenizer
 from paceline.dataset_registry import DatasetNames
 from paceline.errors import DataError, ModelError
 from paceline.files import SkippedItems
@@ -42,6 +44,10 @@ from paceline.recipe.schema import Recipe
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task
 from paceline.world import World
+
+if TYPE_CHECKING:
+    from paceline.prediction.predictor import Predictor
+    from paceline.tasks.exportable import Exportable
 
 _LOSS = Metric(name="loss", per="tokens")
 _PERPLEXITY = Metric(name="perplexity", is_collected=True)
@@ -204,6 +210,29 @@ class LanguageModeling(Task):
     def collectors(self) -> tuple[Collector, ...]:
         """Return the collector of perplexity: the exponential of the mean loss."""
         return () if self._is_masked else (Perplexity(),)
+
+    def recall(self, saved: SavedWeights) -> None:
+        """Take the tokenizer from the description; no text is read."""
+        self.dataset = TextDataset(**without_text(saved.description("data"), str(saved.path)))
+
+    def check_trained(self, saved: SavedWeights) -> None:
+        """Refuse text that was encoded, or chats that were written, otherwise than in training."""
+        refuse_other_tokenizer(
+            self.dataset.tokenizer, saved.description("data"), str(saved.path), name=self.recipe.data.text.tokenizer
+        )
+
+    def predictor(self, saved: SavedWeights, device: torch.device) -> Predictor:
+        """Return what continues prompts, or fills in their masked tokens."""
+        # Imported only where used: training needs none of it.
+        from paceline.tasks.text_answers import TextPredictor
+
+        return TextPredictor(saved, self.trained(saved, device), self.dataset.tokenizer, device)
+
+    def exportable(self, saved: SavedWeights, target: str) -> Exportable:
+        """Return the network with its inputs: tokens."""
+        from paceline.tasks.text_answers import exportable_text
+
+        return exportable_text(saved, self.trained(saved))
 
     def _rows(self, corpus: StoredCorpus, seed: int) -> RowTable:
         text = self.recipe.data.text

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch
 from paceline.data.clicks.dataset import ClickDataset, ClickSource
 from paceline.data.clicks.pipeline import ClickPipeline
@@ -22,6 +24,10 @@ from paceline.plan import DataFacts
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task
 from paceline.world import World
+
+if TYPE_CHECKING:
+    from paceline.prediction.predictor import Predictor
+    from paceline.tasks.exportable import Exportable
 
 _GENERATOR = ("dense_features", "categories", "zipf", "rank", "evaluation_samples")
 _NO_IMAGES = "recommendation uses no images"
@@ -107,6 +113,44 @@ class Recommendation(Task):
     def predict(self, model: Model, batch: Batch) -> dict[str, torch.Tensor]:
         """Return the click probability."""
         return {"probability": _logits(model, batch).sigmoid(), "target": batch.targets}
+
+    def adapt_to(self, saved: SavedWeights) -> None:
+        """Use tables as large as the weights', whatever data is scored: categories are hashed into them."""
+        rows, clicks = saved.description("data").get("table_rows"), self.recipe.data.recommendation
+        if self.recipe.data.dataset == "criteo" and rows is not None and clicks.tables == "auto":
+            clicks = replace(clicks, tables=tuple(rows))
+            self.recipe = replace(self.recipe, data=replace(self.recipe.data, recommendation=clicks))
+
+    def recall(self, saved: SavedWeights) -> None:
+        """Take the sizes of features and tables from the description; no sample is read."""
+        described = saved.description("data")
+        nothing: Any = ()  # no sample is requested
+        self.dataset = ClickDataset(
+            name=described["dataset"],
+            train=nothing,
+            validation=nothing,
+            dense_features=described["dense_features"],
+            tables=tuple(described["table_rows"]),
+            digest=described["digest"],
+        )
+
+    def predictor(self, saved: SavedWeights, device: torch.device) -> Predictor:
+        """Return what predicts the clicks of lines."""
+        # Imported only where used: training needs none of it.
+        from paceline.tasks.click_answers import ClickPredictor
+
+        return ClickPredictor(saved, self.trained(saved, device), device)
+
+    def exportable(self, saved: SavedWeights, target: str) -> Exportable:
+        """Return the network with its inputs: numbers, and rows of the tables."""
+        from paceline.tasks.exportable import Exportable, Input
+
+        network, rows, numbers = self.trained(saved), self.dataset.tables, self.dataset.dense_features
+        inputs = (
+            Input("dense", ("batch", numbers), None, "numbers as the network was trained on them, float32"),
+            Input("categories", ("batch", len(rows)), rows, "a row of each table, int64"),
+        )
+        return Exportable(network=network, inputs=inputs, longest={}, saved=saved, kind="clicks")
 
     def _ceiling(self) -> dict[str, float]:
         """Return the area under the curve of the true probabilities of synthetic data; empty for real data."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch
 from paceline.data.boxes.dataset import BoxDataset
 from paceline.data.image.datasets import MOST_IMAGES, content_of_files
@@ -29,6 +30,10 @@ from paceline.recipe.unused import all_but
 from paceline.tasks.drawing import draw_objects
 from paceline.tasks.task import Model, Task
 from paceline.world import World
+
+if TYPE_CHECKING:
+    from paceline.tasks.exportable import Exportable
+    from paceline.tasks.segmentation_answers import SegmentationPredictor
 
 LOSSES = ("cross_entropy", "cross_entropy_dice")
 
@@ -222,6 +227,39 @@ class Segmentation(Task):
     def collectors(self) -> tuple[Collector, ...]:
         """Return the collector of intersection over union and pixel accuracy."""
         return (PixelConfusion(self.dataset.classes, IGNORED),)
+
+    def recall(self, saved: SavedWeights) -> None:
+        """Take the classes and channels from the description; no image is read."""
+        described = saved.description("data")
+        nothing: Any = ()  # no sample is requested
+        self.dataset = MaskDataset(
+            name=described["dataset"],
+            train=nothing,
+            validation=nothing,
+            classes=tuple(described["class_names"]),
+            digest=described["digest"],
+            mean=tuple(described["mean"]),
+            std=tuple(described["std"]),
+        )
+
+    def predictor(self, saved: SavedWeights, device: torch.device) -> SegmentationPredictor:
+        """Return what labels the pixels of images."""
+        # Imported only where used: training needs none of it.
+        from paceline.tasks.segmentation_answers import SegmentationPredictor
+
+        return SegmentationPredictor(saved, self.trained(saved, device), device)
+
+    def exportable(self, saved: SavedWeights, target: str) -> Exportable:
+        """Return the network with its inputs: images fitted into a square."""
+        from paceline.tasks.exportable import Exportable, Input, normalisation
+
+        data, labels = saved.description("data"), self.predictor(saved, torch.device("cpu"))
+        description = (
+            f"{'RGB' if labels.channels == 3 else 'all channels'}, float32: resize the longer side to {labels.size} "
+            f"pixels ({data['interpolation']}, antialiased) and pad at the right and below; {normalisation(data)}"
+        )
+        images = Input("images", ("batch", labels.channels, labels.size, labels.size), None, description)
+        return Exportable(network=labels.network, inputs=(images,), longest={}, saved=saved, kind="pixels")
 
     def _unused(self) -> dict[str, str]:
         unused = all_but(_USED, "masks follow their images through data.image_size, data.augment.crop and flip alone")

@@ -8,9 +8,10 @@ The trainer depends only on the task object; there is one loop, without flags or
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,16 +19,17 @@ from numpy.typing import NDArray
 from torch import nn
 
 from paceline import registry
+from paceline.checkpoint.weights import SavedWeights, load_trained
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Nested
 from paceline.data.class_balance import SampleClasses, weights_by_class
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.data.slices import SampleWeights
-from paceline.errors import RecipeError
+from paceline.errors import DataError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import NamedMetrics
-from paceline.plan import DataFacts
+from paceline.plan import DataFacts, Plan
 from paceline.recipe.running import Evaluate
 from paceline.recipe.schema import Recipe
 from paceline.records.events import StepEvent
@@ -36,7 +38,16 @@ from paceline.storage.addresses import is_address
 from paceline.storage.cache import local_path
 from paceline.world import World
 
+if TYPE_CHECKING:
+    from paceline.data.image.datasets import ImageDataset
+    from paceline.prediction.predictor import Predictor
+    from paceline.tasks.exportable import Exportable
+    from paceline.tasks.labelling import TrainedLabeller
+
 Model = Callable[..., Any]
+BatchMaker = Callable[[int], Batch]
+"""Makes a micro-batch of so many samples."""
+_CPU = torch.device("cpu")
 
 # Reserved names of step records; names of durations end in _seconds.
 _RESERVED_NAMES = {each.name for each in fields(StepEvent)} | {"event", "time", "mfu", "skipped_steps"}
@@ -54,6 +65,9 @@ class Task(ABC):
         unit: Plural unit of :meth:`sample_weights`, such as ``tokens``; otherwise the name of samples.
         gives_scores: Whether :meth:`score` also returns ``logit`` and ``label``, for ``evaluate.metrics``.
         is_own: Whether the class was defined outside of Paceline.
+        takes_sizes: Whether `data.evaluation_size` says at which size samples are scored.
+        can_shorten: Whether :meth:`shorten` reduces the data.
+        why_not_sharded: Why FSDP cannot shard the network, as the rest of a sentence; empty if it can.
     """
 
     metrics: tuple[Metric, ...] = (Metric(name="loss"),)
@@ -61,6 +75,9 @@ class Task(ABC):
     unit: str = "samples"
     gives_scores: bool = False
     is_own: bool = False
+    takes_sizes: bool = False
+    can_shorten: bool = False
+    why_not_sharded: str = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -281,6 +298,140 @@ class Task(ABC):
         """
         pictures = self.pictures(batch.inputs)
         return [] if pictures is None else [(each, "") for each in pictures]
+
+    @property
+    def has_known_shapes(self) -> bool:
+        """Whether the shapes of all batches follow from the plan: :meth:`empty_batches` makes them without data."""
+        return False
+
+    def empty_batches(self, plan: Plan, placement: Placement, *, training: bool) -> BatchMaker:
+        """Return a function that makes the largest micro-batches of training or evaluation from empty tensors.
+
+        Called if :attr:`has_known_shapes`; other batches are estimated from a few samples that are read.
+        """
+        raise NotImplementedError
+
+    def on_fake_tensors(self, networks: Sequence[nn.Module]) -> AbstractContextManager[Any] | None:
+        """Return a context in which networks run on tensors without values; None, the default, if they need none."""
+        return None
+
+    def shorten(self, samples: int, evaluation_samples: int) -> None:
+        """Reduce the open data to a few samples, evenly spaced over it and including the last one.
+
+        Called if :attr:`can_shorten`.
+        """
+        raise NotImplementedError
+
+    def data_digest(self, world: World) -> str | None:
+        """Return the digest of the data; None if the task gives none."""
+        return self.data_facts(world).description.get("digest")
+
+    def adapt_to(self, saved: SavedWeights) -> None:  # noqa: B027  # most need nothing
+        """Prepare to score trained weights, before the data is opened, such as by numbering classes as they do.
+
+        Their description ``data`` holds what :meth:`data_facts` and :meth:`description` returned in training.
+
+        Raises:
+            DataError: If the recipe does not fit the weights.
+        """
+
+    def check_trained(self, saved: SavedWeights) -> None:  # noqa: B027  # most need nothing
+        """Check that trained weights may be scored on the data, once it is open; by default no check.
+
+        Raises:
+            DataError: If the scores would be silently wrong.
+        """
+
+    def score_holdout(self, trained: str) -> None:
+        """Score what the run held out of training, instead of the validation data.
+
+        Args:
+            trained: The weights, for the message.
+
+        Raises:
+            RecipeError: If nothing was held out.
+        """
+        raise RecipeError(f"the task {task_name(self)} holds no training samples out; score it with --on validation.")
+
+    def named_answers(self, line: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+        """Return more columns of a held-out sample's line in a predictions file: by default the names of its classes.
+
+        Args:
+            line: The sample's ``id`` and what :meth:`predict` returned of it.
+            classes: All class names; empty without classes.
+        """
+        numbers = {key: line.get(key) for key in ("prediction", "target")}
+        if not classes or not all(isinstance(number, int) for number in numbers.values()):
+            return {}
+        return {f"{key}_class": classes[number] for key, number in numbers.items() if number is not None}
+
+    def recall(self, saved: SavedWeights) -> None:
+        """Take what the network depends on from the description of trained weights, instead of opening the data.
+
+        By default opens the data.
+        """
+        self.data_facts(World())
+
+    def trained(self, saved: SavedWeights, device: torch.device = _CPU) -> nn.Module:
+        """Build the network of trained weights, in evaluation mode on a device."""
+        self.recall(saved)
+        network = self.build_model()
+        load_trained(network, saved)
+        return network.to(device).eval()
+
+    def predictor(self, saved: SavedWeights, device: torch.device) -> Predictor:
+        """Return what answers files or prompts with trained weights; by default labels images with their classes.
+
+        Raises:
+            PacelineError: If the task answers none.
+        """
+        return self._labeller(saved, device)
+
+    def exportable(self, saved: SavedWeights, target: str) -> Exportable:
+        """Return the network of trained weights with its inputs; by default normalised images.
+
+        Args:
+            saved: The weights.
+            target: Requested format, for the message.
+
+        Raises:
+            PacelineError: If the inputs are unknown, or the format cannot express them.
+        """
+        from paceline.tasks.exportable import Exportable, Input
+
+        data = saved.description("data")
+        if not {"class_names", "targets"} & data.keys():
+            raise RecipeError(
+                f"{saved.path} does not say what its network's inputs are (task {data.get('task')}); --format {target} "
+                "is for images, text and clicks; use --format safetensors."
+            )
+        labeller = self._labeller(saved, _CPU)
+        # Single-view, even if the run was evaluated with several views.
+        side = int(data.get("evaluation_size", data["image_size"]))
+        images = Input("images", ("batch", int(data["channels"]), side, side), None, "normalised images, float32")
+        return Exportable(
+            network=labeller.network, inputs=(images,), longest={}, saved=saved, kind="images", outputs=labeller.outputs
+        )
+
+    def _labeller(self, saved: SavedWeights, device: torch.device) -> TrainedLabeller:
+        # Imported only where used: training needs none of it.
+        from paceline.tasks.labelling import Outputs, TrainedLabeller
+
+        outputs = Outputs.description(saved.description("data"))
+        if outputs is None:
+            raise DataError(
+                f"{saved.path} holds no class names: its task does not classify images, so it cannot predict classes."
+            )
+        network = self.trained(saved)
+        self.check_network(network)
+        network.to(device)
+        return TrainedLabeller(
+            saved, outputs, network=network, answers=self.evaluated(network), recipe=self.recipe, device=device
+        )
+
+    def labelled_images(self) -> ImageDataset | None:
+        """Return the images with one class each, on which a quantised network is calibrated and compared, if any."""
+        return None
 
     def figures(self, model: Model) -> list[tuple[torch.Tensor, str]]:
         """Return pictures of an evaluated model, such as samples that it generates, for the report; none by default.

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from paceline.checkpoint.weights import SavedWeights
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch
 from paceline.data.class_balance import SampleClasses
 from paceline.data.pipeline import Pipeline, Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
-from paceline.data.text.corpus import StoredCorpus
+from paceline.data.text.corpus import StoredCorpus, without_text
+from paceline.data.text.pipeline import padded, padding
 from paceline.data.text.sets.labelled import LabelledTexts, open_labelled
-from paceline.data.text.tokenizer import TokenIds, Tokenizer
+from paceline.data.text.tokenizer import TokenIds, refuse_other_tokenizer
 from paceline.dataset_registry import DatasetNames
+from paceline.escaping import one_form
 from paceline.metrics.accumulator import Metric
 from paceline.metrics.answers import Answers
 from paceline.metrics.named import absent_classes
 from paceline.models.language import build_text_classifier
 from paceline.plan import DataFacts
 from paceline.recipe.unused import all_but
-from paceline.tasks.image_classification import ClassificationLoss, rank_of_target
+from paceline.tasks.class_losses import ClassificationLoss, rank_of_target
 from paceline.tasks.task import Model, Task
 from paceline.world import World
+
+if TYPE_CHECKING:
+    from paceline.prediction.predictor import Predictor
+    from paceline.tasks.exportable import Exportable
 
 _OF_TEXT = ("data.text.context", "data.text.tokenizer", "data.text.rows", "data.text.pad_multiple")
 _USED = ("data.dataset", "data.path", "data.validation_fraction", "data.sampling", *_OF_TEXT)
@@ -163,6 +170,38 @@ class TextClassification(Task):
         """Return the class with the highest score."""
         return Answers.of(_logits(model, batch), batch.targets)
 
+    def adapt_to(self, saved: SavedWeights) -> None:
+        """Number the classes as the weights do, if all of the data's are known to them."""
+        names, dataset = tuple(saved.description("data").get("class_names") or ()), self.dataset
+        if names and dataset.classes != names and set(one_form(dataset.classes, names).values()) <= set(names):
+            self.dataset = dataset.with_classes(names)
+
+    def check_trained(self, saved: SavedWeights) -> None:
+        """Refuse text that was encoded otherwise than in training."""
+        refuse_other_tokenizer(
+            self.dataset.tokenizer, saved.description("data"), str(saved.path), name=self.recipe.data.text.tokenizer
+        )
+
+    def recall(self, saved: SavedWeights) -> None:
+        """Take the tokenizer and the classes from the description; no text is read."""
+        described, none = saved.description("data"), np.empty(0, dtype=np.int64)
+        self.dataset = LabelledTexts(
+            **without_text(described, str(saved.path)), labels=(none, none), classes=tuple(described["class_names"])
+        )
+
+    def predictor(self, saved: SavedWeights, device: torch.device) -> Predictor:
+        """Return what classifies texts."""
+        # Imported only where used: training needs none of it.
+        from paceline.tasks.text_answers import TextLabeller
+
+        return TextLabeller(saved, self.trained(saved, device), self.dataset.tokenizer, device, self.recipe.data.text)
+
+    def exportable(self, saved: SavedWeights, target: str) -> Exportable:
+        """Return the network with its inputs: tokens, and which of them are padding."""
+        from paceline.tasks.text_answers import MASK, exportable_text
+
+        return exportable_text(saved, self.trained(saved), MASK)
+
     def _lengths(self, corpus: StoredCorpus) -> SampleLengths:
         text = self.recipe.data.text
         return SampleLengths(tokens=corpus.lengths, multiple=text.pad_multiple, max_width=text.context)
@@ -178,20 +217,6 @@ class _Texts(SimplePipeline):
     def sample_name(self, sample_id: int, *, training: bool) -> str:
         """Return the name of the text's row."""
         return (self._found.train if training else self._found.validation).name(sample_id)
-
-
-def padding(tokenizer: Tokenizer) -> int:
-    """Return the id of the padding token: if there is none, the end token's."""
-    return tokenizer.end if tokenizer.pad is None else tokenizer.pad
-
-
-def padded(texts: list[TokenIds], width: int, tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
-    """Return texts as a batch: ``tokens``, and ``mask``, 1 for tokens and 0 for padding; both int64 [N, width]."""
-    tokens = np.full((len(texts), width), padding(tokenizer), dtype=np.int64)
-    mask = np.zeros_like(tokens)
-    for row, ids in enumerate(texts):
-        tokens[row, : len(ids)], mask[row, : len(ids)] = ids, 1
-    return {"tokens": torch.from_numpy(tokens), "mask": torch.from_numpy(mask)}
 
 
 def _logits(model: Model, batch: Batch) -> torch.Tensor:

@@ -6,29 +6,31 @@ by default in seqeval, an ``I-`` tag that continues nothing begins an entity.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch, Nested
 from paceline.data.slices import SampleWeights
 from paceline.data.text.corpus import IGNORED_TARGET, StoredCorpus
 from paceline.data.text.tokenizer import TokenIds
 from paceline.metrics.accumulator import Collector, Metric
-from paceline.metrics.entities import ENTITY_METRICS, EntityScores
+from paceline.metrics.entities import ENTITY_METRICS, IOB2, EntityScores, entity_counts, entity_names, entity_types
 from paceline.plan import DataFacts
 from paceline.tasks.task import Model, Task
 from paceline.tasks.text_classification import TextClassification
 from paceline.world import World
 
+if TYPE_CHECKING:
+    from paceline.prediction.predictor import Predictor
+
 _ACCURACY = Metric(name="token_accuracy", scale=100.0, higher_is_better=True, of="right", per="words")
 _METRICS: tuple[Metric, ...] = (Metric(name="loss", per="words"), _ACCURACY)
-_IOB2 = re.compile("O|[BI](-.*)?")
 
 
 class TokenClassification(TextClassification):
@@ -47,7 +49,7 @@ class TokenClassification(TextClassification):
         found, why = super().data_facts(world), "the loss is the cross-entropy of each word's tag"
         rows, held_out = self.dataset.first_rows, self.dataset.labels[1]
         self._types = entity_types(self.dataset.classes)
-        odd = (f"tag {tag!r} in {row} is not O, B-X or I-X" for tag, row in rows.items() if not _IOB2.fullmatch(tag))
+        odd = (f"tag {tag!r} in {row} is not O, B-X or I-X" for tag, row in rows.items() if not IOB2.fullmatch(tag))
         reason = next(odd, "")
         if self._types is not None and held_out.size and not np.isin(held_out, np.flatnonzero(self._types)).any():
             self._types, reason = None, "the held-out texts have no entity"  # F1 would be 0 / 0
@@ -89,6 +91,18 @@ class TokenClassification(TextClassification):
         """Return the collector of entities, if tags are IOB2's."""
         return () if self._types is None else (EntityScores(entity_names(self.dataset.classes)),)
 
+    def named_answers(self, line: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+        """Return the words of a text, and the names of their tags."""
+        tags = {f"{key}_class": [classes[each] for each in line[key]] for key in ("prediction", "target")}
+        return {"words": self.dataset.words[line["id"]], **tags}
+
+    def predictor(self, saved: SavedWeights, device: torch.device) -> Predictor:
+        """Return what tags the words of texts."""
+        # Imported only where used: training needs none of it.
+        from paceline.tasks.text_answers import WordTagger
+
+        return WordTagger(saved, self.trained(saved, device), self.dataset.tokenizer, device, self.recipe.data.text)
+
     def predict(self, model: Model, batch: Batch) -> dict[str, Nested]:
         """Return the most probable tag of each word, and the true one."""
         rows = zip(_losses(model, batch)[0].argmax(dim=2), batch.targets, batch.targets != IGNORED_TARGET, strict=True)
@@ -102,56 +116,3 @@ def _losses(model: Model, batch: Batch, smoothing: float = 0.0) -> tuple[torch.T
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     asked: dict[str, Any] = {"ignore_index": IGNORED_TARGET, "reduction": "none", "label_smoothing": smoothing}
     return logits, F.cross_entropy(logits.mT, batch.targets, **asked)
-
-
-def entity_types(tags: Sequence[str]) -> torch.Tensor | None:
-    """Return the type of entity of each tag, int64 [tags + 1]; None unless all tags are IOB2's.
-
-    Types are numbered from 1, and negative for ``B-``; 0 is for ``O``, and for no tag, which comes last.
-    """
-    if set(tags) == {"O"} or not all(map(_IOB2.fullmatch, tags)):
-        return None
-    kinds, signs = entity_names(tags), {"O": 0, "B": -1, "I": 1}
-    numbers = [0 if tag == "O" else 1 + kinds.index(tag[2:] or "_") for tag in tags]
-    return torch.tensor([*(signs[tag[0]] * number for tag, number in zip(tags, numbers, strict=True)), 0])
-
-
-def entity_names(tags: Sequence[str]) -> list[str]:
-    """Return the names of the types of entities in IOB2 tags, sorted; ``_`` for tags without a name, as in seqeval."""
-    return sorted({tag[2:] or "_" for tag in tags if tag != "O"})
-
-
-def entities_in(tags: torch.Tensor, types: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find entities in tags, int64 [N, T], -1 for none; nothing waits for the device.
-
-    Returns:
-        Whether an entity begins at a position, its type, and where it ends (excluded), all [N, T].
-    """
-    signed = types.to(tags.device, non_blocking=True)[tags]
-    kinds, width = signed.abs(), tags.shape[1]
-    begins = (signed < 0) | ((kinds > 0) & (kinds != F.pad(kinds, (1, -1))))
-    # Positions at which no entity goes on; the next one is the end.
-    stops = torch.where((kinds > 0) & ~begins, width, torch.arange(width, device=tags.device))
-    return begins, kinds, F.pad(stops, (-1, 1), value=width).flip(1).cummin(dim=1).values.flip(1)
-
-
-def entity_counts(found: torch.Tensor, true: torch.Tensor, types: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the entities of each type that are found with the right words, all found, and all true ones.
-
-    Args:
-        found: Predicted tags, int64 [N, T].
-        true: True tags, int64 [N, T]; positions with -100 count as absent.
-        types: What :func:`entity_types` returned.
-
-    Returns:
-        ``entities``, int64 [N, types, 3].
-    """
-    order = (true < 0).byte().argsort(dim=1, stable=True)
-    true = true.gather(1, order).clamp(min=-1)
-    found = found.gather(1, order).masked_fill(true < 0, -1)
-    (begins, kinds, ends), (wanted, right_kinds, right_ends) = (entities_in(each, types) for each in (found, true))
-    hits = begins & wanted & (kinds == right_kinds) & (ends == right_ends)
-    numbers = torch.arange(1, 1 + int(types.abs().max()), device=kinds.device)
-    counted = ((hits, kinds), (begins, kinds), (wanted, right_kinds))
-    by_type = [(each & (of == numbers[:, None, None])).sum(dim=2).T for each, of in counted]
-    return {"entities": torch.stack(by_type, dim=2)}

@@ -18,10 +18,7 @@ from torch import nn
 from paceline.checkpoint.hub_folder import UNNAMED
 from paceline.checkpoint.weights import SavedWeights, check_scale, follows_rule, load_trained, read_weights
 from paceline.data.batch import Batch, Nested, mapped
-from paceline.data.image.pipeline import common_size, evaluation_size
-from paceline.data.image.selection import keep_known_classes
 from paceline.data.pipeline import Pipeline, Placement
-from paceline.data.text.tokenizer import tokenizer_from
 from paceline.distributed.collectives import Collectives, join, leave
 from paceline.distributed.device import choose_device, describe_machine
 from paceline.distributed.environment import read_launch
@@ -36,15 +33,14 @@ from paceline.recipe.named_code import refuse_foreign_code
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import encode_json, write_bytes
 from paceline.references import is_reference
-from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Task, build_task, check_supported, task_name
-from paceline.tasks.text_classification import TextClassification
 from paceline.trainer.evaluate import Evaluator, KeepOptions
 from paceline.trainer.network import place
 from paceline.trainer.nonfinite import not_finite
 from paceline.trainer.precision import Precision, set_float32_matmul
 from paceline.trainer.process_settings import keep_freed_memory, restore_torch_settings
 from paceline.trainer.subject import find_host_limits
+from paceline.units import first_of
 from paceline.world import World
 
 Split = Literal["validation", "holdout"]
@@ -153,7 +149,7 @@ def _evaluate(request: EvaluationRequest, sizes: Sequence[int | None]) -> list[E
     for size in sizes:
         resized = recipe if size is None else replace(recipe, data=replace(recipe.data, evaluation_size=size))
         task, facts = scoring_task(request, saved, resized, launch.world)
-        if size is not None and not isinstance(task, ImageTask):
+        if size is not None and not task.takes_sizes:
             raise RecipeError(
                 f"--sizes has no effect on the task {task_name(task)}, which prepares its own samples; leave it out."
             )
@@ -201,8 +197,7 @@ def _score(
 ) -> EvaluationReport:
     started = time.perf_counter()
     task = evaluator.task
-    words = task.dataset.words if isinstance(task, TextClassification) else ()
-    lines = _Predictions(evaluator.pipeline, task.description().get("class_names", ()), words)
+    lines = _Predictions(evaluator.pipeline, task)
     evaluation = evaluator({saved.weights: network}, lines.add if request.predictions else None)
     seconds = time.perf_counter() - started
     most_unread = data.unread_limit(evaluation.samples + len(evaluation.broken))
@@ -246,16 +241,6 @@ def scoring_task(
     if request.on != "holdout":
         # It does not affect the scores, and other data may have fewer images.
         recipe = replace(recipe, data=replace(recipe.data, subset=None))
-    known, columns = saved.description("data").get("targets"), recipe.data.target_columns
-    if known is not None and columns not in ((), tuple(known)):
-        raise DataError(
-            f"the weights in {saved.path} learned {_join(known)}, and data.target_columns names {_join(columns)}; name "
-            "the columns as in training."
-        )
-    rows, clicks = saved.description("data").get("table_rows"), recipe.data.recommendation
-    if recipe.data.dataset == "criteo" and rows is not None and clicks.tables == "auto":
-        # Use tables as large as the weights', whatever data is scored: categories are hashed into them.
-        recipe = replace(recipe, data=replace(recipe.data, recommendation=replace(clicks, tables=tuple(rows))))
     task = build_task(recipe)
     trained, rebuilt = saved.description("data").get("task"), task_name(task)
     if trained not in (None, rebuilt):
@@ -265,8 +250,8 @@ def scoring_task(
         )
     check_supported(task)
     if request.on == "holdout":
-        _take_holdout(task, saved, recipe)
-    _use_classes_of(saved, task)
+        _take_holdout(task, saved, recipe, world)
+    task.adapt_to(saved)
     facts = task.data_facts(world)
     if facts.evaluation_samples == 0:
         raise DataError(
@@ -282,8 +267,7 @@ def scoring_task(
         raise DataError(refusal)
     refuse_unused_overrides(request.overrides, unused_in_data(facts), recipe)
     _check_classes(task, saved)
-    _check_tokenizer(task, saved, recipe.data.text.tokenizer)
-    _check_preprocessing(task, saved)
+    task.check_trained(saved)
     return task, facts
 
 
@@ -301,27 +285,18 @@ def _with_all_to_score(request: EvaluationRequest, saved: SavedWeights, recipe: 
     if not is_moved or data.dataset not in SPLIT_OFF or is_reference(recipe.task):
         return recipe
     with contextlib.suppress(DataError, RecipeError):  # no training samples, or fewer than data.subset
-        task = build_task(recipe)
-        found = task.dataset.digest if isinstance(task, ImageTask) else task.data_facts(world).description.get("digest")
-        if found == saved.description("data").get("digest"):
+        if build_task(recipe).data_digest(world) == saved.description("data").get("digest"):
             return recipe
     return replace(recipe, data=replace(data, validation_fraction=1.0, saved_split=None))
 
 
-def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe) -> None:
+def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe, world: World) -> None:
     """Have the task score what the run held out of training.
 
     Raises:
         PacelineError: If it held nothing out, or what would be scored may have been trained on.
     """
-    if not isinstance(task, ImageTask):
-        raise RecipeError(f"the task {task_name(task)} holds no training samples out; score it with --on validation.")
-    if task.dataset.holdout is None:
-        raise RecipeError(
-            f"the run of {saved.path} held no training images out (data.holdout_fraction=0), and a choice made on "
-            "training images is biased; train with data.holdout_fraction=0.05, for example, or choose on the "
-            "validation images with --on validation, which biases their accuracy."
-        )
+    task.score_holdout(f"the run of {saved.path}")
     stored = stored_recipe(saved.description("recipe"), str(saved.path)).data
     for key in ("holdout_fraction", "validation_fraction"):
         former, value = getattr(stored, key), getattr(recipe.data, key)
@@ -330,12 +305,11 @@ def _take_holdout(task: Task, saved: SavedWeights, recipe: Recipe) -> None:
                 f"data.{key}={value}, but the weights in {saved.path} were trained with {former}: other images would "
                 "count as held out, and some of them were trained on; leave the key as it was."
             )
-    if saved.description("data").get("digest") != task.dataset.digest:
+    if saved.description("data").get("digest") != task.data_digest(world):
         raise DataError(
             f"the data differ from those that the weights in {saved.path} were trained on, so the held-out part is "
             "unknown; give the same data, or score them with --on validation."
         )
-    task.dataset = replace(task.dataset, validation=task.dataset.holdout)
 
 
 def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
@@ -362,20 +336,6 @@ def scoring_recipe(saved: SavedWeights, overrides: Overrides) -> Recipe:
     return replace(recipe, distillation=distillation, data=replace(recipe.data, **preprocessing))
 
 
-def _use_classes_of(saved: SavedWeights, task: Task) -> None:
-    """Have the task number its classes as the weights do, if it learns classes, and all of the data's are known."""
-    facts = saved.description("data")
-    names = () if facts.get(UNNAMED) else tuple(facts.get("class_names") or ())
-    if not isinstance(task, ImageTask | TextClassification) or not names:
-        return
-    if task.dataset.classes == names or not set(one_form(task.dataset.classes, names).values()) <= set(names):
-        return
-    if isinstance(task, TextClassification):
-        task.dataset = task.dataset.with_classes(names)
-    elif task.learns != "numbers":
-        task.dataset = keep_known_classes(task.dataset, names)
-
-
 def _check_classes(task: Task, saved: SavedWeights) -> None:
     """Refuse weights whose classes differ from the data's: the scores would be silently wrong."""
     facts = saved.description("data")
@@ -387,48 +347,16 @@ def _check_classes(task: Task, saved: SavedWeights) -> None:
         return
     kind, unknown = "tags" if facts.get("labels_words") else "classes", [name for name in names if name not in trained]
     missing = [name for name in trained if name not in names]
-    trained_text = f"the {len(trained)} {kind} {_join(trained)}"
-    advice = f"add {_join(missing)}, in the order of the weights" if missing else "give them in the same order"
+    trained_text = f"the {len(trained)} {kind} {first_of(trained)}"
+    advice = f"add {first_of(missing)}, in the order of the weights" if missing else "give them in the same order"
     if facts.get(UNNAMED):
         trained_text, advice = f"{len(trained)} {kind}", "give data with as many, in the order of the weights"
     elif unknown:
-        advice = f"correct {_join(unknown)}, or leave out what has these {kind}"
+        advice = f"correct {first_of(unknown)}, or leave out what has these {kind}"
     raise DataError(
-        f"the weights in {saved.path} have {trained_text}, but the data has the {len(names)} {kind} {_join(names)}; "
+        f"the weights in {saved.path} have {trained_text}, but the data has the {len(names)} {kind} {first_of(names)}; "
         f"{advice}."
     )
-
-
-def _check_tokenizer(task: Task, saved: SavedWeights, name: str) -> None:
-    """Refuse text that was encoded, or chats that were written, otherwise than in training."""
-    own, now = (each.get("tokenizer") for each in (saved.description("data"), task.description()))
-    if own is None or now is None or own == now:
-        return
-    templates = [each.get("special", {}).get("chat_template") for each in (own, now)]
-    digests = [tokenizer_from(each, str(saved.path)).digest for each in (own, now)]
-    if digests[0] != digests[1] or (templates[0] is not None and templates[0] != templates[1]):
-        raise DataError(
-            f"data.text.tokenizer={name} is not the tokenizer that the weights in {saved.path} were trained with, or "
-            "its chat template has changed; set it to a copy of the original."
-        )
-
-
-def _check_preprocessing(task: Task, saved: SavedWeights) -> None:
-    """Warn that timm would resize and crop images of the right size, which are used unchanged here."""
-    if saved.metadata.get("shown_by") != "timm" or not isinstance(task, ImageTask):
-        return
-    data, dataset = task.recipe.data, task.dataset
-    size = evaluation_size(data, dataset)
-    if data.evaluation_crop < 1 and common_size(dataset.validation) == (size, size):
-        raise DataError(
-            f"the images are {size}x{size} already and would not be resized, but {saved.path.parent} was made for "
-            f"images that are resized to {round(size / data.evaluation_crop)} and cropped; confirm with "
-            "data.evaluation_crop=1, or give the images in their original size."
-        )
-
-
-def _join(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
 
 
 def with_weights(network: nn.Module, saved: SavedWeights, placement: Placement) -> nn.Module:
@@ -438,10 +366,10 @@ def with_weights(network: nn.Module, saved: SavedWeights, placement: Placement) 
 
 
 class _Predictions:
-    """Collects one line per sample on this process, with class names next to the class numbers, and a text's words."""
+    """Collects one line per sample on this process, with what the task adds to it, such as class names."""
 
-    def __init__(self, pipeline: Pipeline, classes: Sequence[str], words: Sequence[Sequence[str]]) -> None:
-        self._pipeline, self._classes, self._words = pipeline, classes, words
+    def __init__(self, pipeline: Pipeline, task: Task) -> None:
+        self._pipeline, self._task, self._classes = pipeline, task, task.description().get("class_names", ())
         self._lines: list[dict[str, Any]] = []
 
     def add(self, _: str, batch: Batch, values: dict[str, Nested]) -> None:
@@ -450,13 +378,7 @@ class _Predictions:
         for row, sample in enumerate(batch.ids.tolist()):
             name = self._pipeline.sample_name(sample, training=False)
             line = {"id": sample, "sample": name, **{key: column[row] for key, column in columns.items()}}
-            numbers: dict[str, Any] = {key: line.get(key) for key in ("prediction", "target")}
-            if self._classes and all(isinstance(number, int) for number in numbers.values()):
-                line |= {f"{key}_class": self._classes[number] for key, number in numbers.items()}
-            elif self._words and None not in numbers.values():
-                line["words"] = self._words[sample]
-                line |= {f"{key}_class": [self._classes[each] for each in tags] for key, tags in numbers.items()}
-            self._lines.append(line)
+            self._lines.append(line | self._task.named_answers(line, self._classes))
 
     def write(self, path: Path, collectives: Collectives) -> None:
         """Write the lines of all processes in sample order; a collective."""

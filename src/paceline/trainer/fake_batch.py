@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,22 +17,16 @@ from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Nested, mapped
 from paceline.data.boxes.sets import shapes as stand_in_boxes
 from paceline.data.clicks.sets.synthetic import placeholder
-from paceline.data.image.pipeline import evaluation_size
-from paceline.data.image.transforms import Mixing
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
-from paceline.data.slices import SampleIds, SampleSlice
+from paceline.data.slices import SampleIds, SampleSlice, first_samples
 from paceline.data.text.sets.documents import REFERENCE, VOCABULARY
 from paceline.dataset_registry import find_dataset, named
 from paceline.plan import Plan
 from paceline.recipe.data import Augment, Data, Progressive
 from paceline.recipe.schema import Recipe
-from paceline.tasks.image_classification import CROPS, ImageTask, scale_for_crops
-from paceline.tasks.task import Task
+from paceline.tasks.task import BatchMaker, Task
 from paceline.world import World
-
-BatchMaker = Callable[[int], Batch]
-"""Makes a micro-batch of so many samples."""
 
 _FEW = 2
 
@@ -98,10 +90,8 @@ def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
     weight, if weights differ. Where samples are of unequal length, a batch is padded until it is as large as the run's
     largest batch of that many samples.
     """
-    if _reads_images(task):
-        size, mix = task.dataset.image_size, task.recipe.data.mix
-        is_mixed = Mixing(mix, len(task.dataset.classes), task.recipe.seed).is_active
-        return _images(task, placement, size, size, is_mixed=is_mixed)
+    if task.has_known_shapes:
+        return task.empty_batches(plan, placement, training=True)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:
         pipeline.start(training=True, evaluation=False)
         weights = task.sample_costs()
@@ -167,13 +157,8 @@ class _FixedBatch(StepGeometry):
 
 def evaluation_batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:
     """Return the same for evaluation batches: the largest images, or longest samples, of evaluation, without mixing."""
-    if _reads_images(task):
-        dataset, data, views = task.dataset, task.recipe.data, task.recipe.evaluate.augment
-        side = evaluation_size(data, dataset)
-        if views in CROPS:
-            side = evaluation_size(scale_for_crops(data, side, views), dataset)
-        shapes = [tuple(map(int, each.split("x"))) for each in plan.data.get("evaluation_shapes", ())] or [(side, side)]
-        return _images(task, placement, *max(shapes, key=math.prod), is_mixed=False)
+    if task.has_known_shapes:
+        return task.empty_batches(plan, placement, training=False)
     with contextlib.closing(task.open_pipeline(placement)) as pipeline:
         pipeline.start(training=False, evaluation=True)
         small, large = (
@@ -187,33 +172,12 @@ def evaluation_batch_maker(task: Task, plan: Plan, placement: Placement) -> Batc
     return lambda count: _widened(make(count), width, widest)
 
 
-def _reads_images(task: Task) -> TypeGuard[ImageTask]:
-    return isinstance(task, ImageTask) and type(task).open_pipeline is ImageTask.open_pipeline
-
-
-def _images(task: ImageTask, placement: Placement, *shape: int, is_mixed: bool) -> BatchMaker:
-    """Batches of images of one height and width."""
-    labels, dataset = task.dataset.train.labels, task.dataset
-    memory_format = torch.channels_last if placement.channels_last else torch.contiguous_format
-
-    def make(count: int) -> Batch:
-        inputs = torch.empty((count, dataset.channels, *shape), memory_format=memory_format)
-        targets = torch.empty(count, dtype=torch.int64)
-        if labels.ndim > 1 or is_mixed:
-            dtype = torch.float32 if is_mixed else torch.from_numpy(labels[:0]).dtype
-            targets = torch.empty(count, len(dataset.classes), dtype=dtype)
-        part = _slice_of(count)
-        return Batch(inputs, targets, part.ids, part)
-
-    return make
-
-
 def _extrapolated(small: Batch, large: Batch) -> BatchMaker:
     """Extrapolates batches of any size from two that were read, by comparing the larger with the smaller."""
     sizes = (len(small.ids), len(large.ids))
 
     def make(count: int) -> Batch:
-        part = _slice_of(count)
+        part = first_samples(count)
         inputs = _resized(small.inputs, large.inputs, sizes, count)
         targets = _resized(small.targets, large.targets, sizes, count)
         return replace(small, inputs=inputs, targets=targets, ids=part.ids, slice=part, broken=())
@@ -305,7 +269,3 @@ def _widened(batch: Batch, width: int, wide: int) -> Batch:
 
     inputs, targets = (mapped(widened, each) for each in (batch.inputs, batch.targets))
     return replace(batch, inputs=inputs, targets=targets)
-
-
-def _slice_of(count: int) -> SampleSlice:
-    return SampleSlice(step=0, epoch=0, logical_rank=0, ids=np.arange(count), step_weight=count)

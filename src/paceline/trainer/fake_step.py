@@ -31,15 +31,14 @@ from paceline.data.pipeline import Placement
 from paceline.devices import Device
 from paceline.errors import ModelError, PacelineError
 from paceline.models.ema import ExponentialMovingAverage
-from paceline.models.fake_detections import FakeDetections, fake_detections
 from paceline.models.flops import next_node_number
 from paceline.optim.build import Clipping, build_optimizer
 from paceline.optim.embedding_optim import has_sparse_gradients, use_dense_gradients
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
-from paceline.tasks.task import Task, task_name
+from paceline.tasks.task import BatchMaker, Task, task_name
 from paceline.trainer.evaluate import evaluation_mode
-from paceline.trainer.fake_batch import BatchMaker, batch_maker, evaluation_batch_maker
+from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker
 from paceline.trainer.precision import Precision
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.subject import Subject
@@ -233,7 +232,7 @@ class FakeStep:
     batch: Batch
     make_batch: BatchMaker
     make_scored: BatchMaker | None = None
-    fakes: FakeDetections | None = None
+    fakes: contextlib.AbstractContextManager[Any] | None = None
     phase: str = ""
     _precision: Precision = field(init=False)
     _clipping: Clipping = field(init=False)
@@ -410,7 +409,7 @@ def fake_step(
         faker.network(shapes)
         if average is not None:
             faker.network(average.module)
-        fakes = fake_detections(shapes, *([] if average is None else [average.module]))
+        fakes = task.on_fake_tensors([shapes] if average is None else [shapes, average.module])
         with mode:
             optimizer = build_optimizer(shapes, recipe.optimizer, torch.device(plan.device))
             for group in optimizer.param_groups if plan.device == "cuda" else ():

@@ -15,7 +15,6 @@ from paceline.errors import ModelError
 from paceline.models.ceilings import Ceilings, ceilings_of
 from paceline.models.roofline import utilisation
 from paceline.records.events import MeasurementEvent
-from paceline.tasks.image_classification import ImageTask
 from paceline.trainer.subject import Subject
 
 
@@ -101,7 +100,7 @@ def _check_countable(subject: Subject) -> None:
         ModelError: If they are not.
     """
     task, recipe, plan = subject.task, subject.recipe, subject.plan
-    if not isinstance(task, ImageTask) or type(task).open_pipeline is not ImageTask.open_pipeline:
+    if not task.has_known_shapes:
         raise ModelError("the task has its own pipeline, whose batches are unknown until they are read")
     for applies, reason in (
         (recipe.data.progressive.start_size is not None, "data.progressive changes the size of images"),

@@ -37,7 +37,6 @@ from paceline.recipe.running import Checkpoint, Telemetry
 from paceline.recipe.schedule import Schedule
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch as BatchSection
-from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.process_settings import restore_globals
 from paceline.trainer.subject import Subject
@@ -435,7 +434,7 @@ def behave(recipe: Recipe, *, channels_last: bool) -> tuple[Anatomy, Calls]:
         Exception: Whatever the user's code raises.
     """
     task = build_task(small(recipe, channels_last=channels_last))
-    if isinstance(task, ImageTask) and type(task).open_pipeline is ImageTask.open_pipeline:
+    if task.has_known_shapes:
         # Paceline's own loader processes need no inspection; the user's do.
         reads_files = recipe.data.backend in ("auto", "pytorch")
         task = build_task(replace(task.recipe, data=replace(task.recipe.data, workers=0 if reads_files else "auto")))

@@ -12,7 +12,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
@@ -21,15 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from paceline.checkpoint.weights import read_weights
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Progress, copied, mapped, select_rows, tensors_in
-from paceline.data.boxes.dataset import BoxSubset
-from paceline.data.image.source import SubsetSource
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.environment import read_launch
 from paceline.plan import DataFacts
 from paceline.recipe.schema import Recipe
-from paceline.tasks.detection import Detection
-from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Model, Task, build_task
 from paceline.world import World
 
@@ -338,7 +333,8 @@ class Recorder(Task):
 
     def data_facts(self, world: World) -> DataFacts:
         """Delegate to the task, with fewer samples."""
-        _shorten(self.task, self.config)
+        if self.task.can_shorten:
+            self.task.shorten(self.config.samples, self.config.evaluation_samples)
         facts = self.task.data_facts(world)
         self.metrics = self.task.metrics
         config = self.config
@@ -555,26 +551,6 @@ class _ShortPipeline:
     def close(self) -> None:
         self._pipeline.close()
         self._closed()
-
-
-def can_shorten(task: Task) -> bool:
-    """Whether it is an image task, whose data can be reduced."""
-    return isinstance(task, ImageTask | Detection)
-
-
-def _shorten(task: Task, config: RecorderConfig) -> None:
-    """Reduce an image task to a few samples, evenly spaced over its data and including the last one."""
-
-    def subset(source: Any, count: int) -> Any:
-        chosen_ids = np.linspace(0, max(0, len(source) - 1), min(count, len(source))).astype(np.int64)
-        return BoxSubset(source, chosen_ids) if isinstance(task, Detection) else SubsetSource(source, chosen_ids)
-
-    if isinstance(task, ImageTask | Detection):
-        dataset: Any = task.dataset
-        shortened = {"train": subset(dataset.train, config.samples)}
-        shortened["validation"] = subset(dataset.validation, config.evaluation_samples)
-        # Where the task itself stores its open data.
-        vars(task)["dataset"] = replace(dataset, **shortened)
 
 
 def _evaluating(network: nn.Module) -> list[str]:

@@ -28,7 +28,7 @@ from paceline_advisor.commands import Prove
 from paceline_advisor.launches import check_alone
 from paceline_advisor.prove.checks import CHECKS
 from paceline_advisor.prove.evidence import Evidence, NumericsProbe, probe_numerics
-from paceline_advisor.prove.recorder import Check, ObservedRun, can_shorten, named
+from paceline_advisor.prove.recorder import Check, ObservedRun, named
 from paceline_advisor.prove.reference import PlainLoop
 from paceline_advisor.prove.runs import Runner, Sizes, portable, shortened, unproved_settings, unused
 
@@ -162,7 +162,7 @@ def _plan(loaded: LoadedRecipe, processes: int) -> tuple[dict[int, Plan], Sizes]
     loaded.checked(unused(plans.values()))
     held_out = plans[1].evaluation_samples if plans[1].evaluate_every_steps is not None else 0
     # The end of a custom pipeline's data cannot be changed, so all of it is scored, if that is not too much.
-    score_all = not can_shorten(subject.task) and held_out <= _MOST_SCORED
+    score_all = not subject.task.can_shorten and held_out <= _MOST_SCORED
     samples = plans[1].train_samples // recipe.data.augment.repeats
     return plans, Sizes.of(samples, held_out, processes, all_held_out=score_all)
 

@@ -22,8 +22,6 @@ from paceline.models.flops import StepWork, WorkCounter, tensors_in
 from paceline.models.transfer import adapt
 from paceline.plan import ParameterNumbers
 from paceline.recipe.schema import Recipe
-from paceline.tasks.detection import why_not_sharded
-from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step
@@ -85,7 +83,7 @@ def describe(recipe: Recipe, samples: int | None = None) -> ScaledRun:
     # Loading weights does not change any shape.
     plain = recipe.without_initial_weights()
     task, assumed = build_task(plain), None
-    if not isinstance(task, ImageTask):  # an image task's shapes are in its plan
+    if not task.has_known_shapes:  # an image task's shapes are in its plan
         plain, assumed = with_placeholder_data(plain)
         task = build_task(plain)
     facts, build, notices = _opened(plain, task)
@@ -112,7 +110,7 @@ def describe(recipe: Recipe, samples: int | None = None) -> ScaledRun:
             eager=sum(each.calls for each in moving), products=sum(each.calls for each in moving if each.flops)
         ),
         decodes=bool(facts["decodes"]),
-        unsharded=why_not_sharded(task),
+        unsharded=task.why_not_sharded,
         notices=tuple(notices),
     )
 
@@ -122,7 +120,7 @@ def _opened(recipe: Recipe, task: Task) -> tuple[dict[str, Any], Callable[[], nn
     try:
         found = Subject.open(recipe, World(), "task", task=task).data
     except DataError:
-        if not isinstance(task, ImageTask) or (path is not None and Path(path).exists()):
+        if not task.has_known_shapes or (path is not None and Path(path).exists()):
             raise
         facts = dict(_IMAGENET, image_size=recipe.data.image_size if recipe.data.image_size != "auto" else 224)
         where = "data.path is not given" if path is None else f"data.path={path} is not here"

@@ -22,7 +22,6 @@ from paceline.plan.compute import WITH_GRAPHS
 from paceline.plan.strategy import check_sharding
 from paceline.recipe.schema import Recipe
 from paceline.recipe.training import Batch
-from paceline.tasks.detection import why_not_sharded
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.fake_step import fake_step, machine_with
 from paceline.units import format_bytes
@@ -133,7 +132,7 @@ def rooms(
         without_collection(),
     ):
         steps = trace_steps(step)
-        can_shard = recipe.parallel.strategy == "auto" and not why_not_sharded(step.task)
+        can_shard = recipe.parallel.strategy == "auto" and not step.task.why_not_sharded
         for size, share in shares.items():
             memory = device.memory_bytes if device is not None else describe_machine(cpu, processes=size).memory_bytes
             if memory is None:

@@ -21,7 +21,7 @@ from image_sets import opened_set
 from paceline.data.image.dataset import Problems
 from paceline.data.text.sets.documents import open_text
 from paceline.files import SkippedItems
-from paceline.inference.sources import members, pictures_of
+from paceline.prediction.sources import members, pictures_of
 from paceline.recipe.data import Data
 
 STEMS = ("a", "b", "7.5_cm", "v1.2.3", "UPPER", "a b", "ünï", os.fsdecode(b"caf\xe9"))

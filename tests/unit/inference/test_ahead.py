@@ -21,13 +21,13 @@ import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.cli.main import run as command
 from paceline.errors import CheckpointError, DataError
-from paceline.inference.answer_files import answer_file
-from paceline.inference.answers import Answer, predict_ahead
-from paceline.inference.detection import Detections
-from paceline.inference.labelling import ImageLabeller
 from paceline.inference.predict import load_predictor, open_predictor
-from paceline.inference.sources import PictureFile
 from paceline.machine import available_cores
+from paceline.prediction.answer_files import answer_file
+from paceline.prediction.predictor import Answer, predict_ahead
+from paceline.prediction.sources import PictureFile
+from paceline.tasks.detection_answers import Detections
+from paceline.tasks.labelling import ImageLabeller
 
 CPU = torch.device("cpu")
 NOISE = {"dataset": "synthetic", "image_size": 16, "channels": 3, "classes": 7}

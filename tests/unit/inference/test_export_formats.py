@@ -30,9 +30,7 @@ from paceline.data.pipeline import Normalize, Placement
 from paceline.errors import PacelineError
 from paceline.inference.atomic_output import put_in_place
 from paceline.inference.export import Exported, ExportRequest, export
-from paceline.inference.exportable import open_exportable
-from paceline.inference.predict import Predictor
-from paceline.inference.trained import trained_task
+from paceline.inference.trained import open_exportable, trained_recipe, trained_task
 
 CPU = torch.device("cpu")
 NET = {"model.name": "test_resnet.r160_in1k", "model.options": None, "train.ema": 0.9}
@@ -83,7 +81,7 @@ def written(target: Path, output: Path, form: str, **options: Any) -> Exported:
 
 
 def network_of(saved: SavedWeights) -> nn.Module:
-    return Predictor(saved, CPU, trained_task(saved, trust_code=False)).network
+    return trained_task(saved, trust_code=False)(trained_recipe(saved)).trained(saved)
 
 
 @torch.inference_mode()
@@ -398,11 +396,12 @@ def test_a_network_that_cannot_be_traced(train: Any, tmp_path: Path, monkeypatch
 
 
 def test_what_no_format_but_safetensors_holds() -> None:
-    for data, said in (
-        ({"detects": "boxes"}, "holds a detector.*use --format safetensors"),
-        ({}, "what its network's inputs are"),
+    for task, said in (
+        ("detection", "holds a detector.*use --format safetensors"),
+        ("image_classification", "what its network's inputs are"),
     ):
-        saved = SavedWeights(state={}, weights="model", path=Path("a"), metadata={"data": json.dumps(data)})
+        described = {"data": "{}", "recipe": json.dumps({"task": task})}
+        saved = SavedWeights(state={}, weights="model", path=Path("a"), metadata=described)
         with pytest.raises(PacelineError, match=said):
             open_exportable(saved, trust_code=False, target="onnx")
 

@@ -16,7 +16,8 @@ from torch import nn
 import paceline
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import RecipeError
-from paceline.inference.predict import Predictor, load_predictor
+from paceline.inference.predict import load_predictor
+from paceline.tasks.labelling import TrainedLabeller
 
 OWN = """
 from torch import nn
@@ -56,7 +57,7 @@ def trained(own: Path) -> Callable[..., Path]:
     return train
 
 
-def probabilities(predictor: Predictor, picture: Path) -> list[float]:
+def probabilities(predictor: TrainedLabeller, picture: Path) -> list[float]:
     (prediction,) = predictor.predict([picture], top_k=10)
     assert prediction.error is None
     return list(prediction.probabilities)

@@ -14,8 +14,8 @@ import pytest
 from paceline.data.image.decode import BrokenImageError
 from paceline.errors import DataError
 from paceline.files import SkippedItems
-from paceline.inference import sources
-from paceline.inference.sources import PictureFile, members, pictures_of
+from paceline.prediction import sources
+from paceline.prediction.sources import PictureFile, members, pictures_of
 
 FILES = {"b/1.png": b"one", "a/2.JPG": b"two" * 400, "notes.txt": b"no picture", "c/3.jpeg": b"", "zz.png": b"z" * 512}
 PICTURES = ["b/1.png", "a/2.JPG", "c/3.jpeg", "zz.png"]

@@ -9,7 +9,7 @@ import torch
 
 from paceline.errors import RecipeError
 from paceline.recipe.load import stored_recipe
-from paceline.tasks.image_classification import ClassificationLoss
+from paceline.tasks.class_losses import ClassificationLoss
 
 timm_loss = pytest.importorskip("timm.loss")
 

@@ -22,11 +22,11 @@ from paceline.data.image.decode import BrokenImageError
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.errors import ModelError, PacelineError
-from paceline.inference import detection
-from paceline.inference.detection import DetectionPredictor
 from paceline.inference.predict import open_predictor
 from paceline.recipe.load import load_recipe
+from paceline.tasks import detection_answers as detection
 from paceline.tasks.detection import Detection
+from paceline.tasks.detection_answers import DetectionPredictor
 from paceline.tasks.facts import geometry_of
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target

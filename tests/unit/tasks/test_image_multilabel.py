@@ -29,12 +29,12 @@ from paceline.data.image.sets.figures import draw_figures
 from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.inference.export import ExportRequest, export
-from paceline.inference.labelling import ImageLabeller, Outputs
 from paceline.inference.predict import open_predictor
 from paceline.inference.serving.app import _shown
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
 from paceline.tasks.image_multilabel import AsymmetricLoss, ImageMultilabel
+from paceline.tasks.labelling import ImageLabeller, Outputs
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.fake_batch import with_placeholder_data

@@ -18,11 +18,12 @@ from paceline.data.pipeline import Placement
 from paceline.data.text.corpus import IGNORED_TARGET
 from paceline.data.text.pipeline import EVALUATION_SEED, Masking, chunked_rows
 from paceline.errors import PacelineError
-from paceline.inference.text import Sampling, TextPredictor
+from paceline.inference.predict import open_predictor
 from paceline.models.language import build_language_model
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
 from paceline.tasks.language_modeling import LanguageModeling
+from paceline.tasks.text_answers import Sampling, TextPredictor
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 from paceline.world import World
@@ -203,9 +204,15 @@ def test_a_network_that_cannot_do_what_is_asked_is_told(recipe: Path, overrides:
         task_of(recipe, overrides).build_model()
 
 
+def opened(path: Path) -> TextPredictor:
+    predictor = open_predictor(path, device=torch.device("cpu"))
+    assert isinstance(predictor, TextPredictor)
+    return predictor
+
+
 def test_what_it_writes_follows_from_seed_and_prompt(train: Make, tmp_path: Path) -> None:
     run_dir = train("gpt").run_dir
-    predictor = TextPredictor(read_weights(run_dir), torch.device("cpu"))
+    predictor = opened(run_dir)
 
     def written(**asked: Any) -> list[int]:
         return list(predictor.write("the ", Sampling(tokens=40, **asked)))
@@ -213,15 +220,13 @@ def test_what_it_writes_follows_from_seed_and_prompt(train: Make, tmp_path: Path
     assert written(seed=1) == written(seed=1) != written(seed=2)
     assert written(seed=1, temperature=0) == written(seed=2, temperature=0) == written(seed=3, top_k=1)
     (lone,) = (run_dir / "checkpoints").glob("*8/model.safetensors")
-    assert list(
-        TextPredictor(read_weights(lone), torch.device("cpu")).write("the ", Sampling(tokens=40, seed=1))
-    ) == written(seed=1)
+    assert list(opened(lone).write("the ", Sampling(tokens=40, seed=1))) == written(seed=1)
     with pytest.raises(PacelineError, match="does not fill in masked tokens"):
         predictor.fill("th[MASK]")
 
 
 def test_it_fills_in_what_is_hidden(train: Make) -> None:
-    predictor = TextPredictor(read_weights(train("bert", MASKED).run_dir), torch.device("cpu"))
+    predictor = opened(train("bert", MASKED).run_dir)
     filled = predictor.fill("th<mask> b[MASK]k", top_k=2)
     assert len(filled.guesses) == 2
     assert len(filled.guesses[0].texts) == 2

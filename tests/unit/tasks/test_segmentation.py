@@ -29,12 +29,12 @@ from paceline.data.slices import SampleSlice
 from paceline.errors import PacelineError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import load_predictor, open_predictor
-from paceline.inference.segmentation import Segments
 from paceline.metrics.segmentation import PixelConfusion
 from paceline.models.segmentation import build_segmenter
 from paceline.recipe.load import load_recipe
 from paceline.recipe.model import Model
 from paceline.tasks.segmentation import Segmentation, pixel_losses
+from paceline.tasks.segmentation_answers import Segments
 from paceline.tasks.task import build_task
 from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only

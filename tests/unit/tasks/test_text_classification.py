@@ -20,8 +20,7 @@ from paceline.checkpoint.weights import read_weights
 from paceline.cli.predict import Predict
 from paceline.errors import ModelError, PacelineError
 from paceline.inference.export import ExportRequest, export
-from paceline.inference.predict import load_predictor
-from paceline.inference.text import TextLabeller
+from paceline.inference.predict import load_predictor, open_predictor
 from paceline.metrics.confusion import scores_by_class
 from paceline.models.adapters import trained_layers
 from paceline.models.language import build_text_classifier
@@ -122,7 +121,7 @@ def test_weights_alone_label_prompts_and_lines(train: Make, tmp_path: Path) -> N
 
 
 def test_a_batch_changes_no_text_s_answer(train: Make) -> None:
-    labeller = TextLabeller(read_weights(train("run").run_dir), torch.device("cpu"))
+    labeller = open_predictor(train("run").run_dir, device=torch.device("cpu"))
     texts = [labeller.prepare(row["text"].encode()) for row in reviews(12)]
     for text, answer in zip(texts, labeller.answer(texts, 2), strict=True):
         assert labeller.answer([text], 2)[0].probabilities == pytest.approx(answer.probabilities, abs=1e-6)

@@ -30,11 +30,12 @@ from paceline.data.text.sets.labelled import open_labelled
 from paceline.data.text.tokenizer import ByteTokenizer, open_tokenizer
 from paceline.errors import DataError, PacelineError
 from paceline.inference.export import ExportRequest, export
-from paceline.inference.text import TextLabeller, open_labeller
+from paceline.inference.predict import open_predictor
 from paceline.metrics.entities import EntityScores
 from paceline.recipe.data import Data, Text
 from paceline.recipe.load import load_recipe
 from paceline.report.audit import audit_run
+from paceline.tasks.text_answers import TextLabeller
 from paceline.tasks.token_classification import TokenClassification, entity_counts, entity_names, entity_types
 from paceline.trainer.evaluate_target import EvaluationReport, EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
@@ -274,7 +275,7 @@ def test_no_tag_is_given_where_the_output_is_not_finite(
 
 
 def test_a_batch_changes_no_text_s_tags(train: Make) -> None:
-    tagger = open_labeller(read_weights(train("run").run_dir), torch.device("cpu"))
+    tagger = open_predictor(train("run").run_dir, device=torch.device("cpu"))
     texts = [tagger.prepare(" ".join(row["tokens"]).encode()) for row in tagged(12) if len(row["tokens"]) < 9]
     for text, answer in zip(texts, tagger.answer(texts, 1), strict=True):
         alone = tagger.answer([text], 1)[0]

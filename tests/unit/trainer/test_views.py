@@ -20,7 +20,7 @@ from paceline.errors import PacelineError
 from paceline.inference.predict import load_predictor
 from paceline.models.small_resnet import small_resnet
 from paceline.recipe.load import load_recipe
-from paceline.tasks.image_classification import AveragedViews
+from paceline.tasks.views import AveragedViews
 from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.train import plan_only
 

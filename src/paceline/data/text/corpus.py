@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -133,6 +133,19 @@ class TextDataset:
     reason: str | None = None
     left_out: tuple[str, ...] = ()
     is_chat: bool = False
+
+
+def without_text(described: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the arguments of a data set without text, with the tokenizer in a description of trained weights.
+
+    Args:
+        described: The description.
+        where: The weights, for messages.
+    """
+    tokenizer = tokenizer_from(described["tokenizer"], where)
+    nothing = encoded((), tokenizer)
+    splits = {"train": nothing, "validation": nothing}
+    return {"name": described["dataset"], "digest": described["digest"], "tokenizer": tokenizer, **splits}
 
 
 def encoded(documents: Iterable[tuple[str, str]], tokenizer: Tokenizer) -> StoredCorpus:

@@ -392,3 +392,17 @@ class _OpenRows:
             self._ranges[room] = []
             insort(self._rooms, room)
         self._ranges[room].append(rows)
+
+
+def padding(tokenizer: Tokenizer) -> int:
+    """Return the id of the padding token: if there is none, the end token's."""
+    return tokenizer.end if tokenizer.pad is None else tokenizer.pad
+
+
+def padded(texts: list[TokenIds], width: int, tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
+    """Return texts as a batch: ``tokens``, and ``mask``, 1 for tokens and 0 for padding; both int64 [N, width]."""
+    tokens = np.full((len(texts), width), padding(tokenizer), dtype=np.int64)
+    mask = np.zeros_like(tokens)
+    for row, ids in enumerate(texts):
+        tokens[row, : len(ids)], mask[row, : len(ids)] = ids, 1
+    return {"tokens": torch.from_numpy(tokens), "mask": torch.from_numpy(mask)}

@@ -123,6 +123,29 @@ def tokenizer_from(tree: Mapping[str, Any], where: str) -> Tokenizer:
     raise DataError(f"{where}: found a tokenizer of kind {kind!r}; known are 'bytes' and 'huggingface'.")
 
 
+def refuse_other_tokenizer(tokenizer: Tokenizer, trained: Mapping[str, Any], where: str, *, name: str) -> None:
+    """Refuse text that was encoded, or chats that were written, otherwise than in training.
+
+    Args:
+        tokenizer: What encoded the text.
+        trained: The description of the weights, with their tokenizer.
+        where: The weights, for the message.
+        name: The tokenizer's name in the recipe, for the message.
+
+    Raises:
+        DataError: If they differ.
+    """
+    own, now = trained.get("tokenizer"), tokenizer.to_tree()
+    if own is None or own == now:
+        return
+    templates = [each.get("special", {}).get("chat_template") for each in (own, now)]
+    if tokenizer_from(own, where).digest != tokenizer.digest or (templates[0] is not None and len({*templates}) > 1):
+        raise DataError(
+            f"data.text.tokenizer={name} is not the tokenizer that the weights in {where} were trained with, or its "
+            "chat template has changed; set it to a copy of the original."
+        )
+
+
 def text_digest(*parts: bytes) -> str:
     """Return SHA-256 over parts with their lengths, as 16 hexadecimal digits."""
     digest = hashlib.sha256()

@@ -26,9 +26,9 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.inference.answers import Answer
 from paceline.inference.serving.service import Limits, Service, busy
 from paceline.pages.page import script_digest
+from paceline.prediction.predictor import Answer
 
 LARGEST_TOP_K = 1000
 _FIELD = "images"

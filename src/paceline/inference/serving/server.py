@@ -21,9 +21,9 @@ from PIL import Image
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paceline.errors import NotFiniteError, PacelineError
-from paceline.inference.answers import ImagePredictor
 from paceline.inference.serving.app import SiteCheck, make_app
 from paceline.inference.serving.service import Limits, Metrics, Service
+from paceline.prediction.predictor import Predictor
 
 _CONNECTIONS = 512
 _IDLE_SECONDS = 15
@@ -79,7 +79,7 @@ def bind(host: str, port: int, allowed: Sequence[str] = ()) -> Address:
 
 
 def serve(
-    predictor: ImagePredictor,
+    predictor: Predictor,
     target: Path,
     address: Address,
     limits: Limits,

@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 
 from paceline.data.image.decode import BrokenImageError, image_header
 from paceline.data.image.unsupported import UNSUPPORTED, unsupported_kind
-from paceline.inference.answers import Answer, ImagePredictor, Prepared
 from paceline.machine import available_cores
+from paceline.prediction.predictor import Answer, Predictor, Prepared
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
 """Upload formats. Pillow reads more, but others are risky from untrusted clients: a TIFF's tiles, for example, may be a
@@ -96,7 +96,7 @@ class Service:
         metrics: Counters.
     """
 
-    def __init__(self, predictor: ImagePredictor, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, predictor: Predictor, limits: Limits, metrics: Metrics) -> None:
         self.predictor = predictor
         self.limits = limits
         self.metrics = metrics

@@ -25,7 +25,7 @@ from paceline.data.tables import read_csv
 from paceline.data.text.sets.documents import open_text
 from paceline.errors import DataError, PacelineError
 from paceline.files import SkippedItems, refuse_archive
-from paceline.inference.sources import pictures_of
+from paceline.prediction.sources import pictures_of
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
 

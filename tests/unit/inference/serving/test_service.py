@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from paceline.inference.labelling import Prediction
+from paceline.tasks.labelling import Prediction
 
 _WHY = "not installed: pip install 'paceline[serve]'"
 for _library in ("fastapi", "prometheus_client", "python_multipart"):

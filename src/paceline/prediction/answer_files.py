@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from paceline.errors import DataError, PacelineError
 from paceline.escaping import csv_cell, utf8
-from paceline.inference.answers import PLURALS, ImagePredictor
+from paceline.prediction.predictor import PLURALS, Predictor
 from paceline.records.run_directory import encode_json, sync_directory
 
 _AT_ONCE = 1024
@@ -47,7 +47,7 @@ class AnswerWriter(ABC):
 class _JsonLines(AnswerWriter):
     """One JSON object per image."""
 
-    def __init__(self, path: Path, _: ImagePredictor) -> None:
+    def __init__(self, path: Path, _: Predictor) -> None:
         self._file = path.open("w", encoding="utf-8")
 
     def write(self, rows: Iterable[Row]) -> None:
@@ -61,7 +61,7 @@ class _Csv(AnswerWriter):
     For numbers, and for multi-label images, one line per image with a column per number or class.
     """
 
-    def __init__(self, path: Path, predictor: ImagePredictor) -> None:
+    def __init__(self, path: Path, predictor: Predictor) -> None:
         self._file = path.open("w", encoding="utf-8", errors="backslashreplace", newline="")
         self._sides = _SIDES if predictor.finds_boxes else ("word",) * predictor.finds_words
         self._csv = csv.writer(self._file, lineterminator="\n")
@@ -90,7 +90,7 @@ class _Csv(AnswerWriter):
 class _Parquet(AnswerWriter):
     """One row per image, with lists of labels and probabilities; needs the extra ``pack``."""
 
-    def __init__(self, path: Path, predictor: ImagePredictor) -> None:
+    def __init__(self, path: Path, predictor: Predictor) -> None:
         try:
             import pyarrow as pa
             from pyarrow import parquet
@@ -152,7 +152,7 @@ def check_output(path: Path) -> None:
 
 
 @contextmanager
-def answer_file(path: Path, predictor: ImagePredictor) -> Iterator[AnswerWriter]:
+def answer_file(path: Path, predictor: Predictor) -> Iterator[AnswerWriter]:
     """Open a new prediction file in the format of its extension; it appears under its name when complete.
 
     Args:

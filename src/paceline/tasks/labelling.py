@@ -1,33 +1,28 @@
-"""Image labels, with the same steps for a torch network and for ONNX Runtime."""
+"""Image labels and numbers, with the same steps for a torch network and for other programs' copies of it."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib
 import io
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from paceline.checkpoint.durable import hash_file
 from paceline.checkpoint.weights import SavedWeights, check_scale
 from paceline.data.image.decode import decode, upright_size
 from paceline.data.image.pipeline import rectangle
 from paceline.data.image.transforms import evaluation_image
 from paceline.data.pipeline import Normalize, Placement
-from paceline.errors import CheckpointError, DataError
-from paceline.files import refuse_special_inputs
-from paceline.inference.answers import BATCH, NOT_FINITE, Answer, ImagePredictor, predict_ahead
-from paceline.inference.sources import PictureFile
-from paceline.tasks.image_classification import CROPS, AveragedViews
-from paceline.tasks.image_multilabel import label_probabilities, thresholds_of
-from paceline.tasks.image_regression import in_units, rounded
+from paceline.errors import RecipeError, did_you_mean
+from paceline.prediction.predictor import NOT_FINITE, Answer, Predictor, predict_ahead
+from paceline.prediction.sources import PictureFile
+from paceline.recipe.schema import Recipe
+from paceline.tasks.views import CROPS, scale_for_crops
 
 
 @dataclass(frozen=True)
@@ -96,7 +91,7 @@ class Preprocessing:
             always_resized=bool(data.get("always_resized", False)),
         )
 
-    def image(self, content: bytes) -> torch.Tensor:
+    def image(self, content: bytes) -> Tensor:
         """Decode a file and resize it for the network, uint8 [C, H, W].
 
         Raises:
@@ -137,7 +132,7 @@ class Outputs:
         names = data.get("class_names") or map(str, range(data.get("classes", 0)))  # a count, without names
         return cls(tuple(names), thresholds=tuple(data.get("label_thresholds", ())))
 
-    def read(self, outputs: torch.Tensor) -> torch.Tensor:
+    def read(self, outputs: Tensor) -> Tensor:
         """Convert outputs [N, names] to probabilities, or to numbers in the user's units."""
         if self.thresholds:
             return label_probabilities(outputs)
@@ -146,7 +141,7 @@ class Outputs:
         return rounded(outputs.cpu(), self.std) if self.is_in_units else in_units(outputs, self.mean, self.std)
 
 
-class ImageLabeller(ImagePredictor):
+class ImageLabeller(Predictor):
     """A network with the preprocessing of its evaluation.
 
     Attributes:
@@ -163,7 +158,7 @@ class ImageLabeller(ImagePredictor):
             self.usual_top_k = len(outputs.names)
 
     @abstractmethod
-    def probabilities(self, images: torch.Tensor) -> torch.Tensor:
+    def probabilities(self, images: Tensor) -> Tensor:
         """Return class probabilities, float32 [N, classes]; or the numbers, float64 [N, numbers].
 
         Args:
@@ -186,12 +181,12 @@ class ImageLabeller(ImagePredictor):
         """Channels, height and width of square images."""
         return self.shown.channels, self.shown.size, self.shown.size
 
-    def predict(self, paths: Sequence[Path], *, top_k: int = 5, batch_size: int = BATCH) -> Iterator[Answer]:
+    def predict(self, paths: Sequence[Path], *, top_k: int = 5, batch_size: int | None = None) -> Iterator[Answer]:
         """Yield one prediction per file, in order; an unreadable file gets an error entry."""
         pictures = (PictureFile.at(path) for path in paths)
         return predict_ahead(self, pictures, top_k=top_k, batch_size=batch_size)
 
-    def prepare(self, content: bytes) -> torch.Tensor:
+    def prepare(self, content: bytes) -> Tensor:
         """Decode one image file and resize it for the network, uint8 [C, H, W].
 
         Raises:
@@ -200,7 +195,7 @@ class ImageLabeller(ImagePredictor):
         return self.shown.image(content)
 
     @torch.inference_mode()
-    def answer(self, prepared: Sequence[torch.Tensor], top_k: int) -> list[Prediction]:
+    def answer(self, prepared: Sequence[Tensor], top_k: int) -> list[Prediction]:
         """Return one prediction per image, in order, without paths; images of one shape form a batch."""
         answers: list[Prediction | None] = [None] * len(prepared)
         for shape in dict.fromkeys(image.shape for image in prepared):
@@ -238,110 +233,83 @@ class ImageLabeller(ImagePredictor):
         return Prediction(path, error=reason, numbers=numbers, is_multilabel=bool(self.outputs.thresholds))
 
 
-_INPUT, OUTPUT = "images", "logits"
-
-
-class OnnxPredictor(ImageLabeller):
-    """An ONNX file from ``paceline export --format onnx``; its metadata describe the preprocessing.
+class TrainedLabeller(ImageLabeller):
+    """A trained network with the preprocessing of its evaluation.
 
     Args:
-        path: The file: float32 [N, C, H, W] named ``images``, normalised, to ``logits``.
-        device: Device; a GPU if this ONNX Runtime supports it.
+        saved: The weights; their file describes the outputs and the preprocessing.
+        outputs: Meaning of the network's outputs.
+        network: The network with these weights, in evaluation mode on the device.
+        answers: Calls the network on normalised images, as evaluation does.
+        recipe: What it was trained with.
+        device: Device.
 
-    Raises:
-        CheckpointError: If it is not such a file, or ONNX Runtime is not installed.
-        DataError: If it does not label images.
+    Attributes:
+        network: The network.
     """
 
-    def __init__(self, path: Path, device: torch.device) -> None:
-        if not path.is_file():
-            raise CheckpointError(f"'{path}' does not exist; give an ONNX file that paceline export wrote.")
-        refuse_special_inputs(path)
-        self._path = path
-        self._session = onnx_session(path, device)
-        metadata: dict[str, str] = self._session.get_modelmeta().custom_metadata_map
-        if not {"recipe", "data"} <= metadata.keys():
-            raise CheckpointError(
-                f"'{path}' does not say in its metadata how to prepare images; give a file that paceline export "
-                "--format onnx wrote."
-            )
-        self._saved = SavedWeights(state={}, weights="model", path=path, metadata=metadata)
-        data = self._saved.description("data")
-        outputs = Outputs.description(data)
-        if outputs is None or "detects" in data or "labels_pixels" in data:
-            raise DataError(f"'{path}' is not an image classifier, so it cannot label images.")
-        super().__init__(replace(outputs, is_in_units=True), Preprocessing.description(data, str(path)))
-        self._check()
-        self._answers = self._views()
-        # Normalised on the CPU, where ONNX Runtime expects its inputs.
-        self._normalize = Normalize(self.shown.mean, self.shown.std, Placement(device=torch.device("cpu")))
+    def __init__(
+        self,
+        saved: SavedWeights,
+        outputs: Outputs,
+        *,
+        network: nn.Module,
+        answers: Callable[[Tensor], Tensor],
+        recipe: Recipe,
+        device: torch.device,
+    ) -> None:
+        super().__init__(outputs, Preprocessing.description(saved.description("data"), str(saved.path)))
+        self._saved, self._device, self._answers, self.network = saved, device, answers, network
+        self._normalize = Normalize(self.shown.mean, self.shown.std, Placement(device=device))
+        if (kind := recipe.evaluate.augment) in CROPS:
+            scaled = scale_for_crops(recipe.data, self.shown.size, kind)
+            self.shown = replace(self.shown, size=int(scaled.evaluation_size), crop=scaled.evaluation_crop)
 
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the file."""
-        return hash_file(self._path, hashlib.sha256).digest
-
-    def probabilities(self, images: torch.Tensor) -> torch.Tensor:
-        """Return class probabilities, float32 [N, classes] on the CPU; or the numbers, float64 [N, numbers].
+    def probabilities(self, images: Tensor) -> Tensor:
+        """Return class probabilities, float32 [N, classes] on the device; or the numbers, float64 [N, numbers].
 
         Args:
             images: Decoded and resized images, uint8 [N, C, H, W], on any device.
         """
-        return self.outputs.read(self._answers(self._normalize(images.cpu())))
-
-    def _logits(self, images: torch.Tensor) -> torch.Tensor:
-        (logits,) = self._session.run([OUTPUT], {_INPUT: images.contiguous().numpy()})
-        return torch.from_numpy(logits)
-
-    def _views(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the network, or a wrapper that averages several views of each image, as in its evaluation."""
-        kind = self._saved.description("recipe").get("evaluate", {}).get("augment", "none")
-        if kind in CROPS:
-            raise CheckpointError(
-                f"'{self._path}' was evaluated with evaluate.augment={kind}, and its network takes whole images only; "
-                "predict with the run, or with a safetensors file."
-            )
-        return self._logits if kind == "none" else AveragedViews(self._logits, kind, self.shown.size)
-
-    def _check(self) -> None:
-        """Check that its inputs and outputs are as expected."""
-        inputs = {each.name: (each.type, list(each.shape)) for each in self._session.get_inputs()}
-        outputs = [each.name for each in self._session.get_outputs()]
-        kind, shape = inputs.get(_INPUT, ("", []))
-        fits = kind == "tensor(float)" and len(shape) == 4 and len(inputs) == 1 and not isinstance(shape[0], int)
-        suffix = " in their own shapes" if self.shown.multiple is not None else ""
-        squares = [self.shown.size if isinstance(side, int) else side for side in shape[2:]]
-        if fits and (squares != shape[2:] or (isinstance(shape[2], int) and suffix)):
-            raise CheckpointError(
-                f"'{self._path}' takes images of {shape[2]}x{shape[3]} pixels only, and they are to be shown at "
-                f"{self.shown.size} pixels{suffix}; predict with the run."
-            )
-        if not fits or OUTPUT not in outputs:
-            raise CheckpointError(
-                f"'{self._path}' must take float32 [N, C, H, W] named {_INPUT}, of any N, and return {OUTPUT}; it "
-                f"takes {inputs} and returns {outputs}. Write it with paceline export --format onnx."
-            )
+        return self.outputs.read(self._answers(self._normalize(images.to(self._device, non_blocking=True))))
 
 
-def onnx_session(path: Path, device: torch.device) -> Any:
-    """Open an ONNX file in ONNX Runtime, on a GPU if possible.
+def thresholds_of(
+    requested: float | Mapping[str, float], defaults: Mapping[str, float], *, key: str
+) -> tuple[float, ...]:
+    """Return the threshold of each class: one for all, or the default except for named classes.
+
+    Args:
+        requested: One threshold for all classes, or thresholds by class name.
+        defaults: Default thresholds of all classes, in order.
+        key: Recipe key or option, for the message.
 
     Raises:
-        CheckpointError: If it cannot be opened, or ONNX Runtime is not installed.
+        RecipeError: If a name is not a class.
     """
-    try:
-        onnxruntime = importlib.import_module("onnxruntime")  # published without types
-    except ImportError as error:
-        raise CheckpointError(
-            f"'{path}' needs ONNX Runtime, which is not installed; pip install 'paceline[onnx]'."
-        ) from error
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.log_severity_level = 3  # its warnings are not actionable
-    usable = onnxruntime.get_available_providers()
-    requested = ["CUDAExecutionProvider"] if device.type == "cuda" else []
-    providers = [*(each for each in requested if each in usable), "CPUExecutionProvider"]
-    try:
-        return onnxruntime.InferenceSession(str(path), options, providers=providers)
-    except Exception as error:  # its errors share no base class
-        raise CheckpointError(f"'{path}' cannot be opened by ONNX Runtime: {error}.") from error
+    if isinstance(requested, float):
+        return (requested,) * len(defaults)
+    if unknown := [name for name in requested if name not in defaults]:
+        raise RecipeError(
+            f"{key} names {unknown[0]!r}, which is none of the {len(defaults)} classes: correct it."
+            f"{did_you_mean(unknown[0], defaults)}"
+        )
+    return tuple(({**defaults, **requested}).values())
+
+
+def label_probabilities(logits: Tensor) -> Tensor:
+    """Return the sigmoid of logits, float64 on the CPU, so that thresholds separate them exactly as logits."""
+    return logits.float().cpu().double().sigmoid()
+
+
+def in_units(numbers: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Convert standardised numbers [N, columns] to the user's units, :func:`rounded`, float64 on the CPU."""
+    return rounded(
+        numbers.cpu().double() * torch.tensor(std, dtype=torch.float64) + torch.tensor(mean, dtype=torch.float64), std
+    )
+
+
+def rounded(numbers: Tensor, std: Sequence[float]) -> Tensor:
+    """Round numbers [N, columns] to a millionth of the standard deviation, the precision of float32."""
+    decimals = (6 - math.floor(math.log10(each)) for each in std)
+    return torch.stack([numbers[:, index].double().round(decimals=each) for index, each in enumerate(decimals)], dim=1)

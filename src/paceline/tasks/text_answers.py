@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from reprlib import repr as shortened
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.checkpoint.weights import SavedWeights, load_trained
+from paceline.checkpoint.weights import SavedWeights
 from paceline.data.image.decode import BrokenImageError
-from paceline.data.text.corpus import TextDataset, encoded
-from paceline.data.text.sets.labelled import LabelledTexts
-from paceline.data.text.tokenizer import MASK_WORDS, HuggingFaceTokenizer, TokenIds, Tokenizer, tokenizer_from
+from paceline.data.text.pipeline import padded
+from paceline.data.text.tokenizer import MASK_WORDS, HuggingFaceTokenizer, TokenIds, Tokenizer
 from paceline.errors import DataError, NotFiniteError, RecipeError
-from paceline.files import has_extension, refuse_special_inputs
-from paceline.inference.answers import NOT_FINITE, Answer, ImagePredictor
-from paceline.inference.sources import PictureFile
-from paceline.inference.trained import trained_recipe, trained_task
+from paceline.files import SkippedItems, has_extension, refuse_special_inputs
+from paceline.metrics.entities import entities_in, entity_types
 from paceline.plain_json import load_json
-from paceline.tasks.language_modeling import LanguageModeling
-from paceline.tasks.text_classification import TextClassification, padded
-from paceline.tasks.token_classification import entities_in, entity_types
+from paceline.prediction.predictor import GENERATION, NOT_FINITE, Answer, Predictor, Prepared, Prompt, Reply
+from paceline.prediction.sources import PictureFile
+from paceline.recipe.data import Text
+from paceline.tasks.exportable import Exportable, Input
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,36 +61,67 @@ class Filled:
     guesses: tuple[Guess, ...]
 
 
-class TextPredictor:
-    """A trained language model with its tokenizer; needs only the weights file.
+class TextPredictor(Predictor):
+    """A trained language model with its tokenizer; takes prompts and no files.
 
     Args:
-        saved: The weights; their file holds the tokenizer and describes the network.
+        saved: The weights; their file describes the objective.
+        network: The network with these weights, in evaluation mode on the device.
+        tokenizer: Its tokenizer.
         device: Device.
-        trust_code: Whether to import code named in the weights' recipe.
-
-    Raises:
-        RecipeError: If they are not a language model's.
 
     Attributes:
-        network: The network, in evaluation mode on the device.
+        network: The network.
         answers_chats: Whether a prompt is a message of the user, and what follows the answer.
     """
 
-    def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
-        data, where = saved.description("data"), str(saved.path)
-        if not {"tokenizer", "objective"} <= data.keys():
-            raise RecipeError(f"the weights in {where} are not a language model and take no prompt; give files.")
-        self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
+    classes = ()
+    unit = "texts"
+    holds = "a network of text"
+
+    def __init__(self, saved: SavedWeights, network: nn.Module, tokenizer: Tokenizer, device: torch.device) -> None:
+        data = saved.description("data")
+        self._saved, self.network, self.tokenizer, self._device = saved, network, tokenizer, device
         self.is_masked: bool = data["objective"] == "masked"
+        if self.is_masked:
+            why = "it is for text generation, and this model fills in masked tokens"
+            self.unused_options = dict.fromkeys(GENERATION, why)
         self._context: int = data["context"]
         self.answers_chats: bool = data.get("messages", False)
-        self._device = device
-        nothing = encoded((), self.tokenizer)
-        dataset = TextDataset(
-            name=data["dataset"], train=nothing, validation=nothing, tokenizer=self.tokenizer, digest=data["digest"]
+
+    def files(self, sources: Sequence[Path], left_out: SkippedItems) -> Iterator[PictureFile]:
+        """Refuse files.
+
+        Raises:
+            RecipeError: Always.
+        """
+        raise RecipeError(
+            f"the weights in {self._saved.path} are a language model and take no files: give --prompt TEXT."
         )
-        self.network = _trained(saved, LanguageModeling, dataset, trust_code=trust_code).to(device)
+
+    def prepare(self, content: bytes) -> Prepared:
+        """Refuse a file, as :meth:`files` does."""
+        raise NotImplementedError
+
+    def answer(self, prepared: Sequence[Prepared], top_k: int) -> Sequence[Answer]:
+        """Refuse files, as :meth:`files` does."""
+        raise NotImplementedError
+
+    def reply(self, prompt: Prompt) -> Reply:
+        """Continue a prompt, or fill in its masked tokens."""
+        if self.is_masked:
+            filled = self.fill(prompt.text, top_k=prompt.top_k or self.usual_top_k)
+            lines = [filled.text]
+            for guess in filled.guesses:
+                pairs = zip(guess.texts, guess.probabilities, strict=True)
+                lines.append("  ".join(f"{text!r} {100 * value:.1f} %" for text, value in pairs))
+            return Reply({"prompt": prompt.text, **asdict(filled)}, lines)
+        given = {name: getattr(prompt, name) for name in GENERATION}
+        sampling = Sampling(top_k=prompt.top_k, **{name: each for name, each in given.items() if each is not None})
+        ids = list(self.write(prompt.text, sampling))
+        prompt_ids = [] if self.answers_chats else self.tokenizer.encode(prompt.text).tolist()
+        text = self.tokenizer.decode([*prompt_ids, *ids])
+        return Reply({"prompt": prompt.text, "text": text, "written": len(ids), **asdict(sampling)}, [text])
 
     def write(self, prompt: str, sampling: Sampling) -> Iterator[int]:
         """Yield token ids that continue a prompt, until the document or, in a chat, the answer ends.
@@ -174,43 +204,57 @@ def _decoded(content: bytes) -> str:
         raise BrokenImageError("text", f"it is not UTF-8 ({error.reason})") from error
 
 
-class TextLabeller(ImagePredictor):
-    """A trained text classifier with its tokenizer; needs only the weights file.
+class TextLabeller(Predictor):
+    """A trained text classifier with its tokenizer.
 
     Args:
-        saved: The weights; their file holds the tokenizer and describes the network.
+        saved: The weights; their file describes the classes.
+        network: The network with these weights, in evaluation mode on the device.
+        tokenizer: Its tokenizer.
         device: Device.
-        trust_code: Whether to import code named in the weights' recipe.
-
-    Raises:
-        RecipeError: If they are not a text classifier's.
+        text: How text was read in training.
 
     Attributes:
-        network: The network, in evaluation mode on the device.
+        network: The network.
         keys: Keys of JSON lines that may hold the text.
     """
 
     unit = "texts"
+    holds = "a network of text"
+    unused_options = MappingProxyType(
+        dict.fromkeys(GENERATION, "it is for text generation, and this model classifies texts")
+    )
 
-    def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
-        data, where = saved.description("data"), str(saved.path)
-        self._saved, self._device = saved, device
-        self.tokenizer: Tokenizer = tokenizer_from(data["tokenizer"], where)
+    def __init__(
+        self, saved: SavedWeights, network: nn.Module, tokenizer: Tokenizer, device: torch.device, text: Text
+    ) -> None:
+        data = saved.description("data")
+        self._saved, self.network, self.tokenizer, self._device = saved, network, tokenizer, device
         self.classes = tuple(data["class_names"])
-        column, usual = trained_recipe(saved).data.text.column, ("tokens", "text") if self.finds_words else ("text",)
+        column, usual = text.column, ("tokens", "text") if self.finds_words else ("text",)
         self.keys = dict.fromkeys(usual if column == "text" else (column, *usual))
         self._context: int = data["context"]
-        nothing, none = encoded((), self.tokenizer), np.empty(0, dtype=np.int64)
-        dataset = LabelledTexts(
-            name=data["dataset"],
-            train=nothing,
-            validation=nothing,
-            labels=(none, none),
-            classes=self.classes,
-            tokenizer=self.tokenizer,
-            digest=data["digest"],
-        )
-        self.network = _trained(saved, TextClassification, dataset, trust_code=trust_code).to(device)
+
+    def files(self, sources: Sequence[Path], left_out: SkippedItems) -> Iterator[PictureFile]:
+        """Return each line of text files as a text; of JSON lines, the value of one of the keys.
+
+        Raises:
+            DataError: If a file cannot be read, or a line has no text.
+        """
+        return texts_of(sources, self)
+
+    def reply(self, prompt: Prompt) -> Reply:
+        """Return the classes of a prompt, or the tags of its words."""
+        try:
+            prepared = self.prepare(prompt.text.encode())
+        except BrokenImageError as error:
+            raise DataError(f"the prompt cannot be read: {error.reason}.") from None
+        (answer,) = self.answer([prepared], prompt.top_k or self.usual_top_k)
+        if answer.error is not None:
+            raise NotFiniteError(f"{answer.error}.")
+        row = answer.row()
+        document = {"prompt": prompt.text, **{key: row[key] for key in row if key not in ("path", "error")}}
+        return Reply(document, [answer.description()])
 
     def prepare(self, content: bytes) -> TokenIds:
         """Return the tokens of a text, int64 [tokens]; BrokenImageError if it is not UTF-8, or empty."""
@@ -300,14 +344,6 @@ class WordTagger(TextLabeller):
         return answers
 
 
-def open_labeller(saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> TextLabeller:
-    """Open a trained text or token classifier; arguments as for :class:`TextLabeller`."""
-    if "class_names" not in saved.description("data"):
-        raise RecipeError(f"the weights in {saved.path} are a language model and take no files: give --prompt TEXT.")
-    kind = WordTagger if "labels_words" in saved.description("data") else TextLabeller
-    return kind(saved, device, trust_code=trust_code)
-
-
 def texts_of(sources: Sequence[Path], labeller: TextLabeller) -> Iterator[PictureFile]:
     """Yield each line of text files as a text; of JSON lines, the value of one of the labeller's keys.
 
@@ -343,19 +379,16 @@ def texts_of(sources: Sequence[Path], labeller: TextLabeller) -> Iterator[Pictur
             raise DataError(f"{where}'{source}' cannot be read as text ({error}); {fix}.") from error
 
 
-def _trained(
-    saved: SavedWeights, kind: type[LanguageModeling | TextClassification], dataset: Any, *, trust_code: bool
-) -> nn.Module:
-    """Return the network of saved weights, in evaluation mode; RecipeError if their task is of another kind."""
-    task = trained_task(saved, trust_code=trust_code)(trained_recipe(saved))
-    if not isinstance(task, kind):
-        raise RecipeError(
-            f"the weights in {saved.path} were trained with the task {task.recipe.task}; it is not a {kind.__name__}."
-        )
-    task.dataset = dataset
-    network = task.build_model()
-    load_trained(network, saved)
-    return network.eval()
+MASK = Input("mask", ("batch", "length"), (2,), "1 for tokens, 0 for padding, int64")
+
+
+def exportable_text(saved: SavedWeights, network: nn.Module, *more: Input) -> Exportable:
+    """Return a network of tokens with its inputs."""
+    data = saved.description("data")
+    vocabulary, longest = int(data["vocabulary"]), int(data["context"])
+    description = f"token ids in [0, {vocabulary}), int64, at most {longest} in a row"
+    tokens = Input("tokens", ("batch", "length"), (vocabulary,), description)
+    return Exportable(network=network, inputs=(tokens, *more), longest={"length": longest}, saved=saved, kind="tokens")
 
 
 def _choose(scores: Tensor, sampling: Sampling, draws: torch.Generator) -> int:

@@ -14,15 +14,14 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.checkpoint.weights import SavedWeights, check_scale, load_trained
+from paceline.checkpoint.weights import SavedWeights, check_scale
 from paceline.data.boxes.pipeline import as_tensor
 from paceline.data.image.decode import BrokenImageError, Pixels, decode
 from paceline.data.masks.dataset import IGNORED, LabelMap
 from paceline.data.masks.pipeline import fill_of, fitted, fitted_size
 from paceline.data.pipeline import Normalize, Placement
-from paceline.inference.answers import NOT_FINITE, Answer, ImagePredictor
-from paceline.inference.trained import trusted_recipe
-from paceline.models.segmentation import LogitsOnly, build_segmenter
+from paceline.models.segmentation import LogitsOnly
+from paceline.prediction.predictor import NOT_FINITE, Answer, Predictor
 
 _TURN = 0.618034  # step on the colour circle between classes, so that neighbours differ
 
@@ -47,28 +46,26 @@ class Segments(Answer):
         return image
 
 
-class SegmentationPredictor(ImagePredictor):
-    """A trained segmentation network; needs only the weights file.
+class SegmentationPredictor(Predictor):
+    """A trained segmentation network.
 
     Args:
-        saved: The weights; their file describes the network and the preprocessing.
+        saved: The weights; their file describes the preprocessing.
+        network: The network with these weights, in evaluation mode on the device.
         device: Where to compute.
-        trust_code: Whether to import code named in the weights' recipe.
     """
 
+    holds = "a segmentation network"
     usual_top_k = IGNORED
     largest_batch = 4  # queued images have their full size
     draws = True
     kind = Segments
 
-    def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
+    def __init__(self, saved: SavedWeights, network: nn.Module, device: torch.device) -> None:
         data = saved.description("data")
         check_scale(data, str(saved.path))
         self.classes, self.channels = tuple(data["class_names"]), int(data["channels"])
-        model = trusted_recipe(saved, trust_code=trust_code).model
-        network = build_segmenter(model, num_classes=len(self.classes), in_channels=self.channels)
-        load_trained(network, saved)
-        self.network: nn.Module = LogitsOnly(network).to(device).eval()
+        self.network: nn.Module = LogitsOnly(network).eval()
         self.size = int(data["evaluation_size"])
         self._fill, self._interpolation = fill_of(data["mean"]), str(data["interpolation"])
         self._normalize = Normalize(tuple(data["mean"]), tuple(data["std"]), Placement(device=device))

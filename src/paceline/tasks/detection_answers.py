@@ -12,12 +12,10 @@ import torch
 from PIL import Image, ImageDraw
 from torch import nn
 
-from paceline.checkpoint.weights import SavedWeights, load_trained
+from paceline.checkpoint.weights import SavedWeights
 from paceline.data.boxes.pipeline import as_floats, as_tensor
 from paceline.data.image.decode import LARGEST_PIXELS, BrokenImageError, Pixels, decode
-from paceline.inference.answers import NOT_FINITE, Answer, Box, ImagePredictor
-from paceline.inference.trained import trusted_recipe
-from paceline.models.detectors import build_detector
+from paceline.prediction.predictor import NOT_FINITE, Answer, Box, Predictor
 
 _MIN_SCORE = 0.5
 # Bright colours, far apart on the colour circle; classes cycle through them.
@@ -68,33 +66,32 @@ class Detections(Answer):
         return (pasted[0, 0] >= _MIN_SCORE).to(torch.uint8) * 110
 
 
-class DetectionPredictor(ImagePredictor):
-    """A trained detector; needs only the weights file.
+class DetectionPredictor(Predictor):
+    """A trained detector.
 
     Args:
-        saved: The weights; their file describes the network and the preprocessing.
+        saved: The weights.
+        network: The network with these weights, in evaluation mode on the device.
+        classes: All class names.
         device: Where to compute.
-        trust_code: Whether to import code named in the weights' recipe.
     """
 
     usual_top_k = sys.maxsize  # all that the network keeps
     # In a batch with larger pictures a picture is padded, which changes its detections.
     largest_batch = 1
+    holds = "a detector"
     finds_boxes = True
     draws = True
     kind = Detections
 
-    def __init__(self, saved: SavedWeights, device: torch.device, *, trust_code: bool = False) -> None:
+    def __init__(self, saved: SavedWeights, network: nn.Module, classes: tuple[str, ...], device: torch.device) -> None:
         from paceline.models.shown_pictures import FixedSizeTransform
 
-        self.classes = tuple(saved.description("data")["class_names"])
-        recipe = trusted_recipe(saved, trust_code=trust_code)
-        network = build_detector(recipe.model, recipe.data.detection, num_classes=len(self.classes))
-        load_trained(network, saved)
+        self.classes = classes
         # Most detections have low scores, and few masks are drawn, so masks are pasted only when drawn.
         if isinstance(network.transform, FixedSizeTransform):
             network.transform.pastes_masks = False
-        self._network = network.to(device).eval()
+        self._network = network
         self._is_finite: list[torch.Tensor] = []
         # torchvision silently drops boxes with a non-finite score. So the layers that score and place boxes are
         # checked; earlier overflows reach them.

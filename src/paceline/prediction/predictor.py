@@ -1,4 +1,4 @@
-"""Image predictions, from any weights and library."""
+"""What answers files and prompts with trained weights, of any task and library, and what it answers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 from PIL import Image
@@ -17,14 +18,18 @@ from PIL import Image
 from paceline.checkpoint.weights import SavedWeights, weights_sha256
 from paceline.data.image.decode import BrokenImageError
 from paceline.errors import DataError, RecipeError
-from paceline.inference.sources import PictureFile
+from paceline.files import SkippedItems
 from paceline.machine import available_cores
+from paceline.prediction.sources import PictureFile, pictures_of
 
 Prepared = Any
 """One image as prepared for a predictor, with its size in memory as ``nbytes``; opaque to other code."""
 
 NOT_FINITE = "the network's output is not a finite number; use other weights"
 """Error of an image for which the network computed nothing."""
+
+GENERATION = ("tokens", "temperature", "seed")
+"""Options of how text is generated."""
 
 Measure = Literal["probability", "share"]
 PLURALS: dict[Measure, str] = {"probability": "probabilities", "share": "shares"}
@@ -86,8 +91,35 @@ class Answer:
         raise DataError("--draw draws the objects that a detector finds, and these weights predict none.")
 
 
-class ImagePredictor(ABC):
-    """Predicts images. ``prepare`` is thread-safe; ``answer`` is for one thread at a time.
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A text given instead of files, and what was asked of the answer; None leaves it to the predictor.
+
+    Attributes:
+        text: The text.
+        tokens: Maximum tokens to generate.
+        temperature: Sampling temperature, at least 0.
+        seed: Random seed.
+        top_k: Maximum answers, or tokens to choose from.
+    """
+
+    text: str
+    tokens: int | None = None
+    temperature: float | None = None
+    seed: int | None = None
+    top_k: int | None = None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a prompt is answered: for ``--json``, and as lines for people."""
+
+    document: Mapping[str, Any]
+    lines: Sequence[str]
+
+
+class Predictor(ABC):
+    """Predicts files. ``prepare`` is thread-safe; ``answer`` is for one thread at a time.
 
     Attributes:
         classes: All class names; empty if the network predicts numbers.
@@ -99,6 +131,9 @@ class ImagePredictor(ABC):
         draws: Whether predictions can be drawn.
         kind: Class of the predictions.
         unit: Plural name of what is predicted.
+        holds: What the weights are, with its article.
+        usual_batch: Usual number of files, or of lines, per batch.
+        unused_options: Options of `paceline predict`, as its fields, that have no effect, with the reason.
     """
 
     classes: tuple[str, ...]
@@ -110,6 +145,9 @@ class ImagePredictor(ABC):
     draws = False
     kind: type[Answer] = Answer
     unit = "images"
+    holds = "a network of images"
+    usual_batch = 64
+    unused_options: Mapping[str, str] = MappingProxyType({})
 
     _saved: SavedWeights
 
@@ -117,6 +155,22 @@ class ImagePredictor(ABC):
     def digest(self) -> str:
         """SHA-256 of the weights in hexadecimal, as in ``summary.json``."""
         return weights_sha256(self._saved.state)
+
+    def files(self, sources: Sequence[Path], left_out: SkippedItems) -> Iterable[PictureFile]:
+        """Return what is predicted of files, folders, patterns and archives, in order; by default the images.
+
+        Raises:
+            DataError: If there is nothing to predict, or a source cannot be read.
+        """
+        return pictures_of(sources, left_out)
+
+    def reply(self, prompt: Prompt) -> Reply:
+        """Answer a prompt.
+
+        Raises:
+            RecipeError: If these weights take none, as by default.
+        """
+        raise RecipeError(f"the weights in {self._saved.path} are not a language model and take no prompt; give files.")
 
     @abstractmethod
     def prepare(self, content: bytes) -> Prepared:
@@ -143,18 +197,15 @@ class ImagePredictor(ABC):
         return self.kind(path, error=reason)
 
 
-BATCH = 64
-"""Default number of images per batch."""
-
 Seen = Callable[[Prepared, Answer], None]
 
 
 def predict_ahead(
-    predictor: ImagePredictor,
+    predictor: Predictor,
     pictures: Iterable[PictureFile],
     *,
     top_k: int,
-    batch_size: int = BATCH,
+    batch_size: int | None = None,
     on_prediction: Seen | None = None,
 ) -> Generator[Answer, None, None]:
     """Yield one prediction per picture, in order; an unreadable one gets an error entry.
@@ -167,9 +218,10 @@ def predict_ahead(
         predictor: The predictor.
         pictures: The files; read on demand.
         top_k: Maximum number of labels per picture.
-        batch_size: Images per batch; limited by the predictor's ``largest_batch``.
+        batch_size: Images per batch, by default the predictor's usual number; limited by its ``largest_batch``.
         on_prediction: Called with each readable image and its prediction.
     """
+    batch_size = batch_size or predictor.usual_batch
     batch_size = min(batch_size, predictor.largest_batch or batch_size)
     threads = available_cores()
     pool = ThreadPoolExecutor(threads, thread_name_prefix="decoder")
@@ -191,7 +243,7 @@ def predict_ahead(
 
 
 def _predict_batch(
-    predictor: ImagePredictor,
+    predictor: Predictor,
     batch: Iterable[tuple[Path, Future[Prepared]]],
     top_k: int,
     on_prediction: Seen | None,

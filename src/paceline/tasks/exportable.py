@@ -1,0 +1,175 @@
+"""Trained networks with their inputs, for other programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.checkpoint.weights import SavedWeights
+from paceline.errors import ModelError, NotFiniteError
+from paceline.tasks.labelling import Outputs
+
+TOLERANCE = 1e-4  # relative to the largest output; tolerance for other fp32 arithmetic
+_MEAN_OVER_STD = 10_000.0  # above it, fp32 keeps fewer than three digits of the numbers' variation
+_TRIED = (1, 2, 5)
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input tensor of a network.
+
+    Attributes:
+        name: Its name.
+        sizes: Its dimensions: a number, or the name of a dynamic dimension. The first is ``batch``.
+        below: Exclusive upper bound of integers (of each column, if there are several); None for floats.
+        description: A description for people.
+    """
+
+    name: str
+    sizes: tuple[int | str, ...]
+    below: tuple[int, ...] | None
+    description: str
+
+    def example(self, changing: dict[str, int], seed: int = 0) -> Tensor:
+        """Return random values, float32 or int64, with these sizes for the dynamic dimensions."""
+        draws = torch.Generator().manual_seed(seed)
+        shape = [changing[size] if isinstance(size, str) else size for size in self.sizes]
+        if self.below is None:
+            return torch.randn(shape, generator=draws)
+        return (torch.rand(shape, generator=draws, dtype=torch.float64) * torch.tensor(self.below)).long()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exportable:
+    """A trained network in evaluation mode on the CPU.
+
+    Attributes:
+        network: Takes the inputs in order, returns one tensor of ``logits``.
+        inputs: Its inputs.
+        longest: The maximum size of each dynamic dimension that has one.
+        saved: Its weights and their description.
+        kind: Kind of data: ``images``, ``pixels``, ``tokens`` or ``clicks``.
+        outputs: Meaning of the outputs, for images.
+    """
+
+    network: nn.Module
+    inputs: tuple[Input, ...]
+    longest: dict[str, int]
+    saved: SavedWeights
+    kind: str
+    outputs: Outputs | None = None
+
+    @property
+    def beyond_one_label(self) -> str:
+        """What the network does instead of giving an image one label; empty if it does that, or takes no images."""
+        if self.kind == "pixels":
+            return "labels pixels"
+        if self.outputs is not None and self.outputs.mean:
+            return "predicts numbers"
+        return "gives an image any number of labels" if self.outputs is not None and self.outputs.thresholds else ""
+
+    @property
+    def in_units(self) -> Exportable:
+        """Return a copy that outputs the user's units instead of standardised numbers, for formats that compute.
+
+        Raises:
+            ModelError: If a standard deviation is too small relative to its mean for float32, the dtype of exported
+                outputs.
+        """
+        if self.outputs is None or not self.outputs.mean:
+            return self
+        for name, mean, std in zip(self.outputs.names, self.outputs.mean, self.outputs.std, strict=True):
+            if abs(mean) > _MEAN_OVER_STD * std:
+                raise ModelError(
+                    f"{name!r} has a mean of {mean:g} and varies by {std:g}, which float32 outputs cannot represent; "
+                    "use --format safetensors, or subtract the mean before training."
+                )
+        return replace(self, network=_InUnits(self.network, self.outputs).eval())
+
+    def examples(self, batch: int, seed: int = 0) -> tuple[Tensor, ...]:
+        """Return random inputs; larger batches get slightly smaller other dimensions."""
+        changing = {name: max(2, largest - batch) for name, largest in self.longest.items()} | {"batch": batch}
+        return tuple(each.example(changing, seed) for each in self.inputs)
+
+    @property
+    def dynamic_shapes(self) -> tuple[dict[int, Any], ...]:
+        """Return the dynamic dimensions in torch.export's form."""
+        named = {
+            name: torch.export.Dim(name, max=self.longest.get(name))
+            for name in dict.fromkeys(size for each in self.inputs for size in each.sizes if isinstance(size, str))
+        }
+        return tuple(
+            {place: named[size] for place, size in enumerate(each.sizes) if isinstance(size, str)}
+            for each in self.inputs
+        )
+
+    def compare(self, other: Any, *, what: str, tolerance: float = TOLERANCE) -> float:
+        """Compare an exported model with its network at several batch sizes.
+
+        Args:
+            other: Takes the inputs in order, returns float32 logits.
+            what: Its name, for the message.
+            tolerance: Largest difference, in units of the largest answer if that is above 1.
+
+        Returns:
+            The largest difference, in logits; for regression, in standard deviations.
+
+        Raises:
+            ModelError: If it exceeds the tolerance.
+            NotFiniteError: If the network overflows.
+        """
+        largest, units = 0.0, self.network if isinstance(self.network, _InUnits) else None
+        for batch in _TRIED:
+            inputs = self.examples(batch, seed=batch)
+            with torch.inference_mode():
+                expected, outputs = self.network(*inputs).float(), other(*inputs)
+            if not bool(expected.isfinite().all()):
+                raise NotFiniteError(
+                    f"the network's outputs for a batch of {batch} are not finite numbers, though its weights are; "
+                    "nothing was written."
+                )
+            if outputs.shape != expected.shape or not bool(torch.isfinite(outputs).all()):
+                raise ModelError(
+                    f"for a batch of {batch}, {what} returns the shape {tuple(outputs.shape)} or NaN, and the network "
+                    f"{tuple(expected.shape)}; nothing was written."
+                )
+            rounding = 0.0
+            if units is not None:  # so that neither a small unit hides a difference nor a large mean creates one
+                rounding = float((torch.finfo(torch.float32).eps * expected.abs() / units.scale).max())
+                expected, outputs = ((each - units.shift) / units.scale for each in (expected, outputs))
+            difference = float((outputs - expected).abs().max())
+            if difference > tolerance * max(1.0, float(expected.abs().max())) + rounding:
+                raise ModelError(
+                    f"{what} differs from the network by up to {difference:.2g} (largest output "
+                    f"{float(expected.abs().max()):.2g}); nothing was written. Use --format safetensors."
+                )
+            largest = max(largest, difference)
+        return largest
+
+
+class _InUnits(nn.Module):
+    """Wraps a network of standardised numbers to output the user's units."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, network: nn.Module, outputs: Outputs) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("scale", torch.tensor(outputs.std))
+        self.register_buffer("shift", torch.tensor(outputs.mean))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images to numbers, float32 [N, numbers]."""
+        numbers: Tensor = self.network(images)
+        return numbers * self.scale + self.shift
+
+
+def normalisation(data: Mapping[str, Any]) -> str:
+    """Return the formula by which pixels are normalised, from a description of trained weights."""
+    mean, std = (", ".join(f"{each:g}" for each in data[key]) for key in ("mean", "std"))
+    return f"(value / 255 - mean) / std with mean {mean} and std {std}"
