@@ -31,6 +31,7 @@ _LOOKED_AT = 16  # files of each subfolder
 Opener = Callable[[Any], Any]
 """Opens a data set: of images from a ``paceline.data.image.dataset.DatasetRequest``, of others from ``recipe.data``."""
 AnyOpener = TypeVar("AnyOpener", bound=Opener)
+StandIn = Callable[[Any], tuple[Any, str]]
 _T = TypeVar("_T")
 
 
@@ -83,6 +84,8 @@ class DatasetEntry:
         endings: Endings of its files' names, in lower case.
         sniff: Whether a folder, or a file with one of these endings, is such a data set; None: every such file is.
         size: Its typical size; None if unknown.
+        stand_in: Returns the ``data`` section of generated data like it, for estimates without its files, and a
+            sentence that says what is assumed; None if there is no such data.
     """
 
     name: str
@@ -92,6 +95,7 @@ class DatasetEntry:
     endings: tuple[str, ...] = ()
     sniff: Callable[[Place], object] | None = None
     size: Size | None = None
+    stand_in: StandIn | None = None
 
     def uses(self, key: str) -> bool:
         """Whether a key of the ``data`` section has an effect on it."""
@@ -117,6 +121,7 @@ def dataset(
     sniff: Callable[[Place], object] | None = None,
     keys: Sequence[str] = (),
     size: Size | None = None,
+    stand_in: StandIn | None = None,
 ) -> Callable[[AnyOpener], AnyOpener]:
     """Register the decorated function under a name; a name may stand for data sets of several kinds.
 
@@ -124,7 +129,7 @@ def dataset(
     """
 
     def register(opener: AnyOpener) -> AnyOpener:
-        _entries[name, kind] = DatasetEntry(name, kind, opener, frozenset(keys), tuple(endings), sniff, size)
+        _entries[name, kind] = DatasetEntry(name, kind, opener, frozenset(keys), tuple(endings), sniff, size, stand_in)
         return opener
 
     return register

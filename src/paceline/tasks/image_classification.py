@@ -38,7 +38,7 @@ from paceline.data.image.selection import keep_known_classes
 from paceline.data.image.source import ArraySource, SubsetSource, encoded_source, part_numbers, repeated
 from paceline.data.image.transforms import Mixing, View, first_images
 from paceline.data.pipeline import Normalize, Pipeline, Placement
-from paceline.data.slices import SampleShapes, evenly_spaced, first_samples
+from paceline.data.slices import SampleIds, SampleShapes, evenly_spaced, first_samples
 from paceline.errors import DataError, RecipeError
 from paceline.escaping import one_form
 from paceline.metrics.accumulator import Metric
@@ -319,6 +319,15 @@ class ImageTask(Task):
                 f"images that are resized to {round(size / data.evaluation_crop)} and cropped; confirm with "
                 "data.evaluation_crop=1, or give the images in their original size."
             )
+
+    def split_sizes(self) -> tuple[int, int]:
+        """Return the images of training and of validation."""
+        return len(self.dataset.train), len(self.dataset.validation)
+
+    def score_only(self, ids: SampleIds, *, training: bool) -> None:
+        """Score some training or validation images, without augmentation."""
+        source = self.dataset.train if training else self.dataset.validation
+        self.dataset = replace(self.dataset, validation=SubsetSource(source, ids))
 
     def score_holdout(self, trained: str) -> None:
         """Score the images that `data.holdout_fraction` held out of training."""

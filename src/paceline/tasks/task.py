@@ -24,7 +24,7 @@ from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Nested
 from paceline.data.class_balance import SampleClasses, weights_by_class
 from paceline.data.pipeline import Pipeline, Placement
-from paceline.data.slices import SampleWeights
+from paceline.data.slices import SampleIds, SampleWeights
 from paceline.errors import DataError, RecipeError
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.answers import Answers
@@ -341,6 +341,14 @@ class Task(ABC):
         Raises:
             DataError: If the scores would be silently wrong.
         """
+
+    def split_sizes(self) -> tuple[int, int] | None:
+        """Return the counts of training and validation samples, if :meth:`score_only` takes some of them; else None."""
+        return None
+
+    def score_only(self, ids: SampleIds, *, training: bool) -> None:
+        """Score some training or validation samples, prepared as validation samples are, in place of the latter."""
+        raise NotImplementedError
 
     def score_holdout(self, trained: str) -> None:
         """Score what the run held out of training, instead of the validation data.

@@ -15,12 +15,9 @@ from torch import Tensor
 
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Nested, mapped
-from paceline.data.boxes.sets import shapes as stand_in_boxes
-from paceline.data.clicks.sets.synthetic import placeholder
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.data.slices import SampleIds, SampleSlice, first_samples
-from paceline.data.text.sets.documents import REFERENCE, VOCABULARY
 from paceline.dataset_registry import find_dataset, named
 from paceline.plan import Plan
 from paceline.recipe.data import Augment, Data, Progressive
@@ -36,14 +33,10 @@ def with_placeholder_data(recipe: Recipe) -> tuple[Recipe, str | None]:
 
     Settings that determine the memory and FLOPs of a step are unchanged: image size, mixing, repeats.
     """
+    other, notice = with_stand_in(recipe)
+    if notice is not None:
+        return other, notice
     data = recipe.data
-    if _lacks_path(recipe, "clicks"):
-        assumed, notice = placeholder(data)
-        return replace(recipe, data=assumed), notice
-    if _lacks_path(recipe, "boxes"):
-        return replace(recipe, data=replace(data, dataset=stand_in_boxes.REFERENCE)), stand_in_boxes.NOTICE
-    if _lacks_path(recipe, "texts"):
-        return with_placeholder_text(recipe)
     entry = find_dataset(data.dataset)
     has_targets = bool(data.target_columns) or recipe.task == "image_multilabel"
     if data.path is not None or entry is None or entry.size is None or has_targets:
@@ -67,20 +60,13 @@ def with_placeholder_data(recipe: Recipe) -> tuple[Recipe, str | None]:
     return replace(recipe, data=assumed), notice
 
 
-def _lacks_path(recipe: Recipe, kind: str) -> bool:
-    """Whether the recipe names a data set of a kind that needs a path, without giving the path."""
-    data = recipe.data
-    return data.path is None and any(each.kind == kind and each.uses("path") for each in named(data.dataset))
-
-
-def with_placeholder_text(recipe: Recipe) -> tuple[Recipe, str | None]:
-    """Return the recipe; a text recipe without a data path gets text without content."""
-    if not _lacks_path(recipe, "texts"):
-        return recipe, None
-    tokens = f"{VOCABULARY:,} different tokens are assumed, as in GPT-2"
-    if recipe.data.text.tokenizer != "bytes":
-        tokens = "the tokens of data.text.tokenizer are assumed"
-    return replace(recipe, data=replace(recipe.data, dataset=REFERENCE)), f"data.path is not set: {tokens}"
+def with_stand_in(recipe: Recipe) -> tuple[Recipe, str | None]:
+    """Return the recipe; without a data path, with the data that its data set gives for that, and a sentence."""
+    for entry in named(recipe.data.dataset) if recipe.data.path is None else ():
+        if entry.stand_in is not None:
+            data, notice = entry.stand_in(recipe.data)
+            return replace(recipe, data=data), notice
+    return recipe, None
 
 
 def batch_maker(task: Task, plan: Plan, placement: Placement) -> BatchMaker:

@@ -35,7 +35,7 @@ from paceline.telemetry.display import RunProgress
 from paceline.telemetry.mlperf_log import write_mlperf_log
 from paceline.trainer import mirroring
 from paceline.trainer.build import build_run
-from paceline.trainer.fake_batch import with_placeholder_text
+from paceline.trainer.fake_batch import with_stand_in
 from paceline.trainer.feeding import measure_feeding
 from paceline.trainer.forecast import ReadAhead, measure
 from paceline.trainer.loop import fit
@@ -125,7 +125,7 @@ def plan_only(
         PacelineError: For the mistakes that training would find before it starts, including a network's name or
             options.
     """
-    recipe, assumed = with_placeholder_text(loaded.recipe)
+    recipe, assumed = with_stand_in(loaded.recipe)
     world = World(world_size=world_size, local_world_size=world_size) if world_size else read_launch(os.environ).world
     task = build_task(resumed_recipe(recipe, run_dir))
     # The run then needs its initial weights, which must be here or within reach.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,6 @@ from paceline.checkpoint.state import adapt_weights, check_inventory
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.weights import SavedWeights, read_weights
 from paceline.data.batch import Batch
-from paceline.data.image.source import SampleSource, SubsetSource
 from paceline.data.order import StepGeometry, epoch_order
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.distributed.device import choose_device, describe_machine
@@ -34,7 +33,6 @@ from paceline.recipe.schema import Recipe
 from paceline.records.reader import read_plan
 from paceline.records.run_directory import RunDirectory
 from paceline.references import is_code_trusted
-from paceline.tasks.image_classification import ImageTask
 from paceline.tasks.task import Task, build_task
 from paceline.trainer.evaluate_target import EvaluationRequest, scoring_recipe, scoring_task, with_weights
 from paceline.world import World
@@ -347,18 +345,17 @@ def _shape(shape: torch.Size | None) -> str:
 def _samples(
     task: Task, recipe: Recipe, placement: Placement, options: Landscape, world: World
 ) -> dict[Split, tuple[Batch, ...]]:
-    if not isinstance(task, ImageTask):
+    counts = task.split_sizes()
+    if counts is None:
         return _first_samples(task, recipe, placement, options, world)
-    dataset = task.dataset
-    sources: dict[Split, SampleSource] = {"train": dataset.train, "validation": dataset.validation}
     found: dict[Split, tuple[Batch, ...]] = {}
-    for split, source in sources.items():
-        count = len(source) if options.samples is None else min(options.samples, len(source))
-        some = SubsetSource(source, np.sort(epoch_order(options.seed, 0, len(source))[:count]))
+    splits: tuple[Split, Split] = ("train", "validation")
+    for split, whole in zip(splits, counts, strict=True):
+        count = whole if options.samples is None else min(options.samples, whole)
         # Training images are preprocessed like validation images: without augmentation, and the same at every point.
         shown = build_task(recipe)
-        assert isinstance(shown, ImageTask)
-        shown.dataset = replace(dataset, validation=some if count < len(source) else source)
+        ids = np.sort(epoch_order(options.seed, 0, whole)[:count]) if count < whole else np.arange(whole)
+        shown.score_only(ids, training=split == "train")
         shown.data_facts(world)
         # Batches of nearly equal size: with recomputed statistics, the last batch must not have only two samples.
         size = -(-count // max(1, -(-count // _BATCH)))

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from paceline.data.boxes.dataset import BoxDataset, Objects
 from paceline.data.boxes.plausibility import implausible
+from paceline.data.boxes.sets.shapes import assumed_shapes
 from paceline.data.image.decode import decode
 from paceline.data.image.source import Image
 from paceline.data.splits import TEST, TRAIN, UNREAD_SPLITS, VALIDATION, split_folders, split_of
@@ -200,7 +201,7 @@ class CocoSource:
         return os.path.join(self._folder, self._annotations.names[int(self._samples[sample])])
 
 
-@dataset("coco", kind="boxes", keys=("path", "detection"))
+@dataset("coco", kind="boxes", keys=("path", "detection"), stand_in=assumed_shapes)
 def open_coco(data: Data) -> BoxDataset:
     """Open COCO's folders, or ``PATH/{train,val or test}/`` with pictures and ``annotations.json``.
 

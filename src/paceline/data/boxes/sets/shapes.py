@@ -8,7 +8,7 @@ of another, but never most of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 
 import numpy as np
@@ -172,11 +172,11 @@ def _box(mask: Mask) -> tuple[int, int, int, int]:
     return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
 
-REFERENCE = f"{__name__}:placeholder"
+_REFERENCE = f"{__name__}:placeholder"
 """Value of ``data.dataset`` in this case."""
 COCO_CLASSES, LONG, SHORT, OBJECTS = 80, 640, 480, 7
 """COCO's classes, typical picture size, and average number of objects per picture."""
-NOTICE = (
+_NOTICE = (
     f"data.path is not set: as for COCO, {COCO_CLASSES} classes and pictures of {LONG} by {SHORT} pixels, portrait or "
     f"landscape, with {OBJECTS} objects each are assumed"
 )
@@ -227,3 +227,8 @@ def placeholder(data: Data) -> BoxDataset:
         classes=tuple(f"class {number}" for number in range(COCO_CLASSES)),
         digest="stand-in",
     )
+
+
+def assumed_shapes(data: Data) -> tuple[Data, str]:
+    """Return pictures without content in place of a data set whose path is not given, and a sentence that says so."""
+    return replace(data, dataset=_REFERENCE), _NOTICE

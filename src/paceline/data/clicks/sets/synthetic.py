@@ -185,7 +185,17 @@ def open_clicks(data: Data) -> ClickDataset:
     return open_dataset(data.dataset, {"clicks": ClickDataset}, data)
 
 
-@dataset("criteo", kind="clicks", keys=("path", "validation_fraction", "recommendation"))
+def placeholder(data: Data) -> tuple[Data, str]:
+    """Return synthetic data of that size if Criteo's path is not given, and a sentence that says so."""
+    tables, _ = criteo_tables(data.recommendation, _KAGGLE_VALUES)
+    clicks = Clicks(tables=tables, dense_features=DENSE, categories=CATEGORIES)
+    notice = (
+        f"data.path is not set: as for Criteo's Kaggle challenge, tables of {sum(tables):,} rows in all are assumed"
+    )
+    return Data(dataset="synthetic_clicks", samples=_KAGGLE_SAMPLES, recommendation=clicks), notice
+
+
+@dataset("criteo", kind="clicks", keys=("path", "validation_fraction", "recommendation"), stand_in=placeholder)
 def open_criteo(data: Data) -> ClickDataset:
     """Open text in Criteo's format: PATH/{train,val}, or a file or folder whose last lines are held out.
 
@@ -247,13 +257,3 @@ def criteo_tables(clicks: Clicks, distinct: tuple[int, ...]) -> tuple[tuple[int,
     sizes = tuple(min(clicks.max_rows, max(_SMALLEST_TABLE, _ROWS_PER_VALUE * each)) for each in distinct)
     reason = f"{_ROWS_PER_VALUE} for each value, at least {_SMALLEST_TABLE:,}, at most data.recommendation.max_rows"
     return sizes, {"data.recommendation.tables": reason}
-
-
-def placeholder(data: Data) -> tuple[Data, str]:
-    """Return synthetic data of that size if Criteo's path is not given, and a sentence that says so."""
-    tables, _ = criteo_tables(data.recommendation, _KAGGLE_VALUES)
-    clicks = Clicks(tables=tables, dense_features=DENSE, categories=CATEGORIES)
-    notice = (
-        f"data.path is not set: as for Criteo's Kaggle challenge, tables of {sum(tables):,} rows in all are assumed"
-    )
-    return Data(dataset="synthetic_clicks", samples=_KAGGLE_SAMPLES, recommendation=clicks), notice

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.text.corpus import StoredCorpus, TextDataset, stored
+from paceline.data.text.sets.documents import assumed_text
 from paceline.data.text.tables import Row, read_table
 from paceline.data.text.tokenizer import HuggingFaceTokenizer, TokenIds, Tokenizer, open_tokenizer, text_digest
 from paceline.dataset_registry import dataset
@@ -20,7 +21,7 @@ BoolArray = NDArray[np.bool_]
 _COLUMNS = (("messages",), ("prompt", "answer"), ("prompt", "completion"))
 
 
-@dataset("chat", kind="texts", keys=("path", "validation_fraction", "split_column", "text"))
+@dataset("chat", kind="texts", keys=("path", "validation_fraction", "split_column", "text"), stand_in=assumed_text)
 def open_chat(data: Data) -> TextDataset:
     """Open a table with the column `messages`, or `prompt` and `answer`; only answers are predicted.
 

@@ -7,6 +7,7 @@ of a dataset is run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -131,6 +132,14 @@ def check_some_text(source: str, train: Documents, validation: Documents) -> Non
     )
 
 
+def assumed_text(data: Data) -> tuple[Data, str]:
+    """Return text without content in place of a data set whose path is not given, and a sentence that says so."""
+    tokens = f"{_VOCABULARY:,} different tokens are assumed, as in GPT-2"
+    if data.text.tokenizer != "bytes":
+        tokens = "the tokens of data.text.tokenizer are assumed"
+    return replace(data, dataset=_REFERENCE), f"data.path is not set: {tokens}"
+
+
 @dataset("docs", kind="texts", keys=("validation_fraction", "text"))
 def open_docs(data: Data) -> TextDataset:
     """Open Python's documentation."""
@@ -138,7 +147,7 @@ def open_docs(data: Data) -> TextDataset:
     return from_documents("docs", train, validation, open_tokenizer(data.text.tokenizer))
 
 
-@dataset("text_folder", kind="texts", keys=("path", "validation_fraction", "text"))
+@dataset("text_folder", kind="texts", keys=("path", "validation_fraction", "text"), stand_in=assumed_text)
 def open_folder(data: Data) -> TextDataset:
     """Open a folder of .txt files."""
     if data.path is None:
@@ -148,7 +157,7 @@ def open_folder(data: Data) -> TextDataset:
     return from_documents("text_folder", train, validation, open_tokenizer(data.text.tokenizer), reason, left_out)
 
 
-@dataset("huggingface_text", kind="texts", keys=("path", "validation_fraction", "text"))
+@dataset("huggingface_text", kind="texts", keys=("path", "validation_fraction", "text"), stand_in=assumed_text)
 def open_huggingface(data: Data) -> TextDataset:
     """Open a column of a local Hugging Face dataset."""
     if data.path is None:
@@ -230,7 +239,7 @@ def _text_of(path: Path) -> str:
         raise DataError(file_problem(path)) from error
 
 
-@dataset("tokens", kind="texts", keys=("path", "text"))
+@dataset("tokens", kind="texts", keys=("path", "text"), stand_in=assumed_text)
 def open_packed(data: Data) -> TextDataset:
     """Open tokens that ``paceline pack --text`` wrote."""
     if data.path is None:
@@ -243,9 +252,9 @@ def open_packed(data: Data) -> TextDataset:
     return open_tokens(Path(data.path))
 
 
-REFERENCE = f"{__name__}:placeholder"
+_REFERENCE = f"{__name__}:placeholder"
 """Value of ``data.dataset`` in this case."""
-VOCABULARY = 50_257
+_VOCABULARY = 50_257
 """Vocabulary size of GPT-2."""
 _TRAIN_DOCUMENTS, _VALIDATION_DOCUMENTS, _TOKENS = 10_000, 100, 1_000
 
@@ -253,9 +262,9 @@ _TRAIN_DOCUMENTS, _VALIDATION_DOCUMENTS, _TOKENS = 10_000, 100, 1_000
 class _PlaceholderText(ByteTokenizer):
     """A placeholder tokenizer with GPT-2's vocabulary size, for plans without training."""
 
-    vocabulary = VOCABULARY
-    end = VOCABULARY - 1
-    mask = VOCABULARY - 2
+    vocabulary = _VOCABULARY
+    end = _VOCABULARY - 1
+    mask = _VOCABULARY - 2
     pad = None
     digest = "stand-in"
 

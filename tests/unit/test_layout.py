@@ -1,0 +1,45 @@
+"""What the code's layout promises and no import shows."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src"
+FILES = [
+    each for each in SRC.rglob("*.py") if "tasks" not in each.relative_to(SRC).parts and "notebooks" not in each.parts
+]
+
+
+def asks_for_a_kind_of_task(tree: ast.AST) -> list[int]:
+    """Return the lines of ``isinstance(task, …)``, also of an attribute ``task``."""
+    calls = [each for each in ast.walk(tree) if isinstance(each, ast.Call) and len(each.args) == 2]
+    return [
+        call.lineno
+        for call in calls
+        if isinstance(call.func, ast.Name)
+        and call.func.id == "isinstance"
+        and (getattr(call.args[0], "id", "") == "task" or getattr(call.args[0], "attr", "") == "task")
+        and getattr(call.args[1], "id", "") not in ("str", "Task")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        ("isinstance(task, ImageTask)", [1]),
+        ("isinstance(self.task, (A, B))", [1]),
+        ("isinstance(task, Task) or isinstance(task, str)", []),
+        ("type(task)", []),
+    ],
+)
+def test_the_search_itself(code: str, lines: list[int]) -> None:
+    assert asks_for_a_kind_of_task(ast.parse(code)) == lines
+
+
+def test_a_task_is_asked_and_never_recognised() -> None:
+    found = {str(each.relative_to(SRC)): asks_for_a_kind_of_task(ast.parse(each.read_bytes())) for each in FILES}
+    assert len(found) > 300
+    assert {name: lines for name, lines in found.items() if lines} == {}
