@@ -28,7 +28,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypeVar
 
 from paceline.errors import PacelineError, did_you_mean
-from paceline.installed import entry_points
+from paceline.installed_packages import entry_points
 from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES, UNSUPPORTED_OPTIMIZERS
 from paceline.references import is_ours, is_reference, load_reference
 

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 import paceline
-from paceline import dataset_registry, installed, registry
+from paceline import dataset_registry, registry
 from paceline.cli.main import run
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.transforms import Variation
 from paceline.dataset_registry import DatasetNames, dataset_names, find_dataset
 from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.installed_packages import entry_points
 from paceline.optim.build import build_optimizer, build_schedules
 from paceline.plan.rates import LearningRate
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree
@@ -178,16 +179,16 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(dataset_registry, "_entries", dict(dataset_registry._entries))
     install(tmp_path, "stranger", ENTRY_POINTS)
     monkeypatch.syspath_prepend(tmp_path)
-    installed.entry_points.cache_clear()
+    entry_points.cache_clear()
     yield tmp_path
-    installed.entry_points.cache_clear()
+    entry_points.cache_clear()
 
 
-def install(site: Path, name: str, entry_points: str) -> None:
+def install(site: Path, name: str, registered: str) -> None:
     folder = site / f"{name}-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (folder / "entry_points.txt").write_text(entry_points)
+    (folder / "entry_points.txt").write_text(registered)
 
 
 def recipe(**overrides: Any) -> Any:
@@ -313,7 +314,7 @@ def test_our_names_cannot_be_replaced_and_one_name_is_one_object(stranger: Path)
     assert registry.installed("optimizers") == {"nudge": "stranger:Nudge"}
     assert registry.load("optimizers", "sgd", RecipeError) is torch.optim.SGD
     install(stranger, "other", "[paceline.optimizers]\nnudge = other:Nudge\n")
-    installed.entry_points.cache_clear()
+    entry_points.cache_clear()
     with pytest.raises(PacelineError, match=r"two installed packages register 'nudge'.*other:Nudge"):
         registry.installed("optimizers")
 
@@ -375,7 +376,7 @@ def test_a_function_of_another_package() -> None:
 
 def test_two_of_one_name_leave_ours_alone(stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(stranger, "other", "[paceline.commands]\ngreet = other:Greet\n[paceline.functions]\nsawtooth = other:saw\n")
-    installed.entry_points.cache_clear()
+    entry_points.cache_clear()
     for words in (["--help"], ["doctor", "--help"], ["train", "--help"]):
         assert run(words) == 0
     assert run(["greet", "you"]) == 2
@@ -389,7 +390,7 @@ def test_two_of_one_name_leave_ours_alone(stranger: Path, capsys: pytest.Capture
 def test_names_of_our_packages_are_built_in(stranger: Path) -> None:
     """A task of a package beside ``paceline`` obeys the recipe's rules as one of the core does."""
     install(stranger, "ours", "[paceline.schedules]\nslope = paceline_slopes:slope\n")
-    installed.entry_points.cache_clear()
+    entry_points.cache_clear()
     assert "slope" in registry.built_in("schedules")
     assert {"slope", "sawtooth"} <= registry.installed("schedules").keys()
     assert "sawtooth" not in registry.built_in("schedules")
@@ -404,14 +405,14 @@ def test_a_command_that_an_incomplete_installation_lacks(
     run(["--help"])
     capsys.readouterr()
     monkeypatch.setattr(sys, "path", [place for place in sys.path if not [*Path(place).glob("*-info")]])
-    installed.entry_points.cache_clear()
+    entry_points.cache_clear()
     assert run(["doctor"]) == 2
     said = capsys.readouterr().err
     assert "there is no command 'doctor'" in said
     assert "installation is incomplete or stale" in said
     assert run(["--help"]) == 0
     assert "Advise" not in capsys.readouterr().out
-    installed.entry_points.cache_clear()
+    entry_points.cache_clear()
 
 
 @pytest.mark.usefixtures("stranger")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import click
 
 from paceline.errors import PacelineError
-from paceline.installed import recall
+from paceline.installed_packages import recall
 from paceline.loading import loading
 from paceline.references import load_reference
 from paceline.registry import built_in, installed, known_names

@@ -24,10 +24,7 @@ from paceline.units import format_bytes
 from paceline.version import __version__
 
 _EVERYTHING = "paceline.everything"
-_INCOMPLETE = (
-    " Paceline's installation is incomplete or stale, so there may be more: install it again (in a checkout, "
-    "`pip install -e .`)."
-)
+_INCOMPLETE = " Paceline's installation is incomplete or stale: install it again (in a checkout, `pip install -e .`)."
 
 
 class _LazyGroup(click.Group):

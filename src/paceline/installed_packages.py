@@ -58,14 +58,14 @@ def recall(kind: str, find: Callable[[], tuple[Any, Iterable[str] | None]]) -> A
 def _metadata() -> list[list[Any]]:
     """Return folder, name and time of change of each package's metadata, in the order of the search."""
     found: list[list[Any]] = []
-    for folder in map(os.path.abspath, sys.path):
-        with suppress(OSError), os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.lower().endswith((".dist-info", ".egg-info")):
-                    changed = entry.stat().st_mtime_ns
-                    if entry.name.endswith(".egg-info"):  # a checkout's, whose files are written over
-                        changed = max((changed, *_times([f"{entry.path}/entry_points.txt"]).values()))
-                    found.append([folder, entry.name, changed])
+    for folder in map(str, sys.path):
+        with suppress(OSError):
+            for name in sorted(os.listdir(folder or os.curdir)):
+                if name.lower().endswith((".dist-info", ".egg-info")):
+                    place = os.path.join(folder, name)
+                    # Those of a checkout are written over, which does not change the folder.
+                    files = [f"{place}/entry_points.txt"] if name.endswith(".egg-info") else []
+                    found.append([folder, name, max(_times([place, *files]).values(), default=0)])
     return found
 
 
