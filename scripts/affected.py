@@ -13,12 +13,14 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
 from collections import deque
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+ENTRY_POINTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
 NAMED = re.compile(r"paceline(?:_\w+)?(?:\.\w+)+")
 SIBLING = re.compile(r"^\.(\w+):\w+$")  # the end of f"{PACKAGE}.module:Name"
 
@@ -39,6 +41,9 @@ def _names(node: ast.AST, package: str) -> Iterator[str]:
     elif isinstance(node, ast.ImportFrom) and node.module:
         yield from (name for each in node.names for name in (node.module, f"{node.module}.{each.name}"))
     elif isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+        yield from (
+            name for each in ENTRY_POINTS.get(f"paceline.{node.value}", {}).values() for name in NAMED.findall(each)
+        )
         yield from NAMED.findall(node.value)
         yield from (f"{package}.{name}" for name in SIBLING.findall(node.value))
     for child in node.orelse if is_for_types else ast.iter_child_nodes(node):

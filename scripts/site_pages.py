@@ -1,6 +1,6 @@
 """Turn the pages of the repository into a site; mkdocs calls this (`hooks` in mkdocs.yml).
 
-Generated pages: the commands (their `--help`), the Python interface (`paceline.__all__`), and whatever outside `docs/`
+Generated pages: the commands (their `--help`), the Python interface (`dir(paceline)`), and whatever outside `docs/`
 a page links to, shown unchanged. The search leaves out the landing page, and pages for those who change the code.
 """
 
@@ -20,8 +20,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import paceline
-from paceline.cli.commands import COMMANDS
+from paceline.cli.commands import listing
 from paceline.cli.main import cli
+from paceline.registry import built_in
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -142,18 +143,17 @@ def _shown(target: Path, name: str, config: MkDocsConfig) -> File:
 def _commands() -> Iterator[str]:
     yield "# Commands\n\nWhat `paceline COMMAND --help` says, command by command.\n"
     parent = click.Context(cli, info_name="paceline")
-    for name, listed in COMMANDS.items():
+    for name, line in (each for commands in listing().values() for each in commands.items()):
         command = cli.get_command(parent, name)
         assert command is not None
         context = click.Context(command, info_name=name, parent=parent, terminal_width=100)
-        yield f"## {name}\n\n{listed.line}\n\n```text\n{command.get_help(context)}\n```\n"
+        yield f"## {name}\n\n{line}\n\n```text\n{command.get_help(context)}\n```\n"
 
 
 def _python() -> Iterator[str]:
-    yield "# Python\n\nThe public names: `paceline.__all__`. [Your own model, data and task](guide/own-code.md) tells"
+    yield "# Python\n\nThe public names: `dir(paceline)`. [Your own model, data and task](guide/own-code.md) tells"
     yield "how they are used.\n"
-    for name in paceline.__all__:
+    functions = built_in("functions")  # of other packages, documented where they are written
+    for name in dir(paceline):
         if not name.startswith("__"):
-            # What the advisor offers is documented where it is written.
-            home = "paceline_advisor.tuning.lr_range" if name == "find_lr" else "paceline"
-            yield f"::: {home}.{name}\n"
+            yield f"::: {functions.get(name, f'paceline:{name}').replace(':', '.')}\n"

@@ -27,6 +27,13 @@ def strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+def command_names() -> list[str]:
+    """The commands of Paceline's packages, in the order of `paceline help all`."""
+    from paceline.cli.commands import listing
+
+    return [name for commands in listing().values() for name in commands]
+
+
 @dataclass
 class Done:
     """How a command ended."""

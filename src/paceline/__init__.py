@@ -18,7 +18,6 @@ __all__ = [
     "Task",
     "TrainResult",
     "__version__",
-    "find_lr",
     "load_recipe",
     "train",
 ]
@@ -29,7 +28,6 @@ _HOMES = {
     "Recipe": "paceline.recipe.schema",
     "Task": "paceline.tasks.task",
     "TrainResult": "paceline.trainer.train",
-    "find_lr": "paceline_advisor.tuning.lr_range",
     "load_recipe": "paceline.recipe.load",
     "train": "paceline.training",
 }
@@ -45,15 +43,32 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'paceline' has no attribute '{name}'")
     from paceline.loading import loading
 
     with loading():
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+        if name in _HOMES:
+            value = getattr(importlib.import_module(_HOMES[name]), name)
+        else:
+            value = _registered(name)
     globals()[name] = value  # later accesses no longer call this function
     return value
 
 
+def _registered(name: str) -> Any:
+    """Return the function that another package registers under a name."""
+    from paceline.errors import PacelineError
+    from paceline.registry import built_in, installed, load
+
+    try:
+        is_known = not name.startswith("_") and (name in built_in("functions") or name in installed("functions"))
+    except PacelineError as error:  # of other names; importing a submodule asks for an attribute first
+        raise AttributeError(str(error)) from None
+    if not is_known:
+        raise AttributeError(f"module 'paceline' has no attribute '{name}'")
+    return load("functions", name, PacelineError)
+
+
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    from paceline.registry import known_names
+
+    return sorted({*__all__, *known_names("functions")})

@@ -2,7 +2,7 @@
 
 A command is declared once::
 
-    @command("noise-scale", runs="paceline_advisor.tuning.noise_scale:measure_noise")
+    @command("noise-scale", runs="mypackage.noise_scale:measure_noise", group="Study")
     @dataclass(frozen=True, kw_only=True)
     class NoiseScale:
         '''Measure the gradient noise scale of a recipe, or of a run at each of its checkpoints.'''
@@ -24,6 +24,7 @@ options are refused in ``__post_init__``, before anything is written or started.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from annotated_types import Ge
 
 Log = Callable[[str], None]
-_T = TypeVar("_T", bound=type[Any])
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,17 @@ Output = Annotated[Path | None, Shape(metavar="DIR"), "Write the result there as
 
 
 def command(
-    name: str, *, runs: str | None = None, files: tuple[str, ...] = (), commands: tuple[type[Any], ...] = ()
+    name: str,
+    *,
+    runs: str | None = None,
+    files: tuple[str, ...] = (),
+    commands: tuple[type[Any], ...] = (),
+    group: str = "",
+    place: int = sys.maxsize,
 ) -> Callable[[_T], _T]:
-    """Declare a dataclass as a command.
+    """Declare a dataclass as a command; or a click command, or a function that returns one.
+
+    The first line of its docstring, or the short help of a click command, is its line in `paceline --help`.
 
     Args:
         name: The words after ``paceline``.
@@ -109,12 +118,16 @@ def command(
         files: Files it writes into ``output``, if not ``NAME.json`` and ``NAME.html``; its result then has
             ``write(folder)``.
         commands: Subcommands of a group; the class then has only the docstring.
+        group: The heading it is listed under, if an entry point refers to it; by default, that of other packages.
+        place: Its position under the heading, from 0; by default, after the commands with a position.
     """
 
-    def declare(kind: _T) -> _T:
+    def declare(kind: Any) -> Any:
         kind.__paceline_command__ = name
         kind.__paceline_runs__ = runs
         kind.__paceline_commands__ = commands
+        kind.__paceline_group__ = group
+        kind.__paceline_place__ = place
         kind.__paceline_files__ = files or (f"{name}.json", f"{name}.html")
         return kind
 

@@ -1,7 +1,7 @@
 """Rules for which files of a folder or an archive are read: the same for images, texts, tables, archives and predict.
 
 Names that begin with a dot and files of the operating system are ignored. Linked folders are followed. File extensions
-are not case-sensitive. Everything else that is not used is counted and reported.
+are not case-sensitive. Everything else that is not used is counted and reported. Cache files are written here too.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _BINARY = {
 }
 """What a file called a text is, and what to do, by its first bytes."""
 _WEB_PAGE = (b"<!doctyp", b"<html")
+TOO_FRESH_NS = 3_000_000_000
+"""Timestamps have a resolution of up to two seconds: a recently changed file may change again unnoticed."""
 _MAX_NAMES, _MAX_EXTENSION_LENGTH, _MAX_EXTENSIONS = 3, 10, 1000
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -165,6 +167,27 @@ class SkippedItems:
         by_extension = f"{', '.join(parts)}; " if len(extensions) > 1 and parts else ""
         names = ", ".join(first) + (", …" if total > len(first) else "")
         return f"{reason}: {total:,}{verb} ({by_extension}{names})"
+
+
+def remember(path: Path, content: bytes) -> bool:
+    """Write a cache file atomically; return False if that fails, for example because the disk is full."""
+    import tempfile  # slow to import, and rarely needed
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A name that no other process uses, on this host or another.
+        descriptor, partial = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(content)
+            os.replace(partial, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+            raise
+    except OSError:
+        return False
+    return True
 
 
 def list_entries(folder: str | Path) -> list[os.DirEntry[str]]:

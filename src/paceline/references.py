@@ -40,6 +40,11 @@ def is_reference(name: str) -> bool:
     return bool(colon) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
+def is_ours(module: str) -> bool:
+    """Whether a module or reference is Paceline's: its top package is ``paceline``, or begins with ``paceline_``."""
+    return f"{module.partition(':')[0]}.".startswith(("paceline.", "paceline_"))
+
+
 def call_reference(key: str, reference: str, target: Any, error: type[PacelineError], *arguments: Any) -> Any:
     """Call an object that a recipe names; errors from its own code pass through.
 

@@ -1,7 +1,8 @@
 """Names that a recipe or a command line may use, and the objects that they refer to.
 
-Each name maps to a reference ``module:attribute``, which is imported when the object is used. Built-in names are listed
-here. An installed package adds names through Python entry points, in the group named ``paceline.`` and the kind::
+Each name maps to a reference ``module:attribute``, which is imported when the object is used. Names of this package are
+listed here. An installed package adds names through Python entry points, in the group named ``paceline.`` and the kind;
+those of Paceline's own packages are built-in names too::
 
     [project.entry-points."paceline.optimizers"]
     prodigy = "prodigyopt:Prodigy"
@@ -18,20 +19,21 @@ Objects are called in the same way for both kinds of names, and for custom code 
   step after the warm-up
 * tasks: ``task(recipe)``; returns a :class:`paceline.tasks.task.Task`
 * datasets: see :mod:`paceline.dataset_registry`
-* commands: a click command
+* commands: see :mod:`paceline.cli.commands`
+* functions: a function that is called as an attribute of the package ``paceline``
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, Literal, TypeVar
 
 from paceline.errors import PacelineError, did_you_mean
+from paceline.installed_packages import entry_points
 from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES, UNSUPPORTED_OPTIMIZERS
-from paceline.references import is_reference, load_reference
+from paceline.references import is_ours, is_reference, load_reference
 
 _T = TypeVar("_T")
-Kind = Literal["optimizers", "schedules", "losses", "augmentations", "tasks", "datasets", "commands"]
+Kind = Literal["optimizers", "schedules", "losses", "augmentations", "tasks", "datasets", "commands", "functions"]
 
 _SCHEDULES = ("constant", "step", "linear", "cosine", "cyclic", "polynomial", "exponential", "one_cycle", "trapezoid")
 _BUILT_IN: dict[Kind, dict[str, str]] = {
@@ -68,32 +70,35 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "segmentation": "paceline.tasks.segmentation:Segmentation",
     },
     "datasets": {},  # built-in data sets register themselves: paceline.dataset_registry
-    "commands": {},
+    "commands": {},  # listed in paceline.cli.commands
+    "functions": {},  # listed in paceline/__init__.py
 }
 
 
 def built_in(kind: Kind) -> dict[str, str]:
-    """Return the built-in names of a kind and their references."""
-    return _BUILT_IN[kind]
+    """Return the names of a kind that Paceline's own packages define, and their references."""
+    core = _BUILT_IN[kind]
+    return core | {name: value for name, value in _entry_points(kind) if is_ours(value) and name not in core}
 
 
-@cache
 def installed(kind: Kind) -> dict[str, str]:
-    """Return the names of a kind that installed packages add, with references, sorted; built-in names have priority.
+    """Return the names of a kind that other packages than ``paceline`` register, sorted, with references.
 
     Raises:
-        PacelineError: If two packages register different objects under one name.
+        PacelineError: If two packages register different objects under one name that is not built in.
     """
-    from importlib.metadata import entry_points  # slow to import, and `--help` needs none
-
-    references: dict[str, str] = {}
-    for each in sorted(entry_points(group=f"paceline.{kind}"), key=lambda entry: (entry.name, entry.value)):
-        if references.setdefault(each.name, each.value) != each.value:
+    ours, references = built_in(kind), dict[str, str]()
+    for name, value in _entry_points(kind):
+        if references.setdefault(name, ours.get(name, value)) != value and name not in ours:
             raise PacelineError(
-                f"two installed packages register '{each.name}' in paceline.{kind}: {references[each.name]} and "
-                f"{each.value}; uninstall one of them."
+                f"two installed packages register '{name}' in paceline.{kind}: {references[name]} and {value}; "
+                "uninstall one of them."
             )
     return {name: value for name, value in references.items() if name not in _BUILT_IN[kind]}
+
+
+def _entry_points(kind: Kind) -> list[list[str]]:
+    return entry_points().get(f"paceline.{kind}", [])
 
 
 def known_names(kind: Kind) -> dict[str, str]:
@@ -104,7 +109,7 @@ def known_names(kind: Kind) -> dict[str, str]:
 
 def name_problem(kind: Kind, name: str) -> str:
     """Return what is wrong with a name, with the nearest names; empty if it is registered, or a reference."""
-    if name in _BUILT_IN[kind] or is_reference(name) or name in known_names(kind):
+    if name in built_in(kind) or is_reference(name) or name in known_names(kind):
         return ""
     if kind == "optimizers" and (why := UNSUPPORTED_OPTIMIZERS.get(name.lower())):
         return f"optimizer '{name}' is not supported: {why}"
@@ -125,8 +130,9 @@ def load(kind: Kind, name: str, error: type[PacelineError]) -> Any:
     """
     if problem := name_problem(kind, name):
         raise error(f"{problem}.")
-    is_custom = name not in _BUILT_IN[kind] and is_reference(name)
-    reference = name if is_custom else _BUILT_IN[kind].get(name) or known_names(kind)[name]
+    names = built_in(kind)
+    is_custom = name not in names and is_reference(name)
+    reference = name if is_custom else names.get(name) or known_names(kind)[name]
     target = load_reference(reference, error, installed=not is_custom)
     if not callable(target):
         raise error(f"'{reference}' is a {type(target).__name__}, which cannot be called: name a function or a class.")

@@ -35,7 +35,7 @@ from paceline_advisor.apply import check_new
 # ------------------------------------------------------------------------------------------------ before a run
 
 
-@command("estimate", runs="paceline_advisor.memory.estimate:estimate")
+@command("estimate", runs="paceline_advisor.memory.estimate:estimate", group="Before a run", place=0)
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Estimate training memory on any GPU, whether or not you have it.
@@ -65,7 +65,7 @@ class Estimate:
     expandable_segments: Annotated[bool, "As with PYTORCH_ALLOC_CONF=expandable_segments:True."] = False
 
 
-@command("find-batch", runs="paceline_advisor.memory.find_batch:find_batch")
+@command("find-batch", runs="paceline_advisor.memory.find_batch:find_batch", group="Advise", place=2)
 @dataclass(frozen=True, kw_only=True)
 class FindBatch:
     """Find the largest micro-batch that fits, by trying.
@@ -138,7 +138,7 @@ class Sweep:
             )
 
 
-@command("find-lr", runs="paceline_advisor.tuning.lr_range:measure")
+@command("find-lr", runs="paceline_advisor.tuning.lr_range:measure", group="Advise", place=1)
 @dataclass(frozen=True, kw_only=True)
 class FindLr(Sweep):
     """Find a learning rate by a range test.
@@ -239,7 +239,7 @@ class Cluster:
             raise RecipeError("--step-seconds needs the samples of a step; add --one-gpu-batch.")
 
 
-@command("scale", runs="paceline_advisor.scaling.study:scale")
+@command("scale", runs="paceline_advisor.scaling.study:scale", group="Before a run", place=2)
 @dataclass(frozen=True, kw_only=True)
 class Scale(Cluster):
     """Predict scaling over GPUs, and measure it where possible.
@@ -280,7 +280,7 @@ class Scale(Cluster):
             raise RecipeError("--rounds has no effect here: nothing is measured without --measure. Leave it out.")
 
 
-@command("plan", runs="paceline_advisor.scaling.planning:plan_training")
+@command("plan", runs="paceline_advisor.scaling.planning:plan_training", group="Before a run", place=1)
 @dataclass(frozen=True, kw_only=True)
 class Plan(Cluster):
     """Choose the number of GPUs for a deadline or a budget.
@@ -325,7 +325,7 @@ class Plan(Cluster):
             )
 
 
-@command("formulas", runs="paceline_advisor.formulas.catalogue:look_up")
+@command("formulas", runs="paceline_advisor.formulas.catalogue:look_up", group="Study", place=5)
 @dataclass(frozen=True, kw_only=True)
 class Formulas:
     """Compute a rule of thumb: rooflines, memory, batch sizes, scaling, time.
@@ -347,7 +347,7 @@ class Formulas:
 # ------------------------------------------------------------------------------------------------ what slows a run
 
 
-@command("doctor", runs="paceline_advisor.doctor.study:diagnose")
+@command("doctor", runs="paceline_advisor.doctor.study:diagnose", group="Advise", place=0)
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Find what limits a run's speed, and measure each change.
@@ -518,11 +518,12 @@ class _BenchGroup(click.Group):
         return super().parse_args(ctx, args)
 
 
+@command("bench", group="Study", place=0)
 def bench() -> click.Group:
-    """Return `bench` with its two subcommands."""
+    """Measure how fast a recipe trains or answers, and compare."""
     from paceline.cli.derive import click_command
 
-    made = _BenchGroup("bench", help="Measure how fast a recipe trains or answers, and compare.")
+    made = _BenchGroup("bench", help=bench.__doc__)
     for each in (Bench, BenchCompare):
         made.add_command(click_command(each))
     return made
@@ -531,7 +532,7 @@ def bench() -> click.Group:
 # ------------------------------------------------------------------------------------------------ is it right?
 
 
-@command("prove", runs="paceline_advisor.prove.study:prove")
+@command("prove", runs="paceline_advisor.prove.study:prove", group="Verify", place=1)
 @dataclass(frozen=True, kw_only=True)
 class Prove:
     """Prove that a recipe computes what it says, also with your own code.
@@ -554,7 +555,7 @@ class Prove:
     processes: Annotated[int, Ge(1), "Compare with a run of N processes; 1 skips this."] = 2
 
 
-@command("drill", runs="paceline_advisor.drill.study:drill")
+@command("drill", runs="paceline_advisor.drill.study:drill", group="Verify", place=2)
 @dataclass(frozen=True, kw_only=True)
 class Drill:
     """Kill and disturb runs of a recipe, and check that nothing is lost.
@@ -592,7 +593,7 @@ def _samples(text: str) -> int | None:
     return int(text)
 
 
-@command("landscape", runs="paceline_advisor.landscape.study:explore")
+@command("landscape", runs="paceline_advisor.landscape.study:explore", group="Study", place=4)
 @dataclass(frozen=True, kw_only=True)
 class Landscape:
     """Plot the loss around a run's weights, and measure sharpness.
@@ -693,7 +694,7 @@ class Landscape:
             raise PacelineError(f"{option} has no effect on --measure {','.join(self.measure)}; leave it out.")
 
 
-@command("noise-scale", runs="paceline_advisor.tuning.noise_scale:measure_noise")
+@command("noise-scale", runs="paceline_advisor.tuning.noise_scale:measure_noise", group="Study", place=2)
 @dataclass(frozen=True, kw_only=True)
 class NoiseScale:
     """Measure the gradient noise scale: how large a batch still pays.
@@ -717,7 +718,7 @@ class NoiseScale:
     scratch: Scratch = None
 
 
-@command("sweep-batch", runs="paceline_advisor.tuning.batch_sweep:sweep_batch")
+@command("sweep-batch", runs="paceline_advisor.tuning.batch_sweep:sweep_batch", group="Study", place=3)
 @dataclass(frozen=True, kw_only=True)
 class SweepBatch:
     """Train to a target with several batch sizes; fit where larger ones stop paying.
@@ -758,7 +759,13 @@ class SweepBatch:
     ] = None
 
 
-@command("tune", runs="paceline_advisor.tuning.tune:tune", files=("tune.json", "tune.html", "trials.log"))
+@command(
+    "tune",
+    runs="paceline_advisor.tuning.tune:tune",
+    files=("tune.json", "tune.html", "trials.log"),
+    group="Advise",
+    place=3,
+)
 @dataclass(frozen=True, kw_only=True)
 class Tune:
     """Search for better recipe values with Optuna; each trial is a run.
@@ -787,7 +794,7 @@ class Tune:
     output: Annotated[Path, Shape(metavar="DIR"), "Runs, journal and result."] = Path("runs/tune")
 
 
-@command("roofline", runs="paceline_advisor.roofline.study:roofline")
+@command("roofline", runs="paceline_advisor.roofline.study:roofline", group="Study", place=1)
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
     """Compare a training step with a device's limits, layer by layer.

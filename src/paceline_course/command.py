@@ -13,14 +13,16 @@ import click
 
 from paceline.cli.options import FiniteRange, LocalPath, json_option
 from paceline.cli.output import echo, print_json, print_table, store_verdict
+from paceline.command import command
 from paceline.errors import LabError
 from paceline.files import refuse_special_outputs
 
 _lab_argument: Callable[[Any], Any] = click.argument("number", metavar="N")
 
 
-@click.group("labs")
-def command() -> None:
+@command("labs", group="More", place=4)
+@click.group("labs", short_help="Work through the course: start a lab, check exercises, mark the assessment.")
+def labs() -> None:
     """A course on training with several devices: notebooks that run on two CPU cores and check your exercises.
 
     \b
@@ -38,7 +40,7 @@ def _started(file_name: str) -> list[Path]:
     return [path for path in (Path(file_name), *sorted(Path().glob(f"*/{file_name}"))) if path.exists()]
 
 
-@command.command("list", short_help="List the labs: topic, duration, exercises.")
+@labs.command("list", short_help="List the labs: topic, duration, exercises.")
 @json_option
 def list_labs(as_json: bool) -> None:
     """List the labs in the order of the course."""
@@ -71,7 +73,7 @@ def list_labs(as_json: bool) -> None:
     print_table(("lab", "title", "minutes", "exercises", "started here"), rows, indent="")
 
 
-@command.command("start", short_help="Write the notebook of a lab and open it.")
+@labs.command("start", short_help="Write the notebook of a lab and open it.")
 @_lab_argument
 @click.argument("folder", type=LocalPath(file_okay=False), default=Path())
 @click.option("--no-open", is_flag=True, help="Do not open Jupyter.")
@@ -102,7 +104,7 @@ def start(number: str, folder: Path, no_open: bool, as_json: bool) -> int:
     return 0
 
 
-@command.command("check", short_help="Check the exercises of a lab.")
+@labs.command("check", short_help="Check the exercises of a lab.")
 @_lab_argument
 @click.argument("file", type=LocalPath(dir_okay=False), required=False)
 @click.option(
@@ -146,7 +148,7 @@ def check(number: str, file: Path | None, seconds: float, as_json: bool) -> int:
     return code
 
 
-@command.command("slides", short_help="Make the slides of a lab.")
+@labs.command("slides", short_help="Make the slides of a lab.")
 @_lab_argument
 @click.option(
     "--output",
@@ -196,7 +198,7 @@ def slides(number: str, output: Path, marp: Path | None, seconds: float, as_json
     return 0
 
 
-@command.command("grade", short_help="Run and mark a program of the assessment.")
+@labs.command("grade", short_help="Run and mark a program of the assessment.")
 @click.argument("file", type=LocalPath(dir_okay=False))
 @json_option
 def grade(file: Path, as_json: bool) -> int:

@@ -11,11 +11,11 @@ from typing import Any
 import click
 import pytest
 import yaml
-from calls import Call
+from calls import Call, command_names
 from PIL import Image
 from run_directories import newest_weights, rewrite_weights
 
-from paceline.cli.commands import COMMANDS, command_of
+from paceline.cli.commands import command_of
 from paceline.recipe.named_code import CODE_KEYS, TRAINING_CODE_KEYS
 
 MODULE = """
@@ -60,7 +60,7 @@ def _leaves(command: click.Command, *words: str) -> Iterator[tuple[tuple[str, ..
 
 
 def _commands() -> list[tuple[tuple[str, ...], click.Command]]:
-    return [leaf for name in COMMANDS for leaf in _leaves(command_of(name), name)]
+    return [leaf for name in command_names() for leaf in _leaves(command_of(name), name)]
 
 
 def _takes_run(command: click.Command) -> bool:

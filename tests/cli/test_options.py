@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 import pytest
-from calls import Call
+from calls import Call, command_names
 from PIL import Image
 
 import paceline
-from paceline.cli.commands import COMMANDS, command_of
+from paceline.cli.commands import command_of
 from paceline.cli.main import run
 from paceline.cli.options import FiniteRange, LocalPath
 
@@ -27,7 +27,7 @@ def test_every_number_typed_is_finite() -> None:
     """click's own numbers let nan and inf through, which end in a traceback or in a table of nan."""
     numbers = [
         (name, option)
-        for name in COMMANDS
+        for name in command_names()
         for option in _options(command_of(name))
         if isinstance(option.type, click.types.FloatParamType)
     ]
@@ -38,7 +38,7 @@ def test_every_number_typed_is_finite() -> None:
 def test_every_path_typed_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     paths = [
         (name, option)
-        for name in COMMANDS
+        for name in command_names()
         for option in _options(command_of(name))
         if isinstance(option.type, click.Path)
     ]

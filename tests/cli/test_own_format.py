@@ -12,8 +12,9 @@ import pytest
 from calls import Call
 from PIL import Image
 
-from paceline import dataset_registry, registry
+from paceline import dataset_registry
 from paceline.data.image.sets.packed import read_manifest
+from paceline.installed_packages import entry_points
 
 pytest.importorskip("pyarrow", reason="packing needs pyarrow")
 
@@ -52,9 +53,9 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "path_lists", raising=False)
-    registry.installed.cache_clear()
+    entry_points.cache_clear()
     yield tmp_path
-    registry.installed.cache_clear()
+    entry_points.cache_clear()
 
 
 def test_every_command_knows_it(pictures: Path, paceline_here: Call, tiny: tuple[str, ...]) -> None:

@@ -15,8 +15,9 @@ from typing import Any
 
 import click
 import pytest
+from calls import command_names
 
-from paceline.cli.commands import COMMANDS, command_of
+from paceline.cli.commands import command_of
 from paceline.plan import Plan
 from paceline.recipe import layers
 from paceline.recipe.schema import Recipe
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 COURSE = ROOT / "src" / "paceline_course" / "notebooks"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *COURSE.rglob("*.md"), *COURSE.glob("*.py")])
 SOURCES = sorted(path for path in (ROOT / "src").rglob("*.py") if "notebooks" not in path.parts)
+COMMANDS = command_names()
 OF_PAGES = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -13,9 +13,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from calls import command_names
 
 import paceline
-from paceline.cli.commands import COMMANDS
 
 pytestmark = [pytest.mark.needs("material", "mkdocstrings"), pytest.mark.thorough]
 
@@ -89,8 +89,8 @@ def test_every_page_command_and_public_name_is_there(pages: dict[Path, Addresses
     assert {path.relative_to(site) for path in pages} >= written
     reached = {(site / unquote(urlsplit(link).path)).resolve() for link in pages[site / "index.html"].linked}
     assert {site / page for page in written} - reached == set(), "the navigation on every page leaves them out"
-    assert set(COMMANDS) <= pages[site / "commands.html"].places
-    names = {f"paceline.{name}" for name in paceline.__all__ if not name.startswith("__")}
+    assert set(command_names()) <= pages[site / "commands.html"].places
+    names = {f"paceline.{name}" for name in dir(paceline) if not name.startswith("__")}
     names = {name if name != "paceline.find_lr" else "paceline_advisor.tuning.lr_range.find_lr" for name in names}
     assert names <= pages[site / "python.html"].places
     assert "paceline.Task.loss" in pages[site / "python.html"].places

@@ -21,6 +21,7 @@ from paceline.data.image.datasets import open_dataset
 from paceline.data.image.transforms import Variation
 from paceline.dataset_registry import DatasetNames, dataset_names, find_dataset
 from paceline.errors import DataError, PacelineError, RecipeError
+from paceline.installed_packages import entry_points
 from paceline.optim.build import build_optimizer, build_schedules
 from paceline.plan.rates import LearningRate
 from paceline.recipe.load import load_recipe, stored_recipe, to_tree
@@ -30,6 +31,7 @@ from paceline.tasks.task import build_task
 CODE = '''
 import random
 
+import click
 import numpy as np
 import torch
 from dataclasses import dataclass
@@ -96,10 +98,13 @@ class Trained(torch.nn.Module):
     def forward(self, logits, targets):
         return self.scale * (logits - targets).sum(dim=1)
 
-@command("greet")
+@command("greet", group="Politeness")
 @dataclass
 class Greet:
-    """Greet somebody."""
+    """Greet somebody.
+
+    By name.
+    """
 
     name: str
 
@@ -111,6 +116,10 @@ class Greet:
 
     def to_json(self):
         return {"name": self.name}
+
+@click.command(short_help="Wave to everybody.")
+def wave():
+    """Wave, with either hand."""
 '''
 SATELLITE = """
 import numpy as np
@@ -143,8 +152,15 @@ power = stranger:Power
 [paceline.augmentations]
 flicker = stranger:flicker
 [paceline.commands]
+broken = no_such_module:Broken
+doctor = stranger:Greet
 greet = stranger:Greet
 train = stranger:Greet
+wave = stranger:wave
+[paceline.functions]
+find_lr = stranger:sawtooth
+sawtooth = stranger:sawtooth
+train = stranger:sawtooth
 [paceline.tasks]
 pictures = stranger:Pictures
 
@@ -163,16 +179,16 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(dataset_registry, "_entries", dict(dataset_registry._entries))
     install(tmp_path, "stranger", ENTRY_POINTS)
     monkeypatch.syspath_prepend(tmp_path)
-    registry.installed.cache_clear()
+    entry_points.cache_clear()
     yield tmp_path
-    registry.installed.cache_clear()
+    entry_points.cache_clear()
 
 
-def install(site: Path, name: str, entry_points: str) -> None:
+def install(site: Path, name: str, registered: str) -> None:
     folder = site / f"{name}-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (folder / "entry_points.txt").write_text(entry_points)
+    (folder / "entry_points.txt").write_text(registered)
 
 
 def recipe(**overrides: Any) -> Any:
@@ -298,7 +314,7 @@ def test_our_names_cannot_be_replaced_and_one_name_is_one_object(stranger: Path)
     assert registry.installed("optimizers") == {"nudge": "stranger:Nudge"}
     assert registry.load("optimizers", "sgd", RecipeError) is torch.optim.SGD
     install(stranger, "other", "[paceline.optimizers]\nnudge = other:Nudge\n")
-    registry.installed.cache_clear()
+    entry_points.cache_clear()
     with pytest.raises(PacelineError, match=r"two installed packages register 'nudge'.*other:Nudge"):
         registry.installed("optimizers")
 
@@ -332,11 +348,71 @@ def test_a_command_of_another_package(capsys: pytest.CaptureFixture[str]) -> Non
     assert run(["greet", "you", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"name": "you"}
     assert run(["help", "all"]) == 0
-    assert "greet  stranger" in capsys.readouterr().out
-    assert run(["train", "--help"]) == 0  # ours cannot be replaced
-    assert "greet" not in capsys.readouterr().out.lower()
+    politeness, _, others = (
+        capsys.readouterr().out.partition("Politeness:\n")[2].partition("From installed packages:\n")
+    )
+    assert politeness == "  greet  Greet somebody.\n\n"
+    assert others == "  broken  no_such_module\n  wave    Wave to everybody.\n"
+    for ours in ("train", "doctor"):  # cannot be replaced
+        assert run([ours, "--help"]) == 0
+        assert "greet" not in capsys.readouterr().out.lower()
+    assert run(["--help"]) == 0
+    assert "greet" not in capsys.readouterr().out
+    assert run(["broken"]) == 2
+    assert "there is no module 'no_such_module'" in capsys.readouterr().err
     assert run(["great"]) == 2
     assert "Did you mean 'greet'?" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("stranger")
+def test_a_function_of_another_package() -> None:
+    assert paceline.sawtooth(LearningRate(name="constant", peak=0.5, total_steps=9, warmup_steps=0), 1) == 0.25
+    assert {"find_lr", "sawtooth", "train"} <= set(dir(paceline))
+    for name, home in {"find_lr": "paceline_advisor.tuning.lr_range", "train": "paceline.training"}.items():
+        vars(paceline).pop(name, None)
+        assert getattr(paceline, name).__module__ == home, "ours cannot be replaced"
+    del paceline.sawtooth
+
+
+def test_two_of_one_name_leave_ours_alone(stranger: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(stranger, "other", "[paceline.commands]\ngreet = other:Greet\n[paceline.functions]\nsawtooth = other:saw\n")
+    entry_points.cache_clear()
+    for words in (["--help"], ["doctor", "--help"], ["train", "--help"]):
+        assert run(words) == 0
+    assert run(["greet", "you"]) == 2
+    assert "two installed packages register 'greet'" in capsys.readouterr().err
+    vars(paceline).pop("find_lr", None)
+    assert paceline.find_lr
+    with pytest.raises(AttributeError, match="two installed packages register 'sawtooth'"):
+        paceline.sawtooth  # noqa: B018  # the access is the test
+
+
+def test_names_of_our_packages_are_built_in(stranger: Path) -> None:
+    """A task of a package beside ``paceline`` obeys the recipe's rules as one of the core does."""
+    install(stranger, "ours", "[paceline.schedules]\nslope = paceline_slopes:slope\n")
+    entry_points.cache_clear()
+    assert "slope" in registry.built_in("schedules")
+    assert {"slope", "sawtooth"} <= registry.installed("schedules").keys()
+    assert "sawtooth" not in registry.built_in("schedules")
+    with pytest.raises(RecipeError, match=r"'schedule\.end_lr' has no effect"):
+        recipe(schedule__name="slope", schedule__end_lr=0.25)
+    assert recipe(schedule__name="sawtooth", schedule__end_lr=0.25).schedule.end_lr == 0.25
+
+
+def test_a_command_that_an_incomplete_installation_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(["--help"])
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if not [*Path(place).glob("*-info")]])
+    entry_points.cache_clear()
+    assert run(["doctor"]) == 2
+    said = capsys.readouterr().err
+    assert "there is no command 'doctor'" in said
+    assert "installation is incomplete or stale" in said
+    assert run(["--help"]) == 0
+    assert "Advise" not in capsys.readouterr().out
+    entry_points.cache_clear()
 
 
 @pytest.mark.usefixtures("stranger")

@@ -24,6 +24,7 @@ from paceline.escaping import one_line
 from paceline.plain_json import load_json
 from paceline.records.reader import read_identity, recorded_runs, recorded_step
 from paceline.records.run_directory import RunDirectory, no_run_message
+from paceline.references import is_ours
 
 _LOG = logging.getLogger("paceline.weights")
 
@@ -119,7 +120,7 @@ def checked_description(key: str, text: str) -> dict[str, Any]:
             raise ValueError(f"found {wrong[0]}={str(entry[wrong[0]])[:80]}, but it must be a section")
     # A custom task, which has a colon in its name, may describe its data in its own format.
     task = entry.get("task")
-    is_paceline_task = not isinstance(task, str) or ":" not in task or task.startswith("paceline.")
+    is_paceline_task = not isinstance(task, str) or ":" not in task or is_ours(task)
     rules = _RULES | ({"channels": _SIZE_RULE} if "labels_pixels" in entry else {})
     for name, value in entry.items() if key == "data" and is_paceline_task else ():
         if name in rules and not rules[name][0](value):

@@ -1,24 +1,30 @@
-"""The commands in their groups, built in or added by installed packages; listing them imports none of them.
+"""The commands under their headings, as `--help` lists them.
 
-Built-in commands are listed here. An installed package adds commands through entry points, which are loaded in the same
-way::
+The core's commands are listed here, so that listing them imports nothing. Other packages, also Paceline's own, add
+commands through entry points::
 
     [project.entry-points."paceline.commands"]
     embed = "mypackage.embed:Embed"
 
-The entry point refers to a dataclass declared by :func:`paceline.command.command`, or to a click command.
+The entry point refers to what :func:`paceline.command.command` declares, which says the heading too, or to a click
+command.
 """
 
 from __future__ import annotations
 
-import pkgutil
+import contextlib
+import inspect
+import sys
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import click
 
 from paceline.errors import PacelineError
+from paceline.installed_packages import recall
+from paceline.loading import loading
 from paceline.references import load_reference
-from paceline.registry import installed
+from paceline.registry import built_in, installed, known_names
 
 
 class Listed(NamedTuple):
@@ -28,9 +34,8 @@ class Listed(NamedTuple):
     reference: str
 
 
-_ADVISOR = "paceline_advisor.commands"
 _OURS = "paceline.cli"
-GROUPS: dict[str, dict[str, Listed]] = {
+_CORE: dict[str, dict[str, Listed]] = {
     "Train": {
         "train": Listed("Train a recipe, or your images.", f"{_OURS}.train:Train"),
         "resume": Listed("Resume a run with the options it was started with.", f"{_OURS}.train:Resume"),
@@ -48,36 +53,12 @@ GROUPS: dict[str, dict[str, Listed]] = {
         "check-data": Listed("Find images that would break or spoil a run.", f"{_OURS}.check_data:CheckData"),
         "pack": Listed("Pack images or text into a few files that load fast.", f"{_OURS}.pack:Pack"),
     },
-    "Before a run": {
-        "estimate": Listed("Estimate training memory on any GPU, whether or not you have it.", f"{_ADVISOR}:Estimate"),
-        "plan": Listed("Choose the number of GPUs for a deadline or a budget.", f"{_ADVISOR}:Plan"),
-        "scale": Listed("Predict scaling over GPUs, and measure it where possible.", f"{_ADVISOR}:Scale"),
-    },
-    "Advise": {
-        "doctor": Listed("Find what limits a run's speed, and measure each change.", f"{_ADVISOR}:Doctor"),
-        "find-lr": Listed("Find a learning rate by a range test.", f"{_ADVISOR}:FindLr"),
-        "find-batch": Listed("Find the largest micro-batch that fits, by trying.", f"{_ADVISOR}:FindBatch"),
-        "tune": Listed("Search for better recipe values with Optuna; each trial is a run.", f"{_ADVISOR}:Tune"),
-    },
+    "Before a run": {},
+    "Advise": {},
     "Verify": {
         "audit": Listed("Prove that a run used each sample exactly once per epoch.", f"{_OURS}.report:Audit"),
-        "prove": Listed("Prove that a recipe computes what it says, also with your own code.", f"{_ADVISOR}:Prove"),
-        "drill": Listed("Kill and disturb runs of a recipe, and check that nothing is lost.", f"{_ADVISOR}:Drill"),
     },
-    "Study": {
-        "bench": Listed("Measure how fast a recipe trains or answers, and compare.", f"{_ADVISOR}:bench"),
-        "roofline": Listed("Compare a training step with a device's limits, layer by layer.", f"{_ADVISOR}:Roofline"),
-        "noise-scale": Listed(
-            "Measure the gradient noise scale: how large a batch still pays.", f"{_ADVISOR}:NoiseScale"
-        ),
-        "sweep-batch": Listed(
-            "Train to a target with several batch sizes; fit where larger ones stop paying.", f"{_ADVISOR}:SweepBatch"
-        ),
-        "landscape": Listed("Plot the loss around a run's weights, and measure sharpness.", f"{_ADVISOR}:Landscape"),
-        "formulas": Listed(
-            "Compute a rule of thumb: rooflines, memory, batch sizes, scaling, time.", f"{_ADVISOR}:Formulas"
-        ),
-    },
+    "Study": {},
     "More": {
         "recipes": Listed("List the shipped recipes, or show one.", f"{_OURS}.available:Recipes"),
         "models": Listed("List the networks a recipe can name.", f"{_OURS}.available:Models"),
@@ -85,16 +66,13 @@ GROUPS: dict[str, dict[str, Listed]] = {
         "import": Listed(
             "Convert a command line of timm's or NVIDIA's trainer into a recipe.", f"{_OURS}.import_recipe:Import"
         ),
-        "labs": Listed(
-            "Work through the course: start a lab, check exercises, mark the assessment.",
-            "paceline_course.command:command",
-        ),
         "env": Listed("Show versions, devices and what is available here.", f"{_OURS}.available:Environment"),
         "mlperf": Listed("Write logs of runs in MLPerf's format.", f"{_OURS}.report:MlperfLogs"),
         "completion": Listed("Print the completion script of a shell.", f"{_OURS}.completion:Completion"),
     },
 }
-COMMANDS = {name: listed for group in GROUPS.values() for name, listed in group.items()}
+_REFERENCES = {name: listed.reference for commands in _CORE.values() for name, listed in commands.items()}
+_OTHERS, _WIDE = "From installed packages", 80
 # Groups whose commands `paceline --help` lists one by one.
 OPEN_GROUPS = ("Train", "Use", "Data", "Before a run", "Advise")
 # Old names, which still work but are not listed, and the words they stand for.
@@ -107,9 +85,52 @@ ALIASES = {
 }
 
 
-def added_commands() -> dict[str, str]:
-    """Return the commands that installed packages add, by name; they cannot replace built-in ones."""
-    return {name: reference for name, reference in installed("commands").items() if name not in COMMANDS}
+def listing(*, others: bool = False) -> dict[str, dict[str, str]]:
+    """Return the summaries of commands by heading and name, in the order of `--help`.
+
+    Args:
+        others: Whether to include those of packages that are not Paceline's.
+
+    Raises:
+        PacelineError: If two of these register different commands under one name.
+    """
+    groups = {heading: {name: each.line for name, each in commands.items()} for heading, commands in _CORE.items()}
+    if others:
+        added = recall("all-commands", lambda: _describe(known_names("commands")))
+    else:
+        added = recall("commands", lambda: _describe(built_in("commands")))
+    for heading, place, name, line in added:
+        if name not in _REFERENCES:
+            commands = list(groups.get(heading, {}).items())
+            commands.insert(place, (name, line))
+            groups[heading] = dict(commands)
+    return groups
+
+
+def _describe(references: Mapping[str, str]) -> tuple[list[tuple[str, int, str, str]], set[str] | None]:
+    """Return heading, place, name and summary of commands in the order to insert them, and the files that say so."""
+    rows, modules, is_complete = [], set(), True
+    with loading(), contextlib.redirect_stdout(sys.stderr):  # another package's code may print
+        for name, reference in references.items():
+            heading, place, line = _OTHERS, sys.maxsize, reference.partition(":")[0]
+            modules.add(line)
+            try:
+                declared = load_reference(reference, PacelineError, installed=True)
+                heading = str(getattr(declared, "__paceline_group__", "") or _OTHERS)
+                place = int(getattr(declared, "__paceline_place__", place))
+                is_click = isinstance(declared, click.Command)
+                summary = declared.get_short_help_str(_WIDE) if is_click else inspect.getdoc(declared)
+                line = (summary or line).partition("\n")[0]
+            except (Exception, SystemExit):  # noqa: BLE001  # another package may fail in any way, and help must not
+                is_complete = False
+            rows.append((heading, place, name, line))
+    files = {getattr(sys.modules.get(module), "__file__", None) or "" for module in modules}
+    return sorted(rows, key=lambda row: (row[0] == _OTHERS, *row[1:])), files if is_complete else None
+
+
+def reference_of(name: str) -> str | None:
+    """Return what a command's name refers to, or None; other packages cannot replace a built-in command."""
+    return _REFERENCES.get(name) or built_in("commands").get(name) or installed("commands").get(name)
 
 
 def command_of(name: str) -> click.Command:
@@ -119,10 +140,9 @@ def command_of(name: str) -> click.Command:
         KeyError: If there is no such command.
         PacelineError: If an installed package's command cannot be imported.
     """
-    if name in COMMANDS:
-        kind = pkgutil.resolve_name(COMMANDS[name].reference)
-    else:
-        kind = load_reference(added_commands()[name], PacelineError, installed=True)
+    if (reference := reference_of(name)) is None:
+        raise KeyError(name)
+    kind = load_reference(reference, PacelineError, installed=True)
     if isinstance(kind, type):
         from paceline.cli.derive import click_command
 

@@ -13,28 +13,30 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from paceline.cli.commands import ALIASES, COMMANDS, GROUPS, OPEN_GROUPS, added_commands, command_of
+from paceline.cli.commands import ALIASES, OPEN_GROUPS, command_of, listing, reference_of
 from paceline.cli.output import EXIT_CODE, echo
 from paceline.cli.streams import discard_output, final_exit_code, wrap_streams
 from paceline.errors import PacelineError, did_you_mean
 from paceline.extras import missing_library
 from paceline.loading import loading
+from paceline.registry import built_in
 from paceline.units import format_bytes
 from paceline.version import __version__
 
 _EVERYTHING = "paceline.everything"
+_INCOMPLETE = " Paceline's installation is incomplete or stale: install it again (in a checkout, `pip install -e .`)."
 
 
 class _LazyGroup(click.Group):
     """Imports a subcommand's module only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*COMMANDS, *added_commands()]
+        return [name for commands in listing(others=True).values() for name in commands]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name == "help":
             return _help
-        if cmd_name not in COMMANDS and cmd_name not in added_commands():
+        if reference_of(cmd_name) is None:
             return None
         with loading():
             return command_of(cmd_name)
@@ -42,18 +44,17 @@ class _LazyGroup(click.Group):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
         if incomplete.startswith("-"):
             return super().shell_complete(ctx, incomplete)
-        return [
-            CompletionItem(name, help=listed.line) for name, listed in COMMANDS.items() if name.startswith(incomplete)
-        ]
+        lines = [each for commands in listing().values() for each in commands.items()]
+        return [CompletionItem(name, help=line) for name, line in lines if name.startswith(incomplete)]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         args = [*ALIASES.get(args[0], args[:1]), *args[1:]]
-        if args[0] not in (*COMMANDS, "help") and args[0] not in (names := self.list_commands(ctx)):
-            raise click.UsageError(
-                f"there is no command '{args[0]}'.{did_you_mean(args[0], names)} Commands: {', '.join(names)}.", ctx
-            )
+        if args[0] != "help" and reference_of(args[0]) is None:
+            names = self.list_commands(ctx)
+            message = f"there is no command '{args[0]}'.{did_you_mean(args[0], names)} Commands: {', '.join(names)}."
+            raise click.UsageError(message + _INCOMPLETE * (not built_in("commands")), ctx)
         return super().resolve_command(ctx, args)
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
@@ -77,18 +78,15 @@ class _LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         everything = ctx.meta.get(_EVERYTHING, False)
-        for group, commands in GROUPS.items():
-            if everything or group in OPEN_GROUPS:
-                with formatter.section(group):
-                    formatter.write_dl([(name, listed.line) for name, listed in commands.items()])
-        # Reading the metadata of all installed packages is slow, so --help does not do it.
-        if everything and (added := added_commands()):
-            with formatter.section("From installed packages"):
-                formatter.write_dl([(name, reference.partition(":")[0]) for name, reference in added.items()])
+        groups = {heading: commands for heading, commands in listing(others=everything).items() if commands}
+        for heading, commands in groups.items():
+            if everything or heading in OPEN_GROUPS:
+                with formatter.section(heading):
+                    formatter.write_dl(list(commands.items()))
         if not everything:
             with formatter.section("Further commands, explained by `paceline help all`"):
                 formatter.write_dl(
-                    [(name, ", ".join(commands)) for name, commands in GROUPS.items() if name not in OPEN_GROUPS]
+                    [(name, ", ".join(commands)) for name, commands in groups.items() if name not in OPEN_GROUPS]
                 )
 
 

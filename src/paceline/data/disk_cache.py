@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import os
-import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,15 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.files import TOO_FRESH_NS, remember
 from paceline.machine import cache_folder
 from paceline.plain_json import load_json
 
 Arrays = dict[str, NDArray[Any]]
 Stamp = tuple[int, int, int, int]
 """A file's size in bytes, inode, and modification and change times in ns."""
-
-# Timestamps have a resolution of up to two seconds: a recently changed file may change again unnoticed.
-TOO_FRESH_NS = 3_000_000_000
 
 
 def stamp_of(path: str | Path) -> Stamp:
@@ -39,25 +36,6 @@ def stamp_or_none(path: str | Path) -> Stamp | None:
         return stamp_of(path)
     except OSError:
         return None
-
-
-def remember(path: Path, content: bytes) -> bool:
-    """Write a cache file atomically; return False if that fails, for example because the disk is full."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A name that no other process uses, on this host or another.
-        descriptor, partial = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(content)
-            os.replace(partial, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(partial)
-            raise
-    except OSError:
-        return False
-    return True
 
 
 def cached(
@@ -97,7 +75,7 @@ def _digest(facts: object) -> str:
 
 
 def remember_arrays(path: Path, arrays: Arrays) -> bool:
-    """Write arrays atomically, like :func:`remember`."""
+    """Write arrays atomically, like :func:`paceline.files.remember`."""
     content = io.BytesIO()
     np.savez(content, **arrays)  # type: ignore[arg-type]  # its own option is a bool, and no array is named so
     return remember(path, content.getvalue())

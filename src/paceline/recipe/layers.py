@@ -19,7 +19,7 @@ from paceline.recipe.fields import Applies, Belongs, Names, plain
 from paceline.recipe.other_names import our_key
 from paceline.recipe.schema import Recipe
 from paceline.references import is_reference
-from paceline.registry import installed, known_names
+from paceline.registry import built_in, installed, known_names
 from paceline.units import Duration, TimeSpan
 
 Tree = dict[str, Any]
@@ -58,7 +58,9 @@ def has_effect(section: type[Any], name: str, choice: object) -> bool:
     if isinstance(applies.values, DatasetNames):  # which lists the data sets of other packages too
         return False
     names = mark(section, applies.to, Names)
-    return names is not None and isinstance(choice, str) and choice in installed(names.kind)
+    if names is None or not isinstance(choice, str):
+        return False
+    return choice in installed(names.kind) and choice not in built_in(names.kind)
 
 
 def subsection(section: type[Any], name: str) -> type[Any] | None:

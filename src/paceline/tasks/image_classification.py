@@ -49,7 +49,7 @@ from paceline.models.speed_net import WHITENING_IMAGES, whitening_layers
 from paceline.plan import DataFacts, Plan
 from paceline.recipe.data import Data, Progressive
 from paceline.recipe.schema import Recipe
-from paceline.references import is_reference
+from paceline.references import is_ours, is_reference
 from paceline.tasks.class_losses import ClassificationLoss, rank_of_target
 from paceline.tasks.task import BatchMaker, Model, Task
 from paceline.tasks.views import CROPS, AveragedViews, scale_for_crops
@@ -246,9 +246,7 @@ class ImageTask(Task):
         sides = self._training_sides | {evaluation_size(data, dataset)}
         # Custom code may call the network in another way, and a network on the meta device has no values.
         methods = (getattr(type(self), name) for name in ("loss", "open_pipeline", "build_model", "first_weights"))
-        is_custom = is_reference(self.recipe.model.name) or any(
-            not each.__module__.startswith("paceline.") for each in methods
-        )
+        is_custom = is_reference(self.recipe.model.name) or any(not is_ours(each.__module__) for each in methods)
         is_empty = any(each.is_meta for each in network.parameters())
         if is_custom or is_empty or takes_usual_size(network, dataset.image_size):
             sides -= {dataset.image_size}

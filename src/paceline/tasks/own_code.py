@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.errors import ModelError, PacelineError, did_you_mean
 from paceline.metrics.accumulator import Metric
+from paceline.references import is_ours
 from paceline.tasks.task import Task
 
 
@@ -152,7 +153,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _is_own(function: FunctionType) -> bool:
-    return "site-packages" not in function.__code__.co_filename and not function.__module__.startswith("paceline")
+    return "site-packages" not in function.__code__.co_filename and not is_ours(function.__module__)
 
 
 def _failure(owner: object, method: str, error: Exception) -> str:

@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from paceline import registry
 from paceline.checkpoint.weights import SavedWeights, load_trained
 from paceline.data.balance import SampleLengths
 from paceline.data.batch import Batch, Nested
@@ -33,7 +32,8 @@ from paceline.plan import DataFacts, Plan
 from paceline.recipe.running import Evaluate
 from paceline.recipe.schema import Recipe
 from paceline.records.events import StepEvent
-from paceline.references import call_reference
+from paceline.references import call_reference, is_ours
+from paceline.registry import load
 from paceline.storage.addresses import is_address
 from paceline.storage.cache import local_path
 from paceline.world import World
@@ -81,7 +81,7 @@ class Task(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.is_own = not cls.__module__.startswith(("paceline.", "paceline_advisor."))
+        cls.is_own = not is_ours(cls.__module__)
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -467,7 +467,7 @@ def build_task(recipe: Recipe, maker: Callable[[Recipe], Task] | None = None) ->
     path = recipe.data.path
     if path is not None and is_address(path):
         recipe = replace(recipe, data=replace(recipe.data, path=local_path(path, key="data.path")))
-    target = maker or registry.load("tasks", recipe.task, RecipeError)
+    target = maker or load("tasks", recipe.task, RecipeError)
     name = recipe.task if maker is None else getattr(maker, "__name__", type(maker).__name__)
     if missing := sorted(getattr(target, "__abstractmethods__", ())):
         raise RecipeError(f"task '{name}' lacks the method(s) {', '.join(missing)}, which every paceline.Task needs.")

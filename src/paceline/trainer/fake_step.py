@@ -36,6 +36,7 @@ from paceline.optim.build import Clipping, build_optimizer
 from paceline.optim.embedding_optim import has_sparse_gradients, use_dense_gradients
 from paceline.plan import MachineFacts, Plan
 from paceline.recipe.schema import Recipe
+from paceline.references import is_ours
 from paceline.tasks.task import BatchMaker, Task, task_name
 from paceline.trainer.evaluate import evaluation_mode
 from paceline.trainer.fake_batch import batch_maker, evaluation_batch_maker
@@ -328,7 +329,7 @@ class FakeStep:
             raise
         except Exception as error:  # whatever a custom network or loss raises
             text, at = " ".join(str(error).split())[:200], f" in {self.layer}" if self.layer else ""
-            builds_own = not type(self.task).build_model.__module__.startswith("paceline.")
+            builds_own = not is_ours(type(self.task).build_model.__module__)
             what = f"task={task_name(self.task)}" if builds_own else f"model.name={self.recipe.model.name}"
             raise ModelError(
                 f"{what} cannot be run without values: {type(error).__name__}{at}{_line_of(error)} ({text}). Its "

@@ -54,7 +54,7 @@ def _folders(package: str) -> list[str]:
 
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
-OURS = tuple(f"{Path(paceline.__file__).parent}{each}{os.sep}" for each in ("", "_advisor", "_course"))
+OURS = tuple(f"{Path(paceline.__file__).parent}{each}" for each in (os.sep, "_"))  # and its siblings, paceline_*
 # Its detectors read values from the device, which no user can change.
 _TORCHVISION = tuple(f"{folder}{os.sep}" for folder in _folders("torchvision"))
 _GRADCHECK = str(Path("torch", "autograd", "gradcheck.py"))

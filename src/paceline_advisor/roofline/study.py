@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from paceline.command import Log
-from paceline.data.disk_cache import remember
 from paceline.devices import Device, find_device, recognise
 from paceline.errors import RecipeError
+from paceline.files import remember
 from paceline.machine import available_cores, cache_folder, cpu_name, memory_bytes
 from paceline.models.ceilings import Ceilings, ceilings_of
 from paceline.models.flops import PHASES, Product, StepWork, Work, WorkCounter

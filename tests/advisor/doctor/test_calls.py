@@ -176,5 +176,5 @@ def test_libraries_whose_names_begin_like_torch_are_others() -> None:
 
     assert from_file(f"{TORCH}nn/functional.py") == __file__  # whoever called it
     assert all(from_file(f"{ours}task.py") is None for ours in OURS)
-    for path in (f"{TORCH.rstrip('/')}audio/ops.py", f"{OURS[0].rstrip('/')}_extras/task.py"):
+    for path in (f"{TORCH.rstrip('/')}audio/ops.py", f"{OURS[0].rstrip('/')}s/task.py"):
         assert from_file(path) == path

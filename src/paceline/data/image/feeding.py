@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from paceline.data.disk_cache import remember as write_down
 from paceline.data.image.decode import describe_decoder
+from paceline.files import remember as write_down
 from paceline.machine import available_cores, cache_folder, cpu_name
 from paceline.plain_json import load_json
 from paceline.recipe.load import to_tree

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+from paceline.references import is_ours
 from paceline_advisor.doctor.anatomy import BYTES, Layer
 from paceline_advisor.doctor.checked_run import CheckedRun, CheckResult, check, named
 from paceline_advisor.doctor.findings import (
@@ -46,7 +47,7 @@ def precision(subject: CheckedRun) -> CheckResult | None:
         return None
     if not target.is_gpu and any(layer.is_depthwise for layer in subject.layers):
         return None  # CPUs compute these faster in fp32, or train.precision=auto takes bf16
-    is_own = not str(plan.data["task"]).startswith("paceline.")  # `auto` is then fp32
+    is_own = not is_ours(str(plan.data["task"]))  # `auto` is then fp32
     setting, rates = "auto" if faster == "bf16" and not is_own else faster, ""
     if target.device is not None:
         fast, slow = target.device.peak(faster), target.device.peak(subject.products)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.disk_cache import TOO_FRESH_NS, Arrays, recall_arrays, remember_arrays, stamp_or_none
+from paceline.data.disk_cache import Arrays, recall_arrays, remember_arrays, stamp_or_none
 from paceline.data.image.dataset import NOT_IMAGES, DatasetRequest, Problems, SkippedFile, StoredImages, file_splits
 from paceline.data.image.sets import FILES, IMAGENET
 from paceline.data.image.source import EXTENSIONS, FileSource, Names, SampleSource
@@ -28,7 +28,7 @@ from paceline.data.splits import TEST, TRAIN, VALIDATION, split_folders
 from paceline.dataset_registry import dataset
 from paceline.errors import DataError, did_you_mean
 from paceline.escaping import one_form, quoted
-from paceline.files import SkippedItems, has_extension, is_folder, refuse_archive, visible_entries
+from paceline.files import TOO_FRESH_NS, SkippedItems, has_extension, is_folder, refuse_archive, visible_entries
 from paceline.machine import cache_folder
 
 MIN_CACHED_SECONDS = 0.5  # quicker listings are repeated
