@@ -1,7 +1,8 @@
 """Registry of data sets of all kinds, both built in and from installed packages, by name.
 
 A data set is one function decorated with :func:`dataset`, in its own file. Built-in ones are in ``sets`` folders, such
-as ``paceline/data/image/sets``; another package names its function in the entry points ``paceline.datasets``. Every
+as ``paceline/data/image/sets``; another package names its function in the entry points ``paceline.datasets``, or a
+package of several in ``paceline.dataset_packages``. Every
 command asks this registry what a name or a file means. A recipe's keys are checked against those that a data set
 declares, so these files must not import torch, directly or indirectly.
 """
@@ -22,9 +23,8 @@ from typing import Any, NamedTuple, TypeVar
 from paceline.errors import DataError, did_you_mean
 from paceline.files import is_ignored
 from paceline.references import call_reference, is_reference, load_reference
-from paceline.registry import installed, load
+from paceline.registry import built_in, installed, load
 
-_BUILT_IN = tuple(f"paceline.data.{room}.sets" for room in ("image", "text", "clicks", "boxes", "masks"))
 _FAMILY = ":NAME"
 _LOOKED_AT = 16  # files of each subfolder
 
@@ -137,7 +137,7 @@ def dataset(
 
 def entries(kind: str | None = None) -> list[DatasetEntry]:
     """Return the registered data sets, of one kind or of all; those of other packages once these are imported."""
-    for package in _BUILT_IN:
+    for package in _packages():
         _load(package)
     return [each for each in _entries.values() if kind in (None, each.kind)]
 
@@ -157,7 +157,7 @@ def find_dataset(name: str, kind: str = "images") -> DatasetEntry | None:
 def named(name: str) -> list[DatasetEntry]:
     """Return the data sets of that name, of every kind; a built-in name is of one package."""
     names = (name, name.partition(":")[0] + _FAMILY)
-    for package in _BUILT_IN:
+    for package in _packages():
         _load(package)
         if found := [each for each in _entries.values() if each.name in names]:
             return found
@@ -223,6 +223,12 @@ def open_dataset(name: str, kinds: Mapping[str, type[_T]], argument: Any) -> _T:
             return opened
     expected = " or ".join(f"{each.__module__}.{each.__name__}" for each in kinds.values())
     raise DataError(f"data.dataset={name}: its opener returned {type(opened).__name__}; it must return a {expected}.")
+
+
+@cache
+def _packages() -> tuple[str, ...]:
+    """Return the packages of data sets, that of images first."""
+    return tuple((built_in("dataset_packages") | installed("dataset_packages")).values())
 
 
 @cache

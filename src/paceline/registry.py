@@ -21,6 +21,9 @@ Objects are called in the same way for both kinds of names, and for custom code 
 * datasets: see :mod:`paceline.dataset_registry`
 * commands: see :mod:`paceline.cli.commands`
 * functions: a function that is called as an attribute of the package ``paceline``
+* models: ``names()``; returns names of networks that a task builds, for `paceline models`
+* dataset_packages: a package whose modules register data sets (:mod:`paceline.dataset_registry`), imported when data
+  sets are listed
 """
 
 from __future__ import annotations
@@ -33,7 +36,18 @@ from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES, UNSUPPORTED_OPTIMIZER
 from paceline.references import is_ours, is_reference, load_reference
 
 _T = TypeVar("_T")
-Kind = Literal["optimizers", "schedules", "losses", "augmentations", "tasks", "datasets", "commands", "functions"]
+Kind = Literal[
+    "optimizers",
+    "schedules",
+    "losses",
+    "augmentations",
+    "tasks",
+    "datasets",
+    "commands",
+    "functions",
+    "models",
+    "dataset_packages",
+]
 
 _SCHEDULES = ("constant", "step", "linear", "cosine", "cyclic", "polynomial", "exponential", "one_cycle", "trapezoid")
 _BUILT_IN: dict[Kind, dict[str, str]] = {
@@ -47,7 +61,6 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "mse": "torch.nn:MSELoss",
         "l1": "torch.nn:L1Loss",
         "huber": "torch.nn:HuberLoss",
-        "cross_entropy_dice": "paceline.tasks.segmentation:pixel_losses",
     },
     "augmentations": {
         "none": "torch.nn:Identity",
@@ -62,16 +75,12 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "image_multilabel": "paceline.tasks.image_multilabel:ImageMultilabel",
         "image_regression": "paceline.tasks.image_regression:ImageRegression",
         "distillation": "paceline.tasks.distillation:Distillation",
-        "language_modeling": "paceline.tasks.language_modeling:LanguageModeling",
-        "text_classification": "paceline.tasks.text_classification:TextClassification",
-        "token_classification": "paceline.tasks.token_classification:TokenClassification",
-        "recommendation": "paceline.tasks.recommendation:Recommendation",
-        "detection": "paceline.tasks.detection:Detection",
-        "segmentation": "paceline.tasks.segmentation:Segmentation",
     },
     "datasets": {},  # built-in data sets register themselves: paceline.dataset_registry
     "commands": {},  # listed in paceline.cli.commands
     "functions": {},  # listed in paceline/__init__.py
+    "models": {},  # listed in paceline.models.build
+    "dataset_packages": {"images": "paceline.data.image.sets"},
 }
 
 

@@ -26,7 +26,6 @@ from paceline.models.factories import (
     no_weights,
     unknown_model,
 )
-from paceline.models.language import OWN_LANGUAGE_MODELS
 from paceline.models.lecture_net import lecture_net
 from paceline.models.small_resnet import small_resnet
 from paceline.models.speed_net import speed_net
@@ -34,6 +33,7 @@ from paceline.models.transfer import zero_classifier
 from paceline.models.transformers_models import PREFIX
 from paceline.plain_json import load_json
 from paceline.recipe.model import OPENING_OPTIONS, Model
+from paceline.registry import installed, load
 from paceline.storage.hub import limited_waits, repository_copy
 
 OWN_MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -128,16 +128,9 @@ def model_names(pattern: str = "*") -> list[str]:
     import timm
     import torchvision.models
 
-    from paceline.models.detectors import detector_names
-    from paceline.models.recommendation import CLICK_MODELS
-    from paceline.models.segmentation import segmenter_names
-
     names = [
         *OWN_MODELS,
-        *OWN_LANGUAGE_MODELS,
-        *CLICK_MODELS,
-        *detector_names(),
-        *segmenter_names(),
+        *chain.from_iterable(load("models", family, ModelError)() for family in installed("models")),
         *timm.list_models(),
         *(f"{TORCHVISION}{name}" for name in torchvision.models.list_models(module=torchvision.models)),
     ]

@@ -255,6 +255,11 @@ OWN_LANGUAGE_MODELS = {"gpt": True, "bert": False}
 """Built-in transformers, and whether each is causal."""
 
 
+def language_model_names() -> list[str]:
+    """Return the names of our own language models."""
+    return list(OWN_LANGUAGE_MODELS)
+
+
 def build_language_model(model: Model, *, vocabulary: int, context: int, is_masked: bool = False) -> nn.Module:
     """Build the recipe's network for tokens: ``model(tokens, positions=None, documents=None)`` returns logits.
 

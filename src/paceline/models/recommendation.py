@@ -141,6 +141,11 @@ CLICK_MODELS: dict[str, Callable[..., nn.Module]] = {"dlrm": Dlrm}
 _FP32_BYTES = 4
 
 
+def click_model_names() -> list[str]:
+    """Return the names of the networks for click data."""
+    return list(CLICK_MODELS)
+
+
 def build_click_model(model: Model, *, dense_features: int, table_rows: Sequence[int]) -> nn.Module:
     """Build the recipe's network for click data.
 
