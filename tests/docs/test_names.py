@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import os
 import re
 import shlex
 import subprocess
@@ -226,7 +227,7 @@ def test_the_recipe_reference_is_what_the_schema_says() -> None:
 @pytest.mark.parametrize("name", ["", "help all", *COMMANDS])
 def test_every_command_explains_itself(name: str) -> None:
     words = ["-X", "importtime", "-m", "paceline", *name.split(), *["--help"] * (name != "help all")]
-    own = {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
+    own = {"PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200", "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=60, env=own)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"Usage: paceline {name.removeprefix('help all')}".rstrip())

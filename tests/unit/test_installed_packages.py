@@ -156,6 +156,12 @@ def test_a_result_depends_on_the_files_it_names(site: Path, tmp_path: Path) -> N
     assert recall("kind", find) == {"calls": 3}
 
 
+def test_a_result_that_is_incomplete_is_computed_again(site: Path, tmp_path: Path) -> None:
+    assert recall("kind", lambda: ("broken", None)) == "broken"
+    assert recall("kind", lambda: ("repaired", ())) == "repaired"
+    assert recall("kind", Counted()) == "repaired"
+
+
 def test_what_is_ours() -> None:
     ours = ("paceline", "paceline.tasks.task", "paceline:train", "paceline_text.chat:Chat", "paceline_text")
     assert all(map(is_ours, ours))
