@@ -18,6 +18,8 @@ Objects are called in the same way for both kinds of names, and for custom code 
   step after the warm-up
 * tasks: ``task(recipe)``; returns a :class:`paceline.tasks.task.Task`
 * datasets: see :mod:`paceline.dataset_registry`
+* backends: ``backend()``; returns a :class:`paceline.data.image.pipeline.ImageBackend`, which `data.backend` names
+* run_logs: ``log()``; returns a :class:`paceline.plan.run_logs.RunLog`
 * commands: a click command
 """
 
@@ -31,7 +33,9 @@ from paceline.optimizers import LIBRARY_OPTIMIZERS, RULES, UNSUPPORTED_OPTIMIZER
 from paceline.references import is_reference, load_reference
 
 _T = TypeVar("_T")
-Kind = Literal["optimizers", "schedules", "losses", "augmentations", "tasks", "datasets", "commands"]
+Kind = Literal[
+    "optimizers", "schedules", "losses", "augmentations", "tasks", "datasets", "backends", "run_logs", "commands"
+]
 
 _SCHEDULES = ("constant", "step", "linear", "cosine", "cyclic", "polynomial", "exponential", "one_cycle", "trapezoid")
 _BUILT_IN: dict[Kind, dict[str, str]] = {
@@ -68,6 +72,8 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "segmentation": "paceline.tasks.segmentation:Segmentation",
     },
     "datasets": {},  # built-in data sets register themselves: paceline.dataset_registry
+    "backends": {},  # built-in ones are chosen in paceline.data.image.pipeline
+    "run_logs": {},
     "commands": {},
 }
 

@@ -29,19 +29,20 @@ class Listed(NamedTuple):
 
 
 _ADVISOR = "paceline_advisor.commands"
+_OPS = "paceline_ops"
 _OURS = "paceline.cli"
 GROUPS: dict[str, dict[str, Listed]] = {
     "Train": {
         "train": Listed("Train a recipe, or your images.", f"{_OURS}.train:Train"),
         "resume": Listed("Resume a run with the options it was started with.", f"{_OURS}.train:Resume"),
         "watch": Listed("Watch runs in the terminal while they train.", f"{_OURS}.watch:Watch"),
-        "launch": Listed("Write and submit a job for Slurm, torchrun or Kubernetes.", f"{_OURS}.launch:Launch"),
+        "launch": Listed("Write and submit a job for Slurm, torchrun or Kubernetes.", f"{_OPS}.launch:Launch"),
     },
     "Use": {
         "evaluate": Listed("Score the weights of a run, a checkpoint or a file.", f"{_OURS}.evaluate:Evaluate"),
         "predict": Listed("Label images, or write text, with trained weights.", f"{_OURS}.predict:Predict"),
         "export": Listed("Write weights as timm, safetensors, ONNX or torch.export.", f"{_OURS}.export:Export"),
-        "serve": Listed("Serve predictions over HTTP, with a web page.", f"{_OURS}.serve:Serve"),
+        "serve": Listed("Serve predictions over HTTP, with a web page.", f"{_OPS}.serve:Serve"),
         "report": Listed("Write one HTML page about runs, or print where step time went.", f"{_OURS}.report:Report"),
     },
     "Data": {
@@ -83,14 +84,14 @@ GROUPS: dict[str, dict[str, Listed]] = {
         "models": Listed("List the networks a recipe can name.", f"{_OURS}.available:Models"),
         "explain": Listed("Explain a recipe key: values, default, effect, example.", f"{_OURS}.explain:Explain"),
         "import": Listed(
-            "Convert a command line of timm's or NVIDIA's trainer into a recipe.", f"{_OURS}.import_recipe:Import"
+            "Convert a command line of timm's or NVIDIA's trainer into a recipe.", f"{_OPS}.import_recipe:Import"
         ),
         "labs": Listed(
             "Work through the course: start a lab, check exercises, mark the assessment.",
             "paceline_course.command:command",
         ),
         "env": Listed("Show versions, devices and what is available here.", f"{_OURS}.available:Environment"),
-        "mlperf": Listed("Write logs of runs in MLPerf's format.", f"{_OURS}.report:MlperfLogs"),
+        "mlperf": Listed("Write logs of runs in MLPerf's format.", f"{_OPS}.mlperf.command:MlperfLogs"),
         "completion": Listed("Print the completion script of a shell.", f"{_OURS}.completion:Completion"),
     },
 }

@@ -30,8 +30,8 @@ from paceline.plan.compute import (
 )
 from paceline.plan.epochs import Epochs
 from paceline.plan.facts import DataFacts, MachineFacts, NetworkFacts, ParameterGroupFacts, TaskFacts
-from paceline.plan.mlperf import check_mlperf
 from paceline.plan.rates import LearningRate, LearningRatePoint, Rates, explain_rates, plan_schedule
+from paceline.plan.run_logs import run_logs
 from paceline.plan.strategy import choose_strategy
 from paceline.recipe.layers import effective_items
 from paceline.recipe.running import Profile
@@ -202,8 +202,9 @@ def make(
         | why_strategy
         | {"parallel.backend": f"{_BACKENDS.get(machine.device, 'none')} is torch's for {machine.device}"}
         | {"parallel.threads": why_threads, "evaluate.metric": f"{task.headline}: the task's own choice"}
-        | check_mlperf(recipe, evaluation_samples=data.evaluation_samples, peak_lr=rates.peak_lr)
     )
+    for log in run_logs(recipe):
+        reasons |= log.check(recipe, evaluation_samples=data.evaluation_samples, peak_lr=rates.peak_lr)
     return Plan(
         world_size=world.world_size,
         local_world_size=world.local_world_size,
@@ -283,7 +284,7 @@ def _unused(
     conditions = {
         "warm-up": warmup_steps > 0,
         "held-out samples": data.evaluation_samples > 0,
-        "a back-end with loader processes": backend in ("pytorch", "dali"),
+        "a back-end with loader processes": backend not in ("memory", "synthetic"),
         "loader processes": data.description.get("workers") != 0,
         "samples of unequal length": task.lengths_sha256 is not None,
         "several groups in a micro-batch": recipe.model.ghost_batch_norm != largest,

@@ -20,13 +20,13 @@ from paceline.data.image.pipeline import available_backends, choose_backend, cho
 from paceline.data.image.source import SampleSource, SubsetSource, repeated
 from paceline.data.image.store import StoreShape
 from paceline.data.image.transforms import View
-from paceline.data.loaders.dali import why_unavailable
 from paceline.data.loaders.memory import MemoryBackend, SyntheticBackend
 from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.slices import SampleSlice
 from paceline.errors import RecipeError
 from paceline.recipe.data import Augment, Data, Jitter, Progressive
 from paceline.world import World
+from paceline_ops.dali.choice import import_problem
 
 RESIZED = Augment(crop="random_resized")
 
@@ -177,7 +177,7 @@ def test_without_dali_the_reason_and_the_command_are_told(tmp_path: Path, monkey
     assert "pip install" in available_backends()["dali"]
 
 
-@pytest.mark.skipif(bool(why_unavailable()), reason=f"needs DALI: {why_unavailable()}")
+@pytest.mark.skipif(bool(import_problem()), reason=f"needs DALI: {import_problem()}")
 def test_dali_reads_files_in_threads(tmp_path: Path) -> None:
     dataset = files(tmp_path)
     data = Data(backend="dali", path="…", workers=3)
