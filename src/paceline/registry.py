@@ -19,7 +19,7 @@ Objects are called in the same way for both kinds of names, and for custom code 
 * tasks: ``task(recipe)``; returns a :class:`paceline.tasks.task.Task`
 * datasets: see :mod:`paceline.dataset_registry`
 * backends: ``backend()``; returns a :class:`paceline.data.image.pipeline.ImageBackend`, which `data.backend` names
-* run_logs: ``log()``; returns a :class:`paceline.plan.run_logs.RunLog`
+* run_logs: ``log()``; returns a :class:`paceline.plan.run_logs.RunLog`, which writes a log of each run
 * commands: a click command
 """
 

@@ -8,20 +8,20 @@ from typing import Protocol
 from paceline.errors import RecipeError
 from paceline.recipe.schema import Recipe
 from paceline.records.run_directory import RunDirectory
-from paceline.registry import load
+from paceline.registry import installed, load
 
 
 class RunLog(Protocol):
-    """A log that a key of the recipe's ``telemetry`` section asks for.
+    """Writes a log of each run.
 
     Attributes:
-        title: What it is, as a noun with its article.
+        title: What it writes, such as ``the log in MLPerf's format``.
     """
 
     title: str
 
     def check(self, recipe: Recipe, *, evaluation_samples: int, peak_lr: float) -> Mapping[str, str]:
-        """Check before a run that its log is possible; returns notices by dotted key.
+        """Check, when a run is planned, that its log is possible; returns notices by dotted key of the recipe.
 
         Raises:
             RecipeError: If it is not.
@@ -29,11 +29,11 @@ class RunLog(Protocol):
         ...
 
     def write(self, directory: RunDirectory) -> object:
-        """Write the log of a run that has ended into its directory."""
+        """Write the log of a run that has ended into its directory; an error does not change how the run ended."""
         ...
 
 
 def run_logs(recipe: Recipe) -> list[RunLog]:
-    """Return the logs that a recipe asks for."""
-    names = ("mlperf",) if recipe.telemetry.mlperf else ()
-    return [load("run_logs", name, RecipeError)() for name in names]
+    """Return the logs of a run, of all installed packages; MLPerf's only if the recipe asks for it."""
+    names = {*installed("run_logs"), "mlperf"} - (set() if recipe.telemetry.mlperf else {"mlperf"})
+    return [load("run_logs", name, RecipeError)() for name in sorted(names)]

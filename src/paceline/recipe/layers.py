@@ -58,9 +58,11 @@ def has_effect(section: type[Any], name: str, choice: object) -> bool:
     if isinstance(applies.values, DatasetNames):  # which lists the data sets of other packages too
         return False
     names = mark(section, applies.to, Names)
+    if names is None or not isinstance(choice, str):
+        return False
     # For a built-in name, installed packages need not be listed.
     is_built_in = choice in _choices(section, applies.to)  # type: ignore[arg-type]  # classes are hashable
-    return names is not None and isinstance(choice, str) and not is_built_in and choice in installed(names.kind)
+    return not is_built_in and choice in installed(names.kind)
 
 
 def subsection(section: type[Any], name: str) -> type[Any] | None:
