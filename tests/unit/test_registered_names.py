@@ -185,6 +185,8 @@ satellite = satellites:satellite
 nothing = satellites:plain
 """
 
+SHORT = {"train.duration": "2 steps", "parallel.device": "cpu", "parallel.threads": 1, "telemetry.trackers": []}
+
 
 @pytest.fixture
 def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -239,17 +241,15 @@ def test_a_schedule_and_a_task_of_another_package() -> None:
 
 @pytest.mark.usefixtures("stranger")
 def test_a_metric_of_another_package(tmp_path: Path) -> None:
-    short = {"train.duration": "2 steps", "parallel.device": "cpu", "parallel.threads": 1, "telemetry.trackers": []}
-    run = paceline.train("digits", overrides={"task": "pictures", **short}, run_dir=tmp_path / "run", quiet=True)
+    run = paceline.train("digits", overrides={"task": "pictures", **SHORT}, run_dir=tmp_path / "run", quiet=True)
     assert run.history("evaluation")[-1]["certainty"] == 0.25
 
 
 @pytest.mark.usefixtures("stranger")
 def test_a_data_back_end_of_another_package(tmp_path: Path) -> None:
-    short = {"train.duration": "2 steps", "parallel.device": "cpu", "parallel.threads": 1, "telemetry.trackers": []}
     weights = {}
     for name, workers in {"readers": 3, "pytorch": 0}.items():
-        overrides = {"data.backend": name, "data.workers": workers, **short}
+        overrides = {"data.backend": name, "data.workers": workers, **SHORT}
         run = paceline.train("digits", overrides=overrides, run_dir=tmp_path / name, quiet=True)
         weights[name] = run.summary.weights_sha256
         data = json.loads((run.run_dir / "plan.json").read_text())["data"]
@@ -265,13 +265,12 @@ def test_a_data_back_end_of_another_package(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("stranger")
 def test_a_log_of_another_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is written whenever a run ends; where it cannot be, the run ends as it would have."""
-    short = {"train.duration": "2 steps", "parallel.device": "cpu", "parallel.threads": 1, "telemetry.trackers": []}
-    run = paceline.train("digits", overrides={"train.until": "1 step", **short}, run_dir=tmp_path / "run", quiet=True)
+    run = paceline.train("digits", overrides={"train.until": "1 step", **SHORT}, run_dir=tmp_path / "run", quiet=True)
     assert json.loads((run.run_dir / "diary" / "today.txt").read_text())["status"] == "stopped"
     assert "is noted in the diary" in json.loads((run.run_dir / "plan.json").read_text())["reasons"]["optimizer.lr"]
     shutil.rmtree(run.run_dir / "diary")
     (run.run_dir / "diary").write_text("in the way")
-    assert paceline.train("digits", overrides=short, run_dir=run.run_dir).status == "completed"
+    assert paceline.train("digits", overrides=SHORT, run_dir=run.run_dir).status == "completed"
     assert "note: the diary could not be written: " in capsys.readouterr().out
 
 

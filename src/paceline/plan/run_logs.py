@@ -37,3 +37,11 @@ def run_logs(recipe: Recipe) -> list[RunLog]:
     """Return the logs of a run, of all installed packages; MLPerf's only if the recipe asks for it."""
     names = {*installed("run_logs"), "mlperf"} - (set() if recipe.telemetry.mlperf else {"mlperf"})
     return [load("run_logs", name, RecipeError)() for name in sorted(names)]
+
+
+def check_logs(recipe: Recipe, evaluation_samples: int, peak_lr: float) -> dict[str, str]:
+    """Check the logs of a run as :meth:`RunLog.check` does, and return the notices of all."""
+    notices: dict[str, str] = {}
+    for log in run_logs(recipe):
+        notices |= log.check(recipe, evaluation_samples=evaluation_samples, peak_lr=peak_lr)
+    return notices
