@@ -24,13 +24,13 @@ from PIL import Image
 from paceline.data.batch import Backend
 from paceline.data.image.source import FileSource
 from paceline.data.image.transforms import View
-from paceline.data.loaders.dali import DaliBackend
 from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.order import StepGeometry
 from paceline.data.slices import SampleSlice
 from paceline.recipe.data import Augment
 from paceline.records.environment import package_versions
 from paceline.world import World
+from paceline_ops.dali.backend import DaliBackend
 
 WIDTH, HEIGHT = 500, 375
 

@@ -24,6 +24,8 @@ Objects are called in the same way for both kinds of names, and for custom code 
 * models: ``names()``; returns names of networks that a task builds, for `paceline models`
 * dataset_packages: a package whose modules register data sets (:mod:`paceline.dataset_registry`), imported when data
   sets are listed
+* backends: ``backend()``; returns a :class:`paceline.data.image.pipeline.ImageBackend`, which `data.backend` names
+* run_logs: ``log()``; returns a :class:`paceline.plan.run_logs.RunLog`, which writes a log of each run
 """
 
 from __future__ import annotations
@@ -47,6 +49,8 @@ Kind = Literal[
     "functions",
     "models",
     "dataset_packages",
+    "backends",
+    "run_logs",
 ]
 
 _SCHEDULES = ("constant", "step", "linear", "cosine", "cyclic", "polynomial", "exponential", "one_cycle", "trapezoid")
@@ -81,6 +85,8 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     "functions": {},  # listed in paceline/__init__.py
     "models": {},  # listed in paceline.models.build
     "dataset_packages": {"images": "paceline.data.image.sets"},
+    "backends": {},  # built-in ones are chosen in paceline.data.image.pipeline
+    "run_logs": {},
 }
 
 

@@ -504,7 +504,7 @@ def test_places_that_cannot_be_had(paceline_here: Call, finished: Path) -> None:
 
 
 def test_addresses_beyond_this_machine_are_known() -> None:
-    from paceline.inference.serving.server import bind
+    from paceline_ops.serving.server import bind
 
     for host, is_loopback in {"127.0.0.1": True, "localhost": True, "0.0.0.0": False}.items():
         address = bind(host, 0)  # bound, and never listened at
@@ -524,7 +524,7 @@ def test_addresses_beyond_this_machine_are_known() -> None:
 def test_names_it_may_be_asked_as(host: str, allowed: tuple[str, ...], name: str, is_let_in: bool) -> None:
     from starlette.datastructures import Headers
 
-    from paceline.inference.serving.server import bind
+    from paceline_ops.serving.server import bind
 
     address = bind(host, 0, allowed)
     address.socket.close()

@@ -12,9 +12,9 @@ from calls import Call
 from own_networks import DIES, network_that
 from PIL import Image
 
-from paceline.data.loaders.dali import why_unavailable
+from paceline_ops.dali.choice import import_problem
 
-pytestmark = pytest.mark.skipif(bool(why_unavailable()), reason=f"needs DALI: {why_unavailable()}")
+pytestmark = pytest.mark.skipif(bool(import_problem()), reason=f"needs DALI: {import_problem()}")
 TRAIN_SAMPLES, VALIDATION_SAMPLES = 300, 300
 SETTINGS = (
     "data.path=jpegs",

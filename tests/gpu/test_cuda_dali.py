@@ -15,13 +15,13 @@ import paceline
 from paceline.data.batch import Batch
 from paceline.data.image.datasets import open_dataset
 from paceline.data.image.pipeline import open_backend
-from paceline.data.loaders.dali import why_unavailable
 from paceline.data.order import StepGeometry
 from paceline.data.pipeline import Placement
 from paceline.recipe.data import Augment, Data
 from paceline.world import World
+from paceline_ops.dali.choice import import_problem
 
-pytestmark = pytest.mark.skipif(bool(why_unavailable()), reason=f"needs DALI: {why_unavailable()}")
+pytestmark = pytest.mark.skipif(bool(import_problem()), reason=f"needs DALI: {import_problem()}")
 # nvJPEG's inverse cosine transform rounds otherwise than libjpeg's.
 LARGEST_MEAN = 2.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import paceline
 from paceline import dataset_registry, registry
 from paceline.cli.main import run
 from paceline.data.image.datasets import open_dataset
+from paceline.data.image.pipeline import available_backends
 from paceline.data.image.transforms import Variation
 from paceline.dataset_registry import DatasetNames, dataset_names, find_dataset
 from paceline.errors import DataError, PacelineError, RecipeError
@@ -36,7 +38,9 @@ import numpy as np
 import torch
 from dataclasses import dataclass
 from paceline.command import command
+from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.pages.shown import Shown
+from paceline.errors import RecipeError
 from paceline.metrics.accumulator import Metric
 from paceline.tasks.image_classification import ImageClassification
 
@@ -98,6 +102,30 @@ class Trained(torch.nn.Module):
     def forward(self, logits, targets):
         return self.scale * (logits - targets).sum(dim=1)
 
+class Readers:
+    def why_unavailable(self):
+        return ""
+
+    def check(self, data, dataset):
+        if data.image_size == 9:
+            raise RecipeError("readers take no images of 9 pixels; use another data.image_size.")
+
+    def workers(self, data, world):
+        return data.workers, "each is a reader"
+
+    def open(self, source, view, data, *, workers, device):
+        return PytorchBackend(source, view, workers=0)
+
+class Diary:
+    title = "the diary"
+
+    def check(self, recipe, *, evaluation_samples, peak_lr):
+        return {"optimizer.lr": f"{peak_lr:g} is noted in the diary"}
+
+    def write(self, directory):
+        (directory.root / "diary").mkdir(exist_ok=True)
+        (directory.root / "diary" / "today.txt").write_text(directory.summary.read_text())
+
 @command("greet", group="Politeness")
 @dataclass
 class Greet:
@@ -151,6 +179,10 @@ sawtooth = stranger:sawtooth
 power = stranger:Power
 [paceline.augmentations]
 flicker = stranger:flicker
+[paceline.backends]
+readers = stranger:Readers
+[paceline.run_logs]
+diary = stranger:Diary
 [paceline.commands]
 broken = no_such_module:Broken
 doctor = stranger:Greet
@@ -168,6 +200,8 @@ pictures = stranger:Pictures
 satellite = satellites:satellite
 nothing = satellites:plain
 """
+
+SHORT = {"train.duration": "2 steps", "parallel.device": "cpu", "parallel.threads": 1, "telemetry.trackers": []}
 
 
 @pytest.fixture
@@ -223,9 +257,37 @@ def test_a_schedule_and_a_task_of_another_package() -> None:
 
 @pytest.mark.usefixtures("stranger")
 def test_a_metric_of_another_package(tmp_path: Path) -> None:
-    short = {"train.duration": "2 steps", "parallel.device": "cpu", "parallel.threads": 1, "telemetry.trackers": []}
-    run = paceline.train("digits", overrides={"task": "pictures", **short}, run_dir=tmp_path / "run", quiet=True)
+    run = paceline.train("digits", overrides={"task": "pictures", **SHORT}, run_dir=tmp_path / "run", quiet=True)
     assert run.history("evaluation")[-1]["certainty"] == 0.25
+
+
+@pytest.mark.usefixtures("stranger")
+def test_a_data_back_end_of_another_package(tmp_path: Path) -> None:
+    weights = {}
+    for name, workers in {"readers": 3, "pytorch": 0}.items():
+        overrides = {"data.backend": name, "data.workers": workers, **SHORT}
+        run = paceline.train("digits", overrides=overrides, run_dir=tmp_path / name, quiet=True)
+        weights[name] = run.summary.weights_sha256
+        data = json.loads((run.run_dir / "plan.json").read_text())["data"]
+        assert (data["backend"], data["workers"]) == (name, workers)
+    assert weights["readers"] == weights["pytorch"]
+    assert available_backends()["readers"] == "available"
+    with pytest.raises(RecipeError, match="readers take no images of 9 pixels"):
+        paceline.train("digits", overrides={"data.backend": "readers", "data.image_size": 9}, quiet=True)
+    with pytest.raises(RecipeError, match=r"data\.backend: found 'reader', but it must be 'auto', 'memory', 'pytorch'"):
+        load_recipe("digits", ["data.backend=reader"])
+
+
+@pytest.mark.usefixtures("stranger")
+def test_a_log_of_another_package(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is written whenever a run ends; where it cannot be, the run ends as it would have."""
+    run = paceline.train("digits", overrides={"train.until": "1 step", **SHORT}, run_dir=tmp_path / "run", quiet=True)
+    assert json.loads((run.run_dir / "diary" / "today.txt").read_text())["status"] == "stopped"
+    assert "is noted in the diary" in json.loads((run.run_dir / "plan.json").read_text())["reasons"]["optimizer.lr"]
+    shutil.rmtree(run.run_dir / "diary")
+    (run.run_dir / "diary").write_text("in the way")
+    assert paceline.train("digits", overrides=SHORT, run_dir=run.run_dir).status == "completed"
+    assert "note: the diary could not be written: " in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("stranger")

@@ -40,13 +40,11 @@ _CORE: dict[str, dict[str, Listed]] = {
         "train": Listed("Train a recipe, or your images.", f"{_OURS}.train:Train"),
         "resume": Listed("Resume a run with the options it was started with.", f"{_OURS}.train:Resume"),
         "watch": Listed("Watch runs in the terminal while they train.", f"{_OURS}.watch:Watch"),
-        "launch": Listed("Write and submit a job for Slurm, torchrun or Kubernetes.", f"{_OURS}.launch:Launch"),
     },
     "Use": {
         "evaluate": Listed("Score the weights of a run, a checkpoint or a file.", f"{_OURS}.evaluate:Evaluate"),
         "predict": Listed("Label images, or write text, with trained weights.", f"{_OURS}.predict:Predict"),
         "export": Listed("Write weights as timm, safetensors, ONNX or torch.export.", f"{_OURS}.export:Export"),
-        "serve": Listed("Serve predictions over HTTP, with a web page.", f"{_OURS}.serve:Serve"),
         "report": Listed("Write one HTML page about runs, or print where step time went.", f"{_OURS}.report:Report"),
     },
     "Data": {
@@ -63,11 +61,7 @@ _CORE: dict[str, dict[str, Listed]] = {
         "recipes": Listed("List the shipped recipes, or show one.", f"{_OURS}.available:Recipes"),
         "models": Listed("List the networks a recipe can name.", f"{_OURS}.available:Models"),
         "explain": Listed("Explain a recipe key: values, default, effect, example.", f"{_OURS}.explain:Explain"),
-        "import": Listed(
-            "Convert a command line of timm's or NVIDIA's trainer into a recipe.", f"{_OURS}.import_recipe:Import"
-        ),
         "env": Listed("Show versions, devices and what is available here.", f"{_OURS}.available:Environment"),
-        "mlperf": Listed("Write logs of runs in MLPerf's format.", f"{_OURS}.report:MlperfLogs"),
         "completion": Listed("Print the completion script of a shell.", f"{_OURS}.completion:Completion"),
     },
 }

@@ -63,7 +63,7 @@ class Explain:
         if section is None:
             assert found is not None
             names = {} if marked is None else dict.fromkeys(marked.values) | installed(marked.kind)
-            return _of_key(found, list(_all(Recipe, "")), list(names))
+            return _of_key(found, list(_all(Recipe, "")), [each for each in names if f"`{each}`" not in found.value])
         keys = [_without_marks(each) for each in reference.keys(section, f"{found.key}." if found else "")]
         rows = [
             (each.key, "section" if each.section else each.default, shorten(each.meaning, _WIDE, placeholder="…"))

@@ -163,6 +163,10 @@ class Backend(Protocol):
         """Yield one uint8 batch per slice; consumes ``slices`` lazily."""
         ...
 
+    def reading(self) -> str:
+        """Describe which sample is being read, or was read last; empty if that is unknown."""
+        ...
+
     def close(self) -> None:
         """Stop workers and release memory."""
         ...

@@ -30,8 +30,8 @@ from paceline.plan.compute import (
 )
 from paceline.plan.epochs import Epochs
 from paceline.plan.facts import DataFacts, MachineFacts, NetworkFacts, ParameterGroupFacts, TaskFacts
-from paceline.plan.mlperf import check_mlperf
 from paceline.plan.rates import LearningRate, LearningRatePoint, Rates, explain_rates, plan_schedule
+from paceline.plan.run_logs import check_logs
 from paceline.plan.strategy import choose_strategy
 from paceline.recipe.layers import effective_items
 from paceline.recipe.running import Profile
@@ -202,8 +202,8 @@ def make(
         | why_strategy
         | {"parallel.backend": f"{_BACKENDS.get(machine.device, 'none')} is torch's for {machine.device}"}
         | {"parallel.threads": why_threads, "evaluate.metric": f"{task.headline}: the task's own choice"}
-        | check_mlperf(recipe, evaluation_samples=data.evaluation_samples, peak_lr=rates.peak_lr)
     )
+    notes = check_logs(recipe, data.evaluation_samples, rates.peak_lr) | dict(notes)
     return Plan(
         world_size=world.world_size,
         local_world_size=world.local_world_size,
@@ -232,7 +232,7 @@ def make(
         parameter_groups=() if network is None else network.groups,
         fp8_layers=() if network is None else network.fp8_layers,
         network_config=None if network is None else network.config,
-        reasons={key: why for key, why in reasons.items() if _is_shown(recipe, key)} | dict(notes),
+        reasons={key: why for key, why in reasons.items() if _is_shown(recipe, key)} | notes,
         unused=_unused(recipe, data, task, strategy, rates.warmup_steps, epochs.length(total), largest),
         left_out=data.left_out,
     )
@@ -283,7 +283,7 @@ def _unused(
     conditions = {
         "warm-up": warmup_steps > 0,
         "held-out samples": data.evaluation_samples > 0,
-        "a back-end with loader processes": backend in ("pytorch", "dali"),
+        "a back-end with loader processes": backend not in ("memory", "synthetic"),
         "loader processes": data.description.get("workers") != 0,
         "samples of unequal length": task.lengths_sha256 is not None,
         "several groups in a micro-batch": recipe.model.ghost_batch_norm != largest,
@@ -418,7 +418,6 @@ _ALWAYS_SHOWN = (
     "train.class_weights",
     "parallel.exact",
     "parallel.affinity",
-    "telemetry.mlperf",
 )
 
 

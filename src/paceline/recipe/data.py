@@ -6,7 +6,15 @@ import re
 import sys
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 
 from paceline.dataset_registry import DatasetNames
@@ -32,6 +40,7 @@ from paceline.recipe.fields import (
     Switch,
     parse_integer,
 )
+from paceline.registry import installed
 
 
 def ascending(value: tuple[float, float]) -> tuple[float, float]:
@@ -350,6 +359,16 @@ class Clicks:
     """Held-out samples of `synthetic_clicks`."""
 
 
+def _or_installed(value: object, built_in: ValidatorFunctionWrapHandler) -> object:
+    """Accept the name of a back-end that an installed package adds."""
+    try:
+        return built_in(value)
+    except ValidationError:
+        if value in installed("backends"):
+            return value
+        raise
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Data:
     """Which samples a run sees."""
@@ -396,7 +415,9 @@ class Data:
     """How an epoch's samples are drawn. `uniform`: each once. Otherwise as many samples with replacement: by a
     mapping of class names to weights, 1 for other classes, the relative frequency of drawing a sample of the class;
     or `balanced`, which draws all classes equally often. Each draw is varied anew."""
-    backend: Literal["auto", "memory", "pytorch", "dali", "synthetic"] = "auto"
+    backend: Annotated[
+        Literal["auto", "memory", "pytorch", "dali", "synthetic"], Names("backends"), WrapValidator(_or_installed)
+    ] = "auto"
     """Who reads the samples: `memory` holds small sets as tensors, `pytorch` decodes files in workers, `dali` decodes
     JPEG files in threads or on the GPU (extra `dali`)."""
     workers: Annotated[Auto | _Workers, Applies("backend", ("auto", "pytorch", "dali")), _WITH_LOADERS] = "auto"

@@ -362,7 +362,7 @@ def _data(plan: Mapping[str, Any]) -> str:
     data = plan.get("data", {})
     if data.get("backend") is None:
         advice = "the task's own pipeline makes them (its open_pipeline): let it read ahead, in other processes"
-    elif data["backend"] in ("pytorch", "dali"):
+    elif data["backend"] not in ("memory", "synthetic"):
         advice = f"use more than data.workers={data.get('workers')}, or packed data (paceline pack)"
     else:
         advice = "vary images less, or let loader processes do it: data.backend=pytorch with data.workers"

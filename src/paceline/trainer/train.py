@@ -23,6 +23,7 @@ from paceline.models.transfer import adapt
 from paceline.optim.build import build_optimizer
 from paceline.plan import Plan
 from paceline.plan.batching import usable_processes
+from paceline.plan.run_logs import run_logs
 from paceline.recipe.load import LoadedRecipe
 from paceline.recipe.schema import Recipe
 from paceline.records.events import FinishEvent, MeasurementEvent, StartEvent, Status, StopEvent
@@ -32,7 +33,6 @@ from paceline.storage.addresses import is_address
 from paceline.tasks.facts import geometry_of
 from paceline.tasks.task import build_task
 from paceline.telemetry.display import RunProgress
-from paceline.telemetry.mlperf_log import write_mlperf_log
 from paceline.trainer import mirroring
 from paceline.trainer.build import build_run
 from paceline.trainer.fake_batch import with_stand_in
@@ -384,7 +384,7 @@ def _write_summary(run: Run, status: Status, ending: str, sha256: Mapping[str, s
 
 
 def write_pages(run: Run, report: Reporter | None) -> None:
-    """Write the report and the log in MLPerf's format, if the recipe requests them.
+    """Write the report and the logs in other formats, if the recipe requests them.
 
     Errors in them do not change how the run ended.
     """
@@ -394,10 +394,9 @@ def write_pages(run: Run, report: Reporter | None) -> None:
         run.directory.check_in_place()
     except RunDirectoryError:
         return  # already reported; nothing is written under the old name
-    telemetry = run.recipe.telemetry
     for description, write in (
-        ("the log in MLPerf's format", write_mlperf_log if telemetry.mlperf else None),
-        ("the report", report if telemetry.report else None),
+        *((log.title, log.write) for log in run_logs(run.recipe)),
+        ("the report", report if run.recipe.telemetry.report else None),
     ):
         try:
             if write is not None:

@@ -30,7 +30,6 @@ from paceline.data.slices import SampleSlice
 from paceline.errors import DataError, PacelineError, RecipeError
 from paceline.inference.export import ExportRequest, export
 from paceline.inference.predict import open_predictor
-from paceline.inference.serving.app import _shown
 from paceline.recipe.data import Data
 from paceline.recipe.load import load_recipe
 from paceline.tasks.image_multilabel import AsymmetricLoss, ImageMultilabel
@@ -40,6 +39,7 @@ from paceline.trainer.evaluate_target import EvaluationRequest, evaluate_target
 from paceline.trainer.fake_batch import with_placeholder_data
 from paceline.trainer.train import plan_only
 from paceline.world import World
+from paceline_ops.serving.app import _shown
 
 CPU = torch.device("cpu")
 FIGURES = ["circle", "square", "triangle"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, Protocol, TypeGuard
 
 import numpy as np
 import torch
@@ -19,10 +19,9 @@ import torch
 from paceline.data.batch import Backend, Batch, Progress
 from paceline.data.image.datasets import LARGEST_SMALL_IMAGE, ImageDataset
 from paceline.data.image.feeding import FeedRates
-from paceline.data.image.source import MeasuredSource, SampleSource, SubsetSource, encoded_source, repeated, unrepeated
+from paceline.data.image.source import MeasuredSource, SampleSource, SubsetSource, repeated, unrepeated
 from paceline.data.image.store import StoreShape
-from paceline.data.image.transforms import Mixing, Shape, View, has_variation, variations
-from paceline.data.loaders.dali import DaliBackend, how_to_install, why_unavailable
+from paceline.data.image.transforms import Mixing, Shape, View, has_variation
 from paceline.data.loaders.memory import MemoryBackend, SyntheticBackend
 from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.order import StepGeometry, evaluation_rounds, evaluation_slices
@@ -31,6 +30,7 @@ from paceline.data.slices import SampleShapes
 from paceline.errors import RecipeError
 from paceline.machine import available_cores, memory_bytes
 from paceline.recipe.data import Data, Progressive
+from paceline.registry import installed, load
 from paceline.units import format_bytes, format_count
 from paceline.world import World
 
@@ -107,19 +107,51 @@ def _is_measured(source: SampleSource) -> TypeGuard[MeasuredSource]:
 
 Split = Literal["train", "validation"]
 
+
+class ImageBackend(Protocol):
+    """A back-end of an installed package, which ``data.backend`` names: its settings, and how it opens a split."""
+
+    def why_unavailable(self) -> str:
+        """Return why it cannot be used here, and what to do; empty if it can."""
+        ...
+
+    def check(self, data: Data, dataset: ImageDataset) -> None:
+        """Check what a recipe asks of it.
+
+        Raises:
+            RecipeError: If it cannot do that, or cannot be used here.
+        """
+        ...
+
+    def workers(self, data: Data, world: World) -> tuple[int, str]:
+        """Return its threads or processes per rank, with the reason.
+
+        Raises:
+            RecipeError: If it does not take the recipe's number.
+        """
+        ...
+
+    def open(self, source: SampleSource, view: View, data: Data, *, workers: int, device: torch.device) -> Backend:
+        """Open one split, preprocessed as ``view`` says; ``device`` is the model's."""
+        ...
+
+
 LARGEST_IN_MEMORY = 2**30
 # Share of a GPU's memory for the images of one split; the rest is for the model, gradients and activations.
 LARGEST_SHARE_OF_DEVICE = 0.125
 _ON_CPU = Placement(device=torch.device("cpu"))
-_MOST_WORKERS = 16
-_MOST_BESIDE_A_GPU = 4  # DALI threads: the GPU does most of the work, and each thread has buffers on it
+_WITHOUT_WORKERS = ("memory", "synthetic")
 
 
 def available_backends() -> dict[str, str]:
     """Return back-ends, with the reason why one is unavailable."""
-    reason = why_unavailable()
-    dali = f"{reason}: {how_to_install()}" if reason else "available"
-    return {"memory": "available", "pytorch": "available", "dali": dali, "synthetic": "available"}
+    others = {name: _installed_backend(name).why_unavailable() or "available" for name in installed("backends")}
+    return {"memory": "available", "pytorch": "available", **others, "synthetic": "available"}
+
+
+def _installed_backend(name: str) -> ImageBackend:
+    backend: ImageBackend = load("backends", name, RecipeError)()
+    return backend
 
 
 def choose_backend(data: Data, dataset: ImageDataset, processes: int = 1) -> tuple[str, str]:
@@ -170,31 +202,34 @@ def evaluation_size(data: Data, dataset: ImageDataset) -> int:
 
 
 def choose_workers(data: Data, backend: str, world: World, measured: FeedRates | None = None) -> tuple[int, str]:
-    """Return loader processes, or DALI threads, per rank, with the reason.
+    """Return loader processes, or another back-end's threads, per rank, with the reason.
 
-    Uses the measured number of loader processes if there is one; otherwise one core of each rank's share is left for
-    training.
+    Uses the measured number of loader processes if there is one; otherwise their share of the cores.
 
     Raises:
-        RecipeError: If the recipe sets 0 threads for DALI.
+        RecipeError: If the back-end does not take the recipe's number.
     """
-    if backend not in ("pytorch", "dali"):
+    if backend in _WITHOUT_WORKERS:
         return 0, f"the {backend} back-end has none"
-    if backend == "dali" and data.workers == 0:
-        raise RecipeError(
-            "data.workers=0, but the dali back-end decodes in its own threads: give at least 1, or leave it out."
-        )
+    if backend != "pytorch":
+        return _installed_backend(backend).workers(data, world)
     if data.workers != "auto":
         return data.workers, "as the recipe says"
-    if backend == "pytorch" and measured is not None:
-        return measured.best, str(measured)
+    return share_of_cores(world) if measured is None else (measured.best, str(measured))
+
+
+def share_of_cores(world: World, maximum: int = 16, why: str = "") -> tuple[int, str]:
+    """Return the cores for a rank's loaders, with the reason: its share but one, which is left for training.
+
+    Args:
+        world: The run's processes.
+        maximum: Maximum number.
+        why: What limits it, to add to the reason.
+    """
     cores = available_cores()
-    gpu_decodes = backend == "dali" and _may_decode_on_gpu(data) and torch.cuda.is_available()
-    maximum = _MOST_BESIDE_A_GPU if gpu_decodes else _MOST_WORKERS
     workers = max(1, min(cores // world.local_world_size - 1, maximum))
     processes = "one process" if world.local_world_size == 1 else f"{world.local_world_size} processes"
-    limit = f", and no more than {maximum}, as the GPU does most of the work" if gpu_decodes else ""
-    return workers, f"{cores} cores for {processes}, one of each share reserved for training{limit}"
+    return workers, f"{cores} cores for {processes}, one of each share reserved for training{why}"
 
 
 def open_backend(
@@ -244,9 +279,9 @@ def open_backend(
         )
     if name == "synthetic":
         return SyntheticBackend(source, view, pin_memory=on_gpu)
-    if name == "dali":
-        return _open_dali(source, view, data, threads=workers, device=placement.device)
-    return PytorchBackend(source, view, workers=workers, prefetch=data.prefetch, pin_memory=on_gpu)
+    if name == "pytorch":
+        return PytorchBackend(source, view, workers=workers, prefetch=data.prefetch, pin_memory=on_gpu)
+    return _installed_backend(name).open(source, view, data, workers=workers, device=placement.device)
 
 
 def _fits_on_device(source: SampleSource, view: View, device: torch.device) -> bool:
@@ -257,35 +292,17 @@ def _fits_on_device(source: SampleSource, view: View, device: torch.device) -> b
     return shape.bytes <= LARGEST_SHARE_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory
 
 
-def _open_dali(source: SampleSource, view: View, data: Data, *, threads: int, device: torch.device) -> Backend:
-    on_gpu = device.type == "cuda"
-    if data.decode_on == "gpu" and not on_gpu:
-        raise RecipeError(
-            f"data.decode_on=gpu, but the model is on the {device.type}: use data.decode_on=cpu, or "
-            "parallel.device=cuda."
-        )
-    files = encoded_source(source)
-    assert files is not None
-    return DaliBackend(
-        files,
-        view,
-        threads=threads,
-        prefetch=data.prefetch,
-        decode_on=device if on_gpu and _may_decode_on_gpu(data) else "cpu",
-    )
-
-
 def _refuse(data: Data, dataset: ImageDataset, processes: int) -> None:
     if data.dataset == "synthetic" and data.backend != "synthetic":
         raise RecipeError(
             f"data.backend is {data.backend}, but the synthetic data set has no files to read: use "
             "data.backend=synthetic, or another data.dataset."
         )
-    if data.backend == "dali":
-        _refuse_dali(data, dataset)
+    if data.backend not in ("pytorch", *_WITHOUT_WORKERS):
+        _installed_backend(data.backend).check(data, dataset)
     if data.backend == "synthetic":
         _refuse_synthetic(data)
-    if data.backend not in ("pytorch", "dali") and data.evaluation_shape != "square":
+    if data.backend in _WITHOUT_WORKERS and data.evaluation_shape != "square":
         raise RecipeError(
             f"data.evaluation_shape={data.evaluation_shape} asks for images of several shapes, and the {data.backend} "
             "back-end stores only one: use data.backend=pytorch with files, or leave it out."
@@ -299,36 +316,6 @@ def _refuse(data: Data, dataset: ImageDataset, processes: int) -> None:
         )
     if reason := _too_large(data, dataset, processes):
         raise RecipeError(f"data.backend is memory, but {reason}: use data.backend=pytorch.")
-
-
-def _may_decode_on_gpu(data: Data) -> bool:
-    return data.decode_on != "cpu" and data.augment.crop != "pad"  # padded crops run on the CPU
-
-
-def _refuse_dali(data: Data, dataset: ImageDataset) -> None:
-    if names := variations(data.augment):
-        keys = ", ".join(f"data.augment.{name}" for name in names)
-        raise RecipeError(
-            f"data.backend is dali, which varies images by a crop and a flip only, and the recipe asks for {keys}: use "
-            "data.backend=pytorch, or leave that out."
-        )
-    if any(encoded_source(source) is None for source in (dataset.train, dataset.validation)):
-        raise RecipeError(
-            f"data.backend is dali, which decodes image files, and data.dataset={data.dataset} has none: use another "
-            "data.backend; your own data set needs a source with a method encoded(sample) that returns the file."
-        )
-    if reason := why_unavailable():
-        raise RecipeError(
-            f"data.backend is dali, but DALI cannot be used here ({reason}): run {how_to_install()}, or "
-            "use data.backend=pytorch."
-        )
-    if data.decode_on == "gpu" and data.augment.crop == "pad":
-        raise RecipeError(
-            "data.decode_on=gpu, but data.augment.crop=pad shifts images on the CPU: use data.decode_on=cpu, or "
-            "data.augment.crop=random_resized."
-        )
-    if data.decode_on == "gpu" and not torch.cuda.is_available():
-        raise RecipeError("data.decode_on=gpu, but no CUDA device is visible: use data.decode_on=cpu, or leave it out.")
 
 
 def _refuse_synthetic(data: Data) -> None:
@@ -446,8 +433,7 @@ class ImagePipeline:
 
     def reading(self, *, training: bool) -> str:
         """Describe the sample being read or read last; empty outside training."""
-        backend = self._opened.get(training)
-        return backend.reading() if isinstance(backend, PytorchBackend | DaliBackend) else ""
+        return self._opened[training].reading() if training in self._opened else ""
 
     def close(self) -> None:
         """Stop the workers."""

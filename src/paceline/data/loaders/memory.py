@@ -76,6 +76,10 @@ class MemoryBackend:
             for piece, (whole, own, broken), begins, labels in batches:
                 yield Batch(self._inputs(begins, own, piece.epoch), labels, whole, piece, broken)
 
+    def reading(self) -> str:
+        """Return nothing: the images have been read."""
+        return ""
+
     def close(self) -> None:
         """Release the images."""
         self._store = None
@@ -187,6 +191,10 @@ class SyntheticBackend:
                 noise = torch.from_numpy(words.view(np.uint8)[:length].reshape(shape))
                 self._noise[count] = noise.pin_memory() if self._pin_memory else noise
             yield Batch(self._noise[count], torch.from_numpy(self._labels[piece.ids]), piece.ids, piece)
+
+    def reading(self) -> str:
+        """Return nothing: nothing is read."""
+        return ""
 
     def close(self) -> None:
         """Release the noise."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,16 +15,15 @@ from PIL import Image
 
 from paceline.data.image import pipeline as backend_choice
 from paceline.data.image.datasets import ImageDataset, open_dataset
-from paceline.data.image.pipeline import available_backends, choose_backend, choose_workers, open_backend
+from paceline.data.image.pipeline import choose_backend, choose_workers, open_backend
 from paceline.data.image.source import SampleSource, SubsetSource, repeated
 from paceline.data.image.store import StoreShape
 from paceline.data.image.transforms import View
-from paceline.data.loaders.dali import why_unavailable
 from paceline.data.loaders.memory import MemoryBackend, SyntheticBackend
 from paceline.data.loaders.pytorch import PytorchBackend
 from paceline.data.slices import SampleSlice
 from paceline.errors import RecipeError
-from paceline.recipe.data import Augment, Data, Jitter, Progressive
+from paceline.recipe.data import Augment, Data, Progressive
 from paceline.world import World
 
 RESIZED = Augment(crop="random_resized")
@@ -136,65 +134,6 @@ def test_a_gpu_holds_what_is_an_eighth_of_its_memory(monkeypatch: pytest.MonkeyP
             source = repeated(dataset.train, repeats)
             shown = View(image_size=32, channels=3, augment=augment)
             assert backend_choice._fits_on_device(source, shown, gpu) is fits
-
-
-def files(tmp_path: Path) -> ImageDataset:
-    """Two classes of two images each, as files."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        for number in range(2):
-            Image.new("RGB", (8, 8)).save(tmp_path / name / f"{number}.jpg")
-    return open_dataset(Data(path=str(tmp_path), validation_fraction=0.5))
-
-
-@pytest.mark.parametrize(
-    ("augment", "named"),
-    [
-        (Augment(policy="randaugment"), "data.augment.policy"),
-        (Augment(jitter=Jitter(hue=0.1), erase=0.5), "data.augment.jitter, data.augment.erase"),
-        (Augment(vertical_flip=0.5), "data.augment.vertical_flip"),
-        (Augment(grayscale=0.5, blur=0.1), "data.augment.grayscale, data.augment.blur"),
-    ],
-)
-def test_what_dali_lacks_is_refused_by_name(augment: Augment, named: str, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=rf"asks for {named}: use data\.backend=pytorch, or leave that out\.$"):
-        choose_backend(Data(backend="dali", path="…", augment=augment), files(tmp_path))
-
-
-def test_dali_wants_files() -> None:
-    with pytest.raises(RecipeError, match=r"data\.dataset=cifar10 has none: use another data\.backend"):
-        choose_backend(Data(dataset="cifar10", backend="dali"), cifar_like(10))
-    with pytest.raises(RecipeError, match=r"use data\.backend=synthetic"):
-        choose_backend(Data(dataset="synthetic", backend="dali"), cifar_like(10))
-
-
-def test_without_dali_the_reason_and_the_command_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    monkeypatch.delitem(sys.modules, "nvidia.dali.fn", raising=False)
-    told = r"cannot be used here \(.*nvidia\.dali.*\): run pip install .*dali.*pytorch\.$"
-    with pytest.raises(RecipeError, match=told):
-        choose_backend(Data(backend="dali", path="…"), files(tmp_path))
-    assert "pip install" in available_backends()["dali"]
-
-
-@pytest.mark.skipif(bool(why_unavailable()), reason=f"needs DALI: {why_unavailable()}")
-def test_dali_reads_files_in_threads(tmp_path: Path) -> None:
-    dataset = files(tmp_path)
-    data = Data(backend="dali", path="…", workers=3)
-    assert choose_backend(data, dataset) == ("dali", "as the recipe says")
-    assert available_backends()["dali"] == "available"
-    assert choose_workers(data, "dali", World()) == (3, "as the recipe says")
-    assert choose_workers(Data(backend="dali"), "dali", World())[0] >= 1
-    with pytest.raises(RecipeError, match=r"data\.workers=0, but the dali back-end decodes in its own threads"):
-        choose_workers(Data(backend="dali", workers=0), "dali", World())
-    if not torch.cuda.is_available():
-        with pytest.raises(RecipeError, match=r"data\.decode_on=gpu, but no CUDA device is visible"):
-            choose_backend(Data(backend="dali", decode_on="gpu"), dataset)
-    shifted = Data(backend="dali", decode_on="gpu", augment=Augment(crop="pad"))
-    with pytest.raises(RecipeError, match=r"crop=pad shifts images on the CPU: use data\.decode_on=cpu"):
-        choose_backend(shifted, dataset)
-    with pytest.raises(RecipeError, match=r"data\.decode_on=gpu, but the model is on the cpu"):
-        open_backend("dali", Data(backend="dali", decode_on="gpu"), dataset, "train", seed=0, workers=1)
 
 
 def test_workers() -> None:

@@ -1,0 +1,122 @@
+"""Memory is bounded by the pictures that are decoded, however many are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from paceline.tasks.labelling import Prediction
+
+_WHY = "not installed: pip install 'paceline[serve]'"
+for _library in ("fastapi", "prometheus_client", "python_multipart"):
+    pytest.importorskip(_library, reason=_WHY)
+
+from starlette import requests  # noqa: E402
+
+from paceline_ops.serving import app  # noqa: E402
+from paceline_ops.serving import service as services  # noqa: E402
+from paceline_ops.serving.service import Metrics  # noqa: E402
+
+SIDE = 4000
+LARGE = 16 * SIDE * SIDE
+FITTING = 2**30 // LARGE
+
+
+class LargePictures:
+    """Keeps pictures as large as they are, as a detector does, and counts them; answers when it is told to."""
+
+    classes = ("thing",)
+    usual_top_k = 1
+    largest_batch: int | None = 1
+    finds_boxes = False
+    number_names: tuple[str, ...] = ()
+    digest = "0" * 64
+
+    def __init__(self) -> None:
+        self.prepared = 0
+        self.answered = 0
+        self.most = 0
+        self.goes_on = threading.Event()
+        self._lock = threading.Lock()
+
+    def prepare(self, content: bytes) -> NDArray[np.uint8]:
+        with self._lock:
+            self.prepared += 1
+            self.most = max(self.most, self.prepared - self.answered)
+        return np.empty(LARGE, dtype=np.uint8)  # never touched, so never in memory
+
+    def answer(self, prepared: Sequence[NDArray[np.uint8]], top_k: int) -> list[Prediction]:
+        assert self.goes_on.wait(60)
+        with self._lock:
+            self.answered += len(prepared)
+        return [Prediction(Path(), ("thing",), (1.0,)) for _ in prepared]
+
+    def unreadable(self, path: Path, reason: str) -> Prediction:
+        return Prediction(path, error=reason)
+
+
+PICTURE = f"P6 {SIDE} {SIDE} 255 ".encode()  # of which there is the head
+
+
+def test_pictures_wait_until_there_is_memory_and_all_are_answered() -> None:
+    predictor = LargePictures()
+    assert 2 <= FITTING < 8
+
+    async def ask() -> list[int]:
+        service = services.Service(predictor, services.Limits(), Metrics("large", predictor.digest))
+        async with service.running():
+            asked = [asyncio.create_task(service.answers([PICTURE] * 8, 1)) for _ in range(2)]
+            while predictor.prepared < FITTING:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)  # for more of them, were they let in
+            predictor.goes_on.set()
+            return [len(each) for each in await asyncio.gather(*asked)]
+
+    assert asyncio.run(asyncio.wait_for(ask(), 60)) == [8, 8]
+    assert predictor.most == FITTING
+    assert predictor.prepared == predictor.answered == 16
+
+
+@pytest.mark.parametrize("why", ["overdue", "left"])
+def test_work_that_nobody_waits_for_is_stopped(why: str) -> None:
+    predictor = LargePictures()
+
+    async def ask() -> int:
+        service = services.Service(predictor, services.Limits(), Metrics("large", predictor.digest))
+        leaving = asyncio.Event()
+
+        async def receive() -> dict[str, object]:
+            await leaving.wait()
+            return {"type": "http.disconnect"}
+
+        client = requests.Request({"type": "http", "method": "POST", "headers": []}, receive)
+        async with service.running():
+            asked = asyncio.create_task(app.while_connected(client, service.answers([PICTURE] * 8, 1)))
+            while predictor.prepared < FITTING:
+                await asyncio.sleep(0.01)
+            if why == "left":
+                leaving.set()
+                with pytest.raises(app.HTTPException):
+                    await asked
+            else:
+                asked.cancel()
+                await asyncio.wait([asked])
+            predictor.goes_on.set()
+            return len(await service.answers([PICTURE] * 2, 1))
+
+    assert asyncio.run(asyncio.wait_for(ask(), 60)) == 2
+    assert predictor.prepared == FITTING + 2
+
+
+def test_the_page_asks_for_all_objects_of_a_detector() -> None:
+    predictor = LargePictures()
+    service = services.Service(predictor, services.Limits(), Metrics("large", predictor.digest))
+    assert "<p hidden><label>Labels for each" not in app.page(service, "large")
+    predictor.finds_boxes = True
+    assert "<p hidden><label>Labels for each" in app.page(service, "large")
