@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.checkpoint.manifest import read_components
 from paceline.checkpoint.mirror import (
     Commit,
     CommitListing,
@@ -18,7 +19,6 @@ from paceline.checkpoint.mirror import (
     fetch_newest,
     list_commits,
 )
-from paceline.checkpoint.reading import read_components
 from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError, StorageError
 from paceline.storage.remote import Remote, Retries

@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.checkpoint.durable import FileFacts, hash_file, is_disk_failure, reporting_disk_errors
-from paceline.checkpoint.format import MANIFEST, check_stamp
-from paceline.checkpoint.reading import read_manifest, verify
+from paceline.checkpoint.manifest import MANIFEST, check_stamp, read_manifest, verify
 from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError, StorageError, UnreadableError, VersionError
 from paceline.plain_json import load_json

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.checkpoint.format import TensorSpec, check_component_names, inventory, map_tensors
-from paceline.checkpoint.sharded import Chunk, ChunkOf
+from paceline.checkpoint.format import Chunk, ChunkOf, TensorSpec, inventory, map_tensors
+from paceline.checkpoint.manifest import check_component_names
 from paceline.errors import CheckpointError, did_you_mean
 from paceline.machine import available_cores
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from paceline.checkpoint.format import read_header
-from paceline.checkpoint.reading import check_sizes, read_manifest
+from paceline.checkpoint.manifest import check_sizes, read_manifest
 from paceline.checkpoint.store import (
     BEST_FILE_NAME,
     CheckpointStore,

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from paceline.checkpoint.manifest import read_components
 from paceline.checkpoint.mirror import LocalCheckpoint
-from paceline.checkpoint.reading import read_components
-from paceline.checkpoint.sharded import ShardedSave
-from paceline.checkpoint.store import Best, ResumePoint, SavedCheckpoint, checkpoint_name
+from paceline.checkpoint.store import Best, ResumePoint, SavedCheckpoint, ShardedSave, checkpoint_name
 from paceline.errors import CheckpointError, TrainingError
 from paceline.recipe.load import recipe_digest, to_yaml
 from paceline.records.events import CheckpointEvent, ResumeEvent

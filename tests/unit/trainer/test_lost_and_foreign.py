@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from run_directories import fingerprint, saved_steps
 
-from paceline.checkpoint.reading import read_manifest
+from paceline.checkpoint.manifest import read_manifest
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, PacelineError, RunDirectoryError, TrainingError
 from paceline.records.reader import read_identity, write_identity
