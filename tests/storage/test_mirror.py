@@ -13,12 +13,12 @@ from paceline.checkpoint.manifest import read_components
 from paceline.checkpoint.mirror import (
     Commit,
     CommitListing,
-    LocalCheckpoint,
     Mirror,
     MirrorConflictError,
     fetch_newest,
     list_commits,
 )
+from paceline.checkpoint.publish import LocalCheckpoint
 from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError, StorageError
 from paceline.storage.remote import Remote, Retries

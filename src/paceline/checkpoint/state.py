@@ -202,6 +202,7 @@ class HostCopies:
         self._copies: dict[tuple[str, int], tuple[Any, Tensor]] = {}
         self._pending: list[tuple[Any, Any]] = []  # pairs of bytes to copy on the CPU: destination and source
         self._devices: set[torch.device] = set()
+        self._max_threads = min(available_cores(), _MAX_THREADS)
 
     def take(self, name: str, state: Any) -> Any:
         """Rebuild a component's state with every tensor in host memory, once :meth:`finish` has returned."""
@@ -215,7 +216,7 @@ class HostCopies:
         split each copy and wait for its slowest thread, hundreds of times: that takes many times as long on a busy
         machine.
         """
-        shares: list[list[tuple[Any, Any]]] = [[] for _ in range(min(available_cores(), _MAX_THREADS))]
+        shares: list[list[tuple[Any, Any]]] = [[] for _ in range(self._max_threads)]
         sizes = [0] * len(shares)
         for pair in sorted(self._pending, key=lambda pair: -pair[0].nbytes):
             smallest = sizes.index(min(sizes))

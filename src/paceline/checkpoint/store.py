@@ -517,10 +517,20 @@ class CheckpointStore:
             ) from error
         return best
 
-    def delete_best(self) -> None:
-        """Remove ``best.json``, for a run that has no checkpoint of its best step."""
+    def name_best(self, best: Best | None) -> list[int]:
+        """Name the best step that has a checkpoint in ``best.json``; returns it as the one to protect.
+
+        Without such a step the file is removed: it may name a step that the run has undone and will repeat.
+
+        Raises:
+            CheckpointError: If the disk fails.
+        """
+        if best is not None and best.step in self.steps():
+            self.write_best(best)
+            return [best.step]
         with reporting_disk_errors("remove", self.directory / BEST_FILE_NAME):
             (self.directory / BEST_FILE_NAME).unlink(missing_ok=True)
+        return []
 
     def size_bytes(self) -> int:
         """Return the size of all checkpoints now, including those being written or deleted."""
