@@ -24,11 +24,14 @@ from hardware import write_result
 from PIL import Image
 
 import paceline
-from paceline.trainer import loop, train
+from paceline.trainer import loop, run_dir_checks, train
 
 PACKAGE = str(Path(paceline.__file__).parent)
-PARTS = {"a step": (loop, ("train_step",)), "a save": (loop, ("save_checkpoint",))}
-PARTS["a resume"] = (train, ("open_directory", "restore"))
+PARTS = {
+    "a step": ((loop, "train_step"),),
+    "a save": ((loop, "save_checkpoint"),),
+    "a resume": ((run_dir_checks, "open_directory"), (train, "restore")),
+}
 
 
 def write_photos(root: Path) -> None:
@@ -67,8 +70,8 @@ def traced(root: Path) -> dict[str, set[str]]:
         return call
 
     module: ModuleType
-    for part, (module, names) in PARTS.items():
-        for name in names:
+    for part, functions in PARTS.items():
+        for module, name in functions:
             setattr(module, name, watched(part, getattr(module, name)))
     write_photos(root / "photos")
     overrides = {

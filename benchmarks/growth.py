@@ -249,7 +249,7 @@ def save(size: int, folder: Path) -> Facts:
 
 def load(_: int, folder: Path) -> Facts:
     """Verify them and load them, as a resumed run does."""
-    from paceline.checkpoint.reading import read_components
+    from paceline.checkpoint.manifest import read_components
     from paceline.checkpoint.store import CheckpointStore, choose_resume_point
 
     begun = time.perf_counter()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from calls import Call
 
-from paceline.checkpoint.reading import verify
+from paceline.checkpoint.manifest import verify
 from paceline.checkpoint.store import CheckpointStore
 from paceline.checkpoint.weights import read_weights, weights_sha256
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from calls import Call
 
-from paceline.checkpoint.reading import read_components
+from paceline.checkpoint.manifest import read_components
 from paceline.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 from calls import Call
 
-from paceline.checkpoint.reading import read_components, read_manifest, verify
+from paceline.checkpoint.manifest import read_components, read_manifest, verify
 from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import CheckpointError
 

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.checkpoint.manifest import read_components
 from paceline.checkpoint.mirror import (
     Commit,
     CommitListing,
-    LocalCheckpoint,
     Mirror,
     MirrorConflictError,
     fetch_newest,
     list_commits,
 )
-from paceline.checkpoint.reading import read_components
+from paceline.checkpoint.publish import LocalCheckpoint
 from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError, StorageError
 from paceline.storage.remote import Remote, Retries

@@ -18,7 +18,8 @@ import pytest
 import torch
 from calls import Call
 
-from paceline.checkpoint.mirror import CommitListing, LocalCheckpoint, Mirror, list_commits
+from paceline.checkpoint.mirror import CommitListing, Mirror, list_commits
+from paceline.checkpoint.publish import LocalCheckpoint
 from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import StorageError
 from paceline.recipe.running import Checkpoint

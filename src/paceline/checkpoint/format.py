@@ -1,4 +1,4 @@
-"""The files of a checkpoint: states as JSON with named tensors, tensors as safetensors, and the manifest.
+"""The files of a checkpoint's components: states as JSON with named tensors, and tensors as safetensors.
 
 Nothing in these files can run code. A state is split into a JSON structure and named tensors. Plain JSON values
 represent themselves, so that a person can read the structure; everything that JSON cannot express is an object with one
@@ -8,53 +8,51 @@ their exact bits), very large integers, and tensors.
 Safetensors files are written here piece by piece, so that a save needs no second copy in memory and the digest is
 computed while writing. A load needs none either: each tensor is read into its own memory, and hashed meanwhile.
 
-The manifest is the last file written. It lists every other file with size and digest and every tensor with dtype and
-shape, and ends with a digest of itself, so that one flipped bit anywhere in a checkpoint is found.
+If a component's tensors are sharded over processes, each process writes a file with its parts. The header of each file
+gives the offsets of its tensors in the complete ones, under the key that torch.distributed.checkpoint reads: its
+``HuggingFaceStorageReader`` opens such a folder too.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
-import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from blake3 import blake3
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.checkpoint.durable import (
     PIECE_BYTES,
     FileFacts,
     open_regular_file,
-    read_regular_file,
     reporting_disk_errors,
     with_retries,
     write_file,
 )
-from paceline.errors import CheckpointError, VersionError
+from paceline.errors import CheckpointError
 from paceline.files import LFS_POINTER, LFS_START
 from paceline.plain_json import load_json
+from paceline.records.run_directory import sync_directory
 
-MANIFEST = "manifest.json"
-_VERSION = 2
-_SIZE_LIMIT_BYTES = 100_000_000  # limit for a manifest, and for a safetensors header
+SIZE_LIMIT_BYTES = 100_000_000  # limit for a manifest, and for a safetensors header
+MAX_DIMENSIONS = 64  # of a tensor
 _MOST_TENSORS = 2**18  # in one file; reading that many takes seconds even if all are empty
-_COMPONENT = re.compile(r"(?!manifest$)[A-Za-z][A-Za-z0-9_-]*")
-_PART = re.compile(r"/part-\d{5}\.safetensors")
 
 _MAX_PLAIN_BITS = 64  # longer integers are written as hexadecimal: JSON readers limit decimal digits
 
 _PREFIX_BYTES = 8
 _METADATA = "__metadata__"  # the only key that a safetensors header reserves
 _RAW_DTYPES = "raw_dtypes"  # metadata entry: tensors whose dtype the format lacks, stored as bytes
+_OFFSETS = "DCP_SHARDING_INFO"  # metadata entry: where the tensors of a part begin
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8",
@@ -66,7 +64,6 @@ _DTYPES = {code: name for name, code in _CODES.items()} | {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
-_MOST_SIDES = 64
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _PICKLE_STARTS = (b"\x80", b"PK\x03\x04")  # a bare pickle; the zip archive of torch.save
 # Other formats found under the name of a weights file, by their first bytes in lower case.
@@ -76,8 +73,6 @@ _OTHER_FORMATS = {
     b"<html": "an HTML page: download the file itself",
     b"\x1f\x8b\x08": "compressed by gzip: unpack it first",
 }
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -363,7 +358,7 @@ def _layout(header: Mapping[str, Any], start: int, file_size: int) -> Iterator[t
             raise ValueError(f"it holds a tensor of the unknown dtype {entry['dtype']!r}")
         dtype, shape = dtype_of(dtype_name), entry["shape"]
         # Checked before they are multiplied: products of very long numbers take hours.
-        is_shape = len(shape) <= _MOST_SIDES and all(type(side) is int and 0 <= side < 2**63 for side in shape)
+        is_shape = len(shape) <= MAX_DIMENSIONS and all(type(side) is int and 0 <= side < 2**63 for side in shape)
         if not is_shape or type(shape) is not list or math.prod(side or 1 for side in shape) >= 2**63:
             raise ValueError(f"{name!r} has no shape of a tensor")
         begin, end = end, end + math.prod(shape) * dtype.itemsize
@@ -439,8 +434,8 @@ def _header_length(start: bytes | bytearray, file_size: int) -> int:
     if len(start) < _PREFIX_BYTES:
         raise ValueError(f"it has {file_size} bytes, too few for a header{hint}")
     length = int.from_bytes(start[:_PREFIX_BYTES], "little")
-    if length > _SIZE_LIMIT_BYTES:
-        raise ValueError(f"its header claims {length} bytes, more than the limit of {_SIZE_LIMIT_BYTES}{hint}")
+    if length > SIZE_LIMIT_BYTES:
+        raise ValueError(f"its header claims {length} bytes, more than the limit of {SIZE_LIMIT_BYTES}{hint}")
     if length > file_size - _PREFIX_BYTES:
         raise ValueError(f"its header claims {length} bytes, but the file has {file_size}{hint}")
     return length
@@ -471,147 +466,163 @@ def _strings(value: Any, label: str) -> dict[str, str]:
     return value
 
 
-# The manifest
+# Tensors that are sharded over processes
 
 
 @dataclass(frozen=True)
-class ComponentEntry:
-    """The files of one component by name, and its tensors by stored name."""
+class Chunk:
+    """A box within a tensor: its offset and size in each dimension."""
 
-    files: Mapping[str, FileFacts]
-    tensors: Mapping[str, TensorSpec]
-
-    @property
-    def tensor_files(self) -> list[str]:
-        """The files that contain the tensors: one, or one for each process that wrote a part."""
-        return sorted(name for name in self.files if name.endswith(".safetensors"))
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The contents of one checkpoint.
-
-    Attributes:
-        step: Optimizer steps done when it was taken.
-        facts: The saver's facts about the run (world size, digest of the recipe, ...).
-        components: In the order they were registered.
-    """
-
-    step: int
-    facts: Mapping[str, Any]
-    components: Mapping[str, ComponentEntry]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
     @property
-    def size_bytes(self) -> int:
-        """Total size of the component files; the manifest itself is not counted."""
-        return sum(file.size_bytes for entry in self.components.values() for file in entry.files.values())
+    def slices(self) -> tuple[slice, ...]:
+        """The index that selects the box from the complete tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))
 
-    def to_bytes(self) -> bytes:
-        """Write the manifest as JSON with its own digest."""
-        content = {
-            "format_version": _VERSION,
-            "step": self.step,
-            "facts": encode(dict(self.facts), where="facts")[0],
-            "components": {
-                name: {
-                    "files": {file: facts.to_json() for file, facts in entry.files.items()},
-                    "tensors": {
-                        key: {"dtype": spec.dtype, "shape": list(spec.shape)} for key, spec in entry.tensors.items()
-                    },
-                }
-                for name, entry in self.components.items()
-            },
-        }
-        return json.dumps({**content, "digest": _digest(content)}, indent=1).encode("ascii")
+    def overlap(self, other: Chunk) -> Chunk:
+        """Return the intersection; its size is zero in a dimension without overlap."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        ends = (min(mine.stop, its.stop) for mine, its in zip(self.slices, other.slices, strict=True))
+        return Chunk(starts, tuple(max(0, end - start) for start, end in zip(starts, ends, strict=True)))
+
+    def within(self, outer: Chunk) -> Chunk:
+        """Return the same box with offsets relative to an enclosing one."""
+        return Chunk(tuple(mine - its for mine, its in zip(self.offsets, outer.offsets, strict=True)), self.sizes)
 
 
-def check_component_names(names: Iterable[str]) -> None:
-    """Refuse a name that could not be a file name, or that would overwrite the manifest.
-
-    Raises:
-        CheckpointError: Naming the component.
-    """
-    for name in names:
-        if not _COMPONENT.fullmatch(name):
-            raise CheckpointError(
-                f"{name!r} is not a valid component name: use letters, digits, '_' and '-', "
-                "beginning with a letter, and not 'manifest'."
-            )
+ChunkOf = Callable[[str, TensorSpec], Chunk | None]
+"""Which part of a stored tensor is wanted; None for all of it."""
 
 
-def parse_manifest(path: Path) -> Manifest:
-    """Read the manifest of a checkpoint directory and check it against its own digest.
+def write_parts(
+    directory: Path, component: str, tensors: Mapping[str, Tensor | Part], header: Mapping[str, str], *, rank: int
+) -> dict[str, FileFacts]:
+    """Write a process's parts of a component; the first process also writes unsharded tensors.
+
+    Returns:
+        The files by their names in the checkpoint: one, or none if there is nothing to write.
 
     Raises:
-        OSError: If it cannot be read.
-        VersionError: If another version of Paceline wrote it.
-        ValueError: Naming the broken rule.
+        OSError: If the disk fails.
     """
-    file = path / MANIFEST
-    if with_retries(os.stat)(file).st_size > _SIZE_LIMIT_BYTES:
-        raise ValueError(f"it is larger than {_SIZE_LIMIT_BYTES} bytes")
+    offsets, values = {}, {}
+    for key, each in tensors.items():
+        if isinstance(each, Part) and each.tensor.numel():
+            offsets[key], values[key] = each.offsets, each.tensor
+        elif isinstance(each, Tensor) and rank == 0:
+            offsets[key], values[key] = (0,) * each.ndim, each
+    if not values:
+        return {}
+    folder = directory / component
+    folder.mkdir(exist_ok=True)
+    file = folder / f"part-{rank:05d}.safetensors"
+    entries = {key: {"saved_offsets": list(start)} for key, start in offsets.items()}
+    facts = write_tensor_file(file, values, {**header, _OFFSETS: json.dumps(entries)})
+    sync_directory(folder)
+    return {f"{component}/{file.name}": facts}
+
+
+def check_cover(specs: Mapping[str, TensorSpec], files: Iterable[tuple[Mapping[str, TensorSpec], Any]]) -> None:
+    """Check that the tensors of one or several files make up the complete ones.
+
+    Args:
+        specs: The complete tensors.
+        files: Tensors and metadata of each file.
+
+    Raises:
+        ValueError: Naming the tensor that does not fit, or is incomplete.
+    """
+    chunks: dict[str, list[Chunk]] = {key: [] for key in specs}
+    for inventory, metadata in files:
+        for key, chunk in _chunks_in_file(specs, inventory, metadata).items():
+            if any(math.prod(chunk.overlap(other).sizes) > 0 for other in chunks[key]):
+                raise ValueError(f"{key!r} has two parts in the same place")
+            chunks[key].append(chunk)
+    for key, spec in specs.items():
+        covered, expected = sum(math.prod(chunk.sizes) for chunk in chunks[key]), math.prod(spec.shape)
+        if expected and not chunks[key]:
+            raise ValueError(f"{key!r} is absent, but the manifest lists {spec}")
+        if covered != expected:
+            raise ValueError(f"{key!r} has {expected} numbers, but its parts have {covered}")
+
+
+def assemble(specs: Mapping[str, TensorSpec], files: Iterable[TensorFile]) -> dict[str, Tensor]:
+    """Assemble complete tensors from the files of all processes.
+
+    Raises:
+        ValueError: Naming the tensor that does not fit, or is incomplete.
+    """
+    tensors: dict[str, Tensor] = {}
+    headers = []
+    for file in files:
+        inventory = {key: TensorSpec.of(tensor) for key, tensor in file.tensors.items()}
+        for key, chunk in _chunks_in_file(specs, inventory, file.metadata).items():
+            if chunk.sizes == specs[key].shape:
+                tensors[key] = file.tensors[key]
+                continue
+            if key not in tensors:
+                tensors[key] = torch.empty(specs[key].shape, dtype=file.tensors[key].dtype)
+            tensors[key][chunk.slices] = file.tensors[key]
+        headers.append((inventory, file.metadata))
+    for key, spec in specs.items():
+        if key not in tensors:
+            tensors[key] = torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
+    check_cover(specs, headers)
+    return tensors
+
+
+def read_chunks(files: Iterable[Path], specs: Mapping[str, TensorSpec], chunk_of: ChunkOf) -> dict[str, Tensor]:
+    """Read only the requested parts of stored tensors, which may themselves be sharded or complete.
+
+    Raises:
+        ValueError: If a file differs from its checkpoint's description.
+    """
+    requested = {key: chunk_of(key, spec) or Chunk((0,) * len(spec.shape), spec.shape) for key, spec in specs.items()}
+    result = {key: torch.empty(chunk.sizes, dtype=dtype_of(specs[key].dtype)) for key, chunk in requested.items()}
+    for file in files:
+        stored = _chunks_in_file(specs, *read_header(file))
+        try:
+            with safe_open(file, framework="pt") as content:
+                for key, chunk in stored.items():
+                    common, dtype = chunk.overlap(requested[key]), result[key].dtype
+                    if math.prod(common.sizes):
+                        part = common.within(chunk).slices
+                        values = content.get_slice(key)[part] if part else content.get_tensor(key)
+                        # Some are stored as bytes, which may begin at any address of the mapped file.
+                        if values.dtype is not dtype:
+                            values = values.clone(memory_format=torch.contiguous_format).view(dtype).squeeze(-1)
+                        result[key][common.within(requested[key]).slices] = values
+        except SafetensorError as error:
+            raise ValueError(f"its header does not describe its content ({error})") from error
+    return result
+
+
+def _chunks_in_file(
+    specs: Mapping[str, TensorSpec], inventory: Mapping[str, TensorSpec], metadata: Mapping[str, str]
+) -> dict[str, Chunk]:
+    """Return the boxes of a file's tensors in the complete ones; a file without offsets holds complete tensors."""
     try:
-        content = load_json(read_regular_file(file))
-    except ValueError as error:
-        raise ValueError("it is not JSON") from error
-    check_stamp(content, file, _VERSION, _digest)
-    entries = _field(content, "components", dict)
-    for name in entries:
-        if not _COMPONENT.fullmatch(name):
-            raise ValueError(f"it names a component {name!r}, which is not allowed")
-    facts = decode(_field(content, "facts", dict), {})
-    if not isinstance(facts, dict):
-        raise ValueError("its facts are not an object")
-    components = {name: _component(name, entry) for name, entry in entries.items()}
-    if (step := _field(content, "step", int)) < 0:
-        raise ValueError(f"its 'step' is {step}, which is negative")
-    return Manifest(step, facts, components)
-
-
-def check_stamp(content: Any, name: object, expected: int, digest_of: Callable[[Any], str]) -> None:
-    """Check the format version of a JSON document, and its own digest, which is removed.
-
-    Raises:
-        VersionError: If another version wrote it.
-        ValueError: If it is damaged.
-    """
-    if not isinstance(content, dict):
-        raise ValueError("it is not a JSON object")
-    version, digest = content.get("format_version"), content.pop("digest", None)
-    if version != expected:
-        # A flipped bit in the version is damage: the digest still matches that of the expected one.
-        if type(version) is int and digest != digest_of({**content, "format_version": expected}):
-            raise VersionError.of(name, version)
-        raise ValueError(f"its format version is {version!r}")
-    if digest != digest_of(content):
-        raise ValueError("its content does not match its own digest")
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
-
-
-def _component(name: str, entry: Any) -> ComponentEntry:
-    tensors, files = {}, {}
-    for key, value in _field(entry, "tensors", dict).items():
-        shape = _field(value, "shape", list)
-        if len(shape) > _MOST_SIDES or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
-            raise ValueError(f"it holds {shape!r} where a shape is expected")
-        tensors[key] = TensorSpec(_field(value, "dtype", str), tuple(shape))
-    for key, value in _field(entry, "files", dict).items():
-        files[key] = FileFacts.from_json(value if isinstance(value, dict) else {})
-    if sum(math.prod(spec.shape) for spec in tensors.values()) > sum(each.size_bytes for each in files.values()):
-        raise ValueError(f"its files have fewer bytes than {name!r} has numbers")
-    # Comparing with the only allowed names, rather than searching for '..', rules out paths outside the directory.
-    parts = {key for key in files if key.startswith(name) and _PART.fullmatch(key, len(name))}
-    expected = {f"{name}.json"} | ((parts or {f"{name}.safetensors"}) if tensors else set())
-    if files.keys() != expected:
-        raise ValueError(f"it lists the files {sorted(files)} for {name!r}, expected {sorted(expected)}")
-    return ComponentEntry(files, tensors)
-
-
-def _field(value: Any, key: str, kind: type[T]) -> T:
-    entry = value.get(key) if isinstance(value, dict) else None
-    if type(entry) is not kind:
-        raise ValueError(f"its entry {key!r} is {entry!r}, expected {kind.__name__}")
-    return entry
+        offsets = load_json(metadata.get(_OFFSETS, "{}"))
+        starts = {key: tuple(entry["saved_offsets"]) for key, entry in offsets.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"its header does not say where its tensors begin ({error!r})") from error
+    chunks = {}
+    for key, stored in inventory.items():
+        start, spec = starts.get(key, (0,) * len(stored.shape)), specs.get(key)
+        if not all(type(number) is int for number in start):
+            raise ValueError(f"its header begins {key!r} where a tensor cannot begin")
+        fits = spec is not None and stored.dtype == spec.dtype and len(start) == len(stored.shape) == len(spec.shape)
+        if (
+            spec is None
+            or not fits
+            or not all(
+                begin >= 0 and begin + size <= length
+                for begin, size, length in zip(start, stored.shape, spec.shape, strict=True)
+            )
+        ):
+            suffix = f" from {list(start)} on" if any(start) else ""
+            raise ValueError(f"{key!r} is {stored}{suffix}, but the manifest lists {spec or 'none'}")
+        chunks[key] = Chunk(start, stored.shape)
+    return chunks

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paceline.checkpoint.durable import FileFacts, hash_file, is_disk_failure, reporting_disk_errors
-from paceline.checkpoint.format import MANIFEST, check_stamp
-from paceline.checkpoint.reading import read_manifest, verify
+from paceline.checkpoint.manifest import MANIFEST, check_stamp, read_manifest, verify
+from paceline.checkpoint.publish import LocalCheckpoint
 from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError, StorageError, UnreadableError, VersionError
 from paceline.plain_json import load_json
@@ -103,25 +103,6 @@ class Commit:
         return {each.name for each in self.files.values()} | {
             each.name for pieces in self.records.values() for each in pieces
         }
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalCheckpoint:
-    """A complete checkpoint on this host, and its records.
-
-    Attributes:
-        step: Its step.
-        path: Its directory.
-        growing: Record files of the run directory by name, with the number of bytes that belong to the checkpoint.
-        small: Files of the run directory that are sent completely.
-        best: What ``best.json`` says.
-    """
-
-    step: int
-    path: Path
-    growing: Mapping[str, int]
-    small: tuple[str, ...]
-    best: Best | None = None
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from paceline.checkpoint.format import Part, TensorSpec, map_tensors
-from paceline.checkpoint.sharded import Chunk
+from paceline.checkpoint.format import Chunk, Part, TensorSpec, map_tensors
 from paceline.checkpoint.state import check_optimizer_state, load_optimizer_state
 from paceline.errors import CheckpointError
 

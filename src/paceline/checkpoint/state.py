@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.checkpoint.format import TensorSpec, check_component_names, inventory, map_tensors
-from paceline.checkpoint.sharded import Chunk, ChunkOf
+from paceline.checkpoint.format import Chunk, ChunkOf, TensorSpec, inventory, map_tensors
+from paceline.checkpoint.manifest import check_component_names
 from paceline.errors import CheckpointError, did_you_mean
 from paceline.machine import available_cores
 
@@ -202,6 +202,7 @@ class HostCopies:
         self._copies: dict[tuple[str, int], tuple[Any, Tensor]] = {}
         self._pending: list[tuple[Any, Any]] = []  # pairs of bytes to copy on the CPU: destination and source
         self._devices: set[torch.device] = set()
+        self._max_threads = min(available_cores(), _MAX_THREADS)
 
     def take(self, name: str, state: Any) -> Any:
         """Rebuild a component's state with every tensor in host memory, once :meth:`finish` has returned."""
@@ -215,7 +216,7 @@ class HostCopies:
         split each copy and wait for its slowest thread, hundreds of times: that takes many times as long on a busy
         machine.
         """
-        shares: list[list[tuple[Any, Any]]] = [[] for _ in range(min(available_cores(), _MAX_THREADS))]
+        shares: list[list[tuple[Any, Any]]] = [[] for _ in range(self._max_threads)]
         sizes = [0] * len(shares)
         for pair in sorted(self._pending, key=lambda pair: -pair[0].nbytes):
             smallest = sizes.index(min(sizes))

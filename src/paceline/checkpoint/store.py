@@ -5,6 +5,10 @@ absent. Older ones are removed only after the new one is durable, and are rename
 
 Each component has a file ``NAME.json`` (structure and plain values) and, if it has tensors, ``NAME.safetensors``, or a
 folder ``NAME`` if its tensors are sharded; the manifest, which lists them all, is written last.
+
+Several processes, each with a part of the tensors, write one checkpoint together without a collective: each writes its
+files into the staging directory created by the first, and then a note that lists them. The first waits for the notes;
+only it writes the manifest and renames the directory.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,19 +38,22 @@ from paceline.checkpoint.durable import (
     write_file,
 )
 from paceline.checkpoint.format import (
-    MANIFEST,
-    ComponentEntry,
-    Manifest,
     Part,
     TensorSpec,
-    check_component_names,
     decode,
     encode,
     inventory,
+    write_parts,
     write_tensor_file,
 )
-from paceline.checkpoint.reading import check_sizes, verify
-from paceline.checkpoint.sharded import Files, ShardedSave, write_parts
+from paceline.checkpoint.manifest import (
+    MANIFEST,
+    ComponentEntry,
+    Manifest,
+    check_component_names,
+    check_sizes,
+    verify,
+)
 from paceline.checkpoint.state import State
 from paceline.errors import CheckpointError, UnreadableError
 from paceline.files import free_name
@@ -59,6 +67,10 @@ _REPLACED = ".replaced"
 _NAME = re.compile(r"step-(\d{8,})(\.replaced)?")
 _LEFTOVER = re.compile(r"\.(saving|deleting)-step-\d{8,}-[0-9a-f]{8}")
 _BEST_LEFTOVER = ".saving-best-"
+_POLL_SECONDS = 0.05
+
+Files = dict[str, dict[str, FileFacts]]
+"""Files with their facts, by component."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +178,73 @@ class CheckpointPayload:
         facts = write_file(directory / MANIFEST, [manifest.to_bytes()])
         sync_directory(directory)
         return manifest.size_bytes + facts.size_bytes
+
+
+@dataclass(frozen=True)
+class ShardedSave:
+    """One process's view of a save by several processes.
+
+    Attributes:
+        staging_dir: The hidden directory, which exists.
+        rank: Rank of this process.
+        world_size: Number of processes that write.
+        patience_seconds: How long the first process waits while no other makes progress.
+        cancelled: Set when the run has failed elsewhere: the notes may never come.
+    """
+
+    staging_dir: Path
+    rank: int
+    world_size: int
+    patience_seconds: float
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def write_note(self, files: Files, *, error: str | None = None) -> None:
+        """Report to the first process what this one has written, or why it failed.
+
+        Raises:
+            OSError: If the disk fails here too.
+        """
+        listed = {name: {file: facts.to_json() for file, facts in entry.items()} for name, entry in files.items()}
+        note = self._note(self.rank)
+        unfinished = note.with_suffix(".part")
+        write_file(unfinished, [json.dumps({"error": error, "files": listed}).encode("ascii")])
+        os.rename(unfinished, note)
+
+    def gather_notes(self) -> Files:
+        """Wait for the others' notes and remove them; return the files that all of them have written.
+
+        Raises:
+            CheckpointError: If a process could not write, or does not make progress.
+        """
+        files: Files = {}
+        for rank in range(1, self.world_size):
+            content = self._wait_for(rank)
+            if content["error"] is not None:
+                raise CheckpointError(f"rank {rank} could not write its part of the checkpoint: {content['error']}")
+            for name, entry in content["files"].items():
+                files.setdefault(name, {}).update({file: FileFacts.from_json(facts) for file, facts in entry.items()})
+            self._note(rank).unlink()
+        return files
+
+    def _wait_for(self, rank: int) -> Mapping[str, Any]:
+        note, size, since = self._note(rank), -1, time.monotonic()
+        while not note.exists():
+            if (now := size_of(self.staging_dir)) != size:
+                size, since = now, time.monotonic()
+            if self.cancelled.wait(_POLL_SECONDS):
+                raise CheckpointError(
+                    f"rank {rank} has not written its part of the checkpoint, and the run has failed."
+                )
+            if time.monotonic() - since > self.patience_seconds:
+                raise CheckpointError(
+                    f"rank {rank} has not written its part of the checkpoint in {self.staging_dir}, and nothing was "
+                    f"written there for {self.patience_seconds:.0f} s; all hosts need to see the same run directory."
+                )
+        content: Mapping[str, Any] = load_json(note.read_bytes())
+        return content
+
+    def _note(self, rank: int) -> Path:
+        return self.staging_dir / f"note-{rank:05d}.json"
 
 
 def step_of(path: Path) -> int | None:
@@ -438,10 +517,20 @@ class CheckpointStore:
             ) from error
         return best
 
-    def delete_best(self) -> None:
-        """Remove ``best.json``, for a run that has no checkpoint of its best step."""
+    def name_best(self, best: Best | None) -> list[int]:
+        """Name the best step that has a checkpoint in ``best.json``; returns it as the one to protect.
+
+        Without such a step the file is removed: it may name a step that the run has undone and will repeat.
+
+        Raises:
+            CheckpointError: If the disk fails.
+        """
+        if best is not None and best.step in self.steps():
+            self.write_best(best)
+            return [best.step]
         with reporting_disk_errors("remove", self.directory / BEST_FILE_NAME):
             (self.directory / BEST_FILE_NAME).unlink(missing_ok=True)
+        return []
 
     def size_bytes(self) -> int:
         """Return the size of all checkpoints now, including those being written or deleted."""

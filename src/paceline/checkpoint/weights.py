@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.checkpoint.durable import reporting_disk_errors
 from paceline.checkpoint.format import read_tensor_file
 from paceline.checkpoint.hub_folder import WEIGHTS, hub_metadata, hub_weights_file, is_hub_folder
-from paceline.checkpoint.reading import check_sizes, read_weights_file
+from paceline.checkpoint.manifest import check_sizes, read_weights_file
 from paceline.checkpoint.state import adapt_weights, check_inventory
 from paceline.checkpoint.store import CheckpointStore, retry_if_replaced, step_of
 from paceline.errors import CheckpointError, NotFiniteError

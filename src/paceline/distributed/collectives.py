@@ -166,7 +166,7 @@ class Collectives:
             OtherProcessError: On the others, for such an error.
         """
         outcome: tuple[T | None, PacelineError | None] = (None, None)
-        if self.world.is_first:
+        if self.world.rank == 0:
             try:
                 outcome = (action(), None)
             except PacelineError as error:

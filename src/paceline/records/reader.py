@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import secrets
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,7 +16,7 @@ from paceline.errors import RunDirectoryError, VersionError
 from paceline.plain_json import load_json
 from paceline.plain_yaml import BoundedLoader
 from paceline.records.events import Status, for_display, parse_line, wrong_field
-from paceline.records.run_directory import RunDirectory, existing_run, file_error, refuse_special_file, write_json
+from paceline.records.run_directory import Identity, RunDirectory, existing_run, file_error, refuse_special_file
 
 # Substrings in the names of values that depend on a clock.
 _TIMING_WORDS = ("time", "seconds", "throughput", "data_wait_fraction", "mfu", "slowest")
@@ -380,24 +379,6 @@ class Summary:
         return summary
 
 
-@dataclass(frozen=True)
-class Identity:
-    """Content of ``run.json``.
-
-    Attributes:
-        id: Random; also in the manifest of each of the run's checkpoints.
-        has_checkpoint: Whether a checkpoint was ever complete. From then on the run never starts over by itself.
-    """
-
-    id: str
-    has_checkpoint: bool = False
-
-    @classmethod
-    def new(cls) -> Identity:
-        """Return the identity of a new run."""
-        return cls(secrets.token_hex(16))
-
-
 def read_identity(directory: RunDirectory) -> Identity | None:
     """Return a run's identity; None if ``run.json`` is damaged, or missing.
 
@@ -421,16 +402,6 @@ def recorded_runs(directory: RunDirectory) -> Iterator[str]:
         yield from [str(each["run"]) for each in read_events(directory.events, kinds={"start"}) if "run" in each][-1:]
     with contextlib.suppress(RunDirectoryError):
         yield from map(str, filter(None, [read_summary(directory).details.get("run")]))
-
-
-def write_identity(directory: RunDirectory, identity: Identity) -> None:
-    """Write ``run.json`` durably, unless its content is unchanged.
-
-    Raises:
-        RunDirectoryError: If the disk fails.
-    """
-    if read_identity(directory) != identity:
-        write_json(directory.identity, asdict(identity))
 
 
 def delete_evaluations_after(directory: RunDirectory, position: int) -> None:

@@ -12,9 +12,10 @@ import json
 import math
 import os
 import re
+import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +310,39 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise file_error("write", path, error) from error
 
 
+@dataclass(frozen=True)
+class Identity:
+    """Content of ``run.json``.
+
+    Attributes:
+        id: Random; also in the manifest of each of the run's checkpoints.
+        has_checkpoint: Whether a checkpoint was ever complete. From then on the run never starts over by itself.
+    """
+
+    id: str
+    has_checkpoint: bool = False
+
+    @classmethod
+    def new(cls) -> Identity:
+        """Return the identity of a new run."""
+        return cls(secrets.token_hex(16))
+
+
+def write_identity(directory: RunDirectory, identity: Identity) -> None:
+    """Write ``run.json`` durably, unless its content is unchanged.
+
+    Raises:
+        RunDirectoryError: If the disk fails.
+    """
+    path, text = directory.identity, encode_json(asdict(identity), indent=2) + "\n"
+    try:
+        is_unchanged = path.is_file() and path.read_bytes() == text.encode()
+    except OSError as error:
+        raise file_error("read", path, error) from error
+    if not is_unchanged:
+        write_text(path, text)
+
+
 def sync_directory(path: Path) -> None:
     """Make created, renamed and removed names in a directory durable."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -326,7 +360,7 @@ def encode_json(document: Any, *, indent: int | None = None) -> str:
         # Only a document with a non-finite number gets here; walking every document would cost more.
         text = json.dumps(_finite(document), indent=indent, allow_nan=False, ensure_ascii=False)
     # A file name may not be valid UTF-8. Its escape means the same in JSON.
-    return utf8(text)
+    return text if text.isascii() else utf8(text)
 
 
 def json_value(value: Any) -> Any:

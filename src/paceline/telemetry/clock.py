@@ -5,25 +5,119 @@ reads ``perf_counter`` once: a span changes it twice, which costs about half a m
 accelerator it is an event recorded into the stream and read when a log record is due, so that nothing synchronises in
 between. There ``data_wait`` is the time the stream was idle while the host waited for data, which is the true cost of
 data: a host that waits while the device still works costs nothing.
+
+There are three clocks: *training* (time in steps), *pause* (evaluation, saving; never counted here) and the *program*
+(the whole process; measured by the trainer). The first steps of every process are slow for reasons that occur only
+once: compilation, memory pools, cold workers. They count as training time, but not in any rate.
 """
 
 from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, Protocol, final
 
-from paceline.telemetry.meter import HOST, PHASES, WARMUP_STEPS, Load, Meter, Totals
+from paceline.telemetry.meter import HOST, PHASES, WARMUP_STEPS, Load, LoadSums, StepSums, Totals
 
 _PAUSE = len(PHASES)
 _INDEX = {phase: index for index, phase in enumerate(PHASES)}
 
 ErrorType = type[BaseException] | None
+
+
+class Meter:
+    """Adds up steps for the next log record and for the whole run.
+
+    Args:
+        warmup_steps: Steps of this process to exclude from every rate.
+
+    Attributes:
+        conditions: What the speed of a step depends on, such as the number of processes. A state restored later keeps
+            its time, but its speed compares only if it was measured under the same.
+    """
+
+    def __init__(self, *, warmup_steps: int) -> None:
+        self.conditions: dict[str, Any] = {}
+        self._incomparable = (0, 0.0)  # steps and seconds of warm-ups, and under other conditions
+        self._warmup_left = warmup_steps
+        self._warmup = StepSums()  # since the last log record, like _window
+        self._window = StepSums()
+        self._rated = StepSums()
+        self._train_seconds = 0.0
+        self._steps = 0
+
+    def add_step(self, samples: int, seconds: float, phase_seconds: Sequence[float], load: Load | None = None) -> None:
+        """Add one step; ``phase_seconds`` in the order of ``PHASES``."""
+        self._train_seconds += seconds
+        self._steps += 1
+        if self._warmup_left > 0:
+            self._warmup_left -= 1
+            self._incomparable = (self._incomparable[0] + 1, self._incomparable[1] + seconds)
+            self._warmup.add(samples, seconds, phase_seconds, load)
+        else:
+            self._window.add(samples, seconds, phase_seconds, load)
+            self._rated.add(samples, seconds, phase_seconds, load)
+
+    def drain(self) -> dict[str, float | None]:
+        """Return the means since the last call, and reset.
+
+        Warm-up steps are left out unless there were no others; then the times per step are those of the warm-up, and
+        the rates are None. Without any step all values are None.
+        """
+        window = self._window
+        timings = (window if window.steps else self._warmup).means()
+        timings["data_wait_fraction"] = window.data_wait_fraction
+        timings["throughput_samples_per_second"] = window.throughput
+        # Only if samples have tokens: other records are unchanged.
+        if figures := (window if window.steps else self._warmup).load.figures():
+            timings |= {"throughput_tokens_per_second": window.token_throughput, **figures}
+        self._window, self._warmup = StepSums(), StepSums()
+        return timings
+
+    @property
+    def totals(self) -> Totals:
+        """Return totals of the whole run."""
+        rated = self._rated
+        return Totals(
+            *(self._train_seconds, self._steps, rated.throughput, rated.data_wait_fraction, rated.phase_fractions),
+            throughput_tokens_per_second=rated.token_throughput,
+            comparable_steps=self._steps - self._incomparable[0],
+            comparable_seconds=self._train_seconds - self._incomparable[1],
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a restart: the run's sums, not the current log record."""
+        return {
+            "train_seconds": self._train_seconds,
+            "steps": self._steps,
+            "conditions": self.conditions,
+            "incomparable": self._incomparable,
+            "rated_steps": self._rated.steps,
+            "rated_samples": self._rated.samples,
+            "rated_seconds": self._rated.seconds,
+            "rated_phase_seconds": dict(zip(PHASES, self._rated.phase_seconds, strict=True)),
+            **({"rated_tokens": self._rated.load.tokens} if self._rated.load.tokens else {}),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore saved sums; this process has its own warm-up."""
+        phases = state["rated_phase_seconds"]
+        self._train_seconds = state["train_seconds"]
+        self._steps = state["steps"]
+        is_comparable = state.get("conditions") == self.conditions
+        self._incomparable = state["incomparable"] if is_comparable else (self._steps, self._train_seconds)
+        self._rated = StepSums(
+            state["rated_steps"],
+            state["rated_samples"],
+            state["rated_seconds"],
+            [phases[name] for name in PHASES],
+            LoadSums(tokens=state.get("rated_tokens", 0)),
+        )
 
 
 class StepClock(abc.ABC):

@@ -9,8 +9,9 @@ from functools import partial
 
 from torch import nn
 
-from paceline.checkpoint.background import BackgroundWriter, Cadence, job_end_time
+from paceline.checkpoint.publish import BackgroundWriter, Cadence, Publisher, job_end_time
 from paceline.checkpoint.state import Component, OptimizerComponent, Registry
+from paceline.checkpoint.store import CheckpointStore
 from paceline.data.order import evaluation_rounds
 from paceline.distributed.build import build_strategy
 from paceline.distributed.collectives import open_store
@@ -70,7 +71,10 @@ def build_run(subject: Subject) -> Run:
     heartbeat = Heartbeat()
     progress = Progress(begun=subject.started)
     ledger = LedgerWriter(ledger_path(subject.directory.ledger, subject.world.rank))
-    noise = NoiseMeter(network, plan, precision, strategy.loss_divisor)
+    noise = None
+    if plan.noise_scale_every_steps is not None:
+        noise = NoiseMeter(network, plan, precision, strategy.loss_divisor)
+    cadence = Cadence(recipe.checkpoint, end_time=job_end_time(os.environ))
     run = Run(
         recipe=recipe,
         identity=subject.decision.identity,
@@ -105,15 +109,16 @@ def build_run(subject: Subject) -> Run:
         stop=subject.stop,
         components=Registry(),
         writer=BackgroundWriter(),
-        cadence=Cadence(recipe.checkpoint, end_time=job_end_time(os.environ)),
-        # Metadata that a weights file needs so that it can be evaluated and used without its run.
-        file_metadata={
-            "paceline": "1",
-            "recipe": json.dumps(to_tree(recipe)),
-            "data": json.dumps({**plan.data, **subject.task.description()}, default=json_value),
-            "precision": plan.precision,
-            **({} if plan.network_config is None else {"network_config": json.dumps(plan.network_config)}),
-        },
+        cadence=cadence,
+        publisher=Publisher(
+            store=CheckpointStore(subject.directory.checkpoints),
+            directory=subject.directory,
+            identity=subject.decision.identity,
+            recipe=recipe,
+            file_metadata=_file_metadata(subject),
+            cadence=cadence,
+            subscribers=[] if subject.mirroring is None else [subject.mirroring],
+        ),
         mirroring=subject.mirroring,
         utilisation=find_utilisation(subject) if subject.world.is_first else None,
     )
@@ -129,9 +134,21 @@ def build_run(subject: Subject) -> Run:
     return run
 
 
-def _listeners(run: Run, noise: NoiseMeter) -> list[Listener]:
+def _file_metadata(subject: Subject) -> dict[str, str]:
+    """Return the metadata that a weights file needs so that it can be evaluated and used without its run."""
+    plan = subject.plan
+    return {
+        "paceline": "1",
+        "recipe": json.dumps(to_tree(subject.recipe)),
+        "data": json.dumps({**plan.data, **subject.task.description()}, default=json_value),
+        "precision": plan.precision,
+        **({} if plan.network_config is None else {"network_config": json.dumps(plan.network_config)}),
+    }
+
+
+def _listeners(run: Run, noise: NoiseMeter | None) -> list[Listener]:
     found: list[Listener] = [Preview(partial(keep_first_batch, run)), Preview(partial(forecast, run))]
-    if run.plan.noise_scale_every_steps is None:
+    if noise is None:
         return found
 
     def warn() -> str | None:

@@ -21,13 +21,13 @@ from typing import TypeVar
 from paceline.checkpoint.mirror import (
     Commit,
     CommitListing,
-    LocalCheckpoint,
     Mirror,
     MirrorConflictError,
     commit_chain,
     fetch_newest,
     list_commits,
 )
+from paceline.checkpoint.publish import LocalCheckpoint
 from paceline.checkpoint.store import CheckpointStore, ResumePoint, step_of
 from paceline.distributed.collectives import Collectives
 from paceline.errors import CheckpointError, LaunchError, RunDirectoryError, StorageError, UnreadableError
@@ -152,6 +152,11 @@ class Mirroring:
                 news.append(("mirror_retries", message))
             return news
 
+    def report(self, recorder: Recorder) -> None:
+        """Record the incidents since the last call."""
+        for incident, message in self.take_incidents():
+            recorder.incident(incident, redact_secrets(message))
+
     def close(self) -> None:
         """Abandon uploads in progress; the next launch sends them."""
         self._retries.cancelled.set()
@@ -224,12 +229,6 @@ def sendable_records(directory: RunDirectory) -> tuple[Mapping[str, int], tuple[
     small = (*fixed, directory.sample_lengths, directory.sample_classes)
     sizes = {str(each.relative_to(directory.root)): each.stat().st_size for each in growing if each.is_file()}
     return sizes, tuple(each.name for each in small if each.is_file())
-
-
-def report_mirror(mirroring: Mirroring | None, recorder: Recorder) -> None:
-    """Record incidents of the copying."""
-    for incident, message in () if mirroring is None else mirroring.take_incidents():
-        recorder.incident(incident, redact_secrets(message))
 
 
 _COPIED_RUN = "mirror.json"

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint.background import BackgroundWriter, Cadence
+from paceline.checkpoint.publish import BackgroundWriter, Cadence, Publisher
 from paceline.checkpoint.state import Registry
-from paceline.checkpoint.store import CheckpointStore, SavedCheckpoint
+from paceline.checkpoint.store import Best
 from paceline.data.balance import StepLoad
 from paceline.data.batch import Batch
 from paceline.data.order import StepGeometry
@@ -62,13 +62,13 @@ class Run:
         compiled: The compiled ones among these.
         strategy: Holds the network as the step calls it, compiled and wrapped.
         components: The contents of a checkpoint, by name.
-        writer: Writes checkpoints: complete ones on the first rank, or this rank's shards.
+        publisher: Publishes checkpoints: complete ones on the first rank, or this rank's shards.
+        writer: The thread in which it does.
         cadence: Decides when a checkpoint is due by time.
         identity: Unique identity of this run.
         listeners: What follows the run without changing it.
         saved_position: Position of the newest checkpoint; -1 before the first.
         saved_name: Its directory name; empty before the first.
-        file_metadata: Metadata written into each weights file.
         mirroring: Copies checkpoints to an address, on the first rank; None without ``checkpoint.mirror``.
         utilisation: Reference for the throughput; None for an unknown device, and on other ranks.
     """
@@ -105,8 +105,8 @@ class Run:
     callbacks: Callbacks
     stop: StopRequest
     components: Registry
-    file_metadata: Mapping[str, str]
-    writer: BackgroundWriter[SavedCheckpoint | None]
+    publisher: Publisher
+    writer: BackgroundWriter[None]
     cadence: Cadence
     mirroring: Mirroring | None = None
     utilisation: Utilisation | None = None
@@ -156,9 +156,12 @@ class Run:
         return ControlFlags(stop=stop, save=self.world.is_first and not self.writer.is_busy and self.cadence.is_due())
 
     @property
-    def checkpoints(self) -> CheckpointStore:
-        """The run's checkpoints on disk."""
-        return CheckpointStore(self.directory.checkpoints)
+    def best(self) -> Best | None:
+        """The best evaluation so far, if its checkpoint is kept."""
+        best = self.progress.best
+        if not best or not self.recipe.checkpoint.keep_best:
+            return None
+        return Best(best["step"], best["metric"], best["value"], best["weights"])
 
     @property
     def load(self) -> StepLoad | None:
@@ -225,8 +228,7 @@ class Run:
 
     def found_best(self) -> bool:
         """Whether an evaluation at exactly this step was the best so far and is to be kept."""
-        best = self.progress.best
-        return self.recipe.checkpoint.keep_best and bool(best) and best["position"] == self.progress.position
+        return self.best is not None and self.progress.best["position"] == self.progress.position
 
     @property
     def last_good(self) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from paceline.checkpoint.format import read_header
-from paceline.checkpoint.reading import check_sizes, read_manifest
+from paceline.checkpoint.manifest import check_sizes, read_manifest
 from paceline.checkpoint.store import (
     BEST_FILE_NAME,
     CheckpointStore,
@@ -46,7 +46,15 @@ from paceline.records.ledger import (
     truncate_ledgers,
     write_lengths,
 )
-from paceline.records.run_directory import RunDirectory, file_error, sync_directory, write_json, write_text
+from paceline.records.run_directory import (
+    Identity,
+    RunDirectory,
+    file_error,
+    sync_directory,
+    write_identity,
+    write_json,
+    write_text,
+)
 from paceline.tasks.task import Task, task_name
 from paceline.telemetry.trackers import TRACKERS
 from paceline.world import World
@@ -141,7 +149,7 @@ def foreign_checkpoints(directory: RunDirectory, recipe: Recipe) -> list[Damaged
                 f"'{directory.root}' has no readable run.json, and its checkpoints and records belong to different "
                 f"runs: {run} and {others[0][0]}. Restore run.json from a copy, or move the other run's files away."
             )
-        identity = reader.Identity(run)
+        identity = Identity(run)
     for step, manifest in manifests.items():
         path, run_id = store.path(step), manifest.facts.get("run")
         if identity and run_id and run_id != identity.id:
@@ -452,8 +460,8 @@ def _save(directory: RunDirectory, request: ResumeRequest, decision: ResumeDecis
     own, path = reader.read_identity(directory), decision.choice.path
     if own is None:
         stored = None if path is None else read_manifest(path).facts.get("run")
-        own = reader.Identity(stored) if isinstance(stored, str) else reader.Identity.new()
-    reader.write_identity(directory, replace(own, has_checkpoint=path is not None))
+        own = Identity(stored) if isinstance(stored, str) else Identity.new()
+    write_identity(directory, replace(own, has_checkpoint=path is not None))
     geometry = request.geometry
     if geometry.lengths is not None and request.plan.lengths_sha256 is not None:
         write_lengths(directory.sample_lengths, geometry.lengths.tokens)

@@ -23,7 +23,6 @@ from paceline.telemetry.memory import peak_memory_bytes
 from paceline.telemetry.meter import PHASES
 from paceline.trainer.evaluate import Evaluation, evaluation_mode, write_artifacts
 from paceline.trainer.forecast import ReadAhead
-from paceline.trainer.mirroring import report_mirror
 from paceline.trainer.nonfinite import check_loss, divergence
 from paceline.trainer.process_settings import restore_random_states
 from paceline.trainer.recorder import find_slowest, summarize_ranks
@@ -91,7 +90,8 @@ def _write_step(run: Run) -> None:
                 run.recorder.incident("recompile", message, {"rank": rank, "count": len(reasons)})
     for kind, message in (found for each in run.listeners for found in each.incidents().items()):
         run.recorder.incident(kind, message)
-    report_mirror(run.mirroring, run.recorder)
+    if run.mirroring is not None:
+        run.mirroring.report(run.recorder)
     report_broken(run, totals.broken)
     run.recorder.flush()
     check_loss(totals.loss, run.recorder, run.last_good)

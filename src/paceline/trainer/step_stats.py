@@ -159,6 +159,7 @@ class Window:
         pop_logged: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> None:
         self._noise = noise
+        self._earlier_noise: Mapping[str, Any] | None = None  # of launches that measured it, if this one does not
         self._pop_logged = pop_logged
         # Sum and samples by name, and the values still on the device, with the number of them from completed steps.
         self._logged: dict[str, list[float]] = {}
@@ -257,8 +258,11 @@ class Window:
 
     def state_dict(self) -> dict[str, Any]:
         """Return every rank's sums, as last gathered."""
-        noise = {} if self._noise is None or not self._noise.has_measured else {"noise": self._noise.state_dict()}
-        return {"ranks": self._gathered, "losses": [self.first_loss, self.last_loss, self.worst_loss], **noise}
+        state = {"ranks": self._gathered, "losses": [self.first_loss, self.last_loss, self.worst_loss]}
+        noise = self._earlier_noise
+        if self._noise is not None and self._noise.has_measured:
+            noise = self._noise.state_dict()
+        return state if noise is None else {**state, "noise": noise}
 
     @staticmethod
     def losses(state: Mapping[str, Any]) -> list[float]:
@@ -278,8 +282,9 @@ class Window:
         self.broken_ids = {sample for each in ranks for sample in each[3]}
         self._logged = _sums_by_name(each[4] for each in saved if len(each) > 4)
         self.first_loss, self.last_loss, self.worst_loss = state.get("losses", (None, None, 0.0))
-        if self._noise is not None and "noise" in state:
-            self._noise.load_state_dict(state["noise"])
+        self._earlier_noise = state.get("noise")
+        if self._noise is not None and self._earlier_noise is not None:
+            self._noise.load_state_dict(self._earlier_noise)
 
     def _fold_pending(self) -> None:
         if self._combined:

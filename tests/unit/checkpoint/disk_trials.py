@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.reading import read_components
+from paceline.checkpoint.manifest import read_components
 from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError
 

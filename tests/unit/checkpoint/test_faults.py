@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from paceline.checkpoint import durable
-from paceline.checkpoint.reading import read_components
+from paceline.checkpoint.manifest import read_components
 from paceline.checkpoint.store import Best, CheckpointStore, choose_resume_point
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, UnreadableError

@@ -319,7 +319,7 @@ def test_a_load_needs_no_second_copy(tmp_path: Path) -> None:
     script = """
 import resource, sys
 from pathlib import Path
-from paceline.checkpoint.reading import read_components
+from paceline.checkpoint.manifest import read_components
 
 used = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData")) * 1024
 resource.setrlimit(resource.RLIMIT_DATA, (used + 60_000_000,) * 2)

@@ -13,10 +13,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.format import Part, TensorSpec, encode, inventory, map_tensors, read_header, read_tensor_file
-from paceline.checkpoint.reading import read_components, read_manifest, verify
-from paceline.checkpoint.sharded import Chunk, ShardedSave, assemble, check_cover, read_chunks, write_parts
-from paceline.checkpoint.store import CheckpointStore
+from paceline.checkpoint.format import (
+    Chunk,
+    Part,
+    TensorSpec,
+    assemble,
+    check_cover,
+    encode,
+    inventory,
+    map_tensors,
+    read_chunks,
+    read_header,
+    read_tensor_file,
+    write_parts,
+)
+from paceline.checkpoint.manifest import read_components, read_manifest, verify
+from paceline.checkpoint.store import CheckpointStore, ShardedSave
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError
 

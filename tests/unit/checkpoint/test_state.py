@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from paceline.checkpoint.reading import read_components
+from paceline.checkpoint.manifest import read_components
 from paceline.checkpoint.state import HostCopies, OptimizerComponent, Registry, load_optimizer_state
 from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import CheckpointError

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline.checkpoint.reading import read_components, read_manifest, verify
+from paceline.checkpoint.manifest import read_components, read_manifest, verify
 from paceline.checkpoint.store import (
     Best,
     CheckpointStore,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.checkpoint.reading import read_components
+from paceline.checkpoint.manifest import read_components
 from paceline.models.ema import ExponentialMovingAverage
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paceline.telemetry import clock as clock_module
-from paceline.telemetry.clock import EventStepClock, HostStepClock, StepClock, build_step_clock, event_type
-from paceline.telemetry.meter import PHASES, Meter
+from paceline.telemetry.clock import EventStepClock, HostStepClock, Meter, StepClock, build_step_clock, event_type
+from paceline.telemetry.meter import PHASES
 
 DELAYS = {
     "data_wait": 0.004,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from run_directories import saved_steps
 
-from paceline.checkpoint.background import Cadence, job_end_time, young_interval
+from paceline.checkpoint.publish import Cadence, job_end_time, young_interval
 from paceline.recipe.running import Checkpoint
 from paceline.units import Duration, TimeSpan
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from run_directories import fingerprint, saved_steps
 
-from paceline.checkpoint.reading import read_manifest
+from paceline.checkpoint.manifest import read_manifest
 from paceline.checkpoint.weights import read_weights
 from paceline.errors import CheckpointError, PacelineError, RunDirectoryError, TrainingError
-from paceline.records.reader import read_identity, write_identity
-from paceline.records.run_directory import RunDirectory
+from paceline.records.reader import read_identity
+from paceline.records.run_directory import RunDirectory, write_identity
 from paceline.report.audit import audit_run
 
 Make = Callable[..., Any]
@@ -513,7 +513,7 @@ def test_a_recipe_removed_during_the_run_is_written_again(
             directory.recipe.unlink()
         write_identity(directory, identity)
 
-    monkeypatch.setattr("paceline.trainer.saving.write_identity", remove_once)
+    monkeypatch.setattr("paceline.checkpoint.publish.write_identity", remove_once)
     train_tiny("run")
     assert (runs / "run/recipe.yaml").read_text() == kept[0]
     assert train_tiny("run", LONGER).summary.weights_sha256 == whole

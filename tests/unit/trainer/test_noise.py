@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.checkpoint.manifest import read_components
 from paceline.data.batch import Batch
 from paceline.errors import RecipeError
 from paceline.metrics.gradient_noise import NoiseAverages, estimate
@@ -132,10 +133,16 @@ def test_a_resumed_run_records_the_same(train_tiny: Make, course: Make) -> None:
 
 
 def test_it_may_be_turned_on_and_off_at_a_resume(train_tiny: Make, events: Make) -> None:
-    plain = {"batch.micro_size": 4, "checkpoint.every": "2 steps", "train.duration": "6 steps"}
+    plain = {"batch.micro_size": 4, "checkpoint.every": "2 steps", "checkpoint.keep": 3, "train.duration": "6 steps"}
     for until, noise in (("2 steps", "off"), ("4 steps", "1 steps"), ("6 steps", "off")):
         result = train_tiny("run", {**plain, "train.until": until, "telemetry.noise_scale": noise})
     assert [event["step"] for event in events(result.run_dir, "step") if "noise_scale" in event] == [4]
+    before, measured, kept = (
+        read_components(result.run_dir / f"checkpoints/step-{step:08d}", ["window"])["window"].get("noise")
+        for step in (2, 4, 6)
+    )
+    assert before is None
+    assert measured["averages"] == kept["averages"]
 
 
 @pytest.mark.parametrize(

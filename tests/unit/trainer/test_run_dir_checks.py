@@ -17,7 +17,7 @@ from run_directories import fingerprint
 from torch import nn
 
 import paceline
-from paceline.checkpoint.reading import read_manifest
+from paceline.checkpoint.manifest import read_manifest
 from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import CheckpointError, RunDirectoryError
 from paceline.recipe.load import load_recipe

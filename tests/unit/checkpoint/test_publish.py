@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint.background import BackgroundWriter
+from paceline.checkpoint.manifest import read_manifest
+from paceline.checkpoint.publish import BackgroundWriter, Cadence, LocalCheckpoint, Publisher
+from paceline.checkpoint.store import Best, CheckpointStore
 from paceline.errors import CheckpointError
+from paceline.recipe.load import load_recipe
+from paceline.records.reader import read_identity
+from paceline.records.run_directory import Identity, RunDirectory
 
 
 def test_the_caller_goes_on_while_it_is_written() -> None:
@@ -89,8 +94,44 @@ def test_a_failure_is_not_lost_at_the_end() -> None:
 def test_a_save_under_way_is_finished_at_the_interpreters_end(tmp_path: Path) -> None:
     code = (
         "import time, pathlib, sys\n"
-        "from paceline.checkpoint.background import BackgroundWriter\n"
+        "from paceline.checkpoint.publish import BackgroundWriter\n"
         "BackgroundWriter().submit(lambda: (time.sleep(0.5), pathlib.Path(sys.argv[1]).write_text('whole')))\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], check=True, timeout=60)
     assert (tmp_path / "file").read_text() == "whole"
+
+
+class Subscribed:
+    """Needs the checkpoint of the first step, and keeps what was there whenever it was notified."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.needed = [1]
+        self.seen: list[tuple[int, int | None, list[str]]] = []
+        self._directory = directory
+
+    def submit(self, item: LocalCheckpoint) -> None:
+        names = sorted(path.name for path in self._directory.checkpoints.iterdir())
+        self.seen.append((item.step, None if item.best is None else item.best.step, names))
+
+
+def test_a_subscriber_learns_of_a_checkpoint_once_older_ones_are_pruned(tmp_path: Path) -> None:
+    directory, recipe = RunDirectory(tmp_path), load_recipe("digits", {"checkpoint.keep": 1}).recipe
+    subscribed = Subscribed(directory)
+    store, cadence = CheckpointStore(directory.checkpoints), Cadence(recipe.checkpoint)
+    publisher = Publisher(store, directory, "a run", recipe, {}, cadence, [subscribed])
+    for step in (1, 2, 3):
+        best = Best(2, "loss", 0.5) if step > 1 else None
+        facts = {"position": step}
+        publisher.publish(step, {"model": {"step": step}}, facts, best=best, records=({}, ()), sharded=None)
+    first, second, third = (f"step-{step:08d}" for step in (1, 2, 3))
+    assert subscribed.seen == [
+        (1, None, [first]),
+        (2, 2, ["best.json", first, second]),
+        (3, 2, ["best.json", first, second, third]),
+    ]
+    subscribed.needed = []
+    publisher.publish(4, {"model": {"step": 4}}, {"position": 4}, best=None, records=({}, ()), sharded=None)
+    assert subscribed.seen[-1] == (4, None, ["step-00000004"])
+    assert list(read_manifest(store.path(4)).facts) == ["version", "run", "recipe_sha256", "position"]
+    assert read_identity(directory) == Identity("a run", has_checkpoint=True)
+    assert directory.recipe.exists()

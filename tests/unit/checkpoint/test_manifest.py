@@ -15,7 +15,7 @@ import pytest
 import torch
 from blake3 import blake3
 
-from paceline.checkpoint.reading import read_components, verify
+from paceline.checkpoint.manifest import read_components, verify
 from paceline.checkpoint.store import CheckpointStore
 from paceline.errors import CheckpointError, VersionError
 

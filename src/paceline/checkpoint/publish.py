@@ -1,4 +1,8 @@
-"""Checkpoints during training: when the next one is due by time, and the thread that writes it."""
+"""Checkpoints during training: when the next one is due by time, the thread that writes it, and what is done there.
+
+Publishing a captured state writes it durably, names the best step, prunes older checkpoints, and then notifies the
+subscribers.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,23 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from paceline.recipe.load import recipe_digest, to_yaml
 from paceline.recipe.running import Checkpoint
+from paceline.recipe.schema import Recipe
+from paceline.records.run_directory import Identity, RunDirectory, write_identity, write_text
 from paceline.units import TimeSpan, format_seconds
+from paceline.version import __version__
+
+if TYPE_CHECKING:  # so that a thread that writes needs no torch
+    from paceline.checkpoint.state import State
+    from paceline.checkpoint.store import Best, CheckpointStore, ShardedSave
 
 T = TypeVar("T")
 
@@ -177,3 +191,112 @@ class Cadence:
         """Return when a save must begin to be complete before the job is ended."""
         assert self._end_time is not None
         return self._end_time - _MARGIN_SECONDS - 3 * self._write_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalCheckpoint:
+    """A complete checkpoint on this host, and its records.
+
+    Attributes:
+        step: Its step.
+        path: Its directory.
+        growing: Record files of the run directory by name, with the number of bytes that belong to the checkpoint.
+        small: Files of the run directory that are sent completely.
+        best: What ``best.json`` says.
+    """
+
+    step: int
+    path: Path
+    growing: Mapping[str, int]
+    small: tuple[str, ...]
+    best: Best | None = None
+
+
+class Subscriber(Protocol):
+    """Learns of each published checkpoint, in the thread that writes them."""
+
+    @property
+    def needed(self) -> Collection[int]:
+        """Steps whose checkpoints must not be pruned yet."""
+
+    def submit(self, item: LocalCheckpoint) -> None:
+        """Receive a checkpoint that is durable; must not wait."""
+
+
+class Publisher:
+    """Publishes the checkpoints of one run; older ones are pruned.
+
+    Args:
+        store: The run's checkpoints.
+        directory: The run directory; its ``run.json`` and ``recipe.yaml`` are written again if they were lost.
+        identity: The run's identity.
+        recipe: Its recipe.
+        file_metadata: Metadata for each weights file.
+        cadence: Receives the time that a checkpoint took.
+        subscribers: Learn of each checkpoint.
+
+    Attributes:
+        store: As given.
+        patience_seconds: How long processes wait for one another.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        directory: RunDirectory,
+        identity: str,
+        recipe: Recipe,
+        file_metadata: Mapping[str, str],
+        cadence: Cadence,
+        subscribers: Sequence[Subscriber],
+    ) -> None:
+        self.store = store
+        self.patience_seconds = recipe.parallel.timeout.seconds
+        self._directory, self._identity, self._recipe = directory, identity, recipe
+        self._file_metadata, self._cadence, self._subscribers = file_metadata, cadence, subscribers
+        self._facts = {"version": __version__, "run": identity, "recipe_sha256": recipe_digest(recipe)}
+
+    def publish(
+        self,
+        step: int,
+        states: Mapping[str, State],
+        facts: Mapping[str, Any],
+        *,
+        best: Best | None,
+        records: tuple[Mapping[str, int], tuple[str, ...]],
+        sharded: ShardedSave | None,
+    ) -> None:
+        """Write a captured state, and prune older checkpoints; on other ranks than the first, write this rank's part.
+
+        Args:
+            step: Optimizer steps done.
+            states: State by component.
+            facts: Facts about the run at this step, for the manifest.
+            best: The best step so far, if it is kept.
+            records: The run's records at this step: growing ones with their sizes, and small ones.
+            sharded: All processes, if each writes its part; None if the first writes alone.
+
+        Raises:
+            CheckpointError: If it could not be written; existing checkpoints are untouched.
+            RunDirectoryError: If the run directory was moved or removed.
+        """
+        start, directory = time.perf_counter(), self._directory
+        facts = {**self._facts, **facts}
+        if sharded is not None and sharded.rank:
+            self.store.write_shard(step, states, facts, file_metadata=self._file_metadata, sharded=sharded)
+            return
+        directory.check_in_place()
+        saved = self.store.save(step, states, facts, replace=True, file_metadata=self._file_metadata, sharded=sharded)
+        directory.check_in_place()
+        write_identity(directory, Identity(self._identity, has_checkpoint=True))
+        if not directory.recipe.exists():  # removed during training: without it, the run cannot be resumed
+            directory.check_in_place()  # or the complete directory was moved
+            write_text(directory.recipe, to_yaml(self._recipe))
+        protect = [*self.store.name_best(best), *(step for each in self._subscribers for step in each.needed)]
+        self.store.prune(keep=self._recipe.checkpoint.keep, protect=protect)
+        growing, small = records
+        for each in self._subscribers:
+            each.submit(
+                LocalCheckpoint(step=step, path=saved.path, growing=growing, small=small, best=self.store.read_best())
+            )
+        self._cadence.record_write(time.perf_counter() - start)

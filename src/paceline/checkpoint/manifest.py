@@ -1,4 +1,7 @@
-"""Verify and read a checkpoint.
+"""The manifest of a checkpoint, and the verified reading of the files that it lists.
+
+The manifest is the last file written. It lists every other file with size and digest and every tensor with dtype and
+shape, and ends with a digest of itself, so that one flipped bit anywhere in a checkpoint is found.
 
 Everything is checked before use: the manifest against its own digest, every file against its size and digest, every
 tensor against the inventory. Reading a component checks the same bytes that it then uses.
@@ -7,31 +10,188 @@ tensor against the inventory. Reading a component checks the same bytes that it 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
+import math
 import os
+import re
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from paceline.checkpoint.durable import FileFacts, hash_file, is_disk_failure, read_regular_file, with_retries
 from paceline.checkpoint.format import (
-    MANIFEST,
-    ComponentEntry,
-    Manifest,
+    MAX_DIMENSIONS,
+    SIZE_LIMIT_BYTES,
+    ChunkOf,
     TensorFile,
+    TensorSpec,
+    assemble,
+    check_cover,
     decode,
-    parse_manifest,
+    encode,
     pickle_hint,
+    read_chunks,
     read_header,
     read_tensors,
 )
-from paceline.checkpoint.sharded import ChunkOf, assemble, check_cover, read_chunks
-from paceline.errors import CheckpointError, UnreadableError, did_you_mean
+from paceline.errors import CheckpointError, UnreadableError, VersionError, did_you_mean
 from paceline.plain_json import load_json
+
+MANIFEST = "manifest.json"
+_VERSION = 2
+_COMPONENT = re.compile(r"(?!manifest$)[A-Za-z][A-Za-z0-9_-]*")
+_PART = re.compile(r"/part-\d{5}\.safetensors")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ComponentEntry:
+    """The files of one component by name, and its tensors by stored name."""
+
+    files: Mapping[str, FileFacts]
+    tensors: Mapping[str, TensorSpec]
+
+    @property
+    def tensor_files(self) -> list[str]:
+        """The files that contain the tensors: one, or one for each process that wrote a part."""
+        return sorted(name for name in self.files if name.endswith(".safetensors"))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of one checkpoint.
+
+    Attributes:
+        step: Optimizer steps done when it was taken.
+        facts: The saver's facts about the run (world size, digest of the recipe, ...).
+        components: In the order they were registered.
+    """
+
+    step: int
+    facts: Mapping[str, Any]
+    components: Mapping[str, ComponentEntry]
+
+    @property
+    def size_bytes(self) -> int:
+        """Total size of the component files; the manifest itself is not counted."""
+        return sum(file.size_bytes for entry in self.components.values() for file in entry.files.values())
+
+    def to_bytes(self) -> bytes:
+        """Write the manifest as JSON with its own digest."""
+        content = {
+            "format_version": _VERSION,
+            "step": self.step,
+            "facts": encode(dict(self.facts), where="facts")[0],
+            "components": {
+                name: {
+                    "files": {file: facts.to_json() for file, facts in entry.files.items()},
+                    "tensors": {
+                        key: {"dtype": spec.dtype, "shape": list(spec.shape)} for key, spec in entry.tensors.items()
+                    },
+                }
+                for name, entry in self.components.items()
+            },
+        }
+        return json.dumps({**content, "digest": _digest(content)}, indent=1).encode("ascii")
+
+
+def check_component_names(names: Iterable[str]) -> None:
+    """Refuse a name that could not be a file name, or that would overwrite the manifest.
+
+    Raises:
+        CheckpointError: Naming the component.
+    """
+    for name in names:
+        if not _COMPONENT.fullmatch(name):
+            raise CheckpointError(
+                f"{name!r} is not a valid component name: use letters, digits, '_' and '-', "
+                "beginning with a letter, and not 'manifest'."
+            )
+
+
+def parse_manifest(path: Path) -> Manifest:
+    """Read the manifest of a checkpoint directory and check it against its own digest.
+
+    Raises:
+        OSError: If it cannot be read.
+        VersionError: If another version of Paceline wrote it.
+        ValueError: Naming the broken rule.
+    """
+    file = path / MANIFEST
+    if with_retries(os.stat)(file).st_size > SIZE_LIMIT_BYTES:
+        raise ValueError(f"it is larger than {SIZE_LIMIT_BYTES} bytes")
+    try:
+        content = load_json(read_regular_file(file))
+    except ValueError as error:
+        raise ValueError("it is not JSON") from error
+    check_stamp(content, file, _VERSION, _digest)
+    entries = _field(content, "components", dict)
+    for name in entries:
+        if not _COMPONENT.fullmatch(name):
+            raise ValueError(f"it names a component {name!r}, which is not allowed")
+    facts = decode(_field(content, "facts", dict), {})
+    if not isinstance(facts, dict):
+        raise ValueError("its facts are not an object")
+    components = {name: _component(name, entry) for name, entry in entries.items()}
+    if (step := _field(content, "step", int)) < 0:
+        raise ValueError(f"its 'step' is {step}, which is negative")
+    return Manifest(step, facts, components)
+
+
+def check_stamp(content: Any, name: object, expected: int, digest_of: Callable[[Any], str]) -> None:
+    """Check the format version of a JSON document, and its own digest, which is removed.
+
+    Raises:
+        VersionError: If another version wrote it.
+        ValueError: If it is damaged.
+    """
+    if not isinstance(content, dict):
+        raise ValueError("it is not a JSON object")
+    version, digest = content.get("format_version"), content.pop("digest", None)
+    if version != expected:
+        # A flipped bit in the version is damage: the digest still matches that of the expected one.
+        if type(version) is int and digest != digest_of({**content, "format_version": expected}):
+            raise VersionError.of(name, version)
+        raise ValueError(f"its format version is {version!r}")
+    if digest != digest_of(content):
+        raise ValueError("its content does not match its own digest")
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
+
+
+def _component(name: str, entry: Any) -> ComponentEntry:
+    tensors, files = {}, {}
+    for key, value in _field(entry, "tensors", dict).items():
+        shape = _field(value, "shape", list)
+        if len(shape) > MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
+            raise ValueError(f"it holds {shape!r} where a shape is expected")
+        tensors[key] = TensorSpec(_field(value, "dtype", str), tuple(shape))
+    for key, value in _field(entry, "files", dict).items():
+        files[key] = FileFacts.from_json(value if isinstance(value, dict) else {})
+    if sum(math.prod(spec.shape) for spec in tensors.values()) > sum(each.size_bytes for each in files.values()):
+        raise ValueError(f"its files have fewer bytes than {name!r} has numbers")
+    # Comparing with the only allowed names, rather than searching for '..', rules out paths outside the directory.
+    parts = {key for key in files if key.startswith(name) and _PART.fullmatch(key, len(name))}
+    expected = {f"{name}.json"} | ((parts or {f"{name}.safetensors"}) if tensors else set())
+    if files.keys() != expected:
+        raise ValueError(f"it lists the files {sorted(files)} for {name!r}, expected {sorted(expected)}")
+    return ComponentEntry(files, tensors)
+
+
+def _field(value: Any, key: str, kind: type[T]) -> T:
+    entry = value.get(key) if isinstance(value, dict) else None
+    if type(entry) is not kind:
+        raise ValueError(f"its entry {key!r} is {entry!r}, expected {kind.__name__}")
+    return entry
 
 
 def read_manifest(path: Path) -> Manifest:
