@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 @command("import", group="More", place=3)
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """Convert a command line of another trainer into a recipe: timm's train.py, or NVIDIA's ConvNets trainer.
+    """Convert a command line of timm's or NVIDIA's trainer into a recipe.
+
+    The trainers are timm's train.py and NVIDIA's of ConvNets.
 
     SOURCE is a file with its command, or the command after --. For timm it may be an args.yaml that train.py wrote;
     defaults of train.py are converted too, and written out. For NVIDIA, the presets of launch.py are supported: model,

@@ -237,7 +237,7 @@ class Kubernetes(_Job):
 
 @command("launch", commands=(Slurm, Torchrun, Kubernetes), group="Train", place=3)
 class Launch:
-    """Start a run through a scheduler.
+    """Write and submit a job for Slurm, torchrun or Kubernetes.
 
     The recipe is planned for that number of processes first: mistakes are found before the job is queued.
     """

@@ -27,12 +27,12 @@ _OPEN = (
 @command("serve", group="Use", place=3)
 @dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Serve predictions over HTTP with the weights of TARGET, given as for `paceline predict`.
+    """Serve predictions over HTTP, with a web page.
 
-    POST /predict takes images as multipart/form-data, in fields called images, and answers in JSON. / is a page for
-    sending images, /health and /metrics are for monitoring, and /openapi.json describes the service. SIGTERM and SIGINT
-    (Ctrl-C) stop it after pending requests are answered. Each request logs a line on standard error, without its
-    contents.
+    TARGET is given as for `paceline predict`. POST /predict takes images as multipart/form-data, in fields called
+    images, and answers in JSON. / is a page for sending images, /health and /metrics are for monitoring, and
+    /openapi.json describes the service. SIGTERM and SIGINT (Ctrl-C) stop it after pending requests are answered. Each
+    request logs a line on standard error, without its contents.
 
     Examples:
       paceline serve runs/photos

@@ -15,10 +15,11 @@ from paceline.pages.shown import Document, Result, Shown
 @command("mlperf", group="More", place=6)
 @dataclass(frozen=True, kw_only=True)
 class MlperfLogs:
-    """Write the log in MLPerf's format of each run directory RUN that has ended.
+    """Write logs of runs in MLPerf's format.
 
-    The file is a log in MLPerf's format, as of its ResNet-50 in Training 4.0, and not an MLPerf result. Keys of
-    telemetry.submission, such as telemetry.submission.org=NAME, fill in what the runs' recipes leave open.
+    Each run directory RUN that has ended gets one: in MLPerf's format, as of its ResNet-50 in Training 4.0, and not an
+    MLPerf result. Keys of telemetry.submission, such as telemetry.submission.org=NAME, fill in what the runs' recipes
+    leave open.
 
     Examples:
       paceline mlperf runs/mine
