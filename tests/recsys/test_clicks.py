@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from calls import Call
 
 import paceline
-from paceline.data.clicks.sets.synthetic import open_clicks
 from paceline.data.order import epoch_order
-from paceline.models.recommendation import Dlrm
 from paceline.recipe.load import load_recipe
+from paceline_recsys.networks import Dlrm
+from paceline_recsys.sets.synthetic import open_clicks
 
 RECIPE = """
 seed: 3

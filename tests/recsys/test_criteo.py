@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.data.clicks.sets import criteo as stored_module
-from paceline.data.clicks.sets.criteo import CATEGORIES, DENSE, parse, table_rows_of
-from paceline.data.clicks.sets.synthetic import open_clicks
 from paceline.errors import DataError, RecipeError
 from paceline.recipe.data import Clicks, Data
+from paceline_recsys.sets import criteo as stored_module
+from paceline_recsys.sets.criteo import CATEGORIES, DENSE, parse, table_rows_of
+from paceline_recsys.sets.synthetic import open_clicks
 
 
 def line(number: int, **changed: str) -> str:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from paceline.data.batch import Batch, Progress
-from paceline.data.clicks.dataset import ClickSource, InMemoryRows, hold_in_memory
 from paceline.data.pipeline import Placement, SimplePipeline
 from paceline.data.slices import SampleSlice
+from paceline_recsys.dataset import ClickSource, InMemoryRows, hold_in_memory
 
 
 class ClickPipeline(SimplePipeline):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError
 from paceline.models.factories import call_factory, named_factory, unknown_model
-from paceline.plan.strategy import table_state_numbers
+from paceline.plan.strategy import optimizer_state_numbers
 from paceline.recipe.model import Model
 from paceline.recipe.schema import Recipe
 from paceline.units import format_bytes
@@ -176,8 +176,10 @@ def describe_tables(recipe: Recipe, rows: Sequence[int]) -> str:
     size_text = f"{len(rows)} tables of {sum(rows):,} rows in all"
     if recipe.model.name not in CLICK_MODELS or not isinstance(embedding, int):
         return size_text
-    size = sum(rows) * embedding * _FP32_BYTES
-    state_bytes = table_state_numbers(recipe.optimizer, rows=sum(rows), embedding=embedding) * _FP32_BYTES
+    numbers = sum(rows) * embedding
+    kept = {"rowwise_adagrad": sum(rows), "sparse_adam": 2 * numbers}
+    state = kept.get(recipe.optimizer.tables, optimizer_state_numbers(recipe.optimizer) * numbers)
+    size, state_bytes = numbers * _FP32_BYTES, state * _FP32_BYTES
     memory_text = f"{format_bytes(size)}, with {format_bytes(state_bytes)} of optimizer state"
     sharding = "" if recipe.parallel.strategy == "fsdp" else "; each process holds all of them"
     return f"{size_text} x {embedding} numbers x 4 bytes = {memory_text}{sharding}"

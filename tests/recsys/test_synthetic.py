@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.data.clicks.dataset import ClickRows, hold_in_memory
-from paceline.data.clicks.sets.synthetic import SyntheticClicks, open_clicks
 from paceline.data.slices import SampleIds
 from paceline.errors import RecipeError
 from paceline.metrics.auc import area_under_curve
 from paceline.recipe.data import Clicks, Data
+from paceline_recsys.dataset import ClickRows, hold_in_memory
+from paceline_recsys.sets.synthetic import SyntheticClicks, open_clicks
 
 SMALL = Clicks(dense_features=3, categories=4, max_rows=200, evaluation_samples=3000)
 

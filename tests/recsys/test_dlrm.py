@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.errors import ModelError
-from paceline.models.recommendation import Dlrm, build_click_model, describe_tables
 from paceline.recipe.load import stored_recipe
 from paceline.recipe.model import Model
+from paceline_recsys.networks import Dlrm, build_click_model, describe_tables
 
 
 def small(**options: object) -> Dlrm:

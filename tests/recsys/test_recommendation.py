@@ -15,12 +15,12 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 import paceline
 from paceline.cli.main import run as command
-from paceline.data.clicks.sets.synthetic import open_clicks
 from paceline.errors import PacelineError, RecipeError
 from paceline.recipe.load import load_recipe
 from paceline.trainer.fake_step import fake_step
 from paceline.trainer.train import plan_only
 from paceline_advisor.memory.estimate import estimate_memory
+from paceline_recsys.sets.synthetic import open_clicks
 
 Make = Callable[..., Any]
 

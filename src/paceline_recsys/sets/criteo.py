@@ -30,12 +30,12 @@ from typing import Any, BinaryIO, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.clicks.dataset import ClickRows
 from paceline.data.slices import SampleIds
 from paceline.errors import DataError
 from paceline.files import SkippedItems, has_extension, list_files, refuse_special_inputs
 from paceline.machine import cache_folder
 from paceline.plain_json import load_json
+from paceline_recsys.dataset import ClickRows
 
 DENSE, CATEGORIES = 13, 26
 _FIELDS = 1 + DENSE + CATEGORIES
@@ -208,7 +208,7 @@ class StoredClicks:
 
 
 class StoredSource:
-    """A range of stored samples; implements :class:`~paceline.data.clicks.sets.criteo.ClickSource`."""
+    """A range of stored samples; implements :class:`~paceline_recsys.dataset.ClickSource`."""
 
     def __init__(self, clicks: StoredClicks, tables: tuple[int, ...], first: int, last: int) -> None:
         """Use the samples ``first`` to ``last`` (excluded)."""

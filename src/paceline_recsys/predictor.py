@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.weights import SavedWeights
-from paceline.data.clicks.dataset import ClickRows
-from paceline.data.clicks.sets.criteo import CATEGORIES, DENSE, UNREADABLE, as_click_rows, opened, parse
 from paceline.data.image.decode import BrokenImageError
 from paceline.errors import DataError
 from paceline.files import SkippedItems
 from paceline.plain_json import load_json
 from paceline.prediction.predictor import NOT_FINITE, Answer, Predictor
 from paceline.prediction.sources import PictureFile
+from paceline_recsys.dataset import ClickRows
+from paceline_recsys.sets.criteo import CATEGORIES, DENSE, UNREADABLE, as_click_rows, opened, parse
 
 
 @dataclass(frozen=True)

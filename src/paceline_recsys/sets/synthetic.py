@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.clicks.dataset import ClickDataset, ClickRows
-from paceline.data.clicks.sets.criteo import CATEGORIES, DENSE, StoredSource, load_clicks
 from paceline.data.random_draws import uniforms
 from paceline.data.slices import SampleIds
 from paceline.dataset_registry import dataset, open_dataset
 from paceline.errors import DataError, RecipeError
 from paceline.files import SkippedItems, visible_entries
 from paceline.recipe.data import Clicks, Data
+from paceline_recsys.dataset import ClickDataset, ClickRows
+from paceline_recsys.sets.criteo import CATEGORIES, DENSE, StoredSource, load_clicks
 
 Numbers = NDArray[np.float64]
 
@@ -42,7 +42,7 @@ _MOST_USED = 100_000
 
 
 class SyntheticClicks:
-    """One split; implements :class:`~paceline.data.clicks.sets.criteo.ClickSource`."""
+    """One split; implements :class:`~paceline_recsys.dataset.ClickSource`."""
 
     def __init__(self, clicks: Clicks, tables: tuple[int, ...], samples: int, *, training: bool) -> None:
         self._clicks = clicks

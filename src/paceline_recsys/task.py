@@ -1,4 +1,8 @@
-"""Recommendation: click prediction with binary cross-entropy and the area under the ROC curve."""
+"""Recommendation: click prediction with binary cross-entropy and the area under the ROC curve.
+
+This package holds all that is particular to it: samples (``dataset.py``, ``pipeline.py`` and, by name, ``sets``), networks
+(``networks.py``), and what answers lines of samples with trained weights (``predictor.py``).
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,17 @@ from torch import nn
 
 from paceline.checkpoint.weights import SavedWeights
 from paceline.data.batch import Batch
-from paceline.data.clicks.dataset import ClickDataset, ClickSource
-from paceline.data.clicks.pipeline import ClickPipeline
-from paceline.data.clicks.sets.synthetic import SyntheticClicks, open_clicks
 from paceline.data.pipeline import Pipeline, Placement
 from paceline.metrics.accumulator import Collector, Metric
 from paceline.metrics.auc import RankedScores, area_under_curve
-from paceline.models.recommendation import build_click_model, describe_tables
 from paceline.plan import DataFacts
 from paceline.recipe.unused import all_but
 from paceline.tasks.task import Model, Task
 from paceline.world import World
+from paceline_recsys.dataset import ClickDataset, ClickSource
+from paceline_recsys.networks import build_click_model, describe_tables
+from paceline_recsys.pipeline import ClickPipeline
+from paceline_recsys.sets.synthetic import SyntheticClicks, open_clicks
 
 if TYPE_CHECKING:
     from paceline.prediction.predictor import Predictor
@@ -137,7 +141,7 @@ class Recommendation(Task):
     def predictor(self, saved: SavedWeights, device: torch.device) -> Predictor:
         """Return what predicts the clicks of lines."""
         # Imported only where used: training needs none of it.
-        from paceline.tasks.click_answers import ClickPredictor
+        from paceline_recsys.predictor import ClickPredictor
 
         return ClickPredictor(saved, self.trained(saved, device), device)
 
